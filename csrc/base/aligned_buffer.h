@@ -14,7 +14,7 @@ namespace kv_offload {
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
-  // Zeroed; `bytes` is rounded up to whole pages. Throws std::bad_alloc.
+  // Zeroed memory; `bytes` is rounded up to whole pages. Throws std::bad_alloc.
   explicit AlignedBuffer(std::size_t bytes) : size_(round_up(bytes, kPageBytes)) {
     void* memory = std::aligned_alloc(kPageBytes, size_);
     if (memory == nullptr) throw std::bad_alloc();

@@ -1,5 +1,4 @@
-// Time as a parameter: every deadline and every measured second goes through a
-// Clock, so that tests move time by hand.
+// Time as a parameter: every deadline and every measured duration uses a Clock, so that tests control time.
 #pragma once
 
 #include <chrono>
@@ -14,7 +13,7 @@ using Nanos = std::chrono::nanoseconds;
 class Clock {
  public:
   virtual ~Clock() = default;
-  // Monotonic; the zero is arbitrary. Any thread.
+  // Monotonic, with an arbitrary zero. Any thread.
   virtual Nanos now() const = 0;
 };
 
@@ -24,7 +23,7 @@ class SteadyClock final : public Clock {
   Nanos now() const override { return std::chrono::steady_clock::now().time_since_epoch(); }
 };
 
-// For tests: stands still until told to move. Any thread.
+// For tests: moves only in advance(). Any thread.
 class FakeClock final : public Clock {
  public:
   Nanos now() const override { return Nanos(now_.load()); }

@@ -1,9 +1,10 @@
-// A write to a connection that the other side has closed is an error, and no signal that ends the process.
+// Turns a write to a closed connection into an error instead of a SIGPIPE that ends the process.
 #pragma once
 
 namespace kv_offload {
 
-// For the calling thread, while it lives, for libraries that write without MSG_NOSIGNAL.
+// Blocks SIGPIPE on the calling thread during the object's lifetime, for libraries that write without
+// MSG_NOSIGNAL.
 class NoSigpipe {
  public:
   NoSigpipe();

@@ -1,6 +1,6 @@
-// SegmentedVector: a vector whose elements never move. It grows by segments, each as long as all before it,
-// so that growing by one element costs the same at any size, also under a lock and on the scheduler's thread.
-// An element that was never written is all zero bytes.
+// SegmentedVector: a vector whose elements never move. It grows by segments, each as long as all previous
+// ones together. So adding one element costs the same at any size, also under a lock and on the scheduler
+// thread. An element that was never written is all zero bytes.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ class SegmentedVector {
   const T& operator[](std::size_t at) const { return *address(at); }
   std::size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  // At least so many elements; the new ones are zero bytes. O(1). Throws bad_alloc and has changed nothing.
+  // Grows to at least `size` elements; new ones are zero bytes. O(1). On bad_alloc nothing has changed.
   void grow_to(std::size_t size) {
     while (capacity() < size) {
       segments_[count_] = ZeroedMemory((kFirst << count_) * sizeof(T));
@@ -44,8 +44,8 @@ class SegmentedVector {
   }
 
  private:
-  static constexpr std::size_t kFirst =
-      64;  // elements of the first segment; each is twice as long as the last
+  // Elements of the first segment; each further segment is twice as long.
+  static constexpr std::size_t kFirst = 64;
   static constexpr std::size_t kMostSegments = 32;
 
   std::size_t capacity() const { return (kFirst << count_) - kFirst; }

@@ -6,7 +6,8 @@ void SplitTable::grow(std::uint32_t tag) {
   may_split(directory_[index_of(tag)]) ? split(tag) : lengthen(tag);
 }
 
-// Not where one block is full and the others are empty: the directory would be larger than all they hold.
+// Returns false if one block is full and the others are empty: the directory would be larger than all blocks
+// together.
 bool SplitTable::may_split(const Place& place) const {
   if (place.mask + 1 < kCells) return false;
   const unsigned depth = blocks_[place.block].depth;
@@ -19,7 +20,7 @@ void SplitTable::split(std::uint32_t tag) {
   const Place old = directory_[index_of(tag)];
   const std::size_t cells = std::size_t{old.mask} + 1;
   const std::vector<Cell> moved(old.cells, old.cells + cells);
-  const Place second = make_block(cells);  // the last thing that may throw
+  const Place second = make_block(cells);  // the last call that may throw
   Block& first_block = blocks_[old.block];
   Block& second_block = blocks_[second.block];
   const std::size_t places = std::size_t{1} << (depth_ - first_block.depth);
@@ -38,7 +39,7 @@ void SplitTable::split(std::uint32_t tag) {
   count_steps(first_block.used + second_block.used + places / 8);
 }
 
-// Twice as long, in its own memory.
+// Doubles the block, in memory of its own.
 void SplitTable::lengthen(std::uint32_t tag) {
   const Place old = directory_[index_of(tag)];
   Block& block = blocks_[old.block];
@@ -67,7 +68,7 @@ void SplitTable::double_directory() {
   for (std::size_t i = 0; i < twice.size(); ++i) twice[i] = directory_[i / 2];
   directory_.swap(twice);
   ++depth_;
-  count_steps(directory_.size() / 8);  // a place takes as long as an eighth of a cell: they are in a row
+  count_steps(directory_.size() / 8);  // the copy is sequential, so a place costs an eighth of a cell
 }
 
 SplitTable::Place SplitTable::make_block(std::size_t cells) {
@@ -103,8 +104,8 @@ std::size_t SplitTable::longest_probe() const {
   std::size_t longest = 0;
   for (const Place& place : directory_) {
     std::size_t run = 0;
-    for (std::size_t i = 0; i <= 2 * std::size_t{place.mask};
-         ++i) {  // twice: a run may go on at the beginning
+    // Twice around: a run may continue at the beginning.
+    for (std::size_t i = 0; i <= 2 * std::size_t{place.mask}; ++i) {
       run = place.cells[i & place.mask].value == kNone ? 0 : run + 1;
       longest = std::max(longest, run + 1);
     }

@@ -1,13 +1,14 @@
 // SplitTable: a hash table of small numbers that grows in steps of bounded work (extendible hashing). The
-// owner has the keys: it gives a 32-bit tag of each, and tells whether a value is the one that it looks for.
+// owner stores the keys. It passes a 32-bit tag of each key, and a predicate that decides whether a value is
+// the one searched for.
 //
-// Cells lie in blocks of kCells; a directory says by the first bits of a tag which block it is in, the last
-// bits choose the cell, and collisions go into the cells behind it (linear probing, no tombstones). A block
-// that is half full is split into two, which moves at most kCells / 2 cells; all other blocks stay as they
-// are. The directory doubles from time to time: it has 16 bytes for each thousand values. Blocks whose tags
-// are all alike, which no digest's are, become longer instead.
+// Cells are in blocks of kCells. The first bits of a tag select the block through a directory, and the last
+// bits select the cell. On a collision the next cells are used (linear probing, no tombstones). A half-full
+// block is split into two, which moves at most kCells / 2 cells and leaves all other blocks unchanged. The
+// directory doubles from time to time; it takes 16 bytes per thousand values. A block whose tags are all
+// alike becomes longer instead; tags of digests never are.
 //
-// Memory: 8 bytes a cell, a load of 0.25 to 0.5. Blocks lie side by side on huge pages where there are many.
+// Memory: 8 bytes per cell, at a load of 0.25 to 0.5. Large tables keep their blocks adjacent on huge pages.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +27,8 @@ namespace kv_offload {
 class SplitTable {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
-  static constexpr std::size_t kCells = 4096;  // of a block; while there is one block it may have fewer
-  // The bits of a tag that choose its cell in tables of less than kMostOfUsedBits values: so many first ones
-  // and so many last ones.
+  static constexpr std::size_t kCells = 4096;  // per block; a single block may have fewer
+  // The first and last bits of a tag that select its cell in tables of less than kMostOfUsedBits values.
   static constexpr unsigned kFirstBits = 8, kLastBits = 12;
   static constexpr std::size_t kMostOfUsedBits = std::size_t{1} << 18;
   static_assert(std::size_t{1} << kLastBits == kCells);
@@ -37,13 +37,13 @@ class SplitTable {
   SplitTable(SplitTable&&) = default;
   SplitTable& operator=(SplitTable&&) = default;
 
-  // kNone: not there. `is(value)`: is it the one?
+  // Returns the value, or kNone. `is(value)` is true for the searched value.
   template <typename Is>
   std::uint32_t find(std::uint32_t tag, Is is) const {
     return locate(directory_[index_of(tag)], tag, is)->value;
   }
-  // The value; kNone when it was not there until now: to be set before the next call. Throws bad_alloc and
-  // has changed nothing that can be seen.
+  // Returns a reference to the value. It is kNone if the key is new; then the caller must set it before the
+  // next call. On bad_alloc nothing visible has changed.
   template <typename Is>
   std::uint32_t& at(std::uint32_t tag, Is is) {
     make_room(tag);
@@ -56,7 +56,7 @@ class SplitTable {
     }
     return cell.value;
   }
-  // REQUIRES: there. Moves later cells of the run back over the hole.
+  // Erases a value. REQUIRES: it exists. Moves later cells of the run back into the hole.
   template <typename Is>
   void erase(std::uint32_t tag, Is is) {
     const Place& place = directory_[index_of(tag)];
@@ -79,7 +79,7 @@ class SplitTable {
     __builtin_prefetch(&place.cells[tag & place.mask]);
   }
   std::size_t size() const { return size_; }
-  // The most cells that a find() looks at.
+  // Returns the maximum number of cells that a find() looks at.
   std::size_t longest_probe() const;
 
  private:
@@ -87,7 +87,7 @@ class SplitTable {
   static constexpr unsigned kMostDepth = 32 - kLastBits;
   static constexpr std::size_t kMostBlocksOfSlab = 64;  // 2 MiB
   struct Cell {
-    std::uint32_t tag;  // saves the owner's cache line on a collision, and when cells move
+    std::uint32_t tag;  // avoids loading the owner's cache line on a collision, and when cells move
     std::uint32_t value;
   };
   struct Place {
@@ -97,8 +97,8 @@ class SplitTable {
   };
   struct Block {
     std::uint32_t used = 0;
-    std::uint32_t depth = 0;  // the first bits of a tag that all in it have in common
-    ZeroedMemory own;         // its cells, when they are not part of a slab
+    std::uint32_t depth = 0;  // number of leading tag bits that all its cells share
+    ZeroedMemory own;         // its cells, if they are not part of a slab
   };
 
   std::size_t index_of(std::uint32_t tag) const {
@@ -133,7 +133,7 @@ class SplitTable {
   void split(std::uint32_t tag);
   void lengthen(std::uint32_t tag);
   void double_directory();
-  // The places of a block are side by side.
+  // The directory places of a block are adjacent.
   std::size_t first_place_of(std::uint32_t tag, unsigned depth) const {
     return static_cast<std::size_t>(std::uint64_t{tag} << depth >> 32) << (depth_ - depth);
   }
@@ -146,8 +146,8 @@ class SplitTable {
   std::vector<Block> blocks_;
   std::vector<ZeroedMemory> slabs_;
   Cell* next_of_slab_ = nullptr;
-  std::size_t left_of_slab_ = 0;  // blocks
-  std::size_t last_slab_ = 0;     // how many blocks it had
+  std::size_t left_of_slab_ = 0;  // unused blocks
+  std::size_t last_slab_ = 0;     // its number of blocks
 };
 
 }  // namespace kv_offload

@@ -6,6 +6,7 @@
 namespace kv_offload {
 
 std::string_view to_string(StatusKind kind) {
+  // These words are metric label values: a change breaks dashboards and alerts.
   switch (kind) {
     case StatusKind::kOk:
       return "ok";

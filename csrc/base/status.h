@@ -1,10 +1,9 @@
-// Status: the one result of every operation that can fail at run time.
+// Status: the result of every operation that can fail at run time.
 //
-// A Status is a kind, the errno behind it (0 when there is none), the path or
-// object it happened on and a sentence. It is cheap when ok (no allocation).
-// Run-time failures travel as Status; exceptions are for construction and for
-// mistakes of the caller (see InvalidArgument), and cross pybind11 as Python
-// exceptions. Thread bodies never throw.
+// A Status holds a kind, the errno that caused it (0 if none), the path or object concerned, and a sentence.
+// An ok Status is cheap (no allocation). Run-time failures are returned as Status. Exceptions are for
+// construction and caller mistakes (see InvalidArgument), and pass through pybind11 as Python exceptions.
+// Thread bodies never throw.
 #pragma once
 
 #include <fmt/format.h>
@@ -18,19 +17,19 @@ namespace kv_offload {
 
 enum class StatusKind : unsigned char {
   kOk,
-  kNotFound,     // the record or object is not there (not a fault)
-  kCorrupt,      // bytes are there and proven wrong
+  kNotFound,     // the record or object is missing (not a fault)
+  kCorrupt,      // the bytes exist and are proven wrong
   kIo,           // the device or file system refused (EIO, EACCES, ...)
   kNoSpace,      // ENOSPC, EDQUOT, or our own bound
-  kTimeout,      // it did not end in time
-  kExpired,      // its deadline passed before it was begun (not a fault of what it was for)
+  kTimeout,      // the operation did not end in time
+  kExpired,      // the deadline passed before the start (not a fault of the tier)
   kCancelled,    // given up on purpose before it started
   kDevice,       // CUDA or another accelerator failed
-  kUnavailable,  // switched off for now (breaker, closing)
-  kDeclined,     // not worth what would have to go for it (no fault)
+  kUnavailable,  // out of service for now (circuit breaker, closing)
+  kDeclined,     // worth less than the records it would replace (not a fault)
 };
 
-// The word used in metrics labels and messages, e.g. "no_space".
+// Returns the word used in metric labels and messages, e.g. "no_space".
 std::string_view to_string(StatusKind kind);
 
 class [[nodiscard]] Status {
@@ -38,8 +37,8 @@ class [[nodiscard]] Status {
   Status() = default;
   static Status ok() { return {}; }
   static Status error(StatusKind kind, std::string message, int error_number = 0, std::string path = {});
-  // Kind from errno: ENOENT -> not_found; ENOSPC, EDQUOT -> no_space;
-  // ETIMEDOUT -> timeout; all else -> io. `what` is the verb ("open").
+  // Derives the kind from errno: ENOENT -> not_found; ENOSPC, EDQUOT -> no_space; ETIMEDOUT -> timeout; all
+  // others -> io. `what` is the verb ("open").
   static Status from_errno(int error_number, std::string_view what, std::string path = {});
 
   bool is_ok() const { return kind_ == StatusKind::kOk; }
@@ -48,7 +47,7 @@ class [[nodiscard]] Status {
   int error_number() const { return error_number_; }
   const std::string& message() const { return message_; }
   const std::string& path() const { return path_; }
-  // "no_space: write: No space left on device (errno 28) [/root/ab/..]"
+  // Returns e.g. "no_space: write: No space left on device (errno 28) [/root/ab/..]".
   std::string to_string() const;
 
  private:
@@ -58,15 +57,15 @@ class [[nodiscard]] Status {
   std::string path_;
 };
 
-// A caller's mistake or an impossible construction. The message names what was
-// given, what is possible and what to change. ValueError in Python.
+// A caller's mistake or an impossible construction. The message names the given value, the possible values
+// and what to change. ValueError in Python.
 class InvalidArgument : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// A resource of the machine that is not there (shm, memory, directory). The
-// message names asked, available and the setting. RuntimeError in Python.
+// A missing machine resource (shm, memory, directory). The message names requested and available amounts and
+// the setting. RuntimeError in Python.
 class ResourceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -1,6 +1,6 @@
-// Steps: a count of work whose amount must not depend on the size of a table: cells moved, records visited,
-// digests computed. Each thread counts for itself. Tests compare the counts of single calls, and of single
-// holds of a lock, at two sizes (tests/cpp/step_watch.h).
+// Steps: counts work whose amount must not depend on the size of a table: cells moved, records visited,
+// digests computed. Each thread has its own count. Tests compare the counts of single calls, and of single
+// lock holds, at two sizes (tests/cpp/step_watch.h).
 #pragma once
 
 #include <cstdint>

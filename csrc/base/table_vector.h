@@ -1,6 +1,5 @@
-// TableVector: a vector for tables that are read in no order. Large ones lie on huge
-// pages where the system offers them (madvise): with millions of entries of 4 KiB pages
-// every probe would walk the page tables as well.
+// TableVector: a vector for tables with random access. Large ones use huge pages where the system offers them
+// (madvise): with millions of entries on 4 KiB pages, every probe would also walk the page tables.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,7 +16,7 @@ namespace kv_offload {
 template <typename T>
 struct HugePageAllocator {
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  // Rounding up to whole pages must cost little.
+  // True if rounding up to whole huge pages costs little memory.
   static constexpr bool pays(std::size_t bytes) {
     return bytes >= kHugePage && round_up(bytes, kHugePage) - bytes <= bytes / 8;
   }
@@ -33,7 +32,7 @@ struct HugePageAllocator {
     const bool large = pays(bytes);
     void* memory = large ? std::aligned_alloc(kHugePage, round_up(bytes, kHugePage)) : std::malloc(bytes);
     if (memory == nullptr) throw std::bad_alloc();
-    if (large) (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // offered, not owed
+    if (large) (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // best effort
     return static_cast<T*>(memory);
   }
   void deallocate(T* memory, std::size_t) { std::free(memory); }

@@ -9,8 +9,8 @@ namespace kv_offload {
 void begin_thread(const char* name, CpuShare share) {
   ::pthread_setname_np(::pthread_self(), name);
   if (share == CpuShare::kFull) return;
-  // On Linux a nice value is a thread's (setpriority(2), "C library/kernel differences"). It can only fail
-  // where a sandbox forbids the call; then the thread has its full share.
+  // On Linux a nice value applies to one thread (setpriority(2), "C library/kernel differences"). The call
+  // fails only where a sandbox forbids it; then the thread keeps its full share.
   const auto thread = static_cast<id_t>(::gettid());
   if (::getpriority(PRIO_PROCESS, thread) < kBackgroundNice) {
     ::setpriority(PRIO_PROCESS, thread, kBackgroundNice);

@@ -1,4 +1,4 @@
-// What each of our threads does first: it takes a name and its share of the CPU.
+// The first call of each of our threads: sets its name and its share of the CPU.
 #pragma once
 
 #include <cstdint>
@@ -6,16 +6,17 @@
 namespace kv_offload {
 
 enum class CpuShare : std::uint8_t {
-  kFull,        // somebody waits for what the thread does
-  kBackground,  // nobody waits: it gives way to the engine's threads while all cores are busy
+  kFull,        // other threads wait for its work
+  kBackground,  // nothing waits: it yields to the engine's threads while all cores are busy
 };
 
-// A nice value: beside a thread of nice 0 on one core, such a thread gets a tenth of it (sched(7): weights
-// 110 and 1024). It is never starved: it may hold a lock that the scheduler's thread wants next.
+// A nice value: next to a thread of nice 0 on one core, such a thread gets a tenth of the core (sched(7):
+// weights 110 and 1024). It is never starved, which matters because it may hold a lock that the scheduler
+// thread wants next.
 inline constexpr int kBackgroundNice = 10;
 
-// For the calling thread. `name` has at most 15 bytes and is what top -H and /proc show. The share cannot be
-// raised again without a privilege, so a thread keeps it for life.
+// Applies to the calling thread. `name` has at most 15 bytes and appears in top -H and /proc. A thread cannot
+// raise its share again without a privilege, so it keeps the share for life.
 void begin_thread(const char* name, CpuShare share);
 
 }  // namespace kv_offload

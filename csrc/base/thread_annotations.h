@@ -27,7 +27,7 @@ namespace kv_offload {
 
 class KVO_ANNOTATE(capability("mutex")) Mutex {
  public:
-  // Sees each hold of each mutex, on the thread that holds it. For tests and benchmarks, which measure how
+  // Observes each hold of each mutex, on the thread that holds it. For tests and benchmarks that measure how
   // long another thread may have to wait.
   class Watcher {
    public:
@@ -35,7 +35,7 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
     virtual void locked(const Mutex& mutex) = 0;
     virtual void unlocking(const Mutex& mutex) = 0;
   };
-  // Null: nobody watches. REQUIRES: no other thread uses a mutex meanwhile.
+  // Null: no watcher. REQUIRES: no other thread uses a mutex during the call.
   static void watch(Watcher* watcher) { watcher_.store(watcher); }
 
   void lock() ACQUIRE() {
@@ -56,8 +56,8 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
     note_locked();
     return true;
   }
-  // Between two holds of a long loop: returns when no thread waits for this mutex. Unlocking alone lets
-  // nobody in: a thread that was woken finds the mutex locked again, for as long as the loop goes on.
+  // Call between two holds in a long loop: returns once no thread waits for this mutex. Unlocking alone does
+  // not let another thread in: a woken thread finds the mutex locked again, as long as the loop runs.
   void let_others_in() const {
     while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
   }
@@ -85,7 +85,7 @@ class KVO_ANNOTATE(scoped_lockable) MutexLock {
   Mutex& mutex_;
 };
 
-// Waits with the mutex held by the caller. Spurious wake-ups happen: loop.
+// Waits with the mutex held by the caller. Spurious wake-ups happen, so callers must loop.
 class CondVar {
  public:
   void wait(Mutex& mutex) REQUIRES(mutex) { cv_.wait(mutex); }

@@ -23,9 +23,8 @@ std::string hex_of(std::span<const std::uint8_t> bytes) {
 
 ChunkKey::ChunkKey(std::string_view bytes) {
   if (!fits(bytes.size())) {
-    throw_invalid(
-        "a chunk key of {} bytes was given; {}..{} bytes are possible (hash and 4 bytes of group id)",
-        bytes.size(), kMinBytes, kMaxBytes);
+    throw_invalid("invalid chunk key of {} bytes: a key has {}..{} bytes (a hash and 4 bytes of group id)",
+                  bytes.size(), kMinBytes, kMaxBytes);
   }
   size_ = static_cast<std::uint8_t>(bytes.size());
   std::memcpy(bytes_.data(), bytes.data(), bytes.size());
@@ -55,8 +54,8 @@ std::uint64_t parse_byte_size(std::string_view text) {
     std::string_view name;
     double factor;
   };
-  // A lone letter is decimal, as in Kubernetes: who writes 32G and means 32GiB gets less than he has, never
-  // more.
+  // A single letter is decimal, as in Kubernetes: a user who writes 32G and means 32GiB gets less than
+  // intended, never more.
   static constexpr Unit kUnits[] = {
       {"", 1},         {"b", 1},       {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40},
       {"pib", 0x1p50}, {"ki", 0x1p10}, {"mi", 0x1p20},  {"gi", 0x1p30},  {"ti", 0x1p40},  {"pi", 0x1p50},
@@ -78,7 +77,7 @@ std::uint64_t parse_byte_size(std::string_view text) {
     throw_invalid(
         "'{}' is not a size; write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 32GiB", text);
   }
-  if (unit.empty() && number > 0 && number < kSmallestWithoutUnit) {  // 32 was hardly meant as 32 bytes
+  if (unit.empty() && number > 0 && number < kSmallestWithoutUnit) {  // a plain 32 hardly means 32 bytes
     throw_invalid("'{}' has no unit; below 1 MiB a size needs one, such as 32GiB, 512MiB or 4096B", text);
   }
   return static_cast<std::uint64_t>(number * found->factor);

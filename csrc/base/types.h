@@ -1,4 +1,4 @@
-// The words every layer shares: chunk keys, rows, shards, sizes.
+// Types that all layers share: chunk keys, rows, shards, sizes.
 #pragma once
 
 #include <array>
@@ -22,12 +22,12 @@ constexpr std::size_t round_down(std::size_t value, std::size_t multiple) {
   return value / multiple * multiple;
 }
 
-// Lower-case, two digits a byte.
+// Returns lower-case hex, two digits per byte.
 std::string hex_of(std::span<const std::uint8_t> bytes);
 
-// The key of a chunk: vLLM's OffloadKey, i.e. the (opaque) hash bytes of the
-// chunk's last hash unit followed by 4 bytes of big-endian group id. Hashes are
-// chained, so a key stands for its whole prefix. 5..47 bytes; value type.
+// The key of a chunk: vLLM's OffloadKey, i.e. the (opaque) hash bytes of the chunk's last hash unit followed
+// by 4 bytes of big-endian group id. Hashes are chained, so a key identifies its whole prefix. 5..47 bytes;
+// value type.
 class ChunkKey {
  public:
   static constexpr std::size_t kMaxBytes = 47;
@@ -36,7 +36,7 @@ class ChunkKey {
   ChunkKey() = default;
   // Throws InvalidArgument when the length is out of range.
   explicit ChunkKey(std::string_view bytes);
-  // No check: for the lookup path. REQUIRES: fits(bytes.size()).
+  // Skips the check, for the lookup path. REQUIRES: fits(bytes.size()).
   static ChunkKey unchecked(const char* data, std::size_t size) {
     ChunkKey key;
     key.size_ = static_cast<std::uint8_t>(size);
@@ -47,15 +47,15 @@ class ChunkKey {
 
   std::string_view bytes() const { return {bytes_.data(), size_}; }
   std::size_t size() const { return size_; }
-  // The ORIGINAL group id in the last four bytes.
+  // Returns vLLM's ORIGINAL group id, from the last four bytes.
   std::uint32_t group_id() const {
     const auto* tail = reinterpret_cast<const unsigned char*>(bytes_.data()) + size_ - 4;
     return std::uint32_t{tail[0]} << 24 | std::uint32_t{tail[1]} << 16 | std::uint32_t{tail[2]} << 8 |
            std::uint32_t{tail[3]};
   }
-  // Lower-case hex of all bytes.
+  // Returns lower-case hex of all bytes.
   std::string hex() const;
-  // Throws InvalidArgument on anything that hex() cannot have made.
+  // Throws InvalidArgument for any text that hex() cannot produce.
   static ChunkKey from_hex(std::string_view hex);
 
   bool operator==(const ChunkKey& other) const { return bytes_ == other.bytes_ && size_ == other.size_; }
@@ -63,7 +63,7 @@ class ChunkKey {
 
   struct Hash {
     std::size_t operator()(const ChunkKey& key) const {
-      // The bytes are a digest already; fold the head and the tail (group).
+      // The bytes are a digest already: combine the head and the tail (group).
       std::uint64_t head;
       std::memcpy(&head, key.bytes_.data(), sizeof(head));
       std::uint64_t mixed = head ^ (std::uint64_t{key.group_id()} * 0x9E3779B97F4A7C15ull);
@@ -73,34 +73,32 @@ class ChunkKey {
   };
 
  private:
-  std::array<char, kMaxBytes> bytes_{};  // zero padded, so that == may compare all
+  std::array<char, kMaxBytes> bytes_{};  // zero padded, so that == can compare all bytes
   std::uint8_t size_ = 0;
 };
 static_assert(sizeof(ChunkKey) == 48);
 
-// A row's place: its first 4 KiB page inside EVERY area of the region (an area
-// is one rank's part; a row is at the same place in each). 2^32 pages = 16 TiB
-// per area.
+// The position of a row: its first 4 KiB page inside EVERY area of the region. (An area is one rank's part; a
+// row has the same position in each.) 2^32 pages = 16 TiB per area.
 using RowId = std::uint32_t;
 inline constexpr RowId kNoRow = 0xFFFFFFFFu;
 
-// The number under which a store or load job's result is found in the control
-// page. Never 0, never reused within a run.
+// The number that identifies the result of a store or load job in the control page. Never 0, never reused
+// within a run.
 using Ticket = std::uint64_t;
 inline constexpr Ticket kNoTicket = 0;
 
-// One rank's bytes of one chunk in memory; in the canonical layout those of some of its KV heads.
+// One rank's bytes of one chunk in memory. In the canonical layout: the bytes of some of its KV heads.
 using Shard = std::span<std::byte>;
 
-// What the layers know of one selected KV cache group. `position` (its place in
-// the vector) is what block_indices and group_sizes are indexed by; `group_id`
-// is vLLM's original id, found in the keys.
+// The layout of one selected KV cache group. `position` (its index in the vector) is the index for
+// block_indices and group_sizes. `group_id` is vLLM's original id, as in the keys.
 struct GroupGeometry {
   std::uint32_t group_id = 0;
-  // Bytes of one shard in each area of the region, unpadded; 0 where there is none.
+  // Bytes of one shard in each area of the region, unpadded; 0 if the area has none.
   std::array<std::uint64_t, 64> shard_bytes{};
-  // In the canonical layout a shard is a part of the KV heads, and an area's row
-  // holds several, each from a 4 KiB boundary on. Else it is the rank's whole part.
+  // In the canonical layout a shard is a part of the KV heads, and an area's row holds several shards, each
+  // starting at a 4 KiB boundary. Otherwise a shard is the rank's whole part.
   std::uint32_t shards_per_area = 1;
   std::uint32_t tokens_per_chunk = 0;
 };

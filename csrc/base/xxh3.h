@@ -1,5 +1,5 @@
-// XXH3 of libxxhash. If the library was built with its dispatcher (csrc/cmake/dependencies.cmake looks), the
-// widest vectors of the CPU are chosen at the first call.
+// XXH3 from libxxhash. If the library was built with its dispatcher (csrc/cmake/dependencies.cmake checks),
+// the first call selects the widest vectors of the CPU.
 #pragma once
 
 #ifdef KV_OFFLOAD_XXHASH_DISPATCH

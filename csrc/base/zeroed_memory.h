@@ -1,6 +1,6 @@
-// ZeroedMemory: a piece of memory that is all zero bytes at first. A large piece costs the same to get
-// whatever its size, because its pages are only made when they are touched, and is offered huge pages: with
-// millions of entries on 4 KiB pages every probe would walk the page tables as well.
+// ZeroedMemory: memory that is initially all zero bytes. Allocating a large piece takes the same time
+// whatever its size, because its pages are created on first touch. Large pieces are offered huge pages: with
+// millions of entries on 4 KiB pages, every probe would also walk the page tables.
 #pragma once
 
 #include <sys/mman.h>
@@ -36,11 +36,11 @@ class ZeroedMemory {
 
  private:
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  // calloc() clears memory that it reuses: a long call if there is much of it.
+  // calloc() clears memory that it reuses, which takes long for large pieces.
   bool is_mapped() const { return bytes_ >= kHugePage / 2; }
   static void* map(std::size_t* bytes) {
     *bytes = round_up(*bytes, kPageBytes);
-    const std::size_t spare = *bytes >= kHugePage ? kHugePage : 0;  // to begin at a huge page
+    const std::size_t spare = *bytes >= kHugePage ? kHugePage : 0;  // to align the start to a huge page
     void* mapped =
         ::mmap(nullptr, *bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
@@ -49,7 +49,7 @@ class ZeroedMemory {
     const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(begin) % kHugePage) % kHugePage;
     if (before > 0) (void)::munmap(begin, before);
     if (before < spare) (void)::munmap(begin + before + *bytes, spare - before);
-    (void)::madvise(begin + before, *bytes, MADV_HUGEPAGE);  // offered, not owed
+    (void)::madvise(begin + before, *bytes, MADV_HUGEPAGE);  // best effort
     return begin + before;
   }
 

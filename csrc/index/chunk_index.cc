@@ -16,8 +16,8 @@ namespace {
 constexpr Slot kNoSlot = 0xFFFFFFFFu;
 constexpr std::size_t kMinCells = 64;
 
-// The tag saves the entry's cache line on a collision, and when cells move: the
-// home of a cell is in its tag.
+// The tag avoids loading the entry's cache line on a collision, and when cells move: a cell's home follows
+// from its tag.
 struct Cell {
   std::uint32_t tag = 0;
   Slot slot = kNoSlot;
@@ -34,18 +34,18 @@ struct ChunkIndex::Impl {
   Slot first_free = kNoSlot;
   Slot last_free = kNoSlot;
   TableVector<Cell> cells;  // linear probing, at most half full
-  // Of each cell: 0 when it is empty, else a few bits of the hash. A key that is not
-  // here is told from these alone, which stay in the CPU's cache with a million chunks.
+  // One byte per cell: 0 if empty, else a few bits of the hash. A missing key is detected from these alone,
+  // which stay in the CPU cache with a million chunks.
   TableVector<std::uint8_t> marks;
   std::size_t mask = 0;
   std::size_t size = 0;
   std::size_t resident = 0;
   std::size_t pinned = 0;
   Slot last_found = 0;
-  std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // that an entry ever had
-  std::uint32_t spared_holder = 0;                                        // that victim() was asked for last
-  std::deque<Slot> spared;                                                // entries[slot].spared
-  bool others_took = false;  // of the spared ones, since all were released
+  std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // lowest of all entries so far
+  std::uint32_t spared_holder = 0;  // argument of the last victim() call
+  std::deque<Slot> spared;          // slots with entries[slot].spared
+  bool others_took = false;         // others took spared entries since the last release of all
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -55,7 +55,7 @@ struct ChunkIndex::Impl {
   bool is_at(Slot slot, const ChunkKey& key) const {
     return slot < entries.size() && entries[slot].key == key && entries[slot].state != ChunkState::kAbsent;
   }
-  // The cell of a key, or the empty cell where it would go.
+  // Returns the cell of a key, or the empty cell where it would be inserted.
   std::size_t locate(const ChunkKey& key, std::uint64_t hash) const {
     std::size_t at = home(tag(hash));
     for (; marks[at] != 0; at = (at + 1) & mask) {
@@ -86,7 +86,7 @@ struct ChunkIndex::Impl {
     const std::uint64_t h = hash(entries[slot].key);
     fill_cell(locate(entries[slot].key, h), h, slot);
   }
-  // Moves later cells of the run back over the hole: no tombstones.
+  // Moves later cells of the run back into the hole: no tombstones.
   void remove_cell(std::size_t hole) {
     for (std::size_t at = (hole + 1) & mask; marks[at] != 0; at = (at + 1) & mask) {
       const std::size_t want = home(cells[at].tag);
@@ -114,7 +114,7 @@ struct ChunkIndex::Impl {
     (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
     last_free = slot;
   }
-  // The entry with this id, or kNoSlot. (An id is the hash but for its lowest bit.)
+  // Returns the entry with this id, or kNoSlot. (An id is the hash except for its lowest bit.)
   Slot slot_of(ChunkId id) const {
     for (const std::uint64_t hash : {id, id & ~ChunkId{1}}) {
       for (std::size_t at = home(tag(hash)); marks[at] != 0; at = (at + 1) & mask) {
@@ -123,7 +123,7 @@ struct ChunkIndex::Impl {
     }
     return kNoSlot;
   }
-  // The entry before this one in its prefix, or kNoSlot. Most often its neighbour.
+  // Returns the entry before this one in its prefix, or kNoSlot. It is usually in a neighbouring slot.
   Slot parent_of(Slot slot) const {
     const ChunkId id = entries[slot].parent;
     if (id == 0) return kNoSlot;
@@ -133,7 +133,7 @@ struct ChunkIndex::Impl {
     }
     return slot_of(id);
   }
-  // What lies before an entry is to be as important as it. Where all are alike nothing is looked up.
+  // Raises the entries before this one to its priority. If all priorities are equal, no lookup happens.
   void raise_parents(Slot slot) {
     const std::int8_t priority = entries[slot].priority;
     if (priority <= lowest_priority) return;
@@ -142,11 +142,11 @@ struct ChunkIndex::Impl {
       ChunkEntry& entry = entries[slot];
       const bool is_higher_level = sign_of(priority) > sign_of(entry.priority);
       entry.priority = priority;
-      // No hit: a policy lifts it to that level, and no more.
+      // Not a hit: the policy only moves the entry up to that level.
       if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, about(entry));
     }
   }
-  // And what lies before it. REQUIRES: the victim.
+  // Spares the entry and all entries before it in its prefix. REQUIRES: the entry is the policy's victim.
   void spare(Slot slot) {
     for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
       count_steps(1);
@@ -160,13 +160,13 @@ struct ChunkIndex::Impl {
     entries[slot].spared = false;
     if (entries[slot].pins == 0) policy->unpin(slot);
   }
-  // From the last to the first, so that those of one prompt keep their order.
+  // From last to first, so that the entries of one prompt keep their order.
   void release_spared() {
     for (; !spared.empty(); spared.pop_back()) release(spared.back());
     others_took = false;
   }
-  // What goes next for another request than the one that entries are spared for: the first of these, which
-  // was the next to go when it was spared.
+  // Returns the next victim for a request other than the holder that entries are spared for: the first spared
+  // entry, which was the next victim when it was spared.
   std::optional<Slot> victim_beside_spared() {
     while (!spared.empty()) {
       const Slot slot = spared.front();
@@ -211,7 +211,7 @@ void ChunkIndex::prefetch(Slot slot) const { impl_->policy->prefetch(chunk_id(im
 
 void ChunkIndex::prefetch_erase(Slot slot) const {
   const ChunkEntry& entry = impl_->entries[slot];
-  // An id is the hash but for its lowest bit: the cells are next to each other.
+  // An id is the hash except for its lowest bit, so the cells are adjacent.
   for (const ChunkId id : {chunk_id(entry.key), entry.parent}) {
     impl_->prefetch(id);
     impl_->policy->prefetch(id);
@@ -341,7 +341,7 @@ std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   for (;;) {
     const std::optional<Slot> victim = impl.policy->victim();
     if (!victim && impl.others_took) {
-      impl.release_spared();  // some may lie before nothing of this holder any more
+      impl.release_spared();  // some may no longer precede an entry of this holder
       continue;
     }
     if (!victim || may_go(*victim)) return victim;

@@ -1,27 +1,26 @@
-// ChunkIndex: key -> state of every chunk that has a row or is on the way to
-// one. (What is only on a tier is known by that tier: see Tier::contains.)
+// ChunkIndex: maps a key to the state of every chunk that has a host memory row, or is being loaded into one.
+// (Chunks that are only on a tier are known to that tier: see Tier::contains.)
 //
 //   absent -> filling -> resident -> absent         store from the workers
 //   absent -> fetching -> resident -> absent        read from a tier
 //
-// A chunk in `filling` or `fetching` has a row but no valid bytes; `resident`
-// means every rank's bytes are there and verified. Pins count the jobs, ops and
-// plans that use the row; a pinned chunk is never evicted. Eviction order is the
-// policy's. Invariants, asserted: pins == 0 for absent; a row belongs to one
-// entry; the policy knows exactly the resident entries, and pins of the policy
-// equal (entry.pins > 0 || entry.spared).
+// A chunk in `filling` or `fetching` has a row but no valid bytes. `resident` means that every rank's bytes
+// are present and verified. Pins count the jobs, ops and plans that use the row; a pinned chunk is never
+// evicted. The policy decides the eviction order. Invariants, asserted: pins == 0 for absent; a row belongs
+// to one entry; the policy knows exactly the resident entries, and its pins equal (entry.pins > 0 ||
+// entry.spared).
 //
-// Spared entries: those that victim(holder) came to and passed over, as they are of
-// this holder, and what lies before them in their prefix, whoever used that last: they
-// are worth nothing without it. They stay pinned in the policy, so that their holder passes
-// over each of them once and not once a call. Whoever else asks takes the first of them, and
-// leaves the others spared: two long requests that ask in turn go through each other's chunks
-// once. Invariant: each spared entry is of the holder that they are spared for, or lies before
-// such a one, or did when it was spared. When none is left that another may have, or another
-// request uses a spared entry, or one is erased, all of them are candidates again.
+// Spared entries: entries that victim(holder) reached and skipped because they belong to this holder, and all
+// entries before them in their prefix, whichever request used those last: a chunk is worthless without the
+// chunks before it. Spared entries stay pinned in the policy, so the holder skips each of them once instead
+// of once per call. Another holder that asks takes the first spared entry and leaves the others spared, so
+// two long requests that ask in turn go through each other's chunks once. Invariant: each spared entry
+// belongs to the holder that it is spared for, or precedes such an entry, or did when it was spared. All
+// spared entries become candidates again when none is left that another holder may take, when another request
+// uses one, or when one is erased.
 //
-// Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
-// policy's O(log n); victim() amortised over the calls of all holders.
+// Not thread-safe: owned by the scheduler thread. All calls are O(1) except for the policy's O(log n);
+// victim() is amortised over the calls of all holders.
 #pragma once
 
 #include <cstdint>
@@ -38,88 +37,86 @@ namespace kv_offload {
 
 enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
 
-// Where a resident chunk's bytes came from, for hit accounting.
-// kBefore: the engine before left it in host memory, and nobody has used it since.
+// Source of a resident chunk's bytes, for hit accounting. kBefore: the previous engine left it in host
+// memory, and no request has used it since.
 enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore };
 
 struct ChunkEntry {
   ChunkKey key;
-  Ticket ticket = kNoTicket;  // the store that fills it
+  Ticket ticket = kNoTicket;  // the store job that fills it
   ChunkId parent = 0;         // the chunk before it in its prefix; 0 = none or not known
   RowId row = kNoRow;
   std::uint32_t pins = 0;
   std::uint32_t depth = 0;
   std::uint32_t holder = 0;  // number of the request that stored or loaded it last; 0 = none
   std::uint8_t group = 0;    // position, not id
-  std::int8_t priority = 0;  // the highest of those requests, and of what lies behind it
+  std::int8_t priority = 0;  // highest among its requests and all chunks after it
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
-  std::uint8_t tier = 0;      // index of the tier it came from, when origin == kTier
+  std::uint8_t tier = 0;      // index of the tier it was read from, if origin == kTier
   std::uint8_t writes = 0;    // bit t: a write op to tier t is queued or running
-  std::uint8_t tried = 0;     // bit t: such an op ended, well or not, since the chunk is here
+  std::uint8_t tried = 0;     // bit t: a write op ended, in success or failure, while the chunk is here
   bool counted : 1 = false;   // its fetch was counted as a hit of that tier
-  bool spared : 1 = false;    // by victim(); the index's own
-  bool recorded : 1 = false;  // when last seen, a tier worth reading had it too
-  bool first : 1 = false;     // of its group in the store job that fills it
+  bool spared : 1 = false;    // set by victim(); internal to the index
+  bool recorded : 1 = false;  // at the last check, a tier worth reading had it too
+  bool first : 1 = false;     // first of its group in the store job that fills it
 };
 static_assert(sizeof(ChunkEntry) == 88);
 
-// Memory: 88 bytes an entry, 9 bytes a table cell at a load of 0.25 to 0.5 (18 to
-// 36), 26 of the policy (lru), 4 of the free queue: 136 to 154 bytes a chunk.
+// Memory: 88 bytes per entry, 9 bytes per table cell at a load of 0.25 to 0.5 (18 to 36), 26 bytes of the
+// policy (lru), 4 bytes of the free queue: 136 to 154 bytes per chunk.
 class ChunkIndex {
  public:
-  // With more entries than `capacity` it still works, but an insert() may move all of them at once.
+  // More entries than `capacity` still work, but then one insert() may move all of them at once.
   ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity);
   ~ChunkIndex();
 
-  // nullptr when absent. The pointer is valid until the next insert or erase.
-  // Keys that are asked for in the order in which they were inserted (a prefix)
-  // are found without a probe of the table.
+  // Returns nullptr if absent. The pointer is valid until the next insert or erase. Keys that are looked up
+  // in insertion order (a prefix) are found without a probe of the table.
   ChunkEntry* find(const ChunkKey& key);
-  // A hint that find(key) comes soon: with millions of chunks its cell is far away.
+  // Hints that find(key) follows soon: with millions of chunks its cell is not in the CPU cache.
   void prefetch(const ChunkKey& key) const;
-  // As much for the policy: that this entry becomes resident or is used soon.
+  // Hints to the policy that this entry becomes resident or is used soon.
   void prefetch(Slot slot) const;
-  // That this entry is erased soon, and the one before it in its prefix next.
+  // Hints that this entry is erased soon, followed by the entry before it in its prefix.
   void prefetch_erase(Slot slot) const;
-  // New entry in `state` (filling or fetching) holding `row`, with one pin
-  // (the job or op that brings the bytes). REQUIRES: absent. Slots are reused in
-  // the order in which they were freed, so that a prefix stays side by side.
-  // `about` (but its id) is what the policy is told of it.
+  // Adds an entry in `state` (filling or fetching) that holds `row`, with one pin for the job or op that
+  // brings the bytes. REQUIRES: absent. Slots are reused in the order in which they were freed, so that the
+  // chunks of a prefix stay adjacent. The policy gets `about`, except its id.
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   Slot slot_of(const ChunkEntry* entry) const;
   ChunkEntry& at(Slot slot);
   const ChunkEntry& at(Slot slot) const;
 
-  // filling/fetching -> resident, dropping that first pin; the policy learns it.
+  // filling/fetching -> resident. Drops the first pin and adds the entry to the policy.
   void make_resident(Slot slot, ChunkOrigin origin);
-  // Any state -> absent. The caller frees the row. REQUIRES: no pins but the
-  // first one of a filling/fetching entry.
+  // Any state -> absent. The caller frees the row. REQUIRES: no pins, except the first one of a
+  // filling/fetching entry.
   void erase(Slot slot);
-  // All entries -> absent, whatever their pins. The caller has dealt with rows.
+  // All entries -> absent, whatever their pins. The caller is responsible for the rows.
   void clear();
-  // A tier has it too that is worth reading now, or none any more. REQUIRES: resident.
+  // Sets whether a tier that is worth reading now has the chunk too. REQUIRES: resident.
   void set_recorded(Slot slot, bool recorded);
   void pin(Slot slot);
   void unpin(Slot slot);
-  // A request (its number and priority) uses it, and is its holder from now on. As with
-  // insert(), what lies before it becomes as important: a chunk is raised once a level.
+  // A request (number and priority) uses the entry and becomes its holder. As with insert(), the entries
+  // before it get at least its priority; an entry is raised at most once per priority level.
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
-  // What is known of an entry, for policies: its own and those of tiers.
+  // Returns the facts of an entry that policies use, here and in tiers.
   static EntryInfo about(const ChunkEntry& entry) {
     return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
   }
-  // The next to go that is not spared for this holder. (A head is known as such once
-  // victim() came to what lies behind it: where the policy gives a head before that,
-  // as lru may, it goes.)
+  // Returns the next victim that is not spared for this holder. (The first chunk of a prompt is spared only
+  // after victim() reached a later chunk of it. If the policy returns the first chunk earlier, as lru may, it
+  // is evicted.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
-  // What would go, one after the other, if nothing else happened; at most so many.
+  // Returns the next victims in eviction order, at most `most`, as if nothing else happened.
   std::vector<Slot> next_victims(std::size_t most);
 
   std::size_t size() const;
   std::size_t resident() const;
   std::size_t pinned() const;  // entries with pins
-  // `visit` may erase the entry that it is given.
+  // `visit` may erase the entry that it is called with.
   void for_each(const std::function<void(Slot, ChunkEntry&)>& visit);
 
  private:

@@ -1,5 +1,5 @@
-// The list of metrics. Names and labels are part of what users build on: alerts
-// and dashboards (examples/monitoring) name them.
+// The list of metrics. Names and labels are a public interface: alerts and dashboards (examples/monitoring)
+// use them.
 #include "metrics/metrics.h"
 
 namespace kv_offload {
@@ -8,7 +8,8 @@ namespace {
 using enum MetricType;
 using Names = std::vector<std::string>;
 
-// 100 us, a page from a fast disk, to 30 s, past every deadline; 1, 2.5, 5 a decade.
+// From 100 us (a page from a fast disk) to 30 s (longer than every deadline), in steps of 1, 2.5, 5 per
+// decade.
 const std::vector<double>& seconds_buckets() {
   static const std::vector<double> kBuckets{1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2,
                                             0.1,  0.25,   0.5,  1,    2.5,    5,    10,   30};

@@ -25,22 +25,22 @@ namespace {
 struct Series {
   const MetricDefinition* definition = nullptr;
   std::vector<std::string> label_values;
-  prometheus::Counter* counter = nullptr;  // one of the three, the registry's
+  prometheus::Counter* counter = nullptr;  // exactly one of the three is set; owned by the registry
   prometheus::Gauge* gauge = nullptr;
   prometheus::Histogram* histogram = nullptr;
-  double value = 0;    // as Metrics::value()
-  double drained = 0;  // of a counter: what drain() has handed out
+  double value = 0;    // see Metrics::value()
+  double drained = 0;  // counters: the part that drain() has returned
   std::vector<double> observations;
-  bool changed = false;  // since the last drain, and so in Impl::changed
+  bool changed = false;  // since the last drain; then it is in Impl::changed
 };
 
-// The registry's family of a metric, and its series.
+// The registry's family of a metric, with its series.
 struct Family {
   const MetricDefinition* definition = nullptr;
   prometheus::Family<prometheus::Counter>* counters = nullptr;
   prometheus::Family<prometheus::Gauge>* gauges = nullptr;
   prometheus::Family<prometheus::Histogram>* histograms = nullptr;
-  std::deque<Series> series;  // few; a deque keeps their addresses
+  std::deque<Series> series;  // few; a deque keeps their addresses stable
 };
 
 Family make_family(const MetricDefinition& definition, prometheus::Registry& registry) {
@@ -71,7 +71,7 @@ struct Metrics::Impl {
   Mutex mutex;
   std::unordered_map<std::string_view, Family> families GUARDED_BY(mutex);
   std::vector<Series*> changed GUARDED_BY(mutex);
-  std::vector<std::unique_ptr<prometheus::Exposer>> exposers GUARDED_BY(mutex);  // stop first
+  std::vector<std::unique_ptr<prometheus::Exposer>> exposers GUARDED_BY(mutex);  // must stop first
 
   Impl();
   Family& family_of(std::string_view name, LabelSpan label_values) REQUIRES(mutex);
@@ -86,13 +86,13 @@ Metrics::Impl::Impl() {
   const MutexLock lock(mutex);
   for (const MetricDefinition& definition : metric_definitions()) {
     Family& family = families.emplace(definition.name, make_family(definition, *registry)).first->second;
-    if (definition.labels.empty()) make_series(family, {});  // shown as 0 from the start
+    if (definition.labels.empty()) make_series(family, {});  // exported as 0 from the start
   }
 }
 
 Family& Metrics::Impl::family_of(std::string_view name, LabelSpan label_values) {
   const auto found = families.find(name);
-  if (found == families.end()) throw std::logic_error(fmt::format("there is no metric {}", name));
+  if (found == families.end()) throw std::logic_error(fmt::format("unknown metric {}", name));
   const MetricDefinition& definition = *found->second.definition;
   if (label_values.size() != definition.labels.size()) {
     throw std::logic_error(fmt::format("metric {} has {} labels, {} were given", name,
@@ -112,11 +112,12 @@ Series& Metrics::Impl::series_of(std::string_view name, LabelSpan label_values, 
                                  double value) {
   Family& family = family_of(name, label_values);
   if (family.definition->type != type)
-    throw std::logic_error(fmt::format("metric {} is of another type", name));
-  if (!std::isfinite(value)) throw std::logic_error(fmt::format("metric {} was given {}", name, value));
+    throw std::logic_error(fmt::format("metric {} has another type", name));
+  if (!std::isfinite(value))
+    throw std::logic_error(fmt::format("metric {} cannot record the value {}", name, value));
   if (Series* series = find(family, label_values)) return *series;
   Series& made = make_series(family, label_values);
-  mark_changed(made);  // so that vLLM shows it, be it 0
+  mark_changed(made);  // so that vLLM exports it, even at 0
   return made;
 }
 
@@ -155,7 +156,7 @@ Metrics::~Metrics() {
 
 void Metrics::add(std::string_view name, LabelSpan label_values, double increase) {
   const MutexLock lock(impl_->mutex);
-  if (increase < 0) throw std::logic_error(fmt::format("counter {} was to grow by {}", name, increase));
+  if (increase < 0) throw std::logic_error(fmt::format("counter {} cannot grow by {}", name, increase));
   Series& series = impl_->series_of(name, label_values, MetricType::kCounter, increase);
   if (increase == 0) return;
   series.value += increase;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kFade = 31.0 / 32;
 
-// The shards with their pads.
+// Copies the shards with their padding. Returns the checksum.
 std::uint64_t copy_and_sum(std::span<const Shard> shards, std::byte* to) {
   PayloadChecksum checksum;
   for (const Shard& shard : shards) {
@@ -77,7 +77,7 @@ Status BounceBuffers::write(FileOps& ops, int fd, RecordHeader header, std::span
                             bool direct, const std::string& path) {
   count(direct);
   const std::uint64_t bytes = kRecordHeaderBytes + padded_payload_bytes(shards);
-  // The page cache copies anyway.
+  // Without O_DIRECT the page cache copies the bytes anyway.
   const bool choose = direct && bytes >= kMinBytes && bytes <= kMaxWriteBytes;
   std::unique_ptr<HugeBuffer> buffer = begin(Transfer::kWrite, choose, bytes);
   const Nanos began = clock_.now();
@@ -103,7 +103,7 @@ Status BounceBuffers::write_whole(FileOps& ops, int fd, std::span<const std::spa
   count(direct);
   std::vector<iovec> parts;
   for (const auto& piece : pieces)
-    parts.push_back({const_cast<std::byte*>(piece.data()), piece.size()});  // as writev takes it
+    parts.push_back({const_cast<std::byte*>(piece.data()), piece.size()});  // iovec has no const
   return transfer_all(ops, fd, std::move(parts), Transfer::kWrite, direct, path);
 }
 

@@ -9,7 +9,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kMostFailures = 8;  // doubled so often, a back-off is as long as the last
+constexpr int kMostFailures = 8;  // after this many doublings the back-off is at its maximum
 
 std::uint32_t tag_of(const ChunkKey& key) { return IdTable::tag(chunk_id(key)); }
 
@@ -46,7 +46,8 @@ bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   return true;
 }
 
-// To the policy it is nobody as yet: it is told of the same record again, and that is no return.
+// The policy gets no chunk id yet: insert_in_order() reports the same record again, and the policy must not
+// count that as a return.
 void FsCatalogue::insert_unordered(const Record& record) {
   if (!holds(record.key)) entries_[add(record, {})].unordered = true;
 }
@@ -63,7 +64,7 @@ bool FsCatalogue::insert_in_order(const Record& record) {
   return true;
 }
 
-// From now on the policy knows which one it is, in the place of one that comes now.
+// Gives the policy the chunk id of an unordered record; the record takes the place of one inserted now.
 void FsCatalogue::make_known(Slot slot) {
   Entry& entry = entries_[slot];
   if (!entry.unordered) return;
@@ -74,7 +75,7 @@ void FsCatalogue::make_known(Slot slot) {
 }
 
 Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
-  // First what may throw.
+  // Calls that may throw come first.
   const Slot slot = first_free_ == kNone ? static_cast<Slot>(entries_.size()) : first_free_;
   entries_.grow_to(std::size_t{slot} + 1);
   Slot& cell = table_.at(tag_of(record.key), is(record.key));
@@ -149,7 +150,7 @@ std::optional<FsCatalogue::Ref> FsCatalogue::begin_read(const ChunkKey& key) {
 void FsCatalogue::end_read(const Ref& ref) {
   if (ref.slot >= entries_.size()) return;
   Entry& entry = entries_[ref.slot];
-  // The entry may have been erased, and its slot taken again, meanwhile.
+  // The entry may have been erased meanwhile, and its slot reused.
   if (!entry.used || entry.serial != ref.serial) return;
   if (--entry.readers == 0) policy_->unpin(ref.slot);
 }

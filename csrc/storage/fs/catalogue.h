@@ -1,10 +1,10 @@
-// FsCatalogue: what this process knows of one generation's records: key, file
-// size, order of eviction, reads in flight, back-off. No I/O, no lock: its owner
-// serialises. Every call is O(1) or the policy's cost, growing included: the owner's
-// lock is never held for a time that depends on the number of records.
+// FsCatalogue: what this process knows about the records of one epoch: key, file size, eviction order, reads
+// in flight, back-off. No I/O and no lock: the owner serialises the calls. Every call is O(1) or costs what
+// the eviction policy costs, table growth included. So the owner holds its lock for a time that does not
+// depend on the number of records.
 //
-// Invariants: an entry is in the table, in the policy and in entries_, or in none of
-// them; a slot is pinned in the policy while its entry has readers.
+// Invariants: an entry is in the table, in the policy and in entries_, or in none of them. A slot is pinned
+// in the policy while its entry has readers.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class FsCatalogue {
     ChunkKey key;
     std::uint64_t file_bytes = 0;
   };
-  // Names one entry; a later entry in the same slot has another serial.
+  // Identifies one entry. A later entry in the same slot has another serial.
   struct Ref {
     Slot slot = 0;
     std::uint32_t serial = 0;
@@ -43,44 +43,47 @@ class FsCatalogue {
   };
 
   bool holds(const ChunkKey& key) const { return find(key) != kNone; }
-  // Held and not backing off: what is offered to readers.
+  // True if the record is known and not in back-off, so readers may use it.
   bool offers(const ChunkKey& key, Nanos now) const;
-  // False when it was there already (then only its size is kept up to date).
+  // Returns false if the record was known already; then only its size is updated.
   bool insert(const Record& record, const EntryInfo& about);
-  // For a start that does not know yet what was used when. The first: nothing is known of its recency. The
-  // second, called from the least recently used on, gives it its place, also to those of the first; false
-  // when it has been used meanwhile (it keeps the place it has).
+  // For a start, when the last uses are not known yet. insert_unordered() adds a record with unknown recency.
+  // insert_in_order() is called from the least recently used record on and gives each its place in the
+  // eviction order, including records from insert_unordered(). It returns false if the record was used
+  // meanwhile; then the record keeps its place.
   void insert_unordered(const Record& record);
   bool insert_in_order(const Record& record);
   bool erase(const ChunkKey& key);
   std::size_t size() const { return table_.size(); }
-  std::uint64_t bytes() const { return bytes_; }  // of their files
-  // Of a record of this group: they are all of one size. Nothing while none was seen.
+  std::uint64_t bytes() const { return bytes_; }  // sum of the file sizes
+  // Returns the file size of a record of this group; all records of a group have the same size. Empty until
+  // one was seen.
   std::optional<std::uint64_t> file_bytes_of(std::uint32_t group) const;
-  // Takes out the next to go; entries with readers are passed over.
+  // Removes the next victim and returns it. Skips entries with readers.
   std::optional<Record> take_victim();
-  // The next to go was used last, or written, by this request.
+  // True if this request was the last to write or use the next victim.
   bool next_is_of(std::uint32_t request);
-  // Appends the records in up to `most` slots from `first` on; returns the slot after those.
+  // Appends the records in up to `most` slots from `first` on. Returns the slot after those.
   Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
-  // Forgets all, and leaves it in *all, which is empty before. O(1). No Ref of before names an entry of
-  // after.
+  // Moves everything into *all, which must be empty, and leaves this object empty. O(1). A Ref taken before
+  // the call never matches an entry added after it.
   void hand_over(FsCatalogue* all);
-  // For who goes through all of them: slots below slots() are in use (then their key) or not (then null).
+  // For iteration over all entries: slots below slots() are in use (key_at() returns the key) or free (null).
   Slot slots() const { return static_cast<Slot>(entries_.size()); }
   const ChunkKey* key_at(Slot slot) const { return entries_[slot].used ? &entries_[slot].key : nullptr; }
 
-  // Pins until end_read.
+  // Pins the entry until end_read().
   std::optional<Ref> begin_read(const ChunkKey& key);
   void end_read(const Ref& ref);
-  void read_failed(const ChunkKey& key, Nanos now);  // back off: 1 s doubling to 60 s
+  void read_failed(const ChunkKey& key, Nanos now);  // starts the back-off: 1 s, doubling to 60 s
   void read_succeeded(const ChunkKey& key);
 
-  // It was read for the request in `about`; or it was in use elsewhere until now.
+  // hit(): the record was read for the request in `about`. touch(): the record was in use elsewhere until
+  // now.
   void hit(const ChunkKey& key, const EntryInfo& about, Nanos now);
   void touch(const ChunkKey& key, Nanos now);
-  // Appends entries touched since, oldest touch first; each at most once a minute. It looks at `most` of
-  // them; false: these were all.
+  // Appends the entries touched since the last call, oldest touch first, each at most once a minute. Looks at
+  // `most` entries. Returns true if more are left.
   bool take_touched(std::size_t most, std::vector<Record>* records);
 
  private:
@@ -90,19 +93,19 @@ class FsCatalogue {
     std::uint64_t file_bytes = 0;
     std::uint32_t serial = 0;
     std::uint32_t readers = 0;
-    std::uint32_t touched_second = 0;  // of the clock; 0: not yet
-    std::uint32_t request = 0;         // that wrote or used it last; 0: not known
+    std::uint32_t touched_second = 0;  // clock time in seconds; 0: never touched
+    std::uint32_t request = 0;         // the last request that wrote or used it; 0: not known
     Slot next_free = kNone;
     bool used = false;
     bool touched = false;
     bool unordered = false;
-    std::uint8_t failures = 0;  // of reads, in a row
-    Nanos offered_from{0};      // after those
+    std::uint8_t failures = 0;  // consecutive failed reads
+    Nanos offered_from{0};      // end of the back-off
   };
-  // A directory that others write to may hold records of any number of groups.
+  // Bound on known groups: other users of a shared directory may write records of any number of groups.
   static constexpr std::size_t kMostGroups = 1024;
   Slot find(const ChunkKey& key) const;
-  // REQUIRES: not there. What the policy is told of it is `about`, its id too.
+  // REQUIRES: the record is not known. The policy gets `about` unchanged, including its id.
   Slot add(const Record& record, const EntryInfo& about);
   void make_known(Slot slot);
   void drop(Slot slot);
@@ -115,7 +118,7 @@ class FsCatalogue {
   std::unique_ptr<EvictionPolicy> policy_;
   SegmentedVector<Entry> entries_;
   Slot first_free_ = kNone;
-  SplitTable table_;  // by IdTable::tag of their chunk_id()
+  SplitTable table_;  // keyed by IdTable::tag of the chunk_id()
   std::uint64_t bytes_ = 0;
   std::unordered_map<std::uint32_t, std::uint64_t> file_bytes_of_;  // by group
   std::uint32_t next_serial_ = 1;

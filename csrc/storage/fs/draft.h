@@ -1,4 +1,5 @@
-// Draft: a record in the making. One thread's, from the reservation of its bytes until it has its name.
+// Draft: a record that is being written. Owned by one thread, from the reservation of its bytes until the
+// record has its name.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +14,16 @@ namespace kv_offload {
 struct Draft {
   std::shared_ptr<Generation> generation;
   std::uint32_t leaf = 0;
-  std::uint64_t file_bytes = 0;   // what is written
-  std::uint64_t named_bytes = 0;  // what a raw record of its shards would have: its name says these
+  std::uint64_t file_bytes = 0;   // bytes to write
+  std::uint64_t named_bytes = 0;  // file size of the raw record, as in the file name
   bool direct = false;
-  // Not 0: it is declined rather than take the place of a record of this request.
+  // If not 0, the write is declined rather than evict a record of this request.
   std::uint32_t spared_request = 0;
-  // Its temporary, once there is one: a new file, or that of an evicted record of the same size.
+  // The temporary file, once there is one: a new file, or the file of an evicted record of the same size.
   Fd fd;
   std::string path;
-  bool published = false;  // it has its name, or another wrote the same record: no temporary is left
+  // True once no temporary is left: the record has its name, or another process wrote the same record.
+  bool published = false;
 };
 
 }  // namespace kv_offload

@@ -14,10 +14,9 @@
 
 namespace kv_offload {
 namespace {
-constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed what went
-constexpr int kMostNotRemovable = 4;  // records, before a write gives up
-// Missing records in one hold of mutex_, and in one write or request: each costs two calls to the file
-// system.
+constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed the freed bytes
+constexpr int kMostNotRemovable = 4;  // unremovable records before a write gives up
+// Missing records per hold of mutex_, and per write or request. Each one costs two calls to the file system.
 constexpr int kMissingPerLock = 64;
 constexpr int kMostMissing = 8 * kMissingPerLock;
 constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
@@ -41,9 +40,9 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
   for (int attempt = 0; attempt < kReserveAttempts;) {
     std::uint64_t missing = 0;
     status = reservation->grow_to(bytes, &missing);
-    if (status || missing == 0 || bytes > root_.space->bound()) return status;  // no eviction would do
+    if (status || missing == 0 || bytes > root_.space->bound()) return status;  // eviction cannot help
     if (missing_records >= kMostMissing) {
-      ran_dry_.store(true);  // the count forgets the others
+      ran_dry_.store(true);  // the next count forgets the other missing records
       return sum_is_doubtful();
     }
     const int before = missing_records;
@@ -55,23 +54,24 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
 }
 
 Status Evictor::sum_is_doubtful() const {
-  return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
-                       ENOENT, root_.path);
+  return Status::error(StatusKind::kIo, "another program removed records: the root is counted again", ENOENT,
+                       root_.path);
 }
 
-// Order: what nobody can hit any more, our records by policy, at last those of others. While we have less
-// than our share and they do not answer, theirs go before ours.
-// After kMissingPerLock missing records it returns ok, for threads that wait for the lock.
+// Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
+// While this process is below its share and the others do not answer, their records are evicted before ours.
+// After kMissingPerLock missing records this returns ok, so that threads waiting for the lock get it.
 Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation,
                            int* missing_records) {
   const MutexLock lock(mutex_);
-  // While it waited for the lock. What it would write is wanted by nobody, and nothing has to go for it.
+  // A reset may have happened while this thread waited for the lock. No request wants the new record any
+  // more, so nothing is evicted for it.
   if (draft != nullptr && draft->generation != records_.generation())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
   freed = take_dead(bytes, reservation);
-  // What is not in the catalogue yet may be older than what is.
+  // Until the scan ends, records outside the catalogue may be older than those in it.
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
   if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
     freed += take_from_others(bytes - freed, false, reservation);
@@ -91,14 +91,16 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
     return Status::error(StatusKind::kDeclined,
                          "the servers that hold more than their share were asked for space");
   }
-  // Not instead of our own records, removable or not: writes would go on to cost others theirs.
+  // Only when we have no record left, removable or not: otherwise our failing removals would cost the other
+  // sharers their records on every write.
   if (ordered && !has_more && failure && freed < bytes)
     freed += take_from_others(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   if (has_more) return Status::ok();
   ran_dry_.store(ordered);
-  if (root_.changes->suspected()) return sum_is_doubtful();  // there is room, but the sum does not say so yet
+  // There is room, but the sum is not corrected yet.
+  if (root_.changes->suspected()) return sum_is_doubtful();
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
@@ -106,12 +108,12 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
   bool own = false;
   const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
   const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
-  if (own) return Status::error(StatusKind::kDeclined, "what would go for it is of its own prompt");
+  if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const Generation& generation = *victim->generation;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
-  // With fsync a record that was reported as written is never found torn, and evicted ones may come back with
-  // the power: their bytes are left alone then.
+  // With fsync, a record that was reported as written must never be found torn, and evicted files may
+  // reappear after a power failure. So their bytes are left unchanged then.
   const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
                       draft->generation == victim->generation &&
                       draft->file_bytes == victim->record.file_bytes;
@@ -119,7 +121,7 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
   std::uint64_t bytes = 0;
   int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
-  if (rc == -EISDIR) rc = 0;  // what is there is no record
+  if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
     root_.changes->note_missing();
     ++progress->missing;
@@ -137,9 +139,10 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
   return Status::ok();
 }
 
-// No inode and no blocks are given back and sought again: half of the time of a record in a full root. Others
-// that have the record open find bytes that do not match, and the name gone. -errno: it is where it was.
-// REQUIRES: the draft has no file yet, and this one is of its size.
+// Reuses the file of an evicted record. This saves freeing and allocating an inode and blocks, which is half
+// of the time of a write in a full root. Other processes that have the record open read bytes that do not
+// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
+// has no file yet, and this file has its size.
 int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed) {
   const int directory = draft->generation->directory.get();
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
@@ -159,10 +162,10 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
   return rc;
 }
 
-// ---- what others left, or have
+// ---- space of unused epochs and of other sharers
 
 namespace {
-// What is gone becomes the reservation's, so that no other write gets it.
+// Adds each removed file to the reservation, so that no other write gets its bytes.
 Gone adopt_each(Space& space, Reservation* reservation) {
   return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
     reservation->adopt(bytes, before);
@@ -193,7 +196,7 @@ std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation)
   return freed;
 }
 
-// The directories and marks of what is dead, once its records are gone.
+// Removes directories and marks of unused epochs after their records were removed.
 std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Source>& dead,
                                             const Gone& gone) {
   std::uint64_t freed = 0;
@@ -211,7 +214,8 @@ std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Sou
   return freed;
 }
 
-// Namespaces that no server has open, and of ours what a reset left.
+// Lists the epochs of namespaces that no server has open, and the epochs in our namespace that a reset left
+// behind.
 std::vector<OldestRecords::Source> Evictor::dead_generations() {
   std::vector<OldestRecords::Source> dead;
   std::vector<std::string> names;
@@ -219,7 +223,7 @@ std::vector<OldestRecords::Source> Evictor::dead_generations() {
   const std::shared_ptr<Generation> own = records_.generation();
   for (const std::string& name : names) {
     const bool ours = name == root_.namespace_name;
-    if (ours ? !own : shares_.is_open(name)) continue;  // maybe on another host
+    if (ours ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
     int error = 0;
     const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint64_t> numbers;
@@ -236,7 +240,7 @@ std::vector<OldestRecords::Source> Evictor::dead_generations() {
   return dead;
 }
 
-// All generations but our own that somebody may find, or may have found before it was stopped.
+// Lists all epochs except our own that some process may find, or may have found before it stopped.
 std::vector<OldestRecords::Source> Evictor::other_generations() {
   std::vector<OldestRecords::Source> others;
   std::vector<std::string> names;
@@ -254,7 +258,7 @@ std::vector<OldestRecords::Source> Evictor::other_generations() {
   return others;
 }
 
-// any: whoever has them, and however much. Else those of sharers with more than their share.
+// any: takes records of every sharer, in any amount. Otherwise only those of sharers above their share.
 std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
   const Nanos now = clock_.now();
   const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
@@ -286,7 +290,7 @@ void Evictor::reclaim_unused_generations() {
       ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
 }
 
-// ---- sharers that are alive
+// ---- live sharers
 
 void Evictor::trade() {
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
@@ -298,14 +302,14 @@ void Evictor::trade() {
   shares_.ask();
 }
 
-// By our policy: only it knows which chunks lie before which, and what was used just now. False when it could
-// not evict that much: the asker goes on to want the rest.
+// Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
+// if it could not evict that much; the asker's request then keeps the rest.
 bool Evictor::give_back(const SpaceRequest& request) {
   Reservation evicted(*root_.space);
   Progress own;
   while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
          !stop_.load()) {
-    const MutexLock lock(mutex_);  // of each record anew: writes go on meanwhile
+    const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
     if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
   }
   if (own.missing >= kMostMissing) ran_dry_.store(true);

@@ -1,18 +1,19 @@
-// Evictor: the space for a record in a root that is full: what goes for it, and in which order.
+// Evictor: makes space for a record in a full root: which files are removed, and in which order.
 //
-// Invariant: what goes for a write becomes that write's reservation, so nobody else gets its bytes in
-// between. A record is either known and on disk, or neither, or it could not be removed: then it stays known,
-// as the last to go, and the errno is told. Records of a server that has the root open are evicted by that
-// server, which we ask for space while we have less than our share (Shares). They are removed from here only
-// if it does not answer, or if we have no record of our own to evict and the write must not be declined.
+// Invariant: the bytes freed for a write become the reservation of that write, so no other write gets them in
+// between. A record is both known and on disk, or neither. If a record cannot be removed, it stays known as
+// the last one to evict, and the errno is reported. Records of a server that has the root open are evicted by
+// that server: this process asks it for space while it holds less than its share (Shares). This process
+// removes such records itself only if that server does not answer, or if it has no own
+// record to evict and the write must not be declined.
 //
 // Hazard: thousands of records in a row may be missing (`find -delete`, evictions by a server that shares
-// them). A write that met many of them lets other threads in between, and fails after a bounded number; the
-// count that follows forgets the rest.
+// them). A write that finds many of them missing lets other threads in between, and fails after a bounded
+// number; the count that follows forgets the rest.
 //
-// Threads: reserve() on any I/O thread; the rest on upkeep's. mutex_ admits one thread at a time, for two
-// would remove twice as much; it is held across calls to the file system, and before the locks of
-// KnownRecords, Shares and Space.
+// Threads: reserve() on any I/O thread; all other calls on the upkeep thread. mutex_ admits one thread at a
+// time, because two would evict twice as much. It is held across calls to the file system, and is taken
+// before the locks of KnownRecords, Shares and Space.
 #pragma once
 
 #include <atomic>
@@ -34,33 +35,34 @@ namespace kv_offload {
 
 class Evictor {
  public:
-  // What it works with; all of it outlives this.
+  // Dependencies; all must outlive this object.
   struct Context {
     const FsTierOptions& options;
     const OpenRoot& root;
     KnownRecords& records;
     const Clock& clock;
-    const std::atomic<bool>& stop;  // calls give up soon
+    const std::atomic<bool>& stop;  // when true, calls return soon
   };
   explicit Evictor(const Context& context);
 
-  // Grows the reservation to `bytes`, removing what has to go. draft (or null) may get the file of an evicted
-  // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kIo with ENOENT
-  // when missing records make the sum of the root doubtful. kDeclined for a draft that may be
-  // declined (Draft::spared_request): the next victim is of its own request, or other servers were asked to
-  // evict for it.
+  // Grows the reservation to `bytes` and evicts as needed. draft (or null) may receive the file of an evicted
+  // record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be removed. kIo
+  // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
+  // declined (Draft::spared_request): the next victim belongs to its own request, or other servers were asked
+  // to evict for it.
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
-  // Removes the generations of our namespace that nobody uses.
+  // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_generations();
 
-  // What upkeep found in the ledger.
+  // Reports the ledger figures that upkeep read.
   void note(const SpaceFigures& figures) { shares_.note(figures); }
-  // Others judge us by it also when we are stopped.
+  // Publishes how many bytes this process holds. Other sharers decide by it, even while this process is
+  // stopped.
   void publish_held() { root_.space->publish_held(shares_.held()); }
-  // Evicts for the sharers that ask for space, and asks them in turn.
+  // Evicts for the sharers that ask for space, and then asks them for space if needed.
   void trade() EXCLUDES(mutex_);
-  // Nothing was left to evict though the root is full, or too many records were missing: the sum may be too
-  // high.
+  // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
+  // may be too high then.
   bool ran_dry() const { return ran_dry_.load(); }
   void forget_that_it_ran_dry() { ran_dry_.store(false); }
   std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
@@ -69,12 +71,13 @@ class Evictor {
   Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation, int* missing_records)
       EXCLUDES(mutex_);
   Status sum_is_doubtful() const;
-  // What one write, or one request of another server, has got from our records.
+  // Totals of one write, or of one request of another server, over our own records.
   struct Progress {
     std::uint64_t freed = 0;
     int failed = 0, missing = 0;  // records
   };
-  // One record; kNotFound when there is none, kDeclined when it is of the draft's own request.
+  // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
+  // own request.
   Status evict_own(Draft* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
   int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
@@ -93,11 +96,11 @@ class Evictor {
   const std::atomic<bool>& stop_;
   Shares shares_;
   Mutex mutex_;
-  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // namespaces and generations
-  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // that do not answer
+  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // unused namespaces and epochs
+  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // sharers that do not answer
   OldestRecords dead_ GUARDED_BY(mutex_);
   OldestRecords others_ GUARDED_BY(mutex_);
-  // Read by upkeep and by figures(), which wait for nobody who makes space.
+  // Atomic: upkeep and figures() read these without waiting for a thread that makes space.
   std::atomic<bool> ran_dry_{false};
   std::atomic<std::uint64_t> evicted_bytes_{0};
 };

@@ -27,8 +27,8 @@ bool FileInfo::is_symlink() const { return S_ISLNK(mode); }
 std::uint64_t FileInfo::charge() const { return is_regular() ? charged_bytes(disk_bytes, size) : disk_bytes; }
 
 std::uint64_t charged_bytes(std::uint64_t disk_bytes, std::uint64_t size) {
-  constexpr std::uint64_t kMostBytes = std::uint64_t{1}
-                                       << 38;  // larger than any record: a hole, and not ours
+  // Larger than any record: a sparse file that is not ours.
+  constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 38;
   return size > kMostBytes ? disk_bytes : std::max(disk_bytes, round_up(size, kPageBytes));
 }
 
@@ -44,7 +44,7 @@ void fill(const struct ::stat& from, FileInfo* to) {
   to->disk_bytes = static_cast<std::uint64_t>(from.st_blocks) * 512;
   to->inode = from.st_ino;
   to->device = from.st_dev;
-  // Some file systems keep seconds that have no nanoseconds in 64 bits.
+  // Some file systems store seconds whose nanoseconds overflow 64 bits.
   if (__builtin_mul_overflow(std::int64_t{from.st_mtim.tv_sec}, std::int64_t{1'000'000'000},
                              &to->mtime_nanos) ||
       __builtin_add_overflow(to->mtime_nanos, from.st_mtim.tv_nsec, &to->mtime_nanos)) {
@@ -56,8 +56,8 @@ void fill(const struct ::stat& from, FileInfo* to) {
   to->links = static_cast<std::uint32_t>(from.st_nlink);
 }
 
-// File systems of this machine's own devices: they wait for a direct read whatever happens. As
-// statfs(2) names them; those that are not there (FUSE, what is on a network) may not wait.
+// File systems on local devices wait for a direct read even when the process is killed. Magic numbers from
+// statfs(2). Other file systems (FUSE, network file systems) may not wait.
 bool waits_for_reads(int fd) {
   constexpr std::int64_t kWaiting[] = {
       0xEF53 /* ext4 */,    0x58465342 /* XFS */,      0x9123683E /* Btrfs */, 0xF2F52010 /* F2FS */,
@@ -128,8 +128,7 @@ class PosixFileOps final : public FileOps {
     struct ::statx ignored;
     constexpr int kFlags = AT_SYMLINK_NOFOLLOW | AT_STATX_FORCE_SYNC;
     const int rc = or_errno(::statx(directory, path.c_str(), kFlags, STATX_BASIC_STATS, &ignored));
-    return rc == -ENOSYS || rc == -EPERM ? 0
-                                         : rc;  // no such call here, or it is filtered: as good as it gets
+    return rc == -ENOSYS || rc == -EPERM ? 0 : rc;  // statx() missing or filtered: stale at worst
   }
   int list(int fd, std::vector<DirEntry>* entries) override;
 };
@@ -157,7 +156,7 @@ int PosixFileOps::list(int fd, std::vector<DirEntry>* entries) {
 }  // namespace
 
 FileOps& posix_file_ops() {
-  static PosixFileOps ops;  // stateless: shared code, not shared state
+  static PosixFileOps ops;  // stateless, so safe to share
   return ops;
 }
 

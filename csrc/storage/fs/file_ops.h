@@ -1,8 +1,8 @@
-// FileOps: every call the fs tier makes to the file system, so that tests can
-// give one that fails, blocks or transfers short.
+// FileOps: every file system call of the fs tier, so that tests can inject failures, blocking and short
+// transfers.
 //
-// Results are liburing's: >= 0, or a negative errno. The POSIX one retries
-// EINTR nowhere (callers do) and keeps no state. Any thread.
+// Results follow liburing: >= 0, or a negative errno. The POSIX implementation never retries EINTR (callers
+// do) and keeps no state. Any thread.
 #pragma once
 
 #include <fcntl.h>
@@ -14,27 +14,29 @@
 
 namespace kv_offload {
 
-// Flags that open a directory of ours: never one behind a link.
+// Flags that open one of our directories; they never follow a symbolic link.
 inline constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 
 struct FileInfo {
   std::uint64_t size = 0;
-  std::uint64_t disk_bytes = 0;  // what `du` counts: st_blocks * 512
+  std::uint64_t disk_bytes = 0;  // as `du` counts: st_blocks * 512
   std::uint64_t inode = 0;
   std::uint64_t device = 0;
   std::int64_t mtime_nanos = 0;
   std::uint32_t mode = 0;
   std::uint32_t owner = 0;
   std::uint32_t links = 0;
-  // Bytes that a file of ours counts against the bound (charged_bytes()); anything else counts its blocks.
+  // Returns the bytes that a file counts against the bound: charged_bytes() for a regular file, else its
+  // blocks.
   std::uint64_t charge() const;
   bool is_regular() const;
   bool is_directory() const;
   bool is_symlink() const;
 };
 
-// Bytes that one of our files counts against the bound: its blocks, but at least its size in whole pages. ZFS
-// reports the blocks of a new file only seconds after the write, and file systems that compress report fewer.
+// Returns the bytes that one of our files counts against the bound: its blocks, but at least its size in
+// whole pages. ZFS reports the blocks of a new file only seconds after the write, and compressing file
+// systems report fewer.
 std::uint64_t charged_bytes(std::uint64_t disk_bytes, std::uint64_t size);
 
 struct DirEntry {
@@ -43,9 +45,9 @@ struct DirEntry {
 };
 
 struct SpaceInfo {
-  std::uint64_t free_bytes = 0;  // for us (f_bavail)
-  // A process that is killed is gone only when its direct reads have ended. Elsewhere the
-  // kernel may go on to write into their memory: an NFS client does when its server answers.
+  std::uint64_t free_bytes = 0;  // available to this user (f_bavail)
+  // True if a killed process ends only after its direct reads have ended. Elsewhere the kernel may still
+  // write into the process's memory afterwards: an NFS client does when its server answers.
   bool ends_reads_first = false;
 };
 
@@ -55,25 +57,26 @@ class FileOps {
   // `directory` may be AT_FDCWD. O_CLOEXEC is added.
   virtual int open(int directory, const std::string& path, int flags, unsigned mode) = 0;
   virtual void close(int fd) = 0;
-  // dup3(): from now on `fd` is the open file of `by`, in all threads. `by` stays open.
+  // dup3(): `fd` now refers to the open file of `by`, in all threads. `by` stays open.
   virtual int replace(int fd, int by) = 0;
   virtual std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
   virtual std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
-  // keep_existing: -EEXIST instead of replacing; -EINVAL where unsupported.
+  // keep_existing: returns -EEXIST instead of replacing the target; -EINVAL where unsupported.
   virtual int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) = 0;
   virtual int unlink(int directory, const std::string& path) = 0;
   virtual int rmdir(int directory, const std::string& path) = 0;
   virtual int mkdir(int directory, const std::string& path, unsigned mode) = 0;
   virtual int fsync(int fd, bool data_only) = 0;
   virtual int fstat(int fd, FileInfo* info) = 0;
-  virtual int stat(int directory, const std::string& path, FileInfo* info) = 0;  // not following
+  // Does not follow symbolic links.
+  virtual int stat(int directory, const std::string& path, FileInfo* info) = 0;
   virtual int set_mtime(int directory, const std::string& path, std::int64_t nanos) = 0;
   virtual int statvfs(int fd, SpaceInfo* info) = 0;
   virtual int flock(int fd, int operation) = 0;
-  // From here on names in this directory are seen as they are now, whoever made or removed them. A client of
-  // a network file system remembers for up to a minute which names there are, and which there are not.
+  // Makes later lookups in this directory see its current names, including changes by other hosts. A network
+  // file system client caches for up to a minute which names exist and which do not.
   virtual int refresh(int directory, const std::string& path) = 0;
-  // All names but "." and "..", appended.
+  // Appends all names except "." and "..".
   virtual int list(int fd, std::vector<DirEntry>* entries) = 0;
 };
 
@@ -108,17 +111,17 @@ class Fd {
   int fd_ = -1;
 };
 
-// open() with EINTR retried; on failure the errno is in *error (positive).
+// open() with EINTR retried. On failure *error is the (positive) errno.
 Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsigned mode, int* error);
 // flock() with EINTR retried.
 int lock_file(FileOps& ops, int fd, int operation);
-// stat() that also finds what another host has made of late below `parent`, a directory in `directory`.
+// stat() that also finds recent changes of other hosts below `parent`, a directory in `directory`.
 int stat_anew(FileOps& ops, int directory, const std::string& parent, const std::string& path,
               FileInfo* info);
-// It is certain that the name does not lead to this open file any more. The number of links alone does not
-// tell: a client of NFS keeps a file that it has open under another name.
+// True if the name certainly no longer refers to this open file. The link count alone does not show this: an
+// NFS client keeps a removed open file under another name.
 bool lost_its_name(FileOps& ops, int fd, int directory, const std::string& name);
-// A whole small file; -errno or 0, -EFBIG when it is none.
+// Reads a whole small file. Returns 0 or -errno; -EFBIG above kMostTextBytes.
 inline constexpr std::size_t kMostTextBytes = std::size_t{1} << 20;
 int read_text(FileOps& ops, int directory, const std::string& path, std::string* text);
 

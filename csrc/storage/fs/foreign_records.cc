@@ -7,7 +7,8 @@
 
 namespace kv_offload {
 namespace {
-// A directory may change again within the grain of its time: 2 s at most, of the file systems that there are.
+// A directory may change again without a new mtime within the timestamp granularity, which is at most 2 s on
+// existing file systems.
 constexpr Nanos kGrain{std::chrono::seconds(3)};
 }  // namespace
 
@@ -20,8 +21,8 @@ void ForeignRecords::look(std::uint64_t writes) {
   next_look_ = started + (clock_.now() - started) * 20;
 }
 
-// Each directory's time is compared with what it was: that of another may lie in the future, or go back. True
-// when all are settled.
+// Compares each directory's mtime with its previous value only: another host's clock may be ahead, or go
+// back. Returns true if all directories are settled.
 bool ForeignRecords::adopt_changed_leaves() {
   const std::shared_ptr<Generation> own = records_.generation();
   std::vector<std::uint32_t> leaves;

@@ -1,10 +1,10 @@
-// ForeignRecords: the records that other processes write into our generation. The ledger's page tells for
-// nothing that somebody wrote; then the directories that changed are listed.
+// ForeignRecords: finds the records that other processes write into our epoch. The ledger page shows at no
+// extra cost that another process wrote; then the changed directories are listed.
 //
-// Invariant: a record that another has reported as written is known here after one look that began later, and
-// larger roots are looked at less often: one twentieth of a thread.
+// Invariant: a record that another process has reported as written is known here after one look that started
+// later. Larger roots are looked at less often, to use at most one twentieth of a thread.
 //
-// Threads: upkeep's alone. No lock.
+// Threads: upkeep thread only. No lock.
 #pragma once
 
 #include <atomic>
@@ -21,20 +21,20 @@ namespace kv_offload {
 
 class ForeignRecords {
  public:
-  // All of it outlives this. A look gives up soon when `stop` becomes true.
+  // All arguments must outlive this object. A look returns soon once `stop` is true.
   ForeignRecords(const OpenRoot& root, KnownRecords& records, const Clock& clock,
                  const std::atomic<bool>& stop)
       : ops_(root.ops), records_(records), clock_(clock), stop_(stop) {}
 
-  // writes: by others, as the page says (SpaceFigures::writes_by_others).
+  // writes: the number of writes by other processes, from the page (SpaceFigures::writes_by_others).
   void look(std::uint64_t writes);
 
  private:
-  // How a leaf directory looked when it was listed last.
+  // State of a leaf directory when it was last listed.
   struct Listed {
     std::int64_t mtime = std::numeric_limits<std::int64_t>::min();
-    Nanos changed{0};      // when its time was first seen to be this
-    bool settled = false;  // it was listed once more, so late that a later change has another time
+    Nanos changed{0};      // when this mtime was first seen
+    bool settled = false;  // listed again so late that a later change must have another mtime
   };
   bool adopt_changed_leaves();
 
@@ -44,7 +44,7 @@ class ForeignRecords {
   const std::atomic<bool>& stop_;
   std::uint64_t writes_seen_ = 0;
   std::vector<Listed> leaves_;
-  std::uint64_t generation_ = 0;  // that they are of
+  std::uint64_t generation_ = 0;  // the epoch of leaves_
   bool unsettled_ = false;
   Nanos next_look_{0};
 };

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kMarkFlags = O_RDWR | O_NOFOLLOW;
 
-// The marks, locked against being used; nothing when somebody uses it, or it cannot be told.
+// Returns the marks, locked exclusively so that no process can start to use the epoch. Empty optional if a
+// process uses it, or if that cannot be determined.
 std::optional<std::vector<Fd>> hold_unused(FileOps& ops, int namespace_directory, std::uint64_t number) {
   std::vector<Fd> held;
   for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
@@ -28,7 +29,7 @@ std::optional<std::vector<Fd>> hold_unused(FileOps& ops, int namespace_directory
   return held;
 }
 
-// What nobody can hit any more, of all that there are; all: and its directory.
+// Calls `unused` for each epoch that no process can hit any more. all: the directory may be removed too.
 using Unused = std::function<void(std::uint64_t number, bool all)>;
 void each_unused(FileOps& ops, int namespace_directory, const std::vector<std::uint64_t>& numbers,
                  std::optional<std::uint64_t> own, const Unused& unused) {
@@ -80,7 +81,7 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
   if (rc == -EWOULDBLOCK) return -ENOENT;
   if (rc == 0) rc = ops.fstat(opened->mark.get(), &info);
   if (rc < 0) return rc;
-  // Not the links: over NFS a file that was removed while it was open still has one.
+  // Compares inodes, not link counts: on NFS a file that was removed while open still has a link.
   FileInfo named;
   (void)ops.refresh(namespace_directory, ".");
   if (ops.stat(namespace_directory, layout::mark_name(number, kind), &named) != 0 ||
@@ -88,12 +89,12 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
     return -ENOENT;
   if (make != Generate::kNot) {
     if (rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
-    // Durable: after a power failure nothing older may be found again.
+    // Durable: after a power failure no older epoch may be found again.
     rc = ops.fsync(namespace_directory, false);
   }
   if (rc == 0) opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!opened->directory) {
-    // Its mark stays: another process may be making the same.
+    // The mark stays: another process may be creating the same epoch.
     if (make != Generate::kNot) (void)ops.rmdir(namespace_directory, name);
     return rc < 0 ? rc : -error;
   }
@@ -157,7 +158,8 @@ std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
       freed += reclaim_generation(ops, namespace_directory, number, enough - freed, all, stop, gone);
   });
   if (freed >= enough) return freed;
-  // Of directories that went by hand. Who makes a generation makes one above the newest.
+  // Marks of epoch directories that were removed by hand. Only numbers below the newest are safe: a process
+  // creates an epoch above the newest.
   std::vector<std::vector<Fd>> held;
   const std::uint64_t marks = remove_marks(ops, namespace_directory, [&](std::uint64_t number) {
     if (number >= numbers.back() || std::binary_search(numbers.begin(), numbers.end(), number)) return false;

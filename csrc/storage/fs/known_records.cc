@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kDeclinedCells = 4096;
 
-// Never 0: an id's lowest bit is set, and stays.
+// Never 0: the lowest bit of an id is set and stays set.
 std::uint64_t declined_mark(ChunkId id, std::uint32_t request) { return id ^ (std::uint64_t{request} << 32); }
 std::size_t declined_place(std::uint64_t mark) { return (mark >> 1 ^ mark >> 33) % kDeclinedCells; }
 
@@ -66,14 +66,14 @@ void KnownRecords::begin_asking(std::span<const ChunkKey> keys, Era, std::vector
       }
       Leaf& leaf = leaves_[layout::leaf_of(key)];
       if (!is_unknown(leaf, now)) continue;
-      asked->push_back(key);  // one of each directory
+      asked->push_back(key);  // one key per directory
       leaf.state = Leaf::State::kAsking;
     }
   }
   not_found_.begin_asking(by_name, not_found_.era(), asked);
 }
 
-// Whenever it was asked: a generation may end without a reset, and what is being asked then has to end.
+// Ignores the era of the caller: an epoch may end without a reset, and pending lookups must end then too.
 void KnownRecords::give_up_asking(std::span<const ChunkKey> keys, Era) {
   not_found_.give_up_asking(keys, not_found_.era());
   const Nanos ask_again = clock_.now() + kAskAgainAfter;
@@ -93,7 +93,7 @@ void KnownRecords::touch(const ChunkKey& key) {
 
 void KnownRecords::used(const TierUses& uses) {
   if (uses->empty()) return;
-  std::vector<TierUses> forgotten;  // freed when the lock is free again
+  std::vector<TierUses> forgotten;  // freed after the lock is released
   const MutexLock lock(mutex_);
   uses_.push_back(uses);
   used_keys_ += uses->size();
@@ -110,7 +110,7 @@ void KnownRecords::apply_uses() {
   while (apply_some_uses()) mutex_.let_others_in();
 }
 
-// True: there are more.
+// Returns true if there are more.
 bool KnownRecords::apply_some_uses() {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
@@ -137,7 +137,7 @@ void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
     Forgotten& oldest = *forgotten_.front();
     for (; left > 0 && oldest.told < oldest.catalogue.slots(); --left, ++oldest.told) {
       const ChunkKey* key = oldest.catalogue.key_at(oldest.told);
-      // Not what was written again since: it was told to be there.
+      // Skips a key that was written again since: it was reported as present.
       if (key != nullptr && !catalogue_.holds(*key)) removals->push_back({*key, TierRemoval::Reason::kReset});
     }
     if (oldest.told < oldest.catalogue.slots()) break;
@@ -147,7 +147,7 @@ void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
   count_steps(kMostRemovals - left);
 }
 
-// ---- the generation
+// ---- the epoch
 
 KnownRecords::GenerationPtr KnownRecords::generation() const {
   const MutexLock lock(mutex_);
@@ -163,7 +163,8 @@ std::optional<KnownRecords::Next> KnownRecords::next() const {
 bool KnownRecords::begin(GenerationPtr generation, const Next& made_for, Extent extent) {
   const MutexLock lock(mutex_);
   if (next_.by_reset != made_for.by_reset) return false;
-  next_.by_reset |= generation->by_reset;  // made apart from others that were reset: so are those after it
+  // Not shared with servers that were reset; neither are the epochs after it.
+  next_.by_reset |= generation->by_reset;
   generation_ = std::move(generation);
   leaves_.assign(layout::kLeaves, {});
   extent_ = extent;
@@ -197,18 +198,18 @@ void KnownRecords::drop_all(std::unique_ptr<Forgotten> forgotten) {
     over_.push_back(generation_);
     generation_.reset();
   }
-  forgotten_.push_back(std::move(forgotten));  // first: it may throw
+  forgotten_.push_back(std::move(forgotten));  // first, because it may throw
   catalogue_.hand_over(&forgotten_.back()->catalogue);
   forgotten_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;
   apart_ = false;
   declined_.assign(kDeclinedCells, 0);
-  extent_ = Extent::kOrder;  // nothing is there to be found until there is one
+  extent_ = Extent::kOrder;  // without an epoch there is nothing to find
 }
 
-// Who has the only one of something can give it to nobody else: a count of 1 stays 1.
+// A use count of 1 cannot rise: the only other references come from this object, under the lock.
 void KnownRecords::free_unused() {
-  std::vector<GenerationPtr> unused;  // closed when the lock is free again
+  std::vector<GenerationPtr> unused;  // closed after the lock is released
   std::vector<std::unique_ptr<Forgotten>> told;
   const MutexLock lock(mutex_);
   told.swap(told_);
@@ -220,7 +221,7 @@ void KnownRecords::free_unused() {
 }
 
 void KnownRecords::close() {
-  GenerationPtr last;  // as above
+  GenerationPtr last;  // closed after the lock is released
   std::vector<GenerationPtr> over;
   const MutexLock lock(mutex_);
   last.swap(generation_);
@@ -229,7 +230,7 @@ void KnownRecords::close() {
 
 void KnownRecords::note_newer(const GenerationPtr& generation, bool newer) {
   const MutexLock lock(mutex_);
-  // Who was reset itself shares nothing with others either, but needs nobody to tell it.
+  // A process that was reset itself does not share records either, but is not reported as split off.
   if (generation == generation_) apart_ = newer && !next_.by_reset;
 }
 
@@ -267,7 +268,7 @@ Status KnownRecords::begin_write(const ChunkKey& key, const GenerationPtr& gener
   const MutexLock lock(mutex_);
   if (generation != generation_) return was_reset();
   *present = catalogue_.offers(key, clock_.now());
-  *replace = !*present && catalogue_.holds(key);  // backing off: better written anew
+  *replace = !*present && catalogue_.holds(key);  // in back-off: write it again
   return Status::ok();
 }
 
@@ -394,7 +395,7 @@ void KnownRecords::adopt_names(const GenerationPtr& generation, std::span<const 
 
 void KnownRecords::adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
                                   std::span<const LastUse> order, bool first, const std::atomic<bool>& stop) {
-  std::vector<ChunkKey> used;  // since it was opened
+  std::vector<ChunkKey> used;  // used since the epoch was opened
   in_pieces(order.size(), &generation, stop, [&](std::size_t at) REQUIRES(mutex_) {
     const FoundRecord& record = records[order[at].second];
     if (!catalogue_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);

@@ -71,9 +71,11 @@ std::optional<ParsedRecord> parse_record(std::string_view name) {
   const std::size_t dot = name.find('.');
   if (dot == std::string_view::npos || !name.ends_with(".rec")) return std::nullopt;
   const std::string_view hex = name.substr(0, dot);
+  // Only whole bytes, and a length that a key can have.
   if (hex.size() % 2 != 0 || !ChunkKey::fits(hex.size() / 2)) return std::nullopt;
   if (name.size() < dot + 1 + 4) return std::nullopt;
   const auto bytes = parse_number(name.substr(dot + 1, name.size() - dot - 1 - 4));
+  // A record holds at least its header, in whole pages, below the bound that keeps sums from overflow.
   if (!bytes || *bytes < kRecordHeaderBytes || *bytes % kPageBytes != 0 || *bytes > kMostRecordBytes)
     return std::nullopt;
   char raw[ChunkKey::kMaxBytes];

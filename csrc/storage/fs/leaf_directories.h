@@ -1,9 +1,11 @@
-// LeafDirectories: what is known of the leaf directories of one generation: the bytes that each takes on
-// disk, and whether its name is durable.
+// LeafDirectories: the state of the leaf directories of one epoch: the disk space of each, and whether its
+// name is durable.
 //
-// Invariant: the growth of a directory is told once, to one caller; a size that was never seen is no growth.
+// Invariant: the growth of a directory is reported once, to one caller. The first size seen counts as no
+// growth.
 //
-// Threads: any. mutex_ guards all; no other lock is taken while it is held, and no call waits for storage.
+// Threads: any. mutex_ guards everything. No other lock is taken while it is held, and no call waits for
+// storage.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +20,7 @@ namespace kv_offload {
 
 class LeafDirectories {
  public:
-  // It takes so many bytes now. Those that nobody was told of yet.
+  // Sets the directory's current size. Returns the growth that was not reported yet.
   std::uint64_t note_size(std::uint32_t leaf, std::uint64_t bytes) EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     std::uint32_t& known = bytes_[leaf];
@@ -26,7 +28,7 @@ class LeafDirectories {
     known = static_cast<std::uint32_t>(bytes);
     return grown;
   }
-  // What they take beyond the one page that each had when it was made.
+  // Returns the bytes beyond the one page that each directory had when it was created.
   std::uint64_t growth() const EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     std::uint64_t sum = 0;
@@ -45,7 +47,7 @@ class LeafDirectories {
  private:
   mutable Mutex mutex_;
   std::array<std::uint32_t, layout::kLeaves> bytes_ GUARDED_BY(mutex_) = {};  // 0: unknown
-  std::bitset<layout::kLeaves> durable_ GUARDED_BY(mutex_);                   // with fsync: full
+  std::bitset<layout::kLeaves> durable_ GUARDED_BY(mutex_);                   // used with fsync: full
 };
 
 }  // namespace kv_offload

@@ -61,13 +61,13 @@ void OldestRecords::open(const std::vector<Source>& sources) {
     for (const std::uint32_t number : numbers) leaves_.push_back({opened_.size(), number});
     opened_.push_back(std::move(opened));
   }
-  // The first ones are a sample of each source.
+  // The first leaves then sample each source.
   std::sort(leaves_.begin(), leaves_.end(), [](const Leaf& a, const Leaf& b) {
     return std::pair(a.number, a.source) < std::pair(b.number, b.source);
   });
 }
 
-// False when there is no record.
+// Returns false if there are no records.
 bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& stop) {
   open(request.sources());
   std::vector<Candidate> sample;
@@ -111,8 +111,8 @@ std::vector<OldestRecords::Candidate> OldestRecords::list_next() {
   return candidates;
 }
 
-// The newest of them go first: a prompt is written from its first chunk on, and without that one the others
-// are worth nothing.
+// Removes the newest candidates first: a prompt is written from its first chunk on, and without the first
+// chunk the later ones are useless.
 void OldestRecords::queue(std::vector<Candidate> found) {
   std::erase_if(found, [&](const Candidate& found_one) { return found_one.record.mtime_nanos > newest_; });
   std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
@@ -121,7 +121,7 @@ void OldestRecords::queue(std::vector<Candidate> found) {
   candidates_ = std::move(found);
 }
 
-// 0: it went already, was used since it was listed, or cannot be removed.
+// Returns 0 if the record was already removed, was used since it was listed, or cannot be removed.
 std::uint64_t OldestRecords::remove_next() {
   const Candidate candidate = std::move(candidates_.back());
   candidates_.pop_back();

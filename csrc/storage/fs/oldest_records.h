@@ -1,9 +1,10 @@
-// OldestRecords: removes the least recently used records of generations that this process does not use, by
-// the times of their files, as many as are needed now.
+// OldestRecords: removes the least recently used records of epochs that this process does not use, ordered by
+// file times, as many as are needed now.
 //
-// A full sort would list every directory; keys are hashes, so a few directories tell how old the oldest 32nd
-// of all records is. A pass removes the records that are at least that old, one directory after the other,
-// and lists each directory once. So only prompts of that oldest part lose records out of order.
+// A full sort would list every directory. Keys are hashes, so a few directories are a sample that shows the
+// age of the oldest 1/32 of all records. A pass removes the records that are at least that old, one directory
+// after another, and lists each directory once. So only prompts within that oldest part lose records out of
+// order.
 //
 // Threads: one at a time. Calls block on storage.
 #pragma once
@@ -25,23 +26,24 @@ class OldestRecords {
   struct Source {
     std::string namespace_name;
     std::uint64_t generation = 0;
-    bool findable = true;  // false: a reset made its records useless, so all of them go before others
+    bool findable = true;  // false: a reset made its records useless, so all of them are removed first
   };
   struct Request {
     std::uint64_t bytes = 0;
-    std::function<std::vector<Source>()> sources;  // asked at the start of a pass
-    std::function<bool(const Source&)> may_take;   // asked before each record
-    Gone gone;                                     // told of each record after it went
+    std::function<std::vector<Source>()> sources;  // called at the start of a pass
+    std::function<bool(const Source&)> may_take;   // called before each record
+    Gone gone;                                     // called after each removed record
   };
-  // A pass removes about one part in so many.
+  // A pass removes about 1/kParts of all records.
   static constexpr std::uint64_t kParts = 32;
-  // So many records are listed before their age is judged.
+  // Sample size for the age threshold, in records.
   static constexpr std::size_t kSample = 2048;
 
-  // Both outlive this.
+  // Both must outlive this object.
   OldestRecords(FileOps& ops, int root) : ops_(ops), root_(root) {}
 
-  // The bytes that are gone: at least request.bytes, unless nothing is left or can be removed, or *stop.
+  // Returns the bytes freed: at least request.bytes, unless no record is left or can be removed, or *stop is
+  // true.
   std::uint64_t remove(const Request& request, const std::atomic<bool>& stop);
 
  private:
@@ -68,8 +70,8 @@ class OldestRecords {
   std::vector<Opened> opened_;
   std::vector<Leaf> leaves_;
   std::size_t next_leaf_ = 0;
-  std::int64_t newest_ = 0;            // the newest time of last use that goes in this pass
-  std::vector<Candidate> candidates_;  // the next to go is the last
+  std::int64_t newest_ = 0;            // age threshold: records last used after this stay in this pass
+  std::vector<Candidate> candidates_;  // the next victim is the last element
 };
 
 }  // namespace kv_offload

@@ -41,12 +41,12 @@ bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
 SpaceInfo space_of(FileOps& ops, const OpenRoot& open) {
   SpaceInfo space;
   if (const int rc = ops.statvfs(open.directory.get(), &space); rc < 0)
-    fail(open.path, "ask for free space of", -rc);
+    fail(open.path, "get the free space of", -rc);
   return space;
 }
 
 void check_space(const OpenRoot& open, const SpaceInfo& space) {
-  // What is there already can be evicted.
+  // Space that the root uses already can be freed by eviction.
   const std::uint64_t available = space.free_bytes + open.space->total();
   constexpr std::uint64_t kSmallestRecord = 17 * kPageBytes;
   if (available < kSmallestRecord) {
@@ -55,19 +55,21 @@ void check_space(const OpenRoot& open, const SpaceInfo& space) {
   }
 }
 
-// A root that holds nothing but this new namespace is counted on the spot, so
-// that the first write is granted.
+// Counts a root that holds only this new namespace immediately, so that the first write is granted.
 bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
                     const Generation& generation) {
   SpaceFigures figures;
   const Nanos now = options.clock != nullptr ? options.clock->now() : SteadyClock().now();
+  // Other processes with the root open may write already.
   if (!open.space->look(now, &figures) || !figures.alone) return false;
   std::vector<std::string> names;
+  // Other namespaces, or older epochs of ours, may hold records.
   if (!list_namespaces(ops, open.directory.get(), &names) || names.size() > 1) return false;
   std::vector<std::uint64_t> generations;
   std::vector<DirEntry> entries;
   if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
     return false;
+  // Our epoch may hold records of an earlier run.
   if (ops.list(generation.directory.get(), &entries) < 0 || !entries.empty()) return false;
   std::uint64_t number = 0;
   if (!open.space->begin_count(&number)) return false;
@@ -76,6 +78,7 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
   Unseen unseen;
   const std::uint64_t bytes =
       count_tree(ops, open.directory.get(), ".", {.count = &count, .unseen = &unseen}, stop);
+  // An incomplete count would make the sum too low.
   if (unseen.any()) {
     open.space->give_up_count();
     return false;
@@ -93,8 +96,8 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<G
   open.writer = std::uint64_t{random()} << 32 | random() | 1;
   open.directory = open_root_directory(options, ops);
   write_format(options, ops, open);
-  // A little below max_bytes, so that directories and small files of namespaces and resets fit without
-  // asking.
+  // Slightly below max_bytes, so that directories and small files of namespaces and resets fit without a
+  // reservation.
   constexpr std::uint64_t kMetadataBytes = 16 * kPageBytes;
   open.space =
       std::make_unique<Space>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
@@ -104,13 +107,13 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<G
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();
   if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, generation); rc < 0)
-    fail(path, "open the newest generation of", -rc);
+    fail(path, "open the newest epoch of", -rc);
   const Generation& own = **generation;
   open.space->share_as(sharer(open.namespace_name, own.number));
   if (own.made) open.count(own.directory);
   if (own.made && own.number > 1 && options.warn) {
     options.warn(fmt::format(
-        "{} was reset: what was recorded before, and by the process that was reset after it, is not used",
+        "{} was reset: records written before the reset, or by the reset process after it, are not used",
         path));
   }
   open.direct = takes_direct(ops, open, options.o_direct);

@@ -1,5 +1,5 @@
-// open_root(): makes an OpenRoot. Every check that must fail at start is made here, before anything is
-// served.
+// open_root(): creates an OpenRoot. Every check that must fail at start runs here, before the first request
+// is served.
 //
 // Threads: any.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace kv_offload {
 
-// Opens the root and a generation of the namespace. Throws InvalidArgument or ResourceError.
+// Opens the root and an epoch of the namespace. Throws InvalidArgument or ResourceError.
 OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<Generation>* generation);
 
 }  // namespace kv_offload

@@ -1,7 +1,7 @@
-// OutsideChanges: what shows that something other than the servers changed a root that is served: known
-// records that are missing or not whole. Readers and the evictor report them; RootCounter counts the root.
+// OutsideChanges: signs that another program changed a root while servers use it: known records that are
+// missing or incomplete. Readers and the evictor report them; RootCounter counts the root.
 //
-// A missing record alone proves nothing while others have the root open: they evict, too.
+// A missing record alone proves nothing while other servers have the root open, because they evict too.
 //
 // Threads: any.
 #pragma once
@@ -16,12 +16,12 @@ class OutsideChanges {
   void note_missing() { missing_.fetch_add(1); }
   // Running total.
   std::uint64_t missing() const { return missing_.load(); }
-  // Some were met that no count has explained yet: the sum of the root may be too high.
+  // True if missing records were found that no count has explained yet: the sum of the root may be too high.
   bool suspected() const { return missing_.load() != explained_.load(); }
   void explain(std::uint64_t missing) { explained_.store(missing); }
   std::uint64_t explained() const { return explained_.load(); }
 
-  // Figures; running totals.
+  // Statistics; running totals.
   void note_rebuilt() { rebuilds_.fetch_add(1); }
   void note_lost(std::uint64_t bytes) { lost_bytes_.fetch_add(bytes); }
   std::uint64_t rebuilds() const { return rebuilds_.load(); }

@@ -23,7 +23,7 @@ Status OwnGeneration::begin() {
     if (!next) return Status::ok();
     std::shared_ptr<Generation> made;
     rc = make_next(*next, numbers, &made);
-    if (rc == -EEXIST || rc == -ENOENT) continue;  // another process resets too
+    if (rc == -EEXIST || rc == -ENOENT) continue;  // another process creates one too
     if (rc < 0) break;
     const std::uint64_t number = made->number;
     if (made->made) root_.count(made->directory);
@@ -35,14 +35,14 @@ Status OwnGeneration::begin() {
     rc = -EBUSY;
   }
   return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                       Status::from_errno(-rc, "make the next generation").message(), -rc, path);
+                       Status::from_errno(-rc, "create the next epoch").message(), -rc, path);
 }
 
 int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<std::uint64_t>& numbers,
                              std::shared_ptr<Generation>* made) {
   const int directory = root_.namespace_directory.get();
   const std::string path = root_.namespace_path();
-  // Another server may have been reset since the last look, and our generation removed since.
+  // Another server may have been reset, and our epoch removed, since the last look.
   const bool alone = next.by_reset || reset_made_any_from(ops_, directory, next.least_number);
   if (!alone) {
     for (const std::uint64_t same : {next.least_number, next.least_number - 1}) {
@@ -58,7 +58,7 @@ int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<s
 
 bool OwnGeneration::keep(std::vector<std::string>* lost) {
   records_.free_unused();
-  if (!records_.generation()) (void)begin();  // what could not be made again
+  if (!records_.generation()) (void)begin();  // an earlier attempt to create it failed
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = records_.generation();
   const int directory = root_.namespace_directory.get();
@@ -72,7 +72,7 @@ bool OwnGeneration::keep(std::vector<std::string>* lost) {
     numbers.clear();
     if (!own || !list_generations(ops_, directory, &numbers)) return false;
   }
-  (void)keep_mark(ops_, directory, *own);  // without it others take it for unused
+  (void)keep_mark(ops_, directory, *own);  // without it, other processes would reclaim the epoch as unused
   records_.note_newer(own, !numbers.empty() && numbers.back() > own->number);
   return numbers.size() > 1;
 }

@@ -1,21 +1,23 @@
-// OwnGeneration: which generation this process uses, from one reset to the next: it makes the next one when
-// there is none, and sees when ours was removed.
+// OwnGeneration: manages the epoch that this process uses from one reset to the next. It creates the next
+// epoch when there is none, and detects that the current one was removed.
 //
-// Invariant: this process uses no generation that somebody else's reset made, and after a reset of its own
-// none that was there before. One that was begun for whoever starts is never used after a reset.
+// Invariant: this process never uses an epoch that another process's reset created. After a reset of its own
+// it uses none that existed before. An epoch that was created for starting processes is never used after a
+// reset.
 //
-// A process that shares the namespace may have been reset, which says nothing of our weights: we keep the
-// generation that we have until we are reset ourselves, for what is in a newer one is of other weights than
-// ours, and what we would write there of other weights than theirs.
+// Another process that shares the namespace may have been reset, which implies nothing about our weights. So
+// this process keeps its epoch until it is reset itself. Records in a newer epoch belong to other weights
+// than ours, and our records there would be wrong for the other process.
 //
-// Where ours was removed, and no reset came: the one that a server that shared it has made since, or the one
-// of the same number that was put back (from a snapshot), or a new one for whoever starts. They all hold what
-// ours held. After a reset, or apart from others that were reset, a new one for this process alone. The marks
-// in the namespace show a reset that came after the last keep().
+// If our epoch was removed without a reset, the replacement is one of: the epoch that a server sharing it has
+// created since, the epoch of the same number put back from a snapshot, or a new one for starting processes.
+// All of these hold records of the same weights. After a reset, or if others were reset and we were not, the
+// replacement is a new epoch for this process only. The marks in the namespace show a reset that came after
+// the last keep().
 //
-// Threads: begin() and keep() on upkeep's, also beside each other; reset() on any, it never waits. making_
-// admits one maker at a time; it is held across calls to the file system, and before the locks of
-// KnownRecords and Space.
+// Threads: begin() and keep() on upkeep threads, also concurrently; reset() on any thread, and it never
+// waits. making_ admits one thread at a time that creates an epoch. It is held across calls to the file
+// system, and is taken before the locks of KnownRecords and Space.
 #pragma once
 
 #include <string>
@@ -30,16 +32,16 @@ namespace kv_offload {
 
 class OwnGeneration {
  public:
-  // Both outlive this.
+  // Both must outlive this object.
   OwnGeneration(const OpenRoot& root, KnownRecords& records)
       : root_(root), ops_(root.ops), records_(records) {}
 
-  // Ok when there is a generation, made now or before.
+  // Returns ok if there is an epoch, created now or earlier.
   Status begin() EXCLUDES(making_);
-  // Makes another one when ours was removed, by hand or by a host that does not see our lock, and says so in
-  // *lost. True when there are others beside it.
+  // Creates another epoch if ours was removed, by hand or by a host that does not see our lock, and appends
+  // that to *lost. Returns true if other epochs exist.
   bool keep(std::vector<std::string>* lost) EXCLUDES(making_);
-  // Nothing that was recorded until now is ours any more.
+  // Drops all records written so far.
   void reset() { records_.reset(); }
 
  private:

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kInFlight = 8;
 
-// Seconds that `count` ops of this kind take, a few in flight at a time.
+// Runs `count` ops of this kind, kInFlight at a time. Returns the seconds that they took.
 double run(Tier& tier, OpKind kind, std::uint64_t count, const std::vector<AlignedBuffer>& rows) {
   const auto started = std::chrono::steady_clock::now();
   std::uint64_t next = 0, ended = 0;
@@ -30,7 +30,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t count, const std::vector<Align
       TierOp op;
       op.id = next;
       op.kind = kind;
-      // Spread as digests are.
+      // Keys spread over the leaf directories like real digests.
       const std::uint64_t bits[4] = {(next + 1) * 0x9E3779B97F4A7C15ull, next, 0, 0};
       op.key = ChunkKey::unchecked(reinterpret_cast<const char*>(bits), sizeof(bits));
       op.shards.push_back(row.span());
@@ -54,7 +54,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t count, const std::vector<Align
 DiskProbe probe_disk(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
   if (record_bytes == 0 || record_bytes % kPageBytes != 0 || total_bytes < record_bytes) {
     throw_invalid(
-        "a disk probe of {} bytes in records of {} was asked; records are whole 4 KiB pages, at least one",
+        "invalid disk probe of {} bytes in records of {} bytes: a record is one or more whole 4 KiB pages",
         total_bytes, record_bytes);
   }
   struct Removed {

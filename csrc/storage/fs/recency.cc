@@ -13,7 +13,7 @@ void Recency::write() {
   std::shared_ptr<Generation> own;
   const std::vector<FsCatalogue::Record> records = records_.take_touched(&own);
   if (!own) return;
-  // One nanosecond apart, so that their order survives too.
+  // One nanosecond apart, to preserve the order of the records too.
   std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
   for (const FsCatalogue::Record& record : records) {
     const std::string path = layout::record_path(record.key, record.file_bytes);
@@ -21,10 +21,11 @@ void Recency::write() {
   }
 }
 
-// New records get their times from the clock of the file system, which may be that of a server: what was used
-// has to be compared with those. The ledger was written within the last second or so.
+// Returns the time of the file system's clock, which may be a file server's: new records get their times from
+// it, and times of last use are compared with those. The ledger was written within about the last second.
 std::int64_t Recency::now_of_files() const {
-  constexpr std::int64_t kMostSkew = 5'000'000'000;  // less is the age of the ledger's last write
+  // A smaller difference is the age of the ledger's last write.
+  constexpr std::int64_t kMostSkew = 5'000'000'000;
   const std::int64_t here =
       std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
   FileInfo ledger;

@@ -1,8 +1,8 @@
-// Recency: what was used last, written into the times of the files, so that it survives a restart and other
-// processes see it.
+// Recency: writes the time of last use into the file times, so that the eviction order survives a restart and
+// other processes see it.
 //
-// Threads: write_when_due() on upkeep's; write() on any. Best effort: a lost time costs a place in the order
-// of eviction, nothing else. No lock.
+// Threads: write_when_due() on upkeep threads, write() on any. Best effort: a lost time costs a record its
+// place in the eviction order, nothing else. No lock.
 #pragma once
 
 #include "base/clock.h"
@@ -13,7 +13,7 @@ namespace kv_offload {
 
 class Recency {
  public:
-  // All of it outlives this.
+  // All arguments must outlive this object.
   Recency(const OpenRoot& root, KnownRecords& records, const Clock& clock)
       : root_(root), ops_(root.ops), records_(records), clock_(clock), last_write_(clock.now()) {}
 

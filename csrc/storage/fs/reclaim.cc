@@ -20,7 +20,7 @@ struct OpenGeneration {
   std::vector<std::uint32_t> leaves;
 };
 
-// Those whose records somebody may hit.
+// Opens the epochs whose records some process may hit.
 std::vector<OpenGeneration> open_live(FileOps& ops, int root, const std::vector<std::string>& names) {
   std::vector<OpenGeneration> live;
   int error = 0;
@@ -46,11 +46,11 @@ struct Victim {
 };
 bool is_older(const Victim& a, const Victim& b) { return a.mtime_nanos < b.mtime_nanos; }
 
-// The least recently used records that together have `enough` bytes, but no more than `most` records; the
-// most recently used one first.
+// Returns the least recently used records that together have `enough` bytes, but no more than `most` records,
+// with the most recently used one first.
 std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenGeneration>& live, std::uint64_t enough,
                                  std::size_t most) {
-  std::vector<Victim> victims;  // a heap while we walk
+  std::vector<Victim> victims;  // a heap during the walk
   std::uint64_t sum = 0;
   for (std::size_t i = 0; i < live.size(); ++i) {
     for (const std::uint32_t leaf : live[i].leaves) {
@@ -72,7 +72,7 @@ std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenGeneration>
   return victims;
 }
 
-// False if it is missing, was used since it was listed, or cannot be removed.
+// Returns false if it is missing, was used since it was listed, or cannot be removed.
 bool remove_victim(FileOps& ops, const OpenGeneration& generation, const Victim& victim) {
   const std::string path = layout::record_path(victim.key, victim.file_bytes);
   FileInfo info;
@@ -96,15 +96,15 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   if (!directory) return 0;
   const std::string mark_name(layout::kOpenFile);
   const Fd mark = open_fd(ops, directory.get(), mark_name, O_RDWR | O_NOFOLLOW, 0, &error);
-  // Held while we remove, so that nobody opens it under our hands.
+  // Held during removal, so that no process opens the namespace meanwhile.
   const bool closed = !mark || lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) == 0;
   if (!closed && !even_open) return 0;
   std::vector<std::uint64_t> generations;
   if (!list_generations(ops, directory.get(), &generations)) return 0;
   std::uint64_t freed = 0;
   FileInfo info;
-  // Where one stays (it cannot be read or removed, or we are to stop) those after it stay too, though empty:
-  // who starts uses the newest, and would find again what was recorded before a reset.
+  // If an epoch stays (unreadable, not removable, or stopped), all later ones stay too, though empty. A
+  // starting process uses the newest epoch, and would otherwise find records from before a reset.
   bool older_stays = false;
   for (const std::uint64_t number : generations) {
     if (freed >= enough) break;

@@ -7,7 +7,7 @@
 namespace kv_offload {
 namespace {
 
-// Drops `bytes` from the front of the parts; returns the index of the first left.
+// Drops `bytes` from the front of the parts. Returns the index of the first part left.
 std::size_t skip(std::vector<iovec>& parts, std::size_t first, std::size_t bytes) {
   while (first < parts.size() && bytes >= parts[first].iov_len) bytes -= parts[first++].iov_len;
   if (bytes > 0) {
@@ -52,7 +52,7 @@ std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes) {
 Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
                     const std::string& path, std::int64_t from) {
   const bool reading = direction == Transfer::kRead;
-  constexpr int kMaxStalls = 8;  // short counts in a row that move nothing
+  constexpr int kMaxStalls = 8;  // consecutive short transfers that move nothing
   std::size_t first = 0;
   std::int64_t offset = from;
   int stalls = 0;
@@ -62,7 +62,7 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
                                  : ops.pwritev(fd, &parts[first], count, offset);
     if (moved == -EINTR) continue;
     if (moved < 0) {
-      // ENOENT here would be read as "no such record"; it cannot come from a transfer.
+      // A transfer cannot return ENOENT, which would otherwise mean a missing record.
       return Status::from_errno(static_cast<int>(-moved), reading ? "read" : "write", path);
     }
     if (moved == 0 && reading) {
@@ -70,7 +70,7 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
     }
     if (direct) moved = static_cast<std::int64_t>(round_down(static_cast<std::size_t>(moved), kPageBytes));
     if (moved == 0 && ++stalls >= kMaxStalls) {
-      return Status::error(StatusKind::kIo, "the transfer does not go on", EIO, path);
+      return Status::error(StatusKind::kIo, "the transfer makes no progress", EIO, path);
     }
     if (moved > 0) stalls = 0;
     first = skip(parts, first, static_cast<std::size_t>(moved));
@@ -81,7 +81,7 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
 
 Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
                       Status found) {
-  // ESTALE: on NFS, once another host has removed it.
+  // ESTALE: on NFS, after another host removed the file.
   if (found.error_number() == ESTALE)
     return Status::error(StatusKind::kNotFound, "evicted while it was read");
   if (found.kind() != StatusKind::kCorrupt) return found;

@@ -21,7 +21,7 @@ Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& g
   std::uint64_t inode = 0;
   const Status status =
       records_.finish_read(op, generation, read_file(op, *generation, pin.file_bytes(), &inode));
-  // Removed or cut by another program, perhaps: the sum does not know that.
+  // Possibly removed or truncated by another program, which the sum does not include.
   if (status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
     root_.changes->note_missing();
   if (status.kind() == StatusKind::kCorrupt)
@@ -37,11 +37,12 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
   const std::string path = layout::record_path(op.key, file_bytes);
   const std::string shown = generation.path + "/" + path;
   bool direct = root_.reads_direct && is_aligned(op.shards);
-  // O_NONBLOCK: a pipe in the file's place must not hold the thread.
+  // O_NONBLOCK: a pipe under the file's name must not block the thread.
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
   int error = 0;
   Fd fd = open_fd(ops_, generation.directory.get(), path, kFlags | (direct ? O_DIRECT : 0), 0, &error);
-  if (!fd && error == EINVAL && direct) {  // a directory or device in its place, or no O_DIRECT here
+  // A directory or device has that name, or O_DIRECT is not supported here.
+  if (!fd && error == EINVAL && direct) {
     direct = false;
     fd = open_fd(ops_, generation.directory.get(), path, kFlags, 0, &error);
   }
@@ -72,8 +73,8 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
 void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
                           std::uint64_t file_bytes, std::uint64_t inode, TierRemoval::Reason reason) {
   records_.remove(key, generation, reason);
-  if (inode == 0) return;  // there was none
-  // Not if another process has put a new record in its place.
+  if (inode == 0) return;  // there was no file
+  // Skipped if another process has put a new record there.
   const std::string path = layout::record_path(key, file_bytes);
   const int directory = generation->directory.get();
   FileInfo info;

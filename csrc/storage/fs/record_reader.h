@@ -1,9 +1,10 @@
-// RecordReader: a record's bytes from its file into the shards of an op, verified.
+// RecordReader: reads a record's bytes from its file into the shards of an op, and verifies them.
 //
-// Invariant: ok means that the shards hold the record's bytes: length, header, key and checksum, of a sealed
-// record its tag, were compared (record_form.h). A record that is proven wrong is no longer known, and its
-// file is gone unless another took its name; so is one of another version of the format, which is no damage.
-// One that could not be read stays, and is not offered for a while.
+// Invariant: ok means that the shards hold the record's bytes: length, header, key and checksum match, and
+// the authentication tag of an encrypted record (record_form.h). A record that is proven wrong is forgotten,
+// and its file is removed unless another file took its name. The same applies to a record of another format
+// version, but that does not count as damage. A record that could not be read stays, and is not offered
+// during a back-off.
 //
 // Threads: I/O threads, several at once. No lock of its own.
 #pragma once
@@ -21,11 +22,11 @@ namespace kv_offload {
 
 class RecordReader {
  public:
-  // All of it outlives this.
+  // All arguments must outlive this object.
   RecordReader(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
                BounceBuffers& buffers, RecordForm& form);
 
-  // As RecordStore::read.
+  // See RecordStore::read.
   Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
 
  private:

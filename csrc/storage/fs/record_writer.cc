@@ -13,15 +13,15 @@
 namespace kv_offload {
 namespace {
 
-// A directory that may be made, one that may grow by two, one block of extents.
+// Directories and metadata of a write: a new directory, two that may grow, one block of extents.
 constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
-// Names that are taken again and again while one is sought for a record.
+// Attempts to publish a record whose name other processes keep taking.
 constexpr int kPublishAttempts = 4;
 
 }  // namespace
 
-// Leaves no temporary, however the write ends: also by something that throws.
+// Removes the temporary however the write ends, also after an exception.
 struct RecordWriter::UnlessPublished {
   RecordWriter& writer;
   const Draft& draft;
@@ -50,8 +50,8 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   bool full = false;
   Status first = write_once(op, generation, moved, &full);
   if (has_nothing_to_evict(first) && root_.space->bound_is_lowered()) {
-    // A lowered bound makes room by eviction. With no record left it would only keep the device from being
-    // tried, and the breaker from seeing it.
+    // A lowered bound makes room by eviction. With no record left to evict, it would only keep the device
+    // from being tried again, and hide the failure from the circuit breaker.
     root_.space->raise_bound(kToMaxBytes);
     first = write_once(op, generation, moved, &full);
   }
@@ -59,14 +59,14 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   if (!full) return first;
   root_.full_disk->note_full();
   if (!root_.full_disk->eviction_helps()) {
-    root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict for each write to come
+    root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict on every further write
     return first;
   }
   const Status second = write_once(op, generation, moved, &full);
   if (second || full) root_.full_disk->note_evicted(second.is_ok());
   if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
     root_.space->raise_bound(kToMaxBytes);
-  return has_nothing_to_evict(second) ? first : second;  // then the device is what failed
+  return has_nothing_to_evict(second) ? first : second;  // then report the device's failure
 }
 
 Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generation>& generation,
@@ -84,10 +84,10 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generati
   if (!status || present) return status;
   if (op.may_decline && records_.is_declined(op.about.parent, op.about.request)) {
     records_.note_declined(op.key, op.about.request, generation);
-    return Status::error(StatusKind::kDeclined, "what lies before it in its prompt was declined");
+    return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
   OutgoingRecord record(form_, options_.namespace_id, op);
-  status = record.encode();  // before space is reserved: for what is stored
+  status = record.encode();  // before the reservation, which is for the encoded size
   if (!status) return status;
   draft.file_bytes = record.bytes();
   {
@@ -111,7 +111,7 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
   Generation& generation = *draft->generation;
   const std::string path = layout::record_path(op.key, draft->named_bytes);
   const std::string shown = generation.path + "/" + path;
-  // The file of an evicted record lies in the directory that it lay in.
+  // A reused file stays in its old leaf directory, so the leaf directory of the new record may be missing.
   const Status opened =
       draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
   if (!opened) return opened;
@@ -131,7 +131,8 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
   if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
     return Status::from_errno(-rc, "stat", shown);
   if (replace) {
-    const int rc = root_.remove_file(generation.directory.get(), path);  // only now that there is another
+    // Only now that the new record is complete.
+    const int rc = root_.remove_file(generation.directory.get(), path);
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
   const std::uint64_t charge = root_.charges->of_written(info);
@@ -142,7 +143,8 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
   return status;
 }
 
-// After a failure anywhere. What stays all the same stays in the sum; the next count removes it.
+// Removes the temporary after a failure. If that fails, its bytes stay in the sum until the next count
+// removes the file.
 void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
   if (!draft.fd) return;
   const int directory = draft.generation->directory.get();
@@ -159,7 +161,7 @@ Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   Fd fd;
   int rc = 0;
-  // Twice: a reclaimer may remove the empty directory just made.
+  // Three attempts: a reclaimer may remove the empty directory that was just created.
   for (int attempt = 0; attempt < 3; ++attempt) {
     rc = create_temporary(ops_, generation.directory.get(), prefix, flags, root_.writer, &fd, &draft->path);
     if (rc != -ENOENT) break;
@@ -170,7 +172,7 @@ Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
     return Status::ok();
   }
   Status status = Status::from_errno(-rc, "create", generation.path + "/" + draft->path);
-  // ENOENT on a write is no missing record: the directory went away (reset).
+  // ENOENT on a write does not mean a missing record: the directory was removed (reset).
   if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
   return status;
 }
@@ -183,7 +185,7 @@ Status RecordWriter::make_leaf(Generation& generation, std::uint32_t leaf, Reser
   if (rc == -EEXIST) return Status::ok();
   if (rc < 0) {
     return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                         Status::from_errno(-rc, "make directory").message(), -rc,
+                         Status::from_errno(-rc, "create directory").message(), -rc,
                          generation.path + "/" + path);
   }
   if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
@@ -196,13 +198,13 @@ int RecordWriter::rename_to_name(const Draft& draft, const std::string& path) {
   const int directory = draft.generation->directory.get();
   const int rc = ops_.rename(directory, draft.path, path, true);
   if (rc != -EINVAL) return rc;
-  FileInfo old;  // NFS and others have no such mode
+  FileInfo old;  // NFS and others do not support RENAME_NOREPLACE
   (void)ops_.refresh(directory, layout::leaf_path(draft.leaf));
   return ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, draft.path, path, false);
 }
 
-// Is a file of so many bytes the whole record of another, who may have encoded it to another length: that is
-// what its header says.
+// True if a file of this length is the whole record of another process, which may have encoded it to another
+// length: the length in its header decides.
 bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes) {
   if (bytes == draft.named_bytes) return true;
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
@@ -216,7 +218,7 @@ bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std:
          kRecordHeaderBytes + header.payload_bytes == draft.named_bytes;
 }
 
-// The record keeps its name if another process wrote the same one meanwhile.
+// Gives the record its name. If another process wrote the same record meanwhile, that record keeps the name.
 Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t charge,
                              Reservation* reservation) {
   Generation& generation = *draft->generation;
@@ -226,7 +228,8 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
     if (known == 0 && !old.is_regular()) {
-      return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
+      return Status::error(StatusKind::kIo,
+                           "the name of the record is taken by something that is not a regular file", EEXIST,
                            generation.path + "/" + path);
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {
@@ -235,8 +238,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
       draft->published = true;
       return Status::ok();
     }
-    // Removed rather than replaced: only who removes a file knows that its bytes are his to take from the
-    // sum.
+    // Removed rather than replaced: only the process that removes a file may subtract its bytes from the sum.
     rc = root_.remove_file(directory, path);
     if (rc == 0) rc = rename_to_name(*draft, path);
   }
@@ -249,12 +251,12 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
   draft->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
   const Status status = sync_names(generation, draft->leaf);
-  // Not what was asked for: it goes again.
+  // The requested durability failed, so the record is removed again.
   if (!status && ops_.unlink(directory, path) == 0) reservation->used -= charge;
   return status;
 }
 
-// The name of a record, and once that of its directory.
+// Makes the record's name durable, and, once per leaf directory, the name of that directory.
 Status RecordWriter::sync_names(Generation& generation, std::uint32_t leaf) {
   std::vector<std::string> directories = {layout::leaf_path(leaf)};
   if (!generation.leaves.is_durable(leaf)) directories.emplace_back(".");

@@ -1,14 +1,15 @@
-// RecordWriter: a record from the shards of an op into a file: reserve its bytes, write a temporary (a new
-// file, or that of an evicted record), give it its name, tell the catalogue.
+// RecordWriter: writes a record from the shards of an op into a file: reserves its bytes, writes a temporary
+// (a new file, or the file of an evicted record), renames it, and adds the record to the catalogue.
 //
-// Invariant: after a failure there is no temporary and no entry; what could not be removed all the same is
-// counted, and the next count of the root removes it. Every byte that it puts on disk is under the
-// reservation of its op until it is in the sum.
+// Invariant: after a failure there is no temporary and no catalogue entry. A temporary that could not be
+// removed is counted, and the next count of the root removes it. Every byte that is written to disk is under
+// the reservation of its op until it is in the sum.
 //
 // A file system that is full below max_bytes lowers the bound (Space::lower_bound), so the next attempt
 // evicts.
 //
-// Threads: I/O threads, several at once. No lock of its own; it waits for whoever makes space (Evictor).
+// Threads: I/O threads, several at once. No lock of its own; it waits for a thread that makes space
+// (Evictor).
 #pragma once
 
 #include <cstdint>
@@ -27,16 +28,17 @@ namespace kv_offload {
 
 class RecordWriter {
  public:
-  // All of it outlives this.
+  // All arguments must outlive this object.
   RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records, Evictor& evictor,
                BounceBuffers& buffers, RecordForm& form);
 
-  // As RecordStore::write.
+  // See RecordStore::write.
   Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
 
  private:
   struct UnlessPublished;
-  // *full: the file system had no room, though the bound has; more of the root may go for another attempt.
+  // *full: the file system has no room although the tier is below its bound; evicting may allow another
+  // attempt.
   Status write_once(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved,
                     bool* full);
   Status write_file(OutgoingRecord& record, const TierOp& op, bool replace, Draft* draft,
@@ -44,7 +46,7 @@ class RecordWriter {
   Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(Draft* draft, Reservation* reservation);
   void discard(const Draft& draft, Reservation* reservation);
-  int rename_to_name(const Draft& draft, const std::string& path);  // 0 or -errno; -EEXIST: it is taken
+  int rename_to_name(const Draft& draft, const std::string& path);  // 0 or -errno; -EEXIST: the name is taken
   bool is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes);
   Status publish(Draft* draft, const std::string& path, std::uint64_t charge, Reservation* reservation);
   Status sync_names(Generation& generation, std::uint32_t leaf);

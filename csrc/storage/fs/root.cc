@@ -46,12 +46,12 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
   (void)list_namespaces(posix_file_ops(), root, &names);
   if (!only) return names;
   if (std::find(names.begin(), names.end(), *only) == names.end()) {
-    throw_invalid("there is no namespace '{}' in {}; `stat` lists those that are there", *only, path);
+    throw_invalid("namespace '{}' not found in {}; `stat` lists the existing ones", *only, path);
   }
   return {*only};
 }
 
-// What resets left behind and nobody can hit any more.
+// Frees (or counts) what resets left behind and no process can hit any more.
 std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
                                   const Gone& gone) {
   const std::atomic<bool> stop{false};
@@ -73,14 +73,14 @@ struct FsRoot::Impl {
 struct FsRoot::Cursor::Impl {
   std::string root_path;
   Fd root;
-  std::vector<std::string> names;  // those to come, the next one last
+  std::vector<std::string> names;  // remaining, the next one last
   std::string name;
   Fd namespace_directory;
-  std::vector<std::uint64_t> generations;  // to come, the next one last
+  std::vector<std::uint64_t> generations;  // remaining, the next one last
   std::uint64_t generation = 0;
-  Fd directory;                       // of the generation
-  std::vector<std::uint32_t> leaves;  // to come
-  std::vector<FoundRecord> records;   // of one leaf, to come
+  Fd directory;                       // of the epoch
+  std::vector<std::uint32_t> leaves;  // remaining
+  std::vector<FoundRecord> records;   // of one leaf, remaining
 
   bool next_generation() {
     while (generations.empty()) {
@@ -139,7 +139,7 @@ FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
     error = -read_text(posix_file_ops(), impl_->root.get(), std::string(layout::kRootFile), &text);
   }
   if (error != 0) {
-    throw_invalid("{} is no root of kv_offload: {} ({} marks one)", impl_->path, std::strerror(error),
+    throw_invalid("{} is not a kv_offload root: {} (a root contains {})", impl_->path, std::strerror(error),
                   layout::kRootFile);
   }
   if (text != layout::kRootText) {
@@ -209,14 +209,14 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
   while (const auto record = cursor.next()) {
     const Status status =
         verify_record_file(record->path, record->named_bytes, record->namespace_id, record->key, keys.get());
-    // Vanished: evicted by a process that serves.
+    // A missing record was evicted by a serving process.
     if (!status && status.kind() != StatusKind::kNotFound) found(record->path, status);
     if (progress) progress(++done, std::max(all, done));
   }
   for (const std::string& name : namespaces_of(impl_->root.get(), std::nullopt, impl_->path)) {
     for (const std::string& stray : stray_records(impl_->root.get(), name)) {
       found(impl_->path + "/" + stray,
-            Status::error(StatusKind::kCorrupt, "no record can have this name here; it is never read"));
+            Status::error(StatusKind::kCorrupt, "misplaced or misnamed record; it is never read"));
     }
   }
   return damaged;
@@ -255,13 +255,13 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
       report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, note);
     (is_dead(name, options.dead_before_unix_nanos) ? dead : live).push_back(name);
   }
-  // By age, too: a server of a namespace that was taken for dead may still start.
+  // By age, too: a server of a namespace that was considered dead may still start.
   if (report.dead_bytes < wanted && !dead.empty()) {
     report.dead_namespaces = dead;
     report.dead_bytes +=
         reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, note).bytes;
   }
-  // All their records are gone: what remains is their directories.
+  // All their records were removed; this removes their directories.
   for (const std::string& name : dead) {
     if (report.dead_bytes >= wanted || options.dry_run) break;
     report.dead_bytes += reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, note);
@@ -276,7 +276,7 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   return report;
 }
 
-// Nobody has it open, and nobody used it for long: a restart takes a while too.
+// True if no process has the namespace open and none used it for long: a restart takes a while too.
 bool FsRoot::is_dead(const std::string& name, std::int64_t before_unix_nanos) {
   const Fd directory = open_directory(impl_->root.get(), name);
   if (!directory || namespace_is_open(posix_file_ops(), directory.get())) return false;

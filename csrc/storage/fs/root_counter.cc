@@ -12,19 +12,20 @@
 
 namespace kv_offload {
 namespace {
-constexpr Nanos kCountEvery{std::chrono::seconds(1)};    // and twenty times as long as one takes
-constexpr Nanos kCounterStuck{std::chrono::seconds(3)};  // then one counts beside it
-constexpr std::uint64_t kMuchDoubt = 64;                 // a 64th of the bound
+constexpr Nanos kCountEvery{std::chrono::seconds(1)};    // and 20 times the duration of the last count
+constexpr Nanos kCounterStuck{std::chrono::seconds(3)};  // then this process counts too
+constexpr std::uint64_t kMuchDoubt = 64;                 // 1/64 of the bound
 constexpr Nanos kLongestSuspicion{std::chrono::hours(1)};
 constexpr Nanos kLineEvery{std::chrono::minutes(10)};
-// ZFS reports the blocks of a file after its next transaction group: 5 s, unless that is tuned.
+// ZFS reports the blocks of a file after its next transaction group: 5 s by default.
 constexpr Nanos kSettles{std::chrono::seconds(15)};
-// The bound of a file system that was full rises again after this, by a 64th of max_bytes each second.
+// After a full file system lowered the bound, it rises again after this time, by 1/64 of max_bytes per
+// second.
 constexpr Nanos kStaysLow{std::chrono::seconds(30)};
-// In a row, because of errors; the last one is taken as it is.
+// Consecutive counts with errors; the last one is accepted although incomplete.
 constexpr unsigned kMostFailedCounts = 3;
 
-// Others wait for a count that goes on: one that ends early, be it by something that throws, is given up.
+// Gives up a count that ends early, also by an exception: other processes wait for a count in progress.
 struct UnlessFinished {
   Space& space;
   bool finished = false;
@@ -49,12 +50,13 @@ void RootCounter::start() {
   SpaceFigures figures;
   (void)root_.space->look(clock_.now(), &figures);
   note_sharers(figures);
-  // Alone, nobody waits for it: what the dead left is found and swept.
+  // If this process is alone, no other process waits for the count: it finds and removes what dead processes
+  // left.
   if (figures.alone || figures.state == SpaceState::kUncounted) return count(figures);
   std::uint64_t ignored = 0;
   Unseen unseen;
   const std::shared_ptr<Generation> own = records_.generation();
-  count_again_ = true;  // in case it throws, or is not all: that scans as well
+  count_again_ = true;  // the scan may throw or be incomplete; a count scans again
   if (own) (void)scanner_.scan(own, nullptr, &ignored, &unseen);
   count_again_ = unseen.any();
 }
@@ -69,16 +71,16 @@ void RootCounter::look(std::vector<std::string> lost) {
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(told_not_exclusive_, true)) {
     options_.warn(fmt::format(
         "the file locks of {} do not keep other hosts out (mounted with nolock, local_lock or localflock?): "
-        "this server reads from it and writes nothing more; give each host a root_dir of its own",
+        "this server still reads from it but no longer writes; give each host a root_dir of its own",
         root_.path));
   }
-  foreign_.look(figures.writes_by_others);  // they have to be known before they can be evicted in their turn
+  foreign_.look(figures.writes_by_others);  // first: records must be known before they can be evicted
   if (is_due(figures)) count(figures);
   follow_full_disk();
   writes_before_ = figures.writes;
 }
 
-// One line, whatever was removed together.
+// Logs one line for everything that was removed together.
 void RootCounter::note_lost(std::vector<std::string> lost, const SpaceFigures& figures) {
   const bool ledger = was_counted_ && figures.state == SpaceState::kUncounted && !figures.writers.empty();
   if (lost.empty() && !ledger) return;
@@ -89,15 +91,14 @@ void RootCounter::note_lost(std::vector<std::string> lost, const SpaceFigures& f
   count_again_ = true;
   next_count_ = Nanos{0};
   root_.changes->note_rebuilt();
-  root_.changes->explain(root_.changes->missing());  // one line for all of it
-  options_.warn(
-      fmt::format("{}: another program removed, replaced or damaged {} while this server used it: made "
-                  "again. Chunks whose "
-                  "records are missing are computed again; `kv-offload purge` clears a root that is in use",
-                  root_.path, fmt::join(lost, ", ")));
+  root_.changes->explain(root_.changes->missing());  // no second line for the records
+  options_.warn(fmt::format(
+      "{}: another program removed, replaced or damaged {} while this server used it: created again. "
+      "Chunks whose records are missing are recomputed; `kv-offload purge` clears a root that is in use",
+      root_.path, fmt::join(lost, ", ")));
 }
 
-// Once for each time that max_bytes turns out to be too much.
+// Warns once each time max_bytes turns out to be too much.
 void RootCounter::follow_full_disk() {
   const Nanos now = clock_.now();
   Space& space = *root_.space;
@@ -125,7 +126,9 @@ void RootCounter::note_sharers(const SpaceFigures& figures) {
 }
 
 bool RootCounter::is_due(const SpaceFigures& figures) {
+  // No count helps without exclusive locks, and one count at a time is enough.
   if (figures.state == SpaceState::kNotExclusive || another_counts(figures)) return false;
+  // Writes wait for this count, so no interval applies.
   if (figures.state == SpaceState::kUncounted) return true;
   const bool quiet = figures.writes == writes_before_;
   const bool unsettled = is_unsettled(figures);
@@ -134,7 +137,7 @@ bool RootCounter::is_due(const SpaceFigures& figures) {
   return wanted && clock_.now() >= next_count_;
 }
 
-// Others evict for what they write, about as many as they write.
+// Others evict for their writes, about as many records as they write. More missing records are suspicious.
 bool RootCounter::is_suspicious(const SpaceFigures& figures) const {
   const std::uint64_t missing = root_.changes->missing() - root_.changes->explained();
   if (missing == 0) return false;
@@ -142,8 +145,8 @@ bool RootCounter::is_suspicious(const SpaceFigures& figures) const {
   return missing > 2 * written || clock_.now() >= suspicion_.next;
 }
 
-// Records that count by their size because their blocks are not reported yet: while many are written, and
-// once when all of them must have settled.
+// Some records are charged by size because their blocks are not reported yet. True while many of them are
+// written, and once after all of them must have settled.
 bool RootCounter::is_unsettled(const SpaceFigures&) {
   const std::uint64_t now = root_.charges->unsettled();
   if (std::exchange(unsettled_.seen, now) != now) unsettled_.grew = clock_.now();
@@ -152,7 +155,7 @@ bool RootCounter::is_unsettled(const SpaceFigures&) {
          clock_.now() - unsettled_.grew >= kSettles;
 }
 
-// And goes on with it: one that does not move was stopped.
+// True if another process counts and makes progress. One without progress was stopped.
 bool RootCounter::another_counts(const SpaceFigures& figures) {
   const Nanos now = clock_.now();
   if (figures.counter == 0) return false;
@@ -177,7 +180,8 @@ void RootCounter::count(const SpaceFigures& figures) {
   if (own && !scanner_.scan(own, &for_us, &counted, &unseen, suspected ? &forgotten : nullptr)) return;
   counted += count_others(own ? own->number : 0, for_us, &unseen);
   const bool whole = is_whole(unseen);
-  // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
+  // After a reset meanwhile, the scanned part belongs to no epoch of ours. The cause of the count stays
+  // pending.
   attempt.finished = begun && whole && !stop_.load() && own == records_.generation() &&
                      root_.space->finish_count(number, counted, &surplus);
   count_again_ = !attempt.finished;
@@ -186,14 +190,14 @@ void RootCounter::count(const SpaceFigures& figures) {
   if (!attempt.finished) return;
   unsettled_.counted = unsettled;
   if (has_settled) unsettled_.settled = unsettled;
-  // Each server that shares our generation tells of a directory that grew: that is no change by others.
+  // Each server that shares our epoch reports the growth of a directory. That is not a change by others.
   const std::uint64_t told_twice = own && figures.shared ? own->leaves.growth() * figures.writers.size() : 0;
   surplus -= std::min(surplus, told_twice);
   if (suspected) explain(figures, missing, surplus, forgotten);
 }
 
-// A count that missed something would let the root grow past its bound. A directory that stays unreadable
-// must not keep writes off for good, so its bytes are left out in the end.
+// An incomplete count would let the root grow past its bound. But a directory that stays unreadable must not
+// block writes forever, so its bytes are left out in the end.
 bool RootCounter::is_whole(const Unseen& unseen) {
   if (!unseen.any()) {
     failed_counts_ = 0;
@@ -204,7 +208,8 @@ bool RootCounter::is_whole(const Unseen& unseen) {
   return failed_counts_ == kMostFailedCounts;
 }
 
-// Records were missing, or not whole. Is the sum too high, something that keeps no ledger removed them.
+// Records were missing or incomplete. If the sum is too high, a program that does not update the ledger
+// removed them.
 void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, std::uint64_t surplus,
                           std::uint64_t forgotten) {
   const Nanos now = clock_.now();
@@ -218,16 +223,15 @@ void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, st
     suspicion_.records += forgotten;
   }
   if (suspicion_.bytes == 0 || now < suspicion_.next_line) return;
-  options_.warn(
-      fmt::format("{}: another program removed or cut files of this server: {} are gone, {} records are "
-                  "missing. The space is "
-                  "used again; `kv-offload evict` makes room in a root that is in use",
-                  root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
+  options_.warn(fmt::format(
+      "{}: another program removed or truncated files of this server: {} are lost, {} records are "
+      "missing. The space is reused; `kv-offload evict` frees space in a root that is in use",
+      root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
   suspicion_.bytes = suspicion_.records = 0;
   suspicion_.next_line = now + kLineEvery;
 }
 
-// All of the root but the records below our own generation.
+// Counts all of the root except the records below our own epoch.
 std::uint64_t RootCounter::count_others(std::uint64_t own_generation, const CountFor& count, Unseen* unseen) {
   const LeafOptions options{.count = &count, .unseen = unseen};
   std::uint64_t bytes = 0;
@@ -242,7 +246,7 @@ std::uint64_t RootCounter::count_others(std::uint64_t own_generation, const Coun
           directory == root_.directory.get() ? layout::parse_presence(entry.name) : std::nullopt;
       if (process && std::find(count.writers.begin(), count.writers.end(), *process) == count.writers.end() &&
           sweep_temporary(ops_, directory, entry.name)) {
-        continue;  // of one that is dead
+        continue;  // left by a dead process
       }
       if (entry.name != but) bytes += count_tree(ops_, directory, entry.name, options, stop_);
     }

@@ -1,12 +1,12 @@
-// RootCounter: looks at the root as others change it, about once a second: who shares it, what they wrote,
-// whether the sum of its bytes is in doubt; and then counts it. It tells an operator what another program did
-// to the root, and follows how much room the file system has.
+// RootCounter: looks about once a second at changes that others made to the root: which processes share it,
+// what they wrote, and whether the sum of its bytes is in doubt. If so, it counts the root. It reports to the
+// operator what another program did to the root, and tracks how much room the file system has.
 //
-// Invariant: nobody waits for a count, unless the sum is not known at all. A count that was overtaken (by a
-// reset, or a new page) changes nothing, and what made it necessary is still true. One that another process
-// makes is waited for, while that one goes on.
+// Invariant: no other thread waits for a count, unless the sum is unknown. A count that was outdated
+// meanwhile (by a reset, or a new page) changes nothing, and its cause stays pending. If another process
+// counts, this one waits while that count makes progress.
 //
-// Threads: upkeep's alone. No lock.
+// Threads: upkeep thread only. No lock.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ namespace kv_offload {
 
 class RootCounter {
  public:
-  // What it works with; all of it outlives this.
+  // Dependencies; all must outlive this object.
   struct Context {
     const FsTierOptions& options;
     const OpenRoot& root;
@@ -34,13 +34,13 @@ class RootCounter {
     Evictor& evictor;
     Scanner& scanner;
     const Clock& clock;
-    const std::atomic<bool>& stop;  // calls give up soon
+    const std::atomic<bool>& stop;  // when true, calls return soon
   };
   explicit RootCounter(const Context& context);
 
-  // Once, first: finds what is there.
+  // Called once, first: finds the existing records.
   void start();
-  // lost: what another program removed and was made again since the last look.
+  // lost: files that another program removed since the last look, and that were created again.
   void look(std::vector<std::string> lost = {});
 
  private:
@@ -69,22 +69,22 @@ class RootCounter {
   const std::atomic<bool>& stop_;
   ForeignRecords foreign_;
   Nanos next_count_{0};
-  bool count_again_ = false;         // the last one came to nothing
-  unsigned failed_counts_ = 0;       // in a row, because errors hid a part of the root
-  std::uint64_t writes_before_ = 0;  // when it looked last
-  // Another that counts, and when it was seen to go on.
+  bool count_again_ = false;         // the last count failed or was incomplete
+  unsigned failed_counts_ = 0;       // consecutive counts in which errors hid a part of the root
+  std::uint64_t writes_before_ = 0;  // at the last look
+  // Another process that counts, and when it last made progress.
   struct {
     std::uint64_t writer = 0, version = 0;
     Nanos moved{0};
   } counter_;
   bool told_not_exclusive_ = false;
-  bool was_counted_ = false;  // as of the last look
-  // Known records that were missing. While others evict, most were evicted by them: then the root is counted
-  // less and less often, unless a count finds that something else removed them.
+  bool was_counted_ = false;  // state at the last look
+  // Known records that were missing. While others evict, most of them were evicted by the others. Then the
+  // root is counted less and less often, unless a count finds that something else removed them.
   struct {
     Nanos wait{kFirstSuspicion}, next{0}, next_line{0};
-    std::uint64_t writes_by_others = 0;    // when it was counted last
-    std::uint64_t bytes = 0, records = 0;  // found and not told yet
+    std::uint64_t writes_by_others = 0;    // at the last count
+    std::uint64_t bytes = 0, records = 0;  // found and not reported yet
   } suspicion_;
   // Records whose blocks differed from their size when they were written (Charges::unsettled()).
   struct {

@@ -19,15 +19,15 @@ namespace {
 
 constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
 
-// Best effort where nobody asked for durability; not all file systems can.
+// Best effort: durability was not requested, and not all file systems support it.
 void sync_directory(FileOps& ops, int at, const std::string& path) {
   int error = 0;
   const Fd fd = open_fd(ops, at, path, O_RDONLY | O_DIRECTORY, 0, &error);
   if (fd) (void)ops.fsync(fd.get(), false);
 }
 
-// What a power failure leaves of a file whose data was not on the disk yet: a
-// part of it, or zeros in its place.
+// True if a power failure may have left this: a part of a file whose data was not on disk yet, or zeros in
+// its place.
 bool is_torn(const std::string& found, const std::string& whole) {
   if (found == whole || found.size() > whole.size()) return false;
   for (std::size_t i = 0; i < found.size(); ++i) {
@@ -49,8 +49,9 @@ bool one_bit_differs(const std::string& a, const std::string& b) {
   return (bits & (bits - 1)) == 0;
 }
 
-// Not what another version says: that is a statement too, or ours with another number. The ledger beside it,
-// which changes with the format, tells ours with a damaged number from theirs.
+// True if kv_offload.json is damaged. The file of another version is valid, and may differ from ours only in
+// a number. The ledger next to it changes with the format, so it distinguishes our file with a damaged number
+// from another version's.
 bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
   constexpr std::size_t kMostDamaged = 2;  // bytes
   const std::string ours(layout::kRootText);
@@ -69,8 +70,8 @@ bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
 
 using Damaged = std::function<bool(const std::string& found)>;
 
-// Writes the file if it is not there, or damaged; then it holds some opener's whole text. *made (or null)
-// becomes the file when it was not there before.
+// Writes the file if it is missing or damaged; afterwards it holds the whole text of some opener. Returns the
+// text found. *made (or null) becomes the file if it was missing before.
 std::string write_once(const FsTierOptions& options, FileOps& ops, int directory, const std::string& where,
                        const std::string& name, const std::string& text, std::uint64_t writer,
                        const Damaged& damaged, Fd* made) {
@@ -78,7 +79,7 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
   int rc = read_text(ops, directory, name, &found);
   const bool torn = rc == 0 && damaged(found);
   if (torn && options.warn)
-    options.warn(fmt::format("{}/{} was damaged and is written anew; look at the device", where, name));
+    options.warn(fmt::format("{}/{} was damaged and is written again; check the device", where, name));
   if (rc == -ENOENT || torn) {
     Fd fd;
     std::string temporary;
@@ -91,7 +92,8 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
                                                              : 0;
     if (rc == 0) rc = ops.fsync(fd.get(), false);
     if (rc == 0) rc = ops.rename(directory, temporary, name, !torn);
-    // No such mode here (NFS): both openers then write the same text, or differ and one is refused below.
+    // The file system lacks RENAME_NOREPLACE (NFS). Both openers then write the same text, or the texts
+    // differ and one opener is refused below.
     if (rc == -EINVAL) rc = ops.rename(directory, temporary, name, false);
     if (rc < 0) (void)ops.unlink(directory, temporary);
     if (rc < 0 && rc != -EEXIST) fail(where + "/" + name, "write", -rc);
@@ -138,12 +140,12 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
     made = made.empty() ? part.string() : (std::filesystem::path(made) / part).string();
     const int rc = ops.mkdir(AT_FDCWD, made, 0700);
     FileInfo info;
-    // Some file systems say EACCES or EROFS for a directory that exists.
-    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "make directory", -rc);
+    // Some file systems return EACCES or EROFS for an existing directory.
+    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "create directory", -rc);
     if (rc == 0) sync_directory(ops, AT_FDCWD, made + "/..");
   }
   FileInfo info;
-  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "look at", -rc);
+  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "inspect", -rc);
   if (info.is_symlink())
     throw_resource("root_dir {} is a symbolic link; give the directory it points to", path);
   if (!info.is_directory()) throw_resource("root_dir {} is not a directory", path);
@@ -181,34 +183,38 @@ void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& op
   }
 }
 
-// The lock is taken on the file that is there by name: a reclaimer may have
-// removed the directory between our opening and our lock.
+// Locks the file that currently has the name: a reclaimer may have removed the directory between the open and
+// the lock, so the loop tries again.
 NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
   const std::string path = open.namespace_path();
   NamespaceFiles files;
   int error = 0;
   for (int attempt = 0; attempt < 100; ++attempt) {
     const int rc = ops.mkdir(open.directory.get(), open.namespace_name, 0700);
-    if (rc < 0 && rc != -EEXIST) fail(path, "make directory", -rc);
+    if (rc < 0 && rc != -EEXIST) fail(path, "create directory", -rc);
     files.directory = open_fd(ops, open.directory.get(), open.namespace_name, kOpenDirectory, 0, &error);
+    // A reclaimer removed the directory meanwhile.
     if (!files.directory && error == ENOENT) continue;
     if (!files.directory) fail(path, "open", error);
     if (rc == 0) sync_directory(ops, open.directory.get(), ".");
     const int directory = files.directory.get();
     FileInfo mine, named;
-    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "look at", -known);
+    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "inspect", -known);
+    // Another user could forge or read records.
     if (mine.owner != ::geteuid()) {
       throw_resource("{} belongs to uid {}, this process is uid {}; remove it or use another root_dir", path,
                      mine.owner, ::geteuid());
     }
     files.open_lock =
         open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
+    // The directory was removed after it was opened.
     if (!files.open_lock && error == ENOENT) continue;
     if (!files.open_lock) fail(path + "/open", "open", error);
     if (const int locked = lock_file(ops, files.open_lock.get(), LOCK_SH); locked < 0) {
       throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
                      std::strerror(-locked));
     }
+    // The locked file no longer has the name.
     if (ops.fstat(files.open_lock.get(), &mine) != 0 ||
         ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
       continue;
@@ -222,6 +228,7 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
         path + "/" + name,
         write_once(options, ops, directory, path, name, options.namespace_json, open.writer, damaged, &made),
         options.namespace_json);
+    // Only files created here are new bytes in the sum.
     if (rc == 0) open.count(files.directory);
     if (made) open.count(made);
     return files;

@@ -1,7 +1,7 @@
-// The files and directories that make a directory a root, and a root hold a namespace: made when they are
-// missing, checked when they are there. For a start, and for RootMender while the root is served.
+// The files and directories that turn a directory into a root, and that hold a namespace in it: created if
+// missing, checked if present. Used at start, and by RootMender while the root is served.
 //
-// All of it throws InvalidArgument or ResourceError, with a sentence for an operator. Any thread.
+// All functions throw InvalidArgument or ResourceError, with a sentence for an operator. Any thread.
 #pragma once
 
 #include <string>
@@ -14,17 +14,18 @@ namespace kv_offload {
 
 [[noreturn]] void fail(const std::string& path, std::string_view verb, int error);
 
-// Makes root_dir and its parents as needed.
+// Creates root_dir and its parents as needed.
 Fd open_root_directory(const FsTierOptions& options, FileOps& ops);
 
-// kv_offload.json.
+// Writes or checks kv_offload.json.
 void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& open);
 
 struct NamespaceFiles {
   Fd directory;
-  Fd open_lock;  // held
+  Fd open_lock;  // locked
 };
-// The directory of the namespace, namespace.json and `open` in it. What it makes is added to open.space.
+// Opens the namespace's directory, namespace.json and its `open` lock file; creates what is missing and adds
+// it to open.space.
 NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open);
 
 }  // namespace kv_offload

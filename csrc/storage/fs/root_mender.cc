@@ -45,7 +45,7 @@ std::vector<std::string> RootMender::look(const std::shared_ptr<Generation>& own
 void RootMender::mend_root(std::vector<std::string>* lost) {
   const std::filesystem::path path(root_.path);
   FileInfo held, named, parent;
-  // A relative path leads elsewhere once the process has changed its directory.
+  // A relative path refers to another place once the process has changed its directory.
   if (!path.is_absolute() || ops_.fstat(root_.directory.get(), &held) != 0) return;
   const int rc = ops_.stat(AT_FDCWD, root_.path, &named);
   const bool missing = rc == -ENOENT;
@@ -55,8 +55,8 @@ void RootMender::mend_root(std::vector<std::string>* lost) {
   if (missing ? !parent_is_there || parent.device != device_ : named.device != device_) {
     problem_ = fmt::format(
         "{} is no longer the directory that this server opened, and another file system is there "
-        "(unmounted?): this server makes nothing there and keeps to the directory that it opened; mount the "
-        "file system again",
+        "(unmounted?): this server creates nothing there and keeps using the directory that it opened; "
+        "mount the file system again",
         root_.path);
     return;
   }
@@ -85,7 +85,7 @@ void RootMender::mend_files(std::vector<std::string>* lost) {
   const bool described = !whole && is_other(description, options_.namespace_json.size());
   if (!whole && !lock && !described) return;
   const NamespaceFiles made = open_namespace(quietly_, ops_, root_);
-  // The directory first: a lock is worth nothing in one that is gone.
+  // The directory first: a lock in a removed directory is useless.
   if (ops_.replace(directory, made.directory.get()) != 0 ||
       ops_.replace(root_.open_lock.get(), made.open_lock.get()) != 0)
     return;
@@ -94,7 +94,7 @@ void RootMender::mend_files(std::vector<std::string>* lost) {
   if (described) lost->push_back(description);
 }
 
-// Changed with chmod: that is an operator's decision, and stays. The device is not to blame.
+// A chmod is an operator's decision, so it is only reported. It must not look like a device failure.
 void RootMender::check_modes(const std::shared_ptr<Generation>& own) {
   const auto check = [&](const Fd& directory, const std::string& path) {
     FileInfo info;

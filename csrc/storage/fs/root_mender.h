@@ -1,11 +1,11 @@
-// RootMender: puts back what another program removes from a root while it is served: the root directory,
-// kv_offload.json, the directory of the namespace and the files in it. (OwnGeneration makes the generation
-// again, Space the ledger.)
+// RootMender: restores what another program removes from a root while it is served: the root directory,
+// kv_offload.json, the namespace directory and the files in it. (OwnGeneration creates the epoch again, Space
+// the ledger.)
 //
-// Invariant: nothing is made on another file system than the root was on: of an unmounted disk only the mount
-// point is left. Descriptors of OpenRoot keep their numbers, so other threads need no lock.
+// Invariant: nothing is created on another file system than the root's: after an unmount only the mount point
+// is left. Descriptors of OpenRoot keep their numbers, so other threads need no lock.
 //
-// Threads: upkeep's alone.
+// Threads: upkeep thread only.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ namespace kv_offload {
 
 class RootMender {
  public:
-  // Both outlive this.
+  // Both must outlive this object.
   RootMender(const FsTierOptions& options, const OpenRoot& root);
 
-  // What was missing and was made again, as an operator calls it. What cannot be made is told once and tried
-  // again with the next look.
+  // Returns what was missing and was created again, in words for an operator. A failure is reported once, and
+  // retried at the next look.
   std::vector<std::string> look(const std::shared_ptr<Generation>& own);
 
  private:
@@ -33,7 +33,7 @@ class RootMender {
   void check_modes(const std::shared_ptr<Generation>& own);
 
   const FsTierOptions& options_;
-  FsTierOptions quietly_;  // the same; what happened is told in one line
+  FsTierOptions quietly_;  // without warnings; the caller logs one line
   const OpenRoot& root_;
   FileOps& ops_;
   std::uint64_t device_ = 0;  // of the root's file system

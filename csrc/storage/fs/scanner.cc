@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kScanThreads = 4;
 
-// Runs `body` on up to `wanted` threads at once, this one among them. Throws what one of them threw.
+// Runs `body` on up to `wanted` threads at once, including this one. Rethrows the first exception.
 void by_threads(std::size_t wanted, const std::function<void()>& body) {
   wanted = std::min<std::size_t>({wanted, kScanThreads, std::thread::hardware_concurrency()});
   std::atomic<bool> threw{false};
@@ -31,14 +31,15 @@ void by_threads(std::size_t wanted, const std::function<void()>& body) {
   threads.reserve(kScanThreads);
   try {
     for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(contained);
-  } catch (const std::system_error&) {  // no thread to be had: alone, then
+  } catch (const std::system_error&) {  // cannot start more threads: continue with those that run
   }
   contained();
   for (std::thread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
 }
 
-// What is there is no record of ours, or may not be seen. It says nothing of the device.
+// True if the errno means that no record of ours is there, or that it may not be seen. It does not indicate a
+// device failure.
 bool is_no_record(int error) {
   return error == ENOENT || error == ESTALE || error == ENOTDIR || error == EACCES || error == ELOOP;
 }
@@ -61,7 +62,7 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
   Status first_failure;
   for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
     Status status;
-    if (file_bytes[i] == 0) {  // the name is not known: the directory has to tell
+    if (file_bytes[i] == 0) {  // the name is unknown: list the directory
       status = list(generation, layout::leaf_of(keys[i]));
       if (status) continue;
     } else {
@@ -75,7 +76,7 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
       }
       if (rc < 0) status = Status::from_errno(-rc, "look for a record", generation->path);
     }
-    // One that does not answer would not answer for the others either, each time as late.
+    // A directory that timed out would time out for the other keys too.
     const bool ends = order == KeyOrder::kPrefix || status.kind() == StatusKind::kTimeout;
     if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
     if (ends) break;
@@ -84,17 +85,17 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
   return first_failure;
 }
 
-// One scan's shared work: leaves are taken in turn by a few threads.
+// Shared state of one scan: a few threads take the leaves in turn.
 struct Scanner::Scan {
   std::shared_ptr<Generation> own;
   std::vector<std::uint32_t> leaves;
   LeafOptions options;
   std::atomic<std::size_t> next{0};
-  std::atomic<bool> outdated{false};  // reset meanwhile
+  std::atomic<bool> outdated{false};  // a reset happened meanwhile
   Mutex mutex;
   std::uint64_t counted GUARDED_BY(mutex) = 0;
   std::uint64_t settled_blocks GUARDED_BY(mutex) = 0, settled_sizes GUARDED_BY(mutex) = 0;
-  std::uint64_t named GUARDED_BY(mutex) = 0, charged GUARDED_BY(mutex) = 0;  // of the records
+  std::uint64_t named GUARDED_BY(mutex) = 0, charged GUARDED_BY(mutex) = 0;  // sums over the records
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
@@ -111,7 +112,7 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
   scan.options = {.count = count, .unseen = unseen};
   const bool first = records_.extent() != KnownRecords::Extent::kOrder;
-  if (first) {  // who asks has to know soon what is there; how old it is can wait
+  if (first) {  // lookups need to know soon which records exist; their order can wait
     by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
     scan.next.store(0);
     if (!stop_.load() && !unseen->any()) records_.note_extent(generation, KnownRecords::Extent::kNames);
@@ -137,9 +138,10 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
   return true;
 }
 
-// A record that was written after its directory was listed is there, and stays.
+// Forgets the known records whose files are missing. A record that was written after its directory was listed
+// has a file, so it stays.
 std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
-  std::vector<std::size_t> there;  // hashes: one that two keys share costs a record its removal, no more
+  std::vector<std::size_t> there;  // hashes: a collision only leaves a missing record known
   there.reserve(found.size());
   for (const FoundRecord& record : found) there.push_back(ChunkKey::Hash{}(record.key));
   std::sort(there.begin(), there.end());
@@ -158,7 +160,8 @@ std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundR
   return forgotten;
 }
 
-// What is not known now though it was found was evicted meanwhile, or is another's.
+// Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;
+// only those still on disk are kept.
 std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<FoundRecord>& records) {
   std::vector<FoundRecord> unknown = records_.unknown_of(records);
   FileInfo info;

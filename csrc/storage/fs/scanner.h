@@ -1,13 +1,11 @@
-// Scanner: what is on disk of our generation, brought into KnownRecords: by names while somebody waits for a
-// directory or for a record of another process, and by a walk of all of it, which also tells the bytes that
-// it takes.
+// Scanner: brings the records on disk of our epoch into KnownRecords. It lists a directory or looks for
+// single names while a request waits for them, and walks the whole epoch, which also returns its disk space.
 //
-// Invariant: it brings in only what it found in the generation that it was given, and removes from what is
-// known only a record whose file is not there. After a whole walk all records are known, in the order of
-// their last use.
+// Invariant: it adds only what it found in the epoch that it was given, and forgets a known record only if
+// its file is missing. After a complete walk all records are known, in the order of their last use.
 //
-// Threads: list() and find() on any thread; scan() on upkeep's, one at a time, which takes a few threads of
-// its own for its time. No lock of its own; that of one scan's shared work is innermost.
+// Threads: list() and find() on any thread; scan() on the upkeep thread, one at a time, with a few threads of
+// its own for its duration. No lock of its own. The lock of one scan's shared work is innermost.
 #pragma once
 
 #include <atomic>
@@ -25,19 +23,20 @@ namespace kv_offload {
 
 class Scanner {
  public:
-  // All of it outlives this. Scans give up soon when `stop` becomes true.
+  // All arguments must outlive this object. Scans return soon once `stop` is true.
   Scanner(const OpenRoot& root, KnownRecords& records, const std::atomic<bool>& stop)
       : root_(root), ops_(root.ops), records_(records), stop_(stop) {}
 
-  // One leaf directory, by names alone.
+  // Lists one leaf directory, names only.
   Status list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf);
-  // What others wrote since: the records of these keys, by their names. Of a prefix those behind the first
-  // that is missing are not looked for. Not ok: the directory does not answer.
+  // Looks for records of these keys that others wrote meanwhile, by their names. For a prefix, skips the keys
+  // after the first missing one. Returns an error if the directory does not answer.
   Status find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys, KeyOrder order);
-  // All of the generation; its extent is kOrder then. Adds what it takes on disk to *counted; count (or
-  // null): who that is for. False when it gave up. A reset meanwhile ends it early, and there is nothing more
-  // to be known. unseen: errors that hid a part of it, which is then neither counted nor known. forgotten (or
-  // null): records that are known and no longer on disk are forgotten, and added to it.
+  // Scans the whole epoch and sets its extent to kOrder. Adds its disk space to *counted. count (or null):
+  // the process that counts, and how. Returns false if it gave up. A reset meanwhile ends it early with true:
+  // nothing is left to learn then. unseen: errors that hid a part of the epoch, which is then neither counted
+  // nor known. forgotten (or null): forgets known records that are no longer on disk, and adds their number
+  // to it.
   bool scan(const std::shared_ptr<Generation>& generation, const CountFor* count, std::uint64_t* counted,
             Unseen* unseen, std::uint64_t* forgotten = nullptr);
 

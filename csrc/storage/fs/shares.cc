@@ -20,7 +20,7 @@ void Shares::note_write(std::uint64_t bytes) {
 void Shares::note(const SpaceFigures& figures) {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
-  // A claim takes from what is wanted; a new page has neither.
+  // A claim lowers the wanted bytes; a new page has neither wanted bytes nor credit.
   if (figures.wanted < requested_ || figures.credit > 0) answered_ = now;
   figures_ = figures;
 }
@@ -31,9 +31,9 @@ void Shares::ask() {
   std::uint64_t wanted = 0, credit = 0;
   {
     const Nanos now = clock_.now();
-    const bool below = is_below() && !others_above().empty();  // else nobody has it to give
+    const bool below = is_below() && !others_above().empty();  // otherwise no sharer can give space
     const MutexLock lock(mutex_);
-    // A little early: some of the bound is kept for directories.
+    // Asks slightly early, because some of the bound is kept for directories.
     const bool full = figures_.used + figures_.reserved + 2 * enough > root_.space->bound();
     wanted = below && full ? enough : 0;
     credit = figures_.credit;
@@ -81,7 +81,7 @@ std::vector<std::uint64_t> Shares::others_above() const {
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
     if (other.id != ours) most = std::max(most, other.held);
   }
-  // A little more than we have is no reason: two servers would take from each other for ever.
+  // A small difference is ignored: otherwise two servers would take from each other forever.
   const std::uint64_t above = most > share() ? share() : ours_held + quantum();
   std::vector<std::uint64_t> others;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {

@@ -91,7 +91,7 @@ void Space::close() {
   presence_.reset();
 }
 
-// ---- what is asked of it
+// ---- changes
 
 void Space::Owed::add(Bytes bytes, Finished of) noexcept {
   if (of > before) {
@@ -110,7 +110,7 @@ void Space::add(std::uint64_t bytes) {
     const MutexLock lock(mutex_);
     owed_.add({.appeared = bytes}, finished());
   }
-  (void)update([](SpacePage&, SpaceSlot*) {});  // a failure leaves it owed
+  (void)update([](SpacePage&, SpaceSlot*) {});  // if it fails, the bytes stay in owed_
 }
 
 void Space::remove(std::uint64_t bytes, Finished before) {
@@ -121,22 +121,21 @@ void Space::remove(std::uint64_t bytes, Finished before) {
   (void)update_locked([](SpacePage&, SpaceSlot*) {});
 }
 
-// Why nothing is granted, whatever is asked.
+// Returns the reason why nothing can be granted now, whatever is requested.
 Status Space::refuse(const SpacePage& page, const SpaceSlot* own) const {
   if (own == nullptr) {
     return Status::error(
         StatusKind::kUnavailable,
-        fmt::format("{} processes have this root open, and there is no place for more", SpacePage::kSlots), 0,
-        path_);
+        fmt::format("{} processes have this root open, which is the maximum", SpacePage::kSlots), 0, path_);
   }
   if (not_exclusive_) {
-    return Status::error(StatusKind::kUnavailable,
-                         "the locks of this file system do not keep other hosts out (mounted with nolock, "
-                         "local_lock or localflock?): nothing more is written; give each host a root_dir of "
-                         "its own",
-                         0, path_);
+    return Status::error(
+        StatusKind::kUnavailable,
+        "the locks of this file system do not keep other hosts out (mounted with nolock, "
+        "local_lock or localflock?): writes are disabled; give each host a root_dir of its own",
+        0, path_);
   }
-  if (vouched_ && page.trusted == 0) {  // not at a start: the page was there, and good
+  if (vouched_ && page.trusted == 0) {  // not at a start: the page was trusted before
     return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",
                          ENOENT, path_);
   }
@@ -172,7 +171,7 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
       return;
     }
     lacking = wanted - bound;
-    const std::uint64_t credit = std::min(own->credit, lacking);  // others evicted it for us
+    const std::uint64_t credit = std::min(own->credit, lacking);  // evicted for us by other sharers
     own->credit -= credit;
     lacking -= credit;
     if (lacking == 0) {
@@ -185,11 +184,11 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
     own->evicting += reservation->evicting_ ? 0 : 1;
     answer = Status::error(
         StatusKind::kNoSpace,
-        fmt::format("{} in use, {} asked, {} is {}", format_bytes(others), format_bytes(bytes),
-                    bound < max_bytes_ ? "the room on the file system" : "max_bytes", format_bytes(bound)),
+        fmt::format("{} in use, {} requested, {} is {}", format_bytes(others), format_bytes(bytes),
+                    bound < max_bytes_ ? "the space on the file system" : "max_bytes", format_bytes(bound)),
         0, path_);
   });
-  if (!written) return written;  // all is as before
+  if (!written) return written;  // nothing changed
   reserved_ += held - before;
   reservation->held_ = held;
   reservation->since_ = since;
@@ -199,7 +198,8 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
   return answer;
 }
 
-// Runs in a destructor, also when memory has run out: then the next change of the page pays what is owed.
+// Runs in a destructor, also when memory has run out. Then the bytes stay in owed_, and the next change of
+// the page applies them.
 void Space::settle(Reservation* reservation) noexcept {
   const Reservation& done = *reservation;
   if (done.held_ == 0 && done.used == 0 && done.freed_.empty() && !done.evicting_) return;
@@ -213,7 +213,7 @@ void Space::settle(Reservation* reservation) noexcept {
   }
   try {
     (void)update_locked([](SpacePage&, SpaceSlot*) {});
-  } catch (...) {  // no memory: it stays owed
+  } catch (...) {  // no memory: the bytes stay in owed_
   }
 }
 
@@ -265,13 +265,14 @@ Status Space::finish_count(std::uint64_t number, std::uint64_t counted, std::uin
     too_high -= std::min(too_high, explained);
   });
   if (!written) return written;
-  if (!known) return Status::error(StatusKind::kCancelled, "the page was made anew meanwhile", 0, path_);
+  if (!known)
+    return Status::error(StatusKind::kCancelled, "the ledger was replaced during the count", 0, path_);
   vouched_ = true;
   if (surplus != nullptr) *surplus = too_high;
   return Status::ok();
 }
 
-// Runs in a destructor, too. A count that stays begun ends with the next one of this process.
+// Runs in destructors, too. A count that is not finished ends with the next count of this process.
 void Space::give_up_count() noexcept {
   try {
     (void)update([](SpacePage&, SpaceSlot* own) {

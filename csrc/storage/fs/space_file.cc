@@ -1,4 +1,4 @@
-// Space: the file that the page lies in, and who may change it when.
+// Space: the file that holds the page, and its locking.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -15,9 +15,9 @@
 
 namespace kv_offload {
 namespace {
-constexpr unsigned kMostLost = 2;  // one may be a server of files that forgot its locks
+constexpr unsigned kMostLost = 2;  // one loss may be a file server that forgot its locks
 
-// Unlocks the page, also when memory runs out while it is held: all servers of the root wait for it.
+// Unlocks the page, also when memory runs out while it is held: all servers of the root wait for this lock.
 struct PageLock {
   FileOps& ops;
   int fd;
@@ -33,7 +33,8 @@ Status Space::open_page() {
   return fd_ ? Status::ok() : Status::error(StatusKind::kIo, std::strerror(error), error, path_);
 }
 
-// Held for a few microseconds by who lives. Who is stopped with it in hand holds it until it is killed.
+// Locks the page. Live processes hold the lock for a few microseconds. A process that is SIGSTOPped while
+// holding it keeps it until killed.
 Status Space::lock_page() {
   if (!fd_) {
     if (Status status = open_page(); !status) return status;
@@ -59,12 +60,13 @@ Status Space::lock_page() {
   }
 }
 
-// Its holder writes into a file that has no name any more, sees that, and comes after us.
+// Replaces the ledger file. The process that holds the old lock writes into a file without a name, detects
+// that, and retries on the new file.
 void Space::replace_page() {
   FileInfo mine, named;
   const std::string name(layout::kLedgerFile);
   if (ops_.fstat(fd_.get(), &mine) != 0 || ops_.stat(root_, name, &named) != 0) return;
-  if (mine.inode != named.inode || mine.device != named.device) return;  // done by another
+  if (mine.inode != named.inode || mine.device != named.device) return;  // another process replaced it
   Fd fd;
   std::string temporary;
   if (create_temporary(ops_, root_, "", O_RDWR, writer_, &fd, &temporary) < 0) return;
@@ -98,7 +100,8 @@ Status Space::write_page(SpacePage* page) {
   return Status::from_errno(bytes < 0 ? static_cast<int>(-bytes) : EIO, "write", path_);
 }
 
-// Our slot, as we know it. One that is not as we left it: a lock did not keep another out.
+// Finds or creates our slot and fills in our values. If the slot is not as we left it, a lock did not exclude
+// another process.
 SpaceSlot* Space::enter(SpacePage* page) {
   if (writer_ == 0) return nullptr;
   SpaceSlot* own = page->find(writer_);
@@ -109,7 +112,7 @@ SpaceSlot* Space::enter(SpacePage* page) {
       not_exclusive_ = not_exclusive_ || lost_ >= kMostLost;
     }
   }
-  if (own == nullptr) {  // new, or folded by who took us for dead
+  if (own == nullptr) {  // new, or folded by a process that took us for dead
     SpaceSlot slot{};
     slot.writer = writer_;
     slot.host = host_;
@@ -142,7 +145,7 @@ Status Space::update(const Change& change) {
 }
 
 Status Space::update_locked(const Change& change) {
-  constexpr int kAttempts = 3;  // as often as the file is replaced under our hands
+  constexpr int kAttempts = 3;  // each retry means that the file was replaced meanwhile
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     if (Status locked = lock_page(); !locked) return locked;
     SpacePage page;
@@ -171,14 +174,15 @@ Status Space::update_locked(const Change& change) {
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();
   }
-  return Status::error(StatusKind::kTimeout, "it is replaced again and again", EBUSY, path_);
+  return Status::error(StatusKind::kTimeout, "it is replaced repeatedly", EBUSY, path_);
 }
 
 std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {
   int error = 0;
   const Fd fd = open_fd(ops, root, std::string(layout::kLedgerFile), O_RDONLY | O_NOFOLLOW, 0, &error);
   if (!fd) return std::nullopt;
-  // Without the lock a read may meet a write half-way; the checksum tells, and the next one hardly does.
+  // Without the lock a read may see a half-finished write. The checksum detects this, and the next read
+  // hardly ever hits one again.
   for (int attempt = 0; attempt < 3; ++attempt) {
     SpacePage page{};
     const iovec part{&page, sizeof(page)};

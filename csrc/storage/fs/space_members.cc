@@ -1,4 +1,4 @@
-// Space: who else has the root open, and who of them is dead.
+// Space: the processes that have the root open, and which of them are dead.
 #include <fcntl.h>
 #include <sys/file.h>
 
@@ -15,7 +15,7 @@ constexpr unsigned kMostReturns = 3;
 constexpr Nanos kForgetAfter{std::chrono::minutes(1)};
 }  // namespace
 
-// A server of files may have forgotten the lock: it is asked for again each time.
+// Takes the presence lock. A file server may have lost the lock, so it is taken again each time.
 void Space::hold_presence() {
   const std::string name = layout::presence_name(writer_);
   const auto holds = [&] {
@@ -28,11 +28,11 @@ void Space::hold_presence() {
     presence_ = open_fd(ops_, root_, name, O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
     if (holds()) return;
   }
-  presence_.reset();  // who cannot be seen is taken for dead: too high, until it is counted
+  presence_.reset();  // others take us for dead: the sum is too high until a count
 }
 
-// Who has no lock is dead. One of another host that comes back from the dead, again and again: its locks do
-// not reach us.
+// True if no process holds the slot's presence lock. If a process of another host comes back from the dead
+// repeatedly, its locks do not reach us.
 bool Space::is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) {
   const auto [at, first] = seen_.try_emplace(slot.writer, Seen{slot.version, now, false, 0});
   Seen& seen = at->second;
@@ -46,7 +46,7 @@ bool Space::is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) {
   }
   int error = 0;
   Fd fd = open_fd(ops_, root_, layout::presence_name(slot.writer), O_RDWR | O_NOFOLLOW, 0, &error);
-  // Lost with the power, or never made: the disk may be full.
+  // The file was lost in a power failure, or never created because the disk was full.
   if (!fd) return error == ENOENT && now - seen.moved >= kDeadAfter;
   if (lock_file(ops_, fd.get(), LOCK_EX | LOCK_NB) != 0) return false;
   *presence = std::move(fd);
@@ -57,7 +57,7 @@ bool Space::is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) {
 Status Space::look(Nanos now, SpaceFigures* figures) {
   hold_presence();
   SpacePage page;
-  std::uint64_t own_writes = 0;  // of those in the page: more may be paid for before it is read
+  std::uint64_t own_writes = 0;  // matching the page: more may be applied before it is read
   const auto change_and_read = [&](const Change& change) {
     const MutexLock lock(mutex_);
     Status status = update_locked(change);
@@ -95,7 +95,7 @@ Status Space::look(Nanos now, SpaceFigures* figures) {
   return Status::ok();
 }
 
-// ---- what the sharers ask of each other
+// ---- requests between sharers
 
 void Space::ask(std::uint64_t bytes) {
   (void)update([&](SpacePage&, SpaceSlot* own) {
@@ -112,7 +112,7 @@ std::optional<SpaceRequest> Space::claim() {
     request.reset();
     if (own == nullptr || !refuse(page, own)) return;
     request = page.claim(*own, max_bytes_);
-    // If we die before grant(), files may be gone that are in the sum.
+    // If this process dies before grant(), removed files may still be in the sum.
     if (request) ++own->evicting;
   });
   if (!written || !request) return std::nullopt;
@@ -126,11 +126,12 @@ void Space::grant(const SpaceRequest& request, std::uint64_t missing, Reservatio
   const Status written = update_locked([&](SpacePage& page, SpaceSlot*) {
     for (const Reservation::Freed& freed : reservation->freed_)
       page.grant(request.asker, freed.bytes, freed.before != page.finished);
-    // (A request that was withdrawn meanwhile comes back for a tick.)
+    // A request that was withdrawn meanwhile reappears for one tick.
     if (SpaceSlot* asker = page.find(request.asker); asker != nullptr && missing > 0)
       asker->wanted += std::min(missing, ~asker->wanted);
   });
-  if (written) reservation->freed_.clear();  // else they are told when it dies, and are anybody's
+  // On failure the destructor reports them, as free space for any process.
+  if (written) reservation->freed_.clear();
 }
 
 void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* figures) const {
@@ -150,10 +151,12 @@ void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* 
     const auto known =
         std::find_if(figures->sharers.begin(), figures->sharers.end(),
                      [&](const SpaceFigures::Sharer& sharer) { return sharer.id == slot.sharer; });
+    // Processes of one sharer report the same records: one entry, with the largest figure.
     SpaceFigures::Sharer& sharer = known == figures->sharers.end()
                                        ? figures->sharers.emplace_back(SpaceFigures::Sharer{slot.sharer, 0})
                                        : *known;
     sharer.held = std::max(sharer.held, slot.held);
+    // The flags below describe only other processes.
     if (slot.writer == writer_) {
       figures->wanted = slot.wanted;
       figures->credit = slot.credit;

@@ -11,7 +11,7 @@ namespace kv_offload {
 namespace {
 
 constexpr char kMagic[] = "KVOSPAC2";
-// The same format of the root; their figures are not read.
+// Earlier pages of the same root format; their figures are not read.
 constexpr std::array<const char*, 2> kOlderMagic = {"KVOSPAC1", "KVOLEDG2"};
 
 void add(std::uint64_t& sum, std::uint64_t bytes) {
@@ -123,11 +123,14 @@ std::optional<SpaceRequest> SpacePage::claim(const SpaceSlot& own, std::uint64_t
   std::uint64_t most = 0;
   for (const SpaceSlot& slot : slots) most = slot.writer != 0 ? std::max(most, slot.held) : most;
   for (SpaceSlot& slot : slots) {
+    // Processes of our own sharer already share our records.
     if (slot.writer == 0 || slot.sharer == own.sharer || slot.wanted == 0) continue;
     std::uint64_t surplus = own.held > share ? own.held - share : 0;
     const std::uint64_t more = own.held - std::min(own.held, slot.held);
+    // No sharer is above its share: half of the difference makes both equal.
     if (most <= share && more > slot.wanted) surplus = more / 2;
     const SpaceRequest request{slot.writer, std::min(slot.wanted, surplus)};
+    // We have nothing to give to this asker.
     if (request.bytes == 0) continue;
     slot.wanted -= request.bytes;
     return request;

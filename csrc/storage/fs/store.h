@@ -1,21 +1,21 @@
-// FsStore: the record store of the fs tier. An epoch is a generation's directory. It implements RecordStore
-// by its parts, in the order in which each may know those before it:
+// FsStore: the record store of the fs tier. An epoch is a g<N> directory. The class implements RecordStore
+// with these parts, in the order in which each may use those before it:
 //
-//   OpenRoot         the root and the namespace, opened; what all others borrow (open_root.h)
-//   KnownRecords     the generation in use, and what is known of its records
-//   Evictor          the space for a record in a full root
-//   BounceBuffers    how bytes go between rows and the device
-//   RecordForm       raw or encoded, sealed or not
+//   OpenRoot         the opened root and namespace; used by all others (open_root.h)
+//   KnownRecords     the epoch in use, and what is known of its records
+//   Evictor          makes space for a record in a full root
+//   BounceBuffers    moves bytes between rows and the device
+//   RecordForm       raw or encoded, encrypted or not
 //   RecordReader, RecordWriter
-//   Scanner          what is on disk; ForeignRecords: what others wrote
-//   RootCounter      what the root takes, when that is in doubt
-//   OwnGeneration    which generation is used, and how the next one is made
-//   RootMender       what other programs remove from the root, made again
-//   Recency          what was used last, for after a restart
+//   Scanner          finds the records on disk; ForeignRecords: those that others wrote
+//   RootCounter      counts the root when its size is in doubt
+//   OwnGeneration    selects the epoch in use, and creates the next one
+//   RootMender       restores what other programs remove from the root
+//   Recency          saves the times of last use for a restart
 //
-// Threads: as RecordStore says. Locks, each held while one below it is taken: those of Evictor and
-// OwnGeneration, which are held across calls to the file system; then Space's; then those that never are,
-// KnownRecords' above all. So the scheduler's thread never waits for storage, however stuck others are.
+// Threads: see RecordStore. Lock order, outermost first: the locks of Evictor and OwnGeneration, which are
+// held across calls to the file system; Space's lock; the locks that are never held across such calls, above
+// all KnownRecords'. So the scheduler thread never waits for storage, however stuck other threads are.
 #pragma once
 
 #include <atomic>
@@ -40,16 +40,16 @@ namespace kv_offload {
 
 class FsStore final : public RecordStore {
  public:
-  // Opens the root; throws as make_fs_tier says.
+  // Opens the root; throws as described at make_fs_tier().
   FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock);
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // Before the scan has come there it lists the leaf directories of these keys; later it looks for the names
-  // that others may have written since.
+  // Before the scan is complete it lists the leaf directories of these keys. Later it looks for the names
+  // that others may have written meanwhile.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
-  // Of each directory one key is asked for.
+  // One key per directory while directories are listed.
   std::size_t keys_per_locate(KeyOrder order) const override {
     return records_.extent() == KnownRecords::Extent::kSome ? 1 : order == KeyOrder::kPrefix ? 64 : 16;
   }
@@ -65,8 +65,8 @@ class FsStore final : public RecordStore {
 
  private:
   const FsTierOptions options_;
-  std::atomic<bool> stop_{false};  // set once, by stop(); all that takes long asks it
-  KnownRecords records_;           // before the root: a policy that is unknown leaves nothing on disk
+  std::atomic<bool> stop_{false};  // set once, by stop(); long operations check it
+  KnownRecords records_;           // before root_: an unknown policy then leaves nothing on disk
   OpenRoot root_;
   Evictor evictor_;
   BounceBuffers buffers_;

@@ -13,7 +13,7 @@ namespace kv_offload {
 namespace {
 
 std::string next_temporary(const std::string& prefix, std::uint64_t writer) {
-  static std::atomic<std::uint64_t> next{1};  // a name that others have is seen by who uses it
+  static std::atomic<std::uint64_t> next{1};  // O_EXCL detects a name that is taken
   return prefix + layout::temporary_name(writer, next.fetch_add(1));
 }
 
@@ -27,7 +27,7 @@ int create_temporary(FileOps& ops, int directory, const std::string& prefix, int
     *fd = open_fd(ops, directory, *path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600, &error);
     if (!*fd && error == EEXIST) continue;
     if (!*fd) return -error;
-    // A sweeper may have come between the open and the lock.
+    // A sweeper may have removed the file between the open and the lock.
     FileInfo info;
     const int locked = lock_file(ops, fd->get(), LOCK_EX | LOCK_NB);
     const int known = locked == 0 ? ops.fstat(fd->get(), &info) : 0;
@@ -45,7 +45,7 @@ int rename_to_temporary(FileOps& ops, int directory, const std::string& from, in
   if (const int rc = ops.rename(directory, from, *path, false); rc < 0) return rc;
   int error = 0;
   Fd opened = open_fd(ops, directory, *path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  // A sweeper may have come between the rename and the lock: no name is left then.
+  // A sweeper may have removed the file between the rename and the lock: links is 0 then.
   if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), info) == 0 &&
       info->is_regular() && info->links == 1 && info->owner == ::geteuid()) {
     *fd = std::move(opened);

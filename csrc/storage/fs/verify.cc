@@ -15,7 +15,7 @@
 namespace kv_offload {
 namespace {
 
-// In pieces: the length of a file may be anything.
+// Reads in pieces, because the file may have any length.
 Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordCheck* check) {
   const AlignedBuffer piece(std::size_t{1} << 20);
   while (check->total() < bytes) {

@@ -17,7 +17,7 @@ std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name
   return ops.stat(directory, name, &info) == 0 ? info.disk_bytes : 0;
 }
 
-// Of a file that we made, or a directory.
+// Returns the charge of one of our files, or of a directory.
 std::uint64_t charge_of(FileOps& ops, int directory, const std::string& name) {
   FileInfo info;
   return ops.stat(directory, name, &info) == 0 ? info.charge() : 0;
@@ -27,14 +27,14 @@ std::uint64_t charge_of(FileOps& ops, int directory, const std::string& name) {
 Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std::vector<DirEntry>* entries) {
   int error = 0;
   *fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
-  if (!*fd && error == ENOENT && ops.refresh(directory, ".") == 0)  // or another host made it just now
+  if (!*fd && error == ENOENT && ops.refresh(directory, ".") == 0)  // or another host created it just now
     *fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
   if (!*fd) return error == ENOENT ? Status::ok() : Status::from_errno(error, "open directory", name);
   const int rc = ops.list(fd->get(), entries);
   return rc < 0 && rc != -ENOENT ? Status::from_errno(-rc, "list", name) : Status::ok();
 }
 
-// What a temporary, or the lock of a process, counts.
+// Returns the bytes that a temporary, or the lock file of a process, counts.
 std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name, std::uint64_t writer,
                            const CountFor& count) {
   const std::uint64_t bytes = charge_of(ops, directory, name);
@@ -43,7 +43,8 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
     if (sweep_temporary(ops, directory, name)) return 0;
     return lives ? 0 : bytes;
   }
-  // Another's: reserved while it is locked. Never removed, as locks may not reach from host to host.
+  // A temporary of another process is under its reservation while it is locked. It is never removed here,
+  // because locks may not reach from host to host.
   int error = 0;
   const Fd fd = open_fd(ops, directory, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK, 0, &error);
   return fd && lock_file(ops, fd.get(), LOCK_EX | LOCK_NB) == 0 ? bytes : 0;
@@ -54,6 +55,7 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
 void Unseen::note(int error) {
   switch (error) {
     case 0:
+    // Vanished, not ours, or hidden by permissions for good: not an incomplete walk.
     case ENOENT:
     case ESTALE:
     case ENOTDIR:
@@ -61,6 +63,7 @@ void Unseen::note(int error) {
     case EACCES:
     case EPERM:
       return;
+    // Passing shortages of this process.
     case EMFILE:
     case ENFILE:
     case ENOMEM:
@@ -74,8 +77,8 @@ void Unseen::note(int error) {
 bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
 
 Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries) {
-  (void)ops.refresh(directory, ".");  // on NFS opening "." does not
-  Fd self;                            // a descriptor of our own: listing moves its position
+  (void)ops.refresh(directory, ".");  // on NFS, opening "." does not refresh
+  Fd self;                            // own descriptor, because listing moves its position
   return list_at(ops, directory, ".", &self, entries);
 }
 
@@ -150,6 +153,8 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   FileInfo info;
   if (stop.load() || !is_seen(-ops.stat(directory, name, &info))) return 0;
   if (!info.is_directory()) {
+    // A temporary may be under a reservation or garbage; only a record has a charge; all else counts its
+    // blocks.
     if (options.count != nullptr && layout::is_temporary(name))
       return count_locked(ops, directory, name, layout::writer_of(name), *options.count);
     if (options.count == nullptr || !layout::parse_record(name)) return info.disk_bytes;
@@ -159,6 +164,7 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   std::uint64_t bytes = info.disk_bytes;
   Fd fd;
   std::vector<DirEntry> entries;
+  // A directory that cannot be listed counts by its own blocks only.
   if (levels == 0 || !is_seen(list_at(ops, directory, name, &fd, &entries).error_number()) || !fd)
     return bytes;
   for (const DirEntry& entry : entries)
@@ -203,8 +209,8 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
     if (stop.load() || freed >= enough) return freed;
     (void)remove_directory(generation.get(), leaf.name);
   }
-  // Then its marks, and only if it went: without them who starts would use what a reset made, and who opened
-  // it just now could lock a mark of its own.
+  // Then its marks, and only if the directory was removed. Otherwise a starting process would use an epoch
+  // that a reset created, or a process that just opened it could lock a new mark.
   if (!remove_directory(namespace_directory, name)) return freed;
   for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
     const std::string mark = layout::mark_name(number, kind);
