@@ -1,4 +1,4 @@
-"""Finds the files in /dev/shm that processes share, by inode: concurrent tests have files of their own there."""
+"""Finds the files in /dev/shm that processes share, by inode: concurrent tests have their own."""
 
 from __future__ import annotations
 

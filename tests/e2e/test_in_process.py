@@ -1,4 +1,4 @@
-"""Engines in the caller's process, as scripts run them: resets, and two engines over kept memory and a disk."""
+"""Engines in the caller's process, as in scripts: resets, and two engines over kept memory and a disk."""
 
 from __future__ import annotations
 

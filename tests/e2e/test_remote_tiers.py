@@ -263,7 +263,7 @@ def test_with_a_vllm_proxy_one_server_prefills_and_the_other_decodes(
 def ask_at_once(
     protocol: Protocol, servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> list[Answer]:
-    """Returns the answers, checked, from a proxy that does not wait, to prompts that are new to both servers."""
+    """Returns checked answers from a proxy that does not wait; the prompts are new to both servers."""
     with Proxy(*servers, protocol) as both:
         answers = [
             both.ask(prompt, cache_salt=f"{protocol.name}, at once") for prompt in reference.prompts[4:]

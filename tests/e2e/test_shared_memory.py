@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    """The file is locked before it is named: servers that start concurrently remove regions without a lock."""
+    """Locks the file before naming it: servers that start concurrently remove unlocked regions."""
     unnamed = Path(shared_memory.DIRECTORY, f"test-{uuid.uuid4().hex}")
     unnamed.write_bytes(bytes(4096))
     with unnamed.open("rb") as file:

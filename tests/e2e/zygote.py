@@ -12,8 +12,8 @@ line of standard input is a JSON object and gets one line in reply:
 
 A child is in a session of its own, has only the given environment, and runs its program as ``python -m``
 would. It differs from a separate start in these points:
-    - vLLM's engine core and workers are forked too, as on GPUs by default. On CPUs vLLM spawns them to set up OpenMP
-      and pickles their arguments. Forks inherit open files, including the server's socket.
+    - vLLM's engine core and workers are forked too, as on GPUs by default. On CPUs vLLM spawns them to set
+      up OpenMP and pickles their arguments. Forks inherit open files, including the server's socket.
     - All share one seed of Python's hash(), which otherwise differs between starts.
     - torch compiles nothing.
 The tests that start servers without it are test_serving.py and, with a restart, test_examples.py.

@@ -1,4 +1,6 @@
-"""Run by test_contract.py under each vLLM release: what is logged of chunks longer than a sliding window."""
+"""Run by test_contract.py under each vLLM release: the log lines about chunks longer than a sliding
+window.
+"""
 
 import logging
 

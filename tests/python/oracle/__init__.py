@@ -1,1 +1,3 @@
-"""The byte oracle: random requests through vLLM's real scheduler and connector; every byte is checked."""
+"""The byte-exactness test: random requests through vLLM's real scheduler and connector; every byte is
+checked.
+"""
