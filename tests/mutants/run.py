@@ -10,7 +10,7 @@
 A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
 
     [[mutant]]
-    name = "a write takes its generation when it runs"
+    name = "an op reads its epoch when it runs"
     file = "csrc/storage/fs/record_writer.cc"
     find = '''...'''
     replace = '''...'''
