@@ -52,7 +52,7 @@ class Redis:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Empty."""
+        """Starts an empty server."""
         options = [
             "--port",
             "0",
@@ -255,7 +255,7 @@ def test_with_a_vllm_proxy_one_server_prefills_and_the_other_decodes(
     with Proxy(prefill, decode, protocol, between=written) as both:
         answer = both.ask(prompt, cache_salt=protocol.name)  # new to both servers
     assert_same([answer], [expected])
-    assert answer.cached_tokens == WHOLE, "every full block"
+    assert answer.cached_tokens == WHOLE, "every full block must be loaded"
     prefilled.wait_for(computed=len(prompt), loaded=0, answered=1)
     decoded.wait_for(computed=len(prompt) - WHOLE, loaded=WHOLE, answered=len(expected.token_ids))
 

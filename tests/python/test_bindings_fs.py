@@ -210,7 +210,7 @@ def test_usage_comes_from_the_ledger_or_is_counted_if_the_ledger_is_damaged(tmp_
         assert _core.directory_usage(str(root)) == used_bytes(root)
     ledger.unlink()
     assert _core.directory_usage(str(root)) == used_bytes(root)
-    assert not ledger.exists(), "asking makes none"
+    assert not ledger.exists(), "a query must not create the root"
 
 
 def test_a_missing_root_uses_no_space_and_is_not_created(tmp_path):

@@ -86,7 +86,7 @@ def step_until(cache: Any, done: Callable[[], bool]) -> None:
 
 
 def written(metrics: Any) -> int:
-    """Records, so far."""
+    """Returns the number of records written so far."""
     return int(metrics.value("kv_offload_write_bytes_total", ["mooncake"])) // SHARD_BYTES
 
 

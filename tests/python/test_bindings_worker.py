@@ -145,7 +145,7 @@ def test_an_invalid_argument_is_refused_by_name(region, tensor, change, error, m
 def test_without_cuda_there_is_a_reason(region, tensor):
     reason = _core.cuda_unavailable_reason()
     if not reason:
-        pytest.skip("a CUDA device is here")
+        pytest.skip("this machine has a CUDA device")
     with pytest.raises(_core.ResourceError):
         make_worker(region, tensor, copier="cuda", device=0)
     with pytest.raises(_core.ResourceError, match="no CUDA copier"):

@@ -238,7 +238,7 @@ def test_doctor_on_a_suitable_machine(core, vllm, tmp_path):
         "lookup_deadline_ms 5000 default",
     ):
         assert part in text
-    assert list(tmp_path.iterdir()) == [], "measuring leaves nothing"
+    assert list(tmp_path.iterdir()) == [], "the measurement left files"
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,9 @@ def test_stat(core):
     text = said("stat", "/root")
     assert "/root: 3.0 MiB, 3 records, 2 namespaces, 1 temporary file" in text
     assert re.search(r"abababababab 2.0 MiB 2 \d+ d \d+ d yes org/model@c0ffee12 bfloat16", text)
-    assert re.search(r"acacacacacac 1.0 MiB 1 \d+ d \d+ d no \? \?", text), "a broken namespace.json is shown"
+    assert re.search(r"acacacacacac 1.0 MiB 1 \d+ d \d+ d no \? \?", text), (
+        "a damaged namespace.json must be listed"
+    )
 
 
 def test_brackets_in_names_are_not_markup(core, vllm, tmp_path):

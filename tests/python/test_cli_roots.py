@@ -88,7 +88,7 @@ def test_a_root_of_another_user_is_read(tmp_path, monkeypatch, command):
     monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
     name, *options = command
     run(name, root, *options)
-    assert not (root / "ledger").exists(), "reading makes nothing"
+    assert not (root / "ledger").exists(), "a read command must not create files"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_once_as_text(serve):
         "decisions: load 7, recompute 2",
     ):
         assert part in text
-    assert text.index("not_stored") < text.index('a "new" reason'), "the worst first"
+    assert text.index("not_stored") < text.index('a "new" reason'), "the worst must be first"
 
 
 def test_once_as_json(serve):

@@ -475,7 +475,7 @@ def checked(config, available=plenty, **options):
 
 def test_a_machine_with_room_has_no_problems(tmp_path):
     assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "a" / "b")}])) == []
-    assert not (tmp_path / "a").exists(), "asking makes nothing"
+    assert not (tmp_path / "a").exists(), "a query must not create files"
 
 
 def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):

@@ -208,7 +208,7 @@ def test_an_interrupted_run_keeps_earlier_measurements(benchmark):
     assert json.loads((folder / "whole").read_text()) == before
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_the_programs_are_compiled_for_the_gpus_of_this_machine(tree):
     stand_in(tree, "nvidia-smi", "printf '9.0\\n10.3\\n9.0\\n'")
     (tree / "bin/cmake").unlink()

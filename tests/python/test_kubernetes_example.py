@@ -176,7 +176,7 @@ def test_the_evictor_is_a_sidecar_with_a_command_that_exists(evictor, tmp_path):
     arguments = [argument for argument in evictor["args"] if argument != "--watch"]
     arguments[1] = str(tmp_path)
     result = CliRunner().invoke(app, arguments)
-    assert f"{tmp_path} is an empty directory" in result.stderr, "every option was understood"
+    assert f"{tmp_path} is an empty directory" in result.stderr, "an option was not accepted"
 
 
 def test_probes_and_service_name_the_port(server):

@@ -83,7 +83,7 @@ def include_errors(root: Path) -> list[str]:
         name = path.relative_to(csrc).as_posix()
         layer = name.split("/")[0]
         if layer not in LAYERS:
-            errors.append(f"{name}: {layer} is no layer")
+            errors.append(f"{name}: {layer} is not a layer")
             continue
         for quote, header in INCLUDE.findall(path.read_text()):
             target = header.partition("/")[0] if "/" in header else ""  # <memory> is not memory/
@@ -112,7 +112,7 @@ def cache_errors(root: Path) -> list[str]:
     errors = []
     for path in sorted(p for p in (root / "csrc/cache").iterdir() if p.suffix in SOURCES):
         if path.stem not in CACHE_PARTS:
-            errors.append(f"{path.name}: is no part that CACHE_PARTS names")
+            errors.append(f"{path.name}: is not listed in CACHE_PARTS")
             continue
         place = CACHE_PARTS.index(path.stem)
         for _, header in INCLUDE.findall(path.read_text()):
@@ -227,7 +227,7 @@ def test_no_part_of_the_cache_includes_a_later_part():
             '#include "cache/tiered_cache.h"',
             "planner.cc: must not include cache/tiered_cache.h",
         ),
-        ("cache_impl.h", "", "cache_impl.h: is no part that CACHE_PARTS names"),
+        ("cache_impl.h", "", "cache_impl.h: is not listed in CACHE_PARTS"),
     ],
 )
 def test_a_cache_part_that_includes_a_later_one_is_detected(tmp_path, name, line, error):
@@ -286,7 +286,7 @@ def test_every_layer_exists_and_is_checked():
         ("bindings/module.cc", "#include <ATen/ATen.h>", "torch header ATen/ATen.h"),
         ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
         ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
-        ("extra/a.h", "", "extra is no layer"),
+        ("extra/a.h", "", "extra is not a layer"),
         (
             "storage/pooled_tier.cc",
             '#include "storage/fs/space.h"',

@@ -222,7 +222,7 @@ def test_tables_fit_a_terminal(filled: Any, width: int) -> None:
         assert max(map(len, shown)) <= width, shown
         assert any(" ".join(line.split()).startswith(headers) for line in shown)
     listed = run("ls", filled.address, width=width).stdout.splitlines()
-    assert len(listed) == 1 + 2 * COUNT, "a line for each"
+    assert len(listed) == 1 + 2 * COUNT, "each must have one line"
     shown = run("verify", filled.address, width=width, status=1).stdout.splitlines()
     assert max(map(len, shown)) <= width
 

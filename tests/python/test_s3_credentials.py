@@ -100,7 +100,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not here."""
+        """Suppresses the request log."""
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_a_tier_renews_the_keys_of_its_bucket_only_while_it_lives(
             super().__init__(found, renewer, label)
 
         def start(self) -> None:
-            """Not here."""
+            """Starts no thread."""
 
     monkeypatch.setattr("kv_offload.tiers.s3.Renewal", Seen)
     tier = parse_tier({"type": "s3", "bucket": "kv-cache"})

@@ -108,7 +108,7 @@ class Host:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if os.geteuid() != 0:
-        pytest.skip("no shared mounts: mounting takes root")
+        pytest.skip("no shared mounts: mounting needs root")
     return build(tmp_path_factory.mktemp("program"))
 
 
@@ -192,7 +192,7 @@ def test_a_host_with_a_hanging_mount_blocks_no_other_and_recovers(shared: Shared
     assert other.store(range(5)) == 5
     shared.disks[1].tell(frozen=1)
     stuck = other.begin("store", numbers=[50])
-    assert one.store(range(100, 100 + FILL)) == FILL, "more than fits: it evicts"
+    assert one.store(range(100, 100 + FILL)) == FILL, "more records than fit: the host must evict"
     shared.disks[1].tell(frozen=0)
     stuck()
     assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
@@ -225,4 +225,4 @@ def test_locks_that_do_not_reach_the_other_host_are_reported_and_disable_writes(
         if any([quiet(host) for host in hosts]):
             break
     else:
-        pytest.fail("nobody noticed")
+        pytest.fail("no host detected the other")

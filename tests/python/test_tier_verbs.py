@@ -16,4 +16,4 @@ def test_sealed_names_forward_every_method() -> None:
     names = verbs()
     assert {"about_codec", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
     for name in names:
-        assert f"tier_->{name}(" in text, f"SealedNames does not pass on {name}()"
+        assert f"tier_->{name}(" in text, f"SealedNames does not forward {name}()"

@@ -1,4 +1,4 @@
-"""Run by test_manager_contract.py under each vLLM release: every method and state of the manager.
+"""Run by test_contract.py under each vLLM release: every method and state of the manager.
 
 Chunks become hits as in production: a worker's job reports its ticket.
 """

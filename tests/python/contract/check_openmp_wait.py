@@ -52,7 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Platform:
 
 @pytest.fixture
 def managers() -> type:
-    """vLLM's, and tuned."""
+    """Returns vLLM's manager class, tuned."""
     own: Any = ompmultiprocessing.OMPProcessManager
     init = getattr(own.__init__, "__wrapped__", own.__init__)
     kind: type = type("Manager", (own,), {"__init__": lambda self, config: init(self, config)})
@@ -98,7 +98,7 @@ def spins_of_a_rank(managers: type, config: Any, rank: int = 0) -> str | None:
         ("0|2-3", 2, "auto", None),
         ("0-2", 1, "sleep", FEW),
         ("0-3", 1, "spin", None),
-        ("0-3", 1, "what nobody knows", None),
+        ("0-3", 1, "unknown", None),
     ],
 )
 def test_threads_sleep_where_ranks_compute_on_all_cores(

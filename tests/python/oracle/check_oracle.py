@@ -442,7 +442,9 @@ def test_states_are_found_with_any_chunk_size(blocks: int) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(6)]
     assert ask_again(engine, prompts) == [0] * 6
-    assert ask_again(engine, prompts) == [192] * 6, "a multiple of 64, where a step of vLLM's ends"
+    assert ask_again(engine, prompts) == [192] * 6, (
+        "the hit must end at a multiple of 64, where a step of vLLM ends"
+    )
     assert total(engine, "kv_offload_failures_total", "cpu", "store", "device") == 0
     _check_at_rest(engine)
     engine.shutdown()
@@ -457,7 +459,7 @@ def test_partial_blocks_are_found_and_in_the_next_life_whole_blocks(tmp_path: Pa
     assert ask_again(first, prompts) == [0] * len(prompts)
     missed = sum(len(prompt) // 16 * 16 for prompt in prompts)
     assert total(first, "kv_offload_miss_tokens_total") == missed, (
-        "whole chunks; no part was there to be missed"
+        "only whole chunks: no partial chunk can be missed"
     )
     assert ask_again(first, prompts) == parts
     # Only the last state of each prompt is loaded.
@@ -466,7 +468,7 @@ def test_partial_blocks_are_found_and_in_the_next_life_whole_blocks(tmp_path: Pa
     assert total(first, "kv_offload_miss_tokens_total") == missed
     assert total(first, "kv_offload_lookup_tokens_total") == missed + hit
     _, _, runner = first.ranks[0]
-    assert runner.copied_blocks >= len(prompts), "each prompt's state was copied before it went on"
+    assert runner.copied_blocks >= len(prompts), "the state of each prompt must be copied before it continues"
     _check_at_rest(first)
     first.shutdown()
     second = boot(setup, first.model_dir)

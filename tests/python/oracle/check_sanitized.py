@@ -65,7 +65,7 @@ def test_the_core_is_built_with_the_sanitizer() -> None:
 
 
 def test_the_sanitizer_detects_a_fault() -> None:
-    """The control."""
+    """Negative control."""
     result = subprocess.run(
         [sys.executable, "-c", PRELUDE + SANITIZER.fault],
         capture_output=True,

@@ -28,7 +28,7 @@ HINTS: tuple[dict[str, Any] | None, ...] = (
 
 @dataclass
 class Rates:
-    """Chances per step."""
+    """Probabilities per step."""
 
     arrive: float = 0.3
     abort: float = 0.02
