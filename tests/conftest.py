@@ -46,9 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group(nodeid)
 
         def remove_node(self, node: Any) -> str | None:
-            """Fails a test that killed its worker, once: a rerun would kill the next worker and block the
-            remaining tests.
-            """
+            """Fails a test that killed its worker, once: a rerun would kill the next worker too."""
             work = self.assigned_work[node]
             crashed = next((test for unit in work.values() for test, done in unit.items() if not done), None)
             if crashed is not None:

@@ -15,9 +15,7 @@ NOISE = 0.005
 
 
 def make_prompts(count: int, blocks: int, seed: int = 0) -> list[list[int]]:
-    """Returns ``count`` prompts of ``blocks`` full blocks plus five tokens, which differ from the first token
-    on.
-    """
+    """Returns ``count`` prompts of ``blocks`` full blocks plus five tokens; all differ from the start."""
     generator = random.Random(f"{seed}/{blocks}")
     return [[generator.randrange(2, 2048) for _ in range(blocks * BLOCK + 5)] for _ in range(count)]
 

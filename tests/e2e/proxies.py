@@ -30,9 +30,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Protocol:
-    """The fields that a proxy adds to the first call (from the request id) and to the second (from the first
-    answer).
-    """
+    """The fields added to the first call (from the request id) and the second (from the first answer)."""
 
     name: str
     prefill: Callable[[str], Body]

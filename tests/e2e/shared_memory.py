@@ -20,9 +20,7 @@ class File(NamedTuple):
 
 
 def mapped(pids: Iterable[int]) -> set[File]:
-    """Returns the files in /dev/shm that these processes map, named or not. Fails unless one is a region of
-    ours.
-    """
+    """Returns the files in /dev/shm that these processes map. Fails unless one is a region of ours."""
     found, paths = set(), set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended

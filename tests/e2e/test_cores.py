@@ -19,9 +19,7 @@ def times_slept(server: LocalServer) -> int:
 
 
 def sleeps_while_waiting(start: Serve, model: Path, root: Path, how: str) -> int:
-    """Counts sleeps during a prompt of one chunk whose record never arrives: the server waits, then
-    recomputes.
-    """
+    """Counts sleeps during a prompt of one chunk whose record never arrives, until it is recomputed."""
     config = kv_transfer_config("64MiB", root, wait_while_loading=how)
     with start(model, config) as server:
         warm_up, prompt = make_prompts(2, 1)

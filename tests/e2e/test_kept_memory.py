@@ -47,9 +47,7 @@ def kept(start: Serve, model: Path, reference: Reference) -> Iterator[set[str]]:
 
 @dataclass
 class Second:
-    """The second life: its answers, the loads it reports, its answer after a reset, and the files left by its
-    kill.
-    """
+    """The second life: answers, reported loads, answer after a reset, and files left by its kill."""
 
     answers: list[Answer]
     hit_tokens: float

@@ -115,9 +115,7 @@ class Asking(threading.Thread):
 
 
 def account(server: LocalServer, hit: list[int]) -> str:
-    """Returns the server's cache metrics without zeros and histogram buckets, for the message of a failed
-    test.
-    """
+    """Returns the server's nonzero cache metrics without histogram buckets, for a failure message."""
     lines = server.get("/metrics").splitlines()
     ours = [line for line in lines if "kv_offload" in line.split("{")[0] and "_bucket" not in line]
     said = [line for line in ours if not line.startswith("#") and float(line.split()[-1])]

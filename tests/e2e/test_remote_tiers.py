@@ -215,9 +215,7 @@ class Served:
         self._before = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        """Returns the prompt tokens that it computed, the prompt tokens that it loaded, and its answer
-        tokens.
-        """
+        """Returns computed prompt tokens, loaded prompt tokens, and answer tokens."""
         by_source = "vllm:prompt_tokens_by_source_total"
         return (
             self._server.metric(by_source, source="local_compute"),

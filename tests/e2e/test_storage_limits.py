@@ -119,9 +119,7 @@ def test_a_file_system_that_turns_read_only_is_read_on(
 
 
 def _ask_until_recorded(ask: object, root: Path, count: int) -> None:
-    """Sends new prompts until ``count`` records exist: writes may be disabled for a while after many
-    failures.
-    """
+    """Sends new prompts until ``count`` records exist: failures may disable writes for a while."""
     assert callable(ask)
     seeds = itertools.count(1000)
 

@@ -59,9 +59,7 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) 
 
 
 def known(count: int, server: LocalServer, seconds: float = 240) -> None:
-    """Waits until ``server`` knows ``count`` records, its own and others'. While in use it scans once a
-    second.
-    """
+    """Waits until ``server`` knows ``count`` records, also others'. In use, it scans once a second."""
 
     def enough() -> bool:
         step(server)

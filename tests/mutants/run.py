@@ -142,9 +142,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, seconds: int = SECONDS) -> tuple[int | None, str]:
-    """Returns exit status (None after ``seconds``) and output. Ends every process that the command
-    started.
-    """
+    """Returns exit status (None after ``seconds``) and output. Ends all processes of the command."""
     begun = subprocess.Popen(
         command, cwd=TREE, env=environment(), text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -204,9 +202,7 @@ def test_command(kind: str, tests: str) -> list[str]:
 
 
 def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
-    """Returns the seconds of each (kind, tests) without a fault. Tests that fail or are empty
-    detect nothing.
-    """
+    """Returns the seconds per (kind, tests) without a fault, except for failing or empty tests."""
     took = {}
     for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
         began = time.monotonic()

@@ -1,6 +1,4 @@
-"""Starts a Mooncake master and storage process on ports of their own, and makes a fake package of their
-interface.
-"""
+"""Starts a Mooncake master and storage process, and makes a fake package of their interface."""
 
 import os
 import re
@@ -117,9 +115,7 @@ class MooncakeDistributedStore:
 
 
 def make_fake_package(directory: Path) -> Path:
-    """Returns a folder for PYTHONPATH with a fake ``mooncake``; MOONCAKE_FAKE names the directory of its
-    objects.
-    """
+    """Returns a folder for PYTHONPATH with a fake ``mooncake``; MOONCAKE_FAKE names its storage."""
     package = directory / "site" / "mooncake"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

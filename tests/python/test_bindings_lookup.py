@@ -215,9 +215,7 @@ def test_errors_and_invalid_results_of_span_of_propagate(cache, asked):
 
 
 def test_a_partial_chunk_counts_only_its_own_tokens(cache, region):
-    """vLLM looks up a partial chunk after all whole chunks: prompts of 40 tokens, chunks of 16,
-    units of 4.
-    """
+    """vLLM looks up a partial chunk after the whole ones: 40 tokens, chunks of 16, units of 4."""
     ends = {key(1): 16, key(2): 32, key(11): 40, key(12): 36}
     lookup = cache.make_lookup(
         RESULTS,

@@ -184,9 +184,7 @@ def test_the_size_of_a_state_equals_vllms(content):
     [(QWEN_3_NEXT, 544, 4), (GRANITE_4, 528, 10), (JAMBA, 80, 8), (LFM_2, 16, 3)],
 )
 def test_tokens_per_tier_count_the_states(config, content, block, groups):
-    """All blocks are as large as the state (vLLM raises the block size), and every group has one
-    per block.
-    """
+    """All blocks are as large as the state (vLLM raises the block size); each group has one per block."""
     facts = sized(config(content), "--cpu", "1GiB")
     assert facts["tokens_per_chunk"] == facts["tokens_per_block"] == block
     (attention,) = facts["groups"]

@@ -322,9 +322,7 @@ def written_commands():
 
 
 def words_of(command):
-    """Splits as a shell does; the closing parenthesis of $(...) and a sentence's comma are not part of the
-    command.
-    """
+    """Splits as a shell does; drops the closing parenthesis of $(...) and a sentence's comma."""
     command = re.sub(r'"\$\{(\w+):-[^}]*\}"', r"1GiB", command)
     try:
         words = shlex.split(command)

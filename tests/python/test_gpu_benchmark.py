@@ -164,9 +164,7 @@ def benchmark(tmp_path: Path) -> Path:
 
 
 def measure(folder: Path, lines: list[dict], last: str = "") -> tuple[int, dict]:
-    """Runs the benchmark with a program that prints these lines, then ``last``. Returns exit status and
-    stored results.
-    """
+    """Runs a program that prints these lines, then ``last``. Returns exit status and stored results."""
     program = folder / "program"
     program.write_text("#!/bin/bash\n" + "".join(f"echo '{json.dumps(line)}'\n" for line in lines) + last)
     program.chmod(0o755)

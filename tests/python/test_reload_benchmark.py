@@ -44,9 +44,7 @@ def times(seconds):
 
 
 def run(monkeypatch, measured, *arguments):
-    """Returns the exit status of the benchmark when each system returns its value in ``measured``, or raises
-    it.
-    """
+    """Returns the exit status when each system returns its value in ``measured``, or raises it."""
 
     def measure(setup, name):
         if isinstance(measured[name], BaseException):

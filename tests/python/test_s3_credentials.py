@@ -65,9 +65,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
 
 
 class Roles(ThreadingHTTPServer):
-    """A service that assumes roles (AWS STS): it returns the keys ``gives``, or an error that quotes a
-    secret.
-    """
+    """A service that assumes roles (AWS STS): returns the keys ``gives``, or an error with a secret."""
 
     daemon_threads = True
 

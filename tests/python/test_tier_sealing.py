@@ -1,6 +1,4 @@
-"""``encryption_key_file`` of every kind of tier: refused files, messages, and the keys that reach
-the core.
-"""
+"""``encryption_key_file`` of every kind of tier: refused files, messages, and the core's keys."""
 
 import os
 

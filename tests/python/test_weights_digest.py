@@ -13,9 +13,7 @@ MIB = 1 << 20
 
 
 def safetensors(path: Path, tensors: int, each: int, header: dict[str, object] | None = None) -> Path:
-    """Creates a sparse file of zeros with a valid header: tensor n occupies bytes [n * each, + each) of the
-    data.
-    """
+    """Creates a sparse file of zeros with a valid header: tensor n has bytes [n * each, + each)."""
     entries = {
         f"layers.{n}.weight": {"dtype": "U8", "shape": [each], "data_offsets": [n * each, (n + 1) * each]}
         for n in range(tensors)

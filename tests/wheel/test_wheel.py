@@ -64,9 +64,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_environment(wheel, tmp_path_factory) -> Path:
-    """Creates a virtual environment with the wheel and its Python dependencies, in a folder outside the
-    checkout.
-    """
+    """Creates a virtual environment, outside the checkout, with the wheel and its requirements."""
     root = tmp_path_factory.mktemp("empty")
     venv.create(root / "venv")
     # The outer pip installs there, so the environment holds only the wheel and its requirements.

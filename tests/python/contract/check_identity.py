@@ -1,6 +1,4 @@
-"""Run by test_contract.py under each vLLM release: the differences that change the namespace, and those that
-do not.
-"""
+"""Run by test_contract.py under each vLLM release: the settings that change the namespace."""
 
 import copy
 import json

@@ -37,9 +37,7 @@ class Platform:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Platform:
-    """A machine with four cores, all usable by this process; ranks compute on all of them unless a test
-    changes that.
-    """
+    """A machine with four usable cores; ranks compute on all of them unless a test changes that."""
     platform = Platform()
     monkeypatch.setattr(platforms, "current_platform", platform)
     monkeypatch.setattr(ompmultiprocessing, "current_platform", platform)
@@ -174,9 +172,7 @@ def test_gpu_ranks_are_unchanged(managers: type, machine: Platform, caplog: pyte
 
 def test_ranks_of_an_unknown_vllm_start_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     class Manager:
-        """The manager of another vLLM: other constructor arguments, and none of the attributes that
-        we use.
-        """
+        """The manager of another vLLM: other arguments, and none of the attributes that we use."""
 
         def __init__(self, config: Any, *, hosts: int) -> None:
             self.made = (config, hosts)

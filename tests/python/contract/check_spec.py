@@ -1,6 +1,4 @@
-"""Run by test_contract.py under each vLLM release: the spec, from the configuration to the startup
-summary.
-"""
+"""Run by test_contract.py under each vLLM release: the spec, up to the startup summary."""
 
 import gc
 import json

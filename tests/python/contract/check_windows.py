@@ -1,6 +1,4 @@
-"""Run by test_contract.py under each vLLM release: the log lines about chunks longer than a sliding
-window.
-"""
+"""Run by test_contract.py under each vLLM release: logs about chunks longer than a window."""
 
 import logging
 

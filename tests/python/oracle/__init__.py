@@ -1,3 +1,1 @@
-"""The byte-exactness test: random requests through vLLM's real scheduler and connector; every byte is
-checked.
-"""
+"""The byte-exactness test: random requests through vLLM's real scheduler; every byte is checked."""

@@ -39,9 +39,7 @@ def on_disk(setup: Setup, root: Path, number: int) -> Setup:
 
 
 def records(root: Path) -> dict[str, str]:
-    """Maps each record name below the root to a digest of all but its creation time (and so the header's
-    checksum).
-    """
+    """Maps each record name to a digest of all but its creation time and header checksum."""
     found = {}
     for path in paths_in(root):
         if path.suffix == ".rec":

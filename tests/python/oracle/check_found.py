@@ -61,9 +61,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one request: the tokens that were not computed; ``right`` is true if their bytes were
-    right too.
-    """
+    """The result of one request: tokens that were not computed; ``right``: so were their bytes."""
 
     asked: int
     found: int

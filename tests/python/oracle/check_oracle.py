@@ -134,9 +134,7 @@ def kinds(*names: str) -> list[str]:
 
 
 def boot(setup: Setup, model_dir: str | None = None) -> Engine:
-    """vLLM recognises a replicated latent cache by the model's class; there is no model here, so boot() says
-    it.
-    """
+    """Boots an engine as vLLM does for a model with a replicated cache: there is no model class here."""
     with patch.object(ModelConfig, "use_mla", setup.replicated) if setup.replicated else nullcontext():
         engine = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
     assert engine.ranks[0][1].connector_worker.spec.replicated_layout == setup.replicated
@@ -183,9 +181,7 @@ def _check_at_rest(engine: Engine) -> None:
 
 
 def _until_written(engine: Engine) -> None:
-    """Waits for the writes: full host memory evicts chunks that the disk has not taken yet; written records
-    stay.
-    """
+    """Waits for the writes: full host memory evicts chunks that the disk has not taken yet."""
     if engine.setup.extra.get("secondary_tiers"):
         _step_until_none(engine, lambda: engine.manager._cache.tier_stats(0), ("queued_writes",))
 

@@ -42,9 +42,7 @@ def whole(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, list[Any]]:
-    """Returns the states and texts of doctor's checks by case. vLLM is called once for all, because that is
-    slow.
-    """
+    """Returns the states and texts of doctor's checks by case. vLLM is called once: it is slow."""
     asked: list[Any] = []
     answers: list[list[str]] = []
 
@@ -74,9 +72,7 @@ def specs_of(connector: Any) -> list[Any]:
 
 
 def serves(case: dict[str, Any], vllm_config: Any) -> bool:
-    """True if vLLM, started with this configuration, creates our spec. Raises vLLM's error if it does not
-    start.
-    """
+    """True if vLLM creates our spec with this configuration. Raises vLLM's error at a failed start."""
     text = case.get("text") or json.dumps(whole(case))
     parsed = TypeAdapter(KVTransferConfig).validate_json(arg_utils._expand_json_human_readable_numbers(text))
     config = copy.copy(vllm_config)

@@ -41,9 +41,7 @@ class Rates:
 
 @dataclass
 class Driver:
-    """Feeds one engine; several drivers with the same ``histories`` form one stream over several engine
-    lives.
-    """
+    """Feeds one engine; drivers with the same ``histories`` form one stream over several engines."""
 
     engine: Engine
     seed: int

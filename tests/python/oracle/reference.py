@@ -127,9 +127,7 @@ class CopiesAsVllm:
 
 
 def reference_engine(setup: Setup, boot: Callable[[Setup], Engine]) -> Engine:
-    """Returns an engine that finds every chunk that can be found. ``runner.wrong``: requests with wrong
-    bytes.
-    """
+    """Returns an engine that finds every possible chunk. ``runner.wrong``: requests with wrong bytes."""
     blocks = int(setup.extra.get("blocks_per_chunk", 1))
     engine = boot(
         replace(

@@ -289,9 +289,7 @@ class FakeRunner:
             self.checked_tokens += 1
 
     def _write_state(self, group: int, sequence: Sequence, end: int) -> None:
-        """Leaves one state per step, in the block of its last token; the state in the previous
-        block stays.
-        """
+        """Leaves one state per step, in the block of its last token; the previous block keeps its state."""
         block = sequence.block_ids[group][(end - 1) // self.block_size]
         assert block != 0
         for words, salts in self.layers[group]:
