@@ -1,9 +1,9 @@
-"""With pytest-xdist: which tests stay together, because they share a server, a process or files.
+"""Groups tests for pytest-xdist: tests that share a server, a process or files run on one worker.
 
-The end-to-end tests do, less the demonstration, which has nothing of theirs. So do the checks under releases
-of vLLM (the marker ``beside``: the process of the first begins them all). Every other file is by itself,
-except that each test of a ``check_*.py``, which only such a run collects, is a group of its own.
-Groups begin in the order in which they are found, given --no-loadscope-reorder.
+The end-to-end tests form one group, except the demonstration, which shares nothing with them. The checks that
+need other vLLM releases (the marker ``beside``) form another, because the first of them starts all processes.
+Every other file is a group. Each test of a ``check_*.py``, which only such a check run collects, is a group
+of its own. With --no-loadscope-reorder, groups start in collection order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-# readline, which pytest imports, sets it for the processes of pytest-xdist; here it is no user's wish.
+# readline, which pytest imports, sets this for pytest-xdist processes; the user did not ask for it here.
 os.environ.pop("COLUMNS", None)
 
 
@@ -30,10 +30,10 @@ def group_of_file(file: Path) -> str:
 
 
 def group(test: str) -> str:
-    """Of a test, named as in pytest's output."""
+    """Returns the group of a test, which is named as in pytest's output."""
     file, _, name = test.partition("::")
     if Path(file).name.startswith("check_"):
-        return test  # a run of its own over many processes, whose tests share nothing
+        return test  # the processes of this separate run share nothing
     return "demonstration" if name.startswith("test_demo_") else group_of_file(HERE.parent / file)
 
 
@@ -46,7 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group(nodeid)
 
         def remove_node(self, node: Any) -> str | None:
-            """A test that ended its process fails once: begun again, it keeps those after it from running."""
+            """Fails a test that killed its worker, once: a rerun would kill the next worker too."""
             work = self.assigned_work[node]
             crashed = next((test for unit in work.values() for test, done in unit.items() if not done), None)
             if crashed is not None:

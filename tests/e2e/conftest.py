@@ -1,8 +1,8 @@
-"""Shared by the end-to-end tests: models, reference answers, and servers that are ended whatever happens.
+"""Fixtures of the end-to-end tests: models, reference answers, and servers that are always stopped.
 
-Servers are forked from one process that has imported vLLM (zygote.py), which takes seconds where a start of
-its own takes half a minute; the examples are also started as their users start them. The answers without the
-connector are asked once for all files.
+Servers are forks of one process that has imported vLLM (zygote.py): a fork takes seconds, a separate start
+half a minute. The examples are also started as users start them. The answers without the connector are
+computed once for all files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            # Servers that start, prompts that are computed and gigabytes that are read, on whatever machine.
+            # Server starts, prefills and reads of gigabytes have to fit in, also on a slow machine.
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(1800))
 
@@ -65,7 +65,7 @@ def sliding_model(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="session")
 def start(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Starts a server; what a test leaves running is killed at the end of the session."""
+    """Starts servers; kills the ones that are still running at the end of the session."""
     servers: list[LocalServer] = []
     logs = tmp_path_factory.mktemp("logs")
 
@@ -73,7 +73,7 @@ def start(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         options.setdefault("blocks", GPU_BLOCKS)
         log = logs / f"server-{len(servers)}.log"
         server = ForkedServer(model, log, kv_transfer=kv_transfer, zygote=zygote, **options)
-        server.environment.setdefault("VLLM_SERVER_DEV_MODE", "1")  # gives /reset_prefix_cache
+        server.environment.setdefault("VLLM_SERVER_DEV_MODE", "1")  # enables /reset_prefix_cache
         servers.append(server)
         server.start()
         return server

@@ -1,4 +1,4 @@
-"""Servers and scripts that start in a few seconds: forks of a process that has imported vLLM (zygote.py)."""
+"""Starts servers and scripts in seconds, as forks of a process that has imported vLLM (zygote.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from local_server import SERVER_MODULE, LocalServer, RunningProcess
 
 
 class Zygote:
-    """The process that is forked; to be used as a context, and by one thread or several."""
+    """The process that is forked. Use it as a context manager; it is thread-safe."""
 
     def __init__(self, log_file: Path) -> None:
         self.log_file = log_file
@@ -40,20 +40,20 @@ class Zygote:
                 text=True,
                 start_new_session=True,
             )
-        return self  # it goes on importing: the first request waits for it
+        return self  # the process is still importing; the first request waits for it
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
         try:
-            self._process.communicate(timeout=30)  # its input ends
+            self._process.communicate(timeout=30)  # closes its input, which ends it
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
 
     def start(self, command: Sequence[str], environment: dict[str, str], log_file: Path) -> ForkedProcess:
-        """``command`` (a module or a script, and its arguments) in a session of its own."""
+        """Runs ``command`` (a module or script, and its arguments) in a session of its own."""
         request = {
             "run": [str(word) for word in command],
             "environment": environment,
@@ -78,7 +78,7 @@ class Zygote:
 
 
 class ForkedProcess:
-    """What of subprocess.Popen is used, for a child of the zygote."""
+    """The subset of subprocess.Popen that the tests use, for a child of the zygote."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self.zygote = zygote
@@ -99,13 +99,13 @@ class ForkedProcess:
         return code
 
     def terminate(self) -> None:
-        if self.poll() is None:  # not reaped, so the number is still its own
+        if self.poll() is None:  # not reaped, so the pid is still its own
             os.kill(self.pid, signal.SIGTERM)
 
 
 @dataclass
 class ForkedServer(LocalServer):
-    """A LocalServer that is a fork of ``zygote``."""
+    """A LocalServer that is forked from ``zygote``."""
 
     zygote: Zygote | None = None
 

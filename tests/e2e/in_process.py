@@ -1,11 +1,11 @@
-"""One life of an engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), as a job in JSON describes it.
+"""Runs one engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) as a JSON job describes it.
 
     python in_process.py JOB ANSWERS
 
-The job: ``options`` of vLLM's LLM; ``prompts``, each a list of token ids; ``rounds``: for each round, what is
-called before all prompts are asked one by one, and how many new records there must be under ``root`` before
-the round ends. Written to ANSWERS: the answers of each round, and the names of what the engine leaves in
-shared memory.
+The job holds ``options`` for vLLM's LLM, ``prompts`` (lists of token ids) and ``rounds``. A round names the
+method to call before all prompts are sent one by one, and the number of new records that must be under
+``root`` before the round ends. ANSWERS receives the answers of each round and the names of the files that the
+engine leaves in shared memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         while len(set(root.rglob("*.rec")) - before) < records:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"there are not {records} new records under {root}")
-            time.sleep(0.02)  # writers are threads of this process
+            time.sleep(0.02)  # the writer threads belong to this process
     files = shared_memory.mapped([os.getpid()])
     llm.llm_engine.engine_core.shutdown()
     answers = {"rounds": rounds, "left": sorted(shared_memory.left(files))}

@@ -1,14 +1,14 @@
-"""What stands before a server that prefills and one that decodes: the two calls of vLLM's own proxies.
+"""A proxy in front of a prefill server and a decode server, with the two calls of vLLM's own proxies.
 
-vLLM ships its proxies as examples and tests, outside of its wheel. This one makes the same calls with the
-same fields, as in vLLM 0.32:
+vLLM ships its proxies as examples and tests, outside its wheel. This one makes the same calls with the same
+fields as vLLM 0.32:
 
     DEMO   examples/disaggregated/disaggregated_serving/disagg_proxy_demo.py
     NIXL   tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
     P2P    tests/v1/kv_offload/tiering/p2p/p2p_connector_proxy.py, for vLLM's tiering between servers
 
-What they have beside that is left out: several servers of a kind, chats, answers in a stream, API keys,
-``min_tokens``, which the last two take out of the first call.
+It omits their other features: several servers of a kind, chats, streamed answers, API keys, and
+``min_tokens``, which the last two remove from the first call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is added to the first call, of the request's id; and to the second, of the first's answer."""
+    """The fields added to the first call (from the request id) and the second (from the first answer)."""
 
     name: str
     prefill: Callable[[str], Body]
@@ -55,7 +55,7 @@ def _peer(request_id: str, _: Body) -> Body:
 
 DEMO = Protocol("demo", lambda _: {}, lambda *_: {}, has_id=False)
 NIXL = Protocol("nixl", _nixl, _given_back)
-# One of one's own, before servers that both prefill and decode.
+# A custom proxy, in front of servers that both prefill and decode.
 AWAITING = Protocol(
     "awaiting", lambda _: {}, lambda *_: {"kv_transfer_params": {"kv_offload_await_ms": 60_000}}
 )
@@ -65,8 +65,8 @@ P2P = Protocol("p2p", lambda name: {"kv_transfer_params": {"remote_decoder": {"k
 class Proxy:
     """Listens on loopback while the block runs.
 
-    ``between``: called when the first call was answered, before the second. ``calls``: the bodies of both, in
-    their order.
+    ``between`` is called after the first call was answered and before the second. ``calls`` holds the bodies
+    of both, in order.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Proxy:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 try:
                     status, answer = 200, proxy.handle(self.path, body)
-                except Exception as error:  # whoever asked gets it
+                except Exception as error:  # the client receives the error
                     status, answer = 502, repr(error).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
@@ -99,7 +99,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     def handle(self, path: str, body: Body) -> bytes:
-        """The answer of the server that decodes."""
+        """Returns the answer of the decode server."""
         request_id = str(uuid.uuid4())
         first = {**body, "max_tokens": 1, "stream": False, **self.protocol.prefill(request_id)}
         prefilled = json.loads(self._call(self.prefill, path, first, request_id))
@@ -118,7 +118,7 @@ class Proxy:
             return bytes(reply.read())
 
     def __enter__(self) -> LocalServer:
-        """To be asked like a server; its log is that of the server that decodes."""
+        """Returns a server that takes requests; its log is the log of the decode server."""
         self._thread.start()
         return replace(self.decode, port=self._server.server_port)
 

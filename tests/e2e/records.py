@@ -1,4 +1,4 @@
-"""What is on a disk tier, seen from outside: sizes, and records damaged on purpose."""
+"""Reads a disk tier from outside: its sizes, and records that a test damages on purpose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CODEC = 108  # u32, 0: raw
 SEALING = 652  # u32, 0: none
 PAYLOAD_CHECKSUM = 120  # XXH3-64 of the payload
 CREATED = 128  # unix nanoseconds
-HEADER_CHECKSUM = 4088  # XXH3-64 of all before it
+HEADER_CHECKSUM = 4088  # XXH3-64 of all preceding bytes
 
 
 def files(root: Path) -> list[Path]:
-    """Every record under ``root`` (files that start with a record's magic), in the order of their making.
+    """Returns all records under ``root`` (files that start with the record magic), oldest first.
 
-    Without temporaries, which a killed server leaves and the next one removes.
+    Temporary files do not count: a killed server leaves them and the next server removes them.
     """
     found = []
     for path in paths_in(root):
@@ -31,7 +31,7 @@ def files(root: Path) -> list[Path]:
         try:
             with path.open("rb") as record:
                 header = record.read(HEADER)
-        except OSError:  # a directory, or gone meanwhile
+        except OSError:  # a directory, or removed meanwhile
             continue
         if header.startswith(b"KVOREC1\n") and len(header) == HEADER:
             found.append((_u64(header, CREATED), path))
@@ -51,7 +51,7 @@ def form(path: Path) -> Form:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Inverts one byte; the checksum no longer holds."""
+    """Inverts one byte, so that the checksum no longer matches."""
     with path.open("r+b") as record:
         record.seek(offset)
         byte = record.read(1)[0]
@@ -65,9 +65,9 @@ def truncate(path: Path) -> None:
 
 
 def plant(path: Path, donor: Path) -> None:
-    """Gives ``path`` the payload of ``donor`` under checksums that hold.
+    """Gives ``path`` the payload of ``donor`` with valid checksums.
 
-    Nothing can tell this wrong chunk from a right one, except by the answers.
+    Only the answers show that this chunk is wrong.
     """
     header = bytearray(path.read_bytes()[:HEADER])
     payload = donor.read_bytes()[HEADER:]
@@ -78,7 +78,7 @@ def plant(path: Path, donor: Path) -> None:
 
 
 class UsageWatch:
-    """Samples ``used_bytes`` in a thread while the block runs; ``peak`` is the most it saw."""
+    """Samples ``used_bytes`` in a thread while the block runs; ``peak`` is the largest sample."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

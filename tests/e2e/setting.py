@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: where things are, sizes, and the answers without the connector."""
+"""Shared by the end-to-end tests: paths, sizes, and the answers without the connector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from local_server import Answer, LocalServer, kv_transfer_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# The scripts call `python` and `kv-offload`: those of the running interpreter.
+# The scripts call `python` and `kv-offload`; they must find those of the running interpreter.
 SCRIPT_ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -21,7 +21,7 @@ SCRIPT_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 PROMPT_BLOCKS = 24
-GPU_BLOCKS = 40  # one prompt at a time, and a rest: each prompt pushes the one before out
+GPU_BLOCKS = 40  # holds one prompt and a part of another, so that each prompt evicts the previous one
 PROMPTS = 6
 
 Serve = Callable[..., LocalServer]
@@ -29,15 +29,16 @@ Serve = Callable[..., LocalServer]
 
 @dataclass(frozen=True)
 class Reference:
-    """Prompts and what the server without the connector says to them."""
+    """Prompts, and the answers of a server without the connector."""
 
     prompts: list[list[int]]
     answers: list[Answer]
 
 
 def patient_config(cpu_bytes: str, root: Path, **tier: Any) -> dict[str, Any]:
-    """For tests that count what comes back: all that is there is loaded, and a machine that stands still for
-    a minute makes no difference. ``tier``: further options of the disk."""
+    """Returns a configuration for tests that count hits: it loads every chunk that exists, and a machine that
+    stalls for a minute changes nothing. ``tier`` holds further options of the disk tier.
+    """
     config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_deadline_ms=240_000)
     config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_deadline_ms": 240_000, **tier}
     return config

@@ -1,4 +1,4 @@
-"""The files in /dev/shm that processes share, by inode: tests that run beside have some of their own."""
+"""Finds the files in /dev/shm that processes share, by inode: concurrent tests have their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 DIRECTORY = "/dev/shm"
-REGION = "kv_offload-"  # so begins the name of a region of ours, while it has one
-VLLMS_OWN = ("psm_", "sem.mp-", "vllm_dist_")  # its queues, its locks, how its ranks on CPU talk
+REGION = "kv_offload-"  # the name prefix of our regions, while they have a name
+# vLLM's queues, its locks, and the communication of its CPU ranks
+VLLMS_OWN = ("psm_", "sem.mp-", "vllm_dist_")
 
 
 class File(NamedTuple):
@@ -19,7 +20,7 @@ class File(NamedTuple):
 
 
 def mapped(pids: Iterable[int]) -> set[File]:
-    """What these processes have mapped from there, named or not; a region of ours is among it."""
+    """Returns the files in /dev/shm that these processes map. Fails unless one is a region of ours."""
     found, paths = set(), set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended
@@ -34,10 +35,10 @@ def mapped(pids: Iterable[int]) -> set[File]:
 
 
 def left(files: set[File]) -> set[str]:
-    """The names that are there of these files, less those that vLLM itself leaves behind."""
+    """Returns the names of these files that still exist, except those that vLLM itself leaves."""
     names = set()
     for entry in os.scandir(DIRECTORY):
-        with contextlib.suppress(FileNotFoundError):  # of a test that runs beside
+        with contextlib.suppress(FileNotFoundError):  # a file of a concurrent test
             about = entry.stat(follow_symlinks=False)
             if File(about.st_dev, about.st_ino) in files and not entry.name.startswith(VLLMS_OWN):
                 names.add(entry.name)

@@ -1,4 +1,4 @@
-"""A way to a server that can be made slow: what it answers comes at so many bytes a second."""
+"""A connection to a server that can be throttled to a number of bytes per second."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 import time
 from types import TracebackType
 
-PIECE = 64 * 1024  # bytes passed on at a time
+PIECE = 64 * 1024  # bytes forwarded at a time
 
 
 class SlowLink:
-    """Listens on loopback, at ``port``, and passes on what is said to the server at ``target`` (a Unix
-    socket's path, or a host and port) and by it. To be used as a context.
+    """Listens on loopback, at ``port``, and forwards data to and from the server at ``target`` (the path of a
+    Unix socket, or a host and port). Use it as a context manager.
 
-    ``bytes_per_second``: of all that the server says, over all connections; 0, as at the beginning: as fast
-    as it is. May be set at any time.
+    ``bytes_per_second`` limits all data from the server, over all connections. 0, the default, means
+    unthrottled. It may be set at any time.
     """
 
     def __init__(self, target: str | tuple[str, int]) -> None:
@@ -25,10 +25,10 @@ class SlowLink:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the last byte so far will have passed
+        self._free_at = 0.0  # time at which the last accepted byte has passed
         self._open: list[socket.socket] = []
         self._acceptor = threading.Thread(target=self._accept)
-        self._threads: list[threading.Thread] = []  # two a connection
+        self._threads: list[threading.Thread] = []  # two per connection
 
     def __enter__(self) -> SlowLink:
         self._acceptor.start()
@@ -38,7 +38,7 @@ class SlowLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bytes_per_second = 0
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._acceptor.join()
         for end in self._open:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Under vLLM's MultiConnector, beside a connector that keeps its own copy of every prompt."""
+"""Our connector under vLLM's MultiConnector, next to a connector that keeps its own copy of every prompt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from setting import PROMPT_BLOCKS, Serve
 
 PROMPTS = make_prompts(3, PROMPT_BLOCKS, seed=3)
 WHOLE = [PROMPT_BLOCKS * BLOCK] * len(PROMPTS)
-# vLLM's ExampleConnector keeps only what the first step of a prompt computes: all of it, then.
+# vLLM's ExampleConnector keeps only the chunks that the first step of a prompt computes, so one step must
+# compute all.
 ONE_STEP = ("--max-num-batched-tokens", "4096")
 
 
 def multi_connector(directory: Path) -> dict[str, Any]:
-    """Ours first, then vLLM's own debugging connector: whole prompts in files, loaded in the forward pass."""
+    """Configures ours first, then vLLM's debugging connector, which keeps whole prompts in files and loads
+    them in the forward pass.
+    """
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -44,26 +47,26 @@ def server(start: Serve, model: Path, others_files: Path) -> Iterator[LocalServe
 
 @pytest.fixture(scope="module")
 def computed(server: LocalServer) -> list[Answer]:
-    """The answers when nobody had anything: nothing was loaded."""
+    """Returns the answers while all caches are empty, so that nothing is loaded."""
     answers = [server.ask(prompt) for prompt in PROMPTS]
     assert not any(answer.cached_tokens for answer in answers)
     return answers
 
 
-def test_both_keep_every_prompt_and_ours_gives_it_back(
+def test_both_connectors_keep_every_prompt_and_ours_reloads_it(
     server: LocalServer, computed: list[Answer], others_files: Path
 ) -> None:
     again = [server.ask(prompt) for prompt in PROMPTS]
     assert_same(again, computed)
     assert [answer.cached_tokens for answer in again] == WHOLE
     assert server.metric("kv_offload_hit_tokens_total", tier="cpu") == sum(WHOLE)
-    assert len(list(others_files.glob("*/*.safetensors"))) > 0, "the other connector stored as well"
+    assert len(list(others_files.glob("*/*.safetensors"))) > 0, "the other connector stored them too"
 
 
-def test_what_ours_has_not_the_other_gives_and_ours_keeps(
+def test_the_other_connector_loads_a_prompt_that_ours_misses_and_ours_stores_it(
     server: LocalServer, computed: list[Answer], start: Serve, model: Path, others_files: Path
 ) -> None:
-    server.stop()  # with all that ours had; the files of the other are left
+    server.stop()  # drops all our chunks; the files of the other connector stay
     with start(model, multi_connector(others_files), arguments=ONE_STEP) as fresh:
         answers = [fresh.ask(prompt) for prompt in PROMPTS]
         assert_same(answers, computed)

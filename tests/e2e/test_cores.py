@@ -1,4 +1,4 @@
-"""What a server's processes leave of the cores while a request waits for records."""
+"""CPU use of a server's processes while a request waits for records."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ AWAIT_MS = 3000
 
 
 def times_slept(server: LocalServer) -> int:
-    """How often the rank's thread that waits for messages gave its core up of its own accord, so far."""
+    """Returns how often the rank's message thread has yielded its core voluntarily so far."""
     (rank,) = (process for process in server.processes() if "Worker" in process.command)
     status = Path(f"/proc/{rank.pid}/status").read_text()
     return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
 
 def sleeps_while_waiting(start: Serve, model: Path, root: Path, how: str) -> int:
-    """Of a prompt of one chunk, whose record never comes: it is waited for, then computed."""
+    """Counts sleeps during a prompt of one chunk whose record never arrives, until it is recomputed."""
     config = kv_transfer_config("64MiB", root, wait_while_loading=how)
     with start(model, config) as server:
         warm_up, prompt = make_prompts(2, 1)

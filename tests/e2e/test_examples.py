@@ -1,6 +1,6 @@
-"""What examples/ holds runs as it stands there. (serve.sh and the live dashboard: test_serving.)
+"""The files in examples/ run unmodified. (serve.sh and the live dashboard: test_serving.)
 
-The demonstration starts vLLM as its users do, twice: what one start records, another one loads.
+The demonstration starts vLLM as users do, twice: the second start loads the records of the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def test_offline_example_reloads_from_host_memory_and_from_disk(
     (first, _), (again, tokens) = reloaded()
     assert first == 0
     assert again >= tokens // BLOCK * BLOCK - BLOCK > 0
-    for _ in range(5):  # it ends without waiting for the disk: what is missing is computed and written again
+    # the script exits before the disk has taken all chunks; a rerun computes and writes the missing ones
+    for _ in range(5):
         (after_restart, tokens), _ = reloaded()
         if after_restart >= tokens // BLOCK * BLOCK - BLOCK:
             break

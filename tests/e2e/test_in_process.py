@@ -1,4 +1,4 @@
-"""Engines in the caller's process, as scripts run them: resets, and two lives over kept memory and a disk."""
+"""Engines in the caller's process, as in scripts: resets, and two engines over kept memory and a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from answers import BLOCK, NOISE, make_prompts
 from forked import Zygote
 from setting import GPU_BLOCKS, SCRIPT_ENVIRONMENT, patient_config
 
-BLOCKS = 6  # of each prompt
+BLOCKS = 6  # per prompt
 PROMPTS = make_prompts(2, BLOCKS, seed=29)
 SCRIPT = Path(__file__).parent / "in_process.py"
 Rounds = list[list[dict[str, Any]]]
@@ -28,7 +28,7 @@ class Lives:
     model: Path
     folder: Path
     number: int = 0
-    left: set[str] = field(default_factory=set)  # by the last engine, in shared memory
+    left: set[str] = field(default_factory=set)  # files that the last engine left in shared memory
 
     def live(self, rounds: list[tuple[str, int]], **extra: Any) -> Rounds:
         self.number += 1
@@ -38,7 +38,7 @@ class Lives:
         job, answers = (self.folder / f"{kind}-{self.number}.json" for kind in ("job", "answers"))
         options = {
             "model": str(self.model),
-            "dtype": "float32",  # the model's; chosen by vLLM it would be another on some processors
+            "dtype": "float32",  # the model's own; vLLM would choose another dtype on some processors
             "max_model_len": 2048,
             "num_gpu_blocks_override": GPU_BLOCKS,
             "kv_transfer_config": transfer,
@@ -86,13 +86,15 @@ def test_with_fixed_weights_resets_and_restarts_lose_nothing(lives: Lives) -> No
         assert_same(answers, first)
 
 
-def test_by_default_a_reset_of_both_caches_leaves_nothing_to_find(lives: Lives) -> None:
+def test_by_default_a_reset_of_both_caches_invalidates_all_records(lives: Lives) -> None:
     rounds = [("nothing", 2 * BLOCKS), ("reset vLLM's cache", 0), ("reset both caches", 2 * BLOCKS)]
     first, found, gone = lives.live(rounds)
     assert cached_blocks(found) == [BLOCKS, BLOCKS]
     assert cached_blocks(gone) == [0, 0]
     assert lives.left == set()
     (after,) = lives.live([("nothing", 0)])
-    assert cached_blocks(after) == [0, 0], "records of changed weights are for the engine that was reset"
+    assert cached_blocks(after) == [0, 0], (
+        "only the engine that was reset may load records of changed weights"
+    )
     for answers in (found, gone, after):
         assert_same(answers, first)

@@ -1,4 +1,4 @@
-"""Host memory through three lives of a server of two ranks without a tier: killed, reset, empty."""
+"""Host memory over three lives of a server of two ranks without a tier: killed, reset, empty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask_all(server: LocalServer, reference: Reference) -> list[Answer]:
 
 
 def kill(server: LocalServer) -> set[str]:
-    """The names of what its processes leave in shared memory."""
+    """Kills the server; returns the names that its processes leave in shared memory."""
     files = shared_memory.mapped(process.pid for process in server.processes())
     server.kill()
     return shared_memory.left(files)
@@ -36,7 +36,7 @@ def kill(server: LocalServer) -> set[str]:
 
 @pytest.fixture(scope="module")
 def kept(start: Serve, model: Path, reference: Reference) -> Iterator[set[str]]:
-    """What the first life leaves: it computes all prompts and is killed."""
+    """Returns the shared memory that the first life leaves: it computes all prompts and is killed."""
     server = serve(start, model)
     assert_same(ask_all(server, reference), reference.answers)
     names = kill(server)
@@ -47,7 +47,7 @@ def kept(start: Serve, model: Path, reference: Reference) -> Iterator[set[str]]:
 
 @dataclass
 class Second:
-    """The second life: its answers, what it says it loaded, its answer after a reset, what its kill left."""
+    """The second life: answers, reported loads, answer after a reset, and files left by its kill."""
 
     answers: list[Answer]
     hit_tokens: float
@@ -64,7 +64,7 @@ def second(start: Serve, model: Path, reference: Reference, kept: set[str]) -> S
     return Second(answers, hit_tokens, server.ask(reference.prompts[0]), kill(server))
 
 
-def test_a_kill_leaves_one_region_that_is_taken_over(kept: set[str], second: Second) -> None:
+def test_the_next_server_takes_over_the_one_region_that_a_kill_leaves(kept: set[str], second: Second) -> None:
     (name,) = kept
     assert name.startswith("kv_offload-kept-")
     assert second.left == kept
@@ -77,7 +77,7 @@ def test_after_a_kill_whole_prompts_are_hit_in_host_memory(second: Second, refer
     assert_same(second.answers, reference.answers)
 
 
-def test_after_a_reset_nothing_is_left_for_the_next(
+def test_after_a_reset_the_next_server_finds_nothing(
     start: Serve, model: Path, reference: Reference, second: Second
 ) -> None:
     assert second.after_reset.cached_tokens == 0

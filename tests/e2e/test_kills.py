@@ -1,9 +1,10 @@
-"""A server with two ranks, whose records are sealed: it reloads from both tiers; one of its processes is
-killed (SIGKILL) while it writes, and the next one starts and has everything. The same, once, with records
-that are encoded as well.
+"""A server with two ranks and encrypted records reloads from both tiers. One of its processes is killed
+(SIGKILL) while it writes; the next server must find every record. One test repeats this with records that are
+compressed as well.
 
-One directory through several lives; in each another process is killed: the engine core, a worker, the API
-server. (All at once: test_restart.) KV_OFFLOAD_KILLS=<n> adds n lives, killed anywhere at a random moment.
+One directory lives through several servers; each life kills another process: the engine core, a worker, the
+API server. (test_restart kills all at once.) KV_OFFLOAD_KILLS=<n> adds n lives, killed anywhere at a random
+moment.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from setting import PROMPT_BLOCKS, PROMPTS, Reference, Serve, patient_config
 from kv_offload.exposition import Page
 
 VICTIMS = ("EngineCore", "Worker_TP1", "APIServer")
-NEW_PROMPTS = 4  # in each life
-MOST_LATE = 2 * PROMPT_BLOCKS  # when it stood still once: of the prompt that waited, and of the next
-RECORDED_BEFORE_KILL = 30  # of their records: the second prompt is being written
+NEW_PROMPTS = 4  # per life
+# after one stall of the disk: the chunks of the prompt that waited and of the next prompt
+MOST_LATE = 2 * PROMPT_BLOCKS
+RECORDED_BEFORE_KILL = 30  # of the records of NEW_PROMPTS: the second prompt is being written
 
 
 @dataclass
 class History:
-    """Prompts that were answered so far, in the order of their asking."""
+    """The prompts that were answered so far, in request order."""
 
     root: Path
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    records: int = 0  # there when the last server was killed
-    unasked: int = 0  # of them, those of prompts that were never answered: nobody asks for them
-    server: LocalServer | None = None  # of the life that has begun
+    records: int = 0  # on disk when the last server was killed
+    unasked: int = 0  # records of prompts that were never answered, so no request looks for them
+    server: LocalServer | None = None  # of the current life
 
     def begin(self, start: Serve, model: Path) -> LocalServer:
         self.server = serve(start, model, self.root)
@@ -59,7 +61,7 @@ def serve(start: Serve, model: Path, root: Path, arguments: Sequence[str] = (), 
         key.write_bytes(os.urandom(32))
     return start(
         model,
-        # One thread: in order, so that what was recorded has no holes.
+        # One writer thread writes in order, so the recorded prefix has no holes.
         patient_config("96MiB", root, n_write_threads=1, encryption_key_file=str(key), **tier),
         arguments=["--tensor-parallel-size", "2", *arguments],
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
@@ -67,7 +69,7 @@ def serve(start: Serve, model: Path, root: Path, arguments: Sequence[str] = (), 
 
 
 def kill(server: LocalServer, victim: str) -> None:
-    """SIGKILL to one process; vLLM ends the others, or we do."""
+    """Sends SIGKILL to one process; vLLM, or else this function, ends the others."""
     assert server.process is not None
     if victim == "all":
         server.kill()
@@ -89,9 +91,9 @@ def _alive(server: LocalServer) -> bool:
 
 
 class Asking(threading.Thread):
-    """Asks each prompt when those before are recorded, until the server is killed.
+    """Sends each prompt once the previous ones are recorded, until the server is killed.
 
-    What was answered goes into ``history``. ``ended``: what ended it before all were asked.
+    Adds the answers to ``history``. ``ended`` is the error that ended the thread before the last prompt.
     """
 
     def __init__(self, server: LocalServer, prompts: Sequence[list[int]], history: History) -> None:
@@ -106,14 +108,14 @@ class Asking(threading.Thread):
                 answer = self.server.ask(prompt)
                 self.history.prompts.append(prompt)
                 self.history.answers.append(answer)
-                # Memory that is full drops what a slow disk has not taken yet: a hole.
+                # Full host memory evicts chunks that a slow disk has not taken yet; that would leave a hole.
                 waiting.recorded(self.history.root, before + (number + 1) * PROMPT_BLOCKS, self.server)
         except (OSError, HTTPException, ServerError, KeyError, ValueError, AssertionError) as error:
             self.ended = error
 
 
 def account(server: LocalServer, hit: list[int]) -> str:
-    """What the server says of its cache, without what is 0 and histograms' buckets; for a test that fails."""
+    """Returns the server's nonzero cache metrics without histogram buckets, for a failure message."""
     lines = server.get("/metrics").splitlines()
     ours = [line for line in lines if "kv_offload" in line.split("{")[0] and "_bucket" not in line]
     said = [line for line in ours if not line.startswith("#") and float(line.split()[-1])]
@@ -126,7 +128,8 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
     again = [server.ask(prompt) for prompt in history.prompts]
     assert_same(again, history.answers)
     hit = [answer.cached_tokens // BLOCK for answer in again]
-    # A disk that stands still for minutes is no fault of a kill: what it delays is computed, and said to be.
+    # A disk that stalls for minutes is not an effect of the kill: the late chunks are recomputed and counted
+    # as such.
     page = Page(server.get("/metrics"))
     late = page.sum("kv_offload_miss_tokens_total", reason="deadline") // BLOCK
     recorded = history.records - history.unasked
@@ -134,12 +137,14 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
     assert late <= MOST_LATE, account(server, hit)
     timeouts = page.sum("kv_offload_failures_total", op="read", kind="timeout")
     assert page.sum("kv_offload_failures_total") == timeouts, account(server, hit)
-    # What had to be computed is on its way to the disk.
+    # The recomputed chunks are being written to the disk.
     waiting.recorded(history.root, len(history.prompts) * PROMPT_BLOCKS + history.unasked, server)
 
 
 def live(start: Serve, model: Path, history: History, victim: str, number: int, moment: float | None) -> None:
-    """One life: has all of the lives before, then is killed while it writes, or ``moment`` seconds later."""
+    """Runs one life: checks all records of the earlier lives, then is killed while it writes, or after
+    ``moment`` seconds.
+    """
     server = history.server or history.begin(start, model)
     in_memory = shared_memory.mapped(process.pid for process in server.processes())
     check_all_is_there(server, history)
@@ -159,7 +164,7 @@ def live(start: Serve, model: Path, history: History, victim: str, number: int, 
         asking.join()
         history.server = None
     history.records = len(records.files(history.root))
-    # Written in order: what is there beyond the prompts that were answered is of the next one.
+    # Records are written in order: those beyond the answered prompts belong to the next prompt.
     answered = len(history.answers) - answered
     history.unasked += max(0, history.records - before - answered * PROMPT_BLOCKS)
     assert shared_memory.left(in_memory) == set()
@@ -167,7 +172,7 @@ def live(start: Serve, model: Path, history: History, victim: str, number: int, 
 
 @pytest.fixture(scope="module")
 def history(start: Serve, model: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Its first life has begun. Host memory is smaller than the prompts that are asked."""
+    """Starts the first life. Host memory is smaller than the prompts of the test."""
     history = History(tmp_path_factory.mktemp("killed"))
     history.begin(start, model)
     return history
@@ -179,10 +184,10 @@ def test_two_ranks_reload_from_host_memory_and_disk(history: History, reference:
     first = []
     for number, prompt in enumerate(reference.prompts):
         first.append(server.ask(prompt))
-        # Memory that is full drops what a slow disk has not taken yet.
+        # Full host memory evicts chunks that a slow disk has not taken yet.
         waiting.recorded(history.root, (number + 1) * PROMPT_BLOCKS, server)
     again = [server.ask(prompt) for prompt in reversed(reference.prompts)]
-    # Two ranks sum in another order than one: rounding, far below the bound.
+    # Two ranks sum in another order than one; the rounding difference is far below the bound.
     assert_same(first, reference.answers)
     assert_same(again, reference.answers[::-1])
     hit = [answer.cached_tokens // BLOCK for answer in again]
@@ -190,7 +195,7 @@ def test_two_ranks_reload_from_host_memory_and_disk(history: History, reference:
     assert server.metric("kv_offload_hit_tokens_total", tier="cpu") > 0
     assert server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
     assert {records.form(path) for path in records.files(history.root)} == {records.Form(False, True)}
-    # The next test kills this server, and the one after it has these as well.
+    # The next test kills this server; the test after it needs these prompts as well.
     history.prompts += reference.prompts
     history.answers += first
     history.records = len(records.files(history.root))
@@ -201,14 +206,14 @@ def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, hi
     for number, victim in enumerate(VICTIMS):
         live(start, model, history, victim, number, None)
     with serve(start, model, history.root) as server:
-        assert len(history.answers) >= before + len(VICTIMS), "each life answered its first new prompt"
+        assert len(history.answers) >= before + len(VICTIMS), "a life did not answer its first new prompt"
         check_all_is_there(server, history)
 
 
-# K and V of a float32 model gain nothing. In bfloat16 answers differ by more than NOISE between a prompt that
-# was computed and one that was loaded, and by nothing between one of vLLM's own blocks and one that was
-# loaded: so the second answer is the one to compare with.
-def test_encoded_records_outlive_a_kill(start: Serve, model: Path, tmp_path: Path) -> None:
+# Compression saves nothing on K and V of a float32 model, so this model is bfloat16. There, a loaded prompt
+# differs from a computed one by more than NOISE, but not from a hit in vLLM's own blocks. So the second
+# answer is the reference.
+def test_compressed_records_survive_a_kill(start: Serve, model: Path, tmp_path: Path) -> None:
     root, prompts = tmp_path / "encoded", make_prompts(3, PROMPT_BLOCKS)
     bfloat16 = ["--dtype", "bfloat16"]
     with serve(start, model, root, bfloat16, compress="zstd") as server:

@@ -1,6 +1,6 @@
-"""Another shape than full attention: sliding windows. (Two ranks: test_kills.)
+"""A model with sliding windows instead of full attention. (Two ranks: test_kills.)
 
-Host memory is smaller than the working set, so that prompts come back from both tiers.
+Host memory is smaller than the working set, so that prompts are loaded from both tiers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from setting import PROMPT_BLOCKS, PROMPTS, Serve, patient_config
 
 
 def ask_and_wait_for_writes(server: LocalServer, prompt: list[int]) -> Answer:
-    """Memory that is full drops what a slow disk has not taken yet."""
+    """Waits for the writes, because full host memory evicts chunks that a slow disk has not taken yet."""
     answer = server.ask(prompt)
     waiting.written(server)
     return answer

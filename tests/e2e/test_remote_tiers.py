@@ -1,8 +1,8 @@
-"""Two servers and one store, for each kind of tier beyond the host: what one computes the other loads, also
-when the one only prefills and the other decodes; a store that is slow is computed around; it dies and is back
-empty while requests run.
+"""Two servers share one store, for each kind of remote tier. One loads the chunks that the other computes,
+also with one prefill and one decode server. A slow store is bypassed by recomputing. The store dies and
+returns empty while requests run.
 
-Its password or keys are in the environment of the servers, and in no line that they log.
+The store's password or keys are in the servers' environment and must not appear in any log line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from setting import PROMPT_BLOCKS, Reference, Serve
 from slow_link import SlowLink
 
 WHOLE = PROMPT_BLOCKS * BLOCK
-ASK_SECONDS = 120  # for one answer, whatever the store does
-HOST_MEMORY = "56MiB"  # two prompts of the six: one that returns comes from the store
+ASK_SECONDS = 120  # per answer, whatever the store does
+HOST_MEMORY = "56MiB"  # two of the six prompts: a repeated prompt is loaded from the store
 ONE_PROMPT = "28MiB"
-THROTTLED = 1_000_000  # bytes a second: a prompt takes 25 s, computing it some 3 s on two old cores
+# bytes per second: a prompt takes 25 s to load and about 3 s to compute on two old cores
+THROTTLED = 1_000_000
 PASSWORD = "correct-horse-e2e"
 
 
@@ -40,7 +41,7 @@ def step(server: LocalServer) -> None:
 
 
 class Redis:
-    """A redis-server on a socket of its own, ended by its pid."""
+    """A redis-server on a socket of its own; ended by its pid."""
 
     environment: ClassVar = {"KV_E2E_PASSWORD": PASSWORD}
     secret = PASSWORD
@@ -51,7 +52,7 @@ class Redis:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Empty."""
+        """Starts an empty server."""
         options = [
             "--port",
             "0",
@@ -82,7 +83,7 @@ class Redis:
         return self.tier() | {"url": f"redis://127.0.0.1:{link.port}"}
 
     def records(self) -> int:
-        return int(self._cli("DBSIZE")) - 1  # the epoch
+        return int(self._cli("DBSIZE")) - 1  # minus the epoch
 
     def _cli(self, *words: str) -> str:
         command = ["redis-cli", "-s", str(self.socket), "-a", PASSWORD, "--no-auth-warning", *words]
@@ -90,7 +91,7 @@ class Redis:
 
 
 class S3:
-    """A bucket of a store on loopback."""
+    """A bucket of an S3 server on loopback."""
 
     environment: ClassVar = {
         "AWS_ACCESS_KEY_ID": ACCESS,
@@ -103,7 +104,7 @@ class S3:
         self.server = S3Server(directory)
 
     def start(self) -> None:
-        """Empty, at the address of before."""
+        """Starts the server again, empty, at the same address."""
         shutil.rmtree(self.server.directory / "data", ignore_errors=True)
         self.server.start()
 
@@ -124,7 +125,7 @@ class S3:
 
 
 class Mooncake:
-    """Mooncake's master and a holder, on loopback."""
+    """A Mooncake master and a storage process, on loopback."""
 
     environment: ClassVar = {}
     secret = "hunter2, as it has none"
@@ -133,7 +134,7 @@ class Mooncake:
         self.processes = MooncakeProcesses(directory, holder_bytes=1 << 30)
 
     def start(self) -> None:
-        """Empty, at the address of before."""
+        """Starts the processes again, empty, at the same address."""
         self.processes.start_master()
         self.processes.start_holder()
 
@@ -145,7 +146,7 @@ class Mooncake:
         return {"type": "mooncake", "master": self.processes.address}
 
     def records(self) -> int:
-        return self.processes.objects() - 1  # the epoch
+        return self.processes.objects() - 1  # minus the epoch
 
 
 Store = Redis | S3 | Mooncake
@@ -191,12 +192,12 @@ def wait_for_records(store: Store, count: int, server: LocalServer) -> None:
     waiting.until(enough, 180, f"{count} records in the store\n{server.log_tail()}")
 
 
-def test_what_one_server_computed_the_other_loads(
+def test_a_server_loads_the_chunks_that_another_server_computed(
     servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference
 ) -> None:
     writer, reader = servers
     written = []
-    for prompt in reference.prompts[:3]:  # host memory has room for two that are being written
+    for prompt in reference.prompts[:3]:  # host memory holds two prompts that are being written
         written.append(writer.ask(prompt))
         wait_for_records(store, len(written) * PROMPT_BLOCKS, writer)
     loaded = [reader.ask(prompt) for prompt in reference.prompts[:3]]
@@ -207,14 +208,14 @@ def test_what_one_server_computed_the_other_loads(
 
 
 class Served:
-    """What a server has done with prompts since this was made, by its own counters."""
+    """The prompt work that a server has done since this object was made, by the server's counters."""
 
     def __init__(self, server: LocalServer) -> None:
         self._server = server
         self._before = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        """Tokens of prompts that it computed and that it loaded, and of answers."""
+        """Returns computed prompt tokens, loaded prompt tokens, and answer tokens."""
         by_source = "vllm:prompt_tokens_by_source_total"
         return (
             self._server.metric(by_source, source="local_compute"),
@@ -233,7 +234,7 @@ class Served:
 
 
 @pytest.mark.parametrize("protocol", [DEMO, NIXL, P2P], ids=lambda protocol: protocol.name)
-def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
+def test_with_a_vllm_proxy_one_server_prefills_and_the_other_decodes(
     servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference, protocol: Protocol
 ) -> None:
     prefill, decode = servers
@@ -241,7 +242,7 @@ def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
     before = store.records()
 
     def written() -> None:
-        # The server that prefilled is asked nothing more: what it computed leaves it all the same.
+        # The prefill server gets no further request: it must write its chunks anyway.
         waiting.until(
             lambda: store.records() >= before + PROMPT_BLOCKS,
             180,
@@ -252,7 +253,7 @@ def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
     with Proxy(prefill, decode, protocol, between=written) as both:
         answer = both.ask(prompt, cache_salt=protocol.name)  # new to both servers
     assert_same([answer], [expected])
-    assert answer.cached_tokens == WHOLE, "every full block"
+    assert answer.cached_tokens == WHOLE, "every full block must be loaded"
     prefilled.wait_for(computed=len(prompt), loaded=0, answered=1)
     decoded.wait_for(computed=len(prompt) - WHOLE, loaded=WHOLE, answered=len(expected.token_ids))
 
@@ -260,7 +261,7 @@ def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
 def ask_at_once(
     protocol: Protocol, servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> list[Answer]:
-    """Answers, the right ones, behind a proxy that does not wait, to prompts that are new to both servers."""
+    """Returns checked answers from a proxy that does not wait; the prompts are new to both servers."""
     with Proxy(*servers, protocol) as both:
         answers = [
             both.ask(prompt, cache_salt=f"{protocol.name}, at once") for prompt in reference.prompts[4:]
@@ -269,24 +270,24 @@ def ask_at_once(
     return answers
 
 
-def test_a_proxy_that_does_not_wait_for_the_records_costs_time_only(
+def test_a_proxy_that_does_not_wait_for_records_costs_only_time(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
     ask_at_once(DEMO, servers, reference)
 
 
-def test_a_server_that_awaits_records_loads_them_whole_behind_a_proxy_that_does_not(
+def test_a_server_that_awaits_records_loads_whole_prompts_if_the_proxy_does_not_wait(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
     answers = ask_at_once(AWAITING, servers, reference)
     assert [answer.cached_tokens for answer in answers] == [WHOLE] * len(answers)
 
 
-def test_a_store_that_is_slower_than_computing_is_computed_around(
+def test_the_server_recomputes_when_the_store_is_slower(
     start: Serve, model: Path, store: Store, reference: Reference
 ) -> None:
     if isinstance(store, Mooncake):
-        pytest.skip("its clients tell each other where they listen: nothing can be put between them")
+        pytest.skip("its clients exchange their addresses, so no proxy can be placed between them")
     prompts = itertools.cycle(zip(reference.prompts[:3], reference.answers[:3], strict=True))
     with store.link() as link, start_over(start, model, store, store.tier_over(link), ONE_PROMPT) as server:
 
@@ -307,17 +308,19 @@ def test_a_store_that_is_slower_than_computing_is_computed_around(
 
             waiting.until(asked, 300, f"{what}\n{server.log_tail()}")
 
-        answer = server.ask(reference.prompts[5])  # what computing costs it learns from this one
+        answer = server.ask(reference.prompts[5])  # the server learns the cost of computing from this prompt
         assert_same([answer], [reference.answers[5]])
         assert answer.cached_tokens == 0
         happens("a load", lambda: hits() >= WHOLE)
         link.bytes_per_second = THROTTLED
-        happens("a prompt that is computed by choice", lambda: missed() > 0)  # it must find out by itself
+        # the server must detect the slow store itself
+        happens("a prompt that is computed by choice", lambda: missed() > 0)
         loaded, computed = hits(), missed()
         for _ in range(3):
             ask()
         assert hits() == loaded
-        assert missed() >= computed + 2 * WHOLE  # of three; of what is left in host memory nothing is missed
+        # of three prompts; chunks that are still in host memory do not count as missed
+        assert missed() >= computed + 2 * WHOLE
 
         link.bytes_per_second = 0
         happens("loads again", lambda: hits() >= loaded + WHOLE)
@@ -325,7 +328,7 @@ def test_a_store_that_is_slower_than_computing_is_computed_around(
 
 
 class Asking:
-    """Asks a server its prompts, in turn and again, as long as the block runs."""
+    """Sends the prompts to a server in turn, repeatedly, while the block runs."""
 
     def __init__(self, server: LocalServer, reference: Reference) -> None:
         self.server, self.reference = server, reference
@@ -367,7 +370,7 @@ class Asking:
         assert_same(self.answers, [known[number % len(known)] for number in range(len(self.answers))])
 
 
-def test_a_store_that_dies_and_comes_back_empty_while_requests_run_costs_time_only(
+def test_a_store_that_dies_and_returns_empty_during_requests_costs_only_time(
     servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference
 ) -> None:
     first, second = servers
@@ -392,7 +395,8 @@ def test_a_store_that_dies_and_comes_back_empty_while_requests_run_costs_time_on
     before = written()
 
     def used_again() -> bool:
-        # New ones: what is in host memory was offered to the tier once, while it was away, and is not again.
+        # New prompts: chunks in host memory were offered to the tier once, while it was down, and are not
+        # offered again.
         first.ask([next(fresh)] * (2 * BLOCK), max_tokens=1, timeout=ASK_SECONDS)
         return written() > before
 
@@ -401,11 +405,11 @@ def test_a_store_that_dies_and_comes_back_empty_while_requests_run_costs_time_on
     assert_same(again, reference.answers[:2])
 
 
-def test_no_log_has_a_secret(servers: tuple[LocalServer, LocalServer], store: Store) -> None:
+def test_no_log_contains_a_secret(servers: tuple[LocalServer, LocalServer], store: Store) -> None:
     tier = store.tier()
     for server in servers:
         text = server.log_file.read_text()
         assert f"{tier['type']} {tier.get('url') or tier.get('master', BUCKET)}" in text, (
-            "the boot line names the tier"
+            "the startup summary must name the tier"
         )
         assert store.secret not in text

@@ -1,6 +1,6 @@
 """One directory through four lives of a server: written, reloaded after damage, killed while writing, reset.
 
-Each life is a fixture that starts where the one before ended; the tests look at what it brought.
+Each life is a fixture that starts where the previous one ended; the tests check the result of each life.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SWAPPED, FLIPPED, TRUNCATED = (
     3,
     4,
     5,
-)  # prompts of which one record is damaged between the first and second life
+)  # prompts with one record each that is damaged between the first and second life
 MORE_PROMPTS = 60
 RECORDED_BEFORE_KILL = 200  # of the records of MORE_PROMPTS
-MOST_BEHIND = 10 * PROMPT_BLOCKS  # that the disk has not taken yet: a third of host memory
+MOST_BEHIND = 10 * PROMPT_BLOCKS  # chunks that the disk has not taken yet: a third of host memory
 
 
 def serve(start: Serve, model: Path, root: Path) -> LocalServer:
-    # One thread writes in order: what was recorded has no holes.
+    # One writer thread writes in order, so the recorded prefix has no holes.
     return start(model, patient_config("1GiB", root, n_write_threads=1))
 
 
 @dataclass
 class Life:
-    """What a server's life left: its answers and, while it lasts, the server."""
+    """The answers of one server life and, while it runs, the server."""
 
     server: LocalServer
     answers: list[Answer]
@@ -52,7 +52,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[Life, list[list[Path]]]:
-    """Computes and records all prompts; also gives the records of each prompt."""
+    """Computes and records all prompts; returns the life and the records of each prompt."""
     of_prompt: list[list[Path]] = []
     seen: set[Path] = set()
     life = Life(serve(start, model, root), [])
@@ -69,7 +69,7 @@ def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[
 def second(
     start: Serve, model: Path, reference: Reference, root: Path, first: tuple[Life, list[list[Path]]]
 ) -> Life:
-    """Reloads them, three with a damaged record."""
+    """Reloads the prompts, of which three have a damaged record."""
     of_prompt = first[1]
     middle = PROMPT_BLOCKS // 2
     records.plant(of_prompt[SWAPPED][middle], donor=of_prompt[SWAPPED][middle + 1])
@@ -87,15 +87,15 @@ def test_every_chunk_computed_is_recorded_once(
     assert_same(life.answers, reference.answers)
 
 
-def test_a_restart_brings_back_whole_prompts_from_disk(second: Life, reference: Reference) -> None:
+def test_a_restarted_server_loads_whole_prompts_from_disk(second: Life, reference: Reference) -> None:
     assert second.cached_blocks()[:SWAPPED] == [PROMPT_BLOCKS] * SWAPPED
     assert_same(second.answers[:SWAPPED], reference.answers[:SWAPPED])
     expected = sum(answer.cached_tokens for answer in second.answers)
     assert second.server.metric("kv_offload_hit_tokens_total", tier="fs") >= expected
 
 
-def test_the_comparison_sees_one_wrong_chunk(second: Life, reference: Reference) -> None:
-    # The control: this record is wrong under checksums that hold, so it is loaded as if it were right.
+def test_the_comparison_detects_one_wrong_chunk(second: Life, reference: Reference) -> None:
+    # Negative control: this wrong record has valid checksums, so it is loaded like a right one.
     assert second.cached_blocks()[SWAPPED] == PROMPT_BLOCKS
     assert difference(second.answers[SWAPPED], reference.answers[SWAPPED]) > 4 * NOISE
 
@@ -109,7 +109,7 @@ def test_a_damaged_record_is_computed_again_and_counted(second: Life, reference:
 
 @dataclass
 class Killed:
-    """What was on disk when the server was killed, and the answers it had given."""
+    """The records on disk when the server was killed, and the answers until then."""
 
     records: int
     prompts: list[list[int]]
@@ -119,7 +119,7 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(second: Life, root: Path) -> Killed:
-    """SIGKILL to all its processes while it computes and writes new prompts."""
+    """Kills all processes (SIGKILL) while the server computes and writes new prompts."""
     prompts = make_prompts(MORE_PROMPTS, PROMPT_BLOCKS, seed=1)
     answers: list[Answer] = []
     waiting.recorded(root, len(second.answers) * PROMPT_BLOCKS, second.server)
@@ -130,10 +130,10 @@ def killed(second: Life, root: Path) -> Killed:
         try:
             for prompt in prompts:
                 answers.append(second.server.ask(prompt))
-                # Memory that is full drops what a slow disk has not taken yet: a hole.
+                # Full host memory evicts chunks that a slow disk has not taken yet; that would leave a hole.
                 waiting.recorded(root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server)
         except (OSError, HTTPException, ServerError, ValueError):
-            return  # killed in the middle, as meant
+            return  # the kill ended the request, as intended
 
     asking = threading.Thread(target=ask_all)
     asking.start()
@@ -142,7 +142,7 @@ def killed(second: Life, root: Path) -> Killed:
     )
     second.server.kill()
     asking.join()
-    assert len(answers) < MORE_PROMPTS, "it had finished before it was killed"
+    assert len(answers) < MORE_PROMPTS, "the server finished before it was killed"
     asked = prompts[: len(answers) + 1]
     return Killed(len(records.files(root)), asked, answers, shared_memory.left(in_memory))
 
@@ -153,7 +153,7 @@ def third(start: Serve, model: Path, reference: Reference, root: Path, killed: K
     return Life(server, [server.ask(prompt) for prompt in reference.prompts + killed.prompts])
 
 
-def test_after_a_kill_all_that_was_recorded_is_hit(third: Life, killed: Killed) -> None:
+def test_after_a_kill_every_recorded_chunk_is_hit(third: Life, killed: Killed) -> None:
     assert sum(third.cached_blocks()) >= 0.99 * killed.records
     assert third.server.metric("kv_offload_failures_total") == 0
 
@@ -171,7 +171,7 @@ def test_a_kill_leaves_nothing_in_shared_memory(killed: Killed) -> None:
 
 @pytest.fixture(scope="module")
 def reset(third: Life, reference: Reference, root: Path) -> Answer:
-    """Everything forgotten while serving; the first prompt asked again, recorded again."""
+    """Resets all caches while serving; sends the first prompt again, which records it again."""
     waiting.reset(third.server)
     answer = third.server.ask(reference.prompts[0])
     waiting.written(third.server)
@@ -191,7 +191,7 @@ def test_nothing_is_hit_after_a_reset(reset: Answer, reference: Reference) -> No
 
 
 def test_a_restart_after_a_reset_starts_empty(fourth: Life, reference: Reference) -> None:
-    # The first prompt was recorded again after the reset: with weights that, for all that is known, were in
-    # the third life's memory only.
+    # The first prompt was recorded again after the reset. Its weights are unknown to the fourth life: the
+    # third life may have changed them in memory.
     assert fourth.cached_blocks() == [0, 0]
     assert_same(fourth.answers, reference.answers[:2])

@@ -1,5 +1,6 @@
-"""One server with both tiers, started by examples/serve.sh as a user starts it: prompts evicted from vLLM's
-cache come back, a real Prometheus scrapes it, and the queries of examples/monitoring find its metrics.
+"""One server with both tiers, started by examples/serve.sh as a user starts it. Prompts that vLLM's cache
+evicted are loaded again, a real Prometheus scrapes the server, and the queries of examples/monitoring find
+its metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Query = Callable[[str], list[dict[str, Any]]]
 
 @dataclass
 class ScriptServer(LocalServer):
-    """The server that serve.sh starts, where LocalServer would start its own."""
+    """The server that serve.sh starts, in place of LocalServer's own command."""
 
     def command(self) -> list[str]:
         options = super().command()
@@ -49,12 +50,13 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
         blocks=GPU_BLOCKS,
         environment={
             "PATH": SCRIPT_ENVIRONMENT["PATH"],
-            # All prompts of the first tests, and less than all conversations of the last one.
+            # Holds all prompts of the first tests, but not all conversations of the last test.
             "KV_MEMORY": "160MiB",
             "KV_DIRECTORY": str(directory / "kv"),
             "KV_DISK_SIZE": "1GiB",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),  # all there are
-            "SPT_NOENV": "1",  # the name that vLLM gives a process must not overwrite its environment
+            # all usable cores
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "SPT_NOENV": "1",  # the process title that vLLM sets must not overwrite the environment
         },
     )
     with server:
@@ -63,7 +65,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 @pytest.fixture(scope="module")
 def rounds(server: LocalServer, reference: Reference) -> list[list[Answer]]:
-    """Every prompt asked, then every prompt asked again, when vLLM's own cache has long lost it."""
+    """Sends every prompt, then every prompt again, after vLLM's own cache has evicted it."""
     return [[server.ask(prompt) for prompt in reference.prompts] for _ in range(2)]
 
 
@@ -74,7 +76,7 @@ def test_a_rank_that_computes_on_all_cores_is_started_with_few_spins(server: Loc
     assert "openmp_wait" in server.log_file.read_text()
 
 
-def test_evicted_prompts_come_back_from_host_memory(
+def test_evicted_prompts_are_loaded_from_host_memory(
     server: LocalServer, rounds: list[list[Answer]], reference: Reference
 ) -> None:
     first, again = rounds
@@ -85,10 +87,10 @@ def test_evicted_prompts_come_back_from_host_memory(
     assert server.metric("kv_offload_hit_tokens_total", tier="cpu") == len(again) * PROMPT_BLOCKS * BLOCK
 
 
-def test_what_was_never_stored_is_a_miss_with_its_reason(
+def test_a_chunk_that_was_never_stored_is_a_miss_with_this_reason(
     server: LocalServer, rounds: list[list[Answer]]
 ) -> None:
-    # vLLM asks from the left and stops at the first miss; the rest of the prompt counts with it.
+    # vLLM looks up from the left and stops at the first miss; the rest of the prompt counts as missed too.
     missed = server.metric("kv_offload_miss_tokens_total", reason="not_stored")
     assert missed == len(rounds[0]) * PROMPT_BLOCKS * BLOCK
     assert server.metric("kv_offload_miss_tokens_total") == missed
@@ -101,7 +103,7 @@ def test_nothing_failed(server: LocalServer, rounds: list[list[Answer]]) -> None
 
 @pytest.fixture(scope="module")
 def query(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
-    """Asks a Prometheus that scrapes the server."""
+    """Sends queries to a Prometheus that scrapes the server."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     with prometheus(f"127.0.0.1:{server.port}", tmp_path_factory.mktemp("prometheus")) as base:
@@ -126,7 +128,7 @@ def test_prometheus_sees_hits_by_tier(server: LocalServer, rounds: list[list[Ans
             [float(row["value"][1]) for row in query('kv_offload_hit_tokens_total{tier="cpu"}')] == [expected]
         ),
         240,
-        f"{expected} hit tokens in Prometheus, it says {query('kv_offload_hit_tokens_total')}",
+        f"{expected} hit tokens in Prometheus, actual: {query('kv_offload_hit_tokens_total')}",
     )
 
 
@@ -136,7 +138,7 @@ def test_prometheus_sees_what_each_tier_holds(
     held = len(reference.prompts) * PROMPT_BLOCKS
 
     def held_on(tier: str) -> bool:
-        waiting.step(server)  # what the disk took since is told in a step
+        waiting.step(server)  # the server publishes new disk records in a step
         rows = query(f'kv_offload_tier_chunks{{tier="{tier}"}}')
         return any(float(row["value"][1]) >= held for row in rows)
 
@@ -147,7 +149,7 @@ def test_prometheus_sees_what_each_tier_holds(
             f"{held} chunks on {tier}: {query('kv_offload_tier_chunks')}",
         )
         ratio = f'kv_offload_tier_bytes{{tier="{tier}"}} / kv_offload_tier_capacity_bytes{{tier="{tier}"}}'
-        waiting.until(  # a scrape that failed leaves nothing to divide
+        waiting.until(  # a failed scrape leaves no data to divide
             lambda ratio=ratio: [0 < float(row["value"][1]) <= 1 for row in query(ratio)] == [True],  # type: ignore[misc]
             240,
             f"{ratio}: {query(ratio)}",
@@ -155,7 +157,7 @@ def test_prometheus_sees_what_each_tier_holds(
 
 
 def test_the_dashboard_shows_a_live_server(server: LocalServer, query: Query) -> None:
-    prompts = make_prompts(8, PROMPT_BLOCKS, seed=9)  # more than memory holds
+    prompts = make_prompts(8, PROMPT_BLOCKS, seed=9)  # more than host memory holds
 
     def come_back() -> bool:
         for prompt in prompts:
@@ -169,5 +171,5 @@ def test_the_dashboard_shows_a_live_server(server: LocalServer, query: Query) ->
         empty[:] = [panel.title for panel in panels() if not any(map(query, panel.queries.values()))]
         return len(empty) < 0.3 * len(panels())
 
-    # Counters of what did not happen are absent.
+    # A counter without events is absent.
     waiting.until(shown, 240, f"panels with data; empty: {empty}")

@@ -1,4 +1,4 @@
-"""What counts as left in /dev/shm by a server's processes, though other tests run beside."""
+"""The check for leftover files in /dev/shm ignores concurrent tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import shared_memory
 
-# Its title lies over what /proc shows of its environment and arguments, as that of vLLM's processes does.
+# Like vLLM's processes, it has a title that overwrites the environment and arguments that /proc shows.
 MAP = """import mmap, sys
 from setproctitle import setproctitle
 with open(sys.argv[1], "r+b") as file:
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    """Locked before it has its name: a server that starts beside removes regions that nobody holds."""
+    """Locks the file before naming it: servers that start concurrently remove unlocked regions."""
     unnamed = Path(shared_memory.DIRECTORY, f"test-{uuid.uuid4().hex}")
     unnamed.write_bytes(bytes(4096))
     with unnamed.open("rb") as file:
@@ -39,7 +39,7 @@ def region() -> Iterator[Path]:
 
 @contextmanager
 def process_with(file: Path) -> Iterator[int]:
-    """Its process id; the file is mapped."""
+    """Yields the id of a process that maps the file."""
     with subprocess.Popen(
         [sys.executable, "-c", MAP, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -49,13 +49,13 @@ def process_with(file: Path) -> Iterator[int]:
         process.communicate()
 
 
-def test_a_name_that_stays_when_its_process_has_ended_is_left(region: Path) -> None:
+def test_a_name_that_outlives_its_process_counts_as_left(region: Path) -> None:
     with process_with(region) as pid:
         files = shared_memory.mapped([pid])
     assert shared_memory.left(files) == {region.name}
 
 
-def test_a_file_whose_name_is_gone_is_not_and_another_of_that_name_is_another(region: Path) -> None:
+def test_an_unlinked_file_does_not_count_nor_does_a_new_file_of_its_name(region: Path) -> None:
     with process_with(region) as pid:
         region.unlink()
         files = shared_memory.mapped([pid])
@@ -64,7 +64,7 @@ def test_a_file_whose_name_is_gone_is_not_and_another_of_that_name_is_another(re
         assert shared_memory.left(files) == set()
 
 
-def test_what_vllm_leaves_of_its_own_does_not_count(region: Path) -> None:
+def test_files_that_vllm_leaves_do_not_count(region: Path) -> None:
     with process_with(region) as pid:
         files = shared_memory.mapped([pid])
     own = region.with_name(f"{shared_memory.VLLMS_OWN[0]}{uuid.uuid4().hex}")
@@ -75,6 +75,6 @@ def test_what_vllm_leaves_of_its_own_does_not_count(region: Path) -> None:
         own.unlink()
 
 
-def test_processes_without_a_region_of_ours_show_nothing() -> None:
+def test_processes_without_a_region_of_ours_are_an_error() -> None:
     with pytest.raises(AssertionError, match="no region of ours"):
         shared_memory.mapped([os.getpid()])

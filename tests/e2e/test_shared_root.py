@@ -1,7 +1,8 @@
-"""Two servers on one directory at once, of one rank and of two, in the canonical layout: what one records the
-other loads, and an evictor beside both.
+"""Two servers with one and two ranks share a directory in the canonical layout: each loads the other's
+records, also while an evictor runs.
 
-Both serve all the time, so nothing is found by a start: the second server was up before the first wrote.
+Both serve throughout, so no record is found by a scan at start: the second server was up before the first
+write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from answers import BLOCK, assert_same, make_prompts
 from local_server import LocalServer
 from setting import PROMPT_BLOCKS, Reference, Serve, patient_config
 
-MEMORY = ("512MiB", "256MiB")  # of the first and of the second server
+MEMORY = ("512MiB", "256MiB")  # of the first and the second server
 WHOLE = PROMPT_BLOCKS * BLOCK
 
 
@@ -60,10 +61,10 @@ def test_each_engine_states_its_own_budget(servers: tuple[LocalServer, LocalServ
     for server, size in zip(servers, (512, 256), strict=True):
         (line,) = [line for line in server.log_file.read_text().splitlines() if " tokens/GiB)" in line]
         tokens = (size << 20) // per_token
-        assert f"cpu {size}.0 MiB = {tokens:,} tokens" in line, "and kv-offload size foretells it"
+        assert f"cpu {size}.0 MiB = {tokens:,} tokens" in line, "kv-offload size predicts the same"
 
 
-def test_what_one_server_wrote_the_other_loads(
+def test_a_server_loads_the_records_of_the_other(
     servers: tuple[LocalServer, LocalServer], root: Path, reference: Reference
 ) -> None:
     writer, reader = servers
@@ -74,22 +75,22 @@ def test_what_one_server_wrote_the_other_loads(
     assert_same([*written, *loaded], reference.answers[:3] * 2)
     assert [answer.cached_tokens for answer in loaded] == [WHOLE] * 3
     assert reader.metric("kv_offload_hit_tokens_total", tier="fs") == 3 * WHOLE
-    assert len(records.files(root)) == 3 * PROMPT_BLOCKS, "what is there is not written again"
+    assert len(records.files(root)) == 3 * PROMPT_BLOCKS, "an existing record is written again"
 
 
-def test_and_the_other_way(
+def test_the_first_server_loads_the_records_of_the_second(
     servers: tuple[LocalServer, LocalServer], root: Path, reference: Reference
 ) -> None:
     reader, writer = servers
     writer.ask(reference.prompts[4])
     waiting.recorded(root, 4 * PROMPT_BLOCKS, writer)
-    # Not told of them yet: it looks for their names.
+    # The first server has no notice of these records yet, so it looks for their names.
     loaded = reader.ask(reference.prompts[4])
     assert_same([loaded], [reference.answers[4]])
     assert loaded.cached_tokens == WHOLE
 
 
-def test_both_say_that_they_share_records(servers: tuple[LocalServer, LocalServer]) -> None:
+def test_both_servers_log_that_they_share_records(servers: tuple[LocalServer, LocalServer]) -> None:
     said = "canonical_layout: records are shared by servers of any tensor-parallel size that divides"
     for server in servers:
         assert said in server.log_file.read_text()
@@ -101,13 +102,13 @@ def test_both_say_that_they_share_records(servers: tuple[LocalServer, LocalServe
         assert layout == "canonical: other tensor-parallel sizes share the records"
 
 
-def test_one_that_computes_what_the_other_never_saw(servers: tuple[LocalServer, LocalServer]) -> None:
-    # The control: nobody wrote this one, so nobody finds it.
+def test_a_prompt_that_no_server_wrote_is_computed(servers: tuple[LocalServer, LocalServer]) -> None:
+    # Negative control: no server wrote this prompt, so no server finds it.
     (prompt,) = make_prompts(1, PROMPT_BLOCKS, seed=7)
     assert servers[1].ask(prompt).cached_tokens == 0
 
 
-def test_an_evictor_beside_them_takes_only_speed(
+def test_a_concurrent_evictor_costs_only_speed(
     servers: tuple[LocalServer, LocalServer], root: Path, reference: Reference
 ) -> None:
     used = json.loads(cli("stat", str(root), "--json"))["bytes"]
@@ -118,7 +119,9 @@ def test_an_evictor_beside_them_takes_only_speed(
     answers = [server.ask(prompt) for server in servers for prompt in reference.prompts[:5]]
     assert_same(answers, reference.answers[:5] * 2)
     for server in servers:
-        assert server.metric("kv_offload_failures_total", op="read") == 0, "a record that is gone is a miss"
+        assert server.metric("kv_offload_failures_total", op="read") == 0, (
+            "an evicted record must be a miss, not a failure"
+        )
     assert json.loads(cli("verify", str(root), "--json"))["damaged"] == []
 
 

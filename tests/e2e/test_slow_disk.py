@@ -1,8 +1,9 @@
-"""One server over a disk that is throttled, frozen, and fails to read: answers stay right, and it recovers.
+"""One server over a disk that is throttled, frozen, and fails to read: answers stay right, and the tier
+recovers.
 
-The disk is a FUSE file system (tests/slow_disk) whose behaviour is set at run time. Each test leaves it
-whole and used again; they run in this order. Time only bounds the waiting: what a slow tier costs in time is
-measured by benchmarks/throttled_tier.py.
+The disk is a FUSE file system (tests/slow_disk) whose behaviour is set at run time. The tests run in this
+order; each leaves the disk fully working and the tier in use. Times only bound the waiting:
+benchmarks/throttled_tier.py measures the cost of a slow tier.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from local_server import Answer, LocalServer, kv_transfer_config
 from setting import PROMPT_BLOCKS, Reference, Serve
 from slow_disk import NoFuseError, SlowDisk, build
 
-HOST_MEMORY = "56MiB"  # two prompts of the six: a prompt that returns in turn comes from disk
+HOST_MEMORY = "56MiB"  # two of the six prompts: a prompt that repeats in turn is loaded from disk
 LOOKUP_DEADLINE_MS = 3000
 OP_DEADLINE_MS = 4000
-# Three records are read at a time, so each arrives within its op's deadline; a prompt takes 13 s.
+# Three records are read concurrently, so each arrives within the deadline of its op; a prompt takes 13 s.
 THROTTLED = 2_000_000
 ALWAYS = {"kv_offload_load_policy": "always"}
 RECOVERY_SECONDS = (
-    600  # the tier is probed after 30 s, a breaker tried after up to 60; the disk below is slow, too
+    # the tier is probed after 30 s and the circuit breaker retries within 60 s; the slow disk below adds time
+    600
 )
 
 
 @dataclass
 class Setting:
-    """The server, its disk, and the prompts asked in turn."""
+    """The server, its disk, and the prompts that it gets in turn."""
 
     server: LocalServer
     disk: SlowDisk
@@ -39,7 +41,7 @@ class Setting:
     turn: int = 0
 
     def ask(self, count: int = 1, load_policy: dict[str, str] | None = None) -> None:
-        """Asks the next prompts; each answer must be the one without the connector."""
+        """Sends the next prompts; each answer must equal the answer without the connector."""
         for _ in range(count):
             at = self.turn % len(self.reference.prompts)
             self.turn += 1
@@ -57,7 +59,7 @@ class Setting:
         waiting.until(met, RECOVERY_SECONDS, f"{what}\n{self.server.log_tail()}")
 
     def ask_until_loaded(self, tokens: float, load_policy: dict[str, str] | None = None) -> None:
-        """Until the disk has given so many tokens more."""
+        """Sends prompts until that many more tokens were loaded from disk."""
         before = self.hits()
         self.ask_until(lambda: self.hits() >= before + tokens, "hits from disk again", load_policy)
 
@@ -93,7 +95,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowDisk]:
 
 @pytest.fixture(scope="module")
 def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> Iterator[Setting]:
-    """All prompts are recorded, and the disk, still fast, is used."""
+    """Records all prompts; the disk is still fast and in use."""
     kv_transfer = kv_transfer_config(
         HOST_MEMORY, disk.mountpoint, eviction_policy="lru", lookup_deadline_ms=LOOKUP_DEADLINE_MS
     )
@@ -104,24 +106,24 @@ def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> 
         try:
             for number, prompt in enumerate(reference.prompts):
                 server.ask(prompt)
-                # Memory that is full drops what the disk has not taken yet.
+                # Full host memory evicts chunks that the disk has not taken yet.
                 waiting.recorded(disk.directory, (number + 1) * PROMPT_BLOCKS, server, RECOVERY_SECONDS)
             setting.ask_until_loaded(2 * PROMPT_TOKENS)
             yield setting
         finally:
-            disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
+            disk.tell(frozen=0)  # a thread in a frozen call cannot be killed
 
 
 @pytest.fixture(autouse=True)
 def whole_again(disk: SlowDisk) -> Iterator[None]:
-    """What a failed test leaves must not fail the next one."""
+    """Repairs the disk, so that a failed test does not fail the next one."""
     yield
     disk.tell(read_bytes_per_second=0, frozen=0, read_errors=0)
 
 
-def test_a_tier_slower_than_computing_is_left_and_used_again_when_it_is_fast(setting: Setting) -> None:
+def test_a_tier_slower_than_computing_is_bypassed_until_it_is_fast_again(setting: Setting) -> None:
     setting.disk.tell(read_bytes_per_second=THROTTLED)
-    # It must find out by itself; what it gives up meanwhile is computed.
+    # The server must detect the slow disk itself; chunks it gives up on meanwhile are recomputed.
     setting.ask_until(lambda: setting.decisions("recompute") > 0, "a prompt recomputed by choice")
     before = {choice: setting.decisions(choice) for choice in ("load", "partial", "recompute")}
     hits = setting.hits()
@@ -139,13 +141,13 @@ def test_a_tier_slower_than_computing_is_left_and_used_again_when_it_is_fast(set
     assert setting.decisions("load") > before["load"]
 
 
-def test_a_frozen_disk_holds_no_request_longer_than_its_deadline_and_comes_back(setting: Setting) -> None:
+def test_a_frozen_disk_delays_no_request_beyond_its_deadline_and_recovers(setting: Setting) -> None:
     trips, timeouts = setting.trips(), setting.failures("timeout")
     setting.disk.tell(frozen=1)
     late = setting.server.metric("kv_offload_miss_tokens_total", reason="deadline")
-    # Each of these waits for the disk, which never answers: without the deadline none would end.
+    # Each prompt waits for the disk, which never answers: without the deadline none would end.
     setting.ask_until(lambda: setting.trips() > trips, "the breaker tripped", ALWAYS)
-    assert setting.disk.tell()["held"] > 0, "nobody was inside the frozen disk"
+    assert setting.disk.tell()["held"] > 0, "no call was inside the frozen disk"
     assert setting.failures("timeout") > timeouts
     assert setting.server.metric("kv_offload_miss_tokens_total", reason="deadline") > late
 
@@ -161,11 +163,13 @@ def test_a_disk_that_fails_to_read_costs_hits_until_it_reads_again(setting: Sett
     assert counts["read_errors"] > 0
     assert counts["read_bytes"] == given, "not all reads failed"
     setting.ask_until(lambda: setting.failures("io") >= failures + 8, "8 reads failed", ALWAYS)
-    setting.ask_until(lambda: setting.trips() > trips, "it does not go on trying at full speed", ALWAYS)
+    setting.ask_until(
+        lambda: setting.trips() > trips, "reads that fail did not trip the circuit breaker", ALWAYS
+    )
     assert setting.disk.tell()["read_bytes"] == given, "not all reads failed"
     assert setting.failures("corrupt") == 0
 
-    # Computed again, so offered for storing again: they were replaced, or are there as they were.
+    # The prompts were recomputed and so offered again: their records were replaced, or are unchanged on disk.
     wanted = len(setting.reference.prompts) * PROMPT_BLOCKS
     waiting.recorded(setting.disk.directory, wanted, setting.server, RECOVERY_SECONDS)
     setting.disk.tell(read_errors=0)

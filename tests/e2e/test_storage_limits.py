@@ -1,4 +1,4 @@
-"""A bounded directory and a full file system: the bound holds, and the answers stay the same."""
+"""A bounded directory and a full file system: the bound holds, and the answers do not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_directory_never_grows_beyond_its_bound(
 
 @contextmanager
 def _mounted(*arguments: str, at: Path) -> Iterator[Path]:
-    """Mounted with these options of ``mount``, at a new directory."""
+    """Mounts with these options of ``mount``, at a new directory."""
     at.mkdir()
     mounted = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True)
     if mounted.returncode != 0:
@@ -61,13 +61,13 @@ def small_filesystem(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-def test_a_full_file_system_costs_hits_and_nothing_else(
+def test_a_full_file_system_costs_only_hits(
     start: Serve, model: Path, reference: Reference, small_filesystem: Path
 ) -> None:
     root = small_filesystem / "root"
     root.mkdir()
     with start(model, patient_config("64MiB", root, max_bytes="48MiB")) as server:
-        # Somebody else takes the space that was free when the server started.
+        # Another program takes the space that was free when the server started.
         ballast = small_filesystem / "ballast"
         free = os.statvfs(small_filesystem).f_bavail * 4096
         ballast.write_bytes(bytes(free - 10 * MIB))
@@ -77,8 +77,8 @@ def test_a_full_file_system_costs_hits_and_nothing_else(
         assert server.metric("kv_offload_evicted_bytes_total", tier="fs") > 0
         assert "is full although the tier has" in server.log_file.read_text()
         held = records.files(root)
-        assert used_bytes(root) <= len(held) * RECORD + MIB, "something half-written was left"
-        # With the space back, records are made again.
+        assert used_bytes(root) <= len(held) * RECORD + MIB, "partial files were left"
+        # Once space is free again, new records are written.
         ballast.unlink()
         _ask_until_recorded(server.ask, root, len(held) + PROMPT_BLOCKS)
     assert_same(answers, reference.answers * 2)
@@ -86,7 +86,7 @@ def test_a_full_file_system_costs_hits_and_nothing_else(
 
 @pytest.fixture
 def failing_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 128 MiB in a file."""
+    """Yields an ext4 file system of 128 MiB in a file."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(128 * MIB)
@@ -103,15 +103,15 @@ def test_a_file_system_that_turns_read_only_is_read_on(
     with start(model, patient_config("64MiB", root, max_bytes="64MiB")) as server:
         answers = [server.ask(prompt) for prompt in reference.prompts[:2]]
         waiting.recorded(root, 2 * PROMPT_BLOCKS, server)
-        # What the kernel has not written yet goes with the abort, as it does with the power.
+        # Data that the kernel has not written yet is lost on an abort, as on a power failure.
         subprocess.run(["sync", "--file-system", str(failing_filesystem)], check=True)
         held = records.files(root)
-        # As after an error of the device: the kernel refuses every write, those to open files too.
+        # As after a device error, the kernel refuses every write, also to open files.
         subprocess.run(["mount", "-o", "remount,abort", str(failing_filesystem)], check=True)
         answers += [server.ask(prompt) for prompt in reference.prompts[2:]]
         waiting.written(server)
         loaded = server.metric("kv_offload_hit_tokens_total", tier="fs")
-        answers.append(server.ask(reference.prompts[0]))  # not in host memory any more
+        answers.append(server.ask(reference.prompts[0]))  # no longer in host memory
         assert server.metric("kv_offload_failures_total", tier="fs", op="write", kind="io") > 0
         assert server.metric("kv_offload_hit_tokens_total", tier="fs") > loaded
         assert set(records.files(root)) == set(held)
@@ -119,7 +119,7 @@ def test_a_file_system_that_turns_read_only_is_read_on(
 
 
 def _ask_until_recorded(ask: object, root: Path, count: int) -> None:
-    """New prompts until there are ``count`` records: writing may be off for a while after many failures."""
+    """Sends new prompts until ``count`` records exist: failures may disable writes for a while."""
     assert callable(ask)
     seeds = itertools.count(1000)
 

@@ -1,4 +1,4 @@
-"""Sleep, pause and weight updates of a real server: what the cache keeps, and what it must not keep.
+"""Sleep, pause and weight updates of a real server: the records that stay valid, and those that must not.
 
 On CPU vLLM frees no memory when it sleeps, but it pauses, resets and wakes up as on a GPU.
 """
@@ -16,7 +16,7 @@ from answers import BLOCK, NOISE, assert_same, make_prompts
 from local_server import Answer, LocalServer, ServerError, difference
 from setting import Serve, patient_config
 
-BLOCKS = 8  # of each prompt
+BLOCKS = 8  # per prompt
 PROMPTS = make_prompts(2, BLOCKS, seed=11)
 
 
@@ -69,9 +69,7 @@ def test_with_fixed_weights_sleep_and_pause_lose_nothing(start: Serve, model: Pa
         assert_same(after, first)
 
 
-def test_by_default_no_byte_of_before_a_weight_update_is_found(
-    start: Serve, model: Path, tmp_path: Path
-) -> None:
+def test_by_default_no_record_survives_a_weight_update(start: Serve, model: Path, tmp_path: Path) -> None:
     changing = tmp_path / "model"
     shutil.copytree(model, changing)
     with start(changing, config(tmp_path / "root")) as server:
@@ -92,7 +90,7 @@ def test_by_default_no_byte_of_before_a_weight_update_is_found(
 
 
 def negate_output_projection(model: Path) -> None:
-    """Other weights under the same names, in place."""
+    """Replaces the weights in place, under the same names."""
     from safetensors.torch import load_file, save_file
 
     file = model / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Waiting for something that another process does: by looking, with a bound."""
+"""Bounded polling for the actions of another process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from local_server import LocalServer
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str | Callable[[], str]) -> None:
-    """Raises AssertionError that says ``what`` was waited for, asked for when it did not come."""
+    """Polls ``condition``; on a timeout raises AssertionError with ``what``, which is evaluated only then."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -20,30 +20,30 @@ def until(condition: Callable[[], bool], seconds: float, what: str | Callable[[]
 
 
 def step(server: LocalServer, **options: float) -> None:
-    """A short prompt: an engine that is idle neither learns what its threads did nor publishes metrics."""
+    """Sends a short prompt: an idle engine neither polls its threads nor publishes metrics."""
     server.ask([7] * 16, max_tokens=1, **options)
 
 
 def reset(server: LocalServer) -> None:
-    """Until all that is cached is forgotten; vLLM refuses while requests run."""
+    """Resets all caches; retries, because vLLM refuses while requests run."""
     until(lambda: bool(server.post("/reset_prefix_cache?reset_external=true")["success"]), 240, "a reset")
 
 
 def written(server: LocalServer, seconds: float = 240) -> None:
-    """Until ``server`` has nothing left to write: neither queued nor in a temporary."""
+    """Waits until ``server`` has no queued write and no temporary file."""
     quiet = 0
 
     def idle() -> bool:
         nonlocal quiet
         step(server)
         quiet = quiet + 1 if server.metric("kv_offload_queue_depth", op="write") == 0 else 0
-        return quiet == 10  # a second: gauges are published twice in it
+        return quiet == 10  # one second: gauges are published twice in this time
 
     until(idle, seconds, lambda: f"all writes done\n{server.log_tail()}")
 
 
 def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) -> None:
-    """Until ``root`` holds ``count`` records."""
+    """Waits until ``root`` holds ``count`` records."""
 
     def enough() -> bool:
         found = len(records.files(root))
@@ -59,7 +59,7 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) 
 
 
 def known(count: int, server: LocalServer, seconds: float = 240) -> None:
-    """Until ``server`` knows of ``count`` records, its own and others': in use, it looks once a second."""
+    """Waits until ``server`` knows ``count`` records, also others'. In use, it scans once a second."""
 
     def enough() -> bool:
         step(server)

@@ -1,25 +1,25 @@
-"""A process that has imported vLLM and nothing of this project, and becomes a server or a script by forking.
+"""Imports vLLM, but nothing of this project, and forks: each child becomes a server or a script.
 
     python zygote.py <requests >replies
 
-Most of a server's start is three processes importing the same modules. Here they are imported once. Each line
-of standard input is a JSON object and gets one line in reply:
+Most of a server's start is three processes that import the same modules; here they are imported once. Each
+line of standard input is a JSON object and gets one line in reply:
 
     {"run": [module or script, arguments...], "log": ..., "environment": {...}, "directory": ...}
-        -> {"pid": 123}
+      -> {"pid": 123}
     {"poll": 123}
-        -> {"status": null or the exit code, negative for a signal}
+      -> {"status": null or the exit code, negative for a signal}
 
-A child is in a session of its own, has the environment given and no other, and runs what it is told to as
-``python -m`` would. What differs from a start of its own:
-- vLLM's engine core and workers are forked too. (So they are by default on GPUs; on CPUs vLLM spawns them, to
-  set up OpenMP, and what they are given is pickled.) They inherit open files, the server's socket among them.
-- All share one seed of Python's hash(), which differs from start to start otherwise.
-- torch compiles nothing.
-Servers that are started plainly are in test_serving.py and, with a restart, in test_examples.py.
+A child is in a session of its own, has only the given environment, and runs its program as ``python -m``
+would. It differs from a separate start in these points:
+    - vLLM's engine core and workers are forked too, as on GPUs by default. On CPUs vLLM spawns them to set
+      up OpenMP and pickles their arguments. Forks inherit open files, including the server's socket.
+    - All share one seed of Python's hash(), which otherwise differs between starts.
+    - torch compiles nothing.
+The tests that start servers without it are test_serving.py and, with a restart, test_examples.py.
 
-A process with threads must not be forked: the zygote ends with an error if it has more than one. It also ends
-with its input, and ends its children then.
+A process with threads must not be forked: the zygote fails if it has more than one thread. It also exits when
+its input ends, and then ends its children.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-# What the API server, the engine core and a worker import at a start, as far as it is vLLM's or below it.
+# The modules that the API server, the engine core and a worker import at a start, from vLLM and its
+# dependencies.
 MODULES = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
@@ -51,7 +52,7 @@ OURS = ("kv_offload", "specs")
 
 
 def preloaded() -> str:
-    """The libraries that vLLM loads into its processes on CPU before all others (vllm/platforms/cpu.py)."""
+    """Returns the libraries that vLLM preloads into its processes on CPU (vllm/platforms/cpu.py)."""
     found = []
     for package, pattern in (("vllm", "libs/libtcmalloc_minimal*.so*"), ("torch", "lib/libgomp*.so*")):
         spec = importlib.util.find_spec(package)
@@ -63,7 +64,7 @@ def preloaded() -> str:
 
 
 def bind_threads() -> None:
-    """In a worker: as many threads as vLLM's environment for OpenMP asks for, and on these CPUs.
+    """Sets a worker's thread count and CPU affinity from vLLM's environment for OpenMP.
 
     OpenMP itself reads that environment only when it is loaded.
     """
@@ -82,17 +83,20 @@ def prepare() -> None:
     import setproctitle
     import vllm.envs
 
-    setproctitle.getproctitle()  # finds where the title lies, which it cannot once the environment is another
+    # locates the title's memory, which is impossible after the environment has changed
+    setproctitle.getproctitle()
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     os.register_at_fork(after_in_child=bind_threads)
-    assert not [name for name in sys.modules if name.split(".")[0] in OURS], "what is tested is loaded later"
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
+    assert not [name for name in sys.modules if name.split(".")[0] in OURS], (
+        "the project under test is already imported"
+    )
+    assert len(os.listdir("/proc/self/task")) == 1, "the zygote has threads: it must not be forked"
     gc.collect()
-    gc.freeze()  # collecting it in a child would copy its pages
+    gc.freeze()  # a collection in a child would copy its pages
 
 
 def become(request: dict[str, Any]) -> None:
-    """In the child: the program of ``request``; ends the process."""
+    """Runs the program of ``request`` in the child; ends the process."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -120,8 +124,8 @@ def become(request: dict[str, Any]) -> None:
 
 
 def serve(requests: TextIO, replies: TextIO) -> dict[str, Any] | None:
-    """Answers requests until there are no more; in a child it returns what to become."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, who end us
+    """Answers requests until the input ends; in a child, returns the program to become."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which ends this one
     print(json.dumps({"ready": os.getpid()}), file=replies, flush=True)
     children = set()
     for line in requests:
@@ -137,7 +141,7 @@ def serve(requests: TextIO, replies: TextIO) -> dict[str, Any] | None:
             children.discard(pid)
             reply = {"status": os.waitstatus_to_exitcode(status) if pid else None}
         print(json.dumps(reply), file=replies, flush=True)
-    for pid in children:  # nobody is there any more who would end them
+    for pid in children:  # no other process is left to end them
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     return None
@@ -145,13 +149,14 @@ def serve(requests: TextIO, replies: TextIO) -> dict[str, Any] | None:
 
 def main() -> None:
     if "LD_PRELOAD" not in os.environ:
-        # One thread each for what computes here, so that none has others when it forks. Nothing is compiled:
-        # vLLM has a helper for log-probabilities compiled at the first request, seconds in each server.
+        # The math libraries get one thread each, so that the zygote has no other threads when it forks.
+        # Nothing is compiled: vLLM would compile a helper for log-probabilities at the first request, which
+        # takes seconds in each server.
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         os.execve(
             sys.executable, [sys.executable, *sys.argv], os.environ | alone | {"LD_PRELOAD": preloaded()}
         )
-    # Replies have a file of their own: what is imported may print.
+    # Replies have a file of their own, because imports may print.
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prepare()

@@ -1,16 +1,16 @@
-"""Plants faults, one at a time, and sees whether the tests find them.
+"""Plants faults (mutants), one at a time, and checks that the tests detect them.
 
     python tests/mutants/run.py                  all of tests/mutants/*.toml
     python tests/mutants/run.py space cuda       some areas (names of the files)
-    python tests/mutants/run.py --name reset     those whose names contain "reset"
-    python tests/mutants/run.py --kind cpp       those that these tests see: cpp, python, command
-    python tests/mutants/run.py --part 2/8       the second of eight parts of them: for several machines
+    python tests/mutants/run.py --name reset     mutants whose names contain "reset"
+    python tests/mutants/run.py --kind cpp       mutants of one kind of test: cpp, python, command
+    python tests/mutants/run.py --part 2/8       the second of eight parts, to use several machines
     python tests/mutants/run.py --list
 
 A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
 
     [[mutant]]
-    name = "a write takes its generation when it runs"
+    name = "an op reads its epoch when it runs"
     file = "csrc/storage/fs/record_writer.cc"
     find = '''...'''
     replace = '''...'''
@@ -18,11 +18,12 @@ A mutant replaces text that occurs exactly once in one file and names the tests 
     python = "tests/python/test_config.py -k unit"  # arguments of pytest, or
     command = "bash tests/x.sh"                     # a shell command that must fail
 
-The checkout is never changed: the faults go into a copy of its files in build/mutants, or where
-KV_OFFLOAD_MUTANTS says: two runs side by side need two places. Before any fault is planted the named tests
-have to pass there, or those mutants are not tried: a test that fails anyway sees nothing. A fault also counts
-as seen when its tests do not end, provided that without it they end in that time. Exit status 0: all were
-seen; 1: some were not; 2: a mutant cannot be planted, or its tests do not pass without it.
+The checkout is never changed: the faults are planted in a copy of its files in build/mutants, or in the
+directory that KV_OFFLOAD_MUTANTS names. Two concurrent runs need two directories. The named tests must pass
+in the copy before any fault is planted; otherwise their mutants are skipped, because a test that fails anyway
+detects nothing. A fault also counts as detected when its tests hang, provided that they finish in that time
+without it. Exit status 0: all were detected; 1: some were not; 2: a mutant cannot be planted, or its tests
+fail without it.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ TREE = PLACE / "tree"
 BUILD = PLACE / "cpp"
 KINDS = ("cpp", "python", "command")
 SECONDS = 600
-# Tests that take so many times as long as without the fault, and at least so many seconds, do not end.
+# Tests that run this many times longer than without the fault, and at least this many seconds, are hanging.
 SLOWER, LEAST_SECONDS = 5, 20
 LATE = "seen: its tests do not end"
 SEEN = ("seen", LATE)
 
-# Python finds the package of an editable install by a list of files: the list is turned to the copy.
+# Python finds the package of an editable install by a list of files; this points the list to the copy.
 SITE = """import sys
 for finder in sys.meta_path:
     files = getattr(finder, "known_source_files", None)
@@ -64,19 +65,19 @@ for finder in sys.meta_path:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: where, what, and the tests that see it."""
+    """One fault: its place, its text, and the tests that detect it."""
 
     area: str
     name: str
     file: str
     find: str
     replace: str
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     tests: str
 
 
 class NotPlantedError(Exception):
-    """The mutant, or the tree, is not as it must be."""
+    """The mutant cannot be planted, or the tree does not build."""
 
 
 def load(area: Path) -> list[Mutant]:
@@ -101,7 +102,7 @@ def load(area: Path) -> list[Mutant]:
 
 
 def copy_tree() -> None:
-    """Copies what git tracks, as it is in the checkout; files that did not change keep their times."""
+    """Copies the files that git tracks, with uncommitted changes; unchanged files keep their times."""
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
     )
@@ -115,7 +116,7 @@ def copy_tree() -> None:
         if not copy.exists() or copy.read_bytes() != (ROOT / name).read_bytes():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy)
-    # Tests ask git what belongs to the project, and use what was built of the core.
+    # Tests ask git which files belong to the project, and use the build products of the core.
     (TREE / ".git" / "index").unlink(missing_ok=True)
     for arguments in (["init", "--quiet"], ["add", "--", *sorted(wanted)]):
         status, output = run(["git", f"--git-dir={TREE / '.git'}", f"--work-tree={TREE}", *arguments])
@@ -141,7 +142,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, seconds: int = SECONDS) -> tuple[int | None, str]:
-    """Exit status and output; None when it was not done in time. What it began ends with it."""
+    """Returns exit status (None after ``seconds``) and output. Ends all processes of the command."""
     begun = subprocess.Popen(
         command, cwd=TREE, env=environment(), text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -179,7 +180,7 @@ def configure() -> None:
             *command,
             "-DCMAKE_BUILD_TYPE=None",
             "-DCMAKE_CXX_FLAGS=-O0 -w",  # a fault may leave a parameter unused
-            # Linking is half of what a mutant takes; this linker takes half as long.
+            # Linking takes half of the time of a mutant; this linker halves it.
             f"-DCMAKE_EXE_LINKER_FLAGS={'-fuse-ld=gold' if shutil.which('ld.gold') else ''}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
@@ -201,7 +202,7 @@ def test_command(kind: str, tests: str) -> list[str]:
 
 
 def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
-    """Seconds of each kind and tests while no fault is planted; what fails or is empty then sees nothing."""
+    """Returns the seconds per (kind, tests) without a fault, except for failing or empty tests."""
     took = {}
     for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
         began = time.monotonic()
@@ -225,10 +226,10 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def verdict(mutant: Mutant, usual_seconds: float | None) -> str:
-    """seen, NOT SEEN, or why that is not known."""
+    """Returns seen, NOT SEEN, or the reason why the result is not known."""
     if usual_seconds is None:
         return "its tests do not pass without it"
-    # A command compiles first, so it has all of the time.
+    # A command compiles first, so it gets the full time limit.
     seconds = SECONDS if mutant.kind == "command" else int(max(LEAST_SECONDS, SLOWER * usual_seconds))
     command = test_command(mutant.kind, mutant.tests)
     with planted(mutant):
@@ -239,7 +240,7 @@ def verdict(mutant: Mutant, usual_seconds: float | None) -> str:
         status, _ = run(command, seconds=seconds)
     if status is not None:
         return "seen" if status else "NOT SEEN"
-    # The machine may be what is slow.
+    # The machine itself may be slow.
     if mutant.kind == "cpp":
         build()
     status, _ = run(command, seconds=seconds)
@@ -270,11 +271,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("areas", nargs="*", help="files of tests/mutants, without .toml; default: all")
     parser.add_argument("--name", default="", help="only mutants whose names contain this")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only mutants that these tests see")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="only mutants that these tests must detect"
+    )
     parser.add_argument("--part", default="1/1", metavar="K/N", help="only the K-th of N parts of them")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the processes that this one started
     try:
         mutants = part_of(chosen(arguments.areas, arguments.name, arguments.kind or KINDS), arguments.part)
         if arguments.list:

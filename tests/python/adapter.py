@@ -9,7 +9,7 @@ SPECS = Path(__file__).parent.parent.parent / "specs"
 
 
 def _install(name: str, path: str | Path, search: list[str] | None = None) -> None:
-    """Load the file at ``path`` as ``kv_offload.<name>``, whatever is installed."""
+    """Loads the file at ``path`` as ``kv_offload.<name>``, also when the package is installed."""
     import kv_offload
 
     full_name = f"kv_offload.{name}"
@@ -23,9 +23,9 @@ def _install(name: str, path: str | Path, search: list[str] | None = None) -> No
 
 
 def use_specs() -> None:
-    """``kv_offload.specs`` is the top-level ``specs/``; an installed package has it already.
+    """Maps ``kv_offload.specs`` to the top-level ``specs/``, unless an installed package provides it.
 
-    KV_OFFLOAD_TEST_CORE names another build of the core to take (one with sanitizers).
+    KV_OFFLOAD_TEST_CORE names another build of the core (one with sanitizers).
     """
     if other_core := os.environ.get("KV_OFFLOAD_TEST_CORE"):
         _install("_core", other_core)

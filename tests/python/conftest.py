@@ -1,8 +1,8 @@
-"""Checks that need a vLLM release of their own, side by side: as many as there are processors.
+"""Runs checks that each need their own vLLM release, concurrently: one per processor.
 
-A test that is marked ``beside(file, minor)``, or ``beside(file)`` and has a parameter ``minor``, takes the
-output of that file under that release from ``beside``. The first such test begins the runs of all that were
-selected; each is a process of its own and shares nothing with the others but the files that they read.
+A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``minor``, gets the output of that
+file under that release from the fixture ``beside``. The first such test starts the runs of all selected
+tests. Each run is a process of its own; the runs share only the files that they read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm_trees import run_under, trees
 
-Check = tuple[str, str]  # file, release
+Check = tuple[str, str]  # (file, release)
 
 
 def check_of(item: Any) -> Check | None:
@@ -43,7 +43,7 @@ def checks(request: pytest.FixtureRequest) -> Iterator[dict[Check, Future[str]]]
 
 @pytest.fixture
 def beside(request: pytest.FixtureRequest, checks: dict[Check, Future[str]]) -> str:
-    """The output of the check of this test; AssertionError with it when it failed."""
+    """Returns the output of this test's check; raises AssertionError with the output if the check failed."""
     check = check_of(request.node)
     assert check is not None
     if check not in checks:

@@ -1,8 +1,9 @@
-"""A stand-in for the core where a test must choose what the machine answers."""
+"""A stand-in for the core, for tests that choose the state of the machine."""
 
 from typing import Any
 
-from kv_offload._core import directory_usage, format_bytes, parse_byte_size  # pure: nothing to choose
+# pure functions: no need to fake them
+from kv_offload._core import directory_usage, format_bytes, parse_byte_size
 
 __all__ = ["directory_usage", "format_bytes", "parse_byte_size"]
 
@@ -15,7 +16,7 @@ class ResourceError(RuntimeError):
 
 
 class FsRoot:
-    """Two namespaces, three records, two of them damaged: one for good, one only unreadable."""
+    """Two namespaces, three records, two of them damaged: one permanently, one only unreadable."""
 
     def __init__(self, root_dir: str) -> None:
         if "not-a-root" in root_dir:

@@ -1,6 +1,7 @@
-"""The files under a root that is in use.
+"""Lists the files under a root that is in use.
 
-Not by ``Path.rglob``: it raises when a directory goes while it looks, and a reset takes directories away.
+``Path.rglob`` does not work here: it raises when a directory is removed during the walk, and a reset removes
+directories.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 
 
 def paths_in(root: Path) -> list[Path]:
-    """Every file and directory under ``root``, without ``root``; any of them may be gone already."""
+    """Returns every file and directory below ``root``; any of them may have been removed already."""
     return [Path(parent, name) for parent, dirs, names in os.walk(root) for name in dirs + names]
 
 
 def used_bytes(root: Path) -> int:
-    """What ``du`` says of ``root``: the blocks of all files and directories in it."""
+    """Returns what ``du`` reports for ``root``: the blocks of all its files and directories."""
     total = 0
     for path in [root, *paths_in(root)]:
         try:

@@ -1,4 +1,4 @@
-"""Mooncake's master and a holder of a test, on ports of their own; and a package of its interface alone."""
+"""Starts a Mooncake master and storage process, and makes a fake package of their interface."""
 
 import os
 import re
@@ -19,8 +19,8 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp
 print(code, flush=True)
 sys.stdin.read()
 """
-# What kv_offload/mooncake_client.py and mooncake_records.py use of mooncake.store, over files of one
-# directory, which is the master. A file "hang" there makes every call wait until it is gone.
+# The functions of mooncake.store that kv_offload/mooncake_client.py and mooncake_records.py use, over files
+# of one directory, which represents the master. While a file "hang" exists there, every call waits.
 _FAKE = """
 import ctypes, os, time, urllib.parse
 
@@ -115,7 +115,7 @@ class MooncakeDistributedStore:
 
 
 def make_fake_package(directory: Path) -> Path:
-    """A folder for PYTHONPATH with a ``mooncake`` in it; MOONCAKE_FAKE names the directory of its objects."""
+    """Returns a folder for PYTHONPATH with a fake ``mooncake``; MOONCAKE_FAKE names its storage."""
     package = directory / "site" / "mooncake"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -131,7 +131,7 @@ def free_port() -> int:
 
 
 class MooncakeProcesses:
-    """A master and a holder; each may be killed and started again, at the same address."""
+    """A master and a storage process; each may be killed and started again at the same address."""
 
     def __init__(
         self, directory: Path, holder_bytes: int = 256 << 20, master_options: Sequence[str] = ()
@@ -181,7 +181,7 @@ class MooncakeProcesses:
         assert self.holder.stdout.readline().strip() == b"0"
 
     def objects(self) -> int:
-        """How many the master knows."""
+        """Returns the number of objects that the master knows."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=240) as answer:
             (line,) = re.findall(rb"^master_key_count (\d+)$", answer.read(), re.MULTILINE)
         return int(line)
@@ -196,7 +196,7 @@ class MooncakeProcesses:
 def mooncake_store(
     directory: Path, holder_bytes: int = 256 << 20, master_options: Sequence[str] = ()
 ) -> Iterator[MooncakeProcesses]:
-    """Ended by their pids."""
+    """Yields the running processes; ends them by their pids."""
     found = MooncakeProcesses(directory, holder_bytes, master_options)
     try:
         found.start_master()

@@ -1,4 +1,4 @@
-"""A redis-server of a test, on a socket of its own."""
+"""Starts a test's redis-server, on a socket of its own."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def redis_server(directory: Path, *options: str) -> Iterator[Path]:
-    """Gives the path of its socket; ended by its pid."""
+    """Yields the path of its socket; ends it by its pid."""
     path = directory / "s"
     command = [
         "redis-server",
@@ -34,7 +34,7 @@ def redis_server(directory: Path, *options: str) -> Iterator[Path]:
 
 
 def command(path: Path, *words: str) -> bytes:
-    """What the server at this socket answers; as it comes, and short."""
+    """Returns the raw reply of the server at this socket; for short replies only."""
     text = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words)
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(240)
@@ -44,7 +44,7 @@ def command(path: Path, *words: str) -> bytes:
 
 
 def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
-    """Until it takes connections: the socket lies there a moment before."""
+    """Waits until it accepts connections: the socket file exists slightly earlier."""
     give_up = time.monotonic() + 240
     while True:
         assert process.poll() is None
@@ -58,7 +58,7 @@ def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
 
 
 class RedisClient:
-    """Speaks to a server on its socket, past all that we wrote."""
+    """A client on the server's socket that is independent of the project's code."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -74,7 +74,7 @@ class RedisClient:
         self._socket.close()
 
     def ask(self, *words: str | bytes | int) -> Any:
-        """The answer: bytes, int, None or a list; AssertionError for a refusal."""
+        """Returns the reply: bytes, int, None or a list; raises AssertionError on an error reply."""
         parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
         command = b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
         self._socket.sendall(b"*%d\r\n" % len(parts) + command)

@@ -1,4 +1,4 @@
-"""A store that others wrote, for tests of the kind ``s3``: SeaweedFS, which checks signatures itself."""
+"""A third-party store for tests of ``s3`` tiers: SeaweedFS, which verifies signatures itself."""
 
 import contextlib
 import http.client
@@ -15,16 +15,17 @@ import urllib.request
 from pathlib import Path
 
 ACCESS, SECRET = "AKIAKVTESTS", "a-secret/of+tests"
-READER = "AKIAREADS"  # with the same secret; may write nothing
+READER = "AKIAREADS"  # with the same secret; has no write permission
 BUCKET = "kv-cache"
-DOMAIN = "localhost"  # bucket.localhost is this host: libcurl and the resolvers of systems agree
+DOMAIN = "localhost"  # bucket.localhost is this host, both for libcurl and for system resolvers
 _NAMES = ("s3", "s3.https", "master", "filer", "volume", "admin")
 _UP_SECONDS = 240
 
 
 def free_ports(count: int) -> list[int]:
-    """Free a moment ago, and not among those that the system gives to others. Another worker of pytest-xdist
-    draws from other ones: a server that is away for a while comes back to its own."""
+    """Returns ports that were just free, outside the system's ephemeral range. Each worker of pytest-xdist
+    draws from its own range: a server that is stopped for a while gets its ports back.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = 20_000 + 3_000 * (worker % 4)
     sockets: list[socket.socket] = []
@@ -38,7 +39,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def certificate(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost,DNS:*.localhost") -> Path:
-    """``cert.pem`` and ``key.pem`` for these names, signed by itself; returns the former."""
+    """Creates self-signed ``cert.pem`` and ``key.pem`` for these names; returns the former."""
     command = [
         "openssl",
         "req",
@@ -56,7 +57,7 @@ def certificate(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost,DNS:*.
 
 
 def expired_certificate(directory: Path) -> Path:
-    """As ``certificate``, of 2020. (Only ``openssl ca`` takes dates.)"""
+    """Same as ``certificate``, but from 2020. (Only ``openssl ca`` accepts dates.)"""
     (directory / "index").touch()
     (directory / "ca.conf").write_text(
         f"[ca]\ndefault_ca=d\n[d]\ndatabase={directory}/index\nnew_certs_dir={directory}\nrand_serial=yes\n"
@@ -74,7 +75,7 @@ def expired_certificate(directory: Path) -> Path:
 
 
 class S3Server:
-    """On loopback, with one bucket; ended by its pid. What it keeps is lost with ``directory``."""
+    """A server on loopback, with one bucket; ended by its pid. Its data is lost with ``directory``."""
 
     def __init__(self, directory: Path, tls: Path | None = None) -> None:
         self.directory, self.tls = directory, tls
@@ -93,7 +94,7 @@ class S3Server:
 
     @property
     def domain(self) -> str:
-        """Of the style that has the bucket in the host's name."""
+        """Returns the endpoint for the style that has the bucket in the host name."""
         return f"http://{DOMAIN}:{self.ports['s3']}"
 
     @property
@@ -101,8 +102,9 @@ class S3Server:
         return f"https://127.0.0.1:{self.ports['s3.https']}"
 
     def start(self) -> None:
-        """Takes records when this returns. A port that another took meanwhile: once more, with other ports;
-        after a kill only those of before will do."""
+        """Returns once records can be stored. If a port was taken meanwhile, tries again with other ports;
+        after a kill it needs the same ports.
+        """
         again = bool(self.ports)
         for _ in range(5):
             self.ports = self.ports or self._draw()
@@ -125,11 +127,11 @@ class S3Server:
                 left.unlink()
 
     def records(self, folder: str = "") -> list[str]:
-        """The names of the records under a folder of the bucket."""
+        """Returns the names of the records under a folder of the bucket."""
         return [name for name in self.names(folder) if name.count("/") == 3]  # prefix, namespace, epoch
 
     def names(self, folder: str = "") -> list[str]:
-        """Of all objects there, as its file server says, which asks for no key."""
+        """Returns all object names, as listed by its file server, which needs no key."""
         where = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{folder}?limit=100000"
         asked = urllib.request.Request(where, headers={"Accept": "application/json"})
         try:
@@ -145,14 +147,14 @@ class S3Server:
         return names
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Behind the back of all who use it."""
+        """Overwrites an object without the knowledge of its users."""
         connection = http.client.HTTPConnection("127.0.0.1", self.ports["filer"], timeout=240)
         connection.request("PUT", f"/buckets/{BUCKET}/{name}", content)
         assert connection.getresponse().status == 201
         connection.close()
 
     def read(self, name: str) -> bytes:
-        """The bytes of an object, past the store's checks."""
+        """Returns the bytes of an object, bypassing the store's checks."""
         address = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{name}"
         with urllib.request.urlopen(address, timeout=240) as answer:
             return bytes(answer.read())
@@ -193,7 +195,7 @@ class S3Server:
         return [weed, "mini", *(f"-{name}={value}" for name, value in options.items())]
 
     def _answers(self) -> bool:
-        """False: it ended, or another answers at one of its ports."""
+        """True if it answers. False if it has ended, or another server answers at one of its ports."""
         assert self.process is not None
         give_up = time.monotonic() + _UP_SECONDS
         while self.process.poll() is None and time.monotonic() < give_up:
@@ -206,7 +208,7 @@ class S3Server:
         return [self.endpoint] if self.tls is None else [self.endpoint, self.secure]
 
     def _takes_records(self, address: str) -> bool:
-        """Its bucket is there, and so is what keeps the objects of it."""
+        """True if its bucket and the storage of its objects are ready."""
         command = ["curl", "-sf", "--noproxy", "*", "--aws-sigv4", "aws:amz:us-east-1:s3"]
         command += ["--user", f"{ACCESS}:{SECRET}", "--max-time", "5"]
         command += ["--cacert", str(self.tls)] if self.tls is not None else []

@@ -1,10 +1,10 @@
-"""One host of several that share a directory: a cache over it, driven by lines of JSON on standard input.
+"""One of several hosts that share a directory: a cache over it, driven by JSON lines on standard input.
 
     python shared_host.py ROOT MAX_BYTES
 
-answers each line ``{"do": verb, ...}`` with one line of JSON. Verbs: ``store`` (numbers; {"written": how many
-the tier took}), ``find`` (numbers; {"hits": those that came back with the right bytes, "wrong": those with
-others}), ``reset``, ``step`` (seconds) and ``stats``. What the core has to tell goes to standard error.
+answers each line ``{"do": verb, ...}`` with one line of JSON. Verbs: ``store`` (numbers; {"written": records
+that the tier took}), ``find`` (numbers; {"hits": numbers loaded with the right bytes, "wrong": with other
+bytes}), ``reset``, ``step`` (seconds) and ``stats``. Log lines of the core are printed to standard error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from small_core import SHARD_BYTES, attach, key, make_cache
 
 from kv_offload import _core
 
-ROW_UNIT = 4096  # rows are told in pages of an area
+ROW_UNIT = 4096  # rows are given in pages of an area
 MISS, HIT = 0, 1
-PATIENCE_SECONDS = 240.0  # for the tier's threads, on whatever machine; nothing is measured by it
+PATIENCE_SECONDS = 240.0  # for the tier's threads on a slow machine; not a measurement
 
 
 class Host:
@@ -54,7 +54,7 @@ class Host:
         return dict(getattr(self, verb)(**order))
 
     def store(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """One after another, so that host memory has room and the tier takes all that it can."""
+        """Stores one after another, so that host memory has room and the tier takes all that it can."""
         before = self._written()
         for number in numbers:
             request = self._begin()
@@ -64,7 +64,7 @@ class Host:
             self.worker.report(0, ticket, 0)
             self.cache.complete_store(accepted)
             self.cache.end_request(request)
-            quiet = iter(range(3))  # what has ended is counted by the step after it
+            quiet = iter(range(3))  # the next step counts finished writes
             self._step_until(
                 lambda quiet=quiet: (
                     self.cache.tier_stats(0)["queued_writes"] == 0 and next(quiet, None) is None
@@ -73,7 +73,7 @@ class Host:
         return {"written": (self._written() - before) // SHARD_BYTES}
 
     def find(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Each asked for as a waiting request asks; host memory is emptied of them by what is stored."""
+        """Looks up each number as a waiting request does; the stored chunks evict them from host memory."""
         hits, wrong = [], []
         for number in numbers:
             request = self._begin()
@@ -94,7 +94,7 @@ class Host:
         return {"hits": hits, "wrong": wrong}
 
     def reset(self) -> dict[str, Any]:
-        """As if the weights had changed: what is stored from now on has other bytes."""
+        """Resets as after a weight update: chunks stored from now on have other bytes."""
         self.cache.reset()
         self.epoch += 1
         self._step_until(lambda: bool(self.cache.tier_stats(0)["writable"]))

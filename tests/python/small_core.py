@@ -21,7 +21,7 @@ def keys(count: int, first: int = 1) -> list[bytes]:
 
 
 def attach(shm: Path, num_bytes: int = MIB, workers: int = 1) -> tuple[Any, list[Any]]:
-    """The scheduler's region and the workers', in one process."""
+    """Attaches the scheduler's region and the workers' regions, in one process."""
     engine = uuid.uuid4().hex
     facts: dict[str, Any] = {"num_areas": workers, "num_workers": workers, "shm_directory": str(shm)}
     scheduler = _core.HostRegion.attach_scheduler(engine, num_bytes, **facts)
@@ -45,7 +45,7 @@ def make_cache(region: Any, metrics: Any | None = None, **options: Any) -> Any:
 
 
 def store(cache: Any, worker: Any, request: int, wanted: list[bytes]) -> list[bytes]:
-    """Stores chunks as far as the cache can tell: the ticket is reported. Returns the accepted keys."""
+    """Stores chunks from the cache's point of view: reports the ticket. Returns the accepted keys."""
     accepted, ticket, *_ = cache.prepare_store(request, wanted)
     worker.report(0, ticket, 0)
     cache.complete_store(accepted)

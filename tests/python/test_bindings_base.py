@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_base.cc: sizes, policies, errors, and the face that _core.pyi promises."""
+"""csrc/bindings/bind_base.cc: sizes, policies, errors, and the interface that _core.pyi declares."""
 
 import ast
 import shutil
@@ -14,21 +14,21 @@ from kv_offload import _core
 STUB = Path(__file__).resolve().parents[2] / "kv_offload/_core.pyi"
 
 
-def test_the_version_is_the_packages_own():
+def test_the_version_is_that_of_the_package():
     assert _core.__version__ == kv_offload.__version__
 
 
-def test_sizes_are_read_and_written():
+def test_sizes_are_parsed_and_formatted():
     assert _core.parse_byte_size("1.5 KiB") == 1536
     assert _core.format_bytes(32 << 30) == "32.0 GiB"
 
 
-def test_a_callers_mistake_is_a_value_error_that_names_what_was_given():
+def test_an_invalid_argument_is_a_value_error_that_names_it():
     with pytest.raises(ValueError, match="lots"):
         _core.parse_byte_size("lots")
 
 
-def test_what_the_machine_lacks_is_a_runtime_error_of_its_own():
+def test_a_missing_resource_is_a_separate_runtime_error():
     assert issubclass(_core.ResourceError, RuntimeError)
     assert _core.ResourceError.__module__ == "kv_offload._core"
 
@@ -37,7 +37,7 @@ def test_lru_is_among_the_policies():
     assert "lru" in _core.eviction_policy_names()
 
 
-def test_a_cuda_library_of_another_build_is_refused_in_one_sentence(tmp_path):
+def test_a_cuda_library_of_another_build_is_refused(tmp_path):
     core = Path(shutil.copy(_core.__file__, tmp_path))
     source = tmp_path / "library.c"
     source.write_text(
@@ -75,11 +75,11 @@ def _promised() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("owner", "name"), _promised())
-def test_all_that_the_stub_promises_is_there(owner, name):
+def test_everything_that_the_stub_declares_exists(owner, name):
     assert hasattr(getattr(_core, owner) if owner else _core, name)
 
 
-def test_nothing_public_is_there_that_the_stub_does_not_know():
+def test_every_public_name_is_in_the_stub():
     promised = set(_promised())
     for name, value in vars(_core).items():
         if name.startswith("_"):
@@ -91,7 +91,7 @@ def test_nothing_public_is_there_that_the_stub_does_not_know():
 
 
 def _defaults() -> list[tuple[str, str, list[str]]]:
-    """(class, method, parameter names) of every method and function in the stub."""
+    """Returns (class, method, parameter names) of every method and function in the stub."""
     found = []
     for node in ast.parse(STUB.read_text()).body:
         functions = [node] if isinstance(node, ast.FunctionDef) else []

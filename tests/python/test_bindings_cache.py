@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_cache.cc: the manager's verbs over a real region."""
+"""csrc/bindings/bind_cache.cc: the manager's methods over a real region."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ def cache(region):
     cache.close()
 
 
-def test_a_stored_chunk_is_a_hit_and_loads_from_the_row_it_was_stored_to(cache, region):
+def test_a_stored_chunk_is_a_hit_and_loads_from_its_row(cache, region):
     worker = region[1][0]
     request = cache.begin_request("r")
     wanted = keys(3)
@@ -61,7 +61,7 @@ def test_a_failed_copy_never_becomes_a_hit(cache, region):
     assert cache.lookup(request, accepted[0]) == MISS
 
 
-def test_what_leaves_to_make_room_is_told(cache, region):
+def test_evicted_keys_are_reported(cache, region):
     capacity = cache.stats()["capacity_bytes"] // SHARD_BYTES
     request = cache.begin_request("r")
     first = keys(capacity)
@@ -93,7 +93,7 @@ def test_stats_are_plain_numbers(cache, region):
         cache.tier_stats(0)
 
 
-def test_reset_forgets_everything(cache, region):
+def test_a_reset_invalidates_everything(cache, region):
     request = cache.begin_request("r")
     (stored,) = store(cache, region[1][0], request, keys(1))
     cache.reset()
@@ -121,7 +121,7 @@ def test_gauges_are_published_into_the_metrics(region):
         ({"tiers": [None]}, "None.*TierSpec"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(region, change, match):
+def test_an_invalid_argument_is_refused_by_name(region, change, match):
     with pytest.raises(ValueError, match=match):
         make_cache(region[0], **change)
 
@@ -149,7 +149,7 @@ def test_a_key_that_is_not_bytes_is_a_type_error(cache, bad):
         cache.complete_load([bad])
 
 
-def test_depths_come_one_per_key(cache):
+def test_each_key_has_one_depth(cache):
     with pytest.raises(ValueError, match="1 depths for 2 keys"):
         cache.prepare_store(cache.begin_request("r"), keys(2), depths=[1])
 
@@ -161,7 +161,7 @@ def test_a_request_that_was_never_begun_is_a_value_error(cache):
         cache.prepare_load(12345, [key(1)])
 
 
-def test_nothing_is_none_that_the_cache_needs(region):
+def test_required_arguments_must_not_be_none(region):
     facts = {"group_ids": [GROUP], "tokens_per_chunk": [16], "shard_bytes": [[SHARD_BYTES]]}
     with pytest.raises(TypeError):
         _core.TieredCache(None, _core.Metrics(), **facts)

@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_fs.cc: an fs tier under a cache, and its root read and mended afterwards."""
+"""csrc/bindings/bind_fs.cc: an fs tier under a cache, and its root read and repaired afterwards."""
 
 import os
 import threading
@@ -35,7 +35,7 @@ def region(tmp_path):
 
 
 def step_until(cache, done):
-    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    """Steps the scheduler, with pauses for the tier's threads, until ``done()``."""
     pause = threading.Event()
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -43,12 +43,12 @@ def step_until(cache, done):
         if done():
             return
         pause.wait(0.005)
-    pytest.fail(f"the tier did not come to it in 240 s: {cache.tier_stats(0)}")
+    pytest.fail(f"the tier was not done after 240 s: {cache.tier_stats(0)}")
 
 
 @pytest.fixture
 def recorded(root, region):
-    """A root with three records, closed."""
+    """Yields a root with three records, closed."""
     cache = make_cache(region[0], tiers=[tier(root)])
     wanted = store(cache, region[1][0], cache.begin_request("r"), keys(3))
     step_until(cache, lambda: cache.tier_stats(0)["chunks"] == 3)
@@ -56,12 +56,13 @@ def recorded(root, region):
     return wanted
 
 
-def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
+def test_a_new_cache_loads_chunks_from_the_root(root, region, recorded):
     cache = make_cache(region[0], tiers=[tier(root)], load_policy="always", lookup_deadline_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, k) == HIT for k in recorded))
     assert cache.load_source(recorded[0]) == 0
-    step_until(cache, lambda: cache.tier_stats(0)["scan_complete"])  # what is asked for is found before that
+    # lookups may hit before the scan is complete
+    step_until(cache, lambda: cache.tier_stats(0)["scan_complete"])
     stats = cache.tier_stats(0)
     assert stats["name"] == "fs"
     assert stats["chunks"] == 3
@@ -71,7 +72,7 @@ def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
 
 
 @pytest.mark.parametrize("compress", ["none", "zstd"])
-def test_records_are_counted_as_large_as_they_are_on_the_disk(root, region, compress):
+def test_records_are_counted_with_their_size_on_disk(root, region, compress):
     metrics = _core.Metrics()
     spec = tier(root)
     spec.compress = compress
@@ -129,7 +130,7 @@ def test_a_damaged_record_is_found_and_removed(root, recorded):
     assert opened.verify() == []
 
 
-def test_what_the_progress_raises_ends_the_verify(root, recorded):
+def test_an_exception_of_the_progress_callback_ends_verify(root, recorded):
     def stop(done, total):
         raise KeyboardInterrupt
 
@@ -164,18 +165,18 @@ def test_another_directory_is_no_root(tmp_path):
         ({"op_deadline_seconds": -1}, "op_deadline_seconds=-1"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_by_name(root, change, match):
+def test_an_invalid_option_is_refused_by_name(root, change, match):
     with pytest.raises(ValueError, match=match):
         tier(root, **change)
 
 
-def test_options_that_are_possible_are_taken(root):
+def test_valid_options_are_accepted(root):
     for policy in ("through", "on_evict", "reuse:1", "reuse:127"):
         tier(root, write_policy=policy, fsync="full", o_direct="off", n_read_threads=1)
     assert not root.exists()
 
 
-def test_a_root_that_cannot_be_made_is_a_resource_error(tmp_path, region):
+def test_a_root_that_cannot_be_created_is_a_resource_error(tmp_path, region):
     (tmp_path / "file").write_text("")
     with pytest.raises(_core.ResourceError, match=str(tmp_path / "file")):
         make_cache(region[0], tiers=[tier(tmp_path / "file")])
@@ -189,15 +190,16 @@ def test_the_disk_can_be_probed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_root_takes_is_told_by_its_ledger_and_counted_where_that_cannot_be_trusted(tmp_path):
+def test_usage_comes_from_the_ledger_or_is_counted_if_the_ledger_is_damaged(tmp_path):
     root = write_root(tmp_path / "root")
     counted = used_bytes(root)
     (root / "foreign").write_bytes(os.urandom(1 << 20))
     recorded = _core.directory_usage(str(root))
-    assert counted <= recorded < counted + (1 << 20), "of the ledger: it does not know the new file"
+    assert counted <= recorded < counted + (1 << 20), "the ledger must not include the new file"
     ledger = root / "ledger"
     before = (ledger.stat().st_mtime_ns, ledger.read_bytes())
-    with ledger.open("r+b", buffering=0) as file:  # in place: a file that is replaced may wait for the disk
+    # in place: the pages of a replaced file may wait for the disk
+    with ledger.open("r+b", buffering=0) as file:
         for position, byte in enumerate(before[1]):
             os.pwrite(file.fileno(), bytes([byte ^ 1]), position)
             assert _core.directory_usage(str(root)) == used_bytes(root) >= counted + (1 << 20), position
@@ -208,9 +210,9 @@ def test_what_a_root_takes_is_told_by_its_ledger_and_counted_where_that_cannot_b
         assert _core.directory_usage(str(root)) == used_bytes(root)
     ledger.unlink()
     assert _core.directory_usage(str(root)) == used_bytes(root)
-    assert not ledger.exists(), "asking makes none"
+    assert not ledger.exists(), "a query must not create the root"
 
 
-def test_what_is_not_there_takes_nothing_and_is_not_made(tmp_path):
+def test_a_missing_root_uses_no_space_and_is_not_created(tmp_path):
     assert _core.directory_usage(str(tmp_path / "none")) == 0
     assert list(tmp_path.iterdir()) == []

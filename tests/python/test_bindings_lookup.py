@@ -9,14 +9,14 @@ from small_core import attach, key, keys, make_cache, store
 
 
 class Context:
-    """Stands for vLLM's ReqContext."""
+    """Replaces vLLM's ReqContext."""
 
     def __init__(self, handle):
         self.handle = handle
 
 
 class Asked:
-    """A handle_of that counts how often it was asked."""
+    """A handle_of callback that counts its calls."""
 
     def __init__(self):
         self.contexts = []
@@ -50,7 +50,7 @@ def lookup(cache, asked):
     return cache.make_lookup(RESULTS, asked)
 
 
-def test_the_four_answers_are_the_objects_given(cache, region, lookup):
+def test_the_four_results_are_the_given_objects(cache, region, lookup):
     context = Context(cache.begin_request("r"))
     (stored,) = store(cache, region[1][0], context.handle, keys(1))
     ((filling,), *_) = cache.prepare_store(context.handle, keys(1, first=2))
@@ -59,21 +59,21 @@ def test_the_four_answers_are_the_objects_given(cache, region, lookup):
     assert lookup(key(3), context) is MISS
 
 
-def test_it_agrees_with_its_slow_twin(cache, region, lookup):
+def test_the_builtin_agrees_with_the_python_version(cache, region, lookup):
     context = Context(cache.begin_request("r"))
     store(cache, region[1][0], context.handle, keys(5))
     for k in keys(10):
         assert lookup(k, context) is RESULTS[cache.lookup(context.handle, k)]
 
 
-def test_the_handle_is_asked_once_per_context(cache, lookup, asked):
+def test_handle_of_is_called_once_per_context(cache, lookup, asked):
     a, b = (Context(cache.begin_request(name)) for name in "ab")
     for context in (a, a, a, b, b, a):
         lookup(key(1), context)
     assert asked.contexts == [a, b, a]
 
 
-def test_a_forgotten_context_is_let_go_and_asked_again(cache, lookup, asked):
+def test_a_forgotten_context_is_released_and_looked_up_again(cache, lookup, asked):
     context = Context(cache.begin_request("r"))
     lookup(key(1), context)
     asked.contexts.clear()
@@ -93,7 +93,7 @@ def test_the_end_of_a_request_forgets_its_context(cache, lookup, asked):
     assert len(asked.contexts) == 2
 
 
-def test_a_context_is_held_so_that_its_address_cannot_come_back_as_another(cache):
+def test_a_context_is_held_so_that_its_address_cannot_be_reused(cache):
     lookup = cache.make_lookup(RESULTS, lambda context: context.handle)
     context = Context(cache.begin_request("r"))
     gone = weakref.ref(context)
@@ -117,7 +117,7 @@ def test_other_arguments_are_a_type_error(lookup, arguments):
         lookup(*arguments)
 
 
-def test_what_handle_of_raises_comes_out_and_leaves_the_function_usable(cache):
+def test_an_exception_of_handle_of_propagates_and_leaves_the_function_usable(cache):
     good = Context(cache.begin_request("r"))
     answers = {id(good): good.handle}
     lookup = cache.make_lookup(RESULTS, lambda context: answers[id(context)])
@@ -129,7 +129,7 @@ def test_what_handle_of_raises_comes_out_and_leaves_the_function_usable(cache):
 @pytest.mark.parametrize(
     ("answer", "error"), [(-1, OverflowError), (1 << 40, ValueError), (77, ValueError), ("0", TypeError)]
 )
-def test_an_answer_that_is_no_handle_is_refused(cache, answer, error):
+def test_a_result_that_is_not_a_handle_is_refused(cache, answer, error):
     cache.begin_request("r")
     with pytest.raises(error):
         cache.make_lookup(RESULTS, lambda context: answer)(key(1), object())
@@ -184,7 +184,7 @@ def test_references_stay_balanced_over_many_calls(cache):
     assert [sys.getrefcount(o) for o in counted] == before
 
 
-def test_the_span_is_asked_for_once_per_admission(cache, asked):
+def test_span_of_is_called_once_per_admission(cache, asked):
     spans = []
 
     def span_of(context, key):
@@ -202,7 +202,7 @@ def test_the_span_is_asked_for_once_per_admission(cache, asked):
     assert cache.report(one.handle)["miss_tokens"] == {"not_stored": 64}
 
 
-def test_what_span_of_raises_or_gives_wrongly_comes_out(cache, asked):
+def test_errors_and_invalid_results_of_span_of_propagate(cache, asked):
     context = Context(cache.begin_request("a"))
     lookup = cache.make_lookup(RESULTS, asked, lambda context, key: (1,))
     with pytest.raises(TypeError):
@@ -214,8 +214,8 @@ def test_what_span_of_raises_or_gives_wrongly_comes_out(cache, asked):
     assert lookup(key(1), context) is MISS
 
 
-def test_a_part_of_a_chunk_counts_where_it_is_loaded_as_the_tokens_that_it_has(cache, region):
-    """vLLM asks for a part behind all whole chunks: prompts of 40 tokens in chunks of 16 and units of 4."""
+def test_a_partial_chunk_counts_only_its_own_tokens(cache, region):
+    """vLLM looks up a partial chunk after the whole ones: 40 tokens, chunks of 16, units of 4."""
     ends = {key(1): 16, key(2): 32, key(11): 40, key(12): 36}
     lookup = cache.make_lookup(
         RESULTS,

@@ -17,7 +17,7 @@ def definition(kind):
     return next(d for d in _core.metric_definitions() if d.type == kind and d.labels and not d.worker)
 
 
-def test_definitions_carry_everything_that_vllm_is_told():
+def test_definitions_contain_all_fields_that_vllm_needs():
     definitions = _core.metric_definitions()
     assert len({d.name for d in definitions}) == len(definitions)
     for d in definitions:
@@ -40,7 +40,7 @@ def test_changes_are_drained_once(metrics, kind):
     assert [c for c in metrics.drain() if c[0] == d.name] == []
 
 
-def test_a_counter_goes_up_by_one_unless_told_otherwise(metrics):
+def test_a_counter_increases_by_one_by_default(metrics):
     d = definition("counter")
     labels = ["x"] * len(d.labels)
     metrics.add(d.name, labels)
@@ -53,7 +53,7 @@ def test_an_unknown_name_is_an_error(metrics):
         metrics.add("kv_offload_no_such_thing", [])
 
 
-def test_the_text_is_prometheus_text(metrics):
+def test_the_text_is_in_prometheus_format(metrics):
     d = definition("gauge")
     metrics.set(d.name, ["x"] * len(d.labels), 7)
     assert f"# TYPE {d.name} gauge" in metrics.text()
@@ -70,7 +70,7 @@ def test_the_registry_is_served_over_http(metrics):
         assert d.name in answer.read().decode()
 
 
-def test_an_address_that_is_taken_is_named(metrics):
+def test_an_address_in_use_is_named(metrics):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,5 +1,5 @@
 """csrc/bindings/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
-process beside this one; over Mooncake's own master and holder, and over a package of its interface that needs
+client process. It runs over a real Mooncake master and storage process, and over a fake package that needs
 neither.
 """
 
@@ -27,7 +27,7 @@ MISS, HIT = 0, 1
 
 
 class Namespace:
-    """What a tier asks of an identity."""
+    """The part of an identity that a tier reads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,8 +47,9 @@ OPENED: list[Any] = []
 
 @pytest.fixture
 def region(tmp_path: Path) -> Iterator[Any]:
-    """And the end of the caches over it: one that a test that failed leaves open would go on starting
-    processes, which other tests count."""
+    """Yields a region and closes the caches over it: a cache that a failed test leaves open would keep
+    starting processes, which other tests count.
+    """
     yield attach(tmp_path)
     while OPENED:
         OPENED.pop().close()
@@ -61,7 +62,7 @@ def make_cache(*args: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a store whose package is no Mooncake's; its processes are begun with that package."""
+    """Yields the directory of a store with the fake package; its processes start with that package."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
     monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
     return tmp_path / "objects"
@@ -75,7 +76,7 @@ def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 240
 
 
 def step_until(cache: Any, done: Callable[[], bool]) -> None:
-    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    """Steps the scheduler, with pauses for the tier's threads, until ``done()``."""
     pause = threading.Event()
     deadline = time.monotonic() + 240
     while not done():
@@ -85,12 +86,12 @@ def step_until(cache: Any, done: Callable[[], bool]) -> None:
 
 
 def written(metrics: Any) -> int:
-    """Records, so far."""
+    """Returns the number of records written so far."""
     return int(metrics.value("kv_offload_write_bytes_total", ["mooncake"])) // SHARD_BYTES
 
 
 def store_until_written(cache: Any, region: Any, metrics: Any, first: int) -> list[bytes]:
-    """One chunk after the other, while none of them is written. All of them."""
+    """Stores one chunk after the other until one is written. Returns all of them."""
     stored: list[bytes] = []
 
     def one_is_written() -> bool:
@@ -104,7 +105,7 @@ def store_until_written(cache: Any, region: Any, metrics: Any, first: int) -> li
 
 
 def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[bytes]:
-    """So many records, by a cache that is closed again."""
+    """Stores ``count`` records with a cache that is closed again."""
     metrics = _core.Metrics()
     cache = make_cache(region[0], metrics, tiers=[opened])
     wanted = store(cache, region[1][0], cache.begin_request("r"), keys(count, first))
@@ -123,7 +124,7 @@ def looked_up(cache: Any, wanted: list[bytes]) -> Callable[[], list[int]]:
 
 
 def processes() -> list[int]:
-    """Of ours that speak to Mooncake."""
+    """Returns the pids of our Mooncake client processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -135,7 +136,7 @@ def processes() -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """And was not only left to be waited for."""
+    """True if the process runs; False also for a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except OSError:
@@ -143,7 +144,7 @@ def runs(pid: int) -> bool:
 
 
 def assert_ends(pid: int) -> None:
-    """Soon, by itself; ended in any case."""
+    """Fails unless the process ends soon by itself; ends it in any case."""
     deadline = time.monotonic() + 240
     try:
         while runs(pid):
@@ -170,7 +171,7 @@ def test_records_come_back_in_a_new_cache(request, region, kind) -> None:
     assert processes() == []
 
 
-def test_what_was_damaged_or_cut_in_the_store_is_a_miss_and_removed(request, region, objects) -> None:
+def test_a_damaged_or_truncated_record_is_a_miss_and_removed(request, region, objects) -> None:
     opened = spec(request)
     wanted = record(region, opened)
     paths = {
@@ -189,7 +190,7 @@ def test_what_was_damaged_or_cut_in_the_store_is_a_miss_and_removed(request, reg
     cache.close()
 
 
-def test_a_process_that_was_killed_is_started_again(request, region, objects) -> None:
+def test_a_killed_process_is_restarted(request, region, objects) -> None:
     opened = spec(request)
     wanted = record(region, opened)
     metrics = _core.Metrics()
@@ -197,7 +198,7 @@ def test_a_process_that_was_killed_is_started_again(request, region, objects) ->
     (before,) = processes()
     os.kill(before, signal.SIGKILL)
     step_until(cache, lambda: any(pid != before for pid in processes()))
-    # What was asked meanwhile was missed; what is stored from now on is written as soon as it runs.
+    # Lookups meanwhile were misses; chunks stored from now on are written as soon as it runs.
     store_until_written(cache, region, metrics, first=11)
     results = looked_up(cache, wanted[:1])
     step_until(cache, lambda: results() == [HIT])
@@ -205,7 +206,7 @@ def test_a_process_that_was_killed_is_started_again(request, region, objects) ->
     assert processes() == []
 
 
-def test_a_process_that_stands_still_is_ended_and_costs_a_deadline(request, region, objects) -> None:
+def test_a_stopped_process_costs_a_deadline_and_is_ended(request, region, objects) -> None:
     wanted = record(region, spec(request))
     cache = reader(region, spec(request, deadline=2.0))
     (before,) = processes()
@@ -230,7 +231,7 @@ def test_a_store_that_hangs_costs_a_deadline_and_is_used_again(request, region, 
     cache.close()
 
 
-def test_the_process_ends_with_the_engine_however_that_ends(request, region, objects) -> None:
+def test_the_process_ends_with_the_engine_after_any_exit(request, region, objects) -> None:
     engine = subprocess.Popen(
         [
             sys.executable,
@@ -249,7 +250,7 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
     )
     assert engine.stdout is not None
     beside = int(engine.stdout.readline())
-    os.kill(beside, signal.SIGSTOP)  # it cannot look at its socket
+    os.kill(beside, signal.SIGSTOP)  # stopped, it cannot poll its socket
     engine.kill()
     engine.communicate()
     assert_ends(beside)
@@ -257,7 +258,7 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
 
 LOOKS_AT_NOTHING = """
 import signal
-signal.alarm(120)  # should nothing end it
+signal.alarm(120)  # in case nothing else ends it
 from kv_offload.mooncake_client import end_with_the_engine
 end_with_the_engine()
 print("begun", flush=True)
@@ -274,7 +275,7 @@ time.sleep(10000)
 """
 
 
-def test_a_process_that_a_call_holds_ends_with_the_engine() -> None:
+def test_a_process_that_is_busy_in_a_call_ends_with_the_engine() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ITS_ENGINE, LOOKS_AT_NOTHING], stdout=subprocess.PIPE, text=True
     ) as engine:
@@ -287,9 +288,7 @@ def test_a_process_that_a_call_holds_ends_with_the_engine() -> None:
     assert_ends(beside)
 
 
-def test_without_the_package_the_start_is_refused_in_a_sentence(
-    request, region, tmp_path, monkeypatch
-) -> None:
+def test_a_start_without_the_package_is_refused(request, region, tmp_path, monkeypatch) -> None:
     site = tmp_path / "mooncake"
     site.mkdir()
     (site / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
@@ -299,7 +298,7 @@ def test_without_the_package_the_start_is_refused_in_a_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) -> None:
+def test_a_restarted_master_has_no_records(request, region, real) -> None:
     opened = spec(request, real.address)
     wanted = record(region, opened)
     metrics = _core.Metrics()
@@ -308,9 +307,11 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
     real.start_master()
     results = looked_up(cache, wanted)
     step_until(cache, lambda: results() == [MISS] * 5)
-    # The holder makes itself known to the new master; then records are kept again, and others find them.
+    # The storage process registers with the new master; then records are kept again, and other caches find
+    # them.
     stored = store_until_written(cache, region, metrics, first=101)
-    # Who starts before the epoch's object is back begins another, and shares nothing with this one.
+    # A cache that starts before the epoch's object exists again creates another epoch, and shares nothing
+    # with this one.
     quiet = 0
 
     def epoch_is_back() -> bool:
@@ -326,7 +327,7 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
     cache.close()
 
 
-def test_a_holder_that_was_killed_is_a_miss(request, region, tmp_path) -> None:
+def test_records_of_a_killed_storage_process_are_misses(request, region, tmp_path) -> None:
     with mooncake_store(tmp_path) as running:
         opened = spec(request, running.address)
         wanted = record(region, opened)

@@ -22,7 +22,7 @@ def test_scheduler_and_worker_see_the_same_bytes(tmp_path):
     assert area[12345] == 42
 
 
-def test_a_worker_sees_that_no_request_waits(tmp_path):
+def test_a_worker_sees_whether_a_request_waits(tmp_path):
     _, (worker,) = attach(tmp_path)
     assert worker.fetching is False
 
@@ -34,13 +34,13 @@ def test_an_area_outlives_the_last_name_of_its_region(tmp_path):
     assert int(area.sum()) == 5 * MIB
 
 
-def test_geometry_crosses_from_rank_to_scheduler(tmp_path):
+def test_the_scheduler_receives_the_geometry_of_a_rank(tmp_path):
     scheduler, _ = attach(tmp_path, workers=2)
     assert scheduler.geometry(1) == ([SHARD_BYTES], "rank 1")
 
 
 @pytest.mark.parametrize("index", [1, 64])
-def test_an_area_that_is_not_there_is_a_value_error(tmp_path, index):
+def test_a_missing_area_is_a_value_error(tmp_path, index):
     scheduler, _ = attach(tmp_path)
     with pytest.raises(ValueError, match=str(index)):
         scheduler.area(index)
@@ -56,7 +56,7 @@ def test_missing_ranks_are_named_after_the_wait(tmp_path):
         region.wait_for_ranks(-1)
 
 
-def test_the_wait_lets_other_threads_run_and_ends_when_the_rank_comes(tmp_path):
+def test_the_wait_releases_the_gil_and_ends_when_the_rank_attaches(tmp_path):
     engine = uuid.uuid4().hex
     region = _core.HostRegion.attach_scheduler(engine, MIB, 1, 1, str(tmp_path))
     failure = []
@@ -82,7 +82,7 @@ def test_a_region_larger_than_the_machine_is_refused_and_leaves_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prefault_tells_its_progress(tmp_path):
+def test_prefault_reports_its_progress(tmp_path):
     _, (worker,) = attach(tmp_path, 8 * MIB)
     seen = []
     worker.prefault(0, 2, lambda done, total: seen.append((done, total)))
@@ -90,7 +90,7 @@ def test_prefault_tells_its_progress(tmp_path):
     worker.prefault(0, 1)
 
 
-def test_what_the_progress_raises_comes_out_of_prefault(tmp_path):
+def test_an_exception_of_the_progress_callback_ends_prefault(tmp_path):
     _, (worker,) = attach(tmp_path, 8 * MIB)
 
     def stop(done, total):

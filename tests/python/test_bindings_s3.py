@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_s3.cc: an s3 tier under a cache; the store is of others, and checks signatures."""
+"""csrc/bindings/bind_s3.cc: an s3 tier under a cache, with a third-party store that verifies signatures."""
 
 import contextlib
 import socket
@@ -37,7 +37,7 @@ def region(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> bytes:
-    """Of this test: they share a bucket."""
+    """Returns this test's namespace: the tests share a bucket."""
     return request.node.nodeid.encode()[-32:].rjust(32)
 
 
@@ -51,7 +51,7 @@ def s3_tier(**given: Any) -> _core.S3Tier:
 
 
 def step_until(cache: Any, done: Callable[[], bool]) -> None:
-    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    """Steps the scheduler, with pauses for the tier's threads, until ``done()``."""
     pause = threading.Event()
     deadline = time.monotonic() + 240
     while not done():
@@ -63,7 +63,7 @@ def step_until(cache: Any, done: Callable[[], bool]) -> None:
 def record(
     server: S3Server, region: Any, spec: _core.S3Tier, namespace: bytes, count: int = 5
 ) -> list[bytes]:
-    """So many records, by a cache that is closed again."""
+    """Stores ``count`` records with a cache that is closed again."""
     folder = f"kv_offload/{namespace.hex()}"
     cache = make_cache(region[0], tiers=[spec])
     wanted = store(cache, region[1][0], cache.begin_request("r"), keys(count))
@@ -96,7 +96,7 @@ def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> N
         ({"name": "another-bucket"}, "the bucket does not exist"),
     ],
 )
-def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespace, given, sentence) -> None:
+def test_a_permanent_error_is_refused_at_start(server, region, namespace, given, sentence) -> None:
     spec = s3_tier(bucket=bucket(server, **given), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match=sentence) as caught:
         make_cache(region[0], tiers=[spec])
@@ -104,7 +104,7 @@ def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespac
     assert "\n" not in str(caught.value)
 
 
-def test_keys_that_are_replaced_are_used_by_an_engine_that_runs(server, region, namespace) -> None:
+def test_a_running_engine_uses_replaced_keys(server, region, namespace) -> None:
     given = bucket(server)
     renewer = given.renewer()
     spec = s3_tier(bucket=given, namespace_id=namespace)
@@ -137,13 +137,13 @@ def test_a_tier_that_only_reads_needs_no_permission_to_write(server, region, nam
     cache.close()
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namespace) -> None:
+def test_an_untrusted_certificate_is_refused(server, region, namespace) -> None:
     spec = s3_tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match="certificate"):
         make_cache(region[0], tiers=[spec])
 
 
-def test_a_certificate_that_has_expired_is_refused_though_it_is_trusted(
+def test_an_expired_certificate_is_refused_even_if_trusted(
     region: Any, namespace: bytes, tmp_path: Path
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -170,7 +170,7 @@ def test_a_certificate_that_has_expired_is_refused_though_it_is_trusted(
 
 
 def shake_hands(listener: socket.socket, context: ssl.SSLContext) -> None:
-    """With all who come; nobody gets further."""
+    """Shakes hands with every client and serves no request."""
     with contextlib.suppress(OSError):
         while True:
             connection, _ = listener.accept()
@@ -178,7 +178,7 @@ def shake_hands(listener: socket.socket, context: ssl.SSLContext) -> None:
                 pass
 
 
-def test_what_was_damaged_in_the_store_is_a_miss_and_removed(server, region, namespace) -> None:
+def test_a_record_damaged_in_the_store_is_a_miss_and_removed(server, region, namespace) -> None:
     spec = s3_tier(bucket=bucket(server), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
     (damaged,) = [

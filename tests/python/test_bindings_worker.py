@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_worker.cc: bytes between a cache tensor and the region."""
+"""csrc/bindings/bind_worker.cc: copies between a cache tensor and the region."""
 
 import gc
 import weakref
@@ -43,7 +43,7 @@ def finish(worker, job):
 
 
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
-def test_a_block_comes_back_as_it_went(region, tensor, ids):
+def test_a_block_is_loaded_unchanged(region, tensor, ids):
     cache = make_cache(region[0])
     request = cache.begin_request("r")
     worker = make_worker(region, tensor)
@@ -64,7 +64,7 @@ def test_a_block_comes_back_as_it_went(region, tensor, ids):
     assert not tensor[4].any()
 
 
-def test_a_job_that_contradicts_itself_still_ends_and_is_never_a_hit(region, tensor):
+def test_an_inconsistent_job_still_ends_and_is_never_a_hit(region, tensor):
     cache = make_cache(region[0])
     request = cache.begin_request("r")
     worker = make_worker(region, tensor)
@@ -90,7 +90,7 @@ def test_rows_are_uint32(region, tensor):
         )
 
 
-def test_ids_with_gaps_in_memory_are_read_right(region, tensor):
+def test_strided_ids_are_read_correctly(region, tensor):
     worker = make_worker(region, tensor)
     ids = np.array([1, 99, 2, 99], np.int32)[::2]
     rows = np.array([0, 77, 2, 77], np.uint32)[::2]
@@ -123,7 +123,7 @@ def test_the_worker_keeps_the_tensor_alive(region):
     assert gone() is None
 
 
-def test_it_says_which_copier_it_is(region, tensor):
+def test_the_worker_names_its_copier(region, tensor):
     assert "host" in make_worker(region, tensor).describe()
 
 
@@ -137,7 +137,7 @@ def test_it_says_which_copier_it_is(region, tensor):
         ({"threads": 0}, ValueError, "thread"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(region, tensor, change, error, match):
+def test_an_invalid_argument_is_refused_by_name(region, tensor, change, error, match):
     with pytest.raises(error, match=match):
         make_worker(region, tensor, **change)
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_refused_by_name(region, tensor, change, error, match)
 def test_without_cuda_there_is_a_reason(region, tensor):
     reason = _core.cuda_unavailable_reason()
     if not reason:
-        pytest.skip("a CUDA device is here")
+        pytest.skip("this machine has a CUDA device")
     with pytest.raises(_core.ResourceError):
         make_worker(region, tensor, copier="cuda", device=0)
     with pytest.raises(_core.ResourceError, match="no CUDA copier"):

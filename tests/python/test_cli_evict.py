@@ -1,4 +1,4 @@
-"""kv-offload evict: order, marks, statuses, and the watching form as a process of its own."""
+"""kv-offload evict: order, marks, statuses, and the watch mode as a process of its own."""
 
 import json
 import os
@@ -43,20 +43,20 @@ def evict(*arguments, status=0):
 
 @pytest.fixture
 def root(tmp_path):
-    """One namespace used a day ago, its records one second apart."""
+    """Creates one namespace used a day ago, whose records are one second apart."""
     root = write_root(tmp_path / "root")
     last_used(records(root), DAY)
     return root
 
 
-def test_below_the_high_mark_nothing_goes(root):
+def test_below_the_high_mark_no_record_is_evicted(root):
     bound = int(used_bytes(root) / 0.95) + 1
     report = json.loads(evict(root, "--max-bytes", f"{bound}B", "--json").stdout)
     assert (report["bytes_freed"], report["below_bound"]) == (0, True)
     assert len(records(root)) == len(KEYS)
 
 
-def test_above_it_the_oldest_go_down_to_the_low_mark(root):
+def test_above_the_high_mark_the_oldest_are_evicted_down_to_the_low_mark(root):
     kept = records(root)[2:]
     size = used_bytes(root)
     low = 100 * (size - 2 * RECORD + 1000) / size
@@ -78,7 +78,7 @@ def test_a_dry_run_removes_nothing(root):
     assert len(records(root)) == len(KEYS)
 
 
-def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
+def test_a_dead_namespace_is_evicted_before_older_records_of_a_live_one(root):
     write_root(root, OTHER)
     last_used(records(root, OTHER), 2 * DAY)
     last_used(records(root, OTHER)[-1:], 60)  # used a minute ago: alive
@@ -89,7 +89,7 @@ def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
     assert len(records(root, OTHER)) == len(KEYS)
 
 
-def test_what_is_not_ours_cannot_be_brought_below_the_bound(root):
+def test_files_of_others_are_counted_but_not_removed(root):
     (root / "foreign").write_bytes(bytes(1 << 20))
     report = evict(root, "--max-bytes", "512KiB", "--dead-after", "0", status=1)
     assert "ABOVE THE BOUND" in report.output
@@ -110,7 +110,7 @@ def test_wrong_use_ends_with_2(root, arguments, part):
     assert part in evict(root, *arguments, status=2).stderr
 
 
-def test_a_directory_of_others_is_left_alone(tmp_path):
+def test_a_directory_of_others_is_not_changed(tmp_path):
     (tmp_path / "kept").write_text("kept")
     assert "is not a root" in evict(tmp_path, "--max-bytes", "1B", status=2).stderr
     assert (tmp_path / "kept").exists()
@@ -124,7 +124,7 @@ def test_durations(text, seconds):
 
 
 class Watching:
-    """``kv-offload evict --watch --json`` as a process; ``line()`` is its next report."""
+    """``kv-offload evict --watch --json`` as a process; ``line()`` returns its next report."""
 
     def __init__(self, root, *arguments):
         command = "from kv_offload.cli import main; main()"
@@ -148,7 +148,7 @@ class Watching:
         self.process.communicate()
 
 
-def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path):
+def test_watching_waits_for_the_root_evicts_and_exits_with_0_on_sigterm(tmp_path):
     root = tmp_path / "root"
     bound = 4 * RECORD + (1 << 18)
     arguments = ("--max-bytes", f"{bound}B", "--high", "100", "--low", "100", "--dead-after", "7d")
@@ -165,7 +165,7 @@ def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path)
         assert watching.process.wait(240) == 0
 
 
-def test_a_watched_root_that_was_below_its_mark_is_looked_at_again_at_once(root):
+def test_a_watched_root_below_its_mark_is_checked_again_at_once(root):
     used = used_bytes(root)
     shown = []
     watch = Watch(str(root), Bound(used, used, used, 7 * DAY), 0.1, shown.append)
@@ -177,7 +177,7 @@ def test_a_watched_root_that_was_below_its_mark_is_looked_at_again_at_once(root)
     assert report["bytes_after"] <= used < report["bytes_before"]
 
 
-def test_watching_goes_on_when_the_root_cannot_be_used_for_a_while(root, monkeypatch, capsys):
+def test_watching_continues_when_the_root_is_temporarily_unusable(root, monkeypatch, capsys):
     from kv_offload._core import ResourceError
 
     watch = Watch(str(root), Bound(1, 1, 1, DAY), 0.0, print)
@@ -197,15 +197,15 @@ def test_watching_goes_on_when_the_root_cannot_be_used_for_a_while(root, monkeyp
     ]
 
 
-def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
-    """The root is written and evicted at the same time; the recorded usage is right in the end."""
+def test_watching_next_to_a_writer_keeps_its_records_servable(tmp_path):
+    """The root is written and evicted concurrently; the recorded usage is right in the end."""
     root = write_root(tmp_path / "root")
     arguments = ("--max-bytes", f"{used_bytes(root)}B", "--high", "90", "--low", "50", "--dead-after", "7d")
     with Watching(root, *arguments) as watching:
         first = watching.line()
         assert first["bytes_after"] <= used_bytes(root) + RECORD
         for _ in range(3):
-            write_root(root)  # opens, recounts, stores what is missing, closes
+            write_root(root)  # opens, recounts, stores missing records, closes
         watching.process.send_signal(signal.SIGINT)
         assert watching.process.wait(240) == 0
     result = CliRunner().invoke(app, ["verify", str(root), "--json"])

@@ -1,4 +1,4 @@
-"""What others wrote is escaped on a terminal: metric labels, namespace.json, names, answers of servers."""
+"""Text from outside is escaped on a terminal: metric labels, namespace.json, names, server replies."""
 
 import io
 import json
@@ -20,7 +20,8 @@ from kv_offload.cli.terminal import add_row, console, escape, table
 from kv_offload.exposition import Page
 from kv_offload.printable import printable
 
-# Clears the screen, sets the title, rings, moves up, turns the text around, hides, begins a row of its own.
+# Clears the screen, sets the title, rings, moves the cursor up, reverses the text, hides it, starts a new
+# row.
 EVIL = "\x1b[2J\x1b]0;title\x07\x08\x9b1A\u202e\u200b\nall is well"
 NOT_PRINTED = {*EVIL} - {*map(chr, range(32, 127))} - {"\n"}
 
@@ -33,16 +34,16 @@ def run(*arguments, status=0):
 
 def is_plain(text):
     assert not NOT_PRINTED & {*text}, repr(text)
-    assert "\\x1b[2J" in text, "it is shown, escaped"
+    assert "\\x1b[2J" in text, "the text must be shown escaped"
     assert not any(line.startswith("all is well") for line in text.splitlines())
 
 
-def test_what_is_printed_stays():
+def test_printable_text_is_unchanged():
     for text in ("plain", "grüße 漢字", "…│ ─", "\\x1b"):
         assert printable(text) == text
     assert printable("a\tb\nc") == "a\\tb\\nc"
     assert printable("a\nb\x00", keep="\n") == "a\nb\\x00"
-    assert printable("\udcff") == "\\udcff", "half a character, as of a file's name"
+    assert printable("\udcff") == "\\udcff", "half a character, as in a file name"
 
 
 PAGE = FIRST
@@ -56,12 +57,12 @@ def evil_page():
 
 
 @pytest.mark.parametrize("command", ["top", "why", "doctor"])
-def test_labels_of_metrics(command, serve):  # noqa: F811
+def test_labels_of_metrics_are_escaped(command, serve):  # noqa: F811
     options = ["--once", "--interval", "0.05"] if command == "top" else []
     is_plain(run(command, serve(evil_page()), *options))
 
 
-def test_why_of_a_saved_page_and_of_a_log(tmp_path):
+def test_why_escapes_a_saved_page_and_a_log(tmp_path):
     page, log = tmp_path / "page", tmp_path / "log"
     page.write_text(evil_page())
     is_plain(run("why", page))
@@ -77,7 +78,7 @@ def core(monkeypatch):
     return monkeypatch
 
 
-def test_stat_of_a_namespace_json_that_others_wrote(core):
+def test_stat_escapes_a_foreign_namespace_json(core):
     stat = fake_core.FsRoot.stat
     described = json.dumps({"model": {"name": EVIL, "revision": EVIL}, "kv_dtype": EVIL})
 
@@ -90,16 +91,16 @@ def test_stat_of_a_namespace_json_that_others_wrote(core):
     core.setattr(fake_core.FsRoot, "stat", of_others)
     is_plain(run("stat", "/root"))
     (space, *_) = json.loads(run("stat", "/root", "--json"))["namespaces"]
-    assert space["description"]["kv_dtype"] == EVIL, "JSON has escapes of its own"
+    assert space["description"]["kv_dtype"] == EVIL, "JSON has its own escapes"
 
 
-def test_verify_of_a_record_with_such_a_name(core):
+def test_verify_escapes_the_name_of_a_record(core):
     bad = {"path": f"/r/{EVIL}", "kind": "io", "message": EVIL, "removed": False}
     core.setattr(fake_core.FsRoot, "damaged", (bad,))
     is_plain(run("verify", "/root", status=1))
 
 
-def test_an_error_that_repeats_what_a_server_said(core):
+def test_an_error_that_quotes_a_server_is_escaped(core):
     def fails(self):
         raise RuntimeError(EVIL.replace("\n", ""))
 
@@ -107,8 +108,8 @@ def test_an_error_that_repeats_what_a_server_said(core):
     is_plain(run("stat", "/root", status=1))
 
 
-def test_whatever_a_command_prints(monkeypatch):
-    """Also what a later command prints without a thought of it."""
+def test_all_output_of_a_command_is_escaped(monkeypatch):
+    """Also covers later commands that do not escape their output themselves."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -127,7 +128,7 @@ def test_whatever_a_command_prints(monkeypatch):
 # ---- how much is read
 
 
-def test_a_page_without_an_end_is_not_read_for_ever(monkeypatch):
+def test_reading_an_endless_page_stops_at_a_bound(monkeypatch):
     monkeypatch.setattr(exposition, "MOST_PAGE_BYTES", 1 << 20)
     sent = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -136,7 +137,7 @@ def test_a_page_without_an_end_is_not_read_for_ever(monkeypatch):
             with closing(listener.accept()[0]) as connection:
                 connection.recv(1 << 16)
                 connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                with suppress(OSError):  # the other side has had enough
+                with suppress(OSError):  # the reader has closed the connection
                     while sum(sent) < 1 << 30:
                         sent.append(connection.send(b"x" * (1 << 16)))
 
@@ -149,7 +150,7 @@ def test_a_page_without_an_end_is_not_read_for_ever(monkeypatch):
 
 
 class Slow(io.BytesIO):
-    """An answer that comes byte by byte, each in time."""
+    """A reply that arrives byte by byte, each byte within the timeout."""
 
     length = None
 
@@ -157,14 +158,14 @@ class Slow(io.BytesIO):
         return super().read(1)
 
 
-def test_a_page_that_comes_byte_by_byte_ends_in_time(monkeypatch):
+def test_reading_a_page_byte_by_byte_stops_in_time(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Slow(b"x" * 1000))
     seconds = iter(range(1000))
     with pytest.raises(OSError, match="takes longer than 60 s"):
         exposition.fetch("http://h/metrics", clock=lambda: float(next(seconds)))
 
 
-def test_labels_are_told_apart_and_found_when_they_are_escaped():
+def test_labels_are_distinguished_and_found_when_escaped():
     page = Page('m_total{tier="a\\nb"} 1\nm_total{tier="c"} 2\n')
     assert page.values_of("m_total", "tier") == ["a\\nb", "c"]
     assert page.sum("m_total", tier="a\\nb") == 1

@@ -1,4 +1,4 @@
-"""kv-offload on a root that the core itself has written: the stand-in of test_cli.py must agree with it."""
+"""kv-offload on a root that the core itself has written; the fake core of test_cli.py must agree with it."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def records(root):
     return sorted(Path(root).rglob("*.rec"))
 
 
-def test_stat_sees_what_was_written(root):
+def test_stat_shows_the_written_records(root):
     facts = json.loads(run("stat", root, "--json"))
     (space,) = facts["namespaces"]
     assert space["id"] == FACTS.namespace_id().hex()
@@ -72,7 +72,7 @@ def test_verify_finds_and_removes_a_flipped_bit(root):
 
 
 def planted(root):
-    """Ways to damage a root, by name: each gives the path that verify must name."""
+    """Returns named ways to damage a root; each returns the path that verify must name."""
 
     def flip(path, at):
         data = bytearray(path.read_bytes())
@@ -173,7 +173,7 @@ def test_purge_of_the_one_namespace(root):
     assert json.loads(run("purge", root, "-n", prefix, "--yes", "--json"))["records"] == 5
 
 
-def test_a_directory_of_others_is_no_root(tmp_path):
+def test_a_directory_of_others_is_not_a_root(tmp_path):
     (tmp_path / "kept.rec").write_text("kept")
     for command in ("stat", "ls", "verify", "purge"):
         result = CliRunner().invoke(app, [command, str(tmp_path)])
@@ -183,7 +183,7 @@ def test_a_directory_of_others_is_no_root(tmp_path):
     assert (tmp_path / "kept.rec").read_text() == "kept"
 
 
-def test_the_account_tells_about_what_the_files_take(root):
+def test_the_ledger_matches_the_space_of_the_files(root):
     taken = sum(path.stat().st_blocks * 512 for path in root.rglob("*"))
     assert taken <= held_bytes(str(root)) <= taken + (1 << 20)
 

@@ -1,4 +1,4 @@
-"""Which root a command opens: what is there instead of one, who may change it, how paths are written."""
+"""Paths given to commands: errors for paths that are not a root, ownership, and relative paths."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def run(*arguments, status=0):
 
 
 def places(tmp_path):
-    """Paths that are not a root, by name, each with what must be said of it."""
+    """Returns paths that are not a root, by name, each with the expected error."""
     for name in ("empty", "other", "parent"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / "photo.jpg").write_text("")
@@ -44,7 +44,7 @@ def places(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["missing", "empty", "file", "other", "parent", "inside"])
-def test_what_is_there_instead_of_a_root_is_told(tmp_path, place):
+def test_a_path_that_is_not_a_root_is_explained(tmp_path, place):
     path, part = places(tmp_path)[place]
     for command, *options in (*READING, *WRITING[:3]):
         result = run(command, path, *options, status=2)
@@ -52,23 +52,24 @@ def test_what_is_there_instead_of_a_root_is_told(tmp_path, place):
         assert result.stdout == ""
 
 
-def test_a_directory_that_may_not_be_read_is_no_wrong_use(tmp_path, monkeypatch):
+def test_an_unreadable_directory_is_not_a_usage_error(tmp_path, monkeypatch):
     def forbidden(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(os, "listdir", forbidden)  # rights do not keep root out
+    monkeypatch.setattr(os, "listdir", forbidden)  # permissions do not stop the root user
     result = run("stat", tmp_path, status=1)
     assert result.stderr == f"kv-offload: {tmp_path}: Permission denied\n"
 
 
 def not_refused(*_, **__):
-    raise RuntimeError("it was not refused")
+    raise RuntimeError("the command was not refused")
 
 
 @pytest.mark.parametrize("command", WRITING, ids=" ".join)
 def test_a_root_of_another_user_is_not_changed(tmp_path, monkeypatch, command):
     root = write_root(tmp_path / "root")
-    (root / "ledger").unlink()  # as after a restore from a backup: whoever opens it next makes it
+    # as after a restore from a backup: the next process that opens the root creates it
+    (root / "ledger").unlink()
     before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
     monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
     monkeypatch.setattr("kv_offload.cli.evict_command.evict_once", not_refused)  # --watch would not end
@@ -87,7 +88,7 @@ def test_a_root_of_another_user_is_read(tmp_path, monkeypatch, command):
     monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
     name, *options = command
     run(name, root, *options)
-    assert not (root / "ledger").exists(), "reading makes nothing"
+    assert not (root / "ledger").exists(), "a read command must not create files"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_the_directory_of_a_tier_is_written_as_an_absolute_path(tmp_path, monkey
         monkeypatch.chdir(here)
 
 
-def test_no_command_takes_32_for_32_bytes(tmp_path):
+def test_no_command_reads_32_as_32_bytes(tmp_path):
     for command in (
         ["config", "--cpu", "32"],
         ["doctor", "--no-measure", "--config", '{"cpu_bytes_to_use": 32}'],

@@ -1,4 +1,4 @@
-"""kv-offload size: what a token of a model takes, against figures known for real models."""
+"""kv-offload size: the bytes per token of a model, against known figures of real models."""
 
 import json
 import math
@@ -70,10 +70,10 @@ def sized(path, *arguments):
     ("content", "expected"),
     [
         (LLAMA_8B, 131_072),  # 32 layers x 8 heads x (128 + 128) values x 2 bytes
-        (LLAMA_8B | {"num_key_value_heads": None}, 524_288),  # all heads keep their own
+        (LLAMA_8B | {"num_key_value_heads": None}, 524_288),  # without grouped heads
         (LLAMA_8B | {"head_dim": 64}, 65_536),
         (LLAMA_8B | {"torch_dtype": "float32"}, 131_072),  # served in bfloat16
-        (DEEPSEEK_V3, 70_272),  # 61 layers x (512 + 64) values x 2 bytes, no second half for values
+        (DEEPSEEK_V3, 70_272),  # 61 layers x (512 + 64) values x 2 bytes; K and V share them
         (DEEPSEEK_V3 | {"index_head_dim": 128}, 70_272 + 61 * 132),
         (GEMMA_3, 12 * 4 * 512 * 2),
         ({**LLAMA_8B, "num_kv_shared_layers": 12}, 81_920),
@@ -100,7 +100,7 @@ def test_groups_and_dtypes_add_up(config):
 
 
 def test_groups_are_split_as_vllm_does():
-    # Ten windowed and two full layers: groups of two layers each, so that all blocks are of one size.
+    # Ten windowed and two full layers: groups of two layers each, so that all blocks have one size.
     chunks = model_shape(GEMMA_3).geometry("bfloat16").groups
     assert [chunk.shard_bytes for chunk in chunks] == [(2 * 4 * 512 * 2 * 16,)] * 6
 
@@ -157,7 +157,7 @@ LFM_2 = {
 
 
 def vllms_state(content, ranks):
-    """Bytes of one layer's state on one rank, by vLLM's own arithmetic, in bfloat16."""
+    """Returns the bytes of one layer's state on one rank, by vLLM's own arithmetic, in bfloat16."""
     utils = pytest.importorskip(
         "vllm.model_executor.layers.mamba.mamba_utils", reason="vLLM is not installed"
     )
@@ -174,7 +174,7 @@ def vllms_state(content, ranks):
 
 
 @pytest.mark.parametrize("content", [QWEN_3_NEXT, GRANITE_4, JAMBA, LFM_2])
-def test_a_state_takes_what_it_takes_in_vllm(content):
+def test_the_size_of_a_state_equals_vllms(content):
     (state,) = model_shape(content).states
     assert state.state_bytes(DTYPE_BYTES, "bfloat16") == vllms_state(content, 1)
 
@@ -184,7 +184,7 @@ def test_a_state_takes_what_it_takes_in_vllm(content):
     [(QWEN_3_NEXT, 544, 4), (GRANITE_4, 528, 10), (JAMBA, 80, 8), (LFM_2, 16, 3)],
 )
 def test_tokens_per_tier_count_the_states(config, content, block, groups):
-    """All blocks are as large as the state (vLLM raises the block size), and every group has one a block."""
+    """All blocks are as large as the state (vLLM raises the block size); each group has one per block."""
     facts = sized(config(content), "--cpu", "1GiB")
     assert facts["tokens_per_chunk"] == facts["tokens_per_block"] == block
     (attention,) = facts["groups"]
@@ -196,12 +196,12 @@ def test_tokens_per_tier_count_the_states(config, content, block, groups):
     assert len(model_shape(content).geometry("bfloat16").groups) == groups
 
 
-def test_a_state_that_the_config_does_not_tell_is_noted(config):
+def test_a_state_of_unknown_size_is_noted(config):
     facts = sized(config({**LLAMA_8B, "layer_types": ["mamba"] * 24 + ["full_attention"] * 8}))
     assert "24 mamba layers keep a state of a size not known here; it is not counted" in facts["notes"]
 
 
-def test_states_for_people(config):
+def test_states_in_the_text_output(config):
     text = " ".join(run(config(QWEN_3_NEXT)).output.split())
     assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one for a block" in text
     assert "vLLM makes blocks of 544 tokens" in text
@@ -253,13 +253,13 @@ def test_break_even_is_bytes_per_token_times_prefill(config):
     assert facts["break_even"] == [{"prefill_tokens_per_second": 8000, "bytes_per_second": 8000 * 65_536}]
 
 
-def test_for_people(config):
+def test_the_text_output(config):
     text = " ".join(run(config(LLAMA_8B), "--cpu", "1GiB", "--prefill", "8192").output.split())
     for part in ("a token takes 128.0 KiB in bfloat16", "8,192 tokens/s 1.0 GiB/s", "cpu 1.0 GiB 8,192"):
         assert part in text
 
 
-def test_a_model_of_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
+def test_a_model_in_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
     folder = tmp_path / "hub" / "models--org--small"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("c0ffee")
@@ -269,7 +269,7 @@ def test_a_model_of_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
     assert sized("org/small")["bytes_per_token"]["bfloat16"] == 131_072
 
 
-def test_a_state_in_a_dtype_that_is_not_known_is_counted_as_the_caches(config):
+def test_a_state_of_unknown_dtype_is_counted_with_the_dtype_of_the_cache(config):
     plain = sized(config(GRANITE_4))
     facts = sized(config(GRANITE_4 | {"mamba_ssm_dtype": "fp7"}))
     assert facts["states"] == plain["states"]
@@ -293,7 +293,7 @@ def test_a_state_in_a_dtype_that_is_not_known_is_counted_as_the_caches(config):
         ({"text_config": "none"}, "config.json is not understood"),
     ],
 )
-def test_what_cannot_be_sized_is_told(config, content, part):
+def test_a_model_that_cannot_be_sized_is_explained(config, content, part):
     result = run(config(content), status=2)
     assert result.stderr.startswith("kv-offload: ")
     assert part in result.stderr
@@ -312,7 +312,7 @@ def test_wrong_options(config, arguments, part):
     assert part in run(config(LLAMA_8B), *arguments, status=2).stderr
 
 
-def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+def test_a_missing_model(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no such file or directory" in run(tmp_path / "none", status=2).stderr
     assert "has no config.json" in run(tmp_path, status=2).stderr
@@ -339,11 +339,13 @@ def test_the_config_of_a_name_is_downloaded(hub, config):
     hub(lambda url, timeout: asked.append(url), lambda *given, **_: asked.append(given) or path)
     facts = sized("org/model")
     assert (facts["model"], facts["bytes_per_token"]["bfloat16"]) == ("org/model", 131_072)
-    assert asked == ["hub:org/model/config.json", ("org/model", "config.json")], "the weights are not"
+    assert asked == ["hub:org/model/config.json", ("org/model", "config.json")], (
+        "only config.json may be downloaded"
+    )
 
 
 class ConnectError(Exception):
-    """Of an HTTP library: no OSError, and without a text."""
+    """An error of an HTTP library: not an OSError, and without a message."""
 
 
 def unreachable(url, timeout):
@@ -352,14 +354,14 @@ def unreachable(url, timeout):
 
 
 def tried_for_long(*_, **__):
-    pytest.fail("hf_hub_download tries again for 20 s where there is no network")
+    pytest.fail("hf_hub_download was called: it retries for 20 s without a network")
 
 
 @pytest.mark.parametrize(
     ("offline", "part"),
     [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be downloaded (We couldn't connect to the hub)")],
 )
-def test_a_name_without_a_network_is_told(hub, offline, part):
+def test_a_name_without_a_network_is_reported(hub, offline, part):
     hub(unreachable, tried_for_long, offline)
     told = run("org/model", status=1).stderr
     assert "org/model: no such directory, and not in the local cache of the Hugging Face hub" in told
@@ -367,12 +369,12 @@ def test_a_name_without_a_network_is_told(hub, offline, part):
     assert "give a model directory or a config.json" in told
 
 
-def test_an_error_without_words_is_named(hub):
+def test_an_error_without_a_message_is_named(hub):
     hub(unreachable, tried_for_long)
     assert "cannot be downloaded (ConnectError)" in run("org/other", status=1).stderr
 
 
-def test_a_name_without_huggingface_hub_is_told(monkeypatch, tmp_path):
+def test_a_name_without_huggingface_hub_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "huggingface_hub is not installed" in run("org/model", status=1).stderr

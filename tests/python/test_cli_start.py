@@ -1,4 +1,4 @@
-"""How the command starts: what help and completion load, and what completion offers."""
+"""The start of the command: the modules that help and completion load, and the completions."""
 
 import json
 import os
@@ -23,7 +23,7 @@ print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 
 
 def start(*arguments, **environment):
-    """What a fresh process prints for these arguments, and the modules that it has loaded."""
+    """Returns the output of a new process for these arguments, and the modules that it has loaded."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, *arguments],
         capture_output=True,
@@ -43,13 +43,13 @@ def test_the_list_of_commands_loads_none_of_them():
 
 
 @pytest.mark.parametrize("command", [name for name, _, _ in COMMANDS])
-def test_the_help_of_a_command_loads_nothing_that_only_running_it_needs(command):
-    text, loaded = start(command, "--help")  # pydantic: typer's own, for options, from 0.29 on
+def test_the_help_of_a_command_loads_no_module_of_its_execution(command):
+    text, loaded = start(command, "--help")  # typer itself loads pydantic for options, from 0.29 on
     assert f"Usage: kv-offload {command}" in text
     assert loaded.isdisjoint(HEAVY)
 
 
-def test_the_control_running_a_command_does_load_them():
+def test_control_running_a_command_loads_these_modules():
     _, loaded = start("stat", "/nowhere-at-all")
     assert "kv_offload._core" in loaded
 

@@ -1,4 +1,4 @@
-"""kv-offload top: rates out of two scrapes of a page that a small HTTP server gives."""
+"""kv-offload top: rates from two scrapes of a page that a small HTTP server serves."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from kv_offload.cli.server import metrics_url
 from kv_offload.cli.top_command import compare
 from kv_offload.exposition import Page
 
-# As vLLM's /metrics gives it, an engine more than usual; recorded from a server and shortened.
+# As in vLLM's /metrics, with one engine more than usual; recorded from a server and shortened.
 RECORDED = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -59,7 +59,7 @@ LATER = RECORDED % {
 
 @pytest.fixture
 def serve():
-    """Serves the given pages one after another, the last for ever; gives the address."""
+    """Serves the given pages one after another, then repeats the last; returns the address."""
     servers = []
 
     def begin(*pages):
@@ -95,7 +95,7 @@ def run(*arguments, status=0):
     return result
 
 
-def test_figures_of_an_interval():
+def test_rates_of_an_interval():
     figures = compare(Page(FIRST), Page(LATER), 2.0)
     cpu, fs = figures["tiers"]["cpu"], figures["tiers"]["fs"]
     assert (cpu["hit_tokens"], cpu["hit_tokens_per_second"]) == (4600, 300)
@@ -118,11 +118,11 @@ def test_an_idle_interval_has_no_rate():
     assert figures["tiers"]["fs"]["read_seconds"] is None
 
 
-def test_a_server_that_began_anew_counts_from_nothing():
+def test_a_restarted_server_counts_from_zero():
     assert compare(Page(LATER), Page(FIRST), 1.0)["tiers"]["cpu"]["hit_tokens_per_second"] == 4000
 
 
-def test_once_for_people(serve):
+def test_once_as_text(serve):
     text = " ".join(run(serve(FIRST, LATER), "--once").output.split())
     for part in (
         "version 0.1.0 namespace 3fa2c0ffee12 copier host",
@@ -133,7 +133,7 @@ def test_once_for_people(serve):
         "decisions: load 7, recompute 2",
     ):
         assert part in text
-    assert text.index("not_stored") < text.index('a "new" reason'), "the worst first"
+    assert text.index("not_stored") < text.index('a "new" reason'), "the worst must be first"
 
 
 def test_once_as_json(serve):
@@ -141,11 +141,11 @@ def test_once_as_json(serve):
     assert json.loads(line)["hit_rate"] == pytest.approx(0.75)
 
 
-def test_each_interval_is_printed_where_there_is_no_terminal(serve):
+def test_each_interval_is_printed_without_a_terminal(serve):
     assert run(serve(FIRST, LATER), "--count", "3").output.count("hit rate") == 3
 
 
-def test_a_server_that_is_not_there_ends_with_1(serve):
+def test_a_missing_server_exits_with_1(serve):
     result = run("127.0.0.1:1", "--once", status=1)
     assert result.stderr.startswith("kv-offload: http://127.0.0.1:1/metrics cannot be reached")
     for part in ("Connection refused", "is the server running there", "is host and port right"):
@@ -156,7 +156,7 @@ def test_a_server_that_is_not_there_ends_with_1(serve):
     "answer", [b"-ERR unknown command\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nup"]
 )
 @pytest.mark.parametrize("command", ["top", "why", "doctor"])
-def test_what_answers_there_and_is_no_web_server_ends_with_1(answer, command):
+def test_a_server_that_does_not_speak_http_exits_with_1(answer, command):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reply():
@@ -173,26 +173,26 @@ def test_what_answers_there_and_is_no_web_server_ends_with_1(answer, command):
     assert f"http://{address}/metrics cannot be reached (" in result.stderr
 
 
-def test_a_port_that_is_no_number_ends_with_1():
+def test_a_port_that_is_not_a_number_exits_with_1():
     assert "cannot be reached (nonnumeric port: '80x')" in run("127.0.0.1:80x", "--once", status=1).stderr
 
 
-def test_an_interval_that_never_ends_ends_with_2(serve):
+def test_an_infinite_interval_exits_with_2(serve):
     assert run(serve(FIRST), "--interval", "inf", status=2).stderr.startswith("kv-offload: ")
 
 
-def test_a_page_that_is_not_there_names_the_address(serve):
+def test_a_missing_page_names_the_address(serve):
     address = serve(FIRST)
     result = run(f"{address}/elsewhere", "--once", status=1)
     assert f"{address}/elsewhere answers 404 Not Found" in result.stderr
 
 
-def test_a_page_of_another_server_ends_with_1(serve):
+def test_a_page_of_another_server_exits_with_1(serve):
     assert "no kv_offload_* metrics" in run(serve("up 1\n"), "--once", status=1).stderr
 
 
 @pytest.mark.parametrize("given", ["ftp://host/metrics", "http://"])
-def test_what_is_no_address_ends_with_2(given):
+def test_an_invalid_address_exits_with_2(given):
     assert "is not the address of a server" in run(given, "--once", status=2).stderr
 
 
@@ -208,16 +208,16 @@ def test_addresses(given, meant):
     assert metrics_url(given) == meant
 
 
-def test_a_page_is_asked_by_name_and_label():
+def test_values_are_read_by_name_and_label():
     page = Page('# a comment\n\nname{a="x, y",b="}"} 1 1700000000\nname{a="z"} 2\nother +Inf\nnone NaN\n')
     assert page.sum("name") == 3
     assert page.sum("name", b="}") == 1
     assert page.values_of("name", "a") == ["x, y", "z"]
     assert page.max("other") == float("inf")
-    assert not page.has("none"), "a figure that is not known is none"
+    assert not page.has("none"), "an unknown value is not a value"
 
 
-def test_what_is_not_a_metrics_page_is_told(serve):
+def test_a_page_without_metrics_is_reported(serve):
     address = serve("<html>not a metrics page</html>\n")
     result = run(address, "--once", status=1)
     assert f"{address}/metrics is not a metrics page" in result.stderr

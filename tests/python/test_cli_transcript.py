@@ -1,6 +1,6 @@
-"""A new user's first session, kept as it looks in a terminal of 80 columns (transcripts/new_user.txt).
+"""A new user's first session, stored as it looks in a terminal of 80 columns (transcripts/new_user.txt).
 
-KV_OFFLOAD_WRITE_TRANSCRIPT=1 writes it anew; read what changed before keeping it.
+KV_OFFLOAD_WRITE_TRANSCRIPT=1 writes it again; review the differences before committing it.
 """
 
 import json
@@ -21,7 +21,7 @@ from kv_offload import _core
 from kv_offload.cli import app
 
 TRANSCRIPT = Path(__file__).parent / "transcripts" / "new_user.txt"
-# Each line is typed as it stands; # is a remark. SERVER stands for a server's address.
+# Each line is typed as it is; # starts a comment line. SERVER stands for a server's address.
 SESSION = """\
 # What is there, and what does my model take?
 kv-offload --help
@@ -49,7 +49,7 @@ kv-offload purge ./used --yes
 
 
 def typed(line, server):
-    """What a command prints, standard error included, and its status when it is not 0."""
+    """Returns the output of a command, including standard error, and its exit status if not 0."""
     words = line.replace("SERVER", server).split()[1:]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"}, prog_name="kv-offload")
     assert "Traceback" not in result.output
@@ -59,7 +59,7 @@ def typed(line, server):
 
 
 def without_chance(text, place, server):
-    """With what differs from run to run replaced, in the same width where it stands in a table."""
+    """Replaces text that differs between runs, keeping the width of table cells."""
     for name, found in (
         ("PLACE", str(place)),
         ("SERVER", server),
@@ -68,21 +68,24 @@ def without_chance(text, place, server):
         text = text.replace(found, name)
     text = text.replace(FACTS.namespace_id().hex()[:12], "NAMESPACE123")
     text = re.sub(r"\S+, Python \S+, Linux", "VERSION, Python VERSION, Linux", text)
-    text = re.sub(r"\b[0-9]{3}\.[0-9] KiB(?! in bfloat16)", "NNN.N KiB", text)  # as du: of the file system
+    # as du: depends on the file system
+    text = re.sub(r"\b[0-9]{3}\.[0-9] KiB(?! in bfloat16)", "NNN.N KiB", text)
     text = re.sub(r"(?m) +[0-9]+ (?:s|min)(?=  )", lambda match: "NOW".rjust(len(match.group())), text)
     return re.sub(r"[ ]+$", "", text, flags=re.MULTILINE)
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """Where the user works: his model's config.json, a configuration, and a directory that a server used."""
+    """Creates the user's working directory: the model's config.json, a configuration, and a directory that a
+    server used.
+    """
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "kv.json").write_text(
         json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "4GiB", "lookup_deadline": 2000})
     )
     write_root(tmp_path / "used")
     monkeypatch.chdir(tmp_path)
-    # What differs between machines; the rest is the real core's.
+    # These values differ between machines; all others come from the real core.
     monkeypatch.setattr(_core, "memory_headroom", fake_core.memory_headroom)
     monkeypatch.setattr(_core, "kept_regions", fake_core.kept_regions)
     monkeypatch.setattr(_core, "cuda_unavailable_reason", fake_core.cuda_unavailable_reason)
@@ -95,7 +98,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_new_users_session_reads_as_it_was_kept(place, vllm, serve):  # noqa: F811
+def test_a_new_users_session_matches_the_stored_transcript(place, vllm, serve):  # noqa: F811
     server = serve(FIRST)
     said = []
     for line in SESSION.splitlines():

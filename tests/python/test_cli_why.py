@@ -1,4 +1,4 @@
-"""kv-offload why, and doctor URL: what metrics and log lines mean, for each cause."""
+"""kv-offload why, and doctor URL: the meaning of metrics and log lines, for each cause."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def run(*arguments, status=0, given=""):
 
 
 def page(*changes):
-    """A metrics page as the core writes it, after (metric, labels, value) of each change."""
+    """Returns a metrics page as the core writes it, after each change (metric, labels, value)."""
     metrics = _core.Metrics()
     known = {definition.name: definition for definition in _core.metric_definitions()}
     for tier in ("cpu", "fs"):
@@ -64,23 +64,23 @@ def test_every_reason_of_the_core_is_explained():
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_reason_is_told_with_its_share_its_meaning_and_what_to_change(reason):
+def test_a_reason_is_shown_with_its_share_meaning_and_advice(reason):
     text = page(STORED, ("miss_tokens_total", [reason], 900), ("miss_tokens_total", ["new_in_this"], 100))
     first, second = from_metrics(Page(text)).findings
     assert (first.cause, first.tokens) == (reason, 900)
     assert first.text.startswith("900 tokens (90.0% of those missed): ")
     assert REASONS[reason][0] in first.text
     assert first.advice == REASONS[reason][1]
-    assert second.cause == "new_in_this", "unknown ones are told too"
+    assert second.cause == "new_in_this", "unknown reasons must be listed too"
 
 
-def test_the_largest_cause_comes_first_and_crumbs_are_left_out():
+def test_the_largest_cause_is_first_and_tiny_ones_are_omitted():
     missed = {"not_stored": 50_000, "evicted": 70_000, "io_error": 100}
     text = page(STORED, *(("miss_tokens_total", [reason], tokens) for reason, tokens in missed.items()))
     assert causes(text) == ["evicted", "not_stored"]
 
 
-def test_a_capacity_and_the_estimates_are_told_where_they_are_the_cause():
+def test_capacity_and_estimates_are_shown_where_they_are_the_cause():
     (evicted,) = from_metrics(Page(page(STORED, ("miss_tokens_total", ["evicted"], 5)))).findings
     assert "hold 2,000 tokens" in evicted.text
     (computed,) = from_metrics(
@@ -133,7 +133,7 @@ def tier_findings(text, cause):
     return found
 
 
-def test_a_chunk_that_host_memory_dropped_is_a_share_of_what_was_stored():
+def test_chunks_dropped_by_host_memory_are_a_share_of_stored_chunks():
     dropped = ("dropped_bytes_total", ["cpu", "pressure"], 4096)
     assert causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), dropped)) == []
     found = tier_findings(
@@ -142,7 +142,7 @@ def test_a_chunk_that_host_memory_dropped_is_a_share_of_what_was_stored():
     assert found.text == "25% of the bytes that were to be stored in host memory were dropped"
     assert "cpu_bytes_to_use" in found.advice
     assert "faster device" not in found.advice
-    # What was stored is no part of what a slower tier got.
+    # Chunks that host memory stored are not a part of those dropped on a slower tier.
     to_disk = ("dropped_bytes_total", ["fs", "pressure"], 4096)
     assert "not_written" in causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), to_disk))
 
@@ -155,7 +155,7 @@ def test_a_chunk_that_host_memory_dropped_is_a_share_of_what_was_stored():
         (0, 3 << 20, "it removed 3.0 MiB of its records"),
     ],
 )
-def test_what_other_programs_removed_from_a_root_is_said(rebuilds, lost, said, serve):  # noqa: F811
+def test_removals_by_other_programs_are_reported(rebuilds, lost, said, serve):  # noqa: F811
     more = f'kv_offload_tier_rebuilds_total{{tier="fs"}} {rebuilds}\n'
     more += f'kv_offload_tier_lost_bytes_total{{tier="fs"}} {lost}\n'
     found = tier_findings(page(STORED, HIT) + more, "removed_by_others")
@@ -167,11 +167,11 @@ def test_what_other_programs_removed_from_a_root_is_said(rebuilds, lost, said, s
     assert "Another program changed tier fs" in run("why", address).stdout
 
 
-# ---- logs: each line is made by the code that logs it
+# ---- logs: the code under test creates each line
 
 
 def warned(caplog, **around):
-    """The one warning of a server that stores and never hits."""
+    """Logs the one warning of a server that stores and never hits."""
     metrics = _core.Metrics()
     metrics.add("kv_offload_miss_tokens_total", ["not_stored"], 2e6)
     metrics.set("kv_offload_tier_chunks", ["cpu"], 1)
@@ -192,10 +192,10 @@ def test_the_warning_of_a_server_that_never_hits(caplog):
     assert "the prompts asked for were never stored" in found.advice
 
 
-def test_a_hash_seed_that_changes():
+def test_a_changing_hash_seed():
     (found,) = of_log(random_seed_warning("xxhash")).findings
     assert found.cause == "random_seed"
-    assert found.text.startswith("RECORDS WILL NEVER BE FOUND AGAIN"), "without the prefix of the log"
+    assert found.text.startswith("RECORDS WILL NEVER BE FOUND AGAIN"), "the prefix of the log must be removed"
     assert "sha256" in found.advice
 
 
@@ -207,7 +207,7 @@ def test_hints_of_requests_that_are_ignored(caplog):
     assert "kv_offload_load_policy is 'sometimes'" in found.text
 
 
-def test_requests_of_a_debug_log_are_added_up():
+def test_requests_of_a_debug_log_are_summed():
     report = {"hit_tokens": {"fs": 100}, "miss_tokens": {"evicted": 300}, "choice": "", "waited_seconds": 0}
     found = of_log(*(f"Request {n}: {report_text(report)}" for n in range(3)))
     assert (found.hit_tokens, found.miss_tokens) == (300, 900)
@@ -224,28 +224,28 @@ def test_a_configuration_that_was_refused():
     assert "kv-offload doctor" in found[0].advice
 
 
-def test_a_vllm_that_is_not_supported():
+def test_an_unsupported_vllm():
     (found,) = of_log(refusal("0.12.0", "it was not tested")).findings
     assert found.cause == "vllm_not_supported"
 
 
-def test_prefix_caching_that_is_off():
+def test_disabled_prefix_caching():
     (found,) = of_log("Initializing a V1 LLM engine with config: enable_prefix_caching=False, ...").findings
     assert found.cause == "prefix_caching_off"
 
 
-def test_a_log_that_is_not_ours_or_has_no_beginning():
+def test_a_foreign_log_or_one_without_a_start():
     (found,) = from_log(["INFO vLLM API server version 0.32.0\n"]).findings
     assert found.cause == "not_in_use"
     (found,) = from_log(["WARNING kv_offload: something\n"]).findings
     assert found.cause == "no_boot_line"
-    assert of_log().findings == (), "a control: a start as it should be"
+    assert of_log().findings == (), "negative control: a normal start has no findings"
 
 
 # ---- the commands
 
 
-def test_why_of_a_log_of_a_saved_page_and_of_standard_input(tmp_path):
+def test_why_reads_a_log_a_saved_page_and_standard_input(tmp_path):
     log, saved = tmp_path / "server.log", tmp_path / "metrics.txt"
     log.write_text(f"{BOOTED}\n{random_seed_warning('xxhash')}\n")
     saved.write_text(page(STORED, ("miss_tokens_total", ["disabled"], 10)))
@@ -264,7 +264,7 @@ def test_why_of_a_server(serve):  # noqa: F811
     assert "Operations of tier fs failed: 2 corrupt." in text
 
 
-def test_why_of_nothing_that_can_be_read(tmp_path):
+def test_why_of_an_unreachable_server(tmp_path):
     assert "no such file" in run("why", tmp_path / "none.log", status=2).stderr
     assert "http://127.0.0.1:1/metrics cannot be reached" in run("why", "127.0.0.1:1", status=1).stderr
 
@@ -277,7 +277,7 @@ def test_doctor_of_a_running_server(serve):  # noqa: F811
     assert (told["tier fs"]["bytes"], told["tier fs"]["capacity_bytes"]) == (1 << 30, 4 << 30)
     assert (told["loaded"]["state"], told["loaded"]["hit_tokens"]) == ("ok", 5000)
     assert told["failures"]["state"] == "note"
-    assert "memory" not in told, "it asks the server, not this machine"
+    assert "memory" not in told, "doctor must query the server, not this machine"
     assert "tier fs" in run("doctor", address).stdout
 
 
@@ -292,7 +292,7 @@ def test_doctor_of_a_running_server(serve):  # noqa: F811
         ),
     ],
 )
-def test_doctor_says_whether_other_tensor_parallel_sizes_share_the_records(layout, said, serve):  # noqa: F811
+def test_doctor_shows_whether_other_tensor_parallel_sizes_share_the_records(layout, said, serve):  # noqa: F811
     address = serve(FIRST.replace('layout="LBHNC"', f'layout="{layout}"'))
     checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
     told = [(check["state"], check["text"]) for check in checks if check["name"] == "layout"]
@@ -302,6 +302,6 @@ def test_doctor_says_whether_other_tensor_parallel_sizes_share_the_records(layou
         assert text.endswith(expected[1])
 
 
-def test_doctor_asks_a_server_or_this_machine():
+def test_doctor_checks_either_a_server_or_this_machine():
     assert "give one of them" in run("doctor", "127.0.0.1:1", "--root", "/kv", status=2).stderr
     assert "cannot be reached" in run("doctor", "127.0.0.1:1", status=1).stderr

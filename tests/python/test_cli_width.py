@@ -1,4 +1,4 @@
-"""Tables in a terminal of 80 columns: one line a row, and no header broken inside a word."""
+"""Tables in a terminal of 80 columns: one line per row, and no header broken inside a word."""
 
 import json
 
@@ -60,15 +60,15 @@ def test_damage_with_a_long_path_folds_and_breaks_no_other_column(core):  # noqa
     assert row.split()[-1] == "no"
 
 
-def test_ls_takes_one_line_a_record(tmp_path):
+def test_ls_uses_one_line_per_record(tmp_path):
     root = write_root(tmp_path / "root")
     header, *rows = lines("ls", root)
     assert header.split()[0] == "key"
     assert len(rows) == len(KEYS)
     namespace = FACTS.namespace_id().hex()[:12]
-    assert all(row.split()[-3:] == ["no", namespace, "1"] for row in rows), "no cell loses its end"
+    assert all(row.split()[-3:] == ["no", namespace, "1"] for row in rows), "a cell is cut"
     starts = {row.split()[0].rstrip("…") for row in rows}
-    assert len(starts) == len(KEYS), "what is left of a key still tells records apart"
+    assert len(starts) == len(KEYS), "shortened keys must still be distinct"
     assert all(any(key.hex().startswith(start) for key in KEYS) for start in starts)
 
 
@@ -77,14 +77,14 @@ def test_ls_shows_whole_keys_where_there_is_room(tmp_path):
     assert {row.split()[0] for row in lines("ls", root, width=160)[1:]} == {key.hex() for key in KEYS}
 
 
-def test_top_fits(serve):  # noqa: F811
+def test_top_fits_80_columns(serve):  # noqa: F811
     found = lines("top", serve(FIRST, LATER), "--once", "--interval", "0.05")
     joined = [" ".join(line.split()) for line in found]
     assert "tier held of full chunks" in joined
     assert "tier hits/s read write latency queue oldest failed" in joined
 
 
-def test_the_others_fit(core, vllm, tmp_path):  # noqa: F811
+def test_the_other_commands_fit_80_columns(core, vllm, tmp_path):  # noqa: F811
     core.setattr(fake_core, "cuda_unavailable_reason", lambda: "no CUDA driver " * 12)
     root = tmp_path / ("long" * 30)
     assert lines("doctor", "--no-measure", "--root", root)

@@ -1,4 +1,4 @@
-"""A vLLM that is not supported: other specs go on, ours refuses in one sentence."""
+"""An unsupported vLLM: other specs still work, ours is refused with one sentence."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ class OffloadingSpecFactory:
 
 
 def _vllm(root: Path, version: str, **modules: str) -> Path:
-    """A vllm package with nothing but these modules below vllm.v1.kv_offload."""
+    """Creates a vllm package with only these modules below vllm.v1.kv_offload."""
     package = root / "vllm" / "v1" / "kv_offload"
     package.mkdir(parents=True)
     (root / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
@@ -54,14 +54,14 @@ USE = "from kv_offload.specs import KVOffloadSpec"
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.2.3"])
-def test_another_release_is_refused_naming_it_and_what_is_supported(tmp_path: Path, version: str) -> None:
+def test_another_release_is_refused_with_the_supported_ones(tmp_path: Path, version: str) -> None:
     result = _run(_vllm(tmp_path, version, base=BASE, config=""), USE)
     last = result.stderr.strip().splitlines()[-1]
     assert "UnsupportedVllmError: KVOffloadSpec supports vLLM 0.31, 0.32 and 0.33" in last
     assert f"this is vLLM {version}" in last
 
 
-def test_an_interface_of_another_shape_is_refused_saying_what_was_found(tmp_path: Path) -> None:
+def test_another_interface_is_refused_with_the_difference(tmp_path: Path) -> None:
     result = _run(_vllm(tmp_path, "0.33.1", base=BASE, config=""), USE)
     last = result.stderr.strip().splitlines()[-1]
     assert "OffloadingManager asks for lookup" in last
@@ -75,13 +75,13 @@ def test_a_vllm_without_offloading_specs_is_refused_in_the_same_way(tmp_path: Pa
     assert "importing its kv_offload fails" in last
 
 
-def test_an_untested_release_can_be_tried_and_is_then_judged_by_its_shape(tmp_path: Path) -> None:
+def test_an_untested_release_can_be_allowed_and_its_interface_is_checked(tmp_path: Path) -> None:
     result = _run(_vllm(tmp_path, "0.40.0", base=BASE, config=""), USE, KV_OFFLOAD_ALLOW_UNTESTED_VLLM="1")
     assert "OffloadingManager asks for lookup" in result.stderr
 
 
 @pytest.mark.parametrize("modules", [{}, {"factory": FACTORY, "base": BASE, "config": ""}])
-def test_the_plugin_never_stops_a_vllm_that_is_not_supported(tmp_path: Path, modules: dict[str, str]) -> None:
+def test_the_plugin_never_stops_an_unsupported_vllm(tmp_path: Path, modules: dict[str, str]) -> None:
     result = _run(
         _vllm(tmp_path, "0.99.0", **modules),
         "from kv_offload.specs.plugin import register; register(); register()",

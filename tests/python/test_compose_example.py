@@ -1,4 +1,4 @@
-"""examples/compose: its parts belong together, and a server takes what it is given."""
+"""examples/compose: its parts fit together, and a server accepts its configuration."""
 
 import json
 import subprocess
@@ -66,13 +66,13 @@ def test_host_memory_fits_in_shared_memory(replicas: list[dict[str, Any]]) -> No
         assert config_of(replica).cpu_bytes_to_use < shared
 
 
-def test_only_replicas_are_reached_from_outside_and_from_this_host_only(example: dict[str, Any]) -> None:
+def test_only_replicas_have_ports_and_only_on_loopback(example: dict[str, Any]) -> None:
     assert "ports" not in example["services"]["valkey"]
     for service in example["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
-def test_a_server_takes_its_options_and_doctor_has_nothing_to_say(
+def test_a_server_accepts_its_options_and_doctor_finds_no_problem(
     example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     password, socket = tmp_path / "password", tmp_path / "s"
@@ -88,5 +88,5 @@ def test_a_server_takes_its_options_and_doctor_has_nothing_to_say(
         assert tier.problems() == []
         assert tier.cautions() == []
     finally:
-        server.kill()  # the shell has become it, so that Docker's signals reach it
+        server.kill()  # the shell has exec'ed it, so that Docker's signals reach it
         server.wait()

@@ -1,4 +1,4 @@
-"""The configuration: what is meant, what is refused, and what the operator reads then."""
+"""The configuration: accepted values, refused values, and the errors for the operator."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def problems(extra):
     return caught.value.problems
 
 
-def test_three_keys_are_enough():
+def test_a_minimal_configuration_has_three_keys():
     config = OffloadConfig.from_extra_config(
         {
             "spec_name": "KVOffloadSpec",
@@ -58,14 +58,14 @@ def test_three_keys_are_enough():
         ("7b", 7),
     ],
 )
-def test_sizes_as_people_write_them(given, expected):
+def test_sizes_are_parsed_as_people_write_them(given, expected):
     assert read(cpu_bytes_to_use=given).cpu_bytes_to_use == expected
 
 
 @pytest.mark.parametrize(
     "given", [True, float("inf"), "32gigs", "", "-1", " 1", "+1", "nan", "inf", "1e400", None, [1]]
 )
-def test_what_is_no_size_is_refused_with_what_was_given(given):
+def test_an_invalid_size_is_refused_and_quoted(given):
     (problem,) = problems({"cpu_bytes_to_use": given})
     assert problem.startswith("cpu_bytes_to_use")
     assert repr(given) in problem
@@ -86,7 +86,7 @@ def test_policies_are_those_of_the_core():
     assert list(EVICTION_POLICIES) == core.eviction_policy_names()
 
 
-def test_missing_size_says_what_to_write():
+def test_a_missing_size_is_refused_with_an_example():
     (problem,) = problems({})
     assert "cpu_bytes_to_use is needed" in problem
     assert "32GiB" in problem
@@ -111,12 +111,12 @@ def test_unknown_tier_key_names_the_tier_and_the_nearest():
     assert problem.startswith("secondary_tiers[1]: 'maxbytes' is not known; did you mean 'max_bytes'?")
 
 
-def test_a_tier_key_outside_of_a_tier_is_sent_there():
+def test_a_tier_key_outside_of_a_tier_is_refused_with_its_place():
     (problem,) = problems({"cpu_bytes_to_use": GIB, "n_read_threads": 4})
     assert problem == "'n_read_threads' belongs into a tier: secondary_tiers[...].n_read_threads"
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     text = "\n".join(
         problems(
             {
@@ -149,7 +149,7 @@ def test_all_problems_are_told_at_once():
         ({"type": "MyTier", "module_path": "m"}, "type 'MyTier'; possible: fs, redis, s3, mooncake, such as"),
     ],
 )
-def test_a_tier_that_is_not_ours_is_refused_naming_what_is_possible(tier, part):
+def test_an_unknown_tier_type_is_refused_with_the_valid_ones(tier, part):
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier]})
     assert problem.startswith("secondary_tiers[0]")
     assert part in problem
@@ -161,7 +161,7 @@ def test_tiers_must_be_a_list():
     assert "secondary_tiers is dict; it must be a list" in problem
 
 
-def test_two_tiers_need_two_roots():
+def test_two_tiers_must_have_different_roots():
     (problem,) = problems(
         {"cpu_bytes_to_use": GIB, "secondary_tiers": [FS, FS | {"root_dir": "/var/cache/./kv"}]}
     )
@@ -171,7 +171,7 @@ def test_two_tiers_need_two_roots():
 @pytest.mark.parametrize(
     ("given", "expected"), [(True, "on"), (False, "off"), ("auto", "auto"), ("on", "on"), ("off", "off")]
 )
-def test_o_direct_takes_words_and_bools(given, expected):
+def test_o_direct_accepts_words_and_booleans(given, expected):
     assert read(secondary_tiers=[FS | {"o_direct": given}]).secondary_tiers[0].o_direct == expected
 
 
@@ -183,7 +183,7 @@ def test_root_dir_is_made_absolute(monkeypatch, tmp_path):
     assert roots == [str(tmp_path / "kv"), "/home/someone/kv"]
 
 
-def test_ports_of_the_processes_do_not_meet():
+def test_processes_use_different_ports():
     config = read(metrics_port="9400", metrics_host="0.0.0.0")
     ranks = (None, 0, 1)
     addresses = [config.metrics_address(rank, 2, replica) for replica in (0, 1) for rank in ranks]
@@ -195,7 +195,7 @@ def test_metrics_are_served_to_this_machine_only_unless_asked():
 
 
 @pytest.mark.parametrize("off", [0, None, "0"])
-def test_no_metrics_port_no_address(off):
+def test_without_a_metrics_port_there_is_no_address(off):
     assert read(metrics_port=off).metrics_address(None) is None
 
 
@@ -212,14 +212,14 @@ def test_tier_names_are_distinct():
 @pytest.mark.parametrize(
     "key", ["max_recompute_pending_tokens", "control_plane_interval_s", "store_mode", "namespace"]
 )
-def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(key):
+def test_a_key_unlike_any_known_key_is_noted_as_possibly_of_a_later_vllm(key):
     _, notes = OffloadConfig.parse({"cpu_bytes_to_use": GIB, key: 1, "secondary_tiers": [FS | {key: 2}]})
     assert len(notes) == 2
     assert all(key in note and "ignored" in note for note in notes)
     assert notes[1].startswith("secondary_tiers[0]: ")
 
 
-# What other tiers and forks call a bound, and what people write for one.
+# Names of a bound in other tiers and forks, and names that people guess.
 OTHER_BOUNDS = (
     *(
         "max_disk_gib",
@@ -244,7 +244,7 @@ def test_another_name_for_the_bound_of_a_tier_is_an_error_that_names_its_bound(k
         (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier | {key: 20}]})
         assert problem.startswith(f"secondary_tiers[0]: {key!r} is not known")
         assert bound in problem
-    # Nor does it help that vLLM reads a key of that name for a tier of its own.
+    # The key stays an error even if vLLM reads a key of that name for its own tier.
     monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({key}))
     assert "max_bytes" in problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})[0]
 
@@ -256,13 +256,13 @@ def test_the_bound_of_a_disk_outside_of_a_tier_is_an_error_that_names_max_bytes(
 
 
 @pytest.mark.parametrize("key", ["min_free_bytes", "reserved_bytes", "keep_free_gib", "free_space"])
-def test_what_shall_stay_free_is_not_taken_for_what_may_be_held(key):
+def test_a_reserve_of_free_space_is_not_mistaken_for_a_bound(key):
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})
     assert "did you mean" not in problem
     assert "nothing here keeps space free; max_bytes bounds what a tier may hold" in problem
 
 
-def test_a_misspelt_key_that_keeps_something_is_still_corrected():
+def test_a_misspelt_keep_key_is_still_corrected():
     assert (
         "did you mean 'keep_host_memory'" in problems({"cpu_bytes_to_use": GIB, "keep_host_memry": True})[0]
     )
@@ -270,10 +270,10 @@ def test_a_misspelt_key_that_keeps_something_is_still_corrected():
 
 @pytest.mark.parametrize("given", [0, -16, "many", "", 1e400, [1], {}])
 @pytest.mark.parametrize("key", ["blocks_per_chunk", "block_size"])
-def test_a_chunk_without_a_block_is_refused(key, given):
+def test_a_chunk_of_zero_blocks_is_refused(key, given):
     (problem,) = problems({"cpu_bytes_to_use": GIB, key: given})
     assert problem == f"{key} is {given!r}; it must be a number from 1"
-    assert read(**{key: "4"}) == read(**{key: None}) == read(), "as vLLM reads it"
+    assert read(**{key: "4"}) == read(**{key: None}) == read(), "vLLM reads it in the same way"
 
 
 def test_a_chunk_has_one_size():
@@ -281,15 +281,15 @@ def test_a_chunk_has_one_size():
     assert "give one of them" in problem
 
 
-def test_a_key_that_the_installed_vllm_reads_is_left_to_it(monkeypatch):
-    near = "load_policies"  # of load_policy: an error, if vLLM did not read it
+def test_a_key_that_the_installed_vllm_reads_is_accepted(monkeypatch):
+    near = "load_policies"  # close to load_policy: an error if vLLM did not read it
     assert "did you mean 'load_policy'" in problems({"cpu_bytes_to_use": GIB, near: 1})[0]
     monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({near}))
     _, (note,) = OffloadConfig.parse({"cpu_bytes_to_use": GIB, near: 1})
     assert "left to vLLM" in note
 
 
-def test_keys_are_told_from_the_files_of_vllm(tmp_path):
+def test_keys_of_vllm_are_found_in_its_source_files(tmp_path):
     package = tmp_path / "v1" / "kv_offload"
     package.mkdir(parents=True)
     (package / "spec.py").write_text(
@@ -327,7 +327,7 @@ def test_a_reporting_connector_is_one_of_ours_in_a_multi_connector():
 
 
 @pytest.mark.parametrize("other", ["OffloadingConnector", "ReportingConnector"])
-def test_a_reporting_connector_beside_another_offloading_connector_is_refused(other):
+def test_a_reporting_connector_with_another_offloading_connector_is_refused(other):
     (problem,) = multi_connector_problems(connectors(other, "ReportingConnector"))
     assert "2 OffloadingConnectors" in problem
 
@@ -372,10 +372,10 @@ def test_a_config_of_the_in_tree_specs_keeps_its_meaning():
     named = ("max_tracker_size", "tier_poll_interval_s", "backpressure", "eviction_policy 'arc'")
     for key in (*named, "secondary_tiers[0].backpressure"):
         assert any(note.startswith(key) for note in notes), key
-    assert not any("store_threshold" in note for note in notes), "it is off, in vLLM too"
+    assert not any("store_threshold" in note for note in notes), "no note: it is off in vLLM too"
 
 
-def test_what_is_ignored_is_told_in_one_warning(caplog):
+def test_ignored_keys_are_listed_in_one_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="vllm.kv_offload"):
         OffloadConfig.from_extra_config(IN_TREE)
     (record,) = caplog.records
@@ -383,25 +383,25 @@ def test_what_is_ignored_is_told_in_one_warning(caplog):
     assert "secondary_tiers[0].backpressure is ignored" in record.getMessage()
 
 
-def test_nothing_ignored_no_warning(caplog):
+def test_without_ignored_keys_there_is_no_warning(caplog):
     with caplog.at_level(logging.DEBUG, logger="vllm.kv_offload"):
         read(secondary_tiers=[FS])
     assert not caplog.records
 
 
-def test_reading_leaves_the_given_table_alone():
+def test_parsing_does_not_change_the_given_table():
     given = json.loads(json.dumps(IN_TREE))
     OffloadConfig.parse(given)
     assert given == IN_TREE
 
 
-def test_store_threshold_is_pointed_to_the_write_policy():
+def test_the_note_on_store_threshold_names_the_write_policy():
     _, notes = OffloadConfig.parse({"cpu_bytes_to_use": GIB, "store_threshold": "2"})
     assert '"write_policy": "reuse:2"' in notes[0]
     assert "store_threshold is 'x'" in problems({"cpu_bytes_to_use": GIB, "store_threshold": "x"})[0]
 
 
-def test_a_foreign_eviction_policy_falls_back_only_with_its_module():
+def test_a_foreign_eviction_policy_falls_back_only_with_a_module_path():
     foreign = {"cpu_bytes_to_use": GIB, "eviction_policy": "Mine"}
     config, notes = OffloadConfig.parse(foreign | {"cache_policy_module_path": "my.policy"})
     assert config.eviction_policy == "prefix"
@@ -418,7 +418,7 @@ def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
 
 
 @pytest.mark.parametrize("given", ["reuse:0", "reuse:128", "reuse:", "reuse:2.0"])
-def test_sights_are_counted_within_bounds(given):
+def test_lookup_counts_are_bounded(given):
     assert read(secondary_tiers=[FS | {"write_policy": "reuse:127"}])
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {"write_policy": given}]})
     assert "N = 1 to 127" in problem
@@ -438,7 +438,7 @@ def test_an_unknown_policy_of_a_tier_is_refused_naming_the_known_ones():
         {"spec_module_path": "llmd_fs_backend.spec"},
     ],
 )
-def test_an_llmd_config_is_answered_with_ours(extra):
+def test_an_llmd_config_is_translated_to_ours(extra):
     (problem,) = problems(extra | {"block_size": 256, "threads_per_gpu": "64"})
     assert "llm-d" in problem
     ours = json.loads(problem[problem.index("{") :])
@@ -448,7 +448,7 @@ def test_an_llmd_config_is_answered_with_ours(extra):
     assert config.secondary_tiers[0].root_dir == extra.get("shared_storage_path", "/var/cache/kv")
 
 
-def test_what_is_no_table_is_refused():
+def test_a_value_that_is_not_a_table_is_refused():
     assert "is list, not a table" in problems([1])[0]  # type: ignore[arg-type]
 
 
@@ -475,10 +475,10 @@ def checked(config, available=plenty, **options):
 
 def test_a_machine_with_room_has_no_problems(tmp_path):
     assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "a" / "b")}])) == []
-    assert not (tmp_path / "a").exists(), "asking makes nothing"
+    assert not (tmp_path / "a").exists(), "a query must not create files"
 
 
-def test_memory_that_is_kept_for_a_start_counts_as_free(monkeypatch):
+def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):
     from kv_offload import machine
 
     _core = pytest.importorskip("kv_offload._core", reason="the core is not built")
@@ -490,7 +490,7 @@ def test_memory_that_is_kept_for_a_start_counts_as_free(monkeypatch):
     assert len(check_machine(read(cpu_bytes_to_use="4GiB"))) == 1
 
 
-def test_kept_memory_beside_sealed_records_is_a_caution(tmp_path):
+def test_kept_memory_with_encrypted_records_is_a_caution(tmp_path):
     (tmp_path / "key").write_bytes(bytes(range(32)))
     sealed = FS | {"root_dir": str(tmp_path / "root"), "encryption_key_file": str(tmp_path / "key")}
     assert not any("in the clear" in text for text in cautions(read(secondary_tiers=[sealed])))
@@ -521,7 +521,7 @@ def test_root_below_a_file_is_refused(tmp_path):
     assert "is not a directory" in problem
 
 
-def test_a_link_as_root_is_answered_with_where_it_points(tmp_path):
+def test_a_symbolic_link_as_root_is_refused_with_its_target(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "link")}]))
@@ -570,7 +570,7 @@ def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
     assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == ((1000 + held) // 2,)
 
 
-def test_a_directory_that_is_not_there_takes_nothing(tmp_path):
+def test_a_missing_directory_uses_no_space(tmp_path):
     assert held_bytes(str(tmp_path / "none")) == 0
 
 
@@ -589,7 +589,7 @@ def test_a_bound_above_the_disk_is_a_caution_not_a_problem(tmp_path, monkeypatch
     assert "max_bytes is 4.0 GiB, its file system can hold 1.0 GiB" in caution
 
 
-def test_a_disk_that_is_smaller_than_host_memory_is_a_caution_that_says_what_follows(tmp_path, monkeypatch):
+def test_a_disk_smaller_than_host_memory_is_a_caution_with_the_consequence(tmp_path, monkeypatch):
     disk(monkeypatch, 100 * GIB)
 
     def said(**tier):

@@ -1,9 +1,9 @@
-"""The adapter against the real base classes of each supported vLLM: contract/check_*.py."""
+"""Runs contract/check_*.py: the adapter against the real base classes of each supported vLLM."""
 
 import pytest
 from vllm_trees import MINORS
 
-pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
 @pytest.mark.beside("contract")

@@ -1,6 +1,7 @@
-"""The documentation: it builds with all its links, it is complete, and it quotes what the code says.
+"""The documentation builds with all its links, is complete, and quotes the code correctly.
 
-docs/generate.py writes the reference pages. They are committed, and read here as a code host shows them.
+docs/generate.py writes the reference pages. They are committed, and these tests read them as a code host
+shows them.
 """
 
 import ast
@@ -35,7 +36,7 @@ def load(path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Built as for users; --strict makes a link that leads nowhere an error, which --quiet would hide."""
+    """Builds the site as for users; --strict makes a dead link an error, which --quiet would hide."""
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
@@ -49,7 +50,7 @@ def site(tmp_path_factory):
 
 
 def article(site, page):
-    """What stands on a page, beside the navigation."""
+    """Returns the text of a page without the navigation."""
     text = (site / page).read_text()
     return text[text.index("<article") : text.index("</article>")]
 
@@ -59,7 +60,7 @@ def page(name):
 
 
 def rows(text):
-    """The rows of all tables of a text: the cells of each by the names of the columns."""
+    """Yields the rows of all tables of a text: the cells of each by column name."""
     header = []
     found = []
     for line in text.splitlines():
@@ -80,7 +81,7 @@ def test_every_page_is_built(site):
         assert (site / place.replace(".md", ".html")).exists()
 
 
-def test_generated_parts_are_what_the_code_gives_now():
+def test_generated_parts_match_the_code():
     generate = load(DOCS / "generate.py")
     assert len(generate.pages()) >= 6
     assert generate.stale() == [], "run python docs/generate.py"
@@ -88,7 +89,7 @@ def test_generated_parts_are_what_the_code_gives_now():
     assert used == set(generate.GENERATORS)
 
 
-def test_the_control_a_changed_page_is_stale_and_written_anew(tmp_path):
+def test_control_a_changed_page_is_stale_and_written_again(tmp_path):
     generate = load(DOCS / "generate.py")
     metrics = page("reference/metrics.md")
     changed = metrics.replace("| counter |", "| gauge |", 1)
@@ -98,7 +99,7 @@ def test_the_control_a_changed_page_is_stale_and_written_anew(tmp_path):
     assert generate.regenerated(changed) == metrics
 
 
-def test_a_mark_without_an_end_is_an_error():
+def test_a_marker_without_an_end_is_an_error():
     generate = load(DOCS / "generate.py")
     with pytest.raises(ValueError, match="has no end"):
         generate.regenerated("<!-- generated: releases -->\n- vLLM 0.1\n")
@@ -149,7 +150,7 @@ def test_each_kind_of_tier_has_its_own_settings_under_its_name():
         ("encryption_key_file", "none", "list of strings"),
     ],
 )
-def test_a_settings_default_and_values_are_what_its_type_says(key, default, possible):
+def test_the_default_and_values_of_a_setting_match_its_type(key, default, possible):
     row = next(row for row in rows(page("reference/configuration.md")) if row.get("name") == f"`{key}`")
     assert (row["default"], row["type"]) == (default, possible)
 
@@ -163,7 +164,7 @@ def test_a_setting_whose_default_differs_between_kinds_is_shown_for_each():
 
 
 def variables_read():
-    """Names of environment variables among the literals of the product."""
+    """Returns the names of environment variables among the literals of the product."""
     known = re.compile(r"(KV_OFFLOAD|AWS|HF|HUGGINGFACE|VLLM|GOMP|OMP|XDG)_[A-Z0-9_]+|PYTHONHASHSEED")
     names = set()
     for path in [*(ROOT / "kv_offload").rglob("*.py"), *(ROOT / "specs").glob("*.py")]:
@@ -201,7 +202,7 @@ def test_every_metric_and_reason_is_described():
         ("kv_offload_failures_total", "-"),
     ],
 )
-def test_the_unit_of_a_metric_is_what_its_name_ends_in(name, unit):
+def test_the_unit_of_a_metric_is_the_suffix_of_its_name(name, unit):
     row = next(row for row in rows(page("reference/metrics.md")) if row.get("name") == f"`{name}`")
     assert row["unit"] == unit
 
@@ -213,7 +214,7 @@ def test_every_label_of_several_metrics_is_explained():
     assert {f"`{label}`" for label in labels if labels.count(label) > 1} <= explained
 
 
-def test_the_tier_label_has_the_name_of_every_kind():
+def test_the_tier_label_lists_every_kind_of_tier():
     row = next(row for row in rows(page("reference/metrics.md")) if row.get("label") == "`tier`")
     for name in ("cpu", *kinds()):
         assert f"`{name}`" in row["values"]
@@ -232,29 +233,29 @@ def test_every_command_is_described():
         assert f"`{option}`" in text
     assert "Exit status:" in text
     assert "\b" not in text
-    assert "\\b" not in text, "a docstring's paragraph that keeps its lines begins with one backslash"
+    assert "\\b" not in text, "a docstring paragraph that keeps its lines starts with one backslash-b"
 
 
-def test_every_miss_reason_has_a_section_that_says_what_to_do(site):
+def test_every_miss_reason_has_a_section_with_advice(site):
     text = article(site, "troubleshooting.html")
     for reason in REASONS:
         assert f'<h3 id="{reason}">' in text
     named = re.findall(r"(?m)^### (\w+)$", TROUBLESHOOTING)
-    assert named == list(REASONS), "in the order in which kv-offload why knows them"
+    assert named == list(REASONS), "sections must be in the order of kv-offload why"
 
 
 # ---- lines of the log
 
 
 def quoted_lines():
-    """The lines that "By log line" quotes: each a list of parts that stand in this order."""
+    """Returns the lines that "By log line" quotes: each a list of parts that occur in this order."""
     part = TROUBLESHOOTING[TROUBLESHOOTING.index("## By log line") : TROUBLESHOOTING.index("## It is slow")]
     cells = re.findall(r"(?m)^\| `([^`]+)`", part)
     return {cell: [piece.strip() for piece in cell.split("…") if piece.strip()] for cell in cells}
 
 
 def source_texts():
-    """Every literal of the sources; adjacent ones are joined."""
+    """Returns every literal of the sources; adjacent ones are joined."""
     texts = []
     for path in [
         *sorted((ROOT / "csrc").rglob("*.cc")),
@@ -266,14 +267,14 @@ def source_texts():
 
 
 @pytest.mark.parametrize("line", quoted_lines())
-def test_a_quoted_line_is_one_that_the_code_says(line):
+def test_a_quoted_log_line_exists_in_the_code(line):
     parts = quoted_lines()[line]
     pattern = ".*?".join(map(re.escape, parts))
     assert any(re.search(pattern, text, re.DOTALL) for text in source_texts())
 
 
 def warnings_of(path):
-    """The texts that a module warns with, as far as they are literals: without what is filled in."""
+    """Yields the literal parts of a module's warnings, without the values that are filled in."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)
@@ -306,13 +307,14 @@ def test_every_warning_is_quoted():
 
 
 def written_commands():
-    """Every ``kv-offload COMMAND ...`` in code, fenced or inline: (where it stands, its words)."""
+    """Yields every ``kv-offload COMMAND ...`` in code, fenced or inline: (its place, its words)."""
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
     pages += [ROOT / "examples" / "serve.sh", ROOT / "examples" / "kubernetes" / "vllm.yaml"]
     names = "|".join(name for name, _, _ in COMMANDS)
     for page in pages:
         text = page.read_text().replace("\\\n", " ")
-        if page.name == "commands.md":  # there, sentences begin with commands too, and usages are no examples
+        # on this page, sentences begin with commands too, and usage lines are not examples
+        if page.name == "commands.md":
             text = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
         for found in re.finditer(rf"kv-offload (?:{names})\b[^`\n]*", text):
             command = re.split(r"[|>]|\$\(kubectl| #", found.group())[0]
@@ -320,7 +322,7 @@ def written_commands():
 
 
 def words_of(command):
-    """As a shell splits it; a closing parenthesis of $(...) and a sentence's comma do not belong to it."""
+    """Splits as a shell does; drops the closing parenthesis of $(...) and a sentence's comma."""
     command = re.sub(r'"\$\{(\w+):-[^}]*\}"', r"1GiB", command)
     try:
         words = shlex.split(command)
@@ -334,17 +336,17 @@ WRITTEN = dict(written_commands())
 
 
 @pytest.mark.parametrize("where", WRITTEN)
-def test_a_written_command_has_the_options_it_uses(where):
+def test_documented_commands_use_existing_options(where):
     _, name, *words = words_of(WRITTEN[where])
     command = load_command(name)
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     assert {word for word in words if word.startswith("-") and len(word) > 1} <= known | {"--help"}
     page, _, line = where.partition(": ")
-    if f"\n{line}\n" in (ROOT / page).read_text():  # to be typed, not only mentioned
+    if f"\n{line}\n" in (ROOT / page).read_text():  # a whole line, not only a mention
         command.make_context(name, words)
 
 
-def test_the_control_an_option_that_is_not_there_is_seen():
+def test_control_a_missing_option_is_detected():
     assert len(WRITTEN) > 40
     with pytest.raises(Exception, match="No such option"):
         load_command("verify").make_context("verify", ["/root", "--mend"])
@@ -357,7 +359,7 @@ def written_configurations():
 
 
 @pytest.mark.parametrize("text", list(written_configurations()))
-def test_a_written_configuration_is_valid(text):
+def test_documented_configurations_are_valid(text):
     given = json.loads(text)
     extra, problems = own_extra_config(given)
     assert problems == []
@@ -370,7 +372,7 @@ def test_a_written_configuration_is_valid(text):
 # ---- README and pictures
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere():
+def test_the_readme_is_short_and_its_links_exist():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
@@ -382,12 +384,12 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
 @pytest.mark.parametrize(
     "page", ["CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md"]
 )
-def test_links_of_what_lies_beside_it_lead_somewhere(page):
+def test_links_of_other_markdown_files_exist(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
 
 
-def test_pictures_are_drawn_from_the_results_that_are_there():
+def test_pictures_are_drawn_from_the_committed_results():
     pytest.importorskip("PIL")
     figures = load(ROOT / "benchmarks" / "figures.py")
     assert figures.stale() == []

@@ -1,4 +1,4 @@
-"""The scripts of examples/ that need no server to be looked at."""
+"""The scripts of examples/ that can be tested without a server."""
 
 import json
 import os
@@ -12,10 +12,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def served_with(tmp_path, *options):
-    """The command line that serve.sh would run, with stand-ins for the programs that it calls."""
+    """Returns the command line that serve.sh would run, with fakes for the programs that it calls."""
     for name, text in {
         "kv-offload": "echo '{}'",
-        "python": "exit 0",  # vllm is there
+        "python": "exit 0",  # vllm is installed
         "vllm": 'printf "%s\\n" vllm "$@"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -36,7 +36,7 @@ def test_serve_gives_queued_chunks_time_to_reach_the_disk(tmp_path):
     assert command[command.index("--shutdown-timeout") + 1] == "30"
 
 
-def test_an_option_of_the_caller_comes_last_and_so_counts(tmp_path):
+def test_an_option_of_the_caller_is_last_and_so_takes_effect(tmp_path):
     assert served_with(tmp_path, "--shutdown-timeout", "5")[-2:] == ["--shutdown-timeout", "5"]
 
 
@@ -56,7 +56,7 @@ def of_vllm(*tiers):
     return json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
 
 
-def test_a_configuration_of_vllm_gets_a_name_and_a_bound():
+def test_a_migrated_configuration_gets_a_name_and_a_bound():
     done = migrated(of_vllm({"type": "fs", "root_dir": "/mnt/kv"}))
     assert done.returncode == 0, done.stderr
     extra = json.loads(done.stdout)["kv_connector_extra_config"]
@@ -80,7 +80,7 @@ def test_a_configuration_of_vllm_gets_a_name_and_a_bound():
         ("", "the input is not JSON"),
     ],
 )
-def test_what_cannot_be_migrated_is_said_in_a_sentence(given, part):
+def test_a_configuration_that_cannot_be_migrated_is_reported(given, part):
     done = migrated(given)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/run.sh and copy_gpu.py, with programs that stand in for CMake, CUDA and what measures."""
+"""benchmarks/gpu/run.sh and copy_gpu.py, with fakes for CMake, CUDA and the measuring programs."""
 
 import json
 import os
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STANDS_IN = """#!/bin/bash
 echo "$(basename "$0") $*" >>calls
 """
-# Builds what is older than the sources.
+# Builds programs that are older than the sources.
 CMAKE = """
 [ "$1" = --build ] || exit 0
 mkdir -p "$2"
@@ -24,7 +24,7 @@ done
 """
 CONNECTIONS = 'echo "connections $CUDA_DEVICE_MAX_CONNECTIONS" >>calls\n'
 A_TEST_RUNS = 'echo "[       OK ] Gpu.pinning_reports (0 ms)"\n'
-# What a GPU that is not there looks like, and more text than a pipe holds.
+# The output without a GPU, and more text than a pipe holds.
 NO_GPU = 'echo "[  SKIPPED ] Gpu.pinning_reports (0 ms)"; for i in {1..20000}; do echo "$i bottles"; done'
 BENCHMARK = "mkdir -p benchmarks/results; echo {} >benchmarks/results/copy_gpu-a-b.json\n"
 
@@ -55,14 +55,14 @@ def stand_in(tree: Path, name: str, body: str) -> None:
 
 
 def age(tree: Path) -> None:
-    """All files are older by a minute than they were, so that what comes now is newer by more than a tick."""
+    """Makes all files one minute older, so that files written now are newer by more than a clock tick."""
     for path in tree.rglob("*"):
         moment = path.stat().st_mtime_ns - 60_000_000_000
         os.utime(path, ns=(moment, moment))
 
 
 def run(tree: Path, *words: str) -> tuple[int, list[str], str]:
-    """Exit status, what was called, and what was said."""
+    """Returns the exit status, the calls, and the output."""
     (tree / "calls").unlink(missing_ok=True)
     (tree / "out").mkdir(exist_ok=True)
     environment = {
@@ -87,7 +87,7 @@ def programs(calls: list[str]) -> set[str]:
 EVERYTHING = {"cmake", "gpu_tests", "compute-sanitizer", "python3"}
 
 
-def test_parts_that_were_done_are_done_again_with_other_programs_only(tree):
+def test_finished_parts_are_repeated_only_with_other_programs(tree):
     status, calls, said = run(tree)
     assert (status, programs(calls)) == (0, EVERYTHING), said
     status, calls, said = run(tree)
@@ -98,7 +98,7 @@ def test_parts_that_were_done_are_done_again_with_other_programs_only(tree):
 
 
 @pytest.mark.parametrize(("part", "called"), [("build", {"cmake"}), ("tests", {"cmake", "gpu_tests"})])
-def test_a_part_that_is_named_is_done_again_and_only_that(tree, part, called):
+def test_a_named_part_is_repeated_and_no_other(tree, part, called):
     run(tree)
     status, calls, said = run(tree, part)
     assert (status, programs(calls)) == (0, called), said
@@ -112,7 +112,7 @@ def test_a_build_that_fails_stops_the_rest(tree):
 
 @pytest.mark.parametrize("part", ["tests", "memcheck"])
 @pytest.mark.parametrize("body", [NO_GPU, 'echo "[==========] 0 tests from 0 test suites ran."\n'])
-def test_tests_that_were_skipped_or_are_not_there_have_not_passed(tree, part, body):
+def test_skipped_or_missing_tests_have_not_passed(tree, part, body):
     stand_in(tree, "gpu_tests", body)
     status, _, said = run(tree, part)
     assert status == 1
@@ -127,18 +127,18 @@ def test_another_gpu_is_measured_too(tree):
 
 
 @pytest.mark.parametrize(("part", "connections"), [("tests", "32"), ("memcheck", "32"), ("bench", "")])
-def test_streams_have_connections_of_their_own_where_tests_hold_some(tree, part, connections):
+def test_streams_have_their_own_connections_where_tests_block_some(tree, part, connections):
     _, calls, _ = run(tree, part)
     assert {call for call in calls if call.startswith("connections")} == {f"connections {connections}"}
 
 
-def test_memcheck_does_not_report_what_a_test_has_refused_on_purpose(tree):
+def test_memcheck_does_not_report_intentional_api_errors(tree):
     _, calls, _ = run(tree, "memcheck")
     (call,) = (call for call in calls if call.startswith("compute-sanitizer"))
     assert "--tool memcheck --report-api-errors no " in call
 
 
-def test_results_of_a_benchmark_that_was_cut_off_are_handed_out(tree):
+def test_results_of_an_interrupted_benchmark_are_copied(tree):
     stand_in(tree, "python3", BENCHMARK + "exit 1")
     status, _, _ = run(tree, "bench")
     assert status == 1
@@ -164,7 +164,7 @@ def benchmark(tmp_path: Path) -> Path:
 
 
 def measure(folder: Path, lines: list[dict], last: str = "") -> tuple[int, dict]:
-    """Exit status and what is kept, when the program prints these lines and then does that."""
+    """Runs a program that prints these lines, then ``last``. Returns exit status and stored results."""
     program = folder / "program"
     program.write_text("#!/bin/bash\n" + "".join(f"echo '{json.dumps(line)}'\n" for line in lines) + last)
     program.chmod(0o755)
@@ -174,28 +174,28 @@ def measure(folder: Path, lines: list[dict], last: str = "") -> tuple[int, dict]
     return status, json.loads(kept.read_text())
 
 
-def test_what_was_measured_before_the_program_failed_is_kept(benchmark):
+def test_measurements_before_a_program_failure_are_kept(benchmark):
     status, kept = measure(benchmark, [HEADER, DECODE, SUBMIT], "exit 3")
     assert status == 3
     assert kept["complete"] is False
     assert kept["rows"] == [DECODE, SUBMIT]
 
 
-def test_what_was_measured_before_the_benchmark_was_killed_is_kept(benchmark):
-    # More than a pipe holds: when it is written, the first of it was read and seen to.
+def test_measurements_before_a_kill_are_kept(benchmark):
+    # More than a pipe holds: once all is written, the reader has processed the first part.
     status, kept = measure(benchmark, [HEADER, DECODE, *[SUBMIT] * 5000], "kill -9 $PPID")
     assert status == -9
     assert kept["complete"] is False
     assert kept["rows"] == [DECODE]
 
 
-def test_results_are_complete_in_the_end(benchmark):
+def test_results_are_complete_at_the_end(benchmark):
     status, kept = measure(benchmark, [HEADER, SUBMIT])
     assert status == 0
     assert kept["complete"] is True
 
 
-def test_what_is_cut_off_leaves_what_an_earlier_run_measured(benchmark):
+def test_an_interrupted_run_keeps_earlier_measurements(benchmark):
     _, before = measure(benchmark, [HEADER, SUBMIT])
     (folder,) = {path.parent for path in benchmark.glob("results/*.json")}
     (whole,) = folder.glob("*.json")
@@ -206,8 +206,8 @@ def test_what_is_cut_off_leaves_what_an_earlier_run_measured(benchmark):
     assert json.loads((folder / "whole").read_text()) == before
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-def test_the_programs_are_made_for_the_gpus_of_this_machine(tree):
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_the_programs_are_compiled_for_the_gpus_of_this_machine(tree):
     stand_in(tree, "nvidia-smi", "printf '9.0\\n10.3\\n9.0\\n'")
     (tree / "bin/cmake").unlink()
     command = ["cmake", "-G", "Ninja", "-S", BENCHMARKS / "gpu", "-B", tree / "build"]

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kv_offload"
 def test_a_checkout_that_hides_the_installed_package_is_named(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "kv_offload", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kv_offload import _core"
-    # -I -S: without the site packages, where an editable install would answer for any checkout.
+    # -I -S: without the site packages, where an editable install would provide kv_offload for any checkout.
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""examples/kubernetes: valid by Kubernetes' own schemas; its sizes, paths and commands belong together."""
+"""examples/kubernetes: valid by Kubernetes' own schemas; its sizes, paths and commands fit together."""
 
 import copy
 import json
@@ -12,11 +12,11 @@ from kv_offload.cli import app
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import parse_byte_size
 
-# Not installed on every machine that runs a part of the tests; tests/run.sh installs it.
+# Not installed on every test machine; tests/run.sh installs it.
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "vllm.yaml"
-VERSIONS = ("1.30", "1.37")  # sidecars came with 1.29
+VERSIONS = ("1.30", "1.37")  # sidecars exist since 1.29
 
 
 def documents():
@@ -62,7 +62,7 @@ def config(transfer):
 
 
 def size(quantity):
-    """Bytes of a Kubernetes quantity: 32Gi is our 32GiB."""
+    """Converts a Kubernetes quantity to bytes: 32Gi is our 32GiB."""
     return parse_byte_size(f"{quantity}B")
 
 
@@ -86,7 +86,7 @@ def no_selector(document):
 
 
 @pytest.mark.parametrize("plant", [misspelt_probe, port_as_text, no_selector])
-def test_a_planted_mistake_is_seen(plant):
+def test_a_planted_mistake_is_detected(plant):
     document = copy.deepcopy(kind("Deployment"))
     plant(document)
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -107,7 +107,9 @@ def test_memory_fits(pod, server, config):
     assert (shm["medium"], mount["mountPath"]) == ("Memory", "/dev/shm")
     limit = size(server["resources"]["limits"]["memory"])
     assert config.cpu_bytes_to_use < size(shm["sizeLimit"]) < limit
-    assert size(server["resources"]["requests"]["memory"]) == limit, "or the node may take it back"
+    assert size(server["resources"]["requests"]["memory"]) == limit, (
+        "a lower request lets the node reclaim memory"
+    )
 
 
 def test_the_bounds_fit(evictor, config):
@@ -117,19 +119,19 @@ def test_the_bounds_fit(evictor, config):
     assert evicts_at <= tier.max_bytes < volume
 
 
-def test_both_see_the_root_as_one_user(pod, server, evictor, config):
+def test_server_and_evictor_use_the_root_as_the_same_user(pod, server, evictor, config):
     (tier,) = config.secondary_tiers
     assert evictor["args"][1] == tier.root_dir
     for container in (server, evictor):
         (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
-        # Below the mount, which belongs to root: the server makes a directory of its own.
+        # Below the mount, which root owns: the server creates its own directory.
         assert Path(tier.root_dir).parent == Path(mount["mountPath"])
         assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"]), "the pod's user"
     assert pod["securityContext"]["runAsNonRoot"]
 
 
 def restricted(pod):
-    """Pod Security Standard "restricted", as far as it speaks of security contexts: what is missing."""
+    """Lists the missing security contexts of Pod Security Standard "restricted"."""
     context = pod.get("securityContext", {})
     missing = []
     if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
@@ -147,7 +149,7 @@ def restricted(pod):
     return missing
 
 
-def test_the_pod_has_no_rights_that_it_does_not_need(pod):
+def test_the_pod_has_only_the_rights_that_it_needs(pod):
     assert restricted(pod) == []
 
 
@@ -160,7 +162,7 @@ def test_the_pod_has_no_rights_that_it_does_not_need(pod):
         ("vllm", "capabilities"),
     ],
 )
-def test_a_right_that_is_left_is_seen(pod, container, key):
+def test_an_extra_right_is_detected(pod, container, key):
     changed = copy.deepcopy(pod)
     for found in (*changed["initContainers"], *changed["containers"]):
         if found["name"] == container:
@@ -174,7 +176,7 @@ def test_the_evictor_is_a_sidecar_with_a_command_that_exists(evictor, tmp_path):
     arguments = [argument for argument in evictor["args"] if argument != "--watch"]
     arguments[1] = str(tmp_path)
     result = CliRunner().invoke(app, arguments)
-    assert f"{tmp_path} is an empty directory" in result.stderr, "every option was understood"
+    assert f"{tmp_path} is an empty directory" in result.stderr, "an option was not accepted"
 
 
 def test_probes_and_service_name_the_port(server):
@@ -185,6 +187,6 @@ def test_probes_and_service_name_the_port(server):
     assert {port["targetPort"] for port in kind("Service")["spec"]["ports"]} <= names
 
 
-def test_what_is_queued_is_written_before_the_end(pod, server):
+def test_queued_chunks_are_written_before_the_end(pod, server):
     (timeout,) = [int(text.split("=")[1]) for text in server["args"] if "--shutdown-timeout" in text]
     assert 0 < timeout < pod["terminationGracePeriodSeconds"]

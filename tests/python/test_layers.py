@@ -1,9 +1,9 @@
-"""Who may include whom, so that no arrow of the layer diagram turns back.
+"""Checks the includes and imports against the layer diagram; no dependency may point upwards.
 
-base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
+    base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
 
-In storage, what all kinds of tiers share is beside the folders of the kinds: storage <- storage/fs, ...
-Neither that, nor another kind, nor the cache knows a kind; only bindings makes one.
+In storage, files that all kinds of tiers share are next to the folders of the kinds: storage <- storage/fs,
+... Shared files, other kinds and the cache must not depend on a kind; only bindings creates one.
 """
 
 import ast
@@ -26,7 +26,7 @@ LAYERS = {
     "bindings": {"base", "policy", "memory", "index", "storage", "copy", "metrics", "cache"},
 }
 
-# The parts of the cache, in the order of csrc/cache/tiered_cache.h: each may know those before it.
+# The parts of the cache, in the order of csrc/cache/tiered_cache.h: each may include earlier ones.
 CACHE_PARTS = (
     "cache_types",
     *("chunk_groups", "tickets", "cache_events", "key_memory", "quarantine"),
@@ -34,19 +34,19 @@ CACHE_PARTS = (
     *("host_chunks", "tier_ops", "write_back", "row_supply", "load_jobs"),
     *("request_state", "requests", "lookup", "pass_scans", "planner", "stores"),
     "tiered_cache",
-    *("trace_replay", "rank_worker"),  # beside them
+    *("trace_replay", "rank_worker"),  # independent of the order
 )
 
-# The parts of the fs tier's store, in the order of csrc/storage/fs/store.h. Files not named here hold
-# what several use (functions on files, Space): they know no part.
+# The parts of the fs tier's store, in the order of csrc/storage/fs/store.h. Files not named here are shared
+# helpers (functions on files, Space): they include no part.
 FS_PARTS = (
     *("open_root", "root_files", "open", "known_records", "draft", "shares"),
     *("evictor", "record_reader", "record_writer", "scanner", "foreign_records", "root_counter"),
     *("own_generation", "root_mender", "recency"),
-    *("store", "tier", "probe_disk"),  # above them
+    *("store", "tier", "probe_disk"),  # on top of the parts
 )
 
-# What an #include of a library looks like, and the files (under csrc/) that may have it.
+# A pattern for the #include of a library, and the files (under csrc/) that may contain it.
 LIBRARIES = {
     "CUDA": (
         r"(cuda|cub|thrust|cooperative_groups|nvml|device_launch)\b|cuda[_a-zA-Z]*\.h",
@@ -62,7 +62,7 @@ LIBRARIES = {
     "libcurl": (r"curl/", r"nowhere: it is loaded where it is used, and a build has none of its headers"),
 }
 
-# Replays of a trace have the order of eviction of an fs tier, by its own catalogue.
+# Replays of a trace have the eviction order of an fs tier, by its own catalogue.
 KIND_INCLUDES = {("cache/trace_replay.cc", "storage/fs/catalogue.h")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -70,7 +70,7 @@ SOURCES = {".h", ".cc", ".cu", ".cuh"}
 
 
 def kind_of(name: str) -> str:
-    """The kind of tier that a file belongs to: fs of storage/fs/space.h; "" of what all share."""
+    """Returns the kind of tier that a file belongs to: fs for storage/fs/space.h; "" for shared files."""
     parts = name.split("/")
     return parts[1] if parts[0] == "storage" and len(parts) == 3 else ""
 
@@ -83,7 +83,7 @@ def include_errors(root: Path) -> list[str]:
         name = path.relative_to(csrc).as_posix()
         layer = name.split("/")[0]
         if layer not in LAYERS:
-            errors.append(f"{name}: {layer} is no layer")
+            errors.append(f"{name}: {layer} is not a layer")
             continue
         for quote, header in INCLUDE.findall(path.read_text()):
             target = header.partition("/")[0] if "/" in header else ""  # <memory> is not memory/
@@ -108,11 +108,11 @@ def include_errors(root: Path) -> list[str]:
 
 
 def cache_errors(root: Path) -> list[str]:
-    """Of csrc/cache: which file knows a part that comes after its own."""
+    """Lists the files of csrc/cache that include a part after their own."""
     errors = []
     for path in sorted(p for p in (root / "csrc/cache").iterdir() if p.suffix in SOURCES):
         if path.stem not in CACHE_PARTS:
-            errors.append(f"{path.name}: is no part that CACHE_PARTS names")
+            errors.append(f"{path.name}: is not listed in CACHE_PARTS")
             continue
         place = CACHE_PARTS.index(path.stem)
         for _, header in INCLUDE.findall(path.read_text()):
@@ -126,13 +126,13 @@ def cache_errors(root: Path) -> list[str]:
 
 
 def fs_errors(root: Path) -> list[str]:
-    """Of csrc/storage/fs: which file knows a part that comes after its own."""
+    """Lists the files of csrc/storage/fs that include a part after their own."""
     errors = []
     for path in sorted(p for p in (root / "csrc/storage/fs").iterdir() if p.suffix in SOURCES):
         place = FS_PARTS.index(path.stem) if path.stem in FS_PARTS else -1
         for _, header in INCLUDE.findall(path.read_text()):
             name = header.removeprefix("storage/fs/").removesuffix(".h")
-            if name == "tier":  # its options, which each part may know
+            if name == "tier":  # its options, which every part may include
                 continue
             if header.startswith("storage/fs/") and name in FS_PARTS and FS_PARTS.index(name) > place:
                 errors.append(f"{path.name}: must not include {header}")
@@ -151,14 +151,15 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def import_errors(root: Path) -> list[str]:
-    """Every import counts: of the module, inside functions, and for type checking only."""
+    """Checks every import: at module level, inside functions, and for type checking only."""
     errors = []
     for path in sorted((root / "kv_offload").rglob("*.py")):
         for module in sorted(imported_modules(path)):
             forbidden = module.split(".")[0] in ("vllm", "torch", "specs") or module.startswith(
                 "kv_offload.specs"
             )
-            if path.parent.name == "tiers":  # a kind is asked, and asks none of those who ask it
+            # code that uses tiers calls a kind; a kind must not import that code
+            if path.parent.name == "tiers":
                 forbidden |= module.startswith(("kv_offload.cli", "kv_offload.config", "kv_offload.machine"))
             if forbidden and (path.name, module) != ("torch_ops.py", "torch"):
                 errors.append(f"{path.relative_to(root).as_posix()}: imports {module}")
@@ -166,9 +167,9 @@ def import_errors(root: Path) -> list[str]:
 
 
 def specs_circle(root: Path) -> list[str]:
-    """Modules of specs/ that import each other in a circle, in order; empty when there is none.
+    """Returns modules of specs/ that import each other in a circle, in order; empty when there is none.
 
-    Imports inside functions count, and so do those that only a type checker follows.
+    Imports inside functions count, and so do imports for type checking only.
     """
     modules = {path.stem: path for path in (root / "specs").glob("*.py") if path.stem != "__init__"}
 
@@ -192,12 +193,12 @@ def specs_circle(root: Path) -> list[str]:
     return next((circle for name in sorted(modules) if (circle := follow([name]))), [])
 
 
-def test_the_modules_of_specs_import_each_other_in_no_circle():
+def test_the_modules_of_specs_have_no_import_cycle():
     assert specs_circle(REPOSITORY) == []
 
 
 @pytest.mark.parametrize("line", ["from .a import f\n", "def g():\n    from . import a\n"])
-def test_a_circle_of_imports_in_specs_is_caught(tmp_path, line):
+def test_an_import_cycle_in_specs_is_detected(tmp_path, line):
     (tmp_path / "specs").mkdir()
     (tmp_path / "specs/a.py").write_text("def f():\n    from .b import g\n")
     (tmp_path / "specs/b.py").write_text(line)
@@ -208,7 +209,7 @@ def test_c_plus_plus_files_include_only_the_layers_below():
     assert include_errors(REPOSITORY) == []
 
 
-def test_no_part_of_the_cache_knows_one_that_comes_after_it():
+def test_no_part_of_the_cache_includes_a_later_part():
     assert cache_errors(REPOSITORY) == []
 
 
@@ -226,16 +227,16 @@ def test_no_part_of_the_cache_knows_one_that_comes_after_it():
             '#include "cache/tiered_cache.h"',
             "planner.cc: must not include cache/tiered_cache.h",
         ),
-        ("cache_impl.h", "", "cache_impl.h: is no part that CACHE_PARTS names"),
+        ("cache_impl.h", "", "cache_impl.h: is not listed in CACHE_PARTS"),
     ],
 )
-def test_a_part_that_knows_a_later_one_is_caught(tmp_path, name, line, error):
+def test_a_cache_part_that_includes_a_later_one_is_detected(tmp_path, name, line, error):
     (tmp_path / "csrc/cache").mkdir(parents=True)
     (tmp_path / "csrc/cache" / name).write_text(f'#include "cache/cache_types.h"\n{line}\n')
     assert cache_errors(tmp_path) == [error]
 
 
-def test_no_part_of_the_fs_store_knows_one_that_comes_after_it():
+def test_no_part_of_the_fs_store_includes_a_later_part():
     assert fs_errors(REPOSITORY) == []
 
 
@@ -248,7 +249,7 @@ def test_no_part_of_the_fs_store_knows_one_that_comes_after_it():
         ("space.cc", "storage/fs/known_records.h"),
     ],
 )
-def test_a_part_of_the_fs_store_that_knows_a_later_one_is_caught(tmp_path, name, header):
+def test_an_fs_store_part_that_includes_a_later_one_is_detected(tmp_path, name, header):
     (tmp_path / "csrc/storage/fs").mkdir(parents=True)
     (tmp_path / "csrc/storage/fs" / name).write_text(
         f'#include "storage/fs/open_root.h"\n#include "{header}"\n'
@@ -261,7 +262,7 @@ def test_only_the_adapter_imports_vllm():
     assert import_errors(REPOSITORY) == []
 
 
-def test_every_layer_is_there_to_be_checked():
+def test_every_layer_exists_and_is_checked():
     found = {p.parent.name for p in (REPOSITORY / "csrc").rglob("*") if p.suffix in SOURCES}
     assert set(LAYERS) <= found
 
@@ -285,7 +286,7 @@ def test_every_layer_is_there_to_be_checked():
         ("bindings/module.cc", "#include <ATen/ATen.h>", "torch header ATen/ATen.h"),
         ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
         ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
-        ("extra/a.h", "", "extra is no layer"),
+        ("extra/a.h", "", "extra is not a layer"),
         (
             "storage/pooled_tier.cc",
             '#include "storage/fs/space.h"',
@@ -303,14 +304,14 @@ def test_every_layer_is_there_to_be_checked():
         ),
     ],
 )
-def test_a_planted_include_is_caught(tmp_path, name, line, error):
+def test_a_planted_include_is_detected(tmp_path, name, line, error):
     path = tmp_path / "csrc" / name
     path.parent.mkdir(parents=True)
     path.write_text(f"{line}\n")
     assert include_errors(tmp_path) == [f"{name}: {error}"]
 
 
-def test_a_second_file_that_pins_is_caught(tmp_path):
+def test_a_second_file_that_pins_is_detected(tmp_path):
     (tmp_path / "csrc/memory").mkdir(parents=True)
     for name in ("pin.cc", "region.cc"):
         (tmp_path / "csrc/memory" / name).write_text("#include <cuda_runtime_api.h>\n")
@@ -333,7 +334,7 @@ def test_a_second_file_that_pins_is_caught(tmp_path):
         ("cache/a.cc", "#include <cstdint>"),
     ],
 )
-def test_what_the_diagram_allows_passes(tmp_path, name, line):
+def test_includes_allowed_by_the_diagram_pass(tmp_path, name, line):
     path = tmp_path / "csrc" / name
     path.parent.mkdir(parents=True)
     path.write_text(f"{line}\n")
@@ -351,7 +352,7 @@ def test_what_the_diagram_allows_passes(tmp_path, name, line):
         "from kv_offload.specs.spec import KVOffloadSpec\n",
     ],
 )
-def test_a_planted_import_is_caught(tmp_path, source):
+def test_a_planted_import_is_detected(tmp_path, source):
     (tmp_path / "kv_offload").mkdir()
     (tmp_path / "kv_offload/cli.py").write_text(source)
     assert import_errors(tmp_path)
@@ -360,7 +361,7 @@ def test_a_planted_import_is_caught(tmp_path, source):
 @pytest.mark.parametrize(
     "source", ["from kv_offload.config import OffloadConfig\n", "import kv_offload.cli\n"]
 )
-def test_a_kind_of_tier_does_not_know_who_asks_it(tmp_path, source):
+def test_a_kind_of_tier_does_not_import_its_callers(tmp_path, source):
     (tmp_path / "kv_offload/tiers").mkdir(parents=True)
     (tmp_path / "kv_offload/tiers/fs.py").write_text(source)
     assert import_errors(tmp_path)

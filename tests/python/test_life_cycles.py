@@ -3,7 +3,7 @@
 import pytest
 from vllm_trees import MINORS
 
-pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
 @pytest.mark.beside("oracle/check_life_cycles.py")

@@ -58,7 +58,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def busy_core() -> Iterator[str]:
-    """host:port of the core's own /metrics, every metric with values on it that grow all the time."""
+    """Yields host:port of the core's own /metrics; every metric has values that grow continuously."""
     metrics = _core.Metrics()
     address = f"127.0.0.1:{local_server.free_port()}"
     metrics.expose(address)
@@ -84,7 +84,7 @@ def busy_core() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory, busy_core: str) -> Iterator[str]:
-    """The base URL of a Prometheus that scrapes the core."""
+    """Yields the base URL of a Prometheus that scrapes the core."""
     with local_prometheus.prometheus(busy_core, tmp_path_factory.mktemp("prometheus")) as base:
         yield base
 
@@ -121,7 +121,7 @@ def test_a_broken_rule_fails_the_unit_tests(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_every_dashboard_query_shows_what_is_scraped(prometheus: str) -> None:
+def test_every_dashboard_query_returns_scraped_data(prometheus: str) -> None:
     left = [expression for panel in load_dashboard().panels() for expression in panel.queries.values()]
     assert len(left) > 15
     deadline = time.monotonic() + 240
@@ -133,7 +133,7 @@ def test_every_dashboard_query_shows_what_is_scraped(prometheus: str) -> None:
             if values and all(value > 0 for value in values):
                 left.remove(expression)
         time.sleep(0.2)
-    assert left == [], "these show nothing though every metric is there and grows"
+    assert left == [], "these panels are empty although every metric exists and grows"
 
 
 PANELS_NEEDED = (
@@ -151,21 +151,21 @@ PANELS_NEEDED = (
 
 
 @pytest.mark.parametrize("metric", PANELS_NEEDED)
-def test_the_dashboard_has_a_panel_of(metric: str) -> None:
+def test_the_dashboard_has_a_panel_for(metric: str) -> None:
     panels = load_dashboard().panels()
     assert any(f"kv_offload_{metric}" in text for panel in panels for text in panel.queries.values())
 
 
-def test_a_query_with_a_mistake_is_told(prometheus: str) -> None:
+def test_a_query_with_a_mistake_is_reported(prometheus: str) -> None:
     assert query(prometheus, "sum by (tier) (rate(kv_offload_hit_tokens_total))")["status"] == "error"
 
 
-def test_the_dashboard_file_is_what_the_code_makes() -> None:
+def test_the_dashboard_file_matches_the_code() -> None:
     assert json.loads((MONITORING / "dashboard.json").read_text()) == load_dashboard().dashboard()
 
 
 def not_of_grafana(written: Any) -> list[str]:
-    """What Grafana's own types (generated from its schema) do not take over from a dashboard."""
+    """Lists properties of a dashboard that Grafana's own types (generated from its schema) do not accept."""
     from grafana_foundation_sdk.cog import plugins
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -186,10 +186,10 @@ def differences(written: Any, kept: Any, place: str) -> Iterator[str]:
         yield f"{place}: {written!r} became {kept!r}"
 
 
-def test_the_dashboard_is_of_grafanas_schema() -> None:
+def test_the_dashboard_matches_grafanas_schema() -> None:
     written = load_dashboard().dashboard()
     assert not_of_grafana(written) == []
-    written["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"  # the control: it is "unit"
+    written["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"  # negative control: the property is "unit"
     written["titel"] = "KV offload"
     assert len(not_of_grafana(written)) == 2
 

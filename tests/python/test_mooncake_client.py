@@ -1,5 +1,7 @@
-"""kv_offload/mooncake_client.py by itself: what each question does, what is said where something is missing.
-test_bindings_mooncake.py runs it as a process."""
+"""kv_offload/mooncake_client.py in isolation: each operation, and the messages where a dependency is missing.
+
+test_bindings_mooncake.py runs it as a process.
+"""
 
 import json
 import mmap
@@ -30,7 +32,7 @@ GIVEN = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of Mooncake's interface, to be imported."""
+    """Imports the fake package of Mooncake's interface."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(make_fake_package(tmp_path)))
@@ -41,7 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Asked:
-    """One channel, as the core has it."""
+    """One channel, as the core uses it."""
 
     def __init__(self, store: Any, room: int = 4096) -> None:
         self.size = client.NAMES_BYTES + room
@@ -81,11 +83,11 @@ class Asked:
         return self.map[client.NAMES_BYTES : client.NAMES_BYTES + size]
 
 
-def test_each_question_does_what_it_says(package: Path) -> None:
+def test_each_operation_does_its_task(package: Path) -> None:
     store, _ = client.open_store(GIVEN)
     with Asked(store) as asked:
         assert asked.ask(client.PUT, "a:1", put=b"first") == 5
-        assert asked.ask(client.PUT, "a:1", put=b"other") == 5, "it is there, and stays"
+        assert asked.ask(client.PUT, "a:1", put=b"other") == 5, "an existing object must stay"
         assert asked.ask(client.GET, "a:1") == 5
         assert asked.object(5) == b"first"
         assert asked.ask(client.SET, "a:1", put=b"second") == 6
@@ -96,12 +98,12 @@ def test_each_question_does_what_it_says(package: Path) -> None:
         assert asked.ask(client.REMOVE, "a:1") == 0
         assert asked.ask(client.GET, "a:1") == -704
         assert asked.ask(client.PUT, "large", put=b"x" * 4096) == 4096
-    assert store.open == {}, "its memory is Mooncake's no more"
+    assert store.open == {}, "the memory must be unregistered"
     with Asked(store, room=8) as asked:
-        assert asked.ask(client.GET, "large") == 4096, "longer than there is room: its length"
+        assert asked.ask(client.GET, "large") == 4096, "a value longer than the buffer returns its length"
 
 
-def test_what_fits_no_question_fails_and_ends_nothing(package: Path) -> None:
+def test_an_invalid_operation_fails_and_the_process_continues(package: Path) -> None:
     store, _ = client.open_store(GIVEN)
     with Asked(store) as asked:
         assert asked.ask(99, "a") == client.FAILED
@@ -110,7 +112,7 @@ def test_what_fits_no_question_fails_and_ends_nothing(package: Path) -> None:
         assert asked.ask(client.PUT, "a", put=b"x") == 1
 
 
-def test_what_mooncake_raises_is_said(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_mooncake_is_reported(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = client.open_store(GIVEN)
 
     def fails(*_: object) -> int:
@@ -126,7 +128,7 @@ def test_what_mooncake_raises_is_said(package: Path, monkeypatch: pytest.MonkeyP
         assert b"does not take the memory of this process (code -7)" in asked.answer
 
 
-def test_an_error_of_one_key_is_not_taken_for_an_absent_one(
+def test_an_error_of_one_key_is_not_mistaken_for_a_miss(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = client.open_store(GIVEN)
@@ -143,27 +145,29 @@ def test_a_package_that_is_too_old_is_refused(package: Path, monkeypatch: pytest
         client.open_store(GIVEN)
 
 
-def test_a_master_that_does_not_answer_is_told_at_once(package: Path) -> None:
+def test_an_unreachable_master_is_reported_at_once(package: Path) -> None:
     with pytest.raises(RuntimeError, match="does not answer: Connection refused"):
         client.open_store(GIVEN | {"master": f"127.0.0.1:{free_port()}"})
 
 
-def test_its_own_address_is_the_one_that_the_master_sees() -> None:
+def test_the_own_address_is_the_one_that_the_master_sees() -> None:
     assert client.own_address("127.0.0.1:50051") == "127.0.0.1"
     assert client.own_address("etcd://127.0.0.1:2379") == "127.0.0.1"
     assert client.own_address("127.0.0.2:1,127.0.0.3:1").startswith("127.")
-    assert client.own_address("etcd://no.such.host.invalid:1;127.0.0.1:2") == "127.0.0.1", "the next is tried"
+    assert client.own_address("etcd://no.such.host.invalid:1;127.0.0.1:2") == "127.0.0.1", (
+        "the next address must be tried"
+    )
 
 
 @pytest.mark.parametrize(
     "master", ["etcd://no.such.host.invalid:2379", "etcd://[::bad", "etcd://:2379", "no.such.invalid:1"]
 )
-def test_an_address_that_cannot_be_told_is_asked_for(master: str) -> None:
+def test_an_unknown_own_address_must_be_configured(master: str) -> None:
     with pytest.raises(client.Refused, match=r"give local_host"):
         client.own_address(master)
 
 
-def test_an_address_of_ip_version_6_is_asked_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ipv6_address_is_probed_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     class Probe:
         def __init__(self, family: int, *_: object) -> None:
             assert family == socket.AF_INET6
@@ -185,7 +189,7 @@ def test_an_address_of_ip_version_6_is_asked_by_it(monkeypatch: pytest.MonkeyPat
 
 
 def run_with_descriptors(program: str) -> str:
-    """What it prints, run with some descriptors more than a program has."""
+    """Runs a program with some extra open descriptors; returns its output."""
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
     try:
         return subprocess.run(
@@ -196,17 +200,19 @@ def run_with_descriptors(program: str) -> str:
             os.close(one)
 
 
-def test_what_it_inherited_is_closed_without_counting_to_the_limit() -> None:
+def test_inherited_descriptors_are_closed_without_counting_to_the_limit() -> None:
     program = (
         "import os; from kv_offload import mooncake_client as client\n"
         "os.closerange = None; os.sysconf = lambda _: 10**9\n"
         "client.close_what_was_inherited()\n"
         "print([one for one in os.listdir('/proc/self/fd') if int(one) > 4])"
     )
-    assert run_with_descriptors(program) == "[]\n", "4 is that of the listing"
+    assert run_with_descriptors(program) == "[]\n", "descriptor 4 belongs to the listing"
 
 
-def test_an_engine_that_ended_before_is_noticed_first(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_has_already_ended_is_detected_first(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     steps = [
         "import os, sys; os.dup2(int(sys.argv[1]), 3)",
@@ -225,14 +231,14 @@ def test_an_engine_that_ended_before_is_noticed_first(package: Path, monkeypatch
     assert (ended.returncode, ended.stdout) == (0, b"")
 
 
-def test_nothing_of_the_engines_working_directory_is_run(package: Path, tmp_path: Path) -> None:
+def test_no_module_of_the_working_directory_is_run(package: Path, tmp_path: Path) -> None:
     there = tmp_path / "cwd"
     there.mkdir()
     for name in ("ctypes", "json", "mooncake", "kv_offload"):
         (there / f"{name}.py").write_text("raise SystemExit('a module of the working directory ran')")
     command = MooncakeTierConfig(master="h:1")._command()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.close()  # it ends as soon as it looks
+    ours.close()  # the process ends as soon as it polls
     begin = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.execv(sys.argv[2], sys.argv[2:])"
     with theirs:
         ended = subprocess.run(
@@ -245,8 +251,8 @@ def test_nothing_of_the_engines_working_directory_is_run(package: Path, tmp_path
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_whatever_goes_wrong_it_ends(package: Path) -> None:
-    """Also with a thread of Mooncake's that does not."""
+def test_the_process_ends_after_any_error(package: Path) -> None:
+    """Covers a Mooncake thread that does not end."""
     program = (
         "import threading; from kv_offload import mooncake_client as client\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
@@ -258,7 +264,7 @@ def test_whatever_goes_wrong_it_ends(package: Path) -> None:
     assert b"ValueError: no setup" in ended.stderr
 
 
-def test_what_it_says_is_cut_between_characters() -> None:
+def test_messages_are_cut_between_characters() -> None:
     for length in range(client.MOST_TEXT - 4, client.MOST_TEXT + 1):
         said = client.as_message("x" * length + "\u20ac" * 5)
         assert len(said) <= client.MOST_TEXT
@@ -284,7 +290,7 @@ def test_memory_that_mooncake_may_still_write_to_is_kept(
     assert len(client._kept) == 1, "nothing moved"
 
 
-def test_memory_that_is_kept_is_bounded_by_an_end(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_memory_is_bounded_by_ending_the_process(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(client, "_kept", [])
     monkeypatch.setattr(client, "_MOST_KEPT_BYTES", client.NAMES_BYTES * 3)
@@ -297,11 +303,11 @@ def test_memory_that_is_kept_is_bounded_by_an_end(package: Path, monkeypatch: py
         assert ends == expected
 
 
-def test_a_call_that_does_not_come_back_ends_the_process(package: Path) -> None:
+def test_a_call_that_does_not_return_ends_the_process(package: Path) -> None:
     program = (
         "import threading; from kv_offload import mooncake_client as client\n"
         "watch = client.Watch(0.05)\n"
-        "with watch.over(): pass\n"  # one that did
+        "with watch.over(): pass\n"  # a call that returned
         "def hang():\n"
         "    with watch.over(): threading.Event().wait()\n"
         "threading.Thread(target=hang, daemon=True).start()\n"
@@ -344,9 +350,7 @@ def test_each_channels_calls_are_watched(call: str) -> None:
     assert ended.returncode == 1
 
 
-def test_the_watch_has_the_patience_that_the_core_gives(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_watchdog_uses_the_timeout_of_the_core(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def serve_all(control: socket.socket, _store: Any, patience: float) -> None:
@@ -365,7 +369,7 @@ def test_the_watch_has_the_patience_that_the_core_gives(
     assert given == [7.0, client.MOST_SECONDS]
 
 
-def test_a_call_that_came_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_returned_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = client.Watch(0.0)
     with watch.over():
         pass
@@ -382,13 +386,13 @@ def test_a_call_that_came_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) -
         watch.run()
 
 
-def test_it_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     client.use_no_gpu()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_layout_of_a_question_is_the_cores() -> None:
+def test_the_message_layout_matches_the_core() -> None:
     header = (Path(__file__).parents[2] / "csrc/storage/mooncake/channel.h").read_text()
     assert client.QUESTION.size == 24
     assert "sizeof(Question) == 24" in header

@@ -1,5 +1,6 @@
 """kv_offload/mooncake_records.py: records by sessions and by plain calls, over Mooncake's own store and over
-one of this file that answers what a test says."""
+a scripted store.
+"""
 
 import ctypes
 import mmap
@@ -25,7 +26,7 @@ ROOM = 1 << 16
 
 
 class Buffer:
-    """Memory that a store may be told of."""
+    """Memory that a store may register."""
 
     def __init__(self) -> None:
         self.map = mmap.mmap(-1, ROOM)
@@ -38,8 +39,9 @@ class Buffer:
 
 
 class Scripted:
-    """Objects in memory. ``answers[call]``: what that call says instead of doing anything, once for each.
-    ``calls``: what was called, in order, with the name."""
+    """Objects in memory. ``answers[call]`` lists results that replace the action of that call, each used
+    once. ``calls`` holds the calls in order, with the object name.
+    """
 
     def __init__(self, completes: bool = True) -> None:
         self.objects: dict[str, bytes] = {}
@@ -137,7 +139,7 @@ def buffer() -> Buffer:
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-def test_what_is_put_comes_back_and_what_is_there_stays(buffer: Buffer, sessions: bool) -> None:
+def test_put_records_are_read_back_and_existing_ones_stay(buffer: Buffer, sessions: bool) -> None:
     store = Scripted(completes=sessions)
     records = Records(store)
     assert records.put("a", buffer.address, buffer.fill(b"first")) == 5
@@ -147,16 +149,16 @@ def test_what_is_put_comes_back_and_what_is_there_stays(buffer: Buffer, sessions
         buffer.fill(bytes(9))
         assert records.get("a", buffer.address, ROOM, expected) == 5, expected
         assert buffer.map[:9] == b"first" + bytes(4)
-    assert records.get("a", buffer.address, 3, 3) == 5, "longer than there is room: its length"
+    assert records.get("a", buffer.address, 3, 3) == 5, "a value longer than the buffer returns its length"
     assert records.get("none", buffer.address, ROOM, 5) == NO_OBJECT
     assert (store.called("put_from") == 0) == sessions
-    # Plainly where the length is not given, and once more where it is another.
+    # Plain calls where the length is not given; one retry where it differs.
     assert store.called("get_into") == 4
     assert store.called("start_get") == 5
-    assert store.called("end_get") == 4, "of those that began"
+    assert store.called("end_get") == 4, "every started session must end"
 
 
-def test_a_get_that_fails_on_its_way_is_not_tried_again_into_the_same_memory(buffer: Buffer) -> None:
+def test_a_get_that_fails_halfway_is_not_retried_into_the_same_memory(buffer: Buffer) -> None:
     store = Scripted()
     store.objects["a"] = b"value"
     for call, codes in (
@@ -174,7 +176,7 @@ def test_a_get_that_fails_on_its_way_is_not_tried_again_into_the_same_memory(buf
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-def test_a_put_beside_one_that_did_not_end_is_none(buffer: Buffer, sessions: bool) -> None:
+def test_a_put_during_an_unfinished_put_stores_nothing(buffer: Buffer, sessions: bool) -> None:
     store = Scripted(completes=sessions)
     records = Records(store)
     assert records.put("first", buffer.address, 1) == 1
@@ -189,7 +191,7 @@ def test_a_put_beside_one_that_did_not_end_is_none(buffer: Buffer, sessions: boo
     ("call", "code", "result"),
     [("move", -800, -800), ("move", BAD_LENGTH, -101), ("move", 0, -1), ("move", 4, -1), ("end", -900, -900)],
 )
-def test_a_session_that_fails_is_no_put_and_is_begun_anew_by_the_next(
+def test_a_failed_session_stores_nothing_and_the_next_put_starts_again(
     buffer: Buffer, call: str, code: int, result: int
 ) -> None:
     store = Scripted()
@@ -203,8 +205,8 @@ def test_a_session_that_fails_is_no_put_and_is_begun_anew_by_the_next(
     assert store.begun == {}
 
 
-def test_a_session_that_nobody_can_end_costs_no_record_that_is_there(buffer: Buffer) -> None:
-    """Its end was done, and the answer was lost."""
+def test_a_session_that_cannot_be_ended_costs_no_existing_record(buffer: Buffer) -> None:
+    """The session ended, and only the reply was lost."""
     store = Scripted()
     records = Records(store)
     assert records.put("a", buffer.address, 1) == 1
@@ -240,9 +242,7 @@ def test_puts_are_plain_where_a_session_leaves_a_copy_unwritten(buffer: Buffer) 
 
 
 @pytest.mark.parametrize(("call", "code"), [("start", -200), ("remove", -900)])
-def test_while_it_cannot_be_told_puts_are_plain_and_it_is_tried_again(
-    buffer: Buffer, call: str, code: int
-) -> None:
+def test_puts_are_plain_until_session_support_is_known(buffer: Buffer, call: str, code: int) -> None:
     store = Scripted()
     records = Records(store)
     store.answers[call] = [code]
@@ -280,7 +280,7 @@ def wait_until_there_is_a_file_below(directory: Path) -> None:
         pause.wait(0.01)
 
 
-def test_mooncakes_own_store_does_what_these_tests_take_it_to_do(
+def test_mooncakes_own_store_behaves_as_the_scripted_one(
     real: tuple[MooncakeProcesses, Path | None], buffer: Buffer
 ) -> None:
     running, files = real
@@ -295,7 +295,7 @@ def test_mooncakes_own_store_does_what_these_tests_take_it_to_do(
         assert records.get("a", buffer.address, ROOM, expected) == len(value), expected
         assert buffer.map[:ROOM] == value + bytes(ROOM - len(value))
     assert records.get("none", buffer.address, ROOM, 5) == NO_OBJECT
-    # What another began.
+    # Sessions that another client started.
     assert store.batch_put_session_start(["b"], [5]) == [0]
     memory = Buffer()
     other = Records(opened(running, memory))
@@ -303,7 +303,9 @@ def test_mooncakes_own_store_does_what_these_tests_take_it_to_do(
     if files is not None:
         wait_until_there_is_a_file_below(files)  # the copy on the shared file system
     else:
-        assert records.put("b", buffer.address, buffer.fill(b"value")) == 5, "its own, which nobody ended"
+        assert records.put("b", buffer.address, buffer.fill(b"value")) == 5, (
+            "its own unfinished session must not block it"
+        )
         assert other.get("b", memory.address, ROOM, 5) == 5
         assert memory.map[:5] == b"value"
     store.close()

@@ -1,4 +1,4 @@
-"""tests/mutants/run.py: its parts are all of the mutants."""
+"""tests/mutants/run.py: its parts cover all mutants."""
 
 import importlib.util
 import sys
@@ -11,7 +11,8 @@ import pytest
 def runner():
     path = Path(__file__).resolve().parents[1] / "mutants" / "run.py"
     spec = importlib.util.spec_from_file_location("mutants_run", path)
-    module = sys.modules["mutants_run"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    # dataclasses look the module up
+    module = sys.modules["mutants_run"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
     del sys.modules["mutants_run"]
@@ -19,7 +20,7 @@ def runner():
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 859])
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_the_parts_together_are_the_whole_in_its_order(runner, count, n):
+def test_the_parts_together_are_all_mutants_in_order(runner, count, n):
     whole = list(range(count))
     parts = [runner.part_of(whole, f"{k}/{n}") for k in range(1, n + 1)]
     assert [one for part in parts for one in part] == whole

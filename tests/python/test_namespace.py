@@ -1,4 +1,4 @@
-"""The namespace: equal exactly when the bytes mean the same."""
+"""The namespace id: equal exactly when the bytes have the same meaning."""
 
 import dataclasses
 import hashlib
@@ -39,7 +39,7 @@ def test_id_is_the_digest_of_the_canonical_json():
     assert FACTS.namespace_id().hex().startswith(FACTS.short_id())
 
 
-def test_the_readable_json_says_the_same():
+def test_the_readable_json_has_the_same_content():
     assert json.loads(FACTS.readable_json()) == json.loads(FACTS.canonical_json())
 
 
@@ -74,12 +74,12 @@ CHANGES = {
 }
 
 
-def test_every_fact_is_tried():
+def test_every_field_is_tested():
     assert set(CHANGES) == {field.name for field in dataclasses.fields(NamespaceIdentity)}
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_fact_changes_the_id(name):
+def test_each_field_changes_the_id(name):
     assert dataclasses.replace(FACTS, **{name: CHANGES[name]}).namespace_id() != FACTS.namespace_id()
 
 
@@ -87,7 +87,7 @@ def test_each_fact_changes_the_id(name):
     ("name", "value"),
     [("group_id", 9), ("tokens_per_block", 32), ("num_layers", 31), ("shard_bytes", (65536, 65535))],
 )
-def test_each_fact_of_a_group_changes_the_id(name, value):
+def test_each_field_of_a_group_changes_the_id(name, value):
     groups = (dataclasses.replace(GROUP, **{name: value}),)
     assert dataclasses.replace(FACTS, groups=groups).namespace_id() != FACTS.namespace_id()
 
@@ -103,7 +103,7 @@ def test_floats_are_refused_by_name():
         facts.canonical_json()
 
 
-def test_a_setting_as_text_is_stable():
+def test_the_text_of_a_setting_is_stable():
     assert setting_text({"b": 1.5, "a": [1, "x"]}) == setting_text({"a": [1, "x"], "b": 1.5})
 
 
@@ -135,14 +135,14 @@ def test_a_copied_model_keeps_its_hits(model, tmp_path):
     assert str(tmp_path) not in json.dumps(before)
 
 
-def test_it_says_what_it_is(model):
+def test_the_identity_describes_the_model(model):
     facts = identity(model)
     assert facts["architecture"] == "TinyForCausalLM"
     assert (facts["weight_files"], facts["weight_bytes"]) == (2, (512 << 10) + 6)
 
 
 @pytest.mark.parametrize("offset", [0, 65535, (512 << 10) - 65536, (512 << 10) - 1])
-def test_weights_saved_again_with_the_same_size_lose_them(model, offset):
+def test_weights_saved_again_with_the_same_size_lose_their_hits(model, offset):
     before = identity(model)
     with (model / "model-1.safetensors").open("r+b") as file:
         file.seek(offset)
@@ -170,7 +170,7 @@ def change_config(model):
         change_config,
     ],
 )
-def test_other_weights_or_config_lose_them(model, change):
+def test_other_weights_or_config_lose_their_hits(model, change):
     before = identity(model)
     change(model)
     assert identity(model) != before
@@ -187,18 +187,18 @@ def test_other_weights_or_config_lose_them(model, change):
         ),
     ],
 )
-def test_what_changes_no_byte_keeps_them(model, change):
+def test_changes_that_affect_no_byte_keep_the_hits(model, change):
     before = identity(model)
     change(model)
     assert identity(model) == before
 
 
-def test_a_single_file_is_a_model_too(tmp_path):
+def test_a_single_file_can_be_a_model(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"gguf")
     assert model_identity(str(tmp_path / "model.gguf"))["weight_bytes"] == 4
 
 
-def test_a_hub_name_is_known_by_its_commit(tmp_path):
+def test_a_hub_name_is_identified_by_its_commit(tmp_path):
     references = tmp_path / "models--org--name" / "refs"
     references.mkdir(parents=True)
     (references / "main").write_text("c0ffee\n")
@@ -210,10 +210,10 @@ def test_a_hub_name_is_known_by_its_commit(tmp_path):
     assert model_identity("org/name:Q4_K_M", cache_dir=str(tmp_path))["revision"] == "c0ffee"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
-    assert model_identity(str(snapshot)) == named, "started offline: the same model"
+    assert model_identity(str(snapshot)) == named, "an offline start must have the same identity"
 
 
-def test_a_configuration_elsewhere_and_code_in_its_folders_are_digested(model, tmp_path):
+def test_an_external_configuration_and_code_in_its_folders_are_digested(model, tmp_path):
     (model / "layers").mkdir()
     (model / "layers" / "norm.py").write_text("a")
     found = [model_identity(str(tmp_path), configured_by=str(model))]
@@ -234,7 +234,7 @@ def test_an_adapter_that_changes_in_place_is_another_model(model, tmp_path):
     assert "'org/adapter'" in weights_problem(unknown)
 
 
-def test_a_file_of_the_model_that_is_not_json_is_digested_as_it_is(model):
+def test_a_model_file_that_is_not_json_is_digested_unchanged(model):
     found = []
     for content in (b"\xff1", b"\xff2"):
         (model / "processor_config.json").write_bytes(content)
@@ -242,7 +242,7 @@ def test_a_file_of_the_model_that_is_not_json_is_digested_as_it_is(model):
     assert found[0] != found[1]
 
 
-def test_code_and_drafts_of_the_hub_are_known_by_their_commits(tmp_path):
+def test_hub_code_and_drafters_are_identified_by_their_commits(tmp_path):
     arguments = {"cache_dir": str(tmp_path), "code": ["org/code"], "draft": {"name": "org/draft"}}
     (tmp_path / "w.gguf").write_bytes(b"gguf")
     unknown = model_identity(str(tmp_path / "w.gguf"), **arguments)
@@ -255,7 +255,7 @@ def test_code_and_drafts_of_the_hub_are_known_by_their_commits(tmp_path):
     assert (weights_problem(known), known["draft"]["revision"]) == (None, "c0ffee")
 
 
-# ---- weights that cannot be told from others
+# ---- weights without a known identity
 
 
 def test_a_name_of_modelscope_is_not_looked_up_on_the_hub(tmp_path):
@@ -269,8 +269,8 @@ def test_a_name_of_modelscope_is_not_looked_up_on_the_hub(tmp_path):
     assert model_identity(str(tmp_path), environ=environ) == model_identity(str(tmp_path), environ={})
 
 
-def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
-    """vLLM pulls only the configs of an s3:// model, into a directory of its own."""
+def test_weights_at_an_address_are_identified_by_it(tmp_path):
+    """For an s3:// model, vLLM downloads only the config files, into a directory of its own."""
     (tmp_path / "config.json").write_text("{}")
     first, second = (
         model_identity(str(tmp_path), address=address)
@@ -289,7 +289,7 @@ def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
         ({"name": "org/other", "revision": "v2"}, "'org/other' at revision 'v2'"),
     ],
 )
-def test_what_the_weights_are_is_not_known_until_the_operator_names_them(tmp_path, arguments, said):
+def test_weights_are_unknown_until_the_operator_names_them(tmp_path, arguments, said):
     arguments = {key: value.format(tmp=tmp_path) for key, value in arguments.items()}
     unnamed = model_identity(**arguments, cache_dir=str(tmp_path))
     assert said in weights_problem(unnamed)
@@ -298,7 +298,7 @@ def test_what_the_weights_are_is_not_known_until_the_operator_names_them(tmp_pat
     assert named[0] != named[1]
 
 
-def test_a_name_of_the_weights_never_hides_what_is_found(model):
+def test_a_weights_name_never_replaces_a_found_identity(model):
     first = model_identity(str(model), model_id="llama")
     assert weights_problem(identity(model)) is None
     (model / "model-2.safetensors").write_bytes(b"other!")
@@ -318,17 +318,17 @@ def test_a_name_of_the_weights_never_hides_what_is_found(model):
         ("xxhash", {"PYTHONHASHSEED": "0"}, False),
     ],
 )
-def test_a_random_seed_is_seen(algorithm, environ, random):
+def test_a_random_seed_is_detected(algorithm, environ, random):
     assert hash_seed_is_random(algorithm, environ) is random
 
 
-def test_the_warning_says_what_to_set():
+def test_the_warning_names_the_setting():
     warning = random_seed_warning("xxhash")
     assert "PYTHONHASHSEED" in warning
     assert "sha256" in warning
 
 
-def test_what_other_namespaces_of_a_root_differ_in(tmp_path):
+def test_differences_from_other_namespaces_of_a_root(tmp_path):
     own = FACTS
     other = dataclasses.replace(own, kv_dtype="fp8", settings={**own.settings, "attention": "other"})
     for which in (own, other):

@@ -1,4 +1,4 @@
-"""Every byte that a request reads is checked, through vLLM's real scheduler, for each release."""
+"""Checks every byte that a request reads, through vLLM's real scheduler, for each release."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm_trees import MINORS, run_under, trees
 
-pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
 def tree_of(minor: str) -> Path:
@@ -31,7 +31,7 @@ def test_as_many_tokens_are_found_as_by_a_manager_that_keeps_everything(minor: s
 
 @pytest.mark.beside("oracle/check_inputs.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_images_embeddings_and_shared_layers_cost_no_byte(minor: str, beside: str) -> None:
+def test_bytes_of_images_embeddings_and_shared_layers_are_right(minor: str, beside: str) -> None:
     print(beside)
 
 
@@ -44,7 +44,7 @@ def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
 
 
 def workers() -> int:
-    """Processes that share one GPU: each takes about 1.5 GiB of its memory."""
+    """Returns the number of processes that share one GPU: each takes about 1.5 GiB of its memory."""
     return max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 

@@ -1,4 +1,4 @@
-"""tests/cpp/check_registered.py: no test of the core is left out, with sanitizers or without."""
+"""tests/cpp/check_registered.py: no test of the core is left out, with or without sanitizers."""
 
 import importlib.util
 import sys
@@ -31,19 +31,19 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_tests_are_wanted(monkeypatch, sources, capsys):
+def test_all_tests_are_required(monkeypatch, sources, capsys):
     assert check(monkeypatch, sources, "Asks.\\n  does_less\\nOther.\\n  is_there\\n") == 0
     assert check(monkeypatch, sources, "Asks.\\n  does_less\\n") == 1
     assert "Other.is_there is not in" in capsys.readouterr().out
 
 
-def test_plainly_those_are_wanted_that_do_less_under_a_sanitizer(monkeypatch, sources, capsys):
+def test_without_sanitizers_tests_with_reduced_iterations_are_required(monkeypatch, sources, capsys):
     assert check(monkeypatch, sources, "Asks.\\n  does_less\\n", "--plain") == 0
     assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--plain") == 1
     assert "Asks.does_less is not in" in capsys.readouterr().out
 
 
-def test_under_thread_sanitizer_those_are_wanted_that_begin_threads(monkeypatch, sources, capsys):
+def test_under_thread_sanitizer_tests_with_threads_are_required(monkeypatch, sources, capsys):
     (sources / "threads_test.cc").write_text(THREADS)
     assert check(monkeypatch, sources, "Begins.\\n  threads\\n", "--threads") == 0
     assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--threads") == 1
@@ -63,7 +63,7 @@ def test_under_thread_sanitizer_those_are_wanted_that_begin_threads(monkeypatch,
         ("asks_test.cc", "#if defined(__SANITIZE_THREAD__)\n#endif\nTEST(Asks, less) {}\n"),
     ],
 )
-def test_no_file_asks_where_it_is_not_known(monkeypatch, sources, capsys, name, text):
+def test_unknown_files_must_not_check_for_sanitizers(monkeypatch, sources, capsys, name, text):
     (sources / name).write_text(text)
     listing = "Asks.\\n  does_less\\n  less\\nOther.\\n  is_there\\n"
     assert check(monkeypatch, sources, listing) == 1

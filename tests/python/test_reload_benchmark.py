@@ -1,4 +1,4 @@
-"""benchmarks/reload_gpu.py without a GPU and without servers: what it keeps, checks and compares."""
+"""benchmarks/reload_gpu.py without a GPU and without servers: stored results, checks and comparisons."""
 
 import json
 import math
@@ -20,7 +20,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A machine with a GPU as far as the benchmark can see, and an empty folder of results."""
+    """Fakes a machine with a GPU for the benchmark, and yields an empty folder of results."""
     monkeypatch.setattr(reporting, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(reload_gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(reload_gpu.torch.cuda, "get_device_name", lambda: "A GPU")
@@ -44,7 +44,7 @@ def times(seconds):
 
 
 def run(monkeypatch, measured, *arguments):
-    """Exit status of the benchmark when each system gives what ``measured`` holds, or raises it."""
+    """Returns the exit status when each system returns its value in ``measured``, or raises it."""
 
     def measure(setup, name):
         if isinstance(measured[name], BaseException):
@@ -61,13 +61,13 @@ def kept(results):
     return json.loads(path.read_text())
 
 
-def test_a_run_that_is_cut_off_keeps_the_systems_that_were_measured(results, monkeypatch):
+def test_an_interrupted_run_keeps_the_measured_systems(results, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, {"none": times(1.0), "kv_offload": times(0.1), "vllm": KeyboardInterrupt()})
     assert set(kept(results)["systems"]) == {"none", "kv_offload"}
 
 
-def test_runs_of_single_systems_are_joined(results, monkeypatch):
+def test_runs_of_single_systems_are_merged(results, monkeypatch):
     measured = {"none": times(1.0), "kv_offload": times(0.1), "vllm": times(0.2)}
     for name in measured:
         assert run(monkeypatch, measured, "--only", name) == 0
@@ -78,7 +78,7 @@ def test_runs_of_single_systems_are_joined(results, monkeypatch):
     }  # fmt: skip
 
 
-def test_another_setup_is_not_joined(results, monkeypatch):
+def test_runs_of_another_setup_are_not_merged(results, monkeypatch):
     measured = {"none": times(1.0), "kv_offload": times(0.1)}
     run(monkeypatch, measured, "--only", "none", "--graphs", "NONE")
     run(monkeypatch, measured, "--only", "kv_offload")
@@ -100,7 +100,7 @@ def test_a_server_without_a_connector_needs_no_room(results, monkeypatch):
     assert run(monkeypatch, {"none": times(1.0)}, "--only", "none") == 0
 
 
-def test_the_bound_of_a_directory_holds_what_is_written():
+def test_the_bound_of_a_directory_fits_all_records():
     setup = make_setup()
     prompts = [*setup.prompts(1), *setup.together()]
     answers = len(setup.together()) * reload_gpu.ANSWER
@@ -153,6 +153,6 @@ def test_answers_without_a_common_candidate_are_an_error():
         reload_gpu.compare([answer({1: -0.5})], [answer({2: -0.5})], reload_gpu.Times())
 
 
-def test_results_are_json_that_others_can_read(results):
+def test_results_are_standard_json(results):
     with pytest.raises(ValueError, match="not JSON compliant"):
         reporting.write_results("anything", {"difference": math.inf})

@@ -1,4 +1,4 @@
-"""Addresses that kv-offload stat|ls|verify|purge are given, and what is made of what a server says."""
+"""Addresses given to kv-offload stat|ls|verify|purge, and the handling of server replies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,31 +82,31 @@ def test_an_address_is_the_entry_of_a_tier(address: str, entry: dict[str, str]) 
     ],
 )
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[0]))
-def test_what_may_be_a_password_is_never_repeated(address: str, command: list[str]) -> None:
+def test_a_possible_password_is_never_repeated(address: str, command: list[str]) -> None:
     name, *options = command
     result = run(name, address, *options, status=2)
     assert PASSWORD not in result.output + result.stderr
     assert "kv-offload: " in result.stderr
 
 
-def test_no_part_of_a_password_is_taken_for_an_option() -> None:
+def test_no_part_of_a_password_is_parsed_as_an_option() -> None:
     assert "hunter" not in run("stat", "redis://u:x?hunter=2@host", status=2).stderr
 
 
-def test_an_option_that_is_not_known_is_named_with_those_that_are() -> None:
+def test_an_unknown_option_is_named_with_the_valid_ones() -> None:
     said = run("stat", "redis://host?prefix=x", status=2).stderr
     assert "option prefix" in said
     assert "key_prefix=..., password_env=..." in said
     assert "key_prefix" in run("stat", "redis://host?key_prefix=a%20b", status=2).stderr
 
 
-def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(tmp_path: Path) -> None:
     for command in (["stat"], ["ls"], ["verify"], ["purge", "--yes"]):
         said = run(command[0], f"unix://{tmp_path}/nobody", *command[1:], status=1).stderr
         assert f"unix://{tmp_path}/nobody" in said
 
 
-def test_a_kind_without_these_commands_says_so() -> None:
+def test_a_kind_without_these_commands_is_refused() -> None:
     class Other(tiers.TierConfig):
         example: ClassVar[Mapping[str, Any]] = {"type": "other", "where": "x"}
         place_key: ClassVar[str] = "where"
@@ -126,7 +126,7 @@ def test_a_name_is_shown_escaped_and_short() -> None:
     assert len(remote_root.shown_name(b"x" * 1_000_000)) == 120
 
 
-# ---- what a server may say
+# ---- server replies
 
 
 def record_of(number: int, **given: Any) -> Any:
@@ -143,7 +143,7 @@ def record_of(number: int, **given: Any) -> Any:
 
 
 class Scripted:
-    """The core's records, as a test wants them."""
+    """The core's records, scripted by a test."""
 
     takes_threads = keeps_versions = False
 
@@ -175,7 +175,7 @@ def nobody(done: int, total: int | None) -> None:
     pass
 
 
-def test_namespaces_without_end_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_namespaces_are_counted_but_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_root, "_MOST_NAMESPACES", 3)
     page = [record_of(number, namespace_id=f"{number:064x}") for number in range(10)]
     others = [record_of(number, namespace_id="", key="") for number in range(30)]
@@ -185,7 +185,7 @@ def test_namespaces_without_end_are_counted_and_not_kept(monkeypatch: pytest.Mon
     assert (report["others"], len(report["other_names"])) == (30, 10)
 
 
-def test_damage_without_end_ends_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_damage_ends_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_root, "_MOST_DAMAGED", 4)
     records = Scripted([[record_of(number) for number in range(10)]], ("corrupt", "bad", True))
     damaged = root_of(records).verify(True, nobody)
@@ -193,7 +193,7 @@ def test_damage_without_end_ends_the_verification(monkeypatch: pytest.MonkeyPatc
     assert "run it again" in damaged[-1]["message"]
 
 
-def test_a_server_that_cannot_be_read_is_no_damage() -> None:
+def test_a_server_read_error_is_not_damage() -> None:
     records = Scripted([[record_of(number) for number in range(20)]], ("timeout", "no answer", False))
     with pytest.raises(RuntimeError, match="redis://h: no answer"):
         root_of(records).verify(False, nobody)
@@ -205,7 +205,7 @@ def test_a_server_that_cannot_be_read_is_no_damage() -> None:
     assert root_of(gone).verify(False, nobody) == []
 
 
-def test_records_of_another_version_are_no_failure_of_the_server() -> None:
+def test_records_of_another_version_are_not_server_failures() -> None:
     page = [[record_of(number) for number in range(20)]]
     verdict = ("unavailable", "record version 9 is not supported by this release", False)
     assert len(root_of(Scripted(page, verdict)).verify(False, nobody)) == 20
@@ -217,7 +217,7 @@ def test_records_of_another_version_are_no_failure_of_the_server() -> None:
     assert damaged[-1]["message"] == "ended early: no answer"
 
 
-def test_an_address_with_nothing_under_it_is_told() -> None:
+def test_an_address_without_records_is_reported() -> None:
     empty, filled = root_of(Scripted([[], []])), root_of(Scripted([[], [record_of(1)]]))
     assert empty.purge(None) == (0, 0)
     assert "nothing lies under redis://h" in empty.notes()[0]
@@ -226,7 +226,7 @@ def test_an_address_with_nothing_under_it_is_told() -> None:
     assert empty.purge("ab" * 32) == (0, 0)
 
 
-def test_what_was_removed_before_a_server_fails_is_told() -> None:
+def test_removals_before_a_server_failure_are_reported() -> None:
     records = Scripted([[record_of(number) for number in range(20)]])
     verdicts = iter([("corrupt", "bad", True)] * 6 + [("timeout", "no answer", False)] * 14)
     records.verify = lambda record, repair: next(verdicts)  # type: ignore[method-assign]
@@ -245,7 +245,7 @@ def failing_page(number: int) -> Scripted:
     return Failing([[record_of(number) for number in range(4)]] * 5, ("corrupt", "bad", True))
 
 
-def test_a_page_that_fails_does_not_hide_what_was_removed() -> None:
+def test_a_failed_page_does_not_hide_removals() -> None:
     with pytest.raises(RuntimeError, match=r"redis://h: io: gone \(8 records were removed before\)"):
         root_of(failing_page(2)).purge(None)
     assert [bad["removed"] for bad in root_of(failing_page(2)).verify(True, nobody)] == [True] * 8 + [False]
@@ -254,7 +254,7 @@ def test_a_page_that_fails_does_not_hide_what_was_removed() -> None:
 
 
 @pytest.mark.parametrize("circle", [1, 2, 3, 7, 100])
-def test_pages_in_circles_end(circle: int) -> None:
+def test_circular_pages_end(circle: int) -> None:
     class Circle(Scripted):
         def page(self, namespace: str, start: bytes, sizes: bool) -> tuple[list[Any], bytes]:
             at = int(start or b"0")
@@ -269,8 +269,8 @@ def test_pages_in_circles_end(circle: int) -> None:
     assert root_of(Scripted([[record_of(number)] for number in range(200)])).stat()["records"] == 200
 
 
-def test_threads_do_not_run_ahead_of_who_gives_up() -> None:
-    """What had run by then would be lost: it may have removed something."""
+def test_threads_do_not_run_ahead_of_a_caller_that_stops() -> None:
+    """Results beyond that point would be lost, and a removal may be among them."""
     records = Scripted([[record_of(number) for number in range(1000)]])
     records.takes_threads = True
     asked: list[Any] = []
@@ -285,7 +285,7 @@ def test_threads_do_not_run_ahead_of_who_gives_up() -> None:
     assert len(asked) < 50
 
 
-def test_namespaces_that_are_not_told_apart_need_all_their_digits() -> None:
+def test_ambiguous_namespaces_need_all_their_digits() -> None:
     known, further = "3f" + "0" * 62, "3f" + "1" * 62
     report = {"namespaces": [{"id": known}], "records_of_further_namespaces": 1}
     with pytest.raises(ValueError, match="give all 64 digits"):
@@ -294,7 +294,7 @@ def test_namespaces_that_are_not_told_apart_need_all_their_digits() -> None:
     assert root_commands.full_id({"namespaces": [{"id": known}]}, "3f") == known
 
 
-def test_the_question_counts_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_confirmation_counts_the_records_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_root, "_MOST_NAMESPACES", 1)
     page = [record_of(number, namespace_id=f"{number:064x}") for number in range(5)]
     root = root_of(Scripted([page]))
@@ -304,14 +304,14 @@ def test_the_question_counts_what_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     assert "4 records of further namespaces" in run("stat", "redis://h").output
 
 
-def test_nothing_there_is_not_all_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_tier_is_not_reported_as_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root_commands, "open_root", lambda place, changes=False: root_of(Scripted([[]])))
     said = run("verify", "redis://h").output
     assert "no records at redis://h" in said
     assert "all good" not in said
 
 
-def test_what_a_bucket_with_versions_still_holds_is_not_free() -> None:
+def test_noncurrent_versions_do_not_count_as_free() -> None:
     records = Scripted([[record_of(number) for number in range(20)]])
     records.keeps_versions = records.takes_threads = True
     root = root_of(records)

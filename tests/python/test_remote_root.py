@@ -1,4 +1,4 @@
-"""kv-offload stat|ls|verify|purge of a Redis server and of a bucket, which a tier of the core has filled."""
+"""kv-offload stat|ls|verify|purge of a Redis server and of a bucket that a tier of the core has filled."""
 
 import json
 import os
@@ -24,7 +24,7 @@ COUNT = 5
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store on a slow disk, beside other tests."""
+    """Raises timeouts: the store runs on a slow disk, next to other tests."""
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
 
@@ -45,7 +45,7 @@ def lines(*arguments: Any) -> list[dict[str, Any]]:
 
 
 def fill(directory: Path, spec: Any, written: Callable[[], int]) -> list[bytes]:
-    """COUNT records by a cache that is closed again."""
+    """Stores COUNT records with a cache that is closed again."""
     region, workers = attach(directory)
     cache = make_cache(region, tiers=[spec])
     wanted = store(cache, workers[0], cache.begin_request("r"), keys(COUNT))
@@ -166,7 +166,7 @@ def place(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def filled(tmp_path: Path, place: Any) -> Any:
-    """COUNT records in each of two namespaces, and nothing else."""
+    """Stores COUNT records in each of two namespaces, and nothing else."""
     if place.names():
         run("purge", place.address, "--yes")
     for number, namespace in enumerate((FIRST, SECOND)):
@@ -177,7 +177,7 @@ def filled(tmp_path: Path, place: Any) -> Any:
     return place
 
 
-def test_stat_tells_namespaces_apart(filled: Any) -> None:
+def test_stat_lists_each_namespace(filled: Any) -> None:
     filled.other()
     report = as_json("stat", filled.address)
     size = len(filled.get(filled.names()[0]))
@@ -222,13 +222,13 @@ def test_tables_fit_a_terminal(filled: Any, width: int) -> None:
         assert max(map(len, shown)) <= width, shown
         assert any(" ".join(line.split()).startswith(headers) for line in shown)
     listed = run("ls", filled.address, width=width).stdout.splitlines()
-    assert len(listed) == 1 + 2 * COUNT, "a line for each"
+    assert len(listed) == 1 + 2 * COUNT, "each must have one line"
     shown = run("verify", filled.address, width=width, status=1).stdout.splitlines()
     assert max(map(len, shown)) <= width
 
 
 def planted(place: Any) -> dict[str, bytes]:
-    """What may lie under the name of a record and is none."""
+    """Returns values under a record's name that are not valid records."""
     first, second, *_ = place.names()
     whole = place.get(first)
 
@@ -287,13 +287,13 @@ def test_purge_of_one_namespace_leaves_the_others(filled: Any) -> None:
     assert len(filled.names()) == COUNT
     assert as_json("purge", filled.address, "--yes")["records"] == COUNT
     assert filled.names() == []
-    assert as_json("stat", filled.address)["others"] == 1, "what is no record stays"
+    assert as_json("stat", filled.address)["others"] == 1, "other keys must stay"
 
 
-def test_a_prefix_is_no_start_of_another(filled: Any) -> None:
+def test_a_prefix_does_not_match_a_longer_prefix(filled: Any) -> None:
     address = filled.address.replace("kv_offload", "kv") if "s3" in filled.address else None
     address = address or f"{filled.address}?key_prefix=kv"
-    # Behind "kv" alone it would be a record.
+    # With "kv" as the whole prefix it would be a record.
     neighbour = filled.separator.join(("kv" + "a" * 64, "b" * 32, "c" * 72))
     filled.put(neighbour, b"x")
     report = as_json("stat", address)
@@ -303,7 +303,7 @@ def test_a_prefix_is_no_start_of_another(filled: Any) -> None:
     assert filled.get(neighbour) == b"x"
 
 
-def test_purge_asks_and_says_where(filled: Any) -> None:
+def test_purge_asks_and_names_the_server(filled: Any) -> None:
     result = CliRunner().invoke(app, ["purge", filled.address], input="n\n")
     assert result.exit_code == 1
     assert f"Remove {2 * COUNT} records" in result.output
@@ -314,7 +314,7 @@ def test_purge_asks_and_says_where(filled: Any) -> None:
 # ---- Redis alone
 
 
-def test_a_password_of_the_environment_or_a_file_opens_a_server(
+def test_a_password_from_the_environment_or_a_file_is_used(
     of_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_redis.client.ask("CONFIG", "SET", "requirepass", PASSWORD)
@@ -384,8 +384,8 @@ def test_sizes_are_found_without_memory_usage(
     assert as_json("purge", address, "--yes") == {"records": COUNT, "bytes": COUNT * size}
 
 
-def test_looking_is_no_use(of_redis: Redis, tmp_path: Path) -> None:
-    """The control is a read, which is one."""
+def test_inspection_does_not_count_as_a_use(of_redis: Redis, tmp_path: Path) -> None:
+    """Control: a normal read does count as a use."""
     fill(tmp_path, of_redis.spec(FIRST), lambda: len(of_redis.names()))
     names = of_redis.names()
     for name in names:
@@ -400,10 +400,10 @@ def test_looking_is_no_use(of_redis: Redis, tmp_path: Path) -> None:
     assert of_redis.client.ask("OBJECT", "IDLETIME", names[0]) < 300
 
 
-def test_a_replica_is_read_and_not_changed(of_redis: Redis, tmp_path: Path) -> None:
+def test_a_replica_is_read_but_not_changed(of_redis: Redis, tmp_path: Path) -> None:
     fill(tmp_path, of_redis.spec(FIRST), lambda: len(of_redis.names()))
     of_redis.client.ask("CONFIG", "SET", "replica-serve-stale-data", "yes")
-    of_redis.client.ask("REPLICAOF", "127.0.0.1", "1")  # where nobody is
+    of_redis.client.ask("REPLICAOF", "127.0.0.1", "1")  # an unreachable primary
     assert as_json("stat", of_redis.address)["records"] == COUNT
     assert as_json("verify", of_redis.address)["checked"] == COUNT
     said = run("purge", of_redis.address, "--yes", status=1).stderr
@@ -431,7 +431,7 @@ def test_values_of_other_types_and_lfu_are_listed_and_damaged_ones_found(
 # ---- S3 alone
 
 
-def test_who_may_only_read_sees_and_removes_nothing(
+def test_read_only_credentials_list_but_remove_nothing(
     of_s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = f"kv_offload/{FIRST.hex()}"
@@ -445,7 +445,7 @@ def test_who_may_only_read_sees_and_removes_nothing(
     assert len(of_s3.names(start)) == COUNT
 
 
-def test_without_credentials_it_says_what_to_set(
+def test_without_credentials_the_error_names_the_settings(
     of_s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")

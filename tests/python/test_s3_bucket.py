@@ -1,4 +1,4 @@
-"""kv_offload/tiers/s3_bucket.py: what a bucket's lifecycle and versions mean for the records in it."""
+"""kv_offload/tiers/s3_bucket.py: the effect of a bucket's lifecycle rules and versions on its records."""
 
 import pytest
 
@@ -55,13 +55,13 @@ def test_a_rule_that_covers_the_prefix_bounds_it(where: str) -> None:
         "</Expiration>",
     ],
 )
-def test_a_rule_that_does_not_is_no_bound(rule: str) -> None:
+def test_a_rule_that_does_not_cover_the_prefix_is_no_bound(rule: str) -> None:
     ((state, text),) = said(lifecycle(rule))
     assert state == "note"
     assert "no lifecycle rule covers kv_offload/: the bucket grows without bound" in text
 
 
-def test_the_first_of_several_rules_to_remove_an_object_counts() -> None:
+def test_the_earliest_of_several_rules_applies() -> None:
     longer = "<Status>Enabled</Status><Filter/><Expiration><Days>30</Days></Expiration>"
     ((_, text),) = said(
         lifecycle(longer, f"<Status>Enabled</Status><Filter/>{EXPIRES}", "<Status>Enabled</Status>")
@@ -77,7 +77,7 @@ def test_the_first_of_several_rules_to_remove_an_object_counts() -> None:
 @pytest.mark.parametrize(
     "schema", ["xmlns='http://s3.amazonaws.com/doc/2006-03-01/'", 'xmlns="urn:other"', ""]
 )
-def test_stores_write_the_same_in_several_ways(schema: str) -> None:
+def test_different_schemas_of_stores_are_parsed(schema: str) -> None:
     rule = "<Rule><Status> Enabled </Status><Filter/><Expiration><Days>\n7\n</Days></Expiration></Rule>"
     told = (200, "", f"<LifecycleConfiguration {schema}>{rule}</LifecycleConfiguration>".encode())
     inside = "<Status>\nEnabled</Status>"
@@ -87,7 +87,7 @@ def test_stores_write_the_same_in_several_ways(schema: str) -> None:
     assert "versioning is on" in older
 
 
-def test_no_rules_at_all() -> None:
+def test_a_bucket_without_rules() -> None:
     ((state, text),) = said((404, "NoSuchLifecycleConfiguration", b""))
     assert state == "note"
     assert "grows without bound" in text
@@ -103,14 +103,14 @@ def test_no_rules_at_all() -> None:
         ((200, "", b"<html/>"), "answers what is not understood"),
     ],
 )
-def test_what_is_not_known_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
+def test_an_unknown_lifecycle_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
     ((state, text),) = said(told)
     assert state == "note"
     assert "it is not known whether a lifecycle rule bounds the bucket" in text
     assert why in text
 
 
-def test_older_versions_that_stay_are_a_note() -> None:
+def test_retained_noncurrent_versions_are_a_note() -> None:
     rule = f"<Status>Enabled</Status><Filter/>{EXPIRES}"
     _, (state, text) = said(lifecycle(rule), VERSIONED)
     assert (state, text.split(":")[0]) == ("note", "versioning is on")
@@ -123,7 +123,7 @@ def test_older_versions_that_stay_are_a_note() -> None:
     assert len(said(lifecycle(rule), (501, "NotImplemented", b""))) == 1, "a store without versions"
 
 
-def test_what_the_summary_says_is_not_said_again() -> None:
+def test_facts_in_the_summary_are_not_repeated() -> None:
     told_already = [(403, "InvalidAccessKeyId"), (404, "NoSuchBucket"), (301, "PermanentRedirect"), (307, "")]
     assert not any(is_about_bucket((*each, b"")) for each in told_already)
     for each in (

@@ -1,4 +1,4 @@
-"""kv_offload/tiers/s3_credentials.py: where keys come from, and how those that expire are renewed."""
+"""kv_offload/tiers/s3_credentials.py: the sources of keys, and the renewal of temporary keys."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ class Files:
         self.credentials.write_text(text)
 
     def give(self, access: str, minutes: int) -> None:
-        """By a program that botocore runs, as roles are given by requests."""
+        """Provides temporary keys by a program that botocore runs."""
         expires = datetime.now(timezone.utc) + timedelta(minutes=minutes)
         keys = {"AccessKeyId": access, "SecretAccessKey": SECRET, "SessionToken": "t"}
         answer = json.dumps({"Version": 1, "Expiration": expires.isoformat(), **keys})
@@ -41,7 +41,7 @@ class Files:
         self.config.write_text(f"[default]\ncredential_process = sh {self.program}\n")
 
     def assume(self, service: str) -> None:
-        """A role, given by a service that is asked with other keys."""
+        """Configures a role from a service that is called with other keys."""
         self.write("base", "of-base")
         self.config.write_text(
             "[profile worker]\nrole_arn = arn:aws:iam::1:role/worker\nsource_profile = base\n"
@@ -49,7 +49,7 @@ class Files:
         )
 
     def refuse(self) -> None:
-        """With a text that botocore makes that of its error."""
+        """Makes the program fail with a text that botocore copies into its error."""
         self.program.write_text(f"echo {SECRET} >&2\nexit 1\n")
 
 
@@ -65,13 +65,13 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
 
 
 class Roles(ThreadingHTTPServer):
-    """A service that gives roles (AWS STS): the keys ``gives``, or a refusal that quotes a secret."""
+    """A service that assumes roles (AWS STS): returns the keys ``gives``, or an error with a secret."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        self.gives: list[str] = []  # access keys, an answer each
-        self.asked: list[str] = []  # who signed each question
+        self.gives: list[str] = []  # access keys, one per reply
+        self.asked: list[str] = []  # access key that signed each request
         super().__init__(("127.0.0.1", 0), _Answers)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -98,7 +98,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not here."""
+        """Suppresses the request log."""
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def roles() -> Iterator[Roles]:
 
 
 class Renewer:
-    """Of a bucket that is used as long as the test says."""
+    """The renewer of a bucket that is in use until the test ends it."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -123,10 +123,10 @@ class Renewer:
         self.changed.set()
 
 
-# ---- where they come from
+# ---- sources of keys
 
 
-def test_the_environment_is_first_then_the_file(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
+def test_the_environment_precedes_the_file(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
     files.write("default", "of-file", "aws_session_token = of-file\n[other]")
     assert find_credentials(None).keys == Credentials("of-file", SECRET, "of-file")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-environment")
@@ -135,26 +135,28 @@ def test_the_environment_is_first_then_the_file(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
     assert find_credentials(None) == Found(Credentials("of-environment", SECRET, "token"))
-    assert find_credentials("default").keys.access_key == "of-file", "a profile that is named is meant"
+    assert find_credentials("default").keys.access_key == "of-file", "a named profile takes precedence"
     for missing in ("missing", "other"):
         with pytest.raises(NoCredentials, match=f"no profile {missing}|no keys of profile {missing}"):
             find_credentials(missing)
 
 
-def test_a_profile_of_the_environment_is_heeded(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
+def test_a_profile_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
     files.write("prod", "of-prod")
     monkeypatch.setenv("AWS_PROFILE", "prod")
     assert find_credentials(None).keys.access_key == "of-prod"
 
 
-def test_what_is_no_file_of_credentials_is_not_repeated(files: Files) -> None:
+def test_an_invalid_credentials_file_is_not_quoted(files: Files) -> None:
     files.credentials.write_text(f"nonsense {SECRET}")
     with pytest.raises(NoCredentials, match="cannot be read as a file") as caught:
         find_credentials("default")
     assert SECRET not in str(caught.value)
 
 
-def test_botocore_gives_the_rest_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
+def test_botocore_provides_the_other_sources_if_installed(
+    monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
     files.give("of-a-role", minutes=60)
     found = find_credentials(None)
     assert found.keys == Credentials("of-a-role", SECRET, "t")
@@ -177,7 +179,7 @@ def test_botocore_gives_the_rest_where_it_is_installed(monkeypatch: pytest.Monke
         "credential_source = Ec2InstanceMetadata",
     ],
 )
-def test_without_botocore_it_says_what_the_profile_needs(
+def test_without_botocore_the_error_names_the_source_of_the_profile(
     monkeypatch: pytest.MonkeyPatch, files: Files, setting: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)
@@ -192,7 +194,7 @@ def test_without_botocore_it_says_what_the_profile_needs(
         find_credentials(None)
 
 
-def test_a_role_goes_before_keys_of_its_profile_and_a_program_after_them(
+def test_a_role_precedes_keys_of_its_profile_and_a_program_follows_them(
     monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)
@@ -204,7 +206,7 @@ def test_a_role_goes_before_keys_of_its_profile_and_a_program_after_them(
         find_credentials(None)
 
 
-def test_a_role_is_asked_for_and_renewed_and_nothing_of_it_is_logged(
+def test_a_role_is_assumed_and_renewed_and_not_logged(
     files: Files, roles: Roles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -214,7 +216,7 @@ def test_a_role_is_asked_for_and_renewed_and_nothing_of_it_is_logged(
     assert found.keys == Credentials("first", SECRET, "t")
     renewer = Renewer()
     renewal = Renewal(found, renewer, "s3 bucket")
-    assert renewal.look()  # 12 minutes are left, and botocore asks from 15 before
+    assert renewal.look()  # 12 minutes are left; botocore renews from 15 minutes before expiry
     assert renewer.keys == ["second"]
     assert renewal.look()
     assert roles.asked[:2] == ["of-base", "of-base"]
@@ -225,14 +227,14 @@ def test_a_role_is_asked_for_and_renewed_and_nothing_of_it_is_logged(
     assert "of others" in caplog.text
 
 
-def test_a_role_that_is_refused_is_told_by_its_code(files: Files, roles: Roles) -> None:
+def test_a_refused_role_is_reported_by_its_error_code(files: Files, roles: Roles) -> None:
     files.assume(f"http://127.0.0.1:{roles.server_port}")
     with pytest.raises(NoCredentials) as caught:
         find_credentials("worker")
     assert str(caught.value) == "botocore finds no credentials of profile worker (ClientError AccessDenied)"
 
 
-def test_who_is_not_signed_in_is_told_how(
+def test_an_expired_sso_session_is_reported_with_the_login_command(
     files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -244,7 +246,7 @@ def test_who_is_not_signed_in_is_told_how(
         find_credentials("worker")
 
 
-def test_a_role_that_needs_a_code_is_refused_and_nobody_is_asked(
+def test_a_role_that_needs_mfa_is_refused_without_a_prompt(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("getpass.getpass", lambda *_: pytest.fail("asked for a code"))
@@ -263,7 +265,7 @@ def test_a_role_that_needs_a_code_is_refused_and_nobody_is_asked(
 
 
 @pytest.mark.parametrize("how", ["", "directory", "no access"])
-def test_keys_are_found_whatever_the_other_file_is(
+def test_keys_are_found_if_the_other_file_is_invalid(
     files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
     files.write("default", "static")
@@ -273,7 +275,7 @@ def test_keys_are_found_whatever_the_other_file_is(
     assert find_credentials(None).keys.access_key == "static"
 
 
-def test_settings_that_are_none_are_told_apart_from_keys(files: Files) -> None:
+def test_an_invalid_settings_file_is_distinguished_from_a_credentials_file(files: Files) -> None:
     files.write("default", "static")
     files.config.write_text(f"nonsense {SECRET}")
     with pytest.raises(NoCredentials, match="config cannot be read as a file of settings") as caught:
@@ -281,13 +283,13 @@ def test_settings_that_are_none_are_told_apart_from_keys(files: Files) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_session_of_sign_in_without_a_role_leaves_the_keys(files: Files) -> None:
+def test_an_sso_session_without_a_role_keeps_the_keys(files: Files) -> None:
     files.write("default", "static")
     files.config.write_text("[default]\nsso_session = for-tokens\n")
     assert find_credentials(None).keys.access_key == "static"
 
 
-def test_the_default_profile_may_have_the_name_of_the_others(
+def test_the_default_profile_may_be_written_like_the_others(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)
@@ -297,10 +299,10 @@ def test_the_default_profile_may_have_the_name_of_the_others(
         find_credentials(None)
 
 
-# ---- how they are renewed
+# ---- renewal
 
 
-def test_a_file_that_changes_is_read_again_and_one_that_is_gone_keeps_the_keys(
+def test_a_changed_file_is_read_again_and_a_removed_one_keeps_the_keys(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.write("default", "first")
@@ -330,7 +332,7 @@ def test_a_file_that_changes_is_read_again_and_one_that_is_gone_keeps_the_keys(
 def test_keys_of_a_role_that_soon_expire_are_renewed_by_botocore(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files.give("first", minutes=12)  # botocore asks from 15 minutes before
+    files.give("first", minutes=12)  # botocore renews from 15 minutes before expiry
     renewer = Renewer()
     renewal = Renewal(find_credentials(None), renewer, "s3 bucket")
     files.give("second", minutes=5)
@@ -347,13 +349,15 @@ def test_keys_of_a_role_that_soon_expire_are_renewed_by_botocore(
     assert renewer.keys == ["second", "third"]
 
 
-def test_keys_that_stay_need_no_thread() -> None:
+def test_permanent_keys_need_no_thread() -> None:
     before = threading.active_count()
     Renewal(Found(Credentials("a", SECRET)), Renewer(), "s3 bucket").start()
     assert threading.active_count() == before
 
 
-def test_the_thread_ends_with_what_used_the_bucket(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
+def test_the_thread_ends_with_the_last_user_of_the_bucket(
+    monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
     monkeypatch.setattr(s3_credentials, "RENEW_SECONDS", 0.0)
     files.write("default", "first")
     renewer = Renewer()
@@ -367,7 +371,7 @@ def test_the_thread_ends_with_what_used_the_bucket(monkeypatch: pytest.MonkeyPat
     assert not thread.is_alive()
 
 
-def test_a_tier_renews_the_keys_of_its_bucket_and_of_no_longer_than_it_lives(
+def test_a_tier_renews_the_keys_of_its_bucket_only_while_it_lives(
     monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
     files.write("default", "first")
@@ -379,7 +383,7 @@ def test_a_tier_renews_the_keys_of_its_bucket_and_of_no_longer_than_it_lives(
             super().__init__(found, renewer, label)
 
         def start(self) -> None:
-            """Not here."""
+            """Starts no thread."""
 
     monkeypatch.setattr("kv_offload.tiers.s3.Renewal", Seen)
     tier = parse_tier({"type": "s3", "bucket": "kv-cache"})

@@ -1,6 +1,6 @@
-"""Two hosts and one directory, through real mounts: each has its own file system (tests/slow_disk, FUSE) over
-it, its own boot and its own process. What NFS makes of that at its worst is in tests/cpp/.../nfs_test.cc;
-here the kernel is between, and it takes root.
+"""Two hosts and one directory, through real mounts. Each host has its own file system over the directory
+(tests/slow_disk, FUSE), its own boot id and its own process. tests/cpp/.../nfs_test.cc simulates the worst
+behaviour of NFS; this test runs through the kernel, and needs root.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 3 << 20  # a third of it for directories
 FILL = 300  # records: more than fit
 ON_DISK = 8192 + 4096  # of one record
 WARNED = "do not keep other hosts out"
-PATIENCE_SECONDS = 240  # for what a host does by itself, about once a second
+PATIENCE_SECONDS = 240  # for actions that a host performs about once a second
 
 
 class Host:
@@ -51,7 +51,7 @@ class Host:
             )
 
     def wait_until_it_writes(self, number: int) -> None:
-        """Whoever comes from another boot counts the root before it writes."""
+        """Waits for its first write: a process of another boot counts the root before it writes."""
         self._answer()
         give_up = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < give_up:
@@ -59,7 +59,7 @@ class Host:
                 return
             number += 1
             self.do("step", seconds=0.05)
-        pytest.fail(f"it does not write\n{self.log.read_text()}")
+        pytest.fail(f"the host does not write\n{self.log.read_text()}")
 
     def __enter__(self) -> Host:
         return self
@@ -87,7 +87,7 @@ class Host:
         return list(answer["hits"])
 
     def finds_in_time(self, numbers: Sequence[int]) -> bool:
-        """What was missing is looked for again after a moment."""
+        """Retries: a missing record is looked up again after a moment."""
         give_up = time.monotonic() + PATIENCE_SECONDS
         while self.finds(numbers) != list(numbers):
             if time.monotonic() > give_up:
@@ -108,7 +108,7 @@ class Host:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if os.geteuid() != 0:
-        pytest.skip("no shared mounts: mounting takes root")
+        pytest.skip("no shared mounts: mounting needs root")
     return build(tmp_path_factory.mktemp("program"))
 
 
@@ -140,7 +140,7 @@ def shared(request: pytest.FixtureRequest, program: Path, tmp_path: Path) -> Ite
     finally:
         for disk in disks:
             if disk in entered:
-                disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
+                disk.tell(frozen=0)  # a thread in a frozen call cannot be killed
         for one in reversed(entered):
             one.__exit__(None, None, None)
 
@@ -150,7 +150,7 @@ without_locks = pytest.mark.parametrize("shared", [False], indirect=True, ids=["
 
 
 @with_locks
-def test_what_one_host_records_the_other_finds_though_it_saw_that_it_was_not_there(shared: Shared) -> None:
+def test_a_host_finds_records_of_the_other_after_a_negative_lookup(shared: Shared) -> None:
     one, other = shared.hosts
     assert other.store([1]) == 1
     assert one.finds_in_time([1])
@@ -176,10 +176,10 @@ def test_both_hosts_fill_evict_and_reset_within_the_bound(shared: Shared) -> Non
     assert sum(host.do("stats")["tier"]["evicted_bytes"] for host in shared.hosts) > 0
     assert one.finds_in_time([1000 + FILL - 1])
     one.do("reset")
-    assert one.finds([FILL - 1, 1000 + FILL - 1]) == [], "of the weights of before"
+    assert one.finds([FILL - 1, 1000 + FILL - 1]) == [], "records of the old weights must miss"
     assert one.store([FILL - 1]) == 1
     assert one.finds([FILL - 1]) == [FILL - 1]
-    assert other.finds([FILL - 1]) == [FILL - 1], "each has its own"
+    assert other.finds([FILL - 1]) == [FILL - 1], "the other host must find its own records"
     assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
     for host in shared.hosts:
         assert host.do("stats")["failures"] == []
@@ -187,12 +187,12 @@ def test_both_hosts_fill_evict_and_reset_within_the_bound(shared: Shared) -> Non
 
 
 @with_locks
-def test_a_host_whose_mount_hangs_holds_up_nobody_and_goes_on_when_it_is_back(shared: Shared) -> None:
+def test_a_host_with_a_hanging_mount_blocks_no_other_and_recovers(shared: Shared) -> None:
     one, other = shared.hosts
     assert other.store(range(5)) == 5
     shared.disks[1].tell(frozen=1)
     stuck = other.begin("store", numbers=[50])
-    assert one.store(range(100, 100 + FILL)) == FILL, "more than fits: it evicts"
+    assert one.store(range(100, 100 + FILL)) == FILL, "more records than fit: the host must evict"
     shared.disks[1].tell(frozen=0)
     stuck()
     assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
@@ -204,7 +204,7 @@ def test_a_host_whose_mount_hangs_holds_up_nobody_and_goes_on_when_it_is_back(sh
 
 
 @without_locks
-def test_locks_that_do_not_reach_the_other_host_are_told_and_end_the_writing(shared: Shared) -> None:
+def test_locks_that_do_not_reach_the_other_host_are_reported_and_disable_writes(shared: Shared) -> None:
     hosts = shared.hosts
     number = 0
 
@@ -214,15 +214,15 @@ def test_locks_that_do_not_reach_the_other_host_are_told_and_end_the_writing(sha
         return host.warned() and host.store([number]) == 0
 
     for _ in range(60):
-        # Both at once: that the other is there shows in what both write to.
+        # Both write at once: each detects the other by a file that both write to.
         answers = []
         for host in hosts:
             number += 20
             answers.append(host.begin("store", numbers=list(range(number - 20, number))))
         for answer in answers:
             answer()
-        # One of them goes on alone: what it writes nobody else writes over.
+        # One of them continues alone: no other host overwrites its records.
         if any([quiet(host) for host in hosts]):
             break
     else:
-        pytest.fail("nobody noticed")
+        pytest.fail("no host detected the other")

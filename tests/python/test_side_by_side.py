@@ -1,4 +1,4 @@
-"""tests/conftest.py: tests that run side by side are all run, whatever one of them does to its process."""
+"""tests/conftest.py: all tests run, even if one of them crashes its worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_tree(tree: Path, **files: str) -> Path:
     return tree
 
 
-def test_a_test_that_ends_its_process_fails_once_and_the_others_run(tmp_path: Path) -> None:
+def test_a_test_that_crashes_its_process_fails_once_and_the_others_run(tmp_path: Path) -> None:
     passes = "def test_one(): pass\ndef test_two(): pass\n"
     tree = make_tree(
         tmp_path, python_crashes=CRASHES, python_other=passes, e2e_first=passes, e2e_second=passes
@@ -43,8 +43,8 @@ def test_a_test_that_ends_its_process_fails_once_and_the_others_run(tmp_path: Pa
     assert "1 failed, 11 passed" in lines[-1]
 
 
-def test_files_of_a_server_stay_in_one_process_one_after_the_other(tmp_path: Path) -> None:
-    """The files of a group are not begun beside each other; others are."""
+def test_files_of_a_server_run_in_one_process_in_sequence(tmp_path: Path) -> None:
+    """Files of one group run in sequence; other files run concurrently."""
     passes = "def test_one(): pass\ndef test_two(): pass\n"
     tree = make_tree(tmp_path, e2e_first=passes, e2e_second=passes, python_other=passes)
     _, lines = outcome(tree)

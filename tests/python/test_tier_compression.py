@@ -1,4 +1,4 @@
-"""``compress`` of every kind of tier: what is refused, what is said, what reaches the core."""
+"""``compress`` of every kind of tier: refused values, messages, and the options that reach the core."""
 
 import pytest
 from pydantic import ValidationError
@@ -40,12 +40,12 @@ def test_auto_is_the_default(tmp_path):
     assert tier_of("fs", tmp_path).compress == "auto"
 
 
-def test_another_value_is_refused_with_those_there_are(tmp_path):
+def test_another_value_is_refused_with_the_valid_ones(tmp_path):
     with pytest.raises(ValidationError, match="'auto', 'none' or 'zstd'"):
         tier_of("fs", tmp_path, compress="lz4")
 
 
-def test_what_a_group_is_made_of_is_checked(tmp_path):
+def test_the_element_type_of_a_group_is_checked(tmp_path):
     spec = tier_of("fs", tmp_path).spec("tier", 1 << 30, FACTS)
     spec.elements = ["bfloat16", "float16", "bytes"]
     assert spec.elements == ["bfloat16", "float16", "bytes"]
@@ -62,7 +62,7 @@ def test_what_a_group_is_made_of_is_checked(tmp_path):
         ("zstd", 1e12, "compress is zstd; auto would be off: "),
     ],
 )
-def test_what_was_measured_says_what_auto_does(compress, read, said, tmp_path):
+def test_the_measurement_shows_the_decision_of_auto(compress, read, said, tmp_path):
     figures = {"read_bytes_per_second": read, "write_bytes_per_second": read}
     (answer,) = tier_of("fs", tmp_path, compress=compress).measured(figures)
     assert answer.text.startswith(said)
@@ -70,7 +70,7 @@ def test_what_was_measured_says_what_auto_does(compress, read, said, tmp_path):
     assert answer.figures["encode_bytes_per_second"] > 0
 
 
-def test_nothing_is_said_where_nothing_is_encoded_or_measured(tmp_path):
+def test_no_text_without_compression_or_measurement(tmp_path):
     figures = {"read_bytes_per_second": 1e6, "write_bytes_per_second": 1e6}
     assert tier_of("fs", tmp_path, compress="none").measured(figures) == []
     assert tier_of("fs", tmp_path).measured({}) == []

@@ -1,4 +1,4 @@
-"""The kind ``mooncake``: what is accepted, what is refused and in which words, what commands say of it."""
+"""The kind ``mooncake``: accepted values, refused values with their errors, and the output of commands."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def problem(**given: Any) -> str:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes find a package of Mooncake's interface."""
+    """Provides a fake package of Mooncake's interface to its processes."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
     monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
@@ -46,7 +46,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "master", ["host:50051", "10.0.0.1:1", "[::1]:50051", "etcd://a:2379", "etcd://a:2379;b:2379"]
 )
-def test_its_place_is_its_master(master: str) -> None:
+def test_the_place_is_the_master(master: str) -> None:
     assert tier(master=master).place == master
     assert tier(master=master).events_locality == "REMOTE"
 
@@ -62,7 +62,7 @@ def test_its_place_is_its_master(master: str) -> None:
         ("key_prefix", "a:b"),
     ],
 )
-def test_what_is_no_such_thing_is_refused(key: str, value: str) -> None:
+def test_an_invalid_value_is_refused(key: str, value: str) -> None:
     given = {"protocol": "rdma"} if key == "devices" else {}
     assert f"secondary_tiers[0].{key}" in problem(**{**given, key: value})
 
@@ -73,7 +73,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     assert tier(devices="mlx5_0,mlx5_1", protocol="rdma").devices == "mlx5_0,mlx5_1"
 
 
-def test_the_process_is_told_all_that_it_needs() -> None:
+def test_the_process_gets_all_its_settings() -> None:
     told = json.loads(tier(metadata="http://m:8080/metadata", local_host="10.0.0.7")._setup())
     assert told == {
         "master": "mooncake.internal:50051",
@@ -86,7 +86,7 @@ def test_the_process_is_told_all_that_it_needs() -> None:
     assert json.loads(tier(op_deadline_ms=100_000)._setup())["patience_seconds"] == 200.0
 
 
-def test_config_writes_it_and_the_boot_line_names_it() -> None:
+def test_config_writes_the_tier_and_the_startup_summary_names_it() -> None:
     done = CliRunner().invoke(app, ["config", "--cpu", "1GiB", "--tier", "mooncake=m.internal:50051"])
     assert done.exit_code == 0, done.output
     (written,) = json.loads(done.stdout)["kv_connector_extra_config"]["secondary_tiers"]
@@ -99,15 +99,15 @@ def test_config_writes_it_and_the_boot_line_names_it() -> None:
     assert "mooncake mooncake.internal:50051 bounded by its server (through, compress auto)" in line
 
 
-def test_without_the_package_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_doctor_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     (text,) = tier().problems()
     assert "pip install mooncake-transfer-engine" in text
-    assert tier().cautions() == [], "it is a problem already"
+    assert tier().cautions() == [], "the problem must not be repeated as a caution"
 
 
 @pytest.mark.parametrize("command", [["stat"], ["ls"], ["verify"], ["purge", "--yes"]])
-def test_commands_that_need_a_list_say_that_there_is_none(command: list[str]) -> None:
+def test_commands_that_need_a_listing_are_refused(command: list[str]) -> None:
     name, *options = command
     done = CliRunner().invoke(app, [name, "mooncake=m.internal:50051", *options])
     assert done.exit_code != 0
@@ -128,7 +128,7 @@ def test_doctor_measures_a_store_that_answers() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_store_that_cannot_be_used_is_a_caution_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_store_is_a_caution(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = config(master=f"127.0.0.1:{free_port()}")
     (text,) = cautions(silent)
     assert "is not used until it answers" in text

@@ -1,4 +1,4 @@
-"""The kind ``redis``: what is accepted, what is refused and in which words, and that no password is shown."""
+"""The kind ``redis``: accepted values, refused values with their errors; no password is shown."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ SECRET = "hunter2-never-shown"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is busy with other tests."""
+    """Raises timeouts: the machine is busy with other tests."""
     monkeypatch.setattr("kv_offload.tiers.redis._LOOK_SECONDS", 240.0)
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
@@ -47,7 +47,7 @@ def problem(**given: Any) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """The address of a server of this test."""
+    """Yields the address of this test's own server."""
     with redis_server(tmp_path, "--maxmemory", "100mb") as socket:
         yield f"unix://{socket}"
 
@@ -84,14 +84,14 @@ def test_an_address_has_these_parts(text: str, parts: Url) -> None:
         *("redis://cache/0?x=1", "redis://cache/1#x", "unix://host/path", "unix:path", "unix:///p?db=x"),
     ],
 )
-def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> None:
+def test_an_invalid_address_is_refused_with_the_valid_forms(text: str) -> None:
     sentence = problem(url=text)
     assert "secondary_tiers[0].url" in sentence
     assert "redis://" in sentence or "unix:///" in sentence
 
 
 @pytest.mark.parametrize("scheme", ["redis-sentinel", "rediss-sentinel", "redis+sentinel", "valkey-sentinel"])
-def test_the_address_of_a_sentinel_is_refused_with_what_to_give_instead(scheme: str) -> None:
+def test_the_address_of_a_sentinel_is_refused_with_the_alternative(scheme: str) -> None:
     assert "give the address of the primary" in problem(url=f"{scheme}://cache:26379/mymaster/0")
     for words in (["doctor", "--no-measure", "--root"], ["config", "--cpu", "1GiB", "--tier"]):
         prefix = "redis=" if words[0] == "config" else ""
@@ -135,12 +135,12 @@ def test_a_sentinel_behind_a_plain_address_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 75, 135])
-def test_a_measurement_takes_a_quarter_of_what_is_free_and_evicts_nothing(tmp_path: Path, held: int) -> None:
+def test_a_measurement_uses_a_quarter_of_free_memory_and_evicts_nothing(tmp_path: Path, held: int) -> None:
     options = ("--maxmemory", "160mb", "--maxmemory-policy", "allkeys-lru")
     with redis_server(tmp_path, *options) as path, RedisClient(path) as client:
         for number in range(held):
             assert client.ask("SET", f"other:{number}", b"x" * 1_000_000) == b"OK"
-        assert client.ask("DBSIZE") == held, "a control: nothing was evicted yet"
+        assert client.ask("DBSIZE") == held, "control: no key may be evicted yet"
         (tier,) = config(url=f"unix://{path}").secondary_tiers
         (answer, *_) = speed(tier, 64 << 20)
         assert answer.state in ("ok", "note"), answer.text
@@ -182,7 +182,7 @@ def test_no_command_repeats_the_password_in_an_address(command: list[str]) -> No
     assert SECRET not in result.output + result.stderr
 
 
-def test_a_tier_that_is_not_valid_does_not_show_what_was_given() -> None:
+def test_the_error_of_an_invalid_tier_does_not_quote_the_values() -> None:
     with pytest.raises(ValueError, match="password_env") as caught:
         parse_tier({"type": "redis", "url": f"redis://u:{SECRET}@h"})
     assert SECRET not in str(caught.value)
@@ -221,7 +221,7 @@ def test_nothing_shows_the_password(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("KV_TEST_PASSWORD", SECRET)
-    parsed = config(url=server, password_env="KV_TEST_PASSWORD")  # which that server does not know
+    parsed = config(url=server, password_env="KV_TEST_PASSWORD")  # unknown to that server
     (tier,) = parsed.secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     shown = [
@@ -239,7 +239,7 @@ def test_nothing_shows_the_password(
     assert SECRET not in "".join(shown) + caplog.text
 
 
-def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
+def test_doctor_shows_the_server_and_its_speed(server: str) -> None:
     (tier,) = config(url=server).secondary_tiers
     (looked,) = place(tier)
     assert looked.state == "ok"
@@ -249,7 +249,7 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
     assert measured.figures is not None
     assert measured.figures["write_bytes_per_second"] > 0
     assert measured.figures["read_bytes_per_second"] > 0
-    assert measured.state == "note"  # as it evicts nothing
+    assert measured.state == "note"  # a note, because it does not evict
     assert "set allkeys-lru" in measured.text
     assert cautions(config(url=server))
     assert cautions(config(url=server, ttl_seconds=60)) == []
@@ -257,7 +257,7 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    """The address of a cluster of one node, which has all slots."""
+    """Yields the address of a cluster of one node, which has all slots."""
     bus = str(free_ports(1)[0])
     options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--maxmemory", "100mb")
     with redis_server(tmp_path, *options) as path:
@@ -269,7 +269,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
         yield f"unix://{path}"
 
 
-def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluster: str) -> None:
+def test_doctor_reports_a_cluster_and_names_the_nodes(cluster: str) -> None:
     (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
     (looked,) = place(tier)
     assert looked.state == "ok"
@@ -286,7 +286,7 @@ def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluste
 
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
-    """As the adapter opens it: what one process wrote is there for the next."""
+    """As the adapter opens it: the next process finds the records of the first."""
     (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     assert tier._others() == []
@@ -300,7 +300,7 @@ def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
     ("text", "node"),
     [("cache", ("cache", 6379)), ("cache-2:7001", ("cache-2", 7001)), ("[::1]:7001", ("::1", 7001))],
 )
-def test_other_nodes_are_hosts_with_or_without_a_port(text: str, node: tuple[str, int]) -> None:
+def test_other_nodes_may_omit_the_port(text: str, node: tuple[str, int]) -> None:
     assert parse_node(text) == node
     assert config(other_nodes=[text]).secondary_tiers
 
@@ -308,18 +308,18 @@ def test_other_nodes_are_hosts_with_or_without_a_port(text: str, node: tuple[str
 @pytest.mark.parametrize(
     "text", ["", "redis://h", f"u:{SECRET}@h", "h:0", "h:x", "h:", ":1", "h/1", "h:1/2", "h?x"]
 )
-def test_other_nodes_that_are_none_are_refused_and_not_repeated(text: str) -> None:
+def test_invalid_other_nodes_are_refused_and_not_repeated(text: str) -> None:
     sentence = problem(other_nodes=[text])
     assert "HOST or HOST:PORT" in sentence
     assert SECRET not in sentence
 
 
-def test_other_nodes_do_not_go_with_what_a_cluster_has_not() -> None:
+def test_other_nodes_exclude_options_that_clusters_do_not_support() -> None:
     assert "unix socket" in problem(url="unix:///s", other_nodes=["h"])
     assert "names a database" in problem(url="redis://h/3", other_nodes=["h"])
 
 
-def test_what_is_said_of_a_cluster_names_the_nodes() -> None:
+def test_messages_about_a_cluster_name_the_nodes() -> None:
     (tier,) = config(url="redis://h").secondary_tiers
     assert isinstance(tier, RedisTierConfig)
 
@@ -349,7 +349,7 @@ def test_what_is_said_of_a_cluster_names_the_nodes() -> None:
 
 
 @pytest.mark.parametrize(("taken", "told"), [(2_100_000, False), (2_621_496, True), (0, False)])
-def test_doctor_says_what_the_allocator_makes_of_a_record(
+def test_doctor_reports_the_allocated_size_of_a_record(
     monkeypatch: pytest.MonkeyPatch, taken: int, told: bool
 ) -> None:
     (tier,) = config(url="redis://h").secondary_tiers
@@ -377,7 +377,7 @@ def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path
     assert measured.state == "refused"
 
 
-def test_the_core_shows_no_credentials() -> None:
+def test_the_core_never_shows_credentials() -> None:
     shown = repr(_core.RedisServer(host="h", user="somebody", password=SECRET))
     assert shown == "<RedisServer redis://h:6379/0>"
     with pytest.raises(ValueError, match="either host or unix_socket"):

@@ -1,4 +1,4 @@
-"""The kind ``s3``: what is accepted, what is refused and in which words, and that no key is shown."""
+"""The kind ``s3``: accepted values, refused values with their errors; no key is shown."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ ACCESS = "AKIA-never-shown"
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The path of a file of credentials that is not there yet."""
+    """Returns the path of a credentials file that does not exist yet."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -59,7 +59,7 @@ def problem(**given: Any) -> str:
     return text
 
 
-def test_its_place_is_the_bucket_the_prefix_and_the_store() -> None:
+def test_the_place_is_bucket_prefix_and_store() -> None:
     assert tier().place == "kv-cache/kv_offload"
     assert tier(prefix="a/b", endpoint="http://[::1]:9000/").place == "kv-cache/a/b at http://[::1]:9000"
 
@@ -77,7 +77,7 @@ def test_its_place_is_the_bucket_the_prefix_and_the_store() -> None:
         ("profile", "a]b"),
     ],
 )
-def test_what_is_no_name_is_refused(key: str, value: str) -> None:
+def test_an_invalid_name_is_refused(key: str, value: str) -> None:
     assert f"secondary_tiers[0].{key}" in problem(**{key: value})
 
 
@@ -98,7 +98,7 @@ def test_credentials_in_the_endpoint_are_refused_and_not_repeated(text: str) -> 
     assert SECRET not in str(caught.value)
 
 
-def test_a_token_with_a_line_end_makes_no_header_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_with_a_line_end_adds_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a\r\nx-evil: 1")
@@ -107,7 +107,7 @@ def test_a_token_with_a_line_end_makes_no_header_of_its_own(monkeypatch: pytest.
     assert "evil" not in text
 
 
-def test_without_credentials_it_says_what_to_set() -> None:
+def test_without_credentials_the_error_names_the_settings() -> None:
     (text,) = tier().problems()
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set" in text
 
@@ -151,7 +151,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a tier on a machine that is busy with other tests."""
+    """Returns tier options for a machine that is busy with other tests."""
     monkeypatch.setattr("kv_offload.tiers.s3._LOOK_SECONDS", 240.0)
     return {"op_deadline_ms": 240_000}
 
@@ -161,7 +161,7 @@ def with_keys(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
 
 
-def test_doctor_says_how_the_store_answers_and_how_fast(
+def test_doctor_shows_the_latency_and_speed_of_the_store(
     monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
@@ -179,7 +179,7 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
     assert measured.figures["write_bytes_per_second"] > 0
     assert measured.figures["read_bytes_per_second"] > 0
     assert "4 objects of 2.0 MiB on one connection" in measured.text
-    assert server.names("measured") == [], "they are removed again"
+    assert server.names("measured") == [], "the measurement left objects"
     assert cautions(config(bucket=BUCKET, endpoint=server.endpoint, **patient)) == []
 
 
@@ -189,14 +189,14 @@ def test_doctor_repeats_no_key_of_a_store_that_refuses_it(
     with_keys(monkeypatch, SECRET)
     asked = tier(bucket=BUCKET, endpoint=server.endpoint, **patient)
     (looked,), (measured,) = place(asked), speed(asked, 1 << 20)
-    assert looked.state == "refused", "also where nothing is measured"
+    assert looked.state == "refused", "refused also without a measurement"
     assert "refuses the signature" in looked.text
     assert measured.state == "refused"
     assert "refuses the signature" in measured.text
     assert SECRET not in looked.text + measured.text
 
 
-def test_what_the_start_refuses_is_refused_without_a_measurement_too(
+def test_start_errors_are_found_without_a_measurement(
     monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
@@ -209,7 +209,7 @@ def test_what_the_start_refuses_is_refused_without_a_measurement_too(
     assert (unknown.state, "access key" in unknown.text) == ("refused", True)
 
 
-def test_a_store_is_found_by_the_variables_of_awss_tools(
+def test_a_store_is_configured_by_the_variables_of_the_aws_tools(
     monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
@@ -221,7 +221,7 @@ def test_a_store_is_found_by_the_variables_of_awss_tools(
     told = f"endpoint {server.endpoint} (AWS_ENDPOINT_URL), region US-WEST-04A (AWS_REGION), answers"
     assert looked.text.startswith(told)
     (measured, _) = speed(asked, 4 << 20)
-    assert measured.state == "ok", "signed for the region as it is written"
+    assert measured.state == "ok", "the signature must use the region as written"
     assert asked.place == f"{BUCKET}/found at {server.endpoint}"
 
 
@@ -254,7 +254,7 @@ def test_a_store_is_found_by_the_variables_of_awss_tools(
         ),
     ],
 )
-def test_endpoint_and_region_come_from_where_awss_tools_look_in_their_order(
+def test_endpoint_and_region_follow_the_order_of_the_aws_tools(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     variables: dict[str, str],
@@ -283,7 +283,7 @@ def test_endpoint_and_region_come_from_where_awss_tools_look_in_their_order(
         ("AWS_REGION", "eu west"),
     ],
 )
-def test_a_variable_that_is_not_valid_is_refused_by_its_name(
+def test_an_invalid_variable_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     with_keys(monkeypatch, SECRET)
@@ -294,7 +294,7 @@ def test_a_variable_that_is_not_valid_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(("write_policy", "state"), [("through", "refused"), ("never", "note")])
-def test_doctor_says_that_nothing_may_be_written(
+def test_doctor_reports_missing_write_permission(
     monkeypatch: pytest.MonkeyPatch,
     server: S3Server,
     patient: dict[str, Any],
@@ -317,7 +317,7 @@ def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(monkeypatch: p
     assert measured.state == "refused"
 
 
-def test_this_process_has_libcurl_and_one_that_has_not_says_how_to_get_it(
+def test_a_process_without_libcurl_shows_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_keys(monkeypatch, SECRET)

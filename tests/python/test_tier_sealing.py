@@ -1,4 +1,4 @@
-"""``encryption_key_file`` of every kind of tier: what is refused, what is said, what reaches the core."""
+"""``encryption_key_file`` of every kind of tier: refused files, messages, and the core's keys."""
 
 import os
 
@@ -51,7 +51,7 @@ def test_a_good_key_reaches_the_core_and_is_named_by_its_id(kind, tmp_path, key)
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_without_a_key_nothing_is_sealed(kind, tmp_path):
+def test_without_a_key_records_are_not_encrypted(kind, tmp_path):
     tier = tier_of(kind, tmp_path)
     assert tier.key_problems() == []
     assert tier.traits() == ["through", "compress auto"]
@@ -70,7 +70,7 @@ def test_without_a_key_nothing_is_sealed(kind, tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", PLACES)
-def test_a_bad_file_is_refused_before_anything_is_made(kind, change, said, tmp_path, key):
+def test_an_invalid_file_is_refused_before_files_are_created(kind, change, said, tmp_path, key):
     change(key)
     tier = tier_of(kind, tmp_path, encryption_key_file=str(key))
     problems = tier.problems()
@@ -87,7 +87,7 @@ def test_a_file_of_another_user_is_refused(tmp_path, key):
     assert "belongs to user 12345" in problems[0]
 
 
-def test_a_list_seals_by_the_first_and_opens_by_all(tmp_path, key):
+def test_a_list_encrypts_with_the_first_key_and_decrypts_with_all(tmp_path, key):
     old = tmp_path / "old"
     old.write_bytes(b"o" * 32)
     old.chmod(0o400)
@@ -99,11 +99,11 @@ def test_a_list_seals_by_the_first_and_opens_by_all(tmp_path, key):
 
 
 @pytest.mark.parametrize("given", [[], "", [""], 7, {"path": "/key"}, [f"/key{n}" for n in range(9)]])
-def test_what_names_no_files_is_refused(given, tmp_path):
+def test_a_value_without_file_names_is_refused(given, tmp_path):
     with pytest.raises(ValidationError, match="encryption_key_file"):
         tier_of("fs", tmp_path, encryption_key_file=given)
 
 
-def test_a_relative_path_is_of_the_working_directory(tmp_path, key, monkeypatch):
+def test_a_relative_path_starts_at_the_working_directory(tmp_path, key, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tier_of("fs", tmp_path, encryption_key_file="key").encryption_key_file == (str(key),)

@@ -1,4 +1,4 @@
-"""Who wraps a tier passes on every verb that a tier has: one with a default could be forgotten unseen."""
+"""Tier wrappers forward every method of a tier: a forgotten method with a default would go unnoticed."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,9 @@ def verbs() -> list[str]:
     return re.findall(r"virtual [^;{~]*?(\w+)\(", text[text.index("class Tier {") :])
 
 
-def test_sealed_names_pass_on_every_verb() -> None:
+def test_sealed_names_forward_every_method() -> None:
     text = (STORAGE / "sealed_names.cc").read_text()
     names = verbs()
     assert {"about_codec", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
     for name in names:
-        assert f"tier_->{name}(" in text, f"SealedNames does not pass on {name}()"
+        assert f"tier_->{name}(" in text, f"SealedNames does not forward {name}()"

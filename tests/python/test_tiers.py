@@ -1,4 +1,4 @@
-"""Kinds of tiers: the registry, what a kind says of itself, and that one that is added serves."""
+"""Kinds of tiers: the registry, the properties of a kind, and a newly added kind."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ from kv_offload.tiers.base import TierConfig
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> type[TierConfig]:
-    """The toy kind, known for one test."""
+    """Registers the toy kind for one test."""
     monkeypatch.setattr(tiers, "_kinds", tiers.kinds())
     import toy_tier
 
@@ -40,11 +40,13 @@ def problems(*given: dict[str, Any]) -> Sequence[str]:
 DISK = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "1GiB"}
 
 
-def test_a_tier_is_of_the_kind_that_its_type_names(toy: type[TierConfig]) -> None:
+def test_the_type_of_a_tier_selects_its_kind(toy: type[TierConfig]) -> None:
     parsed = config(DISK, {"type": "toy", "server": "a", "write_policy": "reuse:2"})
     assert [type(tier) for tier in parsed.secondary_tiers] == [tiers.FsTierConfig, toy]
     assert parsed.secondary_tiers[1].write_policy == "reuse:2"
-    assert OffloadConfig.model_validate(parsed.model_dump()) == parsed, "nothing of a kind is lost on the way"
+    assert OffloadConfig.model_validate(parsed.model_dump()) == parsed, (
+        "fields of a kind are lost in a round trip"
+    )
 
 
 def test_each_kind_has_keys_of_its_own() -> None:
@@ -66,11 +68,11 @@ def test_names_count_each_kind() -> None:
     assert config(names[0], DISK, names[1]).tier_names() == ("toy", "fs", "toy-2")
 
 
-def test_bounds_are_those_of_each_kind() -> None:
+def test_each_kind_has_its_own_bounds() -> None:
     assert tier_bounds(config({"type": "toy", "server": "a"}, DISK)) == (None, 1 << 30)
 
 
-def test_what_is_told_about_it_names_no_kind_but_its_own() -> None:
+def test_messages_about_a_tier_name_only_its_own_kind() -> None:
     parsed = config({"type": "toy", "server": "shelf"})
     (tier,) = parsed.secondary_tiers
     assert [(check.name, check.state) for check in place(tier)] == [("toy shelf", "ok")]
@@ -84,14 +86,14 @@ def test_what_is_told_about_it_names_no_kind_but_its_own() -> None:
     assert tier.events_locality == "REMOTE"
 
 
-def test_every_kind_can_be_written_as_its_example_says() -> None:
+def test_the_example_of_every_kind_is_valid() -> None:
     for name, kind in tiers.kinds().items():
         (tier,) = config({**kind.example}).secondary_tiers
         assert tier.type == name
         assert str(kind.example[kind.place_key]) in tier.place
 
 
-def test_no_kind_is_named_where_all_are_meant() -> None:
+def test_texts_about_all_kinds_name_no_single_kind() -> None:
     root = Path(tiers.__file__).parents[2]
     paths = ["config", "config_compat", "machine", "sizing", "tiers/base", "diagnosis", "exposition"]
     paths += [f"cli/{name}_command" for name in ("config", "doctor", "size", "bench", "top", "why")]
@@ -115,7 +117,7 @@ def test_a_name_that_could_be_another_tiers_label_is_refused(name: str) -> None:
         tiers.register(kind)
 
 
-def test_options_go_to_the_tiers_whose_kind_has_them(toy: type[TierConfig]) -> None:
+def test_options_apply_to_tiers_whose_kind_has_them(toy: type[TierConfig]) -> None:
     command = ["config", "--cpu", "1GiB", "--tier", "toy=shelf", "--disk", "/a"]
     done = CliRunner().invoke(app, [*command, "--fsync", "data", "--read-threads", "3"])
     assert done.exit_code == 0, done.output
@@ -134,5 +136,5 @@ def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py
 @pytest.mark.beside("oracle/check_tiers.py", "0.32")
-def test_a_kind_that_is_added_serves_under_vllms_scheduler(beside: str) -> None:
+def test_an_added_kind_works_under_vllms_scheduler(beside: str) -> None:
     print(beside)

@@ -17,7 +17,7 @@ DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32]
 
 
 def draw_caches(draw: random.Random, device: str) -> list[torch.Tensor]:
-    """Caches of odd widths, padded strides and shifted starts: every alignment occurs."""
+    """Returns caches of odd widths, padded strides and shifted starts: every alignment occurs."""
     caches = []
     num_blocks = draw.randint(1, 40)
     for _ in range(draw.randint(1, 5)):
@@ -36,7 +36,7 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def reference(caches: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """The plain way: index each cache, put the bytes side by side."""
+    """The simple implementation: index each cache and concatenate the bytes."""
     return torch.cat([as_bytes(cache[ids.long().to(cache.device)]) for cache in caches], dim=1)
 
 
@@ -46,7 +46,7 @@ def empty_packed(caches: list[torch.Tensor], count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pack_equals_plain_indexing_and_unpack_is_the_way_back(device: str) -> None:
+def test_pack_equals_plain_indexing_and_unpack_inverts_it(device: str) -> None:
     draw = random.Random(20260731)
     for case in range(200):
         caches = draw_caches(draw, device)
@@ -66,7 +66,7 @@ def test_pack_equals_plain_indexing_and_unpack_is_the_way_back(device: str) -> N
         torch_ops.unpack_blocks(fresh, ids, caches)
         assert torch.equal(reference(caches, ids), fresh), f"case {case}"
         after = reference(caches, torch.tensor(untouched, dtype=torch.int64))
-        assert torch.equal(after, before), f"case {case}: a block that was not asked for changed"
+        assert torch.equal(after, before), f"case {case}: a block that was not requested has changed"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,7 +78,7 @@ def test_opcheck_passes(device: str) -> None:
     torch.library.opcheck(torch.ops.kv_offload.unpack_blocks, (packed, ids, caches))
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_invalid_arguments_are_refused() -> None:
     caches = [torch.zeros(8, 24)]
     ids = torch.tensor([5, 1])
     packed = empty_packed(caches, 2)
@@ -96,7 +96,7 @@ def test_refuses_what_does_not_fit() -> None:
         torch_ops.pack_blocks([], ids, packed)
 
 
-def test_a_fake_tensor_is_checked_and_never_read() -> None:
+def test_a_fake_tensor_is_checked_but_never_read() -> None:
     with torch._subclasses.FakeTensorMode():
         caches = [torch.empty(8, 24)]
         torch_ops.pack_blocks(

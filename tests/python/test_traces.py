@@ -1,4 +1,4 @@
-"""Traces of requests, read and replayed through the core: alone and as ``kv-offload replay``."""
+"""Request traces, read and replayed through the core: directly and with ``kv-offload replay``."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
 
 core = pytest.importorskip("kv_offload._core", reason="the core is not built")
 
-# Room for four blocks: the second prompt takes the end of the first.
+# Room for four blocks: the second prompt evicts the end of the first.
 PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3], [4, 5]]
 
 
@@ -46,7 +46,7 @@ def test_a_trace_is_read_line_by_line(trace):
         ('{"hash_ids": [1], "input_length": "x"}', "input_length of 'x'"),
     ],
 )
-def test_a_line_that_is_no_request_is_named(tmp_path, line, part):
+def test_an_invalid_line_is_named(tmp_path, line, part):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"hash_ids": [1]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl:2 ") as caught:
@@ -81,7 +81,7 @@ def test_hits_of_a_small_trace(trace, policy, host, tier, hits, from_tier):
     assert row["tier_hits"] == from_tier
 
 
-def test_a_kill_leaves_what_is_on_the_disk(trace):
+def test_records_on_disk_survive_a_kill(trace):
     read = read_trace(trace)
     setting = Setting("lru", 3, 9, kill_after=2, recent=1)
     row = replay(read.to_core(), read, setting, prefill_speed=100)
@@ -94,7 +94,7 @@ def test_a_kill_leaves_what_is_on_the_disk(trace):
     assert unharmed["killed_with"] is unharmed["hits_after"] is None
 
 
-def test_what_the_core_cannot_replay_is_refused():
+def test_a_trace_that_the_core_cannot_replay_is_refused():
     read = Trace([[1]])
     with pytest.raises(ValueError, match="host_chunks is 0"):
         read.to_core().replay(host_chunks=0)
@@ -111,7 +111,7 @@ def test_the_command_prints_a_row_for_each_capacity_and_policy(trace):
     assert [row["hit_blocks"] for row in found["replays"] if row["host_blocks"] == 5] == [5] * 3
 
 
-def test_the_command_knows_the_bytes_written(trace):
+def test_the_command_shows_the_bytes_written(trace):
     options = ("--host", 3, "--disk", 9, "--policy", "lru", "--block-bytes", "1MiB")
     (row,) = json.loads(run(trace, *options, "--json").stdout)["replays"]
     assert row["written_bytes"] == 5 << 20
@@ -120,18 +120,18 @@ def test_the_command_knows_the_bytes_written(trace):
     assert 0 < row["written_bytes"] < 6 << 20
 
 
-def test_the_table_shows_what_a_kill_leaves(trace):
+def test_the_table_shows_hits_after_a_kill(trace):
     options = ("--host", 3, "--disk", 9, "--policy", "lru", "--kill-after", 2, "--recent", 1)
     said = run(trace, *options, "--write-policy", "on_evict").stdout
     assert "recent" in said
     assert "after kill" in said
-    assert "0.0%" in said.split(), "4 and 5 were in host memory alone"
+    assert "0.0%" in said.split(), "4 and 5 were only in host memory"
     kept = run(trace, *options, "--write-policy", "on_evict", "--keep-host-memory").stdout
     assert "0.0%" not in kept.split()
     assert "after kill" not in run(trace, "--host", 3, "--disk", 9).stdout
 
 
-def test_the_table_names_what_it_shows(trace):
+def test_the_table_names_its_columns(trace):
     said = run(trace, "--host", 5).stdout
     for part in ("4 requests", "10 blocks", "prefix", "50.0%", OPTIMUM):
         assert part in said
@@ -145,9 +145,9 @@ def test_the_table_names_what_it_shows(trace):
         (("--host", "1", "--kill-after", "5"), 2, "--kill-after is 5, the trace has 4 requests"),
     ],
 )
-def test_what_cannot_be_meant_is_said(trace, arguments, status, part):
+def test_invalid_arguments_of_replay_are_refused(trace, arguments, status, part):
     assert part in run(trace, *arguments, status=status).stderr
 
 
-def test_a_trace_that_is_not_there_is_said(tmp_path):
+def test_a_missing_trace_is_reported(tmp_path):
     assert "nowhere.jsonl" in run(tmp_path / "nowhere.jsonl", status=1).stderr

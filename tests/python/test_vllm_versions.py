@@ -1,4 +1,4 @@
-"""The releases of vLLM that are supported: every place that names them says the same."""
+"""The supported releases of vLLM: every list of them is the same."""
 
 import re
 
@@ -17,7 +17,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_list_of_them_is_the_same(path):
+def test_every_list_of_releases_is_the_same(path):
     text = path.read_text()
     for found in re.findall(r"0\.\d+, (?:0\.\d+, )*0\.\d+ and 0\.\d+", text):
         assert found == SUPPORTED
@@ -25,11 +25,11 @@ def test_every_list_of_them_is_the_same(path):
         assert found == f"{RELEASES[0]} to {RELEASES[-1]}"
 
 
-def test_the_readme_says_which():
+def test_the_readme_names_the_releases():
     assert f"Works with vLLM {SUPPORTED}," in (ROOT / "README.md").read_text()
 
 
-def test_the_tests_fetch_each_of_them_once():
+def test_the_tests_fetch_each_release_once():
     text = (ROOT / "tests" / "run.sh").read_text()
     fetched = re.findall(r"(?:vllm_version=|unpack_vllm \S+==)(0\.\d+)\.\d+", text)
     assert sorted(fetched) == sorted(RELEASES)
@@ -37,13 +37,13 @@ def test_the_tests_fetch_each_of_them_once():
 
 
 @pytest.mark.parametrize("name", ["examples/demo.sh", "examples/kubernetes/vllm.yaml"])
-def test_examples_take_a_supported_one(name):
+def test_examples_use_a_supported_release(name):
     found = re.findall(r"vllm[-/\w]*(?:==|:v)(0\.\d+)\.\d+", (ROOT / name).read_text())
     assert found
     assert set(found) <= set(RELEASES)
 
 
-def test_what_lies_before_and_behind_them_is_refused():
+def test_earlier_and_later_releases_are_refused():
     first, last = (int(release.split(".")[1]) for release in (RELEASES[0], RELEASES[-1]))
     assert [version_problem(f"0.{minor}.0", {}) is None for minor in range(first - 1, last + 2)] == [
         False,

@@ -1,4 +1,4 @@
-"""The digest of weights: every tensor counts, and few bytes are read."""
+"""The digest of weights covers every tensor, and reads few bytes."""
 
 import json
 import os
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def safetensors(path: Path, tensors: int, each: int, header: dict[str, object] | None = None) -> Path:
-    """A sparse file of zeros with a true header: tensor n takes bytes [n * each, + each) of the data."""
+    """Creates a sparse file of zeros with a valid header: tensor n has bytes [n * each, + each)."""
     entries = {
         f"layers.{n}.weight": {"dtype": "U8", "shape": [each], "data_offsets": [n * each, (n + 1) * each]}
         for n in range(tensors)
@@ -26,7 +26,7 @@ def safetensors(path: Path, tensors: int, each: int, header: dict[str, object] |
 
 
 def change(path: Path, offset: int, count: int = 1) -> None:
-    """Other bytes at ``offset`` (from the end where it is negative); size and name stay."""
+    """Changes bytes at ``offset`` (from the end if negative); size and name stay."""
     with path.open("r+b") as file:
         file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
         old = file.read(count)
@@ -35,8 +35,8 @@ def change(path: Path, offset: int, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("tensor", range(0, 40, 3))
-def test_a_fine_tune_of_one_tensor_is_seen_wherever_it_lies(tmp_path, tensor):
-    """40 tensors of 1 MiB: those in the middle are far from both ends of the file."""
+def test_a_fine_tune_of_one_tensor_is_detected_at_any_place(tmp_path, tensor):
+    """40 tensors of 1 MiB: the middle ones are far from both ends of the file."""
     file = safetensors(tmp_path / "model.safetensors", 40, MIB)
     before = weights_digest([file])
     change(file, -(40 - tensor) * MIB, MIB)
@@ -51,7 +51,7 @@ def test_start_middle_and_end_of_a_tensor_are_read(tmp_path, place):
     assert weights_digest([file]) != before
 
 
-def test_a_tensor_that_changes_its_name_or_type_is_another(tmp_path):
+def test_a_tensor_with_another_name_or_type_changes_the_digest(tmp_path):
     file = safetensors(tmp_path / "model.safetensors", 3, 64)
     before = weights_digest([file])
     change(file, file.read_bytes().index(b"layers.1"))
@@ -67,7 +67,7 @@ def test_every_tensor_of_a_large_mixture_of_experts_is_still_read(tmp_path, tens
 
 
 @pytest.mark.parametrize(("tensors", "most"), [(700, 9), (2_048, 25), (10_000, 31), (20_000, 12)])
-def test_few_bytes_are_read_of_however_many(tmp_path, monkeypatch, tensors, most):
+def test_few_bytes_are_read_for_any_number_of_tensors(tmp_path, monkeypatch, tensors, most):
     read = []
     pread = os.pread
     monkeypatch.setattr(module.os, "pread", lambda *args: read.append(args[1]) or pread(*args))
@@ -76,7 +76,7 @@ def test_few_bytes_are_read_of_however_many(tmp_path, monkeypatch, tensors, most
     assert len(read) <= 3 * tensors + 1
 
 
-def test_files_of_other_formats_are_sampled_all_over(tmp_path):
+def test_files_of_other_formats_are_sampled_throughout(tmp_path):
     file = tmp_path / "model.gguf"
     with file.open("wb") as stream:
         stream.truncate(64 * MIB)
@@ -85,7 +85,7 @@ def test_files_of_other_formats_are_sampled_all_over(tmp_path):
     assert weights_digest([file]) != before
 
 
-def test_what_is_read_of_other_formats_is_bounded_over_all_files(tmp_path, monkeypatch):
+def test_bytes_read_of_other_formats_are_bounded_over_all_files(tmp_path, monkeypatch):
     files = []
     for number in range(4):
         files.append(tmp_path / f"model-{number}.bin")
@@ -112,7 +112,7 @@ def test_what_is_read_of_other_formats_is_bounded_over_all_files(tmp_path, monke
         (31).to_bytes(8, "little") + b'{"a": {"data_offsets": [5, 1]}}',
     ],
 )
-def test_a_broken_header_is_no_error_and_the_bytes_count_all_the_same(tmp_path, content):
+def test_with_a_broken_header_the_bytes_still_count(tmp_path, content):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content + b"tail")
     before = weights_digest([file])

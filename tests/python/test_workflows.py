@@ -1,6 +1,7 @@
-""".github/workflows: what they run exists, no stage is left out, and their rights are small.
+""".github/workflows: their scripts exist, no stage is left out, and their permissions are minimal.
 
-Also the hooks of .pre-commit-config.yaml and the presets of CMakePresets.json, which repeat what others say.
+Also the hooks of .pre-commit-config.yaml and the presets of CMakePresets.json, which repeat settings of other
+files.
 """
 
 import json
@@ -21,7 +22,7 @@ TESTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optiona
 
 
 def stages_of(workflow):
-    """The stages that a workflow passes to check.yml, its matrix filled in."""
+    """Yields the stages that a workflow passes to check.yml, with its matrix filled in."""
     found = []
     for job in workflow["jobs"].values():
         if job.get("uses") != "./.github/workflows/check.yml":
@@ -75,7 +76,7 @@ def test_a_script_that_a_workflow_names_exists(name):
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_a_workflow_may_only_read_and_ends(name):
+def test_a_workflow_has_read_permission_only_and_a_timeout(name):
     workflow = WORKFLOWS[name]
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in (ROOT / ".github/workflows" / name).read_text()

@@ -1,5 +1,6 @@
-"""A kind of tier as somebody would add one: a class here, a line to register it, and a C++ file
-(tests/cpp/toy_tier/toy_tier.cc). Its server is a dictionary of this process."""
+"""A third-party kind of tier: a class here, a line that registers it, and a C++ file
+(tests/cpp/toy_tier/toy_tier.cc). Its server is a dictionary in this process.
+"""
 
 import importlib.util
 import sys
@@ -21,7 +22,7 @@ BUILT = Path(__file__).resolve().parents[2] / "build" / "cpp"
 
 
 def extension() -> ModuleType:
-    """The C++ part, of the build that tests/run.sh makes of the core."""
+    """Returns the C++ part, from the build of the core that tests/run.sh makes."""
     name = "kv_offload_toy_tier"
     if name not in sys.modules:
         (path,) = BUILT.glob(f"{name}*.so")

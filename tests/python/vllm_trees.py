@@ -1,7 +1,7 @@
-"""Which vLLM releases there are to test against, and how a test file is run under each of them.
+"""Finds the vLLM releases to test against, and runs a test file under each of them.
 
-The installed vLLM is one. Unpacked wheels of others (their pure-Python part is enough) are directories named
-in KV_OFFLOAD_VLLM_TREES, separated by ``:``, or ``.cache/vllm-<minor>`` of the checkout.
+The installed vLLM is one release. Unpacked wheels of others (their pure-Python part is enough) are
+directories named in KV_OFFLOAD_VLLM_TREES, separated by ``:``, or ``.cache/vllm-<minor>`` of the checkout.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ def _minor_of(tree: Path) -> str | None:
 
 
 def trees() -> dict[str, Path]:
-    """Minor release -> directory to put on the path."""
+    """Maps a minor release to the directory to put on the path."""
     named = [Path(part) for part in os.environ.get("KV_OFFLOAD_VLLM_TREES", "").split(os.pathsep) if part]
     named += [path for minor in MINORS if (path := ROOT / ".cache" / f"vllm-{minor}").is_dir()]
     installed = importlib.util.find_spec("vllm")
@@ -53,11 +53,12 @@ def is_installed() -> bool:
 
 
 def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **environment: str) -> str:
-    """Run one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its output;
-    raises AssertionError with it when a check fails or none ran."""
+    """Runs one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its
+    output; raises AssertionError with the output when a check fails or none ran.
+    """
     command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-ra", "-p", "no:cacheprovider"]
     command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default", "--no-header", *arguments]
-    # The checkout's kv_offload would hide an installed one that has the compiled core.
+    # The checkout's kv_offload would hide an installed package that has the compiled core.
     checkout = [] if is_installed() else [str(ROOT)]
     path = os.pathsep.join([str(tree), str(TESTS), *checkout, os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
@@ -65,7 +66,7 @@ def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **e
         cwd=TESTS,
         env=os.environ
         | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
-        | {"OMP_NUM_THREADS": "1"}  # several run at once: threads that wait for each other would spin
+        | {"OMP_NUM_THREADS": "1"}  # several run concurrently: threads that wait for each other would spin
         | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""A root that the core itself has written, for the tests of what reads and mends one."""
+"""A root that the core itself has written, for tests of the code that reads and repairs roots."""
 
 import contextlib
 import os
@@ -22,8 +22,9 @@ FACTS = NamespaceIdentity(
 
 
 def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int = 1 << 30) -> Path:
-    """Writes one record for each of KEYS, the first used longest ago, into the root at ``path``, in the
-    namespace of ``identity``."""
+    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``identity``. The
+    first is the least recently used.
+    """
     from kv_offload import _core as core
 
     engine = f"cli-{os.getpid()}-{path.parent.name}-{path.name}"
@@ -60,10 +61,10 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
         cache.end_step()
         assert time.monotonic() < deadline, cache.tier_stats(0)
     cache.close()
-    # Two threads wrote them: in the order of KEYS from here on, whichever came first.
+    # Two threads wrote them in any order; from here on they are in the order of KEYS.
     now = time.time_ns()
     for number, key in enumerate(KEYS):
         for record in (path / identity.namespace_id().hex()).rglob(f"{key.hex()}.*.rec"):
-            with contextlib.suppress(FileNotFoundError):  # evicted by somebody who watches
+            with contextlib.suppress(FileNotFoundError):  # evicted by a concurrent watcher
                 os.utime(record, ns=(now, now - (len(KEYS) - number) * 1_000_000))
     return path

@@ -1,4 +1,4 @@
-"""What the source distribution and the release wheels are made of."""
+"""The contents of the source distribution and the build of release wheels."""
 
 import json
 import shutil
@@ -33,13 +33,13 @@ def run(*command: str, **options) -> str:
 def tracked() -> set[str]:
     names = run("git", "ls-files", "-z", cwd=REPOSITORY).split("\0")
     found = {name for name in names if name and (REPOSITORY / name).is_file()}
-    assert found, "this is no checkout of git: what belongs into an sdist is not known"
+    assert found, "this is not a git checkout: the expected content of an sdist is not known"
     return found
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
-    """Made of the tracked files and some that work leaves behind; unpacked."""
+    """Builds and unpacks an sdist from the tracked files and some build leftovers."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
     for name in tracked():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +55,8 @@ def sdist(tmp_path_factory) -> Path:
     return out / packed.name.removesuffix(".tar.gz")
 
 
-def test_it_is_the_checkout(sdist):
-    """Every tracked file as it is, and nothing else."""
+def test_the_sdist_contains_exactly_the_tracked_files(sdist):
+    """It contains every tracked file, unchanged, and nothing else."""
     expected = {name for name in tracked() if not any(fnmatch(name, pattern) for pattern in NOT_IN_IT)}
     found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
     assert found - {"PKG-INFO"} == expected
@@ -64,13 +64,14 @@ def test_it_is_the_checkout(sdist):
     assert differ == []
 
 
-def test_it_can_be_configured_and_has_every_source(sdist, tmp_path):
-    """Nothing is compiled: that these same bytes compile is tested in the checkout (KV_OFFLOAD_WHEEL=release
-    makes the wheel of test_wheel.py from an sdist). Nothing is downloaded: libvalkey is tests/run.sh's."""
+def test_the_sdist_can_be_configured_and_has_every_source(sdist, tmp_path):
+    """Compiles nothing: the checkout's tests compile the same bytes (KV_OFFLOAD_WHEEL=release makes the wheel
+    of test_wheel.py from an sdist). Downloads nothing: it uses libvalkey from tests/run.sh.
+    """
     options = ["-DKV_OFFLOAD_CUDA=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
     options += [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
     output = run("cmake", "-S", str(sdist), "-B", str(tmp_path), "-G", "Ninja", *options)
-    assert "Downloading" not in output, "bash tests/run.sh lint fetches libvalkey into .cache"
+    assert "Downloading" not in output, "libvalkey is missing in .cache; run bash tests/run.sh lint"
     sources = {entry["file"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())}
     compiled = {source for source in sources if not source.startswith(f"{tmp_path}/libvalkey-")}
     assert compiled < sources
@@ -79,7 +80,7 @@ def test_it_can_be_configured_and_has_every_source(sdist, tmp_path):
     assert compiled == core - apart
 
 
-def test_its_metadata_is_what_a_package_page_needs(sdist):
+def test_the_metadata_is_complete_for_a_package_page(sdist):
     text = (sdist / "PKG-INFO").read_text()
     header, _, description = text.partition("\n\n")
     for line in (
@@ -91,10 +92,10 @@ def test_its_metadata_is_what_a_package_page_needs(sdist):
     ):
         assert line in header.splitlines()
     assert description.startswith("# vllm-kv-offload")
-    assert "Classifier: License ::" not in header  # the expression has taken its place
+    assert "Classifier: License ::" not in header  # replaced by the license expression
 
 
-def test_releases_are_built_for_each_python_that_is_named():
+def test_releases_are_built_for_each_supported_python():
     named = [
         classifier.rpartition(" ")[2]
         for classifier in PROJECT["project"]["classifiers"]
@@ -120,11 +121,11 @@ def configured(sdist: Path, build: Path, *options: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_an_isolated_build_has_the_pip_that_downloads_libvalkey():
+def test_an_isolated_build_has_pip_to_download_libvalkey():
     assert "pip" in PROJECT["build-system"]["requires"]
 
 
-def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
+def test_a_build_that_requires_tls_fails_without_openssl(sdist, tmp_path):
     options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
     options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON"]
     refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_TLS=ON")
@@ -136,7 +137,7 @@ def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
     )
 
 
-def test_a_build_that_must_have_the_s3_tier_or_seal_records_stops_without_openssl(sdist, tmp_path):
+def test_a_build_that_requires_s3_or_encryption_fails_without_openssl(sdist, tmp_path):
     options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
     options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON", "-DKV_OFFLOAD_TLS=AUTO"]
     refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=ON")
@@ -150,7 +151,7 @@ def test_a_build_that_must_have_the_s3_tier_or_seal_records_stops_without_openss
     assert "KV_OFFLOAD_SEALING=ON but OpenSSL" in refused.stderr
 
 
-def test_an_archive_that_is_not_libvalkey_is_refused_and_not_kept(sdist, tmp_path):
+def test_an_archive_that_is_not_libvalkey_is_refused_and_removed(sdist, tmp_path):
     pin = (sdist / "csrc/cmake/libvalkey.txt").read_text().splitlines()[-1]
     damaged = tmp_path / f"{pin.split()[0].replace('==', '-')}.tar.gz"
     damaged.write_text("a proxy's sign-in page")

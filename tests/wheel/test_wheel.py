@@ -1,8 +1,9 @@
-"""The wheel that .ci/wheel makes, in an environment that holds nothing else of the project.
+"""The wheel that .ci/wheel makes, in an environment without other parts of the project.
 
-What is looked at is what the wheel carries and finds, which does not depend on how the code was optimised. So
-it is made of the objects of the developer build, which ccache has from the stages before.
-KV_OFFLOAD_WHEEL=release: from an sdist and optimised, as users get it, which compiles everything once more.
+The tests check the contents of the wheel and the libraries that it finds, which do not depend on
+optimisation. So the wheel is made of the objects of the developer build, which ccache has from earlier
+stages. KV_OFFLOAD_WHEEL=release builds it from an sdist and optimised, as users get it, which compiles
+everything again.
 """
 
 import os
@@ -30,7 +31,7 @@ def run(*command: str | Path, **options) -> str:
 
 
 def developer_build() -> dict[str, str]:
-    """Settings for scikit-build-core; the flags are those of tests/run.sh, to the letter."""
+    """Returns settings for scikit-build-core; the flags must equal those of tests/run.sh exactly."""
     if os.environ.get("KV_OFFLOAD_WHEEL") == "release":
         return {}
     targets = ["_core", "kv_offload_torch"]
@@ -63,10 +64,10 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_environment(wheel, tmp_path_factory) -> Path:
-    """A virtual environment with the wheel and its Python dependencies; the folder is no checkout."""
+    """Creates a virtual environment, outside the checkout, with the wheel and its requirements."""
     root = tmp_path_factory.mktemp("empty")
     venv.create(root / "venv")
-    # The pip of here installs there: what is there is what the wheel asks for, and nothing else.
+    # The outer pip installs there, so the environment holds only the wheel and its requirements.
     pip = [sys.executable, "-m", "pip", "--python", root / "venv/bin/python", "install", "-q", "--no-compile"]
     run(*pip, *DEPENDENCIES)
     run(*pip, "--no-deps", "--no-index", wheel)
@@ -78,7 +79,7 @@ def uv(*arguments: str | Path) -> str:
 
 
 def installed_by_uv(root: Path, package: Path, *options: str) -> Path:
-    """An environment of uv's that holds ``package`` and what that asks for, and nothing else."""
+    """Creates a uv environment that holds ``package``, its requirements, and nothing else."""
     uv("venv", "--no-project", "--python", sys.executable, root / "venv")
     uv("pip", "install", "--python", root / "venv/bin/python", *options, package)
     return root
@@ -89,41 +90,41 @@ def python(environment: Path, code: str) -> str:
     return run(environment / "venv/bin/python", "-I", "-c", code, cwd=environment, env=clean).strip()
 
 
-def test_it_carries_its_own_libraries(wheel):
+def test_the_wheel_contains_its_own_libraries(wheel):
     assert "linux_x86_64" not in wheel.name or "manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("vllm_kv_offload.libs/libfmt") for name in names)
-    assert not any("libcurl" in name for name in names), "it is loaded from the machine"
+    assert not any("libcurl" in name for name in names), "libcurl must be loaded from the machine"
     assert "kv_offload/_core.pyi" in names
     assert "kv_offload/py.typed" in names
     assert "kv_offload/specs/spec.py" in names
     assert not [name for name in names if name.startswith(("specs/", "tests/", "include/"))]
 
 
-def test_it_imports_where_nothing_else_is_installed(empty_environment):
+def test_the_wheel_imports_in_an_empty_environment(empty_environment):
     code = "import kv_offload, kv_offload._core as c; print(kv_offload.__version__, c.__version__)"
     package, core = python(empty_environment, code).split()
     assert package == core
 
 
-def test_every_library_it_needs_is_found(empty_environment):
+def test_every_needed_library_is_found(empty_environment):
     where = python(empty_environment, "import kv_offload._core as c; print(c.__file__)")
     package = Path(where).parent
     libraries = [*package.glob("*.so*"), *(package.parent / "vllm_kv_offload.libs").glob("*.so*")]
     assert len(libraries) > 1
     for library in libraries:
         missing = [line.split()[0] for line in run("ldd", library).splitlines() if "not found" in line]
-        # torch's own are loaded with torch, which is not here.
+        # torch loads its own libraries, and torch is not installed here.
         allowed = ("libtorch", "libc10") if library.name.startswith("libkv_offload_torch") else ()
         assert [name for name in missing if not allowed or not name.startswith(allowed)] == [], library
 
 
-def test_the_core_works_there(empty_environment):
+def test_the_core_works_in_an_empty_environment(empty_environment):
     code = "import kv_offload._core as c; print(c.parse_byte_size('32GiB'), c.eviction_policy_names())"
     assert python(empty_environment, code).startswith("34359738368 ['lru'")
 
 
-# In the environment of the wheel, with libcurl of this machine and the OpenSSL of the wheel.
+# Runs in the environment of the wheel, with the machine's libcurl and the wheel's OpenSSL.
 S3_TIER = """
 import kv_offload._core as c
 bucket = c.S3Bucket(name="kv-cache", endpoint={endpoint!r}, path_style=True, ca_file={ca_file!r},
@@ -149,7 +150,7 @@ def s3_server(tmp_path_factory):
         running.kill()
 
 
-def test_it_has_the_s3_tier(empty_environment, s3_server):
+def test_the_wheel_has_the_s3_tier(empty_environment, s3_server):
     keys = {"access": "AKIAKVTESTS", "secret": "a-secret/of+tests"}
     for endpoint, ca_file in ((s3_server.endpoint, ""), (s3_server.secure, str(s3_server.tls))):
         code = S3_TIER.format(endpoint=endpoint, ca_file=ca_file, **keys)
@@ -157,7 +158,7 @@ def test_it_has_the_s3_tier(empty_environment, s3_server):
         assert re.fullmatch(r"2 written [0-9.]+\S* \(/\S*libcurl\S*\)", found), found
 
 
-def test_without_libcurl_it_says_what_to_install(empty_environment):
+def test_without_libcurl_the_reason_names_the_package(empty_environment):
     code = "import kv_offload._core as c; print(c.s3_unavailable_reason())"
     assert python(empty_environment, code) == ""
     missing = f"import os; os.environ['KV_OFFLOAD_LIBCURL'] = '/nowhere/libcurl.so.4'; {code}"
@@ -167,14 +168,14 @@ def test_without_libcurl_it_says_what_to_install(empty_environment):
     assert "dnf install libcurl" in reason
 
 
-def test_it_has_the_command(empty_environment):
+def test_the_wheel_has_the_command(empty_environment):
     assert "doctor" in run(empty_environment / "venv/bin/kv-offload", "--help", cwd=empty_environment)
 
 
 IMPORTS = "import kv_offload, kv_offload._core as c; print(kv_offload.__version__ == c.__version__)"
 
 
-def test_uv_installs_it_with_what_it_needs(wheel, tmp_path):
+def test_uv_installs_the_wheel_with_its_requirements(wheel, tmp_path):
     environment = installed_by_uv(tmp_path, wheel)
     assert python(environment, IMPORTS) == "True"
     assert "doctor" in run(environment / "venv/bin/kv-offload", "--help", cwd=environment)
@@ -192,7 +193,7 @@ def test_uv_builds_and_installs_the_sdist(tmp_path):
     assert python(environment, IMPORTS) == "True"
 
 
-def test_the_adapter_says_that_vllm_is_missing_instead_of_breaking(empty_environment):
+def test_the_adapter_reports_that_vllm_is_missing(empty_environment):
     code = (
         "try:\n    from kv_offload.specs import KVOffloadSpec\nexcept ImportError as error:\n    print(error)"
     )
@@ -200,6 +201,6 @@ def test_the_adapter_says_that_vllm_is_missing_instead_of_breaking(empty_environ
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here: the wheel has no CUDA copier")
-def test_without_a_gpu_the_cuda_copier_says_why_it_is_not_there(wheel, empty_environment):
+def test_without_a_gpu_the_cuda_copier_reports_the_reason(wheel, empty_environment):
     assert "kv_offload/libkv_offload_cuda.so" in zipfile.ZipFile(wheel).namelist()
     assert python(empty_environment, "import kv_offload._core as c; print(c.cuda_unavailable_reason())")

@@ -1,1 +1,1 @@
-"""What vLLM asks of a manager, a worker and a spec, checked against its own base classes."""
+"""The contract between vLLM and a manager, worker and spec, checked against vLLM's own base classes."""

@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: when the canonical layout is used, and when not."""
+"""Run by test_contract.py under each vLLM release: the conditions for the canonical layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import offloading_config  # noqa: E402
 
-BLOCKS, TOKENS, CONTENT = 6, 16, 8  # K and V of a token and head: float32
+BLOCKS, TOKENS, CONTENT = 6, 16, 8  # CONTENT: K and V of a token and head, float32
 
 
 class Rank:
-    """One rank of an engine with one group of layers, in the order of bytes that vLLM asks for (LBHNC)."""
+    """One rank of an engine with one group of layers, in the byte order that vLLM requests (LBHNC)."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, heads: Sequence[int], rank: int = 0, ranks: int = 1
@@ -66,11 +66,13 @@ class Rank:
 @pytest.mark.parametrize(
     ("heads", "shards"), [(1, 1), (8, 8), (64, 64), (71, 1), (72, 36), (96, 48), (128, 64)]
 )
-def test_a_record_has_as_many_shards_as_divide_the_heads(heads: int, shards: int) -> None:
+def test_the_number_of_shards_divides_the_number_of_heads(heads: int, shards: int) -> None:
     assert record_shards(heads) == shards
 
 
-def test_every_rank_of_every_size_has_its_part_of_the_same_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_every_tensor_parallel_size_map_to_parts_of_the_same_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pages = ((8 * TOKENS * CONTENT * 4,) * 2,)
     for ranks in (1, 2, 4, 8):
         for rank in range(ranks):
@@ -78,7 +80,9 @@ def test_every_rank_of_every_size_has_its_part_of_the_same_record(monkeypatch: p
             assert found == CanonicalPages(8, 8 // ranks, pages)
 
 
-def test_of_more_heads_than_a_record_has_shards_several_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_heads_share_a_shard_if_there_are_more_heads_than_shards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pages = ((72 * TOKENS * CONTENT * 4,),)
     assert Rank(monkeypatch, [72], 0, 4).look() == CanonicalPages(36, 9, pages)
     assert (
@@ -86,14 +90,14 @@ def test_of_more_heads_than_a_record_has_shards_several_are_one(monkeypatch: pyt
     )
 
 
-def test_a_cache_that_every_rank_holds_is_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replicated_cache_has_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [1], 1, 2)
     assert one.look(replicated=True) == CanonicalPages(1, 1, ((TOKENS * CONTENT * 4,),))
     assert "2 ranks hold the same KV heads" in str(Rank(monkeypatch, [1], 1, 2).look())
 
 
 @pytest.mark.parametrize("mapping", [None, "not the same for all"])
-def test_without_vllms_certificate_it_is_not_used(
+def test_the_canonical_layout_needs_a_certificate_of_vllm(
     mapping: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Rank(monkeypatch, [4, 4])
@@ -105,7 +109,7 @@ def test_without_vllms_certificate_it_is_not_used(
 
 
 def by_tokens(cache: torch.Tensor) -> torch.Tensor:
-    """LBNHC: of each token all heads."""
+    """LBHNC: all heads of a token are adjacent."""
     blocks, heads, tokens, content = cache.shape
     return cache.view(blocks, tokens, heads, content).transpose(1, 2)
 
@@ -120,17 +124,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_heads_that_are_not_runs_of_a_page_are_not_taken_for_runs(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's mapping looks the same for one rank in all of them."""
+def test_heads_must_be_contiguous_in_a_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's mapping looks the same for one rank in all of these layouts."""
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = SHAPES[name](one.layers["layer.0"].kv_cache)
     assert "a page of layer.0 is not one KV head after the other" in str(one.look())
 
 
 @pytest.mark.parametrize("field", ["num_head_slots", "state_content_bytes"])
-def test_planes_of_a_backend_that_packs_its_pages_are_not_taken_for_heads(
+def test_planes_of_packed_pages_are_not_mistaken_for_heads(
     monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     one = Rank(monkeypatch, [4, 4], 0, 2)
@@ -139,19 +141,19 @@ def test_planes_of_a_backend_that_packs_its_pages_are_not_taken_for_heads(
     assert "packs its pages in its own way" in str(one.look())
 
 
-def test_a_part_is_never_stored_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"layer\.0 is a part of it; start without canonical_layout"):
         Rank(monkeypatch, [4, 4], 0, 2).look(replicated=True)
 
 
-def test_ranks_in_another_order_than_their_heads_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_order_differs_from_their_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [4], 1, 2)
     run = one.refs[0].mapping.runs[0]
     one.change_mapping(runs=(replace(run, canonical_offset=0),))
     assert one.look() == "vLLM places the heads of layer.0 in another order"
 
 
-def test_other_ways_to_share_out_a_cache_are_not_taken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [4], 0, 2)
     one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=1, pp_size=2))
     assert "layers or tokens are shared out" in str(one.look())

@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: what makes another interface be refused."""
+"""Run by test_contract.py under each vLLM release: interface changes that must be refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,14 @@ from vllm.v1.kv_offload import base, config  # noqa: E402
 
 
 def changed(name: str, **methods: Any) -> Any:
-    """vLLM's module ``base``, whose class ``name`` has other methods."""
+    """Returns vLLM's module ``base`` with a class ``name`` that has other methods."""
     kind = type(name, (getattr(base, name),), methods)
     if hasattr(getattr(base, name), "__abstractmethods__"):
         kind.__abstractmethods__ = getattr(base, name).__abstractmethods__
     return SimpleNamespace(**{**vars(base), name: kind})
 
 
-def test_this_release_has_the_shape_that_we_know() -> None:
+def test_the_interface_of_this_release_is_supported() -> None:
     assert compat.shape_problems(base, config) == []
 
 
@@ -39,7 +39,9 @@ def test_this_release_has_the_shape_that_we_know() -> None:
     ],
 )
 def test_keys_of_another_form_are_refused(made: Any, problem: str) -> None:
-    """The core takes a key apart: with another form it would take a part of the hash for the group."""
+    """The core splits a key into hash and group: with another format it would take a part of the hash for the
+    group.
+    """
     other = SimpleNamespace(**{**vars(base), "make_offload_key": made})
     (found,) = compat.shape_problems(other, config)
     assert found.startswith(problem)

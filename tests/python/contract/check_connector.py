@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import ( 
 
 
 class Finishing:
-    """vLLM's scheduler side, as far as it finishes requests."""
+    """vLLM's scheduler side, reduced to the end of requests."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -39,5 +39,5 @@ def test_a_response_carries_the_report(verb: str) -> None:
 
 
 @pytest.mark.parametrize("manager", [SimpleNamespace(report_of=lambda request_id: None), SimpleNamespace()])
-def test_nothing_to_report_is_vllms_own_answer(manager: Any) -> None:
+def test_without_a_report_the_response_is_vllms_own(manager: Any) -> None:
     assert _connector(manager).request_finished(SimpleNamespace(request_id="r"), [1]) == (False, None)

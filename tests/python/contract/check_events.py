@@ -1,6 +1,7 @@
-"""Run by test_contract.py under each vLLM release: what subscribers of vLLM's KV events get of our tiers.
+"""Run by test_contract.py under each vLLM release: the KV events of our tiers, as vLLM's subscribers get
+them.
 
-Our events go through the connector's tracker and vLLM's msgpack types, as they do on their way to a router.
+Our events pass through the connector's tracker and vLLM's msgpack types, as on their way to a router.
 """
 
 import threading
@@ -42,7 +43,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_config: Any) ->
 
 
 def received(events: list[Any]) -> list[Any]:
-    """As a subscriber decodes what the connector publishes of them."""
+    """Decodes the published events as a subscriber does."""
     tracker = OffloadingEventsTracker(
         base.OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
     )
@@ -51,7 +52,7 @@ def received(events: list[Any]) -> list[Any]:
     return list(msgspec.msgpack.Decoder(type=kv_events.KVEventBatch).decode(sent).events)
 
 
-def test_where_a_chunk_lies_is_told_as_vllm_tells_it(engine: Engine) -> None:
+def test_stored_events_name_the_medium_as_vllm_does(engine: Engine) -> None:
     engine.store(keys(1, 2), engine.request())
     events: list[Any] = []
     ends = time.monotonic() + WAIT_SECONDS
@@ -68,10 +69,10 @@ def test_where_a_chunk_lies_is_told_as_vllm_tells_it(engine: Engine) -> None:
             assert event.group_idx == 3
             told.setdefault((event.medium, event.locality, event.ownership), set()).update(event.block_hashes)
         pause.wait(0.005)
-    assert len(set(map(frozenset, told.values()))) == 1, "the same two blocks, three times"
+    assert len(set(map(frozenset, told.values()))) == 1, "the three events must name the same two blocks"
 
 
-def test_what_goes_is_told_of_where_it_was(engine: Engine) -> None:
+def test_removed_events_name_the_medium_of_the_chunk(engine: Engine) -> None:
     gone = [compat.make_event(keys(1), removed=True, tier="fs-2", locality="REMOTE")]
     (event,) = received(gone)
     assert isinstance(event, kv_events.BlockRemoved)

@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: what gives two namespaces, and what gives one."""
+"""Run by test_contract.py under each vLLM release: the settings that change the namespace."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ Change = Callable[[Any], None]
 
 @pytest.fixture
 def resolved(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's own resolved configuration, whose only layer is that of the fixture."""
+    """vLLM's own resolved configuration, whose only layer is the fixture's."""
     made = _vllm_config(Setup(), make_model_dir(), "engine")
     made.compilation_config.static_forward_context.update(
         vllm_config.compilation_config.static_forward_context
@@ -62,13 +62,13 @@ OTHER_BYTES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", OTHER_BYTES)
-def test_a_setting_that_changes_bytes_is_another_namespace(resolved: Any, name: str) -> None:
+def test_a_setting_that_changes_bytes_changes_the_namespace(resolved: Any, name: str) -> None:
     before = settings()
     OTHER_BYTES[name](resolved)
     assert settings() != before
 
 
-def test_a_variable_that_changes_the_precision_of_a_library_is_another_namespace(
+def test_a_variable_that_changes_a_librarys_precision_changes_the_namespace(
     resolved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = settings()
@@ -76,7 +76,9 @@ def test_a_variable_that_changes_the_precision_of_a_library_is_another_namespace
     assert settings() != before
 
 
-def test_a_field_that_no_table_names_counts(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_no_table_names_is_in_the_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = settings()
     resolved.scheduler_config.max_num_seqs += 1
     assert settings() == before
@@ -84,7 +86,7 @@ def test_a_field_that_no_table_names_counts(resolved: Any, monkeypatch: pytest.M
     assert settings() != before
 
 
-def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_path: Path) -> None:
+def test_a_file_that_a_setting_names_is_identified_by_its_content(resolved: Any, tmp_path: Path) -> None:
     found = []
     for folder, content in (("a", "1"), ("a", "2"), ("b", "2")):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -94,7 +96,7 @@ def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_pa
     assert found[0] != found[1] == found[2]
 
 
-def test_a_file_in_the_working_directory_counts_by_its_content_and_a_word_is_no_file(
+def test_a_file_in_the_working_directory_is_identified_by_content_but_a_word_is_not_a_file(
     resolved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,7 +110,7 @@ def test_a_file_in_the_working_directory_counts_by_its_content_and_a_word_is_no_
     assert found["auto"][0] == found["auto"][1]
 
 
-def test_values_deep_inside_a_setting_count(resolved: Any) -> None:
+def test_nested_values_of_a_setting_are_in_the_namespace(resolved: Any) -> None:
     found = []
     for value in (1, 2):
         nested: Any = value
@@ -147,7 +149,7 @@ BESIDE_THE_WEIGHTS: dict[str, Callable[[Any, str], None]] = {
 
 
 @pytest.mark.parametrize("name", BESIDE_THE_WEIGHTS)
-def test_files_beside_the_weights_are_in_the_namespace(resolved: Any, tmp_path: Path, name: str) -> None:
+def test_files_next_to_the_weights_are_in_the_namespace(resolved: Any, tmp_path: Path, name: str) -> None:
     BESIDE_THE_WEIGHTS[name](resolved, str(tmp_path))
     config = offloading_config()
     found = set()
@@ -191,7 +193,7 @@ def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rotation", "in_it"), [("default", False), ("dynamic", True)])
-def test_the_longest_request_of_a_drafter_counts_where_it_chooses_the_rotation(
+def test_max_model_len_of_a_drafter_is_in_the_namespace_where_it_selects_the_rotation(
     rotation: str, in_it: bool
 ) -> None:
     directory = make_model_dir()
@@ -255,7 +257,7 @@ def test_the_instruction_set_that_pages_are_packed_for_is_in_the_namespace(
 
 
 @pytest.mark.parametrize(("backend", "in_it"), [("FLASH_ATTN", False), ("FLASHINFER_MLA", True)])
-def test_the_compute_capability_is_in_it_where_it_may_decide(
+def test_the_compute_capability_is_in_the_namespace_where_it_may_matter(
     resolved: Any, monkeypatch: pytest.MonkeyPatch, backend: str, in_it: bool
 ) -> None:
     from vllm.platforms import current_platform
@@ -270,7 +272,7 @@ def test_the_compute_capability_is_in_it_where_it_may_decide(
     assert len(found) == (2 if in_it else 1)
 
 
-def test_devices_of_cuda_and_rocm_of_one_capability_are_told_apart(
+def test_cuda_and_rocm_devices_of_equal_capability_have_different_namespaces(
     resolved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.platforms import current_platform
@@ -316,7 +318,7 @@ def test_a_scheduler_in_each_rank_is_refused(resolved: Any) -> None:
         worker.refuse_external_launcher()
 
 
-def test_whether_blocks_of_a_session_are_mistaken_is_what_vllm_does() -> None:
+def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
     from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 
     new = SimpleNamespace(req_id="", block_ids=())

@@ -19,7 +19,7 @@ from vllm.config import VllmConfig  # noqa: E402
 
 
 def configurations(annotation: Any) -> Iterator[Any]:
-    """The configuration classes of vLLM that an annotation names."""
+    """Yields vLLM's configuration classes that an annotation names."""
     if dataclasses.is_dataclass(annotation) and annotation.__module__.startswith("vllm.config"):
         yield annotation
     for part in typing.get_args(annotation):
@@ -56,7 +56,7 @@ CONSTANT = re.compile(r"""^[ \t]*(_?[A-Z][A-Z0-9_]+)(?: *: *\w+)? = ["']([A-Za-z
 
 def test_every_variable_that_vllms_python_files_read_is_in_the_table() -> None:
     found, by_constant = set(), set()
-    values: dict[str, set[str]] = {}  # of constants, which other files import
+    values: dict[str, set[str]] = {}  # of constants that other files import
     for file in Path(vllm.__file__).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8", errors="replace")
         found |= {first or second for first, second in READ.findall(text)}
@@ -66,7 +66,7 @@ def test_every_variable_that_vllms_python_files_read_is_in_the_table() -> None:
     assert len(found) > 100
     assert len(by_constant) > 2
     for name in by_constant:
-        found |= values.get(name, {name})  # one of a library outside vLLM has its name as its value
+        found |= values.get(name, {name})  # a variable of a library outside vLLM has its name as its value
     assert sorted(found - ENVIRONMENT.keys()) == []
 
 
@@ -74,7 +74,7 @@ def test_every_line_has_a_reason() -> None:
     assert all(decision.reason for decision in (CONFIGURATION | VLLM_VARIABLES).values())
 
 
-def test_a_variable_that_no_table_names_counts() -> None:
+def test_a_variable_that_no_table_names_is_in_the_namespace() -> None:
     environ = {"VLLM_NEW": "1", "VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_PORT": "1"}
     known = dict.fromkeys(("VLLM_NEW", "VLLM_PORT"))
     assert environment(environ, known) == {"VLLM_NEW": "1", "VLLM_SSM_CONV_STATE_LAYOUT": "DS"}

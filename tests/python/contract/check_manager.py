@@ -1,6 +1,6 @@
-"""Run by test_manager_contract.py under each vLLM release: the manager, every method and state.
+"""Run by test_contract.py under each vLLM release: every method and state of the manager.
 
-Chunks become hits through the real way: a worker's job that reports its ticket.
+Chunks become hits as in production: a worker's job reports its ticket.
 """
 
 import inspect
@@ -30,7 +30,7 @@ ROWS = 1 << 20 >> 12  # rows of one 4 KiB block each
 
 
 class Engine:
-    """Both sides of one engine, with verbs."""
+    """Manager and worker of one engine, with helper methods."""
 
     def __init__(self, **options: Any) -> None:
         self.config = offloading_config(**options)
@@ -60,7 +60,7 @@ class Engine:
         assert [result.success for result in self.worker.get_finished()] == [True]
 
     def store(self, offered: list[bytes], request: Any) -> Any:
-        """All the way to a hit; the chunks get the blocks 0, 1, ..."""
+        """Stores chunks until they are hits; they occupy blocks 0, 1, ..."""
         output = self.offer(offered, request)
         self.copy(output, list(range(len(output.keys_to_store))))
         self.manager.complete_store(set(output.keys_to_store), request)
@@ -107,7 +107,7 @@ def test_a_chunk_is_missed_then_stored_then_hit(engine: Engine) -> None:
     assert engine.look(keys(1, 2, 3), request) == [HIT, HIT, MISS]
 
 
-def test_lookup_is_the_cores_builtin_and_the_class_has_its_twin(engine: Engine) -> None:
+def test_lookup_is_the_core_builtin_and_the_class_has_a_python_version(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1), request)
     assert engine.manager.lookup(key(1), request) is HIT
@@ -125,7 +125,7 @@ def test_a_known_chunk_is_not_taken_twice(engine: Engine) -> None:
     assert engine.offer(keys(1, 2), second).keys_to_store == []
 
 
-def test_nothing_new_is_an_empty_answer_and_never_none(engine: Engine) -> None:
+def test_an_offer_without_new_chunks_returns_an_empty_result_not_none(engine: Engine) -> None:
     request = engine.request()
     for offered in ([], keys(1)):
         engine.store(offered, request) if offered else None
@@ -159,7 +159,7 @@ def test_loaded_bytes_are_the_stored_ones(engine: Engine) -> None:
     assert (tensor[5:8] == tensor[5:8, :1]).all()
 
 
-def test_a_load_of_nothing_is_a_job_like_others(engine: Engine) -> None:
+def test_an_empty_load_is_an_ordinary_job(engine: Engine) -> None:
     request = engine.request()
     spec = engine.manager.prepare_load([], request)
     assert spec.group_rows == (0,)
@@ -170,7 +170,7 @@ def test_a_load_of_nothing_is_a_job_like_others(engine: Engine) -> None:
 def test_a_store_that_failed_on_a_rank_is_never_a_hit(engine: Engine) -> None:
     request = engine.request()
     output = engine.offer(keys(1, 2), request)
-    engine.copy(output, [0])  # one block for two chunks: as vLLM sends chunks with null blocks
+    engine.copy(output, [0])  # one block for two chunks, as vLLM sends chunks with null blocks
     engine.manager.complete_store(set(output.keys_to_store), request)
     assert engine.look(keys(1, 2), request) == [MISS, MISS]
     engine.store(keys(1, 2), request)
@@ -185,7 +185,7 @@ def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
     assert engine.look(keys(1), request) == [MISS]
 
 
-def test_room_is_made_by_evicting_what_was_not_used_longest() -> None:
+def test_the_least_recently_used_chunk_is_evicted() -> None:
     engine = Engine(eviction_policy="lru")
     for number in range(ROWS + 4):
         request = engine.request(f"r{number}")
@@ -198,7 +198,7 @@ def test_room_is_made_by_evicting_what_was_not_used_longest() -> None:
     assert engine.look(keys(0), later) == [MISS]
 
 
-def test_a_request_never_evicts_what_it_stored_itself(engine: Engine) -> None:
+def test_a_request_never_evicts_its_own_chunks(engine: Engine) -> None:
     """The head of a prefix is worth more than its tail."""
     request = engine.request()
     for first in range(0, ROWS, 8):
@@ -207,7 +207,7 @@ def test_a_request_never_evicts_what_it_stored_itself(engine: Engine) -> None:
     assert engine.look(keys(0), request) == [HIT]
 
 
-def test_pinned_chunks_stay_and_what_does_not_fit_is_left_out_from_the_right(engine: Engine) -> None:
+def test_pinned_chunks_stay_and_the_last_chunks_that_do_not_fit_are_dropped(engine: Engine) -> None:
     request = engine.request()
     held = keys(*range(ROWS - 2))
     for part in range(0, len(held), 8):
@@ -219,7 +219,7 @@ def test_pinned_chunks_stay_and_what_does_not_fit_is_left_out_from_the_right(eng
     assert engine.look(held, request) == [HIT] * len(held)
 
 
-def test_a_request_id_that_is_used_again_is_another_request(engine: Engine) -> None:
+def test_a_reused_request_id_is_a_new_request(engine: Engine) -> None:
     first = engine.request("same", {"kv_offload_skip_store": True})
     assert engine.offer(keys(1), first).keys_to_store == []
     engine.manager.on_request_finished(first)
@@ -228,7 +228,7 @@ def test_a_request_id_that_is_used_again_is_another_request(engine: Engine) -> N
     assert output.keys_to_store == keys(1)
     engine.manager.on_request_finished(second)
     engine.copy(output, [0])
-    engine.manager.complete_store(set(output.keys_to_store), second)  # after its end
+    engine.manager.complete_store(set(output.keys_to_store), second)  # after the first request has ended
     third = engine.request("same")
     assert engine.look(keys(1), third) == [HIT]
 
@@ -238,11 +238,11 @@ def test_an_untracked_request_begins_and_ends_at_once(engine: Engine) -> None:
     for _ in range(3):
         made = engine.request("never scheduled")
         engine.manager.on_request_finished(made)
-        engine.manager.on_request_finished(made)  # and twice does no harm
+        engine.manager.on_request_finished(made)  # a second call is harmless
     assert engine.manager._cache.stats() == before
 
 
-def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -> None:
+def test_valid_hints_of_a_request_are_applied_and_invalid_ones_ignored(engine: Engine) -> None:
     engine.store(keys(1), engine.request("a"))
     skipping = engine.request("b", {"kv_offload_skip_store": True})
     assert engine.look(keys(1), skipping) == [HIT]
@@ -265,7 +265,7 @@ def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -
         ([], MISS),
     ],
 )
-def test_kv_load_tiers_decides_where_a_request_may_load_from(
+def test_kv_load_tiers_selects_the_tiers_of_a_request(
     engine: Engine, matchers: list[Any], expected: Any
 ) -> None:
     engine.store(keys(1), engine.request("a"))
@@ -282,20 +282,18 @@ def test_kv_load_tiers_decides_where_a_request_may_load_from(
         ([(base.Medium.CPU, None)], (True, 0)),
     ],
 )
-def test_kv_load_tiers_decides_of_each_tier_by_its_locality(
-    matchers: list[Any], allowed: tuple[bool, int]
-) -> None:
+def test_kv_load_tiers_selects_tiers_by_locality(matchers: list[Any], allowed: tuple[bool, int]) -> None:
     chosen = base.TierFilter(tuple(base.TierMatcher(*matcher) for matcher in matchers))
     limited = context("a", load_tier_filter=chosen)
     assert compat.tiers_allowed(limited, ("REMOTE", "LOCAL")) == allowed
 
 
-def test_where_a_hit_came_from(engine: Engine) -> None:
+def test_the_source_tier_of_a_hit_is_reported(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1), request)
     assert engine.look(keys(1), request) == [HIT]
     if compat.load_sources() is None:
-        pytest.skip("vLLM 0.31 does not ask")
+        pytest.skip("vLLM 0.31 does not ask the manager")
     assert engine.manager.get_load_source(key(1), request).value == "host"
 
 
@@ -320,7 +318,7 @@ def test_a_copy_that_runs_through_a_reset_ends_in_no_hit(engine: Engine) -> None
     assert engine.look(keys(1), later) == [MISS]
 
 
-def test_its_row_is_not_reused_before_the_copy_ended(engine: Engine) -> None:
+def test_a_row_is_not_reused_before_its_copy_has_ended(engine: Engine) -> None:
     output = engine.offer(keys(*range(ROWS)), engine.request())
     assert len(output.keys_to_store) == ROWS
     engine.manager.reset_cache()
@@ -340,12 +338,13 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_is_looked_u
     engine.manager.reset_cache()
     assert engine.offer(keys(1), known).keys_to_store == []
     assert engine.offer(keys(2), engine.request("fresh")).keys_to_store == keys(2)
-    engine.look(keys(1), known)  # it was preempted, or waited: 0.33 says so only after the offers of a step
+    # the request was preempted, or waited: 0.33 says so only after the offers of a step
+    engine.look(keys(1), known)
     assert engine.offer(keys(1), known).keys_to_store == keys(1)
 
 
 @pytest.mark.parametrize("resumed_is_new", [False, True])
-def test_a_session_that_goes_on_stores_and_loads_no_more_where_vllm_takes_its_blocks_for_others(
+def test_a_resumed_session_stops_offloading_where_vllm_mistakes_its_blocks(
     engine: Engine, resumed_is_new: bool
 ) -> None:
     turned_away = compat.mistakes_blocks_of_sessions()
@@ -364,7 +363,7 @@ def test_a_session_that_goes_on_stores_and_loads_no_more_where_vllm_takes_its_bl
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    """Requests that wait, and pinned chunks."""
+    """Returns the number of waiting requests and of pinned chunks."""
     stats = engine.manager._cache.stats()
     return stats["waiting_requests"], stats["pinned_chunks"]
 
@@ -375,13 +374,13 @@ def test_a_request_that_runs_without_load_or_store_holds_nothing(engine: Engine)
     waits = engine.request("waits")
     assert engine.look(keys(1, 2), waits) == [HIT, PENDING]
     engine.end_step()
-    assert _held(engine) == (1, 2), "what it hit, and what is being stored"
+    assert _held(engine) == (1, 2), "pins must be on the hits and on the chunks being stored"
     engine.end_step(new=["waits"])
     assert _held(engine) == (0, 1)
     engine.copy(output, [0])
 
 
-def test_nor_does_one_that_offers_nothing(engine: Engine) -> None:
+def test_a_request_that_offers_nothing_holds_nothing(engine: Engine) -> None:
     output = engine.offer(keys(2), engine.request("beside"))
     waits = engine.request("waits")
     assert engine.look(keys(2), waits) == [PENDING]
@@ -391,7 +390,7 @@ def test_nor_does_one_that_offers_nothing(engine: Engine) -> None:
     engine.copy(output, [0])
 
 
-def test_events_tell_what_host_memory_gains_and_loses() -> None:
+def test_events_report_stored_and_evicted_chunks_of_host_memory() -> None:
     engine = Engine(events=True, eviction_policy="lru")
     for number in range(ROWS + 1):
         engine.store(keys(number), engine.request(f"r{number}"))
@@ -406,7 +405,7 @@ def test_events_tell_what_host_memory_gains_and_loses() -> None:
     engine.stop()
 
 
-def test_no_events_without_being_asked(engine: Engine) -> None:
+def test_events_are_off_by_default(engine: Engine) -> None:
     engine.store(keys(1), engine.request())
     assert list(engine.manager.take_events()) == []
 
@@ -432,13 +431,13 @@ def test_stats_are_changes_and_each_metric_is_declared() -> None:
     engine.stop()
 
 
-def test_pending_work_only_while_a_request_waits(engine: Engine) -> None:
+def test_work_is_pending_only_while_a_request_waits(engine: Engine) -> None:
     assert engine.manager.has_pending_work() is False
     engine.store(keys(1), engine.request())
     assert engine.manager.has_pending_work() is False
 
 
-def test_shutdown_twice_is_one_shutdown(engine: Engine) -> None:
+def test_a_second_shutdown_does_nothing(engine: Engine) -> None:
     engine.manager.shutdown()
     engine.manager.shutdown()
 
@@ -464,7 +463,7 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
     assert stats is not None
 
 
-def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
+def test_request_hints_can_be_disabled_and_priorities_are_bounded() -> None:
     asked = {"kv_offload_load_policy": "never", "kv_offload_priority": 2_147_483_647}
     asked |= {"kv_offload_skip_store": True}
     assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
@@ -472,7 +471,7 @@ def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
     assert HintReader(allowed=False).read(asked) == {}
 
 
-def test_a_request_may_say_how_long_it_waits_for_records_of_others() -> None:
+def test_a_request_may_set_its_wait_for_remote_records() -> None:
     read = HintReader().read
     assert read({"kv_offload_await_ms": 250}) == {"await_records_seconds": 0.25}
     assert read({"kv_offload_await_ms": 0}) == {"await_records_seconds": 0.0}
@@ -482,14 +481,14 @@ def test_a_request_may_say_how_long_it_waits_for_records_of_others() -> None:
 
 
 @pytest.mark.usefixtures("vllm_config")
-def test_who_waits_for_records_of_others_is_told_to_come_again(tmp_path: Any) -> None:
+def test_a_request_that_waits_for_remote_records_is_retried(tmp_path: Any) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path)}
     waiting = Engine(await_records_ms=60_000, secondary_tiers=[tier], model_id="m")
     try:
         impatient = waiting.request("b", {"kv_offload_await_ms": 0})
         until = time.monotonic() + 60
         while waiting.look(keys(1), impatient) == [RETRY] and time.monotonic() < until:
-            waiting.end_step()  # until the directory was read
+            waiting.end_step()  # wait until the directory scan is complete
         assert waiting.look(keys(1), impatient) == [MISS]
         assert waiting.look(keys(1), waiting.request("a")) == [RETRY]
     finally:
@@ -503,7 +502,7 @@ def test_the_setting_ignores_hints(tmp_path: Any) -> None:
     engine.stop()
 
 
-def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_hints_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     reader = HintReader(clock=lambda: now[0])
     for _ in range(1000):
@@ -515,11 +514,12 @@ def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("name", ["kv_offload_prority", "kv_offload_load_polic\ny"])
-def test_a_misspelt_hint_is_reported_with_those_that_exist(
+def test_a_misspelt_hint_is_reported_with_the_valid_names(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = {"kv_offload_priority": 1, "kv_offload_await_ms": 5, "kv_offload_skip_load": False}
-    others = {"kv_offload": {}, "do_remote_prefill": True, "kv_load_tiers": []}  # not ours
+    # valid keys that are not ours
+    others = {"kv_offload": {}, "do_remote_prefill": True, "kv_load_tiers": []}
     expected = HintReader().read({**known, **others})
     assert caplog.messages == []
     assert HintReader().read({name: 1, **known, **others}) == expected
@@ -529,17 +529,15 @@ def test_a_misspelt_hint_is_reported_with_those_that_exist(
     assert "\n" not in line
 
 
-def test_a_part_of_a_chunk_that_was_tried_is_not_the_end_of_a_prompt() -> None:
-    """vLLM notes positions of parts of a block (--prefix-match-unit) behind those of all chunks."""
+def test_a_lookup_of_a_partial_chunk_does_not_end_the_prompt() -> None:
+    """vLLM notes positions of parts of a block (--prefix-match-unit) after those of all chunks."""
     request = context()
     _positions(request, keys(1, 2, 3, 4, 5))
     request.set_offload_key_position(key(99), 20)
     assert compat.asked_span(request, key(2)) == (32, 80)
 
 
-def test_one_debug_line_says_what_became_of_a_request(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_debug_line_summarises_a_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     asked = keys(1, 2, 3)
     first = engine.request("first")
     engine.store(asked[:2], first)
@@ -549,6 +547,6 @@ def test_one_debug_line_says_what_became_of_a_request(
     engine.manager.prepare_load(asked[:2], second)
     with caplog.at_level("DEBUG"):
         engine.manager.on_request_finished(second)
-        engine.manager.on_request_finished(second)  # again is nothing
+        engine.manager.on_request_finished(second)  # a second call logs nothing
     (record,) = [record for record in caplog.records if "second" in record.getMessage()]
     assert record.getMessage() == "Request second: 32 tokens from cpu, 16 tokens missing (not_stored)"

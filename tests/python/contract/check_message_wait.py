@@ -1,4 +1,4 @@
-"""How vLLM's processes wait for each other while records are on their way: its own loop, with our sleep."""
+"""The wait between vLLM's processes while records are in flight: vLLM's own loop, with our sleep."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def region() -> Any:
 
 @pytest.fixture
 def queues() -> Iterator[Any]:
-    """vLLM's module, whose own spinning is counted."""
+    """vLLM's module, with a counter for its own spinning."""
     module = compat.message_queues()
     own, module.spun = module.sched_yield, 0
 
@@ -42,7 +42,7 @@ def queues() -> Iterator[Any]:
 
 
 def wait_once(queues: Any) -> None:
-    """As a rank does that got a message just now."""
+    """Waits as a rank does that has just received a message."""
     condition = queues.SpinCondition.__new__(queues.SpinCondition)
     condition.is_reader, condition.busy_loop_s, condition.last_read = True, 1e9, time.monotonic()
     condition.wait()
@@ -53,7 +53,9 @@ def test_vllm_spins_by_the_function_that_is_replaced(queues: Any) -> None:
     assert queues.spun == 1
 
 
-def test_it_sleeps_while_a_request_waits_for_records_and_spins_otherwise(region: Any, queues: Any) -> None:
+def test_a_rank_sleeps_while_a_request_waits_for_records_and_spins_otherwise(
+    region: Any, queues: Any
+) -> None:
     slept: list[float] = []
     wait = SleepWhileFetching(region, queues, slept.append)
     wait_once(queues)
@@ -91,7 +93,7 @@ def test_auto_sleeps_where_vllm_computes_on_the_cores(
     assert queues.sched_yield is own
 
 
-def test_of_two_in_one_process_either_may_end_first(region: Any, queues: Any) -> None:
+def test_two_engines_in_one_process_may_end_in_any_order(region: Any, queues: Any) -> None:
     slept: list[float] = []
     region.fetching = True
     first = SleepWhileFetching(region, queues, slept.append).end
@@ -105,7 +107,7 @@ def test_of_two_in_one_process_either_may_end_first(region: Any, queues: Any) ->
     assert (queues.spun, slept) == (2, [])
 
 
-def test_where_vllm_waits_in_another_way_nothing_is_replaced(
+def test_an_unknown_wait_loop_of_vllm_is_not_replaced(
     region: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat, "message_queues", lambda: None)
@@ -113,7 +115,7 @@ def test_where_vllm_waits_in_another_way_nothing_is_replaced(
     assert "wait_while_loading does nothing" in caplog.text
 
 
-def test_that_vllm_spins_before_each_look_is_said(
+def test_spinning_before_each_poll_is_logged(
     region: Any, queues: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(queues, "SPINLOOP_EXT_ENABLED", True)

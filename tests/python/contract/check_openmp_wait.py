@@ -1,4 +1,4 @@
-"""How OpenMP's threads of ranks on CPU wait: the environment in which vLLM's own manager starts a rank."""
+"""The wait of OpenMP threads in CPU ranks: the environment in which vLLM's own manager starts a rank."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ SAID = "the threads of ranks sleep"
 
 
 class Platform:
-    """Of vLLM: an x86 CPU."""
+    """vLLM's platform of an x86 CPU."""
 
     on_cpu = True
 
@@ -37,8 +37,7 @@ class Platform:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Platform:
-    """Of four cores, all of which this process may use; ranks compute on all of them unless a test says
-    otherwise."""
+    """A machine with four usable cores; ranks compute on all of them unless a test changes that."""
     platform = Platform()
     monkeypatch.setattr(platforms, "current_platform", platform)
     monkeypatch.setattr(ompmultiprocessing, "current_platform", platform)
@@ -51,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Platform:
 
 @pytest.fixture
 def managers() -> type:
-    """vLLM's, and tuned."""
+    """Returns vLLM's manager class, tuned."""
     own: Any = ompmultiprocessing.OMPProcessManager
     init = getattr(own.__init__, "__wrapped__", own.__init__)
     kind: type = type("Manager", (own,), {"__init__": lambda self, config: init(self, config)})
@@ -74,7 +73,7 @@ def engine(
 
 @contextlib.contextmanager
 def start_of_a_rank(managers: Any, config: Any, rank: int = 0) -> Iterator[None]:
-    """The environment is what it was before when it ends."""
+    """Starts a rank; on exit the environment must be what it was before."""
     before = dict(os.environ)
     try:
         with managers(config).configure_omp_envs(rank=rank, local_rank=rank):
@@ -97,7 +96,7 @@ def spins_of_a_rank(managers: type, config: Any, rank: int = 0) -> str | None:
         ("0|2-3", 2, "auto", None),
         ("0-2", 1, "sleep", FEW),
         ("0-3", 1, "spin", None),
-        ("0-3", 1, "what nobody knows", None),
+        ("0-3", 1, "unknown", None),
     ],
 )
 def test_threads_sleep_where_ranks_compute_on_all_cores(
@@ -109,10 +108,11 @@ def test_threads_sleep_where_ranks_compute_on_all_cores(
         first, _, last = cores.partition("-")
         with start_of_a_rank(managers, config, rank):
             assert os.environ.get(VARIABLES[0]) == spins
-            assert os.environ["OMP_NUM_THREADS"] == str(int(last or first) - int(first) + 1)  # vLLM's own
+            # set by vLLM itself
+            assert os.environ["OMP_NUM_THREADS"] == str(int(last or first) - int(first) + 1)
 
 
-def test_where_vllm_binds_no_threads_they_are_as_many_as_cores_unless_it_is_said(
+def test_without_binding_there_is_a_thread_per_core_unless_configured(
     managers: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -121,7 +121,7 @@ def test_where_vllm_binds_no_threads_they_are_as_many_as_cores_unless_it_is_said
     assert spins_of_a_rank(managers, engine()) is None
 
 
-def test_the_environment_is_as_it_was_when_a_rank_cannot_be_started(managers: type) -> None:
+def test_the_environment_is_restored_if_a_rank_fails_to_start(managers: type) -> None:
     def fails_to_start() -> None:
         with start_of_a_rank(managers, engine()):
             assert os.environ[VARIABLES[0]] == FEW
@@ -131,14 +131,14 @@ def test_the_environment_is_as_it_was_when_a_rank_cannot_be_started(managers: ty
         fails_to_start()
 
 
-def test_a_variable_that_others_removed_meanwhile_is_no_error(managers: type) -> None:
+def test_a_variable_that_was_removed_meanwhile_is_not_an_error(managers: type) -> None:
     with start_of_a_rank(managers, engine()):
         del os.environ[VARIABLES[0]]
     assert VARIABLES[0] not in os.environ
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_what_the_environment_says_is_left(
+def test_settings_of_the_environment_are_kept(
     managers: type, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "7")
@@ -148,14 +148,14 @@ def test_what_the_environment_says_is_left(
         ]
 
 
-def test_intels_openmp_is_left_as_vllm_sets_it_up(managers: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intel_openmp_keeps_vllms_settings(managers: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libiomp5.so")
     with start_of_a_rank(managers, engine({**OURS, "openmp_wait": "sleep"})):
         assert os.environ["KMP_BLOCKTIME"] == "5"
         assert VARIABLES[0] not in os.environ
 
 
-def test_engines_that_are_not_ours_are_left_alone(managers: type) -> None:
+def test_engines_of_other_connectors_are_unchanged(managers: type) -> None:
     others = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**30}
     for config in (engine(None), engine(others), engine(OURS, connector="NixlConnector")):
         assert spins_of_a_rank(managers, config) is None
@@ -164,15 +164,15 @@ def test_engines_that_are_not_ours_are_left_alone(managers: type) -> None:
     assert spins_of_a_rank(managers, several) == FEW
 
 
-def test_gpus_are_left_alone(managers: type, machine: Platform, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_ranks_are_unchanged(managers: type, machine: Platform, caplog: pytest.LogCaptureFixture) -> None:
     machine.on_cpu = False
     assert spins_of_a_rank(managers, engine({**OURS, "openmp_wait": "sleep"})) is None
     assert not caplog.text
 
 
-def test_a_vllm_that_has_changed_starts_its_ranks_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_of_an_unknown_vllm_start_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     class Manager:
-        """Of another vLLM: made from more, and with nothing that we know."""
+        """The manager of another vLLM: other arguments, and none of the attributes that we use."""
 
         def __init__(self, config: Any, *, hosts: int) -> None:
             self.made = (config, hosts)
@@ -193,7 +193,7 @@ def test_a_vllm_that_has_changed_starts_its_ranks_as_ever(caplog: pytest.LogCapt
     assert SAID not in caplog.text
 
 
-def test_what_is_done_is_said(managers: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_change_is_logged(managers: type, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     assert spins_of_a_rank(managers, engine()) == FEW
     assert SAID in caplog.text
@@ -207,7 +207,7 @@ def test_the_plugin_tunes_vllms_manager_once() -> None:
     assert ompmultiprocessing.OMPProcessManager.__init__ is tuned
 
 
-def test_the_setting_is_the_configurations_own() -> None:
+def test_the_setting_is_read_from_the_configuration() -> None:
     from kv_offload.config import OffloadConfig
 
     assert asked_for(engine()) == OffloadConfig.model_fields["openmp_wait"].default

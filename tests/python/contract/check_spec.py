@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
+"""Run by test_contract.py under each vLLM release: the spec, up to the startup summary."""
 
 import gc
 import json
@@ -41,13 +41,13 @@ def test_the_plugin_registers_once_and_the_name_alone_is_enough() -> None:
     assert OffloadingSpecFactory.get_spec_cls({"spec_name": "KVOffloadSpec"}) is KVOffloadSpec
 
 
-def test_the_module_path_is_enough_too() -> None:
+def test_the_module_path_alone_is_enough() -> None:
     OffloadingSpecFactory._registry.pop("KVOffloadSpec", None)
     extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
     assert OffloadingSpecFactory.get_spec_cls(extra) is KVOffloadSpec
 
 
-def test_importing_it_loads_no_extension_and_starts_no_thread() -> None:
+def test_an_import_loads_no_extension_and_starts_no_thread() -> None:
     program = (
         "import sys, threading, adapter; adapter.use_specs(); import vllm.v1.kv_offload.factory as f\n"
         "before = threading.active_count()\n"
@@ -58,7 +58,7 @@ def test_importing_it_loads_no_extension_and_starts_no_thread() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(adapter.__file__).parent)
 
 
-def test_every_metric_is_declared_in_vllms_words() -> None:
+def test_every_metric_is_declared_to_vllm() -> None:
     declared = KVOffloadSpec.build_metric_definitions({"cpu_bytes_to_use": 1})
     kinds = {
         "counter": base.OffloadingCounterMetadata,
@@ -74,7 +74,7 @@ def test_every_metric_is_declared_in_vllms_words() -> None:
     assert declared["kv_offload_read_seconds"].buckets
 
 
-def test_a_wrong_configuration_is_one_text_with_everything_in_it() -> None:
+def test_one_error_lists_all_problems_of_a_configuration() -> None:
     with pytest.raises(ValueError, match="2 problems") as caught:
         KVOffloadSpec(offloading_config(cpu_bytes_to_use="much", eviction="lru"))
     assert "cpu_bytes_to_use" in str(caught.value)
@@ -88,8 +88,8 @@ def test_a_replicated_cache_has_one_area() -> None:
     assert KVOffloadSpec(offloading_config(world_size=2)).num_areas == 2
 
 
-def test_of_a_replicated_cache_in_the_canonical_layout_rank_0_stores_and_all_ranks_report() -> None:
-    """vLLM then gives every rank the stores."""
+def test_in_the_canonical_layout_rank_0_stores_a_replicated_cache_and_all_ranks_report() -> None:
+    """In this case vLLM sends the stores to every rank."""
     engine = offloading_config().engine_id
     setting = {"world_size": 2, "replicated": True, "canonical": True, "engine_id": engine}
     workers = [
@@ -110,7 +110,9 @@ def test_of_a_replicated_cache_in_the_canonical_layout_rank_0_stores_and_all_ran
         worker.shutdown()
 
 
-def test_a_cache_without_a_canonical_layout_is_kept_apart_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_without_a_canonical_layout_is_kept_apart_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = offloading_config(canonical=True)
     worker = KVOffloadSpec(config).get_worker(kv_caches())
     manager = KVOffloadSpec(config).get_manager()
@@ -119,7 +121,7 @@ def test_a_cache_without_a_canonical_layout_is_kept_apart_and_said(caplog: pytes
     worker.shutdown()
 
 
-def test_a_region_is_found_by_the_operators_name_of_the_weights_wherever_they_lie() -> None:
+def test_a_kept_region_is_found_by_the_weights_name_not_by_their_path() -> None:
     def found_by(name: str, replica: int = 0, **settings: Any) -> str:
         model, parallel = SimpleNamespace(name=name), SimpleNamespace(data_parallel_index=replica)
         options = OffloadConfig.from_extra_config({"cpu_bytes_to_use": "1GiB", **settings})
@@ -133,7 +135,7 @@ def test_a_region_is_found_by_the_operators_name_of_the_weights_wherever_they_li
     assert found_by("/models/1", **named) == found_by("/models/2", **named) != found_by("/models/1", **kept)
 
 
-def test_what_is_not_kept_is_not_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_region_that_cannot_be_kept_is_not_logged_as_kept(caplog: pytest.LogCaptureFixture) -> None:
     stats = {"taken_over_chunks": 3, "resident_bytes": 12288}
     with caplog.at_level("INFO", logger="vllm.kv_offload"):
         spec._tell_kept(stats | {"is_kept": False})
@@ -145,12 +147,12 @@ def test_what_is_not_kept_is_not_said_to_be(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(("size", "rank", "lines"), [(None, 0, 0), (1.5, 0, 1), (1.5, 1, 0)])
-def test_what_the_size_option_overwrites_is_said_once(
+def test_a_setting_that_the_size_option_overwrites_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: Any, rank: int, lines: int
 ) -> None:
     cache = SimpleNamespace(kv_offloading_size=size)
     monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(cache_config=cache))
-    # Said before the rest of the configuration is looked at, which ends this worker here.
+    # Logged before the rest of the configuration is checked, which ends this worker here.
     monkeypatch.setattr("kv_offload.specs.worker.choose_copier", lambda _: (_ for _ in ()).throw(KeyError))
     with caplog.at_level("INFO", logger="vllm.kv_offload"), pytest.raises(KeyError):
         KVOffloadSpec(offloading_config(rank=rank, world_size=2)).get_worker(kv_caches())
@@ -162,7 +164,7 @@ def test_what_the_size_option_overwrites_is_said_once(
     assert len(said) == lines
 
 
-def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
+def test_ranks_with_different_layouts_are_refused() -> None:
     config, pages = offloading_config(), [[4096]]
     canonical = CanonicalPages(2, 1, ((8192,),))
     texts = [
@@ -172,7 +174,7 @@ def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
         identity.merge_fingerprints(texts)
 
 
-def test_several_hosts_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = SimpleNamespace(nnodes_within_dp=2)
     monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
     with pytest.raises(ValueError, match="on one host, and this engine spans 2"):
@@ -184,9 +186,7 @@ def connector_of(spec_name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("other", ["CPUOffloadingSpec", "KVOffloadSpec"])
-def test_a_second_offloading_connector_is_refused_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
+def test_a_second_offloading_connector_is_refused(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     connectors = [connector_of(other), connector_of("KVOffloadSpec")]
     transfer = SimpleNamespace(
         kv_connector="MultiConnector", kv_connector_extra_config={"connectors": connectors}
@@ -196,14 +196,14 @@ def test_a_second_offloading_connector_is_refused_in_one_sentence(
         KVOffloadSpec(offloading_config()).get_worker(kv_caches())
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_ranks_that_do_not_attach_are_named() -> None:
     engine = offloading_config().engine_id
     KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())
     with pytest.raises(_core.ResourceError, match=r"1.*several hosts are not supported"):
         KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_manager()
 
 
-def test_manager_and_worker_are_made_once() -> None:
+def test_manager_and_worker_are_created_once() -> None:
     config = offloading_config()
     worker_side, scheduler_side = KVOffloadSpec(config), KVOffloadSpec(config)
     caches = kv_caches()
@@ -214,10 +214,10 @@ def test_manager_and_worker_are_made_once() -> None:
 
 
 @pytest.mark.parametrize("manager_first", [True, False])
-def test_while_they_run_manager_and_worker_wait_as_the_configuration_says(manager_first: bool) -> None:
+def test_manager_and_worker_wait_as_configured_while_they_run(manager_first: bool) -> None:
     queues = compat.message_queues()
     assert queues is not None
-    gc.collect()  # an earlier check may have left an engine behind
+    gc.collect()  # an earlier check may have left an engine uncollected
     own = queues.sched_yield
     assert not isinstance(own, SleepWhileFetching)
 
@@ -239,10 +239,10 @@ def test_while_they_run_manager_and_worker_wait_as_the_configuration_says(manage
 
 
 @pytest.mark.parametrize("how", ["spin", "auto"])
-def test_host_memory_goes_with_a_manager_and_a_worker_that_nobody_shut_down(
+def test_host_memory_is_freed_with_a_manager_and_worker_that_were_not_shut_down(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of an engine in its user's process that is deleted, or whose start fails behind them."""
+    """Covers an engine that is deleted in its user's process, or whose later startup fails."""
     regions: list[Any] = []
     attach = KVOffloadSpec._attach
 
@@ -262,7 +262,7 @@ def test_host_memory_goes_with_a_manager_and_a_worker_that_nobody_shut_down(
     assert [region() for region in regions] == [None, None]
 
 
-def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_startup_summary_shows_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     config = offloading_config()
     made = KVOffloadSpec(config).get_worker(kv_caches())
@@ -276,7 +276,7 @@ def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(("longest", "told"), [(4096, False), (4097, True)])
-def test_a_capacity_below_one_prompt_is_said_at_start(
+def test_a_capacity_below_one_prompt_is_logged_at_start(
     longest: int, told: bool, vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm_config.model_config.max_model_len = longest
@@ -294,7 +294,7 @@ def _namespace(config: Any, world_size: int = 1) -> str:
     return made.short_id()
 
 
-def test_the_namespace_changes_with_what_changes_the_bytes(vllm_config: Any) -> None:
+def test_settings_that_change_the_bytes_change_the_namespace(vllm_config: Any) -> None:
     def changed(where: Any, name: str, value: Any) -> str:
         before = getattr(where, name)
         setattr(where, name, value)
@@ -316,20 +316,22 @@ def test_the_namespace_changes_with_what_changes_the_bytes(vllm_config: Any) -> 
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_the_namespace_stays_with_what_does_not(vllm_config: Any) -> None:
+def test_settings_that_keep_the_bytes_keep_the_namespace(vllm_config: Any) -> None:
     plain = _namespace(offloading_config())
     vllm_config.model_config.max_model_len = 200
     assert _namespace(offloading_config(cpu_bytes_to_use="2MiB", load_policy="never")) == plain
 
 
-def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_config: Any) -> None:
+def test_max_model_len_changes_the_namespace_where_it_selects_the_rotation(vllm_config: Any) -> None:
     vllm_config.model_config.hf_text_config = SimpleNamespace(rope_scaling={"rope_type": "longrope"})
     plain = _namespace(offloading_config())
     vllm_config.model_config.max_model_len = 200
     assert _namespace(offloading_config()) != plain
 
 
-def test_facts_that_are_too_long_become_a_digest(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_that_is_too_long_is_replaced_by_a_digest(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
     many = [name for name, decision in ENVIRONMENT.items() if decision.counts]
     for number, name in enumerate(many):
@@ -339,7 +341,7 @@ def test_facts_that_are_too_long_become_a_digest(vllm_config: Any, monkeypatch: 
     assert json.loads(text)["settings"].keys() == {"digest"}
 
 
-def test_whether_settings_become_a_digest_is_the_same_in_each_rank_and_start(
+def test_every_rank_and_start_agrees_on_using_a_digest(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name, decision in ENVIRONMENT.items() if decision.counts]:
@@ -351,8 +353,10 @@ def test_whether_settings_become_a_digest_is_the_same_in_each_rank_and_start(
         assert ranks[0]["settings"] == ranks[1]["settings"]
 
 
-def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
-    """Of a Mamba cache in mode "align" a chunk keeps its last block alone; in another mode, and else, all."""
+def test_state_groups_are_recognised_by_their_layers(vllm_config: Any) -> None:
+    """In mode "align" a chunk of a Mamba cache keeps only its last block; in other modes, and for other
+    caches, it keeps all.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     def layer(mode: str) -> Any:
@@ -361,7 +365,7 @@ def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
 
     layers = vllm_config.compilation_config.static_forward_context
     config = offloading_config(groups=3, blocks_per_chunk=4)
-    assert identity.groups_of_states(config) == [False] * 3, "no layer says anything"
+    assert identity.groups_of_states(config) == [False] * 3, "no layer declares a state"
     layers |= {"layer.0": layer("align"), "layer.1": layer("all")}
     assert identity.groups_of_states(config) == [True, False, False]
     made = KVOffloadSpec(config).get_worker(kv_caches(groups=3))
@@ -370,7 +374,7 @@ def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
     made.shutdown()
 
 
-def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
+def test_ranks_with_different_hash_algorithms_are_refused(vllm_config: Any) -> None:
     first = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
     second = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
@@ -378,12 +382,12 @@ def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
         identity.merge_fingerprints([first, second])
 
 
-def test_the_smallest_cache_of_the_ranks_is_that_of_the_engine(vllm_config: Any) -> None:
+def test_the_smallest_rank_cache_bounds_the_engine(vllm_config: Any) -> None:
     texts = [identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], n) for n in (300, 200)]
     assert identity.merge_fingerprints(texts)["cache_blocks"] == 200
 
 
-def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_that_differs_between_processes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
@@ -396,7 +400,7 @@ def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("vllm_config")
-def test_a_random_seed_with_a_disk_is_said_loudly(
+def test_a_random_seed_with_a_disk_logs_a_loud_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("00", True))
@@ -409,9 +413,7 @@ def test_a_random_seed_with_a_disk_is_said_loudly(
     manager.shutdown()
 
 
-def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
-    tmp_path: Path, vllm_config: Any
-) -> None:
+def test_weights_without_identity_are_refused_until_they_are_named(tmp_path: Path, vllm_config: Any) -> None:
     vllm_config.model_config.model_weights = "s3://bucket/llama"
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
     config = offloading_config(secondary_tiers=tiers)
@@ -434,7 +436,7 @@ def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
     made.shutdown()
 
 
-def test_what_a_kept_region_is_found_by() -> None:
+def test_the_key_of_a_kept_region() -> None:
     def found_by(config: Any, **options: Any) -> str:
         return identity.keep_for(config, OffloadConfig(cpu_bytes_to_use=1 << 20, **options))
 
@@ -448,7 +450,7 @@ def test_what_a_kept_region_is_found_by() -> None:
 
 
 def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> None:
-    """vLLM puts a directory of configs in the place of the name of an s3:// model."""
+    """For an s3:// model, vLLM replaces the model name by a directory of config files."""
     found = []
     for address in ("s3://bucket/base", "s3://bucket/tuned"):
         vllm_config.model_config.model_weights = address
@@ -460,8 +462,8 @@ def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> Non
 
 
 @pytest.mark.parametrize("key", ["tensorizer_uri", "tensorizer_dir"])
-def test_the_address_that_tensorizer_reads_is_that_of_the_weights(vllm_config: Any, key: str) -> None:
-    """The settings as EngineArgs.create_load_config leaves them; its default is the model itself."""
+def test_the_address_of_the_weights_is_the_one_that_tensorizer_reads(vllm_config: Any, key: str) -> None:
+    """The settings as EngineArgs.create_load_config leaves them; the default address is the model itself."""
     vllm_config.model_config.model = "/models/base"
     for given, address in (({key: "s3://bucket/base"}, "s3://bucket/base"), ({}, None)):
         table = {"tensorizer_dir": "/models/base", **given}
@@ -477,7 +479,7 @@ def test_a_root_that_cannot_be_used_is_refused_before_memory_is_taken(tmp_path: 
         KVOffloadSpec(offloading_config(secondary_tiers=tiers)).get_worker(kv_caches())
 
 
-def test_a_request_of_a_manager_works_from_the_spec_alone() -> None:
+def test_a_request_works_with_the_spec_alone() -> None:
     config = offloading_config(groups=2)
     made = KVOffloadSpec(config).get_worker(kv_caches(groups=2))
     manager = KVOffloadSpec(config).get_manager()

@@ -1,4 +1,4 @@
-"""Run by test_contract.py: the one warning when nothing is ever hit."""
+"""Run by test_contract.py: the one warning when no lookup ever hits."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from kv_offload import _core  # noqa: E402
 
 
 class Looked:
-    """What a cache says of its lookups."""
+    """The lookup statistics of a cache."""
 
     def __init__(self, *sights: tuple[int, int], longest_prompt: int = 100) -> None:
         self._sights, self._longest_prompt = list(sights), longest_prompt
@@ -26,7 +26,7 @@ class Looked:
 
 
 class Tiers:
-    """What a cache says of its tiers."""
+    """The tier statistics of a cache."""
 
     def __init__(self, *apart: bool) -> None:
         self.apart = list(apart)
@@ -65,12 +65,12 @@ def test_it_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("misses", "hits", "chunks"),
     [
-        ([("deadline", 200_000)], 16, 10),  # something was hit
-        ([("not_stored", 200_000)], 0, 10),  # prompts that nobody asked before
+        ([("deadline", 200_000)], 16, 10),  # some lookups hit
+        ([("not_stored", 200_000)], 0, 10),  # all prompts are new
         ([("deadline", 200_000)], 0, 0),  # nothing is stored
     ],
 )
-def test_it_is_silent_where_nothing_is_strange(
+def test_no_warning_where_misses_are_expected(
     misses: list[tuple[str, float]], hits: float, chunks: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, _ = _watched(*misses, hits=hits, chunks=chunks)
@@ -131,7 +131,7 @@ def test_it_names_the_cause(
     assert cause in record.getMessage()
 
 
-def test_each_tier_whose_replicas_went_apart_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_tier_with_diverged_replicas_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     tiers = Tiers(False, False)
     watch = DivergenceWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
     watch.look()
@@ -144,7 +144,7 @@ def test_each_tier_whose_replicas_went_apart_is_named_once(caplog: pytest.LogCap
     assert "reset_prefix_cache" in record.getMessage()
 
 
-def test_what_is_decided_on_encoding_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     tiers = Tiers(False, False)
     watch = CodecWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: what is logged of chunks longer than a sliding window."""
+"""Run by test_contract.py under each vLLM release: logs about chunks longer than a window."""
 
 import logging
 

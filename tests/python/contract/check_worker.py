@@ -1,4 +1,4 @@
-"""Run by test_contract.py under each vLLM release: the worker, and the bytes it moves."""
+"""Run by test_contract.py under each vLLM release: the worker, and the bytes that it copies."""
 
 import inspect
 import random
@@ -47,7 +47,7 @@ def test_the_worker_is_vllms() -> None:
         assert ours[: len(theirs)] == theirs, name
 
 
-def test_a_result_tells_bytes_and_seconds_and_always_success() -> None:
+def test_a_result_reports_bytes_and_seconds_and_always_success() -> None:
     made = start(kv_caches())
     assert made.submit_store(7, blocks([0, 1]), rows(0, 1)) is True
     result = finish(made, 7)
@@ -67,7 +67,7 @@ def test_a_job_without_chunks_is_reported_too() -> None:
     made.shutdown()
 
 
-def test_waiting_for_jobs_that_are_done_or_unknown_returns() -> None:
+def test_waiting_for_finished_or_unknown_jobs_returns() -> None:
     made = start(kv_caches())
     made.wait({99})
     made.submit_store(1, blocks([0]), rows(0))
@@ -89,7 +89,7 @@ def test_an_expedited_load_is_a_load() -> None:
     made.shutdown()
 
 
-def test_the_padding_between_pages_is_left_alone() -> None:
+def test_the_padding_between_pages_is_unchanged() -> None:
     caches = kv_caches(page=512, stride=768)
     backing = caches.tensors[0].tensor.as_strided((8, 768), (768, 1))
     backing[:, 512:] = 77
@@ -105,8 +105,8 @@ def test_the_padding_between_pages_is_left_alone() -> None:
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_chunks_come_back_as_they_were_also_in_parts(blocks_per_chunk: int, seed: int) -> None:
-    """Three groups of other page sizes, chunks at random places; loads start late and end early."""
+def test_whole_and_partial_chunks_are_loaded_unchanged(blocks_per_chunk: int, seed: int) -> None:
+    """Three groups with different page sizes, chunks at random places; loads start late and end early."""
     rng = random.Random(seed)
     pages, num_blocks = (512, 4096, 1024), 24
     tensors = [torch.randint(-128, 127, (num_blocks, page), dtype=torch.int8) for page in pages]
@@ -165,7 +165,7 @@ def test_chunks_come_back_as_they_were_also_in_parts(blocks_per_chunk: int, seed
     made.shutdown()
 
 
-def test_each_rank_reports_and_keeps_to_its_area() -> None:
+def test_each_rank_reports_and_uses_only_its_area() -> None:
     first, second = kv_caches(), kv_caches()
     second.tensors[0].tensor.add_(100)
     engine = offloading_config(world_size=2).engine_id
@@ -186,7 +186,7 @@ def test_each_rank_reports_and_keeps_to_its_area() -> None:
     manager.shutdown()
 
 
-def test_the_cache_is_kept_alive_while_the_worker_is() -> None:
+def test_the_worker_keeps_the_cache_alive() -> None:
     import gc
     import weakref
 
@@ -199,7 +199,7 @@ def test_the_cache_is_kept_alive_while_the_worker_is() -> None:
     made.shutdown()
 
 
-def test_progress_is_told_every_few_seconds_and_not_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vllm.kv_offload.specs.worker")
     now = [0.0]
     progress = worker.progress_logger(0.0, clock=lambda: now[0])
@@ -211,12 +211,12 @@ def test_progress_is_told_every_few_seconds_and_not_more(caplog: pytest.LogCaptu
     ]
 
 
-def test_a_cache_on_another_device_is_refused_naming_what_is_possible() -> None:
+def test_a_cache_on_an_unsupported_device_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(ValueError, match="on meta; supported are cpu and cuda"):
         worker.choose_copier([torch.empty(1, device="meta")])
 
 
-def test_a_gpu_that_nothing_can_copy_from_is_refused_as_doctor_says_it(
+def test_a_gpu_without_a_copier_is_refused_with_the_message_of_doctor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kv_offload._core.cuda_unavailable_reason", lambda: "no library")

@@ -45,7 +45,7 @@ def test_memory_that_pinning_will_populate_is_placed_too() -> None:
     assert region.calls == [("prefer_node", 3)]
 
 
-def test_a_kernel_that_refuses_costs_nothing_but_speed() -> None:
+def test_a_kernel_that_refuses_placement_costs_only_speed() -> None:
     region = Region("mbind: not permitted")
     worker._prepare_memory(region, 0, 1, "cuda", 0, True)
     assert region.calls[-1] == ("prefault", 0)

@@ -1,4 +1,4 @@
-"""What several of the contract checks need."""
+"""Fixtures that several contract checks need."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from kv_offload.specs import compat  # noqa: E402
 
 @pytest.fixture
 def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a worker finds of the VllmConfig, with the fields that matter."""
+    """The parts of a VllmConfig that a worker reads, with the fields that matter."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)

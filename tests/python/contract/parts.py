@@ -12,7 +12,7 @@ TOKENS_PER_BLOCK = 16
 
 
 def key(number: int, group: int = 3) -> bytes:
-    # A digest, as vLLM makes them: different where keys are told apart.
+    # A digest, as vLLM makes them, with different bytes at the positions that separate keys.
     return bytes(base.make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest(), group))
 
 
@@ -37,7 +37,7 @@ def offloading_config(
     canonical: bool = False,
     **extra: Any,
 ) -> Any:
-    """An OffloadingConfig as this vLLM would make it; group ids start at 3, so that id != position."""
+    """Returns an OffloadingConfig as this vLLM makes it; group ids start at 3, so that id != position."""
     names = {field.name for field in __import__("dataclasses").fields(config.OffloadingGroupConfig)}
     made = []
     for position in range(groups):
@@ -81,7 +81,7 @@ def offloading_config(
 
 
 def kv_caches(groups: int = 1, num_blocks: int = 8, page: int = 4096, stride: int | None = None) -> Any:
-    """One tensor per group, its block b filled with the byte (16 * group + b)."""
+    """Returns one tensor per group; block b is filled with the byte (16 * group + b)."""
     tensors, refs = [], []
     for group in range(groups):
         backing = torch.zeros(num_blocks, stride or page, dtype=torch.int8)

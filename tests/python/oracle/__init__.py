@@ -1,1 +1,1 @@
-"""The byte oracle: random requests through vLLM's real scheduler and connector; every byte is checked."""
+"""The byte-exactness test: random requests through vLLM's real scheduler; every byte is checked."""

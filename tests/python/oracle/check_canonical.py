@@ -1,6 +1,8 @@
-"""One root, engines that differ in the number of ranks: in the canonical layout they write the same records
-and load each other's; where it is not possible they keep theirs apart and say why. Run by test_oracle.py;
-every loaded byte is checked by the oracle besides."""
+"""Engines with different numbers of ranks share one root. In the canonical layout they write the same records
+and load each other's; where it is not possible they keep theirs apart and log the reason.
+
+Run by test_oracle.py, which also checks every loaded byte.
+"""
 
 import hashlib
 import struct
@@ -37,7 +39,7 @@ def on_disk(setup: Setup, root: Path, number: int) -> Setup:
 
 
 def records(root: Path) -> dict[str, str]:
-    """Name below the root -> digest of all but when it was written (and so the header's checksum)."""
+    """Maps each record name to a digest of all but its creation time and header checksum."""
     found = {}
     for path in paths_in(root):
         if path.suffix == ".rec":
@@ -48,7 +50,7 @@ def records(root: Path) -> dict[str, str]:
 
 
 def ask_all(setup: Setup, model_dir: str) -> float:
-    """One life, as check_identity.serve, of any setup: tokens that came from the disk."""
+    """Runs one engine life with any setup, as check_identity.serve; returns the tokens loaded from disk."""
     engine = boot(setup, model_dir)
     try:
         ask_again(engine, prompts())
@@ -89,8 +91,8 @@ def test_a_record_has_a_shard_for_each_head(tmp_path: Path) -> None:
     assert shards == HEADS.heads
 
 
-def test_it_never_meets_the_plain_layout(tmp_path: Path) -> None:
-    """One rank has the same bytes in both, in another order."""
+def test_canonical_and_plain_records_are_never_mixed(tmp_path: Path) -> None:
+    """One rank has the same bytes in both layouts, in another order."""
     model_dir = make_model_dir()
     plain = replace(HEADS, extra={"cpu_bytes_to_use": "4MiB"})
     root = tmp_path / "root"
@@ -101,7 +103,7 @@ def test_it_never_meets_the_plain_layout(tmp_path: Path) -> None:
     assert len(_core.FsRoot(str(root)).stat()["namespaces"]) == 2
 
 
-def test_a_latent_cache_that_all_ranks_hold_is_the_same_for_any_number(tmp_path: Path) -> None:
+def test_a_replicated_latent_cache_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     latent = replace(FULL, replicated=True, extra={**FULL.extra, "canonical_layout": True})
     model_dir = make_model_dir()
     written = []
@@ -113,7 +115,7 @@ def test_a_latent_cache_that_all_ranks_hold_is_the_same_for_any_number(tmp_path:
     assert written[0] == written[1]
 
 
-# The setup, its numbers of ranks, what its model has, and why it is kept apart.
+# Per case: the setup, its numbers of ranks, model properties, and the reason why records are kept apart.
 REFUSED: dict[str, tuple[Setup, tuple[int, ...], dict[str, int], str]] = {
     "states": (replace(HEADS, window=STATE, heads=None, layers=4), (1, 2), {}, "certifies no layout"),
     "packed blocks": (replace(HEADS, layout="BLHNC", heads=None), (1, 2), {}, "lie in one page"),
@@ -134,7 +136,7 @@ REFUSED: dict[str, tuple[Setup, tuple[int, ...], dict[str, int], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_where_it_is_not_possible_records_are_kept_apart_with_one_sentence(
+def test_without_the_canonical_layout_records_are_kept_apart_and_the_reason_is_logged(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup, numbers, model, reason = REFUSED[name]
@@ -150,5 +152,5 @@ def test_where_it_is_not_possible_records_are_kept_apart_with_one_sentence(
         ]
         assert len(sentences) == 1
         assert reason in sentences[0]
-        assert serve(on_disk(setup, root, number), model_dir) > 0, "it finds its own"
+        assert serve(on_disk(setup, root, number), model_dir) > 0, "an engine does not find its own records"
     assert len(_core.FsRoot(str(root)).stat()["namespaces"]) == len(numbers)

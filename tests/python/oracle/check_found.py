@@ -1,8 +1,8 @@
-"""Tokens found, not only bytes.
+"""Checks the number of tokens found, in addition to their bytes.
 
-For every model class, chunk size and window: what vLLM offers is found as often as with a manager that keeps
-everything (oracle.reference). test_oracle.py runs this under each vLLM release; every loaded byte is checked
-too. KV_OFFLOAD_FOUND=all runs all cells.
+For every model class, chunk size and window, the chunks that vLLM offers are found as often as with a manager
+that keeps everything (oracle.reference). test_oracle.py runs this under each vLLM release; every loaded byte
+is checked too. KV_OFFLOAD_FOUND=all runs all cells.
 """
 
 import os
@@ -22,7 +22,7 @@ from oracle.reference import reference_engine  # noqa: E402
 ROOMY = replace(
     FULL,
     layers=2,
-    # Whatever is there is loaded: what it costs on a busy machine decides nothing here.
+    # Every stored chunk is loaded; its cost on a busy machine must not influence the result.
     extra={"cpu_bytes_to_use": "32MiB", "load_policy": "always", "lookup_deadline_ms": PATIENT_MS},
     num_blocks=200,
     max_model_len=1100,
@@ -41,9 +41,10 @@ CLASSES: dict[str, Setup] = {
     "replicated, two ranks": replace(ROOMY, replicated=True, world_size=2),
 }
 CHUNKS = (1, 2, 4, 8, 16)
-GROWTHS = (100, 37, 64)  # tokens a turn: neither blocks nor chunks, a few, whole ones
+GROWTHS = (100, 37, 64)  # tokens per turn: a partial block, a few tokens, whole chunks
 ALL = os.environ.get("KV_OFFLOAD_FOUND") == "all"
-# In CI: the largest chunk of each class, where nothing was found, and chunks around each window.
+# Cells for CI: the largest chunk of each class, where nothing was found before, and chunks around each
+# window.
 SHORT = {
     ("full attention", 16),
     ("window of 32", 2),
@@ -60,7 +61,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request: the tokens that were not computed; ``right``: so were their bytes."""
+    """The result of one request: tokens that were not computed; ``right``: so were their bytes."""
 
     asked: int
     found: int
@@ -68,14 +69,14 @@ class Answer:
 
 
 class Asker:
-    """Asks an engine one request at a time, until nothing is under way."""
+    """Sends one request at a time to an engine and waits until no work is pending."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.answers: list[Answer] = []
 
     def ask(self, prompt: list[int], max_tokens: int = 1) -> list[int]:
-        """The prompt with its answer."""
+        """Returns the prompt with its answer."""
         name = f"r{len(self.answers)}"
         request = self.engine.add(name, prompt, max_tokens)
         self.engine.drain()
@@ -89,8 +90,9 @@ class Asker:
 
 
 def conversations(asker: Asker) -> None:
-    """Conversations that grow while vLLM's own cache holds them, each then asked again without it; and parts
-    of it, which end elsewhere."""
+    """Sends conversations that grow while vLLM's own cache holds them, and each again without that cache.
+    Also sends parts of each, which end elsewhere.
+    """
     for growth in GROWTHS:
         rng = random.Random(growth)
         said: list[int] = []
@@ -113,7 +115,7 @@ def single_turns(asker: Asker) -> None:
 
 
 def alternating(asker: Asker) -> None:
-    """A conversation whose device cache is lost in every second turn."""
+    """Sends a conversation whose device cache is cleared in every second turn."""
     rng = random.Random(5)
     said: list[int] = []
     for turn in range(9):
@@ -146,12 +148,12 @@ def cells() -> Iterator[tuple[str, int]]:
 
 
 def compare(setup: Setup) -> tuple[list[Answer], list[Answer]]:
-    """(ours, the reference's) answers to the same requests."""
+    """Returns (our, the reference's) answers to the same requests."""
     return play(boot(setup)), play(reference_engine(setup, boot))
 
 
 def losses(ours: list[Answer], kept: list[Answer]) -> list[str]:
-    """Where less is found than by keeping everything, and where more is, of which nothing may be right."""
+    """Lists requests for which we find less than the reference, or more, which cannot be right."""
     return [
         f"request {number} of {mine.asked} tokens: {mine.found} found, {best.found} by keeping everything"
         for number, (mine, best) in enumerate(zip(ours, kept, strict=True))
@@ -160,7 +162,7 @@ def losses(ours: list[Answer], kept: list[Answer]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "blocks"), list(cells()))
-def test_as_much_is_found_as_by_keeping_everything(name: str, blocks: int) -> None:
+def test_as_much_is_found_as_by_a_manager_that_keeps_everything(name: str, blocks: int) -> None:
     ours, kept = compare(chunks_of(CLASSES[name], blocks))
     print(name, blocks, sum(answer.found for answer in ours), sum(answer.found for answer in kept))
     assert losses(ours, kept) == []

@@ -1,5 +1,8 @@
-"""One root, two engines that differ in one thing: the second loads what the first recorded exactly when its
-bytes are the same. Run by test_oracle.py; every loaded byte is checked by the oracle besides."""
+"""Two engines that differ in one property share one root: the second loads the first one's records exactly
+when its bytes are the same.
+
+Run by test_oracle.py, which also checks every loaded byte.
+"""
 
 import json
 import random
@@ -59,7 +62,7 @@ def prompts() -> list[list[int]]:
 
 
 def serve(setup: Setup, model_dir: str, **request: str) -> float:
-    """One life: asks all prompts, each until it is recorded. Tokens that came from the disk."""
+    """Runs one engine life: sends each prompt until it is recorded. Returns the tokens loaded from disk."""
     engine = Engine(setup, f"identity-{uuid.uuid4()}", model_dir)
     try:
         ask_again(engine, prompts(), **request)
@@ -69,7 +72,7 @@ def serve(setup: Setup, model_dir: str, **request: str) -> float:
 
 
 class Recorded:
-    """A root on which one engine has recorded the prompts."""
+    """A root in which one engine has recorded the prompts."""
 
     def __init__(self, directory: Path, setup: Setup = FULL, model_dir: str | None = None) -> None:
         self.root = directory / "root"
@@ -95,7 +98,7 @@ def test_other_bytes_are_never_loaded(recorded: Recorded, name: str) -> None:
     assert serve(OTHER_BYTES[name](recorded.setup), recorded.model_dir) == 0
     assert recorded.namespaces() == 2
     assert serve(recorded.setup, recorded.model_dir) == expected_tokens(), (
-        "nor do they take the place of ours"
+        "records of the other engine replaced ours"
     )
 
 
@@ -105,7 +108,7 @@ def test_the_same_bytes_are_loaded(recorded: Recorded, name: str) -> None:
     assert recorded.namespaces() == 1
 
 
-def test_other_weights_are_another_namespace_and_a_copy_is_not(recorded: Recorded, tmp_path: Path) -> None:
+def test_other_weights_have_another_namespace_but_a_copy_does_not(recorded: Recorded, tmp_path: Path) -> None:
     copied = shutil.copytree(recorded.model_dir, tmp_path / "copied")
     assert serve(recorded.setup, str(copied)) == expected_tokens()
     config = json.loads((copied / "config.json").read_text())
@@ -116,7 +119,7 @@ def test_other_weights_are_another_namespace_and_a_copy_is_not(recorded: Recorde
     assert recorded.namespaces() == 3
 
 
-def test_another_revision_of_a_hub_model_is_another_namespace_wherever_it_is_kept(tmp_path: Path) -> None:
+def test_another_revision_of_a_hub_model_has_another_namespace_in_any_directory(tmp_path: Path) -> None:
     def snapshot(cache: str, commit: str) -> str:
         folder = tmp_path / cache / "models--org--name" / "snapshots" / commit
         return str(shutil.copytree(model_dir, folder))
@@ -129,7 +132,7 @@ def test_another_revision_of_a_hub_model_is_another_namespace_wherever_it_is_kep
     assert recorded.namespaces() == 2
 
 
-def test_another_build_of_this_package_loads_them(
+def test_another_build_of_this_package_loads_the_records(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_core, "__version__", "99.0")
@@ -139,7 +142,7 @@ def test_another_build_of_this_package_loads_them(
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
-def test_another_hash_seed_is_another_namespace(
+def test_another_hash_seed_has_another_namespace(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "1")
@@ -147,26 +150,26 @@ def test_another_hash_seed_is_another_namespace(
     assert serve(recorded.setup, recorded.model_dir) == expected_tokens()
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     loaded = serve(recorded.setup, recorded.model_dir)
-    # sha256 may have one seed whatever the environment says; where it does not, the namespace is another.
+    # sha256 may have one seed whatever the environment says; where it does not, the namespace differs.
     same = (expected_tokens(), 1)
     assert (loaded, recorded.namespaces()) in ([(0, 2), same] if algorithm == "sha256" else [(0, 2)])
 
 
 @pytest.mark.parametrize("request_of", [{"salt": "tenant"}, {"lora": "adapter"}], ids=["salt", "lora"])
-def test_another_tenants_and_another_adapters_prompts_are_not_reached(
+def test_prompts_of_another_tenant_or_adapter_are_not_loaded(
     recorded: Recorded, request_of: dict[str, str]
 ) -> None:
     assert serve(recorded.setup, recorded.model_dir, **request_of) == 0
     assert serve(recorded.setup, recorded.model_dir, **request_of) == expected_tokens()
     (name,) = request_of
     assert serve(recorded.setup, recorded.model_dir, **{name: "another"}) == 0
-    assert recorded.namespaces() == 1, "they differ in their keys"
+    assert recorded.namespaces() == 1, "tenants and adapters must differ in their keys only"
 
 
-def test_the_comparison_would_see_a_namespace_that_leaves_something_out(
+def test_the_comparison_detects_an_incomplete_namespace(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: with one namespace for all, what another model recorded is loaded."""
+    """Negative control: with one namespace for all, records of another model are loaded."""
     from kv_offload.namespace import NamespaceIdentity
 
     monkeypatch.setattr(NamespaceIdentity, "namespace_id", lambda self: bytes(32))

@@ -20,7 +20,7 @@ from oracle.engine import Engine, Setup  # noqa: E402
 from oracle.inputs import PLACEHOLDER, Image, Inputs  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
 
-TOKENS = 150  # of each prompt; 144 of them in whole blocks
+TOKENS = 150  # per prompt; 144 of them are in whole blocks
 WIDTH = 8  # of an embedding
 IMAGES = replace(FULL, encoder_tokens=96)
 Prompt = tuple[list[int], Inputs]
@@ -37,7 +37,7 @@ def running(setup: Setup, model_dir: str | None = None) -> Iterator[Engine]:
 
 
 def ask(engine: Engine, prompt: Prompt) -> int:
-    """One prompt alone and with an empty GPU cache: how many of its tokens came from us."""
+    """Sends one prompt alone with an empty GPU cache; returns the number of its tokens that we loaded."""
     assert engine.scheduler.reset_prefix_cache()
     tokens, inputs = prompt
     engine.add("asked", tokens, 1, inputs=inputs)
@@ -53,7 +53,7 @@ def text(seed: int = 0) -> list[int]:
 
 
 def with_images(*images: Image) -> Prompt:
-    """The same text for all images at the same places."""
+    """Returns the same text for all images at the same places."""
     tokens = text()
     for image in images:
         tokens[image.offset : image.offset + image.length] = [PLACEHOLDER] * image.length
@@ -63,8 +63,9 @@ def with_images(*images: Image) -> Prompt:
 def embedded(
     changed: Sequence[int] = (), is_token: Callable[[int], bool] | None = None, seed: int = 0
 ) -> Prompt:
-    """Embeddings; in the rows ``changed`` the last bit of one value differs. ``is_token`` of a position: its
-    token counts, and its row is zero, as vLLM's front end makes it."""
+    """Returns embeddings; in the rows ``changed`` the last bit of one value differs. Where ``is_token`` is
+    true the token counts and its row is zero, as vLLM's front end makes it.
+    """
     rows = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
     for row in changed:
         rows.view(torch.int32)[row, WIDTH - 1] ^= 1
@@ -77,7 +78,7 @@ def embedded(
 
 
 def shuffled(prompts: Sequence[Prompt], setup: Setup, steps: int = 300) -> Engine:
-    """Some of ``prompts`` at a time, at random; every byte that they read is checked."""
+    """Sends random subsets of ``prompts``; every byte that they read is checked."""
     rng = random.Random(len(prompts))
     with running(setup) as engine:
         for step in range(steps):
@@ -117,12 +118,12 @@ def images_at(places: Sequence[tuple[int, int]], *contents: str) -> list[Image]:
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("where", PLACES)
-def test_the_same_image_hits_and_another_one_misses_from_its_chunk_on(
+def test_the_same_image_hits_and_another_image_misses_from_its_chunk_on(
     where: str, blocks: int, tmp_path: Path
 ) -> None:
     places, chunk = PLACES[where], 16 * blocks
     setup = with_disk(chunks_of(IMAGES, blocks), tmp_path / "root", max_bytes="64MiB")
-    cats = ["cat", "tiger"][: len(places)]  # an image has as many tokens wherever it is
+    cats = ["cat", "tiger"][: len(places)]  # an image has the same number of tokens at every place
     original = with_images(*images_at(places, *cats))
     whole = (TOKENS - 1) // chunk * chunk
     with running(setup) as engine:
@@ -135,7 +136,7 @@ def test_the_same_image_hits_and_another_one_misses_from_its_chunk_on(
         assert ask(after, original) == whole
 
 
-def test_an_image_elsewhere_among_the_same_placeholders_misses() -> None:
+def test_an_image_at_another_offset_of_the_same_placeholders_misses() -> None:
     with running(IMAGES) as engine:
         first = with_images(Image("cat", 32, 16), Image("dog", 48, 16))
         assert ask(engine, first) == 0
@@ -159,8 +160,9 @@ def test_every_byte_of_image_prompts_is_right(setup: Setup) -> None:
     shuffled(prompts, setup)
 
 
-def test_images_that_are_numbered_and_not_hashed_are_seen() -> None:
-    # As vLLM does with --no-enable-prefix-caching and --mm-processor-cache-gb 0, afresh in each process.
+def test_numbered_images_without_a_hash_are_detected() -> None:
+    # As in vLLM with --no-enable-prefix-caching and --mm-processor-cache-gb 0, numbered from 0 in each
+    # process.
     def ask_for_both() -> None:
         with running(IMAGES) as engine:
             for content in ("cat", "dog"):
@@ -190,7 +192,7 @@ def test_the_same_embeddings_hit_and_others_miss_from_their_chunk_on(
             found = ask(engine, embedded([row], is_token=MIXED[kind]))
             assert found == min(row // chunk * chunk, whole)
         assert ask(engine, embedded(is_token=MIXED[kind], seed=1)) == 0
-        assert ask(engine, ([0] * TOKENS, Inputs())) == 0  # the tokens that vLLM has for embeddings
+        assert ask(engine, ([0] * TOKENS, Inputs())) == 0  # the tokens that vLLM substitutes for embeddings
     with running(setup, engine.model_dir) as after:
         assert ask(after, embedded(is_token=MIXED[kind])) == whole
 
@@ -220,7 +222,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("kind", SHARING)
-def test_layers_without_a_cache_of_their_own_cost_no_byte(kind: str) -> None:
+def test_layers_without_their_own_cache_add_no_bytes(kind: str) -> None:
     setup = SHARING[kind]
     sizes = []
     for each in (setup, replace(setup, shared_layers=0)):

@@ -1,6 +1,7 @@
 """Run by test_life_cycles.py under each vLLM release: resets, sleep, weight updates, event payloads.
 
-vLLM's Scheduler, connector and Worker methods are real; what Worker.sleep unmaps is overwritten here.
+The methods of vLLM's Scheduler, connector and Worker are real; memory that Worker.sleep unmaps is overwritten
+here.
 """
 
 import logging
@@ -52,7 +53,7 @@ def prompts(count: int = 3, tokens: int = 200) -> list[list[int]]:
     return [[rng.randrange(1000) for _ in range(tokens)] for _ in range(count)]
 
 
-WHOLE = [192] * 3  # tokens of the prompts above that whole chunks hold
+WHOLE = [192] * 3  # tokens of the prompts above that are in whole chunks
 
 
 def fixed(setup: Setup) -> Setup:
@@ -61,7 +62,7 @@ def fixed(setup: Setup) -> Setup:
 
 @pytest.fixture(autouse=True)
 def wrapped_once() -> Iterator[None]:
-    """vLLM's classes are as before after each test."""
+    """Restores vLLM's classes after each test."""
     patched = [
         (owner, name, owner.__dict__.get(name))
         for owner in (gpu_worker.Worker, life_cycle_connector())
@@ -102,7 +103,7 @@ def test_with_fixed_weights_a_reset_keeps_memory_and_disk(setup: Setup, tmp_path
     after.shutdown()
 
 
-def test_by_default_a_reset_forgets_memory_and_disk_for_good(tmp_path: Path) -> None:
+def test_by_default_a_reset_invalidates_memory_and_disk_permanently(tmp_path: Path) -> None:
     setup = with_disk(FULL, tmp_path / "root", max_bytes="64MiB")
     engine = boot(setup)
     ask_again(engine, prompts())
@@ -125,7 +126,7 @@ def test_every_byte_is_right_over_many_resets_that_keep_the_cache(
     assert engine.happened["resets"] > 5
 
 
-def test_what_is_kept_and_what_is_forgotten_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_and_invalidated_chunks_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for setup, kept in ((FULL, False), (fixed(FULL), True)):
         engine = boot(setup)
         ask_again(engine, prompts(1))
@@ -146,7 +147,7 @@ def test_what_is_kept_and_what_is_forgotten_is_logged_once(caplog: pytest.LogCap
 
 
 def update_weights(engine: Engine) -> None:
-    """From now on the model computes other bytes for the same tokens."""
+    """Changes the bytes that the model computes for the same tokens."""
     for _, _, runner in engine.ranks:
         runner.layers = [[(words, ~salts) for words, salts in group] for group in runner.layers]
 
@@ -161,7 +162,7 @@ def test_after_a_weight_update_no_byte_of_the_old_weights_is_loaded(tmp_path: Pa
     engine.shutdown()
 
 
-def test_weights_that_change_although_they_are_fixed_are_seen() -> None:
+def test_the_check_detects_fixed_weights_that_change() -> None:
     engine = boot(fixed(FULL))
     ask_again(engine, prompts())
     assert engine.reset(running=True)
@@ -172,10 +173,11 @@ def test_weights_that_change_although_they_are_fixed_are_seen() -> None:
 
 
 HARMLESS = {"compute_weight_checksums", "supports_draft_weight_updates"}
-AFTER_THE_START = {"finish_weight_update", "shutdown_weight_transfer_engine"}  # of a refused update
+# must not be refused: they finish a refused update
+AFTER_THE_START = {"finish_weight_update", "shutdown_weight_transfer_engine"}
 
 
-def test_every_way_to_change_weights_is_refused_when_they_are_fixed() -> None:
+def test_every_weight_update_is_refused_when_weights_are_fixed() -> None:
     changes = {
         name for name in vars(gpu_worker.Worker) if "weight" in name and not name.startswith("_")
     } - HARMLESS
@@ -186,7 +188,7 @@ def test_every_way_to_change_weights_is_refused_when_they_are_fixed() -> None:
             getattr(gpu_worker.Worker, name)(SimpleNamespace(vllm_config=config), *arguments_of(name))
     with pytest.raises(RuntimeError, match="sleep at level 2 is refused"):
         gpu_worker.Worker.sleep(SimpleNamespace(vllm_config=config), level=2)
-    # Another engine of the same process changes its own.
+    # Another engine of the same process updates its own weights.
     called: list[str] = []
     runner = SimpleNamespace(reload_weights=lambda **_: called.append("reloaded"))
     gpu_worker.Worker.reload_weights(SimpleNamespace(vllm_config=other.ranks[0][0], model_runner=runner))
@@ -207,7 +209,7 @@ def arguments_of(name: str) -> list[Any]:
     ],
     ids=["a server that receives weights", "an unknown server"],
 )
-def test_fixed_weights_are_refused_where_they_cannot_be_held(config: Any, sentence: str) -> None:
+def test_fixed_weights_are_refused_where_they_cannot_be_enforced(config: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         life_cycle.refuse_weight_updates(config)
 
@@ -216,7 +218,7 @@ def test_fixed_weights_are_refused_where_they_cannot_be_held(config: Any, senten
 
 
 class Sleeper:
-    """As much of vLLM's Worker as its sleep() and discard() use; unmapped memory is overwritten."""
+    """The parts of vLLM's Worker that its sleep() and discard() use; unmapped memory is overwritten."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
@@ -239,17 +241,17 @@ class Sleeper:
                 words.fill(0x5A5A5A5A5A5A5A5A)
 
 
-LAST = prompts(3)[2][:192]  # its last step ends with a chunk
+LAST = prompts(3)[2][:192]  # its last step ends at the end of a chunk
 LAST_WHOLE = 191  # the last token is always computed
 
 
 def compute_without_waiting(engine: Engine) -> None:
-    """As an engine in the caller's process does: the request has ended, its last stores have not begun."""
+    """Acts as an engine in the caller's process: the request has ended, its last stores have not started."""
     engine.add("r", LAST, 1)
     while engine.scheduler.has_unfinished_requests():
         engine.step()
     side = engine.ranks[0][1].connector_worker
-    assert side._unsubmitted_store_jobs, "nothing is left to copy"
+    assert side._unsubmitted_store_jobs, "no store is left to submit"
 
 
 SLEEPS: dict[str, Callable[[Any], None]] = {
@@ -260,8 +262,8 @@ SLEEPS: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("how", SLEEPS)
 def test_copies_end_before_the_kv_cache_is_unmapped(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The connector is not reset here, as vLLM will offer it (clear_connector_cache=False): what is copied
-    # from memory that was unmapped would be found.
+    # The connector is not reset here, as a later vLLM will offer it (clear_connector_cache=False): copies
+    # from unmapped memory would be found.
     engine = boot(FULL)
     compute_without_waiting(engine)
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -273,7 +275,7 @@ def test_copies_end_before_the_kv_cache_is_unmapped(how: str, monkeypatch: pytes
     engine.shutdown()
 
 
-def test_a_sleep_that_does_not_wait_for_copies_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_detects_a_sleep_that_does_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life_cycle, "finish_copies", lambda connector: None)
     engine = boot(FULL)
     compute_without_waiting(engine)
@@ -302,7 +304,7 @@ class HeldCopies:
         self.waited_for = set(job_ids)
 
 
-def test_a_worker_that_finishes_waits_for_all_copies_under_way() -> None:
+def test_a_worker_waits_for_all_copies_in_flight_before_it_finishes() -> None:
     copies: Any = HeldCopies()
     worker = KVOffloadWorker(copies, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     blocks = SimpleNamespace(block_ids=[], group_sizes=[], block_indices=[])
@@ -315,7 +317,7 @@ def test_a_worker_that_finishes_waits_for_all_copies_under_way() -> None:
     assert copies.waited_for == {1, 3}
 
 
-def test_all_connectors_of_a_multiconnector_end_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_connectors_of_a_multiconnector_finish_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = boot(FULL)
     compute_without_waiting(engine)
     sleeper = Sleeper(engine, monkeypatch)
@@ -332,7 +334,7 @@ def is_told() -> bool:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_a_sleep_with_jobs_under_way_keeps_what_had_been_stored(
+def test_a_sleep_with_jobs_in_flight_keeps_stored_chunks(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     setup = with_disk(fixed(FULL), tmp_path / "root") if on_disk else fixed(FULL)
@@ -344,7 +346,7 @@ def test_a_sleep_with_jobs_under_way_keeps_what_had_been_stored(
     engine.drain()
     found = ask_again(engine, [*prompts(2), LAST])
     assert found[:2] == WHOLE[:2]
-    assert found[2] < LAST_WHOLE  # its last store was under way
+    assert found[2] < LAST_WHOLE  # its last store was in flight
     _check_at_rest(engine)
     engine.shutdown()
 
@@ -353,7 +355,7 @@ def test_a_sleep_with_jobs_under_way_keeps_what_had_been_stored(
 
 
 class FailingStores(_Around):
-    """Every copy to host memory fails."""
+    """A worker whose copies to host memory all fail."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         from kv_offload.specs.compat import TransferResult
@@ -368,7 +370,7 @@ DESCRIBING = replace(FULL, events=True, extra={**FULL.extra, "self_describing_kv
 
 
 class Published:
-    """Counts what subscribers hold: blocks stored less blocks removed, by medium and owner."""
+    """Counts the blocks of subscribers: stored minus removed, by medium and owner."""
 
     def __init__(self, engine: Engine) -> None:
         self.held: Counter[Any] = Counter()
@@ -377,12 +379,14 @@ class Published:
 
     def publish(self, batch: Any) -> None:
         for event in batch.events:
-            if getattr(event, "medium", "GPU") == "GPU":  # AllBlocksCleared has none
+            if getattr(event, "medium", "GPU") == "GPU":  # AllBlocksCleared has no medium
                 continue
             for block in event.block_hashes:
                 step = 1 if type(event).__name__ == "BlockStored" else -1
                 self.held[event.medium, event.ownership, block] += step
-                assert self.held[event.medium, event.ownership, block] >= 0, "removed and never stored"
+                assert self.held[event.medium, event.ownership, block] >= 0, (
+                    "a removed block was never stored"
+                )
             self.described += bool(getattr(event, "token_ids", ()))
 
     def shutdown(self) -> None:
@@ -414,7 +418,7 @@ def test_chunks_in_memory_have_a_payload_each() -> None:
     engine.shutdown()
 
 
-def test_records_that_vanish_leave_no_payload(tmp_path: Path) -> None:
+def test_records_that_are_removed_leave_no_payload(tmp_path: Path) -> None:
     setup = with_disk(DESCRIBING, tmp_path / "root", max_bytes="64MiB")
     engine = boot(setup)
     ask_again(engine, prompts())
@@ -430,7 +434,7 @@ def test_records_that_vanish_leave_no_payload(tmp_path: Path) -> None:
     after.shutdown()
 
 
-def test_records_of_a_server_that_evicts_without_notice_keep_no_payload() -> None:
+def test_records_on_a_server_that_evicts_silently_keep_no_payload() -> None:
     setup = with_tiers(replace(DESCRIBING, extra={**DESCRIBING.extra, "cpu_bytes_to_use": "64KiB"}), toy())
     engine = boot(setup)
     ask_again(engine, prompts(6))
@@ -439,8 +443,8 @@ def test_records_of_a_server_that_evicts_without_notice_keep_no_payload() -> Non
     engine.shutdown()
 
 
-def test_a_root_is_left_as_it_was(tmp_path: Path) -> None:
-    """With fixed weights, resets make no new generation: servers that share the root go on sharing."""
+def test_a_reset_with_fixed_weights_keeps_the_epoch_of_the_root(tmp_path: Path) -> None:
+    """With fixed weights, resets start no new epoch: servers that share the root continue to share."""
     setup = with_disk(fixed(FULL), tmp_path / "root", max_bytes="64MiB")
     engine, other = boot(setup), None
     try:

@@ -1,5 +1,6 @@
-"""Run by test_oracle.py under each vLLM release. More: KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS,
-KV_OFFLOAD_ORACLE_DEVICE (cuda: with the caches on a GPU)."""
+"""Run by test_oracle.py under each vLLM release. KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS and
+KV_OFFLOAD_ORACLE_DEVICE (cuda: caches on a GPU) extend it.
+"""
 
 import os
 import random
@@ -28,13 +29,13 @@ from oracle.engine import STATE, Engine, Setup  # noqa: E402
 from oracle.runner import FakeRunner, WrongBytes  # noqa: E402
 
 Histories = list[tuple[list[int], str | None]]
-# Who counts what comes back waits longer than a machine stands still: a minute makes no difference.
+# Tests that count hits wait longer than a machine stalls: a delay of a minute changes nothing.
 PATIENT_MS = 240_000
 STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "1000"))
 MINOR = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-# Each release has seeds of its own.
+# Each release has its own seeds.
 SEEDS = range(MINOR[1] * 1000, MINOR[1] * 1000 + int(os.environ.get("KV_OFFLOAD_ORACLE_SEEDS", "1")))
-# 0.31 and 0.32 assert in build_connector_meta when a forced reset and a reload meet in one step.
+# 0.31 and 0.32 assert in build_connector_meta when a forced reset and a reload fall into one step.
 FORCED = 0.004 if MINOR >= (0, 33) else 0.0
 
 FULL = Setup(
@@ -44,7 +45,7 @@ FULL = Setup(
 )
 HYBRID = replace(FULL, window=40)
 STATES = replace(FULL, window=STATE)
-SHORTER = replace(FULL, window=24, extra={**FULL.extra, "blocks_per_chunk": 4})  # than a chunk
+SHORTER = replace(FULL, window=24, extra={**FULL.extra, "blocks_per_chunk": 4})  # shorter than a chunk
 
 
 def chunks_of(setup: Setup, blocks: int) -> Setup:
@@ -116,7 +117,7 @@ KINDS = {
 }
 
 
-# What is new in them shows early.
+# The new features of these kinds show in the first steps.
 SHORT = {
     kind
     for kind in KINDS
@@ -128,12 +129,12 @@ UNSEEN |= {kind for kind in KINDS if "sync_load_budget_bytes" in KINDS[kind].ext
 
 
 def kinds(*names: str) -> list[str]:
-    """Those of the kinds that this release has."""
+    """Returns the kinds that this release supports."""
     return [name for name in names or KINDS if name not in UNSEEN]
 
 
 def boot(setup: Setup, model_dir: str | None = None) -> Engine:
-    """vLLM knows that a latent cache is replicated by the model's class, which is none here."""
+    """Boots an engine as vLLM does for a model with a replicated cache: there is no model class here."""
     with patch.object(ModelConfig, "use_mla", setup.replicated) if setup.replicated else nullcontext():
         engine = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
     assert engine.ranks[0][1].connector_worker.spec.replicated_layout == setup.replicated
@@ -150,9 +151,10 @@ def live(
     model_dir: str | None = None,
     alone: Sequence[list[int]] = (),
 ) -> Engine:
-    """One life of an engine; raises WrongBytes when a request is about to read what is not its own.
-    The prompts of ``alone`` are asked one by one before and after all that happens at random; after it twice,
-    so that they come from us at last whatever was reset or dropped before."""
+    """Runs one engine life; raises WrongBytes when a request is about to read bytes that are not its own. The
+    prompts of ``alone`` are sent one by one before and after the random requests; twice afterwards, so that
+    the second time loads from us even after resets and evictions.
+    """
     engine = boot(setup, model_dir)
     try:
         driver = Driver(engine, seed, rates or Rates(forced_reset=FORCED), root=root)
@@ -171,21 +173,23 @@ def live(
 
 
 def _check_at_rest(engine: Engine) -> None:
-    """Nothing is held when nothing is asked for; and writes have gone to disk."""
+    """Checks that an idle engine holds nothing and that its writes have reached the disk."""
     _until_written(engine)
-    # What a reset overtook may still be under way.
+    # Jobs that a reset overtook may still be in flight.
     held = ("waiting_requests", "requests", "quarantined_rows")
     _step_until_none(engine, engine.manager._cache.stats, held)
 
 
 def _until_written(engine: Engine) -> None:
-    """Memory that is full drops what the disk was too slow to take; what has been written stays."""
+    """Waits for the writes: full host memory evicts chunks that the disk has not taken yet."""
     if engine.setup.extra.get("secondary_tiers"):
         _step_until_none(engine, lambda: engine.manager._cache.tier_stats(0), ("queued_writes",))
 
 
 def until_scanned(engine: Engine) -> None:
-    """Before that a disk that is full takes nothing: what is there may be newer than what is known."""
+    """Waits for the scan: before it, a full disk takes nothing, because existing records may be newer than
+    the known ones.
+    """
     cache = engine.manager._cache
     _step_until_none(engine, lambda: {"scanning": not cache.tier_stats(0)["scan_complete"]}, ("scanning",))
 
@@ -200,7 +204,7 @@ def _step_until_none(engine: Engine, figures: Callable[[], dict[str, Any]], name
 
 
 def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
-    """The same engine over a tier; whatever it has is loaded, so that all of it is checked."""
+    """Returns the same engine over a tier; it loads every stored chunk, so that all are checked."""
     tiers = [{"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_deadline_ms": PATIENT_MS, **tier}]
     extra = {"secondary_tiers": tiers, "load_policy": "always", "lookup_deadline_ms": PATIENT_MS}
     return replace(setup, extra={**setup.extra, **extra})
@@ -208,8 +212,8 @@ def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", kinds())
-def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> None:
-    for life in range(5):  # a short one may load hardly anything, and then shows nothing
+def test_every_byte_that_a_request_reads_is_right(kind: str, seed: int) -> None:
+    for life in range(5):  # a short life may load too little to prove anything
         engine = live(KINDS[kind], seed + 100 * life, STEPS // 3 if kind in SHORT else STEPS)
         loaded = total(engine, "vllm:kv_offload_load_bytes")
         print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
@@ -217,7 +221,7 @@ def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> Non
             break
     assert loaded > 10_000
     if engine.setup.drafts:
-        # Before 0.33 vLLM names no drafter where there is one group: the connector drops no block there.
+        # Before 0.33 vLLM names no drafter where there is one group, and the connector drops no block there.
         named = MINOR >= (0, 33) or engine.setup.window is not None
         assert sum(engine.draft_groups) == int(named)
         _, _, runner = engine.ranks[0]
@@ -236,7 +240,7 @@ WORKER_FAULTS = (faults.WrongRow, faults.SkippedLoad, faults.EarlyLoad, faults.E
 
 @pytest.mark.parametrize("fault", WORKER_FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("kind", kinds("full attention", "hybrid", "mirrored"))
-def test_a_fault_of_the_worker_is_seen(fault: type, kind: str) -> None:
+def test_the_oracle_detects_a_faulty_worker(fault: type, kind: str) -> None:
     with pytest.raises(WrongBytes):
         live(replace(KINDS[kind], wrap_worker=fault), seed=0, steps=1500)
 
@@ -250,12 +254,12 @@ def test_a_fault_of_the_worker_is_seen(fault: type, kind: str) -> None:
         "hybrid, every window, a drafter in one group",
     ),
 )
-def test_rows_of_other_chunks_are_seen_in_states_and_drafts_too(kind: str) -> None:
+def test_the_oracle_detects_rows_of_other_chunks_in_states_and_drafts(kind: str) -> None:
     with pytest.raises(WrongBytes):
         live(replace(KINDS[kind], wrap_worker=faults.WrongRow), seed=0, steps=1500)
 
 
-def test_in_a_layer_of_a_drafter_only_the_last_of_a_block_may_be_of_another_continuation() -> None:
+def test_in_drafter_layers_only_the_last_position_of_a_block_may_differ() -> None:
     blocks = np.zeros((4, 16, 32), dtype=np.int8)
     runner = FakeRunner([[blocks]], [None], 16, 0, draft_layers={(0, 0)})
     prompt = list(range(40))
@@ -273,12 +277,12 @@ def test_in_a_layer_of_a_drafter_only_the_last_of_a_block_may_be_of_another_cont
         runner.check("same", runner.sequences["same"], 32)
 
 
-def test_a_row_that_is_given_out_twice_is_seen() -> None:
+def test_the_oracle_detects_a_row_that_is_allocated_twice() -> None:
     with pytest.raises(WrongBytes):
         live(replace(FULL, wrap_manager=faults.StaleRow), seed=0, steps=1500)
 
 
-def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
+def test_the_oracle_detects_stores_of_reused_window_blocks_after_a_reset() -> None:
     rates = Rates(reset=0.05, evict_prefixes=0.1)
     setup = replace(HYBRID, wrap_manager=faults.TrustingAfterReset)
     with pytest.raises(WrongBytes):
@@ -286,8 +290,10 @@ def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
 
 
 def play_sessions(setup: Setup) -> list[tuple[int, int]]:
-    """Sessions of streaming input, and what comes from us when their whole text is asked for again: (tokens,
-    of how many). Their first parts end within a block, at its end and behind it; one is preempted."""
+    """Runs sessions of streaming input. Returns for each the tokens that we load when its whole text is sent
+    again, and the tokens of that text. The first parts end within a block, at its end and after it; one is
+    preempted.
+    """
     engine = boot(setup)
     rng = random.Random(0)
     found = []
@@ -304,7 +310,7 @@ def play_sessions(setup: Setup) -> list[tuple[int, int]]:
     try:
         for first in (53, 58, 59, 60, 61):
             preempted = first == 61 and not setup.async_scheduling  # a batch in flight refuses the reset
-            # 0.31 and 0.32 assert where one is preempted by a reset and loads in the same step.
+            # 0.31 and 0.32 assert if a request is preempted by a reset and loads in the same step.
             params = {"kv_offload_skip_load": True} if preempted else None
             session = engine.add(f"session-{first}", tokens(first), 6, params=params, resumable=True)
             if preempted:
@@ -336,15 +342,17 @@ def play_sessions(setup: Setup) -> list[tuple[int, int]]:
         "decoded tokens too",
     ),
 )
-def test_sessions_that_go_on_store_nothing_wrong(kind: str) -> None:
+def test_resumed_sessions_store_right_bytes(kind: str) -> None:
     found = play_sessions(KINDS[kind])
     print(kind, found)
     assert all(loaded > 0 for loaded, _ in found)
     if MINOR >= (0, 33) and KINDS[kind].window != HYBRID.window:
-        assert all(loaded >= tokens - 40 for loaded, tokens in found), "these are stored whole"
+        assert all(loaded >= tokens - 40 for loaded, tokens in found), (
+            "these sessions must be stored completely"
+        )
 
 
-def test_storing_what_vllm_offers_of_a_session_is_seen_where_it_is_wrong() -> None:
+def test_the_oracle_detects_wrong_offers_of_a_resumed_session() -> None:
     with pytest.raises(WrongBytes) if MINOR < (0, 33) else nullcontext():
         play_sessions(replace(FULL, wrap_manager=faults.TrustingSessions))
 
@@ -360,18 +368,18 @@ DISK_KINDS = (
     "hybrid, every window, a drafter in one group",
     "replicated, two ranks",
     "short window",
-    # With retention: without it, vLLM offers nothing by which a repeat is found with a drafter, and what the
-    # next life finds is what its random conversations happen to share.
+    # With retention: without it, vLLM offers no chunk that a repeat with a drafter can find, and the next
+    # life finds only what its random conversations happen to share.
     "short window, a drafter of two modules",
 )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", kinds(*DISK_KINDS))
-def test_so_is_every_byte_from_disk_also_in_the_next_life(kind: str, seed: int, tmp_path: Path) -> None:
+def test_every_byte_from_disk_is_right_also_in_the_next_life(kind: str, seed: int, tmp_path: Path) -> None:
     setup = with_disk(KINDS[kind], tmp_path / "root", max_bytes="8MiB")
     histories: Histories = []
-    # What the next life asks for at random may be none of what the disk still has; these it has.
+    # The random requests of the next life may miss all records on disk; these prompts hit.
     rng = random.Random(seed)
     alone = [[rng.randrange(1000) for _ in range(150)] for _ in range(3)]
     first = live(setup, seed, histories=histories, rates=Rates(reset=0), alone=alone)
@@ -386,7 +394,7 @@ def test_so_is_every_byte_from_disk_also_in_the_next_life(kind: str, seed: int, 
 def ask_again(
     engine: Engine, prompts: Sequence[list[int]], salt: str | None = None, lora: str | None = None
 ) -> list[int]:
-    """Each prompt alone and with an empty GPU cache: how many tokens of each came from us."""
+    """Sends each prompt alone with an empty GPU cache; returns the number of loaded tokens of each."""
     loaded = []
     for number, prompt in enumerate(prompts):
         assert engine.scheduler.reset_prefix_cache()
@@ -398,8 +406,8 @@ def ask_again(
     return loaded
 
 
-def test_loads_that_together_need_more_blocks_than_there_are_all_end() -> None:
-    # vLLM leaves the first request too few blocks for what is behind its 144 tokens: alone it stands still.
+def test_concurrent_loads_that_need_more_blocks_than_exist_all_end() -> None:
+    # vLLM leaves the first request too few blocks for the tokens after its 144: alone it would never proceed.
     engine = boot(HYBRID)
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(tokens)] for tokens in (274, 220)]
@@ -415,10 +423,8 @@ def test_loads_that_together_need_more_blocks_than_there_are_all_end() -> None:
 
 
 @pytest.mark.parametrize(("retention", "found"), [(0, 0), (16, 128)])
-def test_what_vllm_offers_of_a_window_with_a_drafter_serves_a_repeat_only_with_retention(
-    retention: int, found: int
-) -> None:
-    # docs/reference/limits.md says so; where a release serves the first too, they are to be mended.
+def test_a_window_with_a_drafter_serves_a_repeat_only_with_retention(retention: int, found: int) -> None:
+    # docs/reference/limits.md states this; update it when a release serves the first case too.
     engine = boot(replace(HYBRID, drafts=2, retention=retention))
     prompt = [token % 1000 for token in range(150)]
     assert [ask_again(engine, [prompt]), ask_again(engine, [prompt])] == [[0], [found]]
@@ -427,18 +433,20 @@ def test_what_vllm_offers_of_a_window_with_a_drafter_serves_a_repeat_only_with_r
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_states_are_found_again_however_many_blocks_a_chunk_has(blocks: int) -> None:
+def test_states_are_found_with_any_chunk_size(blocks: int) -> None:
     engine = boot(chunks_of(replace(STATES, retention=None), blocks))
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(6)]
     assert ask_again(engine, prompts) == [0] * 6
-    assert ask_again(engine, prompts) == [192] * 6, "a multiple of 64, where a step of vLLM's ends"
+    assert ask_again(engine, prompts) == [192] * 6, (
+        "the hit must end at a multiple of 64, where a step of vLLM ends"
+    )
     assert total(engine, "kv_offload_failures_total", "cpu", "store", "device") == 0
     _check_at_rest(engine)
     engine.shutdown()
 
 
-def test_parts_of_a_block_are_found_again_and_whole_blocks_in_the_next_life(tmp_path: Path) -> None:
+def test_partial_blocks_are_found_and_in_the_next_life_whole_blocks(tmp_path: Path) -> None:
     setup = with_disk(KINDS["mamba-like, parts of a block"], tmp_path / "root", max_bytes="64MiB")
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(8)]
@@ -447,34 +455,32 @@ def test_parts_of_a_block_are_found_again_and_whole_blocks_in_the_next_life(tmp_
     assert ask_again(first, prompts) == [0] * len(prompts)
     missed = sum(len(prompt) // 16 * 16 for prompt in prompts)
     assert total(first, "kv_offload_miss_tokens_total") == missed, (
-        "whole chunks; no part was there to be missed"
+        "only whole chunks: no partial chunk can be missed"
     )
     assert ask_again(first, prompts) == parts
-    # Of the states the last one of each prompt is loaded.
+    # Only the last state of each prompt is loaded.
     hit = sum(parts) + sum(part % 16 or 16 for part in parts)
     assert total(first, "kv_offload_hit_tokens_total") == hit
     assert total(first, "kv_offload_miss_tokens_total") == missed
     assert total(first, "kv_offload_lookup_tokens_total") == missed + hit
     _, _, runner = first.ranks[0]
-    assert runner.copied_blocks >= len(prompts), "each prompt's state was copied before it went on"
+    assert runner.copied_blocks >= len(prompts), "the state of each prompt must be copied before it continues"
     _check_at_rest(first)
     first.shutdown()
     second = boot(setup, first.model_dir)
-    # vLLM takes a part that can be loaded at once and waits for none, so from disk come whole blocks.
+    # vLLM loads a partial block only if it is available at once, so from disk it gets whole blocks.
     assert ask_again(second, prompts) == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
     second.shutdown()
 
 
-def test_copies_of_blocks_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_detects_missing_block_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeRunner, "_copy_blocks", lambda self, copies: None)
     with pytest.raises(WrongBytes):
         live(KINDS["mamba-like, parts of a block"], seed=0, steps=600)
 
 
 @pytest.mark.parametrize("kind", ["full attention", "packed blocks", "two blocks a chunk", "two ranks"])
-def test_all_that_was_stored_is_loaded_again_from_memory_and_after_a_restart(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_stored_chunk_is_loaded_from_memory_and_after_a_restart(kind: str, tmp_path: Path) -> None:
     setup = with_disk(KINDS[kind], tmp_path / "root", max_bytes="64MiB")
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(12)]
@@ -500,7 +506,7 @@ def test_damaged_records_are_misses_and_never_wrong(kind: str, tmp_path: Path) -
         replace(KINDS[kind], extra={**FULL.extra, "cpu_bytes_to_use": "128KiB"}), tmp_path / "root"
     )
     damages, hits, corrupt = 0, 0.0, 0.0
-    for life in range(8):  # not each reads again what was damaged
+    for life in range(8):  # not every life reads a damaged record
         engine = live(setup, 3 + life, 1000, Rates(reset=0), root=tmp_path / "root")
         damages += engine.happened["damages"]
         hits += total(engine, "kv_offload_hit_tokens_total", "fs")
@@ -512,10 +518,10 @@ def test_damaged_records_are_misses_and_never_wrong(kind: str, tmp_path: Path) -
     assert corrupt > 0
 
 
-def test_resets_with_a_disk_leave_nothing_wrong(tmp_path: Path) -> None:
+def test_resets_with_a_disk_leave_no_wrong_bytes(tmp_path: Path) -> None:
     setup = with_disk(HYBRID, tmp_path / "root")
     live(setup, 5, rates=Rates(reset=0.03, forced_reset=FORCED * 5))
 
 
-def test_many_resets_leave_nothing_wrong() -> None:
+def test_many_resets_leave_no_wrong_bytes() -> None:
     live(HYBRID, seed=1, rates=Rates(reset=0.05, evict_prefixes=0.1, forced_reset=FORCED * 5))

@@ -1,6 +1,8 @@
-"""Some kinds of the oracle with a core that was built with sanitizers; run by the stages ``asan`` and
-``tsan`` of tests/run.sh, which preload their libraries, name the core in KV_OFFLOAD_TEST_CORE and say which
-they are in KV_OFFLOAD_TEST_SANITIZER."""
+"""Runs some kinds of the oracle with a core that was built with sanitizers.
+
+The stages ``asan`` and ``tsan`` of tests/run.sh run this: they preload the sanitizer libraries, name the core
+in KV_OFFLOAD_TEST_CORE and the sanitizer in KV_OFFLOAD_TEST_SANITIZER.
+"""
 
 import ctypes
 import os
@@ -27,8 +29,8 @@ WRITES_WHAT_IT_FREED = """
 libc.free(block)
 libc.memset(block, 0, 64)
 """
-# Two threads that nothing orders, whichever runs first. A loop in Python's own threads does not do: each
-# takes the interpreter's lock in between, which orders them unless both happen to run at once.
+# Two unordered threads race, whichever runs first. Python's own threads do not race reliably: the
+# interpreter's lock orders them unless both happen to run at once.
 WRITES_FROM_TWO_THREADS = """
 writes = ctypes.cast(libc.time, ctypes.c_void_p)  # time(time_t*), as a thread's void* (*)(void*)
 threads = [ctypes.c_ulong() for _ in range(2)]
@@ -38,7 +40,7 @@ for thread in threads: assert libc.pthread_join(thread, None) == 0
 
 
 class Sanitizer(NamedTuple):
-    symbols: tuple[str, ...]  # in a core that was built with it
+    symbols: tuple[str, ...]  # present in a core that was built with this sanitizer
     fault: str
     complaint: str
 
@@ -53,17 +55,17 @@ SANITIZER = {
 }[os.environ["KV_OFFLOAD_TEST_SANITIZER"]]
 
 
-def test_the_core_is_the_one_with_sanitizers() -> None:
+def test_the_core_is_built_with_the_sanitizer() -> None:
     path = _core.__file__
     assert path == os.environ["KV_OFFLOAD_TEST_CORE"]
     content = Path(path).read_bytes()
     for symbol in SANITIZER.symbols:
         assert symbol.encode() in content
-        assert hasattr(ctypes.CDLL(None), symbol), "and the sanitizers are in this process"
+        assert hasattr(ctypes.CDLL(None), symbol), "the sanitizer is not in this process"
 
 
-def test_a_fault_is_seen_in_a_process_like_this() -> None:
-    """The control."""
+def test_the_sanitizer_detects_a_fault() -> None:
+    """Negative control."""
     result = subprocess.run(
         [sys.executable, "-c", PRELUDE + SANITIZER.fault],
         capture_output=True,
@@ -83,6 +85,6 @@ def test_a_life_in_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["two ranks", "hybrid"])
-def test_a_life_over_a_disk_whose_records_are_damaged(kind: str, tmp_path: Path) -> None:
+def test_a_life_with_damaged_records_on_disk(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     live(with_disk(KINDS[kind], root), 18, STEPS, Rates(reset=0.01), root=root)

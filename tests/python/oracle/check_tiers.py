@@ -1,4 +1,4 @@
-"""Run by test_tiers.py: tiers of other kinds than fs, under vLLM's scheduler, every byte checked."""
+"""Run by test_tiers.py: tiers of other kinds than fs under vLLM's scheduler; every byte is checked."""
 
 import random
 import uuid
@@ -42,8 +42,9 @@ def toy(**more: Any) -> dict[str, Any]:
 
 
 def live_over(*tiers: dict[str, Any], kind: str = "full attention", seed: int) -> Engine:
-    """A life of an engine that at last asks for prompts of 96 blocks, twice, with memory for 64 of them at
-    most: the others come from a tier."""
+    """Runs an engine life that ends with prompts of 96 blocks, twice, while host memory holds at most 64 of
+    them: the others are loaded from a tier.
+    """
     setup = with_tiers(
         replace(KINDS[kind], extra={**KINDS[kind].extra, "cpu_bytes_to_use": "256KiB"}), *tiers
     )
@@ -57,14 +58,14 @@ def some_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["full attention", "hybrid", "two ranks"])
-def test_every_byte_from_a_kind_of_tier_that_was_just_added_is_the_requests_own(kind: str) -> None:
+def test_every_byte_from_a_newly_registered_tier_is_right(kind: str) -> None:
     shelf = toy()
     engine = live_over(shelf, kind=kind, seed=11)
     assert toy_tier.extension().records(shelf["server"]) > 0
-    assert total(engine, "kv_offload_hit_tokens_total", "toy") > 0  # how much: the next test
+    assert total(engine, "kv_offload_hit_tokens_total", "toy") > 0  # the next test checks how much
 
 
-def test_what_it_recorded_is_found_by_the_next_engine() -> None:
+def test_the_next_engine_finds_the_records_of_a_registered_tier() -> None:
     prompts = some_prompts(8)
     whole = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
     setup = with_tiers(FULL, toy())
@@ -80,7 +81,7 @@ def test_what_it_recorded_is_found_by_the_next_engine() -> None:
     assert from_toy >= sum(whole)
 
 
-def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
+def test_a_read_only_tier_is_read_and_never_written() -> None:
     prompts, others = some_prompts(8), some_prompts(12)[8:]
     shelf = toy()
     first = Engine(with_tiers(FULL, shelf), f"oracle-{uuid.uuid4()}")
@@ -100,14 +101,14 @@ def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A tier on a server of this test."""
+    """Yields a tier on this test's own server."""
     with redis_server(tmp_path) as socket:
         yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": PATIENT_MS}
 
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A tier in a bucket of a store of this test."""
+    """Yields a tier in a bucket of this test's own store."""
     server = S3Server(tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -121,13 +122,13 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A tier over a master and a holder of this test."""
+    """Yields a tier with this test's own master and storage process."""
     with mooncake_store(tmp_path) as running:
         yield {"type": "mooncake", "master": running.address, "op_deadline_ms": PATIENT_MS}
 
 
 @pytest.mark.parametrize("server", ["redis", "s3", "mooncake"])
-def test_every_byte_from_a_server_is_the_requests_own_and_the_next_engine_finds_all(
+def test_every_byte_from_a_server_is_right_and_the_next_engine_finds_all(
     server: str, request: pytest.FixtureRequest
 ) -> None:
     tier = request.getfixturevalue(server)
@@ -146,7 +147,7 @@ def test_every_byte_from_a_server_is_the_requests_own_and_the_next_engine_finds_
     assert total(second, "kv_offload_failures_total") == 0
 
 
-def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) -> None:
+def test_every_byte_from_an_encrypted_directory_is_right(tmp_path: Path) -> None:
     keys = [tmp_path / "new", tmp_path / "old"]
     for number, key in enumerate(keys):
         key.write_bytes(bytes([number]) * 32)
@@ -159,7 +160,7 @@ def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) 
     assert total(engine, "kv_offload_failures_total") == 0
     prompts = some_prompts(8)
     first = Engine(with_tiers(FULL, old), f"oracle-{uuid.uuid4()}")
-    until_scanned(first)  # the life before may have left it full
+    until_scanned(first)  # the previous life may have left it full
     ask_again(first, prompts)
     _check_at_rest(first)
     first.shutdown()
@@ -171,12 +172,12 @@ def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) 
     second.shutdown()
     other = Engine(with_tiers(FULL, disk), f"oracle-{uuid.uuid4()}", first.model_dir)
     ask_again(other, prompts)
-    assert total(other, "kv_offload_hit_tokens_total", "fs") == 0  # who has no key finds nothing
+    assert total(other, "kv_offload_hit_tokens_total", "fs") == 0  # an engine without the key finds nothing
     other.shutdown()
     assert all(len(path.name.split(".")[0]) in (40, 72) for path in root.rglob("*.rec"))
 
 
-def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
+def test_two_kinds_of_tiers_serve_together_under_their_own_names(tmp_path: Path) -> None:
     disk = {
         "type": "fs",
         "root_dir": str(tmp_path / "root"),

@@ -1,5 +1,6 @@
-"""Run by test_transfer_configs.py under each vLLM release: doctor's verdict on the configurations of
-data/transfer_configs.json, beside what vLLM's own parser and factories make of them."""
+"""Run by test_transfer_configs.py under each vLLM release: compares doctor's verdicts on the configurations
+of data/transfer_configs.json with the results of vLLM's own parser and factories.
+"""
 
 import copy
 import json
@@ -31,7 +32,7 @@ def given(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(case: dict[str, Any]) -> dict[str, Any]:
-    """What --kv-transfer-config would get."""
+    """Returns the value for --kv-transfer-config."""
     config = given(case)
     if vllm_verdict.is_transfer_config(config):
         return config
@@ -41,7 +42,7 @@ def whole(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, list[Any]]:
-    """By case: the states and texts of doctor's checks. vLLM is asked once, as that takes long."""
+    """Returns the states and texts of doctor's checks by case. vLLM is called once: it is slow."""
     asked: list[Any] = []
     answers: list[list[str]] = []
 
@@ -71,7 +72,7 @@ def specs_of(connector: Any) -> list[Any]:
 
 
 def serves(case: dict[str, Any], vllm_config: Any) -> bool:
-    """Whether vLLM, started with it, has made our spec. Raises what vLLM raises when it does not start."""
+    """True if vLLM creates our spec with this configuration. Raises vLLM's error at a failed start."""
     text = case.get("text") or json.dumps(whole(case))
     parsed = TypeAdapter(KVTransferConfig).validate_json(arg_utils._expand_json_human_readable_numbers(text))
     config = copy.copy(vllm_config)
@@ -89,7 +90,7 @@ def serves(case: dict[str, Any], vllm_config: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_doctor_says_what_the_table_says(case: dict[str, Any], verdicts: dict[str, list[Any]]) -> None:
+def test_doctor_gives_the_verdict_of_the_table(case: dict[str, Any], verdicts: dict[str, list[Any]]) -> None:
     refused = [check.text for check in verdicts[case["name"]] if check.state == "refused"]
     said = [check.text for check in verdicts[case["name"]]]
     assert bool(refused) == (case["verdict"] == "refused"), said
@@ -97,15 +98,17 @@ def test_doctor_says_what_the_table_says(case: dict[str, Any], verdicts: dict[st
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_what_doctor_accepts_starts_and_what_it_refuses_does_not(
+def test_doctor_accepts_exactly_the_configurations_that_start(
     case: dict[str, Any], verdicts: dict[str, list[Any]], vllm_config: Any
 ) -> None:
     accepted = all(check.state != "refused" for check in verdicts[case["name"]])
     if case["verdict"] == "partial":
-        assert not serves(case, vllm_config), "a control: without the option there is no connector"
+        assert not serves(case, vllm_config), (
+            "negative control: without the option there must be no connector"
+        )
         assert serves({**case, "offloading_gib": 0.0625}, vllm_config)
         return
-    if case.get("starts_in_parts"):  # vLLM asserts later, when the second one reports its metrics
+    if case.get("starts_in_parts"):  # vLLM asserts later, when the second connector reports its metrics
         assert not accepted
         return
     try:
@@ -116,17 +119,17 @@ def test_what_doctor_accepts_starts_and_what_it_refuses_does_not(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_without_a_vllm_the_same_is_said_of_what_its_parser_reads(
+def test_without_vllm_doctor_gives_the_same_verdict_on_parsed_fields(
     case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_verdict, "find_spec", lambda _: None)
     if case.get("needs_vllm"):
-        pytest.skip("a question that only vLLM can answer")
+        pytest.skip("only vLLM can decide this case")
     checks = judge(given(case), case.get("offloading_gib")).checks
     assert any(check.state == "refused" for check in checks) == (case["verdict"] == "refused")
 
 
-def test_the_words_that_are_known_here_are_those_of_vllm() -> None:
+def test_the_known_values_match_vllms() -> None:
     fields = {field for field in KVTransferConfig.__dataclass_fields__}
     assert set(vllm_verdict.FIELDS) <= fields <= {*vllm_verdict.FIELDS, *vllm_verdict.FIELDS_OF_SOME}
     for key, words in (

@@ -1,4 +1,4 @@
-"""Random life of an engine: conversations, shared prefixes, aborts, resets, hints."""
+"""Drives an engine with random requests: conversations, shared prefixes, aborts, resets, hints."""
 
 import random
 from collections import Counter
@@ -28,37 +28,38 @@ HINTS: tuple[dict[str, Any] | None, ...] = (
 
 @dataclass
 class Rates:
-    """Chances per step."""
+    """Probabilities per step."""
 
     arrive: float = 0.3
     abort: float = 0.02
     reset: float = 0.004
     forced_reset: float = 0.0
     damage: float = 0.1
-    evict_prefixes: float = 0.03  # the GPU's own prefix cache is emptied, so that the tier is asked
+    # probability of clearing the GPU's prefix cache, so that the tier is looked up
+    evict_prefixes: float = 0.03
 
 
 @dataclass
 class Driver:
-    """Feeds one engine; several drivers with one ``histories`` are one stream over several engine lives."""
+    """Feeds one engine; drivers with the same ``histories`` form one stream over several engines."""
 
     engine: Engine
     seed: int
     rates: Rates = field(default_factory=Rates)
     histories: list[tuple[list[int], str | None]] = field(default_factory=list)
-    root: Path | None = None  # of a tier, whose records are damaged
+    root: Path | None = None  # root of a tier whose records are damaged
     live: dict[str, tuple[Any, Sequence]] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.number = 0
-        # vLLM (0.31 to 0.33) ends with an assertion when a part of a block lies behind max_offload_tokens.
+        # vLLM (0.31 to 0.33) ends with an assertion when a part of a block is after max_offload_tokens.
         parts = self.engine.setup.match_unit is not None
         self.hints = [hint for hint in HINTS if not (parts and hint and "max_offload_tokens" in hint)]
 
     def run(self, steps: int) -> None:
-        """``steps`` steps with everything at random, then until all is done; outputs are compared too."""
+        """Runs ``steps`` random steps, then runs until all requests are done; compares outputs too."""
         for _ in range(steps):
             self._maybe_arrive()
             self._maybe_abort()
@@ -68,9 +69,9 @@ class Driver:
             self._harvest()
         self.engine.drain()
         self._harvest()
-        assert not self.live, f"requests without an end: {sorted(self.live)}"
+        assert not self.live, f"requests that never ended: {sorted(self.live)}"
         held = sorted(self.engine.scheduler.requests)
-        assert not held, f"requests that vLLM has to hold for ever: {held}"
+        assert not held, f"requests that vLLM still holds: {held}"
 
     def _prompt(self) -> tuple[list[int], str | None]:
         salt = self.rng.choice(SALTS)
@@ -89,9 +90,9 @@ class Driver:
         if len(self.live) >= 8 or self.rng.random() >= self.rates.arrive:
             return
         prompt, salt = self._prompt()
-        # A name is used again once its request has ended and vLLM has let it go, when what it stores or loads
-        # is done, which a disk that stands still for a second delays; and once the connector has been told,
-        # or vLLM 0.31 takes the new request for the one that ended.
+        # A name is reused once its request has ended and vLLM has released it, which waits for its stores and
+        # loads; a disk that stalls for a second delays that. The connector must have been notified too, or
+        # vLLM 0.31 takes the new request for the ended one.
         name = f"r{self.number % 37}"
         self.number += 1
         scheduler = self.engine.scheduler
@@ -134,7 +135,7 @@ class Driver:
 
 
 def damage_a_record(root: Path, rng: random.Random) -> bool:
-    """Flip a byte of one record, cut it short or delete it; False when there is none."""
+    """Flips a byte of one record, truncates it or deletes it; returns False if there is no record."""
     records = sorted(path for path in paths_in(root) if path.suffix == ".rec")
     if not records:
         return False
@@ -157,7 +158,7 @@ def damage_a_record(root: Path, rng: random.Random) -> bool:
 
 
 def total(engine: Engine, name: str, *labels: str) -> float:
-    """A counter, from the stats that vLLM's front end would be sent; without labels the sum over all."""
+    """Returns a counter from the stats for vLLM's front end; without labels, the sum over all labels."""
     return sum(
         value
         for stats in engine.stats

@@ -1,7 +1,7 @@
-"""vLLM's real Scheduler and OffloadingConnector, all ranks in one process, and no model.
+"""vLLM's real Scheduler and OffloadingConnector, all ranks in one process, and a fake model.
 
-What EngineCore, the executor and the model runner do around them is done here the same way; where releases
-differ, both ways are tried. All but the model (oracle.runner) is real.
+This module does the work of EngineCore, the executor and the model runner in the same way; where releases
+differ, it tries both ways. Everything is real except the model (oracle.runner).
 """
 
 import copy
@@ -59,40 +59,42 @@ try:
 except ImportError:
     from vllm.v1.core import kv_cache_utils as planning
 
-STATE_MODE = "align"  # a state per step; steps end where blocks end, as long as a prompt is computed
+STATE_MODE = "align"  # one state per step; prefill steps end at block boundaries
 STATE = 0  # the window of a group whose pages hold one state instead of tokens
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One kind of engine."""
+    """The configuration of one kind of engine."""
 
-    extra: dict[str, Any] = field(default_factory=dict)  # kv_connector_extra_config beside the spec
+    extra: dict[str, Any] = field(default_factory=dict)  # kv_connector_extra_config besides the spec
     layers: int = 2
     window: int | None = None  # every second layer looks back this many tokens; STATE: Mamba-like
     replicated: bool = False  # one latent vector for all ranks (MLA)
-    heads: int | None = None  # KV heads, shared out to the ranks, each a run of a page; None: pages of tokens
+    # KV heads, split between the ranks, each contiguous in a page; None: pages of tokens
+    heads: int | None = None
     block_size: int = 16
     kv_dtype: str = "float32"
     hash_algorithm: str = "sha256"
     layout: str = "LBHNC"
     world_size: int = 1
-    pipelined: bool = False  # each rank has layers of its own, not a share of every layer
+    pipelined: bool = False  # each rank has its own layers instead of a share of every layer
     num_blocks: int = 40
     max_model_len: int = 320
     max_seqs: int = 6
     max_batched_tokens: int = 96
     async_scheduling: bool = False
     events: bool = False
-    device: str = "cpu"  # where the caches are
-    drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
-    shared_layers: int = 0  # more layers, at the end, without a KV cache: they read one of another layer
+    device: str = "cpu"  # device of the caches
+    drafts: int = 0  # draft tokens per step of the last layer, a drafter's (EAGLE, MTP)
+    shared_layers: int = 0  # additional last layers without a KV cache: they read another layer's
     encoder_tokens: int = 0  # image tokens that the encoder cache holds and a step may encode
-    modules: bool = False  # each draft has a module of its own: windows keep more tokens (multi-layer MTP)
+    modules: bool = False  # each draft has its own module: windows keep more tokens (multi-layer MTP)
     hybrid_manager: bool = True  # False: vLLM keeps all blocks of windowed layers
-    match_unit: int | None = None  # --prefix-match-unit: states are kept at parts of a block, too
-    retention: int | None = 0  # of windows one per so many tokens is kept and stored; 0: the last of a prompt
-    mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
+    match_unit: int | None = None  # --prefix-match-unit: states are also kept at parts of a block
+    # windows are kept and stored once per this many tokens; 0: the last one of a prompt
+    retention: int | None = 0
+    mirrored: bool = False  # the model works on a copy of the caches, as for GPU caches
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
 
@@ -155,7 +157,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
 
 
 def _drafting(config: VllmConfig, tokens: int) -> SpeculativeConfig:
-    """As an MTP drafter has it, without its weights."""
+    """Returns the configuration of an MTP drafter, without its weights."""
     drafting = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=tokens,
@@ -168,7 +170,7 @@ def _drafting(config: VllmConfig, tokens: int) -> SpeculativeConfig:
 
 
 class NoStructuredOutput:
-    """The scheduler's manager of grammars, for requests that have none. (A mock would keep each call.)"""
+    """The scheduler's grammar manager, for requests without a grammar. (A mock would keep each call.)"""
 
     def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
         return True
@@ -178,7 +180,7 @@ class NoStructuredOutput:
 
 
 class SpecOnly:
-    """A layer, as far as it is asked what it keeps and where."""
+    """A layer that only reports its cache spec and cache."""
 
     def __init__(self, spec: Any, kv_cache: torch.Tensor | None = None) -> None:
         self._spec = spec
@@ -189,7 +191,7 @@ class SpecOnly:
 
 
 def make_model_dir(**changes: Any) -> str:
-    """A model of a config and a file that stands for its weights."""
+    """Makes a model directory with a config and a file that represents its weights."""
     path = tempfile.mkdtemp(prefix="oracle-model-")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -233,7 +235,8 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
 
     specs = {_layer_name(layer): spec_of(layer) for layer in range(setup.layers)}
     last = _layer_name(setup.layers - 1)
-    if setup.drafts and hasattr(specs[last], "is_draft"):  # 0.33; before it, vLLM takes MTP's to be the last
+    # 0.33; earlier releases take the last layer as the MTP layer
+    if setup.drafts and hasattr(specs[last], "is_draft"):
         specs[last] = replace(specs[last], is_draft=True)
     return specs
 
@@ -243,7 +246,7 @@ def _layer_name(layer: int) -> str:
 
 
 def _shared_layers(setup: Setup) -> dict[str, str]:
-    """Layer -> the layer whose KV cache it reads: the last one of its kind that has a cache (Gemma 3n)."""
+    """Maps a layer to the layer whose KV cache it reads: the last of its kind that has a cache (Gemma 3n)."""
     kinds = 1 if setup.window is None else 2
     return {
         _layer_name(layer): _layer_name(setup.layers - kinds + (layer - setup.layers) % kinds)
@@ -268,14 +271,14 @@ def _kv_cache_configs(config: VllmConfig, per_rank: list[dict[str, Any]]) -> lis
 
 
 def _noise(kv_cache_config: Any, rank: int) -> torch.Tensor:
-    """The memory of all caches of a rank, int8, before anything is computed."""
+    """Returns the memory of all caches of a rank (int8), filled with noise."""
     size = max(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
 
 
 def _views(kv_cache_config: Any, specs: dict[str, Any], backing: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Layer name -> int8 view (num_blocks, page) of ``backing``, placed as the KVCacheConfig says."""
+    """Returns layer name -> int8 view (num_blocks, page) of ``backing``, placed as the KVCacheConfig says."""
     caches = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
@@ -289,7 +292,7 @@ def _views(kv_cache_config: Any, specs: dict[str, Any], backing: torch.Tensor) -
 
 
 def _as_seen(caches: dict[str, torch.Tensor], specs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The same memory as a backend sees it: (num_blocks, heads, block_size, K and V)."""
+    """Returns the same memory in a backend's shape: (num_blocks, heads, block_size, K and V)."""
     seen = {}
     for name, view in caches.items():
         spec = specs[name]
@@ -310,7 +313,7 @@ def _window_of(spec: Any) -> int | None:
 class Mirror:
     """A copy in host memory of caches on a device, for a model that computes on the host.
 
-    Only what the model wrote goes back: loads may arrive beside it in the meantime.
+    Only the bytes that the model wrote are copied back: loads may arrive concurrently.
     """
 
     def __init__(self, backing: torch.Tensor) -> None:
@@ -320,7 +323,7 @@ class Mirror:
 
     @contextmanager
     def brought_up_to_date(self) -> Iterator[None]:
-        """What is there now, to the host; what is changed then, back, on the current stream."""
+        """Copies the caches to the host; on exit copies changed bytes back, on the current stream."""
         self.host.copy_(self.backing)
         self.pulled.copy_(self.host)
         yield
@@ -329,14 +332,14 @@ class Mirror:
 
 
 class Engine:
-    """One engine from boot to shutdown."""
+    """One engine from start to shutdown."""
 
     def __init__(self, setup: Setup, engine_id: str, model_dir: str | None = None) -> None:
         self.setup = setup
         self.model_dir = model_dir or make_model_dir()
         init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
-        self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform says no
+        self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform disables it
         specs = _specs_by_rank(setup)
         with set_current_vllm_config(self.config):
             configs = _kv_cache_configs(self.config, specs)
@@ -369,7 +372,7 @@ class Engine:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
-        if setup.encoder_tokens:  # vLLM knows by the model's class that it takes images, which is none here
+        if setup.encoder_tokens:  # vLLM recognises image models by the model class, which is missing here
             self.scheduler.max_num_encoder_input_tokens = setup.encoder_tokens
             self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=setup.encoder_tokens)
         connector_scheduler = self.scheduler.connector.connector_scheduler
@@ -381,7 +384,7 @@ class Engine:
         self.async_scheduling = setup.async_scheduling
         self.queue: deque[tuple[Any, list[Any]]] = deque()
         self.stats: list[Any] = []
-        self.sync_loads = 0  # loads that end within the step that begins them (sync_load_budget_bytes)
+        self.sync_loads = 0  # loads that end within the step that starts them (sync_load_budget_bytes)
 
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
@@ -394,7 +397,8 @@ class Engine:
         config.compilation_config.static_forward_context = {
             name: SpecOnly(spec, registered[name]) for name, spec in specs.items()
         }
-        for name, target in _shared_layers(self.setup).items():  # as vLLM's runner: after its KVCacheConfig
+        # as in vLLM's runner: after its KVCacheConfig
+        for name, target in _shared_layers(self.setup).items():
             registered[name] = registered[target]
             config.compilation_config.static_forward_context[name] = SpecOnly(specs[target], registered[name])
         with set_current_vllm_config(config):
@@ -420,7 +424,7 @@ class Engine:
         return config, connector, runner
 
     def _heads_of(self, rank: int) -> range | None:
-        """The KV heads of a rank, of all; those that are fewer than the ranks are on several of them."""
+        """Returns the KV heads of a rank. If there are fewer heads than ranks, several ranks share a head."""
         total, ranks = self.setup.heads, self.setup.world_size
         if total is None:
             return None
@@ -440,8 +444,9 @@ class Engine:
         after: Sequence[int] = (),
         inputs: Inputs | None = None,
     ) -> Request:
-        """A request as the front end would send it; ``resumable``: a part of a session, that stands ``after``
-        these tokens; ``inputs``: the parts of the prompt that are no tokens."""
+        """Adds a request as the front end sends it. ``resumable``: a part of a session that follows the
+        tokens ``after``. ``inputs``: the parts of the prompt that are not tokens.
+        """
         inputs = inputs or Inputs()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         if params is not None:
@@ -464,7 +469,7 @@ class Engine:
         return request
 
     def go_on(self, session: Request, part: list[int], max_tokens: int) -> None:
-        """The next part of a session that waits for it. Of the answer so far vLLM keeps what was computed."""
+        """Adds the next part of a waiting session. vLLM keeps the computed part of the previous answer."""
         kept = list(session.all_token_ids[: session.num_computed_tokens])
         self.add(session.request_id, part, max_tokens, resumable=True, after=kept)
         assert list(session.all_token_ids) == [*kept, *part]
@@ -473,9 +478,11 @@ class Engine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, running: bool) -> bool:
-        """Prefix cache and connector; ``running`` preempts what runs first. False when vLLM refuses, because
-        a load or a batch in flight still holds blocks, or would end with an assertion: the jobs that a reset
-        has flushed must have gone out with a step before the next one (0.31 to 0.33)."""
+        """Resets prefix cache and connector; ``running`` preempts running requests first. Returns False when
+        vLLM refuses, because a load or a batch in flight still holds blocks. Also returns False where vLLM
+        would end with an assertion: the jobs that a reset flushed must be sent with a step before the next
+        reset (0.31 to 0.33).
+        """
         if self.scheduler.connector.connector_scheduler._current_batch_jobs_to_flush:
             return False
         try:
@@ -493,7 +500,7 @@ class Engine:
     # ---- steps
 
     def step(self) -> None:
-        """One step of the engine core, with a batch in flight where scheduling is asynchronous."""
+        """Runs one step of the engine core, with a batch in flight where scheduling is asynchronous."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.queue.append((output, self._execute(output)))
@@ -549,7 +556,7 @@ class Engine:
         )
 
     def drain(self, seconds: float = 300) -> None:
-        """Step until nothing is left to do."""
+        """Steps until no work is left."""
         deadline = time.monotonic() + seconds
         while self.busy or self.scheduler.connector.connector_scheduler.has_pending_push_work():
             assert time.monotonic() < deadline, f"the engine still has work after {seconds:g} s"
@@ -557,7 +564,7 @@ class Engine:
         self.step_idle()
 
     def step_idle(self) -> None:
-        """As the engine core's busy loop: a step also when only the connector has work."""
+        """Steps as the engine core's busy loop does: also when only the connector has work."""
         if self.busy:
             self.step()
             return

@@ -1,4 +1,4 @@
-"""Faults planted around our worker and manager: an oracle that does not see them is none."""
+"""Faults planted around our worker and manager; the oracle must detect each of them."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 class _Around:
-    """A worker that does everything as before but what a subclass changes."""
+    """A worker that forwards everything except the methods that a subclass overrides."""
 
     def __init__(self, inner: Any, rank: int) -> None:
         self.inner, self.rank = inner, rank
-        self.claimed: dict[int, Any] = {}  # job id -> the result that was made up for it
+        self.claimed: dict[int, Any] = {}  # job id -> the fabricated result
         self.told: list[Any] = []
-        self.held: list[tuple[int, Any]] = []  # (step at which to do it after all, what)
+        self.held: list[tuple[int, Any]] = []  # (step at which to run it after all, action)
         self.steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -27,7 +27,7 @@ class _Around:
         return told + real
 
     def claim(self, job_id: int, ticket: int) -> None:
-        """Report a job as done that is not."""
+        """Reports an unfinished job as done."""
         from kv_offload.specs.compat import TransferResult
 
         self.inner.region.report(self.rank, ticket, 0)
@@ -36,7 +36,7 @@ class _Around:
 
 
 class WrongRow(_Around):
-    """Loads come from the rows of other chunks."""
+    """Loads from the rows of other chunks."""
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         src_spec.rows = np.roll(src_spec.rows, 1)
@@ -44,7 +44,7 @@ class WrongRow(_Around):
 
 
 class SkippedLoad(_Around):
-    """Loads are reported and never done."""
+    """Reports loads without doing them."""
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         self.claim(job_id, src_spec.ticket)
@@ -52,7 +52,7 @@ class SkippedLoad(_Around):
 
 
 class EarlyLoad(_Around):
-    """Loads are reported when they are submitted, and done a few steps later."""
+    """Reports loads at submission, and does them a few steps later."""
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         self.claim(job_id, src_spec.ticket)
@@ -64,7 +64,7 @@ class EarlyLoad(_Around):
 
 
 class EarlyStore(_Around):
-    """Stores are reported when they are submitted, and done when their blocks may be another request's."""
+    """Reports stores at submission, and does them when their blocks may belong to another request."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         self.claim(job_id, dst_spec.ticket)
@@ -74,7 +74,7 @@ class EarlyStore(_Around):
 
 
 class _AroundManager:
-    """A manager that does everything as before but what a subclass changes."""
+    """A manager that forwards everything except the methods that a subclass overrides."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -84,7 +84,7 @@ class _AroundManager:
 
 
 class StaleRow(_AroundManager):
-    """A manager that hands out a row while another chunk is still found there."""
+    """A manager that allocates a row while another chunk is still found there."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -103,7 +103,7 @@ class StaleRow(_AroundManager):
 
 
 class TrustingSessions(_AroundManager):
-    """A manager that takes what vLLM offers of a session that goes on."""
+    """A manager that accepts vLLM's offers of a resumed session."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -111,7 +111,7 @@ class TrustingSessions(_AroundManager):
 
 
 class TrustingAfterReset(_AroundManager):
-    """A manager that takes all that vLLM offers again after a reset, blocks long reused included."""
+    """A manager that accepts all offers of vLLM after a reset, including blocks that were reused long ago."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Parts of a prompt that are no tokens: images at placeholder tokens, and embeddings."""
+"""Parts of a prompt that are not tokens: images at placeholder tokens, and embeddings."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ PLACEHOLDER = 999  # the token at each position of an image
 class Image:
     """An image that fills ``length`` positions from ``offset`` on.
 
-    identifier: what vLLM hashes of it; None: the hash of its content, as vLLM's front end makes it.
+    identifier: the value that vLLM hashes for it; None: the hash of its content, as vLLM's front end makes
+    it.
     """
 
     content: str
@@ -34,10 +35,10 @@ class Image:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a request has beside its tokens.
+    """The inputs of a request besides its tokens.
 
     embeddings: one row for each position of the prompt.
-    is_token: for each position, True where the token counts and not the row; None: all rows count.
+        is_token: for each position, True where the token counts instead of the row; None: all rows count.
     """
 
     images: Sequence[Image] = ()
@@ -48,7 +49,7 @@ class Inputs:
         return None if self.embeddings is not None and self.is_token is None else prompt
 
     def request_fields(self) -> dict[str, Any]:
-        """Arguments of vLLM's Request."""
+        """Returns the arguments for vLLM's Request."""
         return {
             "mm_features": [image.feature() for image in self.images] or None,
             "prompt_embeds": self.embeddings,
@@ -56,7 +57,7 @@ class Inputs:
         }
 
     def contents(self) -> dict[int, int]:
-        """Position -> a number made from what fills it instead of a token."""
+        """Maps a position to a number made from the input that replaces its token."""
         found = {
             image.offset + place: _number(f"{image.content}/{place}".encode())
             for image in self.images

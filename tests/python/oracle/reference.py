@@ -1,8 +1,8 @@
-"""A manager that keeps all that vLLM offers, and a worker that copies as vLLM's own does.
+"""A manager that keeps all chunks that vLLM offers, and a worker that copies as vLLM's own does.
 
-The worker places blocks by vLLM's rule (gpu_worker.py): from the slot of the first block that is listed on,
-one after the other. Where vLLM left out a block in between, that is wrong; the runner then sees wrong bytes,
-and what was found does not count. A reference engine notes that and goes on.
+The worker places blocks by vLLM's rule (gpu_worker.py): consecutively, from the slot of the first listed
+block. This is wrong where vLLM left out a block in between; the runner then detects wrong bytes, and these
+tokens do not count as found. A reference engine records that and continues.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from oracle.runner import WrongBytes
 
 
 class KeepsAll:
-    """Our manager's place; rows are numbers, and each key has one for good."""
+    """Replaces our manager; rows are numbers, and each key keeps its row permanently."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -81,11 +81,11 @@ class KeepsAll:
 
 
 class CopiesAsVllm:
-    """Our worker's place; copies at once."""
+    """Replaces our worker; copies synchronously."""
 
     def __init__(self, inner: Any, rank: int, blocks_per_chunk: int) -> None:
         self.inner, self.blocks_per_chunk = inner, blocks_per_chunk
-        self.runner: Any = None  # whose caches; known after the engine has started
+        self.runner: Any = None  # the runner that owns the caches; set after the engine has started
         self.kept: dict[tuple[int, int], list[np.ndarray]] = {}  # (row, slot) -> bytes of each layer
         self.finished: list[Any] = []
 
@@ -127,7 +127,7 @@ class CopiesAsVllm:
 
 
 def reference_engine(setup: Setup, boot: Callable[[Setup], Engine]) -> Engine:
-    """An engine that finds whatever can be found. ``runner.wrong``: requests whose bytes are wrong."""
+    """Returns an engine that finds every possible chunk. ``runner.wrong``: requests with wrong bytes."""
     blocks = int(setup.extra.get("blocks_per_chunk", 1))
     engine = boot(
         replace(

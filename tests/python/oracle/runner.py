@@ -1,14 +1,14 @@
 """The model of the oracle: each token's KV bytes follow from its whole prefix, so all can be checked.
 
-A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t); a position that an
-image or an embedding fills counts with its content. Its bytes in layer l of group g on rank r are words
-made from the digest and (g, l, r); where pages are KV heads one after the other, those of head h are made
-from (g, l, h). The next token follows from the digest too, so a sequence is known from its prompt alone,
-however often it is preempted.
+A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t); a position that an image
+or an embedding fills counts with its content. Its bytes in layer l of group g on rank r are words made from
+the digest and (g, l, r); where pages consist of consecutive KV heads, those of head h are made from (g, l,
+h). The next token follows from the digest too, so the prompt alone determines a sequence, however often it is
+preempted.
 
-Layers of a drafter (EAGLE) are one token ahead: what they keep for position t follows from tokens 0..t+1.
-A block's key says nothing of the token after it, so its last position may hold what another continuation left
-there. vLLM drops the last block of a hit for that reason; where it does not, only drafts are worse.
+Drafter layers (EAGLE) are one token ahead: their bytes for position t follow from tokens 0..t+1. A block's
+key does not cover the token after it, so its last position may hold the bytes of another continuation. vLLM
+drops the last block of a hit for that reason; where it does not, only drafts are worse.
 """
 
 import random
@@ -25,7 +25,7 @@ MAX_DRAFTS = 8
 
 
 class WrongBytes(AssertionError):
-    """A request was about to read KV bytes that are not those of its prefix."""
+    """A request was about to read KV bytes that do not belong to its prefix."""
 
 
 def _mix(value: int) -> int:
@@ -38,7 +38,7 @@ def _next(digest: int, token: int) -> int:
 
 
 class Sequence:
-    """The digests of a prompt and of all that will be generated after it."""
+    """The digests of a prompt and of all tokens that will be generated after it."""
 
     def __init__(
         self, prompt: list[int], max_tokens: int, salt: str | None, contents: Mapping[int, int] | None = None
@@ -48,7 +48,7 @@ class Sequence:
         self.block_ids: list[list[int]] = []
         self.places: list[tuple[np.ndarray, np.ndarray]] = []
         self.computed = 0
-        self.found = 0  # tokens that were not computed: how many there were when it was first scheduled
+        self.found = 0  # tokens that did not need computing when the request was first scheduled
         self.known = len(prompt)  # tokens that have a value: prompt and samples
         digest = _mix(sum(byte << (8 * (index % 7)) for index, byte in enumerate((salt or "").encode())) + 1)
         digests = []
@@ -62,7 +62,7 @@ class Sequence:
         self.digests = np.array(digests, dtype=np.uint64)
 
     def hold(self, block_ids: list[list[int]], block_size: int) -> None:
-        """The blocks of each group, and of each position which block and which of its slots."""
+        """Sets the blocks of each group, and the block and slot of each position."""
         self.block_ids = block_ids
         arrays = [np.array(ids, dtype=np.int64) for ids in block_ids]
         self.places = [
@@ -71,7 +71,7 @@ class Sequence:
 
 
 class FakeRunner:
-    """One rank: writes what a forward pass would write, after checking what it would read."""
+    """One rank: checks the bytes that a forward pass would read, then writes those that it would write."""
 
     def __init__(
         self,
@@ -88,12 +88,13 @@ class FakeRunner:
         self.stale = 0
         self.copied_blocks = 0
         self.rejected = 0
-        # Per group, per layer (and head): (num_blocks, block_size, words) uint64, and what sets it apart.
+        # Per group, per layer (and head): (num_blocks, block_size, words) uint64, and the words that set it
+        # apart.
         self.layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for group, layer_views in enumerate(views):
             self.layers.append([])
             for layer, view in enumerate(layer_views):
-                # A page holds the bytes of each of its tokens, or one state: that after its last token.
+                # A page holds the bytes of each of its tokens, or one state: the state after its last token.
                 tokens = 1 if windows[group] == 0 else block_size
                 for place, known_as in enumerate([rank] if heads is None else heads):
                     parts = 1 if heads is None else len(heads)
@@ -115,12 +116,13 @@ class FakeRunner:
         salt: str | None,
         contents: Mapping[int, int] | None = None,
     ) -> None:
-        """``contents``: what fills positions of the prompt that are no tokens, as numbers."""
+        """``contents``: numbers for the positions of the prompt that are not tokens."""
         self.sequences[request_id] = Sequence(prompt, max_tokens, salt, contents)
 
     def update(self, output: Any) -> None:
-        """The block tables, as the scheduler's output changes them, and the copies of blocks that it asks
-        for: of a state that a prompt shares up to the middle of a block, before it is overwritten."""
+        """Applies the scheduler's output to the block tables, and copies the blocks that it requests: a state
+        that a prompt shares up to the middle of a block is copied before it is overwritten.
+        """
         self._copy_blocks(output.kv_cache_block_copies or [])
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
@@ -138,11 +140,11 @@ class FakeRunner:
             elif blocks is not None and any(blocks):
                 pairs = zip(sequence.block_ids, blocks, strict=True)
                 sequence.hold([[*known, *ids] for known, ids in pairs], self.block_size)
-            # Scheduled ahead of the last step's samples, it counts all of that step's drafts as right.
+            # If scheduled before the last step's samples, it counts all drafts of that step as right.
             sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
     def _copy_blocks(self, copies: list[Any]) -> None:
-        """Whole pages, all at once; layers of several groups may share memory."""
+        """Copies whole pages, all at once; layers of several groups may share memory."""
         if not copies:
             return
         sources, targets = (np.array(ids, dtype=np.int64) for ids in zip(*copies, strict=True))
@@ -152,13 +154,13 @@ class FakeRunner:
         self.copied_blocks += len(copies)
 
     def forward(self, output: Any) -> dict[str, list[int]]:
-        """Write, check, sample: request id -> sampled tokens (none while its prompt is being computed).
+        """Writes, checks and samples; returns request id -> sampled tokens (none during prefill).
 
-        All write before any reads, as in each layer of a model: a request may share blocks that another one
-        computes in the same step.
+        All writes happen before any read, as in each layer of a model: a request may share blocks that
+        another one computes in the same step.
         """
         samples: dict[str, list[int]] = {}
-        for request_id in output.num_scheduled_tokens:  # a state is overwritten by the next of its block
+        for request_id in output.num_scheduled_tokens:  # a state is overwritten by the next one of its block
             self._check_states(request_id, self.sequences[request_id])
         right: dict[str, int] = {}
         for request_id, count in output.num_scheduled_tokens.items():
@@ -182,7 +184,7 @@ class FakeRunner:
         return samples
 
     def _verified(self, sequence: Sequence, drafts: list[int]) -> int:
-        """How many of the drafts are what the model would have said."""
+        """Returns the number of leading drafts that the model would have sampled."""
         truth = sequence.tokens[sequence.known : sequence.known + len(drafts)]
         pairs = list(zip(drafts, truth, strict=True))
         right = next((index for index, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
@@ -190,13 +192,13 @@ class FakeRunner:
         return right
 
     def propose(self, request_id: str, count: int) -> list[int]:
-        """Drafts of the next tokens, of which about a third are wrong."""
+        """Returns drafts of the next tokens, of which about a third are wrong."""
         sequence = self.sequences[request_id]
         truth = sequence.tokens[sequence.known : sequence.known + count]
         return [token if self.rng.random() < 0.7 else (token + 1) % VOCABULARY for token in truth]
 
     def check(self, request_id: str, sequence: Sequence, computed: int) -> None:
-        """Every byte that attention over the computed tokens would read."""
+        """Checks every byte that attention over the computed tokens would read."""
         for group, window in enumerate(self.windows):
             if window == 0:
                 continue
@@ -229,7 +231,7 @@ class FakeRunner:
     def _is_of_another_continuation(
         self, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
     ) -> bool:
-        """Whether these words, of a drafter's layer, follow from the same prefix and another next token."""
+        """True if these words, in a drafter's layer, follow from the same prefix and another next token."""
         if (position + 1) % self.block_size != 0:
             return False
         digest = int(sequence.digests[position])
@@ -239,7 +241,7 @@ class FakeRunner:
         return is_stale
 
     def _write(self, sequence: Sequence, end: int, right: int) -> None:
-        """KV of all that was scheduled; from ``right`` on it is that of drafts that are rejected."""
+        """Writes the KV of all scheduled tokens; from ``right`` on it is the KV of rejected drafts."""
         for group, layers in enumerate(self.layers):
             if self.windows[group] == 0:
                 self._write_state(group, sequence, end)
@@ -255,9 +257,9 @@ class FakeRunner:
     def _targets(
         self, sequence: Sequence, group: int, end: int, right: int, ahead: bool
     ) -> tuple[np.ndarray, ...]:
-        """(block, slot, value) of each position that a step writes in a layer."""
+        """Returns (block, slot, value) of each position that a step writes in a layer."""
         blocks, slots = sequence.places[group]
-        # A drafter goes on from its own drafts, into blocks kept for that.
+        # A drafter continues from its own drafts, into blocks reserved for that.
         last = min(end + MAX_DRAFTS, len(blocks)) if ahead else end
         blocks, slots = blocks[sequence.computed : last], slots[sequence.computed : last]
         positions = np.arange(sequence.computed, last)
@@ -270,7 +272,7 @@ class FakeRunner:
         return blocks[written], slots[written], values[written, None]
 
     def _check_states(self, request_id: str, sequence: Sequence) -> None:
-        """The one state that the next token is computed from; of its page, all but the padding."""
+        """Checks the one state from which the next token is computed: its whole page except the padding."""
         computed = sequence.computed
         for group, window in enumerate(self.windows):
             if window != 0 or computed == 0:
@@ -287,7 +289,7 @@ class FakeRunner:
             self.checked_tokens += 1
 
     def _write_state(self, group: int, sequence: Sequence, end: int) -> None:
-        """A step leaves one state, in the block of its last token; that in the block before stays."""
+        """Leaves one state per step, in the block of its last token; the previous block keeps its state."""
         block = sequence.block_ids[group][(end - 1) // self.block_size]
         assert block != 0
         for words, salts in self.layers[group]:
