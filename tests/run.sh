@@ -290,7 +290,7 @@ stage_cuda() {
   fi
   # Side by side: their tests wait more than they compute.
   local half=$(((jobs + 1) / 2)) other status=0
-  JOBS=$half bash $threads --sanitize address,undefined --seeds 2 >build/threads-address.out 2>&1 &
+  JOBS=$half bash $threads --sanitize address,undefined --seeds 1 >build/threads-address.out 2>&1 &
   other=$!
   JOBS=$half bash $threads --sanitize thread --seeds 1 || status=1
   wait $other || status=1
