@@ -1,4 +1,4 @@
-// vLLM drops its jobs and resets its own cache, and ours is kept (TieredCache::abandon_jobs).
+// vLLM drops its jobs and resets its own cache; our cache is kept (TieredCache::abandon_jobs).
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -38,7 +38,7 @@ TEST_P(AbandonJobsTest, a_store_under_way_is_discarded_and_its_row_waits_for_the
   EXPECT_EQ(cache().stats().quarantined_rows, 1u);
   EXPECT_EQ(offer(begin(), {"b", "c"}).keys.size(), 1u);
   copy(storing);
-  complete(storing);  // late: it says nothing
+  complete(storing);  // a late completion has no effect
   step();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);

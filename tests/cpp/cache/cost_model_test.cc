@@ -8,8 +8,8 @@ namespace {
 using std::chrono::seconds;
 using Choice = Decision::Choice;
 
-// Computing 1,000 tokens/s; tiers are told by how many tokens they give in a
-// second. A chunk has ten tokens and as many bytes.
+// The engine computes 1,000 tokens/s. Tiers are described by the tokens they read per second.
+// A chunk has ten tokens and ten bytes.
 class CostModelTest : public ::testing::Test {
  protected:
   CostModel model_{2};
@@ -27,7 +27,7 @@ class CostModelTest : public ::testing::Test {
   static Stretch on(std::int32_t tier, std::uint32_t chunks) {
     return {tier, chunks, 10 * chunks, 10 * chunks};
   }
-  // `question`: all but the stretches.
+  // `question`: all fields except the stretches.
   Decision decide(std::vector<Stretch> stretches, CostModel::Question question = {}) {
     question.stretches = stretches;
     return model_.decide(question);
@@ -144,10 +144,10 @@ TEST_F(CostModelTest, WhatCannotBeDividedIsLoadedAsAWholeOrNotAtAll) {
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 2}).choice, Choice::kRecompute);
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 6}).choice, Choice::kLoad);
   read(1, 300);
-  EXPECT_EQ(decide({on(0, 100), on(1, 100)}).chunks, 100u) << "the control: the slow end is left out";
+  EXPECT_EQ(decide({on(0, 100), on(1, 100)}).chunks, 100u) << "control: the slow end is not loaded";
   const Decision slow_end = decide({on(0, 100), on(1, 100)}, {.divisible = false});
   EXPECT_EQ(slow_end.choice, Choice::kRecompute);
-  EXPECT_EQ(decide({on(0, 100), on(1, 30)}).chunks, 100u) << "the control: without its end it is sooner";
+  EXPECT_EQ(decide({on(0, 100), on(1, 30)}).chunks, 100u) << "control: loading without the end is faster";
   const Decision short_end = decide({on(0, 100), on(1, 30)}, {.divisible = false});
   EXPECT_EQ(short_end.choice, Choice::kLoad);
   EXPECT_EQ(short_end.chunks, 130u);
@@ -195,12 +195,12 @@ TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMeasuredToBeMuchSlower) {
   EXPECT_TRUE(model_.host_pays(1, now_));
   compute(1000, 1);
   model_.note_copy(1000, 10);
-  EXPECT_TRUE(model_.host_pays(1, now_)) << "one size tells nothing: it may be all latency";
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "one size is not enough: the time may be all latency";
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.15 * i);
-  EXPECT_TRUE(model_.host_pays(1, now_)) << "1.5 times as long as computing";
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "copying takes 1.5 times as long as computing";
   for (int i = 1; i <= 32; ++i) model_.note_copy(100.0 * i, 1.0 * i);
   EXPECT_FALSE(model_.host_pays(1, now_));
-  EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "tried again";
+  EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "retried after the back-off";
   EXPECT_FALSE(model_.host_pays(1, now_ + seconds(32)));
 }
 

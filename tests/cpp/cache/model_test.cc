@@ -1,5 +1,5 @@
-// The cache against a plain model, 10^5 random calls and more. And the model
-// against faults planted in the world around the cache: it must see each.
+// Compares the cache with a simple reference model in at least 10^5 random calls. Also checks that
+// the model detects every injected fault.
 #include "cache/model_run.h"
 #include "rounds.h"
 
