@@ -100,7 +100,7 @@ TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
 TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
   compute(1000, 1);
   read(0, 970);
-  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // so far
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // the current choice
   read(0, 800);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
   read(0, 1030);

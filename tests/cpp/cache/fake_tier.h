@@ -71,7 +71,7 @@ class FakeTier final : public TierHand {
   bool skip_verification = false;  // injected fault: corrupt records read as ok
   bool available = true;
   bool knows = true;    // false: contains() returns kUnknown
-  bool asks = false;    // true: contains() returns kAsked for keys with a lookup pending
+  bool asks = false;    // if !knows: contains() returns kAsked after prefetch_presence()
   bool is_sure = true;  // false: contains() returns kWasAbsent for missing records
   bool answers = true;  // false: repeated lookups of absent keys stay unknown
   std::set<ChunkKey> forgotten;

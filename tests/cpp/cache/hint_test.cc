@@ -1,4 +1,4 @@
-// What eviction policies are told of chunks and requests: parents, priorities.
+// The hints that eviction policies get about chunks and requests: parents and priorities.
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 class HintTest : public OverBoth<CacheTest> {
  protected:
-  // What the write op of a chunk says about it.
+  // Returns the hint in the write op of a chunk.
   EntryInfo told(const std::string& name) {
     for (const TierOp& op : tier().writes()) {
       if (op.key == key_of(name)) return op.about;
@@ -38,7 +38,7 @@ TEST_P(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
   EXPECT_EQ(told("a").parent, 0u);
   EXPECT_EQ(told("b").parent, id("a"));
   EXPECT_EQ(told("c").parent, id("b"));
-  store_deep(request, {"x"}, 16);  // the head of something else
+  store_deep(request, {"x"}, 16);  // the head of another prompt
   EXPECT_EQ(told("x").parent, 0u);
 }
 

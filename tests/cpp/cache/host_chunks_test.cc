@@ -130,7 +130,7 @@ TEST(HostChunksOfSeveralSizesTest, ASlabIsEvictedWhenNoneOfItsChunksIsInUse) {
     parts.chunks.finish_store(small.back());
   }
   EXPECT_EQ(parts.chunks.allocate(1), kNoRow);
-  EXPECT_THAT(parts.chunks.slab_to_evict(1, 7), IsEmpty()) << "all are of the request that asks";
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 7), IsEmpty()) << "all chunks belong to the requesting request";
   const auto slab = parts.chunks.slab_to_evict(1, 0);
   ASSERT_FALSE(slab.empty());
   for (const Slot slot : slab) parts.chunks.discard(slot);

@@ -1,4 +1,4 @@
-// Host memory that outlives its cache: what the next one finds there.
+// Host memory that outlives its cache, and the chunks that the next cache finds in it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ class KeptMemory : public ShmTest {
     world.cache->end_request(request);
     world.cache->end_step();
   }
-  // Hit, with the bytes that were stored.
+  // True if the chunk is a hit and holds the stored bytes.
   static bool hits(World& world, const std::string& name, std::uint32_t group = 0,
                    const RequestOptions& asked = {}) {
     const std::vector<ChunkKey> keys{key_of(name, group)};
@@ -115,7 +115,7 @@ TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
   EXPECT_TRUE(hits(world, "a"));
 }
 
-// Without its head the rest of a prefix is worth nothing.
+// Without its head, the rest of a prefix is useless.
 TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
   const auto four_rows = [&] {
     WorldOptions made = options();
@@ -141,7 +141,7 @@ TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
   EXPECT_TRUE(hits(world, "a"));
 }
 
-// It was in the device's cache, where vLLM had it from.
+// The chunk was in vLLM's device cache, so vLLM offers it again.
 TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
   const auto two_rows = [&] {
     WorldOptions made = options();
@@ -193,7 +193,7 @@ TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
   EXPECT_FALSE(hits(world, "a"));
 }
 
-// A reset says that weights have changed, in this process: the next one may have those of before again.
+// A reset means that the weights changed in this process. The next process may have the previous weights.
 TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
   {
     World world(options());
@@ -238,7 +238,7 @@ TEST_F(KeptMemory, OfOtherWeightsIsNotTaken) {
     EXPECT_FALSE(hits(world, "a"));
   }
   World world(options("old"));
-  EXPECT_FALSE(hits(world, "a")) << "its rows were another's since";
+  EXPECT_FALSE(hits(world, "a")) << "another chunk has used its rows since";
 }
 
 TEST_F(KeptMemory, OfOtherSizesIsRemovedAndItsMemoryFree) {
@@ -275,7 +275,7 @@ TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
   }
 }
 
-// The engine before may have been killed while it was on its way to the disk.
+// The previous engine may have been killed while the chunk's write was in flight.
 TEST_F(KeptMemory, WhatNoTierHasIsWrittenWhenItIsUsed) {
   {
     World world(options());

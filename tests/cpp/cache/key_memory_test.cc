@@ -28,7 +28,7 @@ TEST(KeyMemoryTest, CountsUsesUpToItsLimitBesideTheReason) {
 }
 
 TEST(KeyMemoryTest, AKeyIsForgottenRatherThanMistakenForAnother) {
-  KeyMemory memory(1);  // the smallest: 4096 cells
+  KeyMemory memory(1);  // the minimum size: 4096 cells
   for (int i = 0; i < 100000; ++i) memory.note_gone(key_of(fmt::format("{}", i)), i % 8);
   int remembered = 0;
   for (int i = 0; i < 100000; ++i) {

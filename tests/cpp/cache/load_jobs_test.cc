@@ -68,7 +68,7 @@ TEST_F(LoadJobsTest, ALoadThatIsRefusedChangesNothing) {
   parts().fetching("b");
   EXPECT_THROW(begin({"a", "b"}), InvalidArgument);
   EXPECT_THROW(begin({"a", "absent"}), InvalidArgument);
-  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the fetch's own";
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the pin of the fetch";
   EXPECT_EQ(begin({"a"}).hit_tokens[0], ChunkParts::kTokens);
 }
 
@@ -78,7 +78,7 @@ TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
   const auto first = begin({"a", "b"});
   EXPECT_EQ(first.hit_tokens[0], 16u);
   EXPECT_EQ(first.hit_tokens[1], 16u);
-  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load is host memory's";
+  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load counts as a hit in host memory";
 }
 
 TEST_F(LoadJobsTest, APartOfAChunkHitsTheTokensThatItHas) {
@@ -108,11 +108,11 @@ TEST_F(LoadJobsTest, WithWindowsLoadsRunSideBySideOnlyWhileTheirRequestsFit) {
   options.cache.cache_blocks = 12;
   make(std::move(options));
   parts().resident("a");
-  EXPECT_FALSE(jobs().must_hold_back(16)) << "nothing loads";
-  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: in each group 2 chunks and a draft
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6, and one block is vLLM's own";
+  EXPECT_FALSE(jobs().must_hold_back(16)) << "no load is in flight";
+  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: 2 chunks and a draft in each group
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6 blocks, plus one that vLLM reserves";
   jobs().forget();
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "it may still run";
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "the load may still run";
   parts().report(load.transfer.ticket);
   jobs().poll();
   EXPECT_FALSE(jobs().must_hold_back(16));

@@ -9,8 +9,8 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// A pass is a word: H hit, F fetching, f filling, R recorded, U unknown, M miss; lower
-// groups first, a word per group.
+// A pass is written as one word per group, lower groups first: H hit, F fetching, f filling,
+// R recorded, U unknown, M miss.
 class PassScansTest : public ::testing::Test {
  protected:
   PassScansTest() : parts_(options()) {}

@@ -11,7 +11,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// An engine whose steps follow the law that the model looks for.
+// An engine whose step times follow the law that the model fits.
 class PrefillModelTest : public ::testing::Test {
  protected:
   double base_ = 0.004, per_token_ = 50e-6, per_context_ = 5e-9, noise_ = 0;
@@ -20,7 +20,7 @@ class PrefillModelTest : public ::testing::Test {
     const double exact = base_ + tokens * (per_token_ + per_context_ * context);
     return exact * (1 + noise_ * (static_cast<double>(random_() % 2001) / 1000 - 1));
   }
-  // A prompt in steps of 2,048 tokens, then some that compute nothing.
+  // Runs a prompt in steps of 2,048 tokens, then some steps that compute nothing.
   void serve(double prompt, int idle_steps = 5) {
     for (double at = 0; at < prompt; at += 2048) {
       const double tokens = std::min(2048.0, prompt - at);
@@ -83,7 +83,7 @@ TEST_F(PrefillModelTest, BehindALongPrefixTokensTakeLonger) {
 }
 
 TEST_F(PrefillModelTest, NoPartOfTheLawIsNegative) {
-  for (int i = 0; i < 8; ++i) {  // steps behind long prefixes that were fast by chance
+  for (int i = 0; i < 8; ++i) {  // steps after long prefixes, fast by chance
     one_step(2000, 1000, 0.2);
     one_step(2000, 10000, 0.1);
   }

@@ -52,7 +52,7 @@ TEST_F(QuarantineTest, ARowHeldByTwoTicketsAndAnOpIsFreedOnceAfterTheLast) {
 
 TEST_F(QuarantineTest, ATicketIsAskedForAsTheKindOfJobItIs) {
   quarantine_.hold(7, TicketKind::kLoad, 1);
-  reported_ = {7};  // as a store
+  reported_ = {7};  // reported as a store
   poll();
   EXPECT_THAT(freed_, IsEmpty());
 }

@@ -12,7 +12,7 @@ namespace {
 
 using enum CopyDirection;
 
-// Ends jobs when told to, and remembers what it was asked.
+// Ends jobs when the test says so, and records its calls.
 class FakeCopier final : public BlockCopier {
  public:
   std::string describe() const override { return "fake"; }
@@ -69,7 +69,7 @@ class RankWorkerTest : public ::testing::Test {
     job.ticket = ticket;
     worker_->submit(std::move(job));
   }
-  // What the scheduler sees; nothing while it is pending.
+  // Returns what the scheduler sees; empty while the ticket is pending.
   std::optional<std::uint64_t> reported(Ticket ticket, TicketKind kind = TicketKind::kStore) {
     std::uint64_t failed = 0;
     if (scheduler_->result(ticket, &failed, kind) == TicketResult::kPending) return std::nullopt;

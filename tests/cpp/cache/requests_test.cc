@@ -67,7 +67,7 @@ TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
   requests_.hold(a_, twice);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
   parts_.record("y");
-  parts_.lookup(a_, "y");  // it waits
+  parts_.lookup(a_, "y");  // the request now waits
   requests_.admit(a_);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
 }
@@ -119,7 +119,7 @@ TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
   await_all(request);
   parts_.requests.end(request);
   EXPECT_EQ(parts_.tier->queued_reads(), kMany - Requests::kReadsGivenBackAtOnce);
-  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine goes on stepping";
+  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine must continue to step";
   parts_.ops.poll();
   EXPECT_FALSE(parts_.has("0"));
   EXPECT_EQ(parts_.chunks.at(reads_.back().slot).state, ChunkState::kFetching);
@@ -140,7 +140,7 @@ TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
   EXPECT_EQ(parts_.requests.at(next).fetched_for, 1u);
   parts_.requests.end_step();
   parts_.requests.end_step();
-  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it is needed";
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "the read is needed";
   parts_.finish();
   EXPECT_EQ(parts_.chunks.at(last).pins, 1u);
   EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
@@ -161,7 +161,7 @@ TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {
   requests_.await(a_, fetch("x").slot);
   parts_.tier->fail(StatusKind::kIo);
   parts_.finish();
-  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "though the tier still has it";
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "a miss, although the tier still has the record";
   EXPECT_EQ(parts_.lookup(requests_.begin({}), "x"), LookupResult::kPending);
   requests_.end(a_);
   EXPECT_EQ(parts_.missed("io_error"), 16);
@@ -173,7 +173,7 @@ TEST_F(RequestsTest, AfterItExpiredNothingIsPendingForIt) {
   requests_.await(a_, fetch("x").slot);
   requests_.expire(a_, MissReason::kRecomputeCheaper);
   EXPECT_THAT(requests_.waiting(), IsEmpty());
-  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "nobody waits for it";
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "no request waits for the read";
   requests_.end_step();
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
   requests_.end(a_);

@@ -75,7 +75,7 @@ TEST_F(RowSupplyTest, WhatIsWrittenBeforeItGoesIsPassedOver) {
   options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
   make(std::move(options));
   fill();
-  // All are pinned by their writes; those are shed, and not queued again.
+  // Writes pin all chunks. The writes are shed and not queued again.
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, ElementsAre(key_of("a")));
   EXPECT_EQ(parts().tier->queued_writes(), 0u);

@@ -1,4 +1,4 @@
-// What is stored, and when it becomes a hit.
+// Stores: which chunks are accepted, and when they become hits.
 #include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
@@ -78,13 +78,13 @@ TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
   EXPECT_EQ(store(request, {"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
 
-// What it calls may throw, at the latest when no memory is left.
+// Functions called by an offer may throw, at least when memory runs out.
 TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
   make({.rows = 3});
   store({"old"});
   tier().finish();
   step();
-  for (int calls_before : {0, 1}) {  // the first two chunks of an offer have rows of their own
+  for (int calls_before : {0, 1}) {  // the first two chunks of an offer already have rows
     fake().on_touch = [calls_before]() mutable {
       if (calls_before-- == 0) throw std::bad_alloc();
     };
@@ -128,7 +128,7 @@ TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTh
   make({.rows = 1});
   const RequestHandle request = begin();
   const Job job = offer(request, {"a"});
-  world().ranks[0]->report(0, job.transfer.ticket, 0);  // rank 1 did not
+  world().ranks[0]->report(0, job.transfer.ticket, 0);  // rank 1 did not report
   complete(job);
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(cache().stats().quarantined_rows, 1u);
@@ -179,7 +179,7 @@ TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
   const RequestHandle reader = begin();
   scan(reader, {"a"});
   const Job job = begin_load(reader, {"a"});
-  EXPECT_THAT(store({"c", "d"}), ElementsAre("c"));  // b went
+  EXPECT_THAT(store({"c", "d"}), ElementsAre("c"));  // b was evicted
   EXPECT_EQ(peek({"a"}), "H");
   EXPECT_EQ(world().dropped("cpu", "pressure"), 2 * 4096);
   end_load(job);
@@ -197,11 +197,11 @@ TEST_P(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
-  cache().reset();  // rows are free again; but here the request was told to start over
+  cache().reset();  // frees the rows, and restarts the request's offers
   EXPECT_THAT(store(request, {"d"}), ElementsAre("d"));
   const RequestHandle other = begin();
   const Job filling = offer(other, {"x", "y"});
-  EXPECT_EQ(filling.keys.size(), 2u);  // d went
+  EXPECT_EQ(filling.keys.size(), 2u);  // d was evicted
   EXPECT_THAT(store(request, {"e"}), IsEmpty());
   copy(filling);
   complete(filling);
@@ -260,7 +260,7 @@ TEST_P(StoreTest, FiguresTellWhatIsResident) {
   EXPECT_EQ(stats.resident_chunks, 2u);
   EXPECT_EQ(stats.resident_bytes, 2 * 2 * 4096u);
   EXPECT_EQ(stats.capacity_bytes, 2 * 8 * 4096u);
-  EXPECT_EQ(stats.pinned_chunks, 2u);  // their writes
+  EXPECT_EQ(stats.pinned_chunks, 2u);  // pinned by their writes
   cache().publish_gauges();
   EXPECT_EQ(world().metrics.value("kv_offload_tier_chunks", {"cpu"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_queue_depth", {"fs", "write"}), 2);

@@ -29,7 +29,7 @@ TEST(TraceReplay, HitsAreCountedFromTheLeft) {
   const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
   const ReplayResult result = lru(trace, 100);
   EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
-  EXPECT_EQ(result.stored, 5u);  // 1 2 3 4 9: no block twice
+  EXPECT_EQ(result.stored, 5u);  // 1 2 3 4 9: each block once
   EXPECT_EQ(result.evicted, 0u);
 }
 
@@ -66,7 +66,7 @@ TEST(TraceReplay, ReuseWritesNothingForOneOffPrompts) {
   const TierSlotOptions reuse{.write_policy = WritePolicy::kReuse, .reuse_threshold = 2};
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {7}}), 4, 100, reuse).written, 0u);
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {1, 2}}), 4, 100, reuse).written, 2u);
-  // Seen twice, though it was not here any more.
+  // Seen twice, although it was evicted in between.
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {1, 2}}), 2, 100, reuse).written, 2u);
 }
 
@@ -97,7 +97,7 @@ TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
   EXPECT_EQ(on_evict.killed_with, 2u) << "1 and 2 had left host memory";
   EXPECT_EQ(on_evict.recent_hits, 0u);
   EXPECT_EQ(on_evict.hits_after, 2u);
-  EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "nobody was killed";
+  EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "no engine was killed";
 }
 
 TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
@@ -113,20 +113,20 @@ TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
   EXPECT_EQ(on_evict.hits_after, 5u);
   const Trace again = trace_of({{1}, {2}, {1}, {3}, {4}, {1}});
   const ReplayResult kept = replay(again, {.host_chunks = 3, .kill_after = 4, .keep_host_memory = true});
-  EXPECT_EQ(kept.hits_after, 1u) << "2, not 1, was used longest ago";
+  EXPECT_EQ(kept.hits_after, 1u) << "2 is the least recently used, not 1";
 }
 
-// As a server does: what the killed one had on no tier is written when it is used.
+// Matches a server: a kept chunk without a record on any tier is written at its first use.
 TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
   const Trace trace = trace_of({{1}, {2}, {1}, {3}});
   ReplayOptions options{.host_chunks = 3, .tier_chunks = 1, .kill_after = 2, .keep_host_memory = true};
-  EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 once more, 3";
+  EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 again, 3";
   options.tier.write_policy = WritePolicy::kOnEvict;
   EXPECT_EQ(replay(trace, options).written, 0u);
 }
 
-// Under `prefix` the end of {1, 2, 3} would go next; after a restart the directory knows no prompts, only
-// that nothing of it was used for longest, its beginning first.
+// Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
+// only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
 TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
@@ -138,10 +138,10 @@ TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
         .hits_after;
   };
   EXPECT_EQ(hits_after("lru"), 3u);
-  EXPECT_EQ(hits_after("prefix"), 3u) << "7 took the place of 1, and the two behind it are of no use";
+  EXPECT_EQ(hits_after("prefix"), 3u) << "7 replaced 1, and the two chunks after 1 are useless without it";
 }
 
-// 1 and 2 are hit in host memory until the kill, and the tier has room for three.
+// 1 and 2 are hit in host memory until the kill; the tier has room for three records.
 TEST(TraceReplay, WhatIsUsedInHostMemoryStaysOnATierThatIsSmaller) {
   const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});
   const ReplayResult result =
@@ -156,10 +156,10 @@ TEST(TraceReplay, TheEndOfAPromptIsNotWrittenInThePlaceOfItsBeginning) {
   EXPECT_EQ(result.recent_hits, 3u);
   EXPECT_EQ(result.written, 4u);
   EXPECT_EQ(result.tier_declined, 2u);
-  EXPECT_EQ(result.tier_evicted, 1u) << "6 is of another request";
+  EXPECT_EQ(result.tier_evicted, 1u) << "6 belongs to another request";
 }
 
-// What was missed is stored again while its record goes: a prompt of which the beginning is nowhere.
+// A missed chunk is stored again while its record is evicted: the beginning of the prompt is on no tier.
 TEST(TraceReplay, ARecordMayGoWhoseChunkIsJustBeingStored) {
   std::vector<std::vector<std::uint64_t>> requests;
   std::mt19937 random(7);
@@ -214,7 +214,7 @@ TEST(TraceReplay, NoPolicyBeatsTheOptimumAndAllAreEqualWhereEverythingFits) {
   }
 }
 
-// The same requests through the cache itself, with rows and ranks.
+// Replays the same requests through the real cache, with rows and ranks.
 class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::string> {
  protected:
   std::size_t serve(std::span<const std::uint64_t> blocks) {

@@ -7,7 +7,7 @@ namespace {
 
 class TransferModelTest : public ::testing::Test {
  protected:
-  // A queue of so many records of 1,000 bytes.
+  // Notes queues of 1 to `records` records of 1,000 bytes.
   void read(int records, double latency, double bytes_per_second) {
     for (int i = 1; i <= records; ++i) model_.note(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
   }

@@ -32,7 +32,7 @@ TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
   EXPECT_EQ(writes(), 1u);
 }
 
-// A chunk that is in use in host memory must not look old on the tier.
+// A chunk in use in host memory must not look old on the tier.
 TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
   make(WritePolicy::kThrough);
   const Slot a = stored("a"), b = stored("b");
@@ -43,15 +43,15 @@ TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
   EXPECT_TRUE(parts().tier->told_used.empty());
   parts().write_back.tell_uses();
   const std::vector<TierUse>& told = parts().tier->told_used;
-  ASSERT_EQ(told.size(), 2u) << "a store is no use: its record says it";
+  ASSERT_EQ(told.size(), 2u) << "a store does not count as a use: its write sets the time";
   EXPECT_EQ(told[0].key, key_of("b"));
   EXPECT_EQ(told[1].key, key_of("a"));
   EXPECT_EQ(told[1].about.request, 7u);
   parts().write_back.tell_uses();
-  EXPECT_EQ(told.size(), 2u) << "told again";
+  EXPECT_EQ(told.size(), 2u) << "the use is reported twice";
 }
 
-// Its record may go: it is written again when the chunk does.
+// The tier may evict the record: it is written again when host memory evicts the chunk.
 TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
   make(WritePolicy::kOnEvict);
   parts().write_back.note_used(stored("a"));
@@ -59,7 +59,7 @@ TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
   EXPECT_TRUE(parts().tier->told_used.empty());
 }
 
-// Of policies that do not write it for being stored.
+// Applies to policies that do not write a chunk when it is stored.
 TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
   for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kNever}) {
     make(policy, 5);
@@ -76,7 +76,7 @@ TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
   EXPECT_TRUE(parts().tier->writes().back().may_decline);
   make(WritePolicy::kOnEvict);
   EXPECT_TRUE(parts().write_back.write_before_eviction(stored("a")));
-  EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance";
+  EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance to write the chunk";
 }
 
 TEST_F(WriteBackTest, ADeclinedWriteIsNoFailureAndIsCounted) {
@@ -105,7 +105,7 @@ TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkGoes) {
   EXPECT_TRUE(parts().write_back.write_before_eviction(slot));
   EXPECT_EQ(writes(), 1u);
   parts().finish();
-  EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "it is recorded";
+  EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "the chunk is recorded";
 }
 
 TEST_F(WriteBackTest, AWriteThatFailedIsNotRepeatedBeforeTheEviction) {

@@ -1,4 +1,4 @@
-// What is written to a tier, when, and what is given up under pressure.
+// Writes to a tier: which chunks, when, and which writes are dropped under pressure.
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -48,7 +48,7 @@ TEST_P(WriteTest, AChunkIsAHitWhetherOrNotItIsRecordedYet) {
 
 TEST_P(WriteTest, WhatIsRecordedAlreadyIsNotWrittenAgain) {
   record({"a"});
-  EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory lost it: stored there again
+  EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory had evicted it: stored again
   EXPECT_THAT(queued(), IsEmpty());
   EXPECT_EQ(peek({"a"}), "H");
 }
@@ -71,7 +71,7 @@ TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
   EXPECT_THAT(store({"c"}), ElementsAre("c"));
   EXPECT_THAT(queued(), ElementsAre("c"));
   EXPECT_EQ(world().dropped("fs", "pressure"), 2 * 2 * 4096);
-  EXPECT_EQ(world().dropped("fs", "cancelled"), 0) << "it is told once";
+  EXPECT_EQ(world().dropped("fs", "cancelled"), 0) << "the drop is counted once";
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(peek({"b"}), "H");
 }
@@ -118,7 +118,7 @@ TEST_P(WriteTest, OnEvictWritesWhatIsAboutToGoAndTakesAnotherMeanwhile) {
   store({"b"});
   EXPECT_THAT(queued(), IsEmpty());
   store({"c"});
-  step();  // full: the cold end is cleaned ahead of need
+  step();  // full: the cold end is written ahead of need
   EXPECT_THAT(queued(), ElementsAre("a", "b", "c"));
   tier().finish();
   step();
@@ -163,7 +163,7 @@ class BurstTest : public CacheTest, public ::testing::WithParamInterface<const c
     make(std::move(options));
     while (cache().stats().resident_chunks + kBurst <= kRows) burst();
   }
-  // A prompt of its own, offered in one call, and the end of the step.
+  // Offers a new prompt in one call and ends the step.
   void burst(std::size_t chunks = kBurst) {
     Names prompt;
     for (std::size_t i = 0; i < chunks; ++i) prompt.push_back(fmt::format("{}.{}", prompts_, i));
@@ -194,7 +194,7 @@ TEST_P(BurstTest, OnEvictNorAfterAReset) {
   EXPECT_EQ(dropped(), 0);
 }
 
-// It writes nearly all it can. What it cannot is lost, but neither waited for nor declined.
+// The tier writes nearly all it can. The other chunks are lost; no store waits or is declined.
 TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
   make_full();
   for (int i = 0; i < 20; ++i) {
@@ -249,7 +249,7 @@ TEST_P(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
   const Job fresh = offer(begin(), {"c", "d"});
   EXPECT_EQ(fresh.keys.size(), 1u);
   EXPECT_EQ(fresh.transfer.rows, storing.transfer.rows);
-  complete(storing);  // a completion of before the reset says nothing
+  complete(storing);  // a completion from before the reset has no effect
   EXPECT_EQ(peek({"b"}), "M");
   end_load(loading);
   step();
@@ -298,7 +298,7 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
   EXPECT_FALSE(recorded("b"));
   EXPECT_EQ(world().dropped("fs", "unavailable"), 2 * 4096);
   tier().fail_resets(false);
-  tier().heal();  // and no other reset
+  tier().heal();  // without another reset
   step();
   EXPECT_EQ(peek({"a"}), "M");
   store({"c"});
@@ -307,7 +307,7 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
   EXPECT_TRUE(recorded("c"));
   world().restart();
   EXPECT_EQ(peek({"a"}) + peek({"b"}) + peek({"c"}), "MMM")
-      << "recorded after a reset: of who was reset alone";
+      << "records made after a reset are visible only to the process that was reset";
 }
 
 TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
@@ -324,7 +324,8 @@ TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
   step();
   EXPECT_TRUE(recorded("a"));
   world().restart();
-  EXPECT_EQ(peek({"a"}) + peek({"b"}), "MM") << "recorded after a reset: of who was reset alone";
+  EXPECT_EQ(peek({"a"}) + peek({"b"}), "MM")
+      << "records made after a reset are visible only to the process that was reset";
 }
 
 // ---- loads
