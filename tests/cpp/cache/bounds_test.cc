@@ -28,7 +28,7 @@ constexpr std::uint64_t kKiB = 1024;
 
 class CapacityOf : public ::testing::TestWithParam<Model> {};
 
-TEST_P(CapacityOf, TokensHeldAreWhatTheBytesAllow) {
+TEST_P(CapacityOf, HostMemoryHoldsTheTokensThatItsBytesAllow) {
   const Model& model = GetParam();
   World world({.ranks = 2,
                .rows = (std::uint64_t{256} << 20) / kPageBytes,
@@ -66,7 +66,7 @@ TEST_P(CapacityOf, TokensHeldAreWhatTheBytesAllow) {
 }
 
 // Control: all groups use rows of the largest size, as if one chunk size served all groups.
-TEST(Capacity, RowsOfOneSizeForAllGroupsWouldBeSeen) {
+TEST(Capacity, TheTestDetectsRowsOfOneSizeForAllGroups) {
   const std::vector<std::uint64_t> ideal{1040 * kKiB, 64 * kKiB};
   World world({.ranks = 1,
                .rows = (std::uint64_t{64} << 20) / kPageBytes,
@@ -162,7 +162,7 @@ const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);  // two bytes a reque
 constexpr std::uint64_t kMostResident = std::uint64_t{2}
                                         << 20;  // includes memory that malloc does not report
 
-TEST(Growth, AHundredThousandRequestsLeaveNothingBehind) {
+TEST(Growth, AHundredThousandRequestsLeakNoMemory) {
   Growth growth;
   std::uint64_t number = 0;
   while (number < kWarm) growth.serve(number++);
@@ -182,7 +182,7 @@ TEST(Growth, AHundredThousandRequestsLeaveNothingBehind) {
   EXPECT_EQ(stats.requests + stats.waiting_requests + stats.quarantined_rows, 0u);
 }
 
-TEST(Growth, AHundredBytesARequestWouldBeSeen) {
+TEST(Growth, TheTestDetectsALeakOfAHundredBytesPerRequest) {
   if (kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
   Growth growth;
   growth.leaks = true;

@@ -56,7 +56,7 @@ TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
   EXPECT_THROW(groups.require_position(key_of("a", 1), 0), InvalidArgument) << "key of an unknown group";
 }
 
-TEST(ChunkGroupsTest, AGroupThatIsAloneHasFullAttentionUnlessItIsSaidNotTo) {
+TEST(ChunkGroupsTest, ASingleGroupHasFullAttentionByDefault) {
   CacheOptions options = two_groups();
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
   EXPECT_FALSE(ChunkGroups(options, 2).kinds_are_known());
@@ -69,14 +69,14 @@ TEST(ChunkGroupsTest, AGroupThatIsAloneHasFullAttentionUnlessItIsSaidNotTo) {
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
 }
 
-TEST(ChunkGroupsTest, TheTokensBeforeAChunkAreThoseUpToItsBegin) {
+TEST(ChunkGroupsTest, TokensBeforeAChunkEndAtItsBeginning) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups.tokens_before(1, 96), 64);
   EXPECT_EQ(groups.tokens_before(1, 32), 0);
   EXPECT_EQ(groups.tokens_before(1, 0), 0) << "unknown";
 }
 
-TEST(ChunkGroupsTest, WhatCannotBeIsRefused) {
+TEST(ChunkGroupsTest, InvalidGroupsAreRefused) {
   CacheOptions options;
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
   options.groups.assign(32, group_of(0, 16, 1, 0));

@@ -34,7 +34,7 @@ class CostModelTest : public ::testing::Test {
   }
 };
 
-TEST_F(CostModelTest, WhatIsUnknownIsLoaded) {
+TEST_F(CostModelTest, UnmeasuredTiersAreLoadedFrom) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
   compute(1000, 1);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
@@ -52,7 +52,7 @@ TEST_F(CostModelTest, TheFasterSideWins) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
+TEST_F(CostModelTest, ATiersEstimateIsUsedUntilTheFirstMeasurement) {
   compute(1000, 1);
   const std::vector<double> hints{40, 0};
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kRecompute);
@@ -60,20 +60,20 @@ TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, OfATiersOwnEstimateAPartCountsAsMuchAsItsBytes) {
+TEST_F(CostModelTest, ATiersEstimateIsScaledByTheBytesOfAPart) {
   compute(1000, 1);
   const std::vector<double> hints{5, 0};
   EXPECT_NEAR(decide({on(0, 1000)}, {.hints = hints, .deadline_seconds = 2}).chunks, 400, 1);
 }
 
-TEST_F(CostModelTest, TiersReadSideBySide) {
+TEST_F(CostModelTest, TiersReadConcurrently) {
   compute(1000, 1);
   read(0, 1500);
   read(1, 1500);
   EXPECT_NEAR(decide({on(0, 50), on(1, 50)}).load_seconds, 0.333, 0.01);
 }
 
-TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
+TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
   compute(1000, 1);
   read(0, 5000);
   model_.note_submitted(0, 20000);
@@ -82,14 +82,14 @@ TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, TheCopyToTheDeviceCountsToo) {
+TEST_F(CostModelTest, TheCopyToTheDeviceCounts) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
+TEST_F(CostModelTest, ACopyThatHappensAnywayCostsOnlyItsBytes) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.5 + 1e-4 * i);
@@ -97,7 +97,7 @@ TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
   EXPECT_EQ(decide({on(0, 40)}, {.loads_anyway = true}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
+TEST_F(CostModelTest, AChoiceIsKeptWhileTheCostsAreClose) {
   compute(1000, 1);
   read(0, 970);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // the current choice
@@ -111,7 +111,7 @@ TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, WhatLiesOnTheFastTierIsLoadedWithoutTheRest) {
+TEST_F(CostModelTest, ChunksOnTheFastTierAreLoadedWithoutTheRest) {
   compute(1000, 1);
   read(0, 10000);
   read(1, 100);
@@ -121,7 +121,7 @@ TEST_F(CostModelTest, WhatLiesOnTheFastTierIsLoadedWithoutTheRest) {
   EXPECT_NEAR(decision.compute_seconds, 0.6, 0.01);
 }
 
-TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
+TEST_F(CostModelTest, ASlowChunkIsReadForTheChunksAfterIt) {
   compute(1000, 1);
   read(1, 100);
   const Decision decision = decide({on(1, 1), on(Stretch::kHere, 99)});
@@ -129,7 +129,7 @@ TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
   EXPECT_EQ(decision.chunks, 100u);
 }
 
-TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
+TEST_F(CostModelTest, OnlyChunksThatArriveInTimeArePlanned) {
   compute(1000, 1);
   read(0, 2000);
   const Decision decision = decide({on(0, 1000)}, {.deadline_seconds = 2});  // all of it: 5 s
@@ -138,7 +138,7 @@ TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
   EXPECT_LE(decision.load_seconds, 2);
 }
 
-TEST_F(CostModelTest, WhatCannotBeDividedIsLoadedAsAWholeOrNotAtAll) {
+TEST_F(CostModelTest, AnIndivisibleLoadIsLoadedWholeOrNotAtAll) {
   compute(1000, 1);
   read(0, 2000);
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 2}).choice, Choice::kRecompute);
@@ -153,7 +153,7 @@ TEST_F(CostModelTest, WhatCannotBeDividedIsLoadedAsAWholeOrNotAtAll) {
   EXPECT_EQ(short_end.chunks, 130u);
 }
 
-TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
+TEST_F(CostModelTest, AnUnusedTierIsProbedPeriodically) {
   compute(1000, 1);
   read(0, 100);
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(60))) << "it is in use";
@@ -164,7 +164,7 @@ TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(62)));
 }
 
-TEST_F(CostModelTest, AReadThatIsOverdueIsAsGoodAsAProbe) {
+TEST_F(CostModelTest, AnOverdueReadReplacesAProbe) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -173,7 +173,7 @@ TEST_F(CostModelTest, AReadThatIsOverdueIsAsGoodAsAProbe) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(51)));
 }
 
-TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {
+TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -182,7 +182,7 @@ TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
 }
 
-TEST_F(CostModelTest, AProbeTellsTheTierAnew) {
+TEST_F(CostModelTest, AProbeMeasuresTheTierAgain) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -191,7 +191,7 @@ TEST_F(CostModelTest, AProbeTellsTheTierAnew) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMeasuredToBeMuchSlower) {
+TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMuchSlower) {
   EXPECT_TRUE(model_.host_pays(1, now_));
   compute(1000, 1);
   model_.note_copy(1000, 10);

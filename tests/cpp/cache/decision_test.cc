@@ -69,7 +69,7 @@ TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
   EXPECT_GT(engine().decisions("recompute"), 90);
 }
 
-TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotWaitedFor) {
+TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotAwaited) {
   constexpr std::uint32_t kLong = 512;
   for (const double speed : {kFast, kThrottled / 16}) {  // 8 chunks: 0.1 ms; 8.2 s, the deadline is 5
     make({.token_seconds = 2e-3, .tiers = {speed}, .window = 8});
@@ -92,7 +92,7 @@ TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotWaitedFor) {
   }
 }
 
-TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
+TEST_F(DecisionTest, ATierThatSlowsDownIsAbandonedBeforeItDoublesTheTtft) {
   make({.tiers = {kFast}});
   warm_up();
   EXPECT_LT(mean_served(10), 0.2);
@@ -102,7 +102,7 @@ TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
+TEST_F(DecisionTest, AStuckTierIsAbandoned) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -111,7 +111,7 @@ TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, WhatIsStillReadAfterItWasGivenUpIsTheProbe) {
+TEST_F(DecisionTest, ReadsInFlightAfterGivingUpServeAsTheProbe) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -125,7 +125,7 @@ TEST_F(DecisionTest, WhatIsStillReadAfterItWasGivenUpIsTheProbe) {
   EXPECT_EQ(engine().decisions("probe"), 0);
 }
 
-TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
+TEST_F(DecisionTest, GivingUpKeepsTheReadsThatOtherRequestsWaitFor) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -164,7 +164,7 @@ TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
 
 // Another server writes the records one by one. The first record alone is not worth the tier's latency.
 // The wait for the last record must not count as read time of the tier.
-TEST_F(DecisionTest, ChunksThatAreAwaitedAreLoadedHoweverTheyCome) {
+TEST_F(DecisionTest, AwaitedChunksAreLoadedInWhateverOrderTheyAreWritten) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
@@ -207,7 +207,7 @@ TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
   EXPECT_LT(mean_served(5), 0.2);
 }
 
-TEST_F(DecisionTest, LatencyIsNotTakenForALowSpeed) {
+TEST_F(DecisionTest, LatencyIsNotMistakenForLowSpeed) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
@@ -217,7 +217,7 @@ TEST_F(DecisionTest, LatencyIsNotTakenForALowSpeed) {
   EXPECT_LT(served(32), 0.8);
 }
 
-TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
+TEST_F(DecisionTest, ProbesAreFewReadsAndNoRequestWaitsForThem) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -230,7 +230,7 @@ TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
   EXPECT_EQ(engine().tiers[0]->submitted_reads - before, 10u * 8);
 }
 
-TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
+TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedIfThatIsCheaper) {
   // Reads 4,500 tokens/s: slower than computing a short prompt, faster than the end of a long one.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
@@ -246,7 +246,7 @@ TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
   EXPECT_EQ(engine().decisions("load"), loads + 1);
 }
 
-TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
+TEST_F(DecisionTest, TheWorthwhilePartIsLoadedAndTheRestComputed) {
   make({.tiers = {kFast, kThrottled}});
   warm_up();
   for (const std::size_t tier : {0u, 1u}) served(kChunks, tier);  // measures both tiers
@@ -265,7 +265,7 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
   EXPECT_EQ(engine().decisions("partial"), 2);
 }
 
-TEST_F(DecisionTest, WhatLiesBehindALongPrefixTakesLongerToCompute) {
+TEST_F(DecisionTest, TokensAfterALongPrefixTakeLongerToCompute) {
   // Reads 4,500 tokens/s: slower than computing at the start of a prompt, faster than after 12,288 tokens.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
@@ -281,7 +281,7 @@ TEST_F(DecisionTest, WhatLiesBehindALongPrefixTakesLongerToCompute) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (768 + 64) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
+TEST_F(DecisionTest, ASlowChunkIsLoadedIfManyChunksFollowIt) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -297,7 +297,7 @@ TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
   EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ACopyThatIsMadeAnywayCostsMoreOnlyByItsBytes) {
+TEST_F(DecisionTest, ACopyThatHappensAnywayAddsOnlyTheCostOfItsBytes) {
   make({.copy_bytes_per_second = kFast, .copy_latency_seconds = 0.05, .tiers = {kFast}});
   warm_up();
   for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // measures the latency
@@ -308,7 +308,7 @@ TEST_F(DecisionTest, ACopyThatIsMadeAnywayCostsMoreOnlyByItsBytes) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (kChunks + 16) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ARequestIsDecidedAboutOnce) {
+TEST_F(DecisionTest, ARequestIsDecidedOnce) {
   make({.tiers = {kFast}});
   const auto prompt = engine().new_prompt(kChunks);
   engine().put(prompt, 0);
@@ -323,7 +323,7 @@ TEST_F(DecisionTest, ARequestIsDecidedAboutOnce) {
   cache.end_request(request);
 }
 
-TEST_F(DecisionTest, WhatCannotArriveBeforeTheDeadlineIsNotWaitedFor) {
+TEST_F(DecisionTest, ChunksThatCannotArriveBeforeTheDeadlineAreNotAwaited) {
   // Loading all takes 8 s and computing 16 s, but the deadline is 5 s.
   make({.token_seconds = 1e-3, .context_seconds = 0, .rows = 32768, .tiers = {2000 * 256.0}});
   warm_up();
@@ -349,7 +349,7 @@ TEST_F(DecisionTest, HostMemoryIsNotCopiedWhereComputingIsMuchFaster) {
   EXPECT_GT(engine().counter("kv_offload_miss_tokens_total", {"recompute_cheaper"}), 0);
 }
 
-TEST_F(DecisionTest, ThePolicyOfARequestGoesBeforeWhatIsCheaper) {
+TEST_F(DecisionTest, TheLoadPolicyOfARequestOverridesTheCostModel) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -362,7 +362,7 @@ TEST_F(DecisionTest, ThePolicyOfARequestGoesBeforeWhatIsCheaper) {
   EXPECT_EQ(engine().serve(other, {.load_policy = LoadPolicy::kNever}).loaded_tokens, 0u);
 }
 
-TEST_F(DecisionTest, WhatLoadsSavedIsWhatTheRequestsGained) {
+TEST_F(DecisionTest, SavedSecondsMatchTheGainOfTheRequests) {
   make({.tiers = {kFast}});
   warm_up();
   double gained = 0;
@@ -376,7 +376,7 @@ TEST_F(DecisionTest, WhatLoadsSavedIsWhatTheRequestsGained) {
   EXPECT_EQ(engine().counter("kv_offload_load_seconds"), 20);
 }
 
-TEST_F(DecisionTest, ALossIsCountedAsOne) {
+TEST_F(DecisionTest, ALossIsCountedAsLostSeconds) {
   make({.tiers = {2500 * 256.0}, .cache = {.load_policy = LoadPolicy::kAlways}});
   warm_up();
   EXPECT_GT(served(), 2);
@@ -386,7 +386,7 @@ TEST_F(DecisionTest, ALossIsCountedAsOne) {
 
 class StepOrderTest : public DecisionTest, public ::testing::WithParamInterface<StepOrder> {};
 
-TEST_P(StepOrderTest, TheEnginesSpeedIsLearntHoweverItSteps) {
+TEST_P(StepOrderTest, TheEnginesSpeedIsLearntInEveryStepOrder) {
   make({.order = GetParam(), .tiers = {}});
   for (const std::uint32_t chunks : {32u, 256u, 64u, 512u, 128u, 96u, 512u}) {
     engine().serve(engine().new_prompt(chunks));

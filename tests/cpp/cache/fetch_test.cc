@@ -91,7 +91,7 @@ TEST_P(FetchTest, TheOldestRequestIsFetchedFirst) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
 }
 
-TEST_P(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
+TEST_P(FetchTest, HitsStayPinnedWhileTheRequestWaitsForTheRest) {
   make({.rows = 2});
   record({"b"});
   store({"a"});
@@ -107,7 +107,7 @@ TEST_P(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
   EXPECT_THAT(store({"x"}), ElementsAre("x"));
 }
 
-TEST_P(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
+TEST_P(FetchTest, APlanIsTrimmedToTheAvailableRows) {
   make({.rows = 3});
   record({"a", "b"});
   store({"c", "d"});
@@ -125,7 +125,7 @@ TEST_P(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
   copy(filling);
 }
 
-TEST_P(FetchTest, NobodyWaitsPastTheDeadline) {
+TEST_P(FetchTest, NoRequestWaitsPastTheDeadline) {
   record({"a", "b"});
   store({"c"});
   const RequestHandle request = begin();
@@ -144,7 +144,7 @@ TEST_P(FetchTest, NobodyWaitsPastTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: the request may wait again
 }
 
-TEST_P(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
+TEST_P(FetchTest, ARequestWithoutFurtherLookupsLosesItsPinsAtTheDeadline) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -158,7 +158,7 @@ TEST_P(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "H");
 }
 
-TEST_P(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
+TEST_P(FetchTest, AFetchWithoutWaitersIsCancelled) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -173,7 +173,7 @@ TEST_P(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
 
 // ---- failures
 
-TEST_P(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
+TEST_P(FetchTest, ACorruptRecordIsAPermanentMiss) {
   record({"a", "b"});
   tier().damage(key_of("b"));
   const RequestHandle request = begin();
@@ -188,7 +188,7 @@ TEST_P(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
+TEST_P(FetchTest, TheSameRequestDoesNotRetryAnUnreadableRecord) {
   record({"a"});
   tier().fail(StatusKind::kIo);
   const RequestHandle request = begin();
@@ -205,7 +205,7 @@ TEST_P(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_P(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
+TEST_P(FetchTest, AVanishedRecordIsAMissWithoutAFailure) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -235,7 +235,7 @@ TEST_P(FetchTest, TheRanksSeeWhileARequestWaitsForRecords) {
 }
 
 // vLLM 0.31 and 0.32 end the step before they end its requests, and an idle engine makes no further one.
-TEST_P(FetchTest, TheRanksSeeThatTheLastRequestThatWaitedIsGone) {
+TEST_P(FetchTest, TheRanksSeeThatTheLastWaitingRequestEnded) {
   record({"a"});
   const HostRegion& rank = *world().ranks[0];
   for (const bool by_reset : {false, true}) {
@@ -254,7 +254,7 @@ TEST_P(FetchTest, TheRanksSeeThatTheLastRequestThatWaitedIsGone) {
   }
 }
 
-TEST_F(FetchFakeTest, TheRanksSeeWhileARequestWaitsForATiersAnswerAndNotAfterTheCacheIsClosed) {
+TEST_F(FetchFakeTest, TheRanksSeeThatARequestWaitsForALookupUntilTheCacheIsClosed) {
   fake().knows = false;
   const HostRegion& rank = *world().ranks[0];
   EXPECT_FALSE(rank.is_fetching());
@@ -265,14 +265,14 @@ TEST_F(FetchFakeTest, TheRanksSeeWhileARequestWaitsForATiersAnswerAndNotAfterThe
   EXPECT_FALSE(rank.is_fetching());
 }
 
-TEST_P(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
+TEST_P(FetchTest, ATierWithAnOpenCircuitBreakerIsNotAwaited) {
   record({"a"});
   tier().switch_off();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
+TEST_F(FetchFakeTest, AnUnknownKeyIsLookedUpAgainUntilTheDeadline) {
   fake().knows = false;
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "RR");
@@ -288,7 +288,7 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
+TEST_F(FetchFakeTest, APendingLookupIsAwaitedAndNotSentAgain) {
   fake().knows = fake().is_sure = false;
   fake().asks = true;
   const RequestHandle first = begin(), second = begin();
@@ -307,7 +307,7 @@ TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
   EXPECT_EQ(scan(second, {"a"}), "M") << "the same reply answered this request's lookup";
 }
 
-TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
+TEST_F(FetchFakeTest, EachRequestLooksUpAStaleMissOnce) {
   record({"a"});
   fake().is_sure = false;
   const RequestHandle request = begin();
@@ -329,7 +329,7 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
 }
 
 // The older lookup result must not be used instead.
-TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
+TEST_F(FetchFakeTest, ARepeatedLookupWaitsForItsReply) {
   record({"a"});
   fake().is_sure = fake().answers = false;
   const RequestHandle request = begin();
@@ -341,7 +341,7 @@ TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) {
+TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitWhenAnotherLooksUpAgain) {
   fake().is_sure = false;
   const RequestHandle patient = begin({.await_records = seconds(4)}), other = begin();
   EXPECT_EQ(scan(patient, {"a"}), "R");
@@ -354,7 +354,7 @@ TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) 
 }
 
 // vLLM may look up again when the device has no free blocks, while another request's lookup is pending.
-TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) {
+TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitForAnotherRequestsLookup) {
   fake().is_sure = false;
   const RequestHandle first = begin();
   EXPECT_EQ(scan(first, {"a"}), "R");
@@ -373,7 +373,7 @@ TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) 
   EXPECT_EQ(scan(second, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
+TEST_F(FetchFakeTest, ARequestWithTheReplyOfOneTierWaitsForTheOtherTier) {
   FakeTier* slow = nullptr;
   make({.slower = &slow});
   fake().is_sure = slow->knows = false;
@@ -386,7 +386,7 @@ TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
+TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));
   const RequestHandle request = begin({.await_records = seconds(2)});
@@ -406,7 +406,7 @@ TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSay
   EXPECT_EQ(peek({"c"}), "M") << "no other request waits";
 }
 
-TEST_F(FetchFakeTest, WhoWaitsForARecordAsksAgainAndAgain) {
+TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
   fake().is_sure = false;
   const RequestHandle request = begin({.await_records = seconds(2)});
   for (std::size_t asked = 1; asked <= 3; ++asked) {
@@ -418,7 +418,7 @@ TEST_F(FetchFakeTest, WhoWaitsForARecordAsksAgainAndAgain) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordThatWasToldTooEarlyIsWaitedForAllTheSame) {
+TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
   record({"a", "b"});
   const RequestHandle request = begin({.await_records = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
@@ -429,7 +429,7 @@ TEST_F(FetchFakeTest, ARecordThatWasToldTooEarlyIsWaitedForAllTheSame) {
   expect_loaded(request, std::move(written_later));
 }
 
-TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNotBeLoaded) {
+TEST_F(FetchFakeTest, ARecordIsNotAwaitedPastTheDeadlineOrIfLoadsAreExcluded) {
   const RequestHandle patient = begin({.await_records = seconds(600)});
   EXPECT_EQ(scan(patient, {"a"}), "R");
   pass_time(seconds(6));
@@ -443,7 +443,7 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
 }
 
 // After a reset the tier is in an epoch that no other server writes to.
-TEST_F(FetchFakeTest, ARecordIsNotWaitedForOnATierThatWasReset) {
+TEST_F(FetchFakeTest, ARecordIsNotAwaitedOnATierThatWasReset) {
   cache().reset();
   step();
   EXPECT_EQ(scan(begin({.await_records = seconds(2)}), {"a"}), "M");
@@ -454,7 +454,7 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForOnATierThatWasReset) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotWaitedFor) {
+TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
   make({.rows = 1});
   record({"a"});
   record({"b"});
@@ -467,7 +467,7 @@ TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotWaitedFor) {
 }
 
 // The tier replied in time: no server stored the record.
-TEST_F(FetchFakeTest, WhatWasAwaitedInVainWasNotStoredHoweverTheWaitEnded) {
+TEST_F(FetchFakeTest, ARecordAwaitedInVainIsCountedAsNotStoredHoweverTheWaitEnded) {
   fake().is_sure = false;
   for (const Nanos await : {seconds(2), seconds(600)}) {
     const RequestHandle request = begin({.await_records = await});
@@ -579,7 +579,7 @@ class FetchTogetherTest : public FetchTest {
 
 KV_OFFLOAD_OVER_BOTH(FetchTogetherTest);
 
-TEST_P(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
+TEST_P(FetchTogetherTest, TwoPlansThatDoNotFitTogetherBothFinish) {
   make({.rows = 5});
   record(numbered("a", 4));
   record(numbered("b", 4));
@@ -605,7 +605,7 @@ TEST_P(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
   EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
 }
 
-TEST_P(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
+TEST_P(FetchTogetherTest, ManyRequestsThatExceedHostMemoryAllFinish) {
   make({.rows = 7});
   const Names letters{"a", "b", "c", "d", "e", "f", "g", "h"};
   for (const std::string& letter : letters) record(numbered(letter.c_str(), 3));
@@ -659,7 +659,7 @@ class HybridTest : public OverBoth<HybridVerbs> {};
 KV_OFFLOAD_OVER_BOTH(HybridTest);
 class HybridFakeTest : public HybridVerbs {};
 
-TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
+TEST_P(HybridTest, LaterGroupsAreReadOnlyAfterTheFirstGroup) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
@@ -676,7 +676,7 @@ TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
 }
 
-TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
+TEST_F(HybridFakeTest, LookupsMarkKeysThatAreAPrefix) {
   make_hybrid({true, false});
   fake().knows = false;
   const RequestHandle first = begin(), second = begin();
@@ -690,7 +690,7 @@ TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
 }
 
 // vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.
-TEST_F(HybridFakeTest, PartsOfALastBlockAreNoPrefix) {
+TEST_F(HybridFakeTest, PartsOfALastBlockAreNotAPrefix) {
   make_hybrid({true, true});
   for (const char* part : {"long", "short"}) {
     const RequestHandle writer = begin();
@@ -721,7 +721,7 @@ TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
   EXPECT_EQ(tier().queued_reads(), 4u);
 }
 
-TEST_P(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
+TEST_P(HybridTest, ChunksThatAWindowScanSkippedAreNotRead) {
   make_hybrid({false, false});
   tier().take_away(key_of("b", 1));
   const RequestHandle request = begin();
@@ -730,7 +730,7 @@ TEST_P(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-TEST_P(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
+TEST_P(HybridTest, OnlyTheLastScanOfAGroupCounts) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   look(request, {"a", "b", "c"}, 0u);
@@ -741,7 +741,7 @@ TEST_P(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
 }
 
 // Rows suffice but time does not: only the chunks after the cut are computed.
-TEST_F(HybridFakeTest, APartOfAPrefixThatIsWorthLoadingIsLoadedWhole) {
+TEST_F(HybridFakeTest, TheWorthwhilePartOfAPrefixIsLoadedCompletely) {
   Names prompt, others;
   for (int i = 0; i < 12; ++i) prompt.push_back(fmt::format("p{}", i));
   for (int i = 0; i < 10; ++i) others.push_back(fmt::format("w{}", i));

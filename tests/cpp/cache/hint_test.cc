@@ -31,7 +31,7 @@ class HintTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(HintTest);
 
-TEST_P(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
+TEST_P(HintTest, AChunksParentIsTheChunkOfferedBeforeIt) {
   const RequestHandle request = begin();
   store_deep(request, {"a", "b"}, 16);
   store_deep(request, {"c"}, 18);  // in a later step
@@ -42,12 +42,12 @@ TEST_P(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
   EXPECT_EQ(told("x").parent, 0u);
 }
 
-TEST_P(HintTest, WithoutDepthsTheOrderOfACallTellsIt) {
+TEST_P(HintTest, WithoutDepthsTheOrderOfACallGivesTheParent) {
   store({"a", "b"});
   EXPECT_EQ(told("b").parent, id("a"));
 }
 
-TEST_P(HintTest, AChunkBehindALoadedPrefixHasItsEndAsParent) {
+TEST_P(HintTest, AChunkAfterALoadedPrefixHasItsLastChunkAsParent) {
   store({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "HH");
@@ -67,7 +67,7 @@ TEST_P(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
   EXPECT_NE(tier().reads()[1].about.request, 0u);
 }
 
-TEST_P(HintTest, APromptOfLowPriorityGoesFirstAndOneOfHighPriorityLast) {
+TEST_P(HintTest, LowPriorityPromptsAreEvictedFirstAndHighPriorityLast) {
   WorldOptions options;
   options.rows = 6;
   options.tier = false;

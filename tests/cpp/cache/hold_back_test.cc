@@ -65,7 +65,7 @@ TEST_P(HoldBackTest, LoadsThatFitTogetherRunTogether) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
+TEST_P(HoldBackTest, WithoutWindowsNoLoadIsHeldBack) {
   make_cache(kNeed, {true, true});
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -86,7 +86,7 @@ TEST_P(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
+TEST_P(HoldBackTest, NoLoadIsHeldBackPastTheDeadline) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -101,7 +101,7 @@ TEST_P(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
+TEST_P(HoldBackTest, ChunksOfAHeldBackLoadStayPinnedAndAreFetched) {
   make_cache(kNeed);
   world().restart();
   store(prompt_a_);

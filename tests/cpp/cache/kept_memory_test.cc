@@ -56,7 +56,7 @@ class KeptMemory : public ShmTest {
   int engines_ = 0;
 };
 
-TEST_F(KeptMemory, TheNextEngineHitsWhatWasResident) {
+TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
   {
     World world(options());
     EXPECT_TRUE(world.cache->stats().is_kept);
@@ -83,7 +83,7 @@ TEST_F(KeptMemory, IsToldInEvents) {
   EXPECT_FALSE(events[0].removed);
 }
 
-TEST_F(KeptMemory, WhatWasEvictedIsNotThereAndWhatTookItsRowIs) {
+TEST_F(KeptMemory, AnEvictedChunkIsAMissAndTheChunkInItsRowIsAHit) {
   {
     WorldOptions small = options();
     small.rows = 2;
@@ -98,7 +98,7 @@ TEST_F(KeptMemory, WhatWasEvictedIsNotThereAndWhatTookItsRowIs) {
   EXPECT_TRUE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
+TEST_F(KeptMemory, TheNextEngineEvictsTheLeastRecentlyUsedFirst) {
   const auto three_rows = [&] {
     WorldOptions made = options();
     made.rows = 3;
@@ -116,7 +116,7 @@ TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
 }
 
 // Without its head, the rest of a prefix is useless.
-TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
+TEST_F(KeptMemory, TheEndOfALoadedPrefixIsEvictedFirst) {
   const auto four_rows = [&] {
     WorldOptions made = options();
     made.rows = 4;
@@ -142,7 +142,7 @@ TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
 }
 
 // The chunk was in vLLM's device cache, so vLLM offers it again.
-TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
+TEST_F(KeptMemory, AChunkOfferedAgainCountsAsUsed) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -162,7 +162,7 @@ TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, WhatARequestOfHigherPriorityUsedStaysLonger) {
+TEST_F(KeptMemory, ChunksOfAHighPriorityRequestStayLonger) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -182,7 +182,7 @@ TEST_F(KeptMemory, WhatARequestOfHigherPriorityUsedStaysLonger) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
+TEST_F(KeptMemory, AnIncompleteStoreIsAMiss) {
   {
     World world(options());
     const RequestHandle request = world.cache->begin_request("r", {});
@@ -194,7 +194,7 @@ TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
 }
 
 // A reset means that the weights changed in this process. The next process may have the previous weights.
-TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
+TEST_F(KeptMemory, AfterAResetTheNextEngineHitsNothing) {
   {
     World world(options());
     store(world, "before");
@@ -212,7 +212,7 @@ TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
   EXPECT_TRUE(hits(world, "later"));
 }
 
-TEST_F(KeptMemory, ARowThatIsWrittenToAgainIsNotThere) {
+TEST_F(KeptMemory, AReusedRowIsAMiss) {
   const auto one_row = [&] {
     WorldOptions made = options();
     made.rows = 1;
@@ -276,7 +276,7 @@ TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
 }
 
 // The previous engine may have been killed while the chunk's write was in flight.
-TEST_F(KeptMemory, WhatNoTierHasIsWrittenWhenItIsUsed) {
+TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
   {
     World world(options());
     store(world, "a");
@@ -311,7 +311,7 @@ TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
   EXPECT_TRUE(hits(living, "a"));
 }
 
-TEST_F(KeptMemory, WithoutTheSettingNothingIsLeft) {
+TEST_F(KeptMemory, WithoutTheSettingNothingIsKept) {
   WorldOptions plain = options();
   plain.keep_for.clear();
   plain.cache.keep_identity.clear();

@@ -146,7 +146,7 @@ class KilledEngine : public ::testing::Test {
   bool mounted_ = false;
 };
 
-TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
+TEST_F(KilledEngine, TheNextEngineFindsAllRecordsAfterEachOfFiftyKills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(3);
   const int least = testing::rounds(50);
@@ -187,7 +187,7 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
 
 // Host memory outlives its engine, and the next engine hits the resident chunks without a tier. Long runs
 // store more keys than rows, so rows are reused.
-TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
+TEST_F(KilledEngine, TheNextEngineHitsHostMemoryAfterEachOfFiftyKills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(5);
   const int least = testing::rounds(50);
@@ -209,7 +209,7 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
 }
 
 // Control: the next engine cannot start while another process holds the memory.
-TEST_F(KilledEngine, WhatWasNotGivenBackWouldBeSeen) {
+TEST_F(KilledEngine, TheTestDetectsMemoryThatWasNotReleased) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   World holding(engine(0));
   for (std::uint32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(holding.ranks[rank]->prefault(rank, 1));

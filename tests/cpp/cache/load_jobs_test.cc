@@ -48,7 +48,7 @@ TEST_F(LoadJobsTest, AReportAloneEndsNoLoad) {
   EXPECT_EQ(parts().chunks.pinned(), 0u);
 }
 
-TEST_F(LoadJobsTest, LoadsThatShareKeysAreToldApartByAllOfTheirKeysInAnyOrder) {
+TEST_F(LoadJobsTest, LoadsAreIdentifiedByAllTheirKeysInAnyOrder) {
   parts().resident("a");
   parts().resident("b");
   const auto both = begin({"a", "b"});
@@ -72,7 +72,7 @@ TEST_F(LoadJobsTest, ALoadThatIsRefusedChangesNothing) {
   EXPECT_EQ(begin({"a"}).hit_tokens[0], ChunkParts::kTokens);
 }
 
-TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
+TEST_F(LoadJobsTest, HitsCountForTheTierThatTheBytesCameFrom) {
   parts().resident("a");
   parts().fetched("b");
   const auto first = begin({"a", "b"});
@@ -81,7 +81,7 @@ TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
   EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load counts as a hit in host memory";
 }
 
-TEST_F(LoadJobsTest, APartOfAChunkHitsTheTokensThatItHas) {
+TEST_F(LoadJobsTest, APartialChunkHitsItsTokens) {
   for (const auto& [name, end] : {std::pair("whole", 32u), std::pair("part", 36u)}) {
     const Slot slot =
         parts().chunks.insert_filling(key_of(name), 0, parts().take(0), {.depth = end}, kNoTicket);
@@ -101,7 +101,7 @@ TEST_F(LoadJobsTest, RowsOfForgottenLoadsStayOutOfUseUntilReported) {
   EXPECT_EQ(parts().free_rows(), 4u);
 }
 
-TEST_F(LoadJobsTest, WithWindowsLoadsRunSideBySideOnlyWhileTheirRequestsFit) {
+TEST_F(LoadJobsTest, WithWindowsLoadsRunConcurrentlyOnlyIfTheirRequestsFit) {
   PartsOptions options;
   options.shard_bytes = {300, 300};
   options.cache.full_attention = {true, false};

@@ -51,7 +51,7 @@ TEST_P(ModelSeeds, WritesAtReuse) {
   expect_clean({.seed = GetParam(), .tier = {.write_policy = WritePolicy::kReuse}}, 20000);
 }
 
-TEST_P(ModelSeeds, HardlyAnyMemory) {
+TEST_P(ModelSeeds, VeryLittleMemory) {
   expect_clean({.seed = GetParam(), .rows = 5}, 20000, {"hit", "pending", "miss", "load", "eviction"});
 }
 

@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(Faults, OnDiskReadFaults,
                          ::testing::Values(Fault{Call::kPreadv, EIO, "io"}, Fault{Call::kOpen, EMFILE, "io"},
                                            Fault{Call::kOpen, EACCES, "io"}, Fault{Call::kFstat, EIO, "io"}));
 
-TEST_F(OnDiskTest, ADamagedRecordIsOneCorruptFailureAndARecordThatVanishedIsNone) {
+TEST_F(OnDiskTest, ADamagedRecordCountsAsOneFailureAndAVanishedOneAsNone) {
   record({"a", "b"});
   const auto before = failures();
   const auto records = testing::records_in(root_);
@@ -161,7 +161,7 @@ TEST_F(OnDiskTest, ADamagedRecordIsOneCorruptFailureAndARecordThatVanishedIsNone
 
 // ---- a device that hangs
 
-TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
+TEST_F(OnDiskTest, AFrozenDeviceBlocksNeitherTheSchedulerNorARequest) {
   record({"a"});
   const int opened_with = ops_.calls_here();
   EXPECT_GT(opened_with, 0) << "the tier was opened on this thread, so the counter detects calls";
@@ -211,7 +211,7 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   EXPECT_EQ(failures(), found) << "counted twice";
 }
 
-TEST_F(OnDiskTest, ReadsThatNeverCameToTheDeviceAreMissesAndNoFailures) {
+TEST_F(OnDiskTest, ReadsThatNeverReachedTheDeviceAreMissesWithoutFailures) {
   const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"};  // more chunks than threads
   record(prompt);
   ops_.block(Call::kPreadv, kRecordBytes);
@@ -228,7 +228,7 @@ TEST_F(OnDiskTest, ReadsThatNeverCameToTheDeviceAreMissesAndNoFailures) {
   EXPECT_THAT(failures(), IsEmpty());
 }
 
-TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
+TEST_F(OnDiskTest, AFrozenDeviceThatRecoversIsUsedAgain) {
   record({"a", "b"});
   ops_.freeze();
   RequestHandle request = begin();
@@ -262,7 +262,7 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
 
 // A thread that hangs in the device when the engine ends returns later and reads into its row. Memory that
 // an abandoned thread may still use is never freed here.
-TEST(OnDiskLeft, AReadThatComesBackAfterCloseFindsItsMemory) {
+TEST(OnDiskLeft, AReadThatReturnsAfterCloseFindsItsMemory) {
   struct Left {
     FaultyFileOps ops;
     FakeClock clock;
@@ -332,7 +332,7 @@ class SmallDiskTest : public OnDiskTest {
 };
 
 // A prompt in frequent use is hit in host memory, so no read refreshes its records on the disk.
-TEST_F(SmallDiskTest, ThePromptThatIsInUseIsThereAfterARestartAndNotWhatNobodyAskedForAgain) {
+TEST_F(SmallDiskTest, ThePromptInUseSurvivesARestartAndUnusedPromptsDoNot) {
   const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h"};
   store_and_write(prompt);
   for (int i = 0; i < 120; ++i) {

@@ -94,7 +94,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
 };
 
 // The clocks do not advance, so a hit must not depend on an expired lookup result.
-TEST_P(OnRemoteTest, WhatOneWroteTheOtherHitsAtOnce) {
+TEST_P(OnRemoteTest, OneEngineHitsTheRecordsOfTheOtherAtOnce) {
   for (const char* name : {"a", "b", "c", "d"}) {
     const Names prompt{std::string(name) + ".1", std::string(name) + ".2", std::string(name) + ".3"};
     as(0);
@@ -106,7 +106,7 @@ TEST_P(OnRemoteTest, WhatOneWroteTheOtherHitsAtOnce) {
 }
 
 // The lookup found no record; the cached negative result expires soon.
-TEST_P(OnRemoteTest, WhatItAskedForTooEarlyItHitsSoon) {
+TEST_P(OnRemoteTest, AChunkLookedUpTooEarlyIsHitSoon) {
   const Names prompt{"a", "b", "c"};
   as(1);
   EXPECT_EQ(ask(prompt), "M");
@@ -134,7 +134,7 @@ TEST_P(OnRemoteTest, ABurstOverOneMissingPrefixReadsItOnce) {
 }
 
 // Some requests arrive while the reads of earlier ones are in flight.
-TEST_P(OnRemoteTest, WhoComesWhileAPrefixIsBeingReadWaitsForTheSameReads) {
+TEST_P(OnRemoteTest, ALaterRequestWaitsForTheReadsAlreadyInFlight) {
   const Names prefix{"a", "b", "c", "d"};
   store_and_write(prefix);
   as(1);

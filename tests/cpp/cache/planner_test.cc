@@ -36,7 +36,7 @@ class PlannerTest : public ::testing::Test {
   RequestHandle request_ = 0;
 };
 
-TEST_F(PlannerTest, WhatIsRecordedIsReadAndWhatWasHitIsHeld) {
+TEST_F(PlannerTest, RecordedChunksAreReadAndHitsArePinned) {
   const Slot hit = parts_.resident("x");
   scan({"x", "a", "b"});
   plan();
@@ -46,7 +46,7 @@ TEST_F(PlannerTest, WhatIsRecordedIsReadAndWhatWasHitIsHeld) {
   EXPECT_EQ(decisions("load"), 1);
 }
 
-TEST_F(PlannerTest, APlanIsTrimmedToTheRowsThereAre) {
+TEST_F(PlannerTest, APlanIsTrimmedToTheAvailableRows) {
   scan({"a", "b", "c", "d", "e", "f"});
   plan();
   EXPECT_EQ(parts_.tier->queued_reads(), 4u);
@@ -80,7 +80,7 @@ TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
   EXPECT_EQ(parts_.tier->queued_reads(), 0u);
 }
 
-TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
+TEST_F(PlannerTest, AnExhaustedLoadBudgetLeavesTheReadsAsProbes) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
@@ -92,7 +92,7 @@ TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
   EXPECT_EQ(decisions("give_up"), 1);
 }
 
-TEST_F(PlannerTest, WhoHasEverythingWaitsOnPastItsBudget) {
+TEST_F(PlannerTest, ARequestWithAllChunksIgnoresItsBudget) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),

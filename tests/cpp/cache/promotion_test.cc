@@ -53,7 +53,7 @@ class PromotionTest : public CacheTest {
   int others_ = 0;
 };
 
-TEST_F(PromotionTest, WhatWasFetchedFromASlowerTierIsWrittenToTheFasterOne) {
+TEST_F(PromotionTest, AChunkFetchedFromTheSlowerTierIsWrittenToTheFasterOne) {
   make_with({});
   keep_on_the_slower("a");
   fetch("a");
@@ -89,7 +89,7 @@ TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
   EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has the chunk";
 }
 
-TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
+TEST_F(PromotionTest, AChunkFetchedFromTheFasterTierIsNotWrittenToTheSlowerOne) {
   make_with({});
   store({"a"});
   finish_all();
@@ -99,7 +99,7 @@ TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
   EXPECT_THAT(queued(*slower_), IsEmpty());
 }
 
-TEST_F(PromotionTest, ATierThatOthersFillIsReadAndNeverWritten) {
+TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
   make_with({.write_policy = WritePolicy::kNever}, {}, 2);
   store({"a"});
   finish_all();
@@ -114,7 +114,7 @@ TEST_F(PromotionTest, ATierThatOthersFillIsReadAndNeverWritten) {
   EXPECT_EQ(peek({"b"}), "P") << "the record is read";
 }
 
-TEST_F(PromotionTest, ReuseCountsItsOwnSights) {
+TEST_F(PromotionTest, ReuseCountsTheUsesOfEachTier) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 3});
   keep_on_the_slower("a");  // the first use
   fetch("a");               // the second use
@@ -124,7 +124,7 @@ TEST_F(PromotionTest, ReuseCountsItsOwnSights) {
   EXPECT_THAT(queued(fake()), ElementsAre("a"));
 }
 
-TEST_F(PromotionTest, OnEvictWritesItWhenItLeavesHostMemory) {
+TEST_F(PromotionTest, OnEvictWritesAChunkWhenHostMemoryEvictsIt) {
   make_with({.write_policy = WritePolicy::kOnEvict}, {}, 8);
   store({"a"});
   finish_all();
@@ -137,7 +137,7 @@ TEST_F(PromotionTest, OnEvictWritesItWhenItLeavesHostMemory) {
   EXPECT_TRUE(fake().holds(key_of("a")));
 }
 
-TEST_F(PromotionTest, AReadThatFailedPromotesNothing) {
+TEST_F(PromotionTest, AFailedReadPromotesNothing) {
   make_with({});
   keep_on_the_slower("a");
   slower_->damage(key_of("a"));

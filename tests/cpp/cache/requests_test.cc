@@ -33,7 +33,7 @@ TEST_F(RequestsTest, HandlesAreReusedAndNumbersAreNot) {
   EXPECT_THROW(requests_.require_live(a_ + 1), InvalidArgument);
 }
 
-TEST_F(RequestsTest, WhatIsRecordedIsPendingAndAwaitsAPlanOnce) {
+TEST_F(RequestsTest, ARecordedChunkIsPendingAndAwaitsAPlanOnce) {
   parts_.record("x");
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   EXPECT_EQ(parts_.lookup(a_, "absent"), LookupResult::kMiss);
@@ -42,7 +42,7 @@ TEST_F(RequestsTest, WhatIsRecordedIsPendingAndAwaitsAPlanOnce) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestsTest, TheOldestIsPlannedFirstWhoeverAskedFirst) {
+TEST_F(RequestsTest, TheOldestRequestIsPlannedFirstInAnyLookupOrder) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(b, "x");
@@ -50,7 +50,7 @@ TEST_F(RequestsTest, TheOldestIsPlannedFirstWhoeverAskedFirst) {
   EXPECT_THAT(requests_.take_pending(), ElementsAre(a_, b));
 }
 
-TEST_F(RequestsTest, WhoEndedOrWaitsNoMoreGetsNoPlan) {
+TEST_F(RequestsTest, ARequestThatEndedOrStoppedWaitingGetsNoPlan) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(a_, "x");
@@ -60,7 +60,7 @@ TEST_F(RequestsTest, WhoEndedOrWaitsNoMoreGetsNoPlan) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
+TEST_F(RequestsTest, AHitIsPinnedOnceUntilAdmission) {
   const Slot slot = parts_.resident("x");
   const Slot twice[] = {slot, slot};
   requests_.hold(a_, twice);
@@ -72,14 +72,14 @@ TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
   EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
 }
 
-TEST_F(RequestsTest, WhatWasEvictedSinceTheLookupIsNotHeld) {
+TEST_F(RequestsTest, AChunkEvictedSinceTheLookupIsNotPinned) {
   const Slot slot = parts_.resident("x");
   parts_.chunks.discard(slot);
   requests_.hold(a_, {&slot, 1});
   EXPECT_THAT(requests_.at(a_).held, IsEmpty());
 }
 
-TEST_F(RequestsTest, AReadThatArrivesIsHeldByAllThatWaitedForIt) {
+TEST_F(RequestsTest, ACompletedReadIsPinnedByAllItsWaiters) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   const Slot slot = fetch("x").slot;
@@ -114,7 +114,7 @@ class ManyReads : public ::testing::Test {
   std::vector<TierOps::Read> reads_;
 };
 
-TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
+TEST_F(ManyReads, OfAnEndedRequestAreCancelledInBatchesOldestFirst) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -129,7 +129,7 @@ TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
   EXPECT_FALSE(parts_.requests.has_pending_work());
 }
 
-TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
+TEST_F(ManyReads, OfAnEndedRequestDoNotBelongToTheNextOwnerOfItsHandle) {
   const RequestHandle first = parts_.requests.begin({});
   await_all(first);
   parts_.requests.end(first);
@@ -146,7 +146,7 @@ TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
   EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
 }
 
-TEST_F(ManyReads, ThatArriveForWhoEndedAreHeldByNobody) {
+TEST_F(ManyReads, ThatCompleteForAnEndedRequestArePinnedByNoRequest) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -156,7 +156,7 @@ TEST_F(ManyReads, ThatArriveForWhoEndedAreHeldByNobody) {
   EXPECT_THAT(parts_.requests.at(request).held, IsEmpty());
 }
 
-TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {
+TEST_F(RequestsTest, AFailedReadIsAMissForItsWaitersAndIsNotRetried) {
   parts_.record("x");
   requests_.await(a_, fetch("x").slot);
   parts_.tier->fail(StatusKind::kIo);
@@ -167,7 +167,7 @@ TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {
   EXPECT_EQ(parts_.missed("io_error"), 16);
 }
 
-TEST_F(RequestsTest, AfterItExpiredNothingIsPendingForIt) {
+TEST_F(RequestsTest, AnExpiredRequestHasNothingPending) {
   parts_.record("x");
   parts_.lookup(a_, "x");
   requests_.await(a_, fetch("x").slot);
@@ -207,7 +207,7 @@ TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
   EXPECT_EQ(parts_.missed("not_stored"), 16);
 }
 
-TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
+TEST_F(RequestsTest, PartsOfAChunkAreNotMisses) {
   requests_.set_span(a_, 16, 160);
   parts_.lookup(a_, "x");
   for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), 4);
@@ -215,7 +215,7 @@ TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
   EXPECT_EQ(parts_.missed("not_stored"), 160);
 }
 
-TEST_F(RequestsTest, LeftProbesAreNotWaitedFor) {
+TEST_F(RequestsTest, AbandonedProbesAreNotAwaited) {
   parts_.record("x");
   parts_.record("y");
   const Slot x = fetch("x").slot, y = fetch("y").slot;

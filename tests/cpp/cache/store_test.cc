@@ -13,7 +13,7 @@ class StoreTest : public OverBoth<CacheTest> {};
 KV_OFFLOAD_OVER_BOTH(StoreTest);
 class StoreFakeTest : public CacheTest {};
 
-TEST_P(StoreTest, WhatWasNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
+TEST_P(StoreTest, AChunkNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
 
 TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   const RequestHandle request = begin();
@@ -124,7 +124,7 @@ TEST_P(StoreTest, OnlyTheGroupThatFailedIsLost) {
   EXPECT_EQ(cache().lookup(request, key_of("a", 1)), LookupResult::kMiss);
 }
 
-TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTheReport) {
+TEST_P(StoreTest, ACompletionBeforeAllReportsFailsAndItsRowsWaitForTheReports) {
   make({.rows = 1});
   const RequestHandle request = begin();
   const Job job = offer(request, {"a"});
@@ -138,7 +138,7 @@ TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTh
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(StoreTest, ACompletionThatSaysFailureIsOne) {
+TEST_P(StoreTest, ACompletionWithFailureFailsTheStore) {
   const Job job = offer(begin(), {"a"});
   copy(job);
   complete(job, false);
@@ -151,7 +151,7 @@ TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
 
 // ---- rows and eviction
 
-TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
+TEST_P(StoreTest, TheColdestChunksAreEvictedAndReported) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -166,7 +166,7 @@ TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
   EXPECT_EQ(world().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), 2 * 4096);
 }
 
-TEST_P(StoreTest, TheTailOfAPrefixGoesBeforeItsHead) {
+TEST_P(StoreTest, TheTailOfAPrefixIsEvictedBeforeItsHead) {
   make({.rows = 3, .tier = false});
   store({"a", "b", "c"});
   EXPECT_THAT(names(cache().prepare_store(begin(), keys({"d"})).evicted), ElementsAre("c"));
@@ -185,7 +185,7 @@ TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
   end_load(job);
 }
 
-TEST_P(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
+TEST_P(StoreTest, ARequestDoesNotEvictItsOwnPrefix) {
   make({.rows = 3, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b"}), ElementsAre("a", "b"));
@@ -193,7 +193,7 @@ TEST_P(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
   EXPECT_EQ(peek({"a", "b", "c"}), "HHH");
 }
 
-TEST_P(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
+TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
@@ -237,7 +237,7 @@ TEST_P(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
 
 // ---- events and figures
 
-TEST_P(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
+TEST_P(StoreTest, EventsReportStoresEvictionsWritesAndRemovals) {
   make({.rows = 1, .cache = {.keep_events = true}});
   store({"a"});
   tier().finish();
@@ -254,7 +254,7 @@ TEST_P(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
   EXPECT_THAT(cache().take_events(), IsEmpty());
 }
 
-TEST_P(StoreTest, FiguresTellWhatIsResident) {
+TEST_P(StoreTest, StatsCountResidentChunks) {
   store({"a", "b"});
   const auto stats = cache().stats();
   EXPECT_EQ(stats.resident_chunks, 2u);

@@ -35,7 +35,7 @@ TEST_F(StoresTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
-TEST_F(StoresTest, IfTheFirstChunkOfAJobIsRefusedTheOthersAreKept) {
+TEST_F(StoresTest, ARefusedFirstChunkKeepsTheOthersOfItsJob) {
   const StoreGrant grant = prepare({"a", "b"});
   parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
   stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order

@@ -38,7 +38,7 @@ class TierOpsTest : public ::testing::Test {
   std::vector<Told> told_;
 };
 
-TEST_F(TierOpsTest, WhoWaitsIsToldBeforeTheChunkIsResident) {
+TEST_F(TierOpsTest, WaitersAreNotifiedBeforeTheChunkIsResident) {
   parts_.record("a");
   const Slot slot = read("a");
   EXPECT_TRUE(ops_.await(slot, 5));
@@ -83,7 +83,7 @@ TEST_F(TierOpsTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOn
   EXPECT_EQ(failures("read", "io"), 1);
 }
 
-TEST_F(TierOpsTest, AReadThatIsGivenUpIsNoFailureOfItsKey) {
+TEST_F(TierOpsTest, ACancelledReadIsNotAFailureOfItsKey) {
   parts_.record("a");
   const Slot slot = read("a");
   const OpId op = ops_.await(slot, 5).value();
@@ -152,7 +152,7 @@ TEST_F(TierOpsTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
   EXPECT_FALSE(ops_.shed_writes()) << "no write is left to cancel";
 }
 
-TEST_F(TierOpsTest, WhatRunsWhenAllIsForgottenKeepsItsRowUntilItEnds) {
+TEST_F(TierOpsTest, ARunningOpKeepsItsRowThroughAResetUntilItEnds) {
   parts_.record("a");
   read("a");
   write(parts_.resident("b"));
@@ -168,14 +168,14 @@ TEST_F(TierOpsTest, WhatRunsWhenAllIsForgottenKeepsItsRowUntilItEnds) {
   EXPECT_FALSE(parts_.has("a"));
 }
 
-TEST_F(TierOpsTest, ATierThatTookNoResetIsCounted) {
+TEST_F(TierOpsTest, AFailedResetOfATierIsCounted) {
   parts_.tier->fail_resets(true);
   ops_.reset();
   EXPECT_EQ(failures("reset", "io"), 1);
   EXPECT_FALSE(ops_.is_writable(0)) << "as of the previous poll";
 }
 
-TEST_F(TierOpsTest, ItPollsOnceAStepUnlessItWasPolledOtherwise) {
+TEST_F(TierOpsTest, PollsOnceAStepUnlessAlreadyPolled) {
   const Slot slot = parts_.resident("a");
   write(slot);
   ops_.poll_once_a_step();
@@ -202,7 +202,7 @@ TEST_F(TierOpsTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
 }
 
 // One poll reports both the removal and the write, not in the order in which they happened.
-TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
+TEST_F(TierOpsTest, ARecordWrittenAgainIsNotReportedAsRemoved) {
   parts_.record("a");
   parts_.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
   write(parts_.resident("a"));
@@ -215,7 +215,7 @@ TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
   EXPECT_EQ(parts_.memory.why_gone(key_of("a")), std::nullopt);
 }
 
-TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRecordGoes) {
+TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRemoval) {
   const Slot slot = parts_.resident("a");
   const auto recorded = [&] { return parts_.chunks.at(slot).recorded; };
   write(slot);
@@ -232,7 +232,7 @@ TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRecordGoes) {
   EXPECT_FALSE(recorded());
 }
 
-TEST_F(TierOpsTest, WhatWasReadAndWhatNeedNotBeWrittenIsRecorded) {
+TEST_F(TierOpsTest, AFetchedChunkAndAnUnneededWriteCountAsRecorded) {
   parts_.record("a");
   parts_.record("b");
   const Slot fetched = read("a");
@@ -264,7 +264,7 @@ class TierOpsTiersTest : public ::testing::Test {
   const Slot slot_ = parts_.resident("a");
 };
 
-TEST_F(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
+TEST_F(TierOpsTiersTest, AChunkIsRecordedWhileOneOfItsRecordsExists) {
   remove_from(*parts_.tier);
   EXPECT_TRUE(recorded());
   remove_from(*parts_.slower);
@@ -281,7 +281,7 @@ void make_too_slow(OpParts& parts, std::size_t tier) {
   ASSERT_EQ(parts.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
 }
 
-TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
+TEST_F(TierOpsTest, ARecordOnATierThatIsTooSlowDoesNotCount) {
   make_too_slow(parts_, 0);
   const Slot slot = parts_.resident("a");
   write(slot);
@@ -289,7 +289,7 @@ TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
   EXPECT_FALSE(parts_.chunks.at(slot).recorded);
 }
 
-TEST_F(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotStandForOneThatGoes) {
+TEST_F(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotReplaceARemovedOne) {
   make_too_slow(parts_, 1);
   remove_from(*parts_.tier);
   EXPECT_FALSE(recorded());

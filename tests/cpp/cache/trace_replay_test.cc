@@ -33,7 +33,7 @@ TEST(TraceReplay, HitsAreCountedFromTheLeft) {
   EXPECT_EQ(result.evicted, 0u);
 }
 
-TEST(TraceReplay, TheEndOfThePromptThatIsLeastRecentGoesFirst) {
+TEST(TraceReplay, TheEndOfTheLeastRecentPromptIsEvictedFirst) {
   // Four fit: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 4).host_hits, 2u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 5).host_hits, 3u);
@@ -46,7 +46,7 @@ TEST(TraceReplay, APromptLongerThanTheCacheKeepsItsHead) {
   EXPECT_EQ(result.declined, 4u);
 }
 
-TEST(TraceReplay, WhatLeftHostMemoryIsHitOnTheTier) {
+TEST(TraceReplay, AnEvictedChunkIsHitOnTheTier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}, {3, 4}});
   const ReplayResult result = lru(trace, 2, 4);
   EXPECT_EQ(result.host_hits, 0u);
@@ -55,7 +55,7 @@ TEST(TraceReplay, WhatLeftHostMemoryIsHitOnTheTier) {
   EXPECT_EQ(result.stored, 4u);
 }
 
-TEST(TraceReplay, OnEvictWritesOnlyWhatLeaves) {
+TEST(TraceReplay, OnEvictWritesOnlyEvictedChunks) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}});
   const ReplayResult result = lru(trace, 3, 4, {.write_policy = WritePolicy::kOnEvict});
   EXPECT_EQ(result.host_hits + result.tier_hits, 2u);
@@ -78,7 +78,7 @@ TEST(TraceReplay, TheTierIsBounded) {
   EXPECT_EQ(result.tier_hits, 0u);
 }
 
-TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
+TEST(TraceReplay, AKillKeepsOnlyTheRecordsOnTheTier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
   const auto killed = [&](WritePolicy policy) {
     return replay(trace, {.host_chunks = 3,
@@ -127,7 +127,7 @@ TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
 
 // Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
 // only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
-TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
+TEST(TraceReplay, ARestartedTierKnowsTimesOfUseButNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
     return replay(trace, {.host_chunks = 6,
@@ -142,14 +142,14 @@ TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
 }
 
 // 1 and 2 are hit in host memory until the kill; the tier has room for three records.
-TEST(TraceReplay, WhatIsUsedInHostMemoryStaysOnATierThatIsSmaller) {
+TEST(TraceReplay, ChunksUsedInHostMemoryStayOnASmallerTier) {
   const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 8, .recent_requests = 2});
   EXPECT_EQ(result.recent_hits, 3u);
 }
 
-TEST(TraceReplay, TheEndOfAPromptIsNotWrittenInThePlaceOfItsBeginning) {
+TEST(TraceReplay, TheEndOfAPromptDoesNotReplaceItsBeginning) {
   const Trace trace = trace_of({{1, 2, 3, 4, 5}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 1, .recent_requests = 1});
@@ -160,7 +160,7 @@ TEST(TraceReplay, TheEndOfAPromptIsNotWrittenInThePlaceOfItsBeginning) {
 }
 
 // A missed chunk is stored again while its record is evicted: the beginning of the prompt is on no tier.
-TEST(TraceReplay, ARecordMayGoWhoseChunkIsJustBeingStored) {
+TEST(TraceReplay, ARecordMayBeEvictedWhileItsChunkIsStored) {
   std::vector<std::vector<std::uint64_t>> requests;
   std::mt19937 random(7);
   for (int i = 0; i < 2000; ++i) {
@@ -182,7 +182,7 @@ TEST(TraceReplay, ARecordMayGoWhoseChunkIsJustBeingStored) {
   }
 }
 
-TEST(TraceReplay, TheOptimumKeepsWhatComesBackSoonest) {
+TEST(TraceReplay, TheOptimumKeepsTheChunksReusedSoonest) {
   const Trace trace = trace_of({{1}, {2}, {3}, {1}, {4}, {2}, {1}});
   EXPECT_EQ(optimal_hits(trace, 1), 2u);  // 1, 1
   EXPECT_EQ(optimal_hits(trace, 2), 3u);
@@ -273,7 +273,7 @@ TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
 INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, ::testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-TEST(TraceReplay, WhatCannotBeMeantIsRefused) {
+TEST(TraceReplay, InvalidOptionsAreRefused) {
   Trace trace = trace_of({{1, 2}, {3}});
   EXPECT_THROW(lru(trace, 0), InvalidArgument);
   EXPECT_THROW(replay(trace, {.host_chunks = 1, .eviction_policy = "mru"}), InvalidArgument);

@@ -23,7 +23,7 @@ class WriteBackTest : public ::testing::Test {
   std::unique_ptr<SupplyParts> parts_;
 };
 
-TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
+TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
   make(WritePolicy::kThrough);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 1u);
@@ -33,7 +33,7 @@ TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
 }
 
 // A chunk in use in host memory must not look old on the tier.
-TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
+TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
   make(WritePolicy::kThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
@@ -52,7 +52,7 @@ TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
 }
 
 // The tier may evict the record: it is written again when host memory evicts the chunk.
-TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
+TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
   make(WritePolicy::kOnEvict);
   parts().write_back.note_used(stored("a"));
   parts().write_back.tell_uses();
@@ -60,7 +60,7 @@ TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
 }
 
 // Applies to policies that do not write a chunk when it is stored.
-TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
+TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
   for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kNever}) {
     make(policy, 5);
     parts().record("a");
@@ -70,7 +70,7 @@ TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
   }
 }
 
-TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
+TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
   make(WritePolicy::kThrough);
   stored("a");
   EXPECT_TRUE(parts().tier->writes().back().may_decline);
@@ -79,7 +79,7 @@ TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
   EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance to write the chunk";
 }
 
-TEST_F(WriteBackTest, ADeclinedWriteIsNoFailureAndIsCounted) {
+TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
   make(WritePolicy::kThrough);
   parts().tier->fail(StatusKind::kDeclined);
   stored("a");
@@ -98,7 +98,7 @@ TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
   EXPECT_EQ(writes(), 1u);
 }
 
-TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkGoes) {
+TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkIsEvicted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 0u);
@@ -108,7 +108,7 @@ TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkGoes) {
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "the chunk is recorded";
 }
 
-TEST_F(WriteBackTest, AWriteThatFailedIsNotRepeatedBeforeTheEviction) {
+TEST_F(WriteBackTest, AFailedWriteIsNotRepeatedBeforeTheEviction) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->fail(StatusKind::kIo);
@@ -117,7 +117,7 @@ TEST_F(WriteBackTest, AWriteThatFailedIsNotRepeatedBeforeTheEviction) {
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot));
 }
 
-TEST_F(WriteBackTest, ATierThatTakesNoWritesLosesTheChunkWhichIsCounted) {
+TEST_F(WriteBackTest, AChunkLostToAnUnwritableTierIsCounted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->switch_off();

@@ -46,7 +46,7 @@ TEST_P(WriteTest, AChunkIsAHitWhetherOrNotItIsRecordedYet) {
   EXPECT_EQ(peek({"a"}), "H");
 }
 
-TEST_P(WriteTest, WhatIsRecordedAlreadyIsNotWrittenAgain) {
+TEST_P(WriteTest, ARecordedChunkIsNotWrittenAgain) {
   record({"a"});
   EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory had evicted it: stored again
   EXPECT_THAT(queued(), IsEmpty());
@@ -76,7 +76,7 @@ TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
   EXPECT_EQ(peek({"b"}), "H");
 }
 
-TEST_P(WriteTest, AWriteThatRunsIsNeverShedAndItsRowNeverReused) {
+TEST_P(WriteTest, ARunningWriteIsNeverShedAndItsRowNeverReused) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -87,7 +87,7 @@ TEST_P(WriteTest, AWriteThatRunsIsNeverShedAndItsRowNeverReused) {
   EXPECT_TRUE(recorded("a"));
 }
 
-TEST_P(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
+TEST_P(WriteTest, ReuseDoesNotWriteChunksUsedOnce) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2});
   store({"a", "b"});
   EXPECT_THAT(queued(), IsEmpty());
@@ -95,7 +95,7 @@ TEST_P(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseCountsAsFarAsItIsAsked) {
+TEST_P(WriteTest, ReuseCountsUpToItsThreshold) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 20});
   store({"a"});
   for (int use = 2; use < 20; ++use) load_again({"a"});
@@ -104,7 +104,7 @@ TEST_P(WriteTest, ReuseCountsAsFarAsItIsAsked) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseRemembersWhatLeftHostMemory) {
+TEST_P(WriteTest, ReuseRemembersEvictedChunks) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2}, 1);
   store({"a"});
   store({"b"});
@@ -112,7 +112,7 @@ TEST_P(WriteTest, ReuseRemembersWhatLeftHostMemory) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, OnEvictWritesWhatIsAboutToGoAndTakesAnotherMeanwhile) {
+TEST_P(WriteTest, OnEvictWritesTheNextVictimAndEvictsAnotherMeanwhile) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   store({"a"});
   store({"b"});
@@ -177,7 +177,7 @@ class BurstTest : public CacheTest, public ::testing::WithParamInterface<const c
   int prompts_ = 0;
 };
 
-TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
+TEST_P(BurstTest, OnEvictNothingIsLostWhileTheTierKeepsUp) {
   make_full();
   fake().automatic = true;
   for (int i = 0; i < 20; ++i) burst();
@@ -185,7 +185,7 @@ TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
   EXPECT_GE(fake().records.size(), 19 * kBurst);
 }
 
-TEST_P(BurstTest, OnEvictNorAfterAReset) {
+TEST_P(BurstTest, OnEvictNothingIsLostAfterAReset) {
   make_full();
   fake().automatic = true;
   burst();
@@ -195,7 +195,7 @@ TEST_P(BurstTest, OnEvictNorAfterAReset) {
 }
 
 // The tier writes nearly all it can. The other chunks are lost; no store waits or is declined.
-TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
+TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesAsManyChunksAsItCan) {
   make_full();
   for (int i = 0; i < 20; ++i) {
     burst();
@@ -256,7 +256,7 @@ TEST_P(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, RowsOfOpsThatRunInATierAreNotReusedAfterAReset) {
+TEST_P(WriteTest, RowsOfRunningTierOpsAreNotReusedAfterAReset) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -268,7 +268,7 @@ TEST_P(WriteTest, RowsOfOpsThatRunInATierAreNotReusedAfterAReset) {
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(WriteTest, AReadThatRunsThroughAResetBringsNothing) {
+TEST_P(WriteTest, AReadThatRunsThroughAResetIsDiscarded) {
   make_with({}, 2);
   record({"a"});
   const RequestHandle request = begin();
@@ -283,7 +283,7 @@ TEST_P(WriteTest, AReadThatRunsThroughAResetBringsNothing) {
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpFor) {
+TEST_P(WriteTest, ATierWhoseResetFailedIsEmptyAndUsableAgainAfterARetry) {
   record({"a"});
   tier().fail_resets(true);
   cache().reset();
@@ -310,7 +310,7 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
       << "records made after a reset are visible only to the process that was reset";
 }
 
-TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
+TEST_P(WriteTest, AWriteStartedBeforeAResetLeavesNoRecord) {
   store({"a", "b"});
   tier().start(OpKind::kWrite);
   cache().reset();
@@ -330,7 +330,7 @@ TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
 
 // ---- loads
 
-TEST_P(WriteTest, AChunkLoadedTwiceAtOnceIsPinnedUntilBothEnded) {
+TEST_P(WriteTest, AChunkInTwoLoadsIsPinnedUntilBothEnd) {
   make_with({}, 1);
   store({"a"});
   tier().finish();
@@ -358,7 +358,7 @@ TEST_P(WriteTest, ALoadIsOverOnlyWhenAllRanksReported) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, OnlyWhatIsInHostMemoryCanBeLoaded) {
+TEST_P(WriteTest, OnlyChunksInHostMemoryCanBeLoaded) {
   EXPECT_THROW(cache().prepare_load(begin(), keys({"a"})), InvalidArgument);
 }
 
@@ -380,7 +380,7 @@ TEST_P(WriteTest, ClosingShedsQueuedWritesAndLetsRunningOnesEnd) {
   EXPECT_THAT(store({"c"}), IsEmpty());
 }
 
-TEST_P(WriteTest, AfterARestartOnTheSameRecordsWhatWasWrittenIsThere) {
+TEST_P(WriteTest, AfterARestartTheWrittenChunksAreHits) {
   store({"a", "b"});
   tier().finish();
   store({"c"});
