@@ -72,7 +72,7 @@ TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
   EXPECT_FALSE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, IsToldInEvents) {
+TEST_F(KeptMemory, IsReportedInEvents) {
   { store(*std::make_unique<World>(options()), "a"); }
   WorldOptions next = options();
   next.cache.keep_events = true;
@@ -231,7 +231,7 @@ TEST_F(KeptMemory, AReusedRowIsAMiss) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, OfOtherWeightsIsNotTaken) {
+TEST_F(KeptMemory, OfOtherWeightsIsNotReused) {
   { store(*std::make_unique<World>(options("old")), "a"); }
   {
     World world(options("new"));
@@ -241,7 +241,7 @@ TEST_F(KeptMemory, OfOtherWeightsIsNotTaken) {
   EXPECT_FALSE(hits(world, "a")) << "another chunk has used its rows since";
 }
 
-TEST_F(KeptMemory, OfOtherSizesIsRemovedAndItsMemoryFree) {
+TEST_F(KeptMemory, OfOtherSizesIsRemovedAndFreed) {
   { store(*std::make_unique<World>(options()), "a"); }
   const std::vector<std::string> before = names();
   WorldOptions larger = options();
@@ -295,7 +295,7 @@ TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
   EXPECT_TRUE(world.tier->records.contains(key_of("a")));
 }
 
-TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
+TEST_F(KeptMemory, OfARunningEngineIsNotReused) {
   World living(options());
   store(living, "a");
   {

@@ -114,7 +114,7 @@ TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
   EXPECT_EQ(peek({"b"}), "P") << "the record is read";
 }
 
-TEST_F(PromotionTest, ReuseCountsTheUsesOfEachTier) {
+TEST_F(PromotionTest, ReuseCountsTheUsesOfAFetchedChunk) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 3});
   keep_on_the_slower("a");  // the first use
   fetch("a");               // the second use
