@@ -1,4 +1,4 @@
-// vLLM drops its jobs and resets its own cache, and ours is kept (TieredCache::abandon_jobs).
+// vLLM drops its jobs and resets its own cache; our cache is kept (TieredCache::abandon_jobs).
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -30,7 +30,7 @@ TEST_P(AbandonJobsTest, chunks_in_memory_and_their_writes_are_kept) {
   EXPECT_EQ(peek({"a", "b"}), "PP");
 }
 
-TEST_P(AbandonJobsTest, a_store_under_way_is_discarded_and_its_row_waits_for_the_ranks) {
+TEST_P(AbandonJobsTest, a_store_in_flight_is_discarded_and_its_row_waits_for_the_ranks) {
   make_with_rows(2);
   const Job storing = offer(begin(), {"a"});
   cache().abandon_jobs();
@@ -38,14 +38,14 @@ TEST_P(AbandonJobsTest, a_store_under_way_is_discarded_and_its_row_waits_for_the
   EXPECT_EQ(cache().stats().quarantined_rows, 1u);
   EXPECT_EQ(offer(begin(), {"b", "c"}).keys.size(), 1u);
   copy(storing);
-  complete(storing);  // late: it says nothing
+  complete(storing);  // a late completion has no effect
   step();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
   EXPECT_EQ(store({"c"}), Names{"c"});
 }
 
-TEST_P(AbandonJobsTest, a_load_under_way_keeps_its_row_until_the_ranks_have_reported) {
+TEST_P(AbandonJobsTest, a_load_in_flight_keeps_its_row_until_the_ranks_have_reported) {
   make_with_rows(1);
   store({"a"});
   tier().finish();
@@ -64,7 +64,7 @@ TEST_P(AbandonJobsTest, a_load_under_way_keeps_its_row_until_the_ranks_have_repo
   EXPECT_EQ(store({"b"}), Names{"b"});
 }
 
-TEST_P(AbandonJobsTest, a_load_that_had_ended_is_let_go_once) {
+TEST_P(AbandonJobsTest, a_completed_load_is_released_once) {
   store({"a"});
   tier().finish();
   step();

@@ -1,5 +1,5 @@
-// What the cache takes: host memory filled to the last percent by any mix of
-// groups, and nothing that grows with the requests it has served.
+// Memory bounds: any mix of groups fills host memory to the last percent, and memory use does not
+// grow with the number of served requests.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -12,7 +12,7 @@
 namespace kv_offload {
 namespace {
 
-using testing::kSanitized;  // sanitizers' own bookkeeping grows
+using testing::kSanitized;  // the bookkeeping of sanitizers grows
 
 // ---- capacity
 
@@ -20,7 +20,7 @@ struct Model {
   const char* name;
   std::vector<std::uint64_t> shard_bytes;
   std::vector<bool> full_attention;
-  std::vector<int> weights;  // chunks of each group that come along together
+  std::vector<int> weights;  // chunks of each group that are stored together
 };
 void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
 
@@ -28,7 +28,7 @@ constexpr std::uint64_t kKiB = 1024;
 
 class CapacityOf : public ::testing::TestWithParam<Model> {};
 
-TEST_P(CapacityOf, TokensHeldAreWhatTheBytesAllow) {
+TEST_P(CapacityOf, HostMemoryHoldsTheTokensThatItsBytesAllow) {
   const Model& model = GetParam();
   World world({.ranks = 2,
                .rows = (std::uint64_t{256} << 20) / kPageBytes,
@@ -65,9 +65,8 @@ TEST_P(CapacityOf, TokensHeldAreWhatTheBytesAllow) {
   RecordProperty("held", fmt::format("{:.4f}", static_cast<double>(bytes) / static_cast<double>(capacity)));
 }
 
-// The control: a row for every group as large as the largest, as when a chunk is
-// sized for all groups together.
-TEST(Capacity, RowsOfOneSizeForAllGroupsWouldBeSeen) {
+// Control: all groups use rows of the largest size, as if one chunk size served all groups.
+TEST(Capacity, TheTestDetectsRowsOfOneSizeForAllGroups) {
   const std::vector<std::uint64_t> ideal{1040 * kKiB, 64 * kKiB};
   World world({.ranks = 1,
                .rows = (std::uint64_t{64} << 20) / kPageBytes,
@@ -98,7 +97,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ---- growth
 
-std::uint64_t resident_bytes() {  // anonymous and ours, not shared memory
+std::uint64_t resident_bytes() {  // anonymous memory of this process, without shared memory
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
     if (line.starts_with("RssAnon:")) return std::stoull(line.substr(8)) * 1024;
@@ -116,7 +115,7 @@ class Growth {
     world_.tier->automatic = true;
     world_.tier->max_records = 64;
   }
-  // One request: looks up, loads or stores, ends.
+  // Runs one request: lookup, load or store, end.
   void serve(std::uint64_t number) {
     TieredCache& cache = *world_.cache;
     const RequestHandle request = cache.begin_request(fmt::format("request-{}", number), {});
@@ -159,10 +158,11 @@ class Growth {
 // A million with KV_OFFLOAD_SOAK=8.
 constexpr std::uint64_t kWarm = kSanitized ? 2000 : 20000;
 const std::uint64_t kRequests = kWarm + static_cast<std::uint64_t>(testing::rounds(120000));
-const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);       // two bytes a request
-constexpr std::uint64_t kMostResident = std::uint64_t{2} << 20;  // also of what malloc does not give
+const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);  // two bytes a request
+constexpr std::uint64_t kMostResident = std::uint64_t{2}
+                                        << 20;  // includes memory that malloc does not report
 
-TEST(Growth, AHundredThousandRequestsLeaveNothingBehind) {
+TEST(Growth, AHundredThousandRequestsLeakNoMemory) {
   Growth growth;
   std::uint64_t number = 0;
   while (number < kWarm) growth.serve(number++);
@@ -182,20 +182,20 @@ TEST(Growth, AHundredThousandRequestsLeaveNothingBehind) {
   EXPECT_EQ(stats.requests + stats.waiting_requests + stats.quarantined_rows, 0u);
 }
 
-TEST(Growth, AHundredBytesARequestWouldBeSeen) {
+TEST(Growth, TheTestDetectsALeakOfAHundredBytesPerRequest) {
   if (kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
   Growth growth;
   growth.leaks = true;
   std::uint64_t number = 0;
   while (number < kWarm / 10) growth.serve(number++);
-  ::malloc_trim(0);  // or what tests before this one gave back is taken first
+  ::malloc_trim(0);  // otherwise memory freed by earlier tests is reused first
   const std::uint64_t before = resident_bytes(), allocated = allocated_bytes();
   while (number < kWarm) growth.serve(number++);
   EXPECT_GT(resident_bytes(), before + (std::uint64_t{1} << 20));
   EXPECT_GT(allocated_bytes(), allocated + 50 * kWarm);
 }
 
-// Index, policy and allocator of a cache that holds a million chunks.
+// Measures index, policy and allocator of a cache that holds a million chunks.
 TEST(Growth, AChunkInHostMemoryCostsLessThan256BytesOfBookkeeping) {
   if (kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
   constexpr std::uint64_t kChunks = 1 << 20;

@@ -12,7 +12,7 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-TEST(CacheEventsTest, NeighboursOfOneKindAndPlaceAreOneEvent) {
+TEST(CacheEventsTest, AdjacentEventsOfOneKindAndTierAreMerged) {
   CacheEvents events(true);
   events.host_has(key_of("a"));
   events.host_has(key_of("b"));
@@ -31,7 +31,7 @@ TEST(CacheEventsTest, NeighboursOfOneKindAndPlaceAreOneEvent) {
   EXPECT_THAT(events.take(), IsEmpty());
 }
 
-TEST(CacheEventsTest, NothingIsKeptUnlessAskedFor) {
+TEST(CacheEventsTest, NoEventsAreKeptByDefault) {
   CacheEvents events(false);
   events.host_has(key_of("a"));
   EXPECT_THAT(events.take(), IsEmpty());

@@ -1,7 +1,6 @@
-// A TieredCache with everything around it under the test's hand: a region with
-// real rows, ranks that copy when they are told to, a tier (a fake one, or the real
-// store on a directory) whose ops end when they are let go, a clock that stands
-// still. Chunks have names; the last digit-free word is the group's.
+// A TieredCache whose whole environment the test controls: a region with real rows, ranks that
+// copy on demand, a tier (fake, or the real store on a directory) whose ops end on demand, and
+// a manual clock. Chunks have names; the last digit-free word is the group's.
 #pragma once
 
 #include <fmt/format.h>
@@ -31,8 +30,8 @@ inline ChunkKey key_of(std::string_view name, std::uint32_t group_id = 0) {
   return ChunkKey(bytes);
 }
 
-// The bytes that a rank computes for a chunk: its key and place, again and again.
-// `weights`: another model computes other bytes under the same key.
+// The bytes that a rank computes for a chunk: its key and place, repeated.
+// `weights`: other model weights give other bytes for the same key.
 inline std::byte pattern(const ChunkKey& key, std::uint32_t area, std::size_t offset, std::uint64_t weights) {
   const std::string_view bytes = key.bytes();
   return static_cast<std::byte>(static_cast<unsigned char>(bytes[offset % bytes.size()]) + 31 * area +
@@ -59,14 +58,14 @@ struct WorldOptions {
   TierKind tier_kind = TierKind::kFake;
   CacheOptions cache{};  // groups are filled in
   std::string engine_id = "engine";
-  std::string shm_directory{};  // empty: one of its own
-  std::string keep_for{};       // see RegionOptions; cache.keep_identity says whether it is kept
-  FakeTier** slower = nullptr;  // set to a second tier, below the other
-  // Instead of one that the test drives.
+  std::string shm_directory{};  // empty: a new directory
+  std::string keep_for{};       // see RegionOptions; cache.keep_identity enables it
+  FakeTier** slower = nullptr;  // if set, receives a second tier below the first
+  // Replaces the tier that the test drives.
   std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
 };
 
-// The machine around one cache.
+// One cache and its environment.
 class World {
  public:
   static constexpr std::uint32_t kTokens = 16;
@@ -126,7 +125,7 @@ class World {
     }
     cache = std::make_unique<TieredCache>(options_.cache, region, std::move(tiers), metrics, clock);
   }
-  // The process ends and starts again; what is recorded stays.
+  // Restarts the process; records stay on the tier.
   void restart() {
     cache->close();
     std::map<ChunkKey, FakeTier::Record> records;
@@ -173,16 +172,16 @@ class World {
   std::shared_ptr<HostRegion> region;
   std::vector<std::unique_ptr<HostRegion>> ranks;
   std::unique_ptr<TieredCache> cache;
-  TierHand* hand = nullptr;  // whichever tier it is
-  FakeTier* tier = nullptr;  // that one, if it is
+  TierHand* hand = nullptr;  // the tier of either kind
+  FakeTier* tier = nullptr;  // the tier if it is a fake one, else null
 
  private:
   WorldOptions options_;
-  std::unique_ptr<Disk> disk_;  // the store's; outlives it
+  std::unique_ptr<Disk> disk_;  // used by the store, must outlive it
   std::string directory_;
 };
 
-// Verbs on a world with one group.
+// Test actions on a world with one group.
 class CacheTest : public ::testing::Test {
  protected:
   struct Job {
@@ -190,7 +189,7 @@ class CacheTest : public ::testing::Test {
     RowTransfer transfer;
   };
 
-  // A test that needs another world says so first.
+  // A test that needs another world must create it before any other call.
   void make(WorldOptions options) {
     world_.reset();
     options.tier_kind = tier_kind_;
@@ -202,7 +201,7 @@ class CacheTest : public ::testing::Test {
   }
   TieredCache& cache() { return *world().cache; }
   TierHand& tier() { return *world().hand; }
-  // REQUIRES: the test is one of those that run over the fake tier alone.
+  // REQUIRES: the test runs on the fake tier.
   FakeTier& fake() { return *world().tier; }
 
   RequestHandle begin(const RequestOptions& options = {}) { return cache().begin_request("r", options); }
@@ -252,7 +251,7 @@ class CacheTest : public ::testing::Test {
     end(request);
     return accepted;
   }
-  // Stored, written to the tier, and gone from memory.
+  // Stores chunks, writes them to the tier and evicts them from host memory.
   void record(const Names& recorded) {
     store(recorded);
     tier().finish();
@@ -272,7 +271,7 @@ class CacheTest : public ::testing::Test {
     }
     return seen;
   }
-  // A request of its own that does not wait.
+  // Looks up with a new request that does not wait.
   std::string peek(const Names& wanted) {
     const RequestHandle request = begin();
     const std::string seen = scan(request, wanted);
@@ -300,7 +299,7 @@ class CacheTest : public ::testing::Test {
   std::unique_ptr<World> world_;
 };
 
-// Of tests that run over the fake tier and over the real store alike.
+// Base of tests that run on the fake tier and on the real store.
 template <typename Fixture>
 class OverBoth : public Fixture, public ::testing::WithParamInterface<TierKind> {
  protected:

@@ -44,7 +44,7 @@ TEST(ChunkGroupsTest, EachOfSeveralShardsInAnAreaTakesWholePages) {
   options.groups[0].shards_per_area = 32;
   EXPECT_NO_THROW(ChunkGroups(options, 2));
   options.groups[0].shards_per_area = 33;
-  EXPECT_THROW(ChunkGroups(options, 2), InvalidArgument) << "more than a record has";
+  EXPECT_THROW(ChunkGroups(options, 2), InvalidArgument) << "more shards than a record can hold";
 }
 
 TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
@@ -53,10 +53,10 @@ TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
   EXPECT_EQ(groups.position_of(key_of("a", 1)), std::nullopt);
   EXPECT_EQ(groups.require_position(key_of("a", 9), 1), 1u);
   EXPECT_THROW(groups.require_position(key_of("a", 4), 1), InvalidArgument) << "out of order";
-  EXPECT_THROW(groups.require_position(key_of("a", 1), 0), InvalidArgument) << "of no group";
+  EXPECT_THROW(groups.require_position(key_of("a", 1), 0), InvalidArgument) << "key of an unknown group";
 }
 
-TEST(ChunkGroupsTest, AGroupThatIsAloneHasFullAttentionUnlessItIsSaidNotTo) {
+TEST(ChunkGroupsTest, ASingleGroupHasFullAttentionByDefault) {
   CacheOptions options = two_groups();
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
   EXPECT_FALSE(ChunkGroups(options, 2).kinds_are_known());
@@ -69,14 +69,14 @@ TEST(ChunkGroupsTest, AGroupThatIsAloneHasFullAttentionUnlessItIsSaidNotTo) {
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
 }
 
-TEST(ChunkGroupsTest, TheTokensBeforeAChunkAreThoseUpToItsBegin) {
+TEST(ChunkGroupsTest, TokensBeforeAChunkEndAtItsBeginning) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups.tokens_before(1, 96), 64);
   EXPECT_EQ(groups.tokens_before(1, 32), 0);
-  EXPECT_EQ(groups.tokens_before(1, 0), 0) << "not known";
+  EXPECT_EQ(groups.tokens_before(1, 0), 0) << "unknown";
 }
 
-TEST(ChunkGroupsTest, WhatCannotBeIsRefused) {
+TEST(ChunkGroupsTest, InvalidGroupsAreRefused) {
   CacheOptions options;
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
   options.groups.assign(32, group_of(0, 16, 1, 0));
@@ -84,10 +84,10 @@ TEST(ChunkGroupsTest, WhatCannotBeIsRefused) {
   options.groups = {group_of(0, 0, 100, 0)};
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no tokens";
   options.groups = {group_of(0, 16, 0, 100)};
-  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no bytes in the areas that are there";
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no bytes in the existing areas";
   options.groups = {group_of(0, 16, 100, 0)};
   options.full_attention = {true, false};
-  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "two kinds for one group";
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "two attention kinds for one group";
 }
 
 }  // namespace

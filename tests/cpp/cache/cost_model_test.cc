@@ -8,8 +8,8 @@ namespace {
 using std::chrono::seconds;
 using Choice = Decision::Choice;
 
-// Computing 1,000 tokens/s; tiers are told by how many tokens they give in a
-// second. A chunk has ten tokens and as many bytes.
+// The engine computes 1,000 tokens/s. Tiers are described by the tokens they read per second.
+// A chunk has ten tokens and ten bytes.
 class CostModelTest : public ::testing::Test {
  protected:
   CostModel model_{2};
@@ -27,14 +27,14 @@ class CostModelTest : public ::testing::Test {
   static Stretch on(std::int32_t tier, std::uint32_t chunks) {
     return {tier, chunks, 10 * chunks, 10 * chunks};
   }
-  // `question`: all but the stretches.
+  // `question`: all fields except the stretches.
   Decision decide(std::vector<Stretch> stretches, CostModel::Question question = {}) {
     question.stretches = stretches;
     return model_.decide(question);
   }
 };
 
-TEST_F(CostModelTest, WhatIsUnknownIsLoaded) {
+TEST_F(CostModelTest, UnmeasuredTiersAreLoadedFrom) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
   compute(1000, 1);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
@@ -52,7 +52,7 @@ TEST_F(CostModelTest, TheFasterSideWins) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
+TEST_F(CostModelTest, ATiersEstimateIsUsedUntilTheFirstMeasurement) {
   compute(1000, 1);
   const std::vector<double> hints{40, 0};
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kRecompute);
@@ -60,20 +60,20 @@ TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, OfATiersOwnEstimateAPartCountsAsMuchAsItsBytes) {
+TEST_F(CostModelTest, ATiersEstimateIsScaledByTheBytesOfAPart) {
   compute(1000, 1);
   const std::vector<double> hints{5, 0};
   EXPECT_NEAR(decide({on(0, 1000)}, {.hints = hints, .deadline_seconds = 2}).chunks, 400, 1);
 }
 
-TEST_F(CostModelTest, TiersReadSideBySide) {
+TEST_F(CostModelTest, TiersReadConcurrently) {
   compute(1000, 1);
   read(0, 1500);
   read(1, 1500);
   EXPECT_NEAR(decide({on(0, 50), on(1, 50)}).load_seconds, 0.333, 0.01);
 }
 
-TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
+TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
   compute(1000, 1);
   read(0, 5000);
   model_.note_submitted(0, 20000);
@@ -82,14 +82,14 @@ TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, TheCopyToTheDeviceCountsToo) {
+TEST_F(CostModelTest, TheCopyToTheDeviceCounts) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
+TEST_F(CostModelTest, ACopyThatHappensAnywayCostsOnlyItsBytes) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.5 + 1e-4 * i);
@@ -97,10 +97,10 @@ TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
   EXPECT_EQ(decide({on(0, 40)}, {.loads_anyway = true}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
+TEST_F(CostModelTest, AChoiceIsKeptWhileTheCostsAreClose) {
   compute(1000, 1);
   read(0, 970);
-  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // so far
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // the current choice
   read(0, 800);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
   read(0, 1030);
@@ -111,7 +111,7 @@ TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, WhatLiesOnTheFastTierIsLoadedWithoutTheRest) {
+TEST_F(CostModelTest, ChunksOnTheFastTierAreLoadedWithoutTheRest) {
   compute(1000, 1);
   read(0, 10000);
   read(1, 100);
@@ -121,7 +121,7 @@ TEST_F(CostModelTest, WhatLiesOnTheFastTierIsLoadedWithoutTheRest) {
   EXPECT_NEAR(decision.compute_seconds, 0.6, 0.01);
 }
 
-TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
+TEST_F(CostModelTest, ASlowChunkIsReadForTheChunksAfterIt) {
   compute(1000, 1);
   read(1, 100);
   const Decision decision = decide({on(1, 1), on(Stretch::kHere, 99)});
@@ -129,7 +129,7 @@ TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
   EXPECT_EQ(decision.chunks, 100u);
 }
 
-TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
+TEST_F(CostModelTest, OnlyChunksThatArriveInTimeArePlanned) {
   compute(1000, 1);
   read(0, 2000);
   const Decision decision = decide({on(0, 1000)}, {.deadline_seconds = 2});  // all of it: 5 s
@@ -138,22 +138,22 @@ TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
   EXPECT_LE(decision.load_seconds, 2);
 }
 
-TEST_F(CostModelTest, WhatCannotBeDividedIsLoadedAsAWholeOrNotAtAll) {
+TEST_F(CostModelTest, AnIndivisibleLoadIsLoadedWholeOrNotAtAll) {
   compute(1000, 1);
   read(0, 2000);
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 2}).choice, Choice::kRecompute);
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 6}).choice, Choice::kLoad);
   read(1, 300);
-  EXPECT_EQ(decide({on(0, 100), on(1, 100)}).chunks, 100u) << "the control: the slow end is left out";
+  EXPECT_EQ(decide({on(0, 100), on(1, 100)}).chunks, 100u) << "control: the slow end is not loaded";
   const Decision slow_end = decide({on(0, 100), on(1, 100)}, {.divisible = false});
   EXPECT_EQ(slow_end.choice, Choice::kRecompute);
-  EXPECT_EQ(decide({on(0, 100), on(1, 30)}).chunks, 100u) << "the control: without its end it is sooner";
+  EXPECT_EQ(decide({on(0, 100), on(1, 30)}).chunks, 100u) << "control: loading without the end is faster";
   const Decision short_end = decide({on(0, 100), on(1, 30)}, {.divisible = false});
   EXPECT_EQ(short_end.choice, Choice::kLoad);
   EXPECT_EQ(short_end.chunks, 130u);
 }
 
-TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
+TEST_F(CostModelTest, AnUnusedTierIsProbedPeriodically) {
   compute(1000, 1);
   read(0, 100);
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(60))) << "it is in use";
@@ -164,7 +164,7 @@ TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(62)));
 }
 
-TEST_F(CostModelTest, AReadThatIsOverdueIsAsGoodAsAProbe) {
+TEST_F(CostModelTest, AnOverdueReadReplacesAProbe) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -173,7 +173,7 @@ TEST_F(CostModelTest, AReadThatIsOverdueIsAsGoodAsAProbe) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(51)));
 }
 
-TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {
+TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -182,7 +182,7 @@ TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
 }
 
-TEST_F(CostModelTest, AProbeTellsTheTierAnew) {
+TEST_F(CostModelTest, AProbeMeasuresTheTierAgain) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -191,16 +191,16 @@ TEST_F(CostModelTest, AProbeTellsTheTierAnew) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMeasuredToBeMuchSlower) {
+TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMuchSlower) {
   EXPECT_TRUE(model_.host_pays(1, now_));
   compute(1000, 1);
   model_.note_copy(1000, 10);
-  EXPECT_TRUE(model_.host_pays(1, now_)) << "one size tells nothing: it may be all latency";
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "one size is not enough: the time may be all latency";
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.15 * i);
-  EXPECT_TRUE(model_.host_pays(1, now_)) << "1.5 times as long as computing";
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "copying takes 1.5 times as long as computing";
   for (int i = 1; i <= 32; ++i) model_.note_copy(100.0 * i, 1.0 * i);
   EXPECT_FALSE(model_.host_pays(1, now_));
-  EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "tried again";
+  EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "retried after the back-off";
   EXPECT_FALSE(model_.host_pays(1, now_ + seconds(32)));
 }
 

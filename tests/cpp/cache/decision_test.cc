@@ -1,5 +1,5 @@
-// Load or recompute, as a served request feels it: fast, throttled, failing and
-// recovering tiers, in virtual time.
+// Load-or-recompute decisions and their effect on TTFT, with fast, throttled, failing and recovering
+// tiers, in virtual time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 namespace kv_offload {
 namespace {
 
-constexpr double kFast = 256e6;         // 1,000,000 tokens/s: a hundredth of what computing takes
-constexpr double kThrottled = 64e3;     // 250 tokens/s: forty times what computing takes
+constexpr double kFast = 256e6;         // 1,000,000 tokens/s: a hundredth of the compute time
+constexpr double kThrottled = 64e3;     // 250 tokens/s: forty times the compute time
 constexpr std::uint32_t kChunks = 256;  // 4,096 tokens: about half a second to compute
 
 class DecisionTest : public ::testing::Test {
@@ -19,11 +19,11 @@ class DecisionTest : public ::testing::Test {
     return *engine_;
   }
   SimulatedEngine& engine() { return *engine_; }
-  // Prompts that no tier has: the engine's speed is learnt.
+  // Serves prompts that no tier has, so the cache learns the engine's speed.
   void warm_up() {
     for (const std::uint32_t chunks : {32u, 64u, 256u, 512u}) engine_->serve(engine_->new_prompt(chunks));
   }
-  // A prompt whose first chunks are in host memory.
+  // Returns a prompt whose first chunks are in host memory.
   SimulatedEngine::Prompt with_head_in_memory(std::uint32_t head, std::uint32_t tail) {
     auto prompt = engine_->new_prompt(head);
     engine_->serve(prompt);
@@ -31,7 +31,7 @@ class DecisionTest : public ::testing::Test {
     prompt.keys.insert(prompt.keys.end(), rest.keys.begin(), rest.keys.end());
     return prompt;
   }
-  // A prompt that is recorded and not in host memory. Seconds over computing it: 1 = as without a tier.
+  // Serves a prompt that only a tier has. Returns TTFT / compute time; 1 = the time without a tier.
   double served(std::uint32_t chunks = kChunks, std::size_t tier = 0) {
     const auto prompt = engine_->new_prompt(chunks);
     engine_->put(prompt, tier);
@@ -63,12 +63,13 @@ TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
   make({.tiers = {kThrottled}});
   warm_up();
   const double first = served();
-  EXPECT_LT(first, 2.1) << "even the first one, which teaches it, ends before twice the time";
+  EXPECT_LT(first, 2.1)
+      << "the first request, which measures the tier, takes less than twice the compute time";
   EXPECT_LT((first + 99 * mean_served(99)) / 100, 1.1);
   EXPECT_GT(engine().decisions("recompute"), 90);
 }
 
-TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotWaitedFor) {
+TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotAwaited) {
   constexpr std::uint32_t kLong = 512;
   for (const double speed : {kFast, kThrottled / 16}) {  // 8 chunks: 0.1 ms; 8.2 s, the deadline is 5
     make({.token_seconds = 2e-3, .tiers = {speed}, .window = 8});
@@ -78,20 +79,20 @@ TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotWaitedFor) {
     engine().put_window(teaches, 0);
     engine().serve(teaches, {.load_policy = LoadPolicy::kAlways});
     const auto prompt = engine().new_prompt(kLong);
-    engine().serve(prompt);  // now all of it is in host memory, but for the window
+    engine().serve(prompt);  // now host memory has all of it except the window
     engine().put_window(prompt, 0);
     const double seconds = engine().serve(prompt).first_token_seconds;
     const double share = seconds / engine().compute_seconds(prompt);
     if (speed == kFast) {
       EXPECT_LT(share, 0.1);
     } else {
-      EXPECT_LT(share, 1.05) << "16 s, and not those after 5 of waiting";
+      EXPECT_LT(share, 1.05) << "computing takes 16 s; no 5 s wait comes first";
       EXPECT_EQ(engine().decisions("recompute"), 1);
     }
   }
 }
 
-TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
+TEST_F(DecisionTest, ATierThatSlowsDownIsAbandonedBeforeItDoublesTheTtft) {
   make({.tiers = {kFast}});
   warm_up();
   EXPECT_LT(mean_served(10), 0.2);
@@ -101,7 +102,7 @@ TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
+TEST_F(DecisionTest, AStuckTierIsAbandoned) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -110,7 +111,7 @@ TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, WhatIsStillReadAfterItWasGivenUpIsTheProbe) {
+TEST_F(DecisionTest, ReadsInFlightAfterGivingUpServeAsTheProbe) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -124,7 +125,7 @@ TEST_F(DecisionTest, WhatIsStillReadAfterItWasGivenUpIsTheProbe) {
   EXPECT_EQ(engine().decisions("probe"), 0);
 }
 
-TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
+TEST_F(DecisionTest, GivingUpKeepsTheReadsThatOtherRequestsWaitFor) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -137,7 +138,7 @@ TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
     cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);
     return request;
   };
-  // How many of its chunks are answered so.
+  // Returns the number of chunks with this lookup result.
   const auto answered = [&](RequestHandle request, LookupResult wanted) {
     std::uint32_t count = 0;
     for (const ChunkKey& key : prompt.keys) count += cache.lookup(request, key) == wanted;
@@ -146,7 +147,7 @@ TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
   };
   const RequestHandle first = begin();
   EXPECT_EQ(answered(first, LookupResult::kPending), kChunks);
-  engine().pass(0.1);  // it waits for a quarter of what computing takes: 0.13 s
+  engine().pass(0.1);  // the request waits for a quarter of the compute time: 0.13 s
   const RequestHandle second = begin();
   EXPECT_EQ(answered(second, LookupResult::kPending), kChunks);
   engine().pass(0.05);
@@ -161,16 +162,15 @@ TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
   cache.end_request(second);
 }
 
-// Another server is writing them, one by one: the first alone is not worth the tier's latency, and the time
-// until the last is written is none that the tier takes.
-TEST_F(DecisionTest, ChunksThatAreAwaitedAreLoadedHoweverTheyCome) {
+// Another server writes the records one by one. The first record alone is not worth the tier's latency.
+// The wait for the last record must not count as read time of the tier.
+TEST_F(DecisionTest, AwaitedChunksAreLoadedInWhateverOrderTheyAreWritten) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
   for (int i = 0; i < 3; ++i) served();
   TieredCache& cache = *engine().cache;
-  for (const int steps :
-       {5, 400}) {  // of a millisecond, until the rest is written; computing takes half a second
+  for (const int steps : {5, 400}) {  // steps of 1 ms until the other records exist; computing takes 0.5 s
     const auto prompt = engine().new_prompt(kChunks);
     const RequestHandle request = cache.begin_request("r", {.await_records = std::chrono::seconds(2)});
     cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);
@@ -203,21 +203,21 @@ TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
   mean_served(5);
   engine().tiers[0]->bytes_per_second = kFast;
   engine().pass(60);
-  served();  // probes; nobody waits for it
+  served();  // a probe; no request waits for it
   EXPECT_LT(mean_served(5), 0.2);
 }
 
-TEST_F(DecisionTest, LatencyIsNotTakenForALowSpeed) {
+TEST_F(DecisionTest, LatencyIsNotMistakenForLowSpeed) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
-  served(16);  // 25 ms to compute: given up, but its first reads go on
+  served(16);  // 25 ms to compute: the load is abandoned, its first reads continue
   EXPECT_EQ(engine().decisions("give_up"), 1);
   EXPECT_LT(served(), 0.2);
   EXPECT_LT(served(32), 0.8);
 }
 
-TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
+TEST_F(DecisionTest, ProbesAreFewReadsAndNoRequestWaitsForThem) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -230,8 +230,8 @@ TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
   EXPECT_EQ(engine().tiers[0]->submitted_reads - before, 10u * 8);
 }
 
-TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
-  // Reading 4,500 tokens/s: less than computing a short prompt, more than the end of a long one.
+TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedIfThatIsCheaper) {
+  // Reads 4,500 tokens/s: slower than computing a short prompt, faster than the end of a long one.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
         .wait_step_share = 0.01,
@@ -246,10 +246,10 @@ TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
   EXPECT_EQ(engine().decisions("load"), loads + 1);
 }
 
-TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
+TEST_F(DecisionTest, TheWorthwhilePartIsLoadedAndTheRestComputed) {
   make({.tiers = {kFast, kThrottled}});
   warm_up();
-  for (const std::size_t tier : {0u, 1u}) served(kChunks, tier);  // both are known
+  for (const std::size_t tier : {0u, 1u}) served(kChunks, tier);  // measures both tiers
   const auto prompt = engine().new_prompt(kChunks);
   engine().put(prompt, 0, 0, 200);
   engine().put(prompt, 1, 200);
@@ -257,7 +257,7 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
   EXPECT_EQ(result.loaded_tokens, 200 * SimulatedEngine::kChunk);
   EXPECT_EQ(engine().decisions("partial"), 1);
   EXPECT_EQ(engine().last_report.choice, "partial");
-  // The same behind chunks that are in host memory.
+  // The same after chunks that are in host memory.
   const auto longer = with_head_in_memory(50, kChunks);
   engine().put(longer, 0, 50, 250);
   engine().put(longer, 1, 250);
@@ -265,8 +265,8 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
   EXPECT_EQ(engine().decisions("partial"), 2);
 }
 
-TEST_F(DecisionTest, WhatLiesBehindALongPrefixTakesLongerToCompute) {
-  // Reading 4,500 tokens/s: less than computing at the start of a prompt, more than behind 12,288 tokens.
+TEST_F(DecisionTest, TokensAfterALongPrefixTakeLongerToCompute) {
+  // Reads 4,500 tokens/s: slower than computing at the start of a prompt, faster than after 12,288 tokens.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
         .wait_step_share = 0.01,
@@ -281,12 +281,12 @@ TEST_F(DecisionTest, WhatLiesBehindALongPrefixTakesLongerToCompute) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (768 + 64) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
+TEST_F(DecisionTest, ASlowChunkIsLoadedIfManyChunksFollowIt) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
   const auto prompt = engine().new_prompt(kChunks);
-  engine().serve(prompt);  // in host memory now, but for its first chunk:
+  engine().serve(prompt);  // now in host memory; the twin differs in its first chunk:
   const auto twin = [&] {
     auto mixed = engine().new_prompt(1);
     engine().put(mixed, 0);
@@ -297,10 +297,10 @@ TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
   EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ACopyThatIsMadeAnywayCostsMoreOnlyByItsBytes) {
+TEST_F(DecisionTest, ACopyThatHappensAnywayAddsOnlyTheCostOfItsBytes) {
   make({.copy_bytes_per_second = kFast, .copy_latency_seconds = 0.05, .tiers = {kFast}});
   warm_up();
-  for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // the latency is known
+  for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // measures the latency
   served(16);                                                           // 25 ms to compute
   EXPECT_EQ(last_.loaded_tokens, 0u);
   const auto prompt = with_head_in_memory(kChunks, 16);
@@ -308,13 +308,13 @@ TEST_F(DecisionTest, ACopyThatIsMadeAnywayCostsMoreOnlyByItsBytes) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (kChunks + 16) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ARequestIsDecidedAboutOnce) {
+TEST_F(DecisionTest, ARequestIsDecidedOnce) {
   make({.tiers = {kFast}});
   const auto prompt = engine().new_prompt(kChunks);
   engine().put(prompt, 0);
   TieredCache& cache = *engine().cache;
   const RequestHandle request = cache.begin_request("r", {});
-  for (const std::uint32_t asked : {kChunks / 2, kChunks}) {  // the second time for more
+  for (const std::uint32_t asked : {kChunks / 2, kChunks}) {  // the second pass looks up more chunks
     for (std::uint32_t i = 0; i < asked; ++i) (void)cache.lookup(request, prompt.keys[i]);
     cache.end_step();
   }
@@ -323,14 +323,14 @@ TEST_F(DecisionTest, ARequestIsDecidedAboutOnce) {
   cache.end_request(request);
 }
 
-TEST_F(DecisionTest, WhatCannotArriveBeforeTheDeadlineIsNotWaitedFor) {
-  // Loading all takes 8 s and computing 16 s, but nobody may wait longer than 5 s.
+TEST_F(DecisionTest, ChunksThatCannotArriveBeforeTheDeadlineAreNotAwaited) {
+  // Loading all takes 8 s and computing 16 s, but the deadline is 5 s.
   make({.token_seconds = 1e-3, .context_seconds = 0, .rows = 32768, .tiers = {2000 * 256.0}});
   warm_up();
   served(64);
   const double part = served(1024);
   EXPECT_EQ(engine().last_report.choice, "partial");
-  EXPECT_NEAR(last_.loaded_tokens, 8000, 400);  // in the 4 s that are planned with
+  EXPECT_NEAR(last_.loaded_tokens, 8000, 400);  // the planner uses 4 s of the deadline
   EXPECT_LT(part, 0.8);
   EXPECT_EQ(engine().counter("kv_offload_miss_tokens_total", {"deadline"}), 0);
 }
@@ -343,13 +343,13 @@ TEST_F(DecisionTest, HostMemoryIsNotCopiedWhereComputingIsMuchFaster) {
     engine().serve(prompt);
     return engine().serve(prompt).loaded_tokens;
   };
-  EXPECT_GT(ask(64), 0u);  // learns
+  EXPECT_GT(ask(64), 0u);  // measures the copy speed
   EXPECT_GT(ask(128), 0u);
   EXPECT_EQ(ask(128), 0u);
   EXPECT_GT(engine().counter("kv_offload_miss_tokens_total", {"recompute_cheaper"}), 0);
 }
 
-TEST_F(DecisionTest, ThePolicyOfARequestGoesBeforeWhatIsCheaper) {
+TEST_F(DecisionTest, TheLoadPolicyOfARequestOverridesTheCostModel) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -362,7 +362,7 @@ TEST_F(DecisionTest, ThePolicyOfARequestGoesBeforeWhatIsCheaper) {
   EXPECT_EQ(engine().serve(other, {.load_policy = LoadPolicy::kNever}).loaded_tokens, 0u);
 }
 
-TEST_F(DecisionTest, WhatLoadsSavedIsWhatTheRequestsGained) {
+TEST_F(DecisionTest, SavedSecondsMatchTheGainOfTheRequests) {
   make({.tiers = {kFast}});
   warm_up();
   double gained = 0;
@@ -376,7 +376,7 @@ TEST_F(DecisionTest, WhatLoadsSavedIsWhatTheRequestsGained) {
   EXPECT_EQ(engine().counter("kv_offload_load_seconds"), 20);
 }
 
-TEST_F(DecisionTest, ALossIsCountedAsOne) {
+TEST_F(DecisionTest, ALossIsCountedAsLostSeconds) {
   make({.tiers = {2500 * 256.0}, .cache = {.load_policy = LoadPolicy::kAlways}});
   warm_up();
   EXPECT_GT(served(), 2);
@@ -386,7 +386,7 @@ TEST_F(DecisionTest, ALossIsCountedAsOne) {
 
 class StepOrderTest : public DecisionTest, public ::testing::WithParamInterface<StepOrder> {};
 
-TEST_P(StepOrderTest, TheEnginesSpeedIsLearntHoweverItSteps) {
+TEST_P(StepOrderTest, TheEnginesSpeedIsLearntInEveryStepOrder) {
   make({.order = GetParam(), .tiers = {}});
   for (const std::uint32_t chunks : {32u, 256u, 64u, 512u, 128u, 96u, 512u}) {
     engine().serve(engine().new_prompt(chunks));

@@ -1,6 +1,6 @@
-// A tier in memory, driven by the test: ops wait until they are let go, then end
-// ok or as they were told to. Records are real bytes, so that what comes back can
-// be compared with what was written.
+// An in-memory tier that the test drives. Ops wait until the test finishes them, and end with
+// kOk or with the result that `verdict` returns. Records hold real bytes, so tests can compare
+// what they read with what they wrote.
 #pragma once
 
 #include <cstring>
@@ -25,13 +25,13 @@ class FakeTier final : public TierHand {
     std::uint64_t used = 0;
     bool corrupt = false;  // a read of it ends kCorrupt and removes it
   };
-  // What a started op ends as; ok by default.
+  // Returns the result of an op; kOk by default.
   using Verdict = std::function<StatusKind(const TierOp&)>;
 
   explicit FakeTier(std::string name = "fs", const Clock* clock = nullptr)
       : name_(std::move(name)), clock_(clock) {}
 
-  // ---- what the test does
+  // ---- control by the test
   void finish(std::size_t n = kAll) override {
     for (; n > 0 && !(reads_.empty() && writes_.empty()); --n) {
       auto& queue = reads_.empty() ? writes_ : reads_;
@@ -67,15 +67,15 @@ class FakeTier final : public TierHand {
   bool is_closed() const override { return closed_; }
 
   std::map<ChunkKey, Record> records;
-  Verdict verdict;                 // asked as an op is performed
-  bool skip_verification = false;  // a planted fault: corrupt records read as ok
+  Verdict verdict;                 // called when an op is performed
+  bool skip_verification = false;  // injected fault: corrupt records read as ok
   bool available = true;
-  bool knows = true;    // false: contains() says kUnknown
-  bool asks = false;    // or, of what was asked for, kAsked
-  bool is_sure = true;  // false: of what it has not contains() says kWasAbsent
-  bool answers = true;  // false: what was absent and is asked for again stays unknown
+  bool knows = true;    // false: contains() returns kUnknown
+  bool asks = false;    // if !knows: contains() returns kAsked after prefetch_presence()
+  bool is_sure = true;  // false: contains() returns kWasAbsent for missing records
+  bool answers = true;  // false: repeated lookups of absent keys stay unknown
   std::set<ChunkKey> forgotten;
-  double read_seconds = 0;  // what estimate_read_seconds and each read's completion say
+  double read_seconds = 0;  // reported by estimate_read_seconds() and read completions
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
 
@@ -87,13 +87,13 @@ class FakeTier final : public TierHand {
       for (const TierOp& op : *queue) visit(op);
     }
   }
-  // Resets before this op was submitted.
+  // Number of resets before this op was submitted.
   std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
   const std::deque<TierOp>& reads() const override { return reads_; }
   const std::deque<TierOp>& writes() const override { return writes_; }
   std::vector<TierUse> told_used;
   std::function<void()> on_touch;                                 // called first by touch()
-  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;  // what prefetch_presence() was given
+  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;  // arguments of prefetch_presence()
 
   // ---- Tier
   std::string_view name() const override { return name_; }
@@ -243,7 +243,7 @@ class FakeTier final : public TierHand {
   std::uint64_t generation_ = 0;
   bool closed_ = false;
   bool resets_fail_ = false, reset_pending_ = false, was_reset_ = false;
-  std::map<OpId, std::uint64_t> born_;  // generation at submission
+  std::map<OpId, std::uint64_t> born_;  // number of resets at submission
 };
 
 }  // namespace kv_offload

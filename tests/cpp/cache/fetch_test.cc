@@ -1,4 +1,4 @@
-// What comes back from a tier, when, and what happens when it does not.
+// Fetches from a tier: which chunks are read, when, and how failures are handled.
 #include <algorithm>
 
 #include "cache/cache_fixture.h"
@@ -15,10 +15,10 @@ class FetchTest : public OverBoth<CacheTest> {};
 KV_OFFLOAD_OVER_BOTH(FetchTest);
 class FetchFakeTest : public CacheTest {
  protected:
-  // The record of "b" is there now, and the request, which has "a", loads it.
+  // The record of "b" exists now. The request already has "a" and loads "b".
   void expect_loaded(RequestHandle request, decltype(FakeTier::records)::node_type record_of_b) {
     fake().records.insert(std::move(record_of_b));
-    step();  // vLLM asks once a step
+    step();  // vLLM looks up once a step
     EXPECT_EQ(scan(request, {"a", "b"}), "HP");
     step();
     tier().finish();
@@ -30,7 +30,7 @@ TEST_P(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c"}), "PPM");
-  EXPECT_THAT(tier().read_keys(), IsEmpty());  // nothing before the step's end
+  EXPECT_THAT(tier().read_keys(), IsEmpty());  // no read before the end of the step
   EXPECT_TRUE(cache().has_pending_work());
   step();
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
@@ -76,7 +76,7 @@ TEST_P(FetchTest, WaitingRequestsShareAFetch) {
   EXPECT_EQ(scan(first, {"a", "b"}), "HH");
   load(first, {"a", "b"});
   end(first);
-  EXPECT_EQ(cache().stats().pinned_chunks, 2u);  // the others wait still
+  EXPECT_EQ(cache().stats().pinned_chunks, 2u);  // the other requests still wait
   end(second);
   end(third);
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
@@ -91,7 +91,7 @@ TEST_P(FetchTest, TheOldestRequestIsFetchedFirst) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
 }
 
-TEST_P(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
+TEST_P(FetchTest, HitsStayPinnedWhileTheRequestWaitsForTheRest) {
   make({.rows = 2});
   record({"b"});
   store({"a"});
@@ -100,21 +100,21 @@ TEST_P(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "HP");
   step();
-  EXPECT_THAT(store({"x"}), IsEmpty());  // both rows are this request's
+  EXPECT_THAT(store({"x"}), IsEmpty());  // this request uses both rows
   tier().finish();
   EXPECT_EQ(scan(request, {"a", "b"}), "HH");
   load(request, {"a", "b"});
   EXPECT_THAT(store({"x"}), ElementsAre("x"));
 }
 
-TEST_P(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
+TEST_P(FetchTest, APlanIsTrimmedToTheAvailableRows) {
   make({.rows = 3});
   record({"a", "b"});
   store({"c", "d"});
   tier().finish();
   world().restart();
   const RequestHandle other = begin();
-  const Job filling = offer(other, {"x"});  // one row of three is taken
+  const Job filling = offer(other, {"x"});  // one of three rows is in use
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "PPPP");
   step();
@@ -125,7 +125,7 @@ TEST_P(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
   copy(filling);
 }
 
-TEST_P(FetchTest, NobodyWaitsPastTheDeadline) {
+TEST_P(FetchTest, NoRequestWaitsPastTheDeadline) {
   record({"a", "b"});
   store({"c"});
   const RequestHandle request = begin();
@@ -138,13 +138,13 @@ TEST_P(FetchTest, NobodyWaitsPastTheDeadline) {
   EXPECT_EQ(scan(request, {"c", "a"}), "HM");
   step();
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
-  EXPECT_EQ(scan(request, {"c", "a"}), "HM");  // still, until it is admitted
+  EXPECT_EQ(scan(request, {"c", "a"}), "HM");  // unchanged until the request is admitted
   load(request, {"c"});
   EXPECT_EQ(world().miss_tokens("deadline"), World::kTokens);
-  EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: it may wait again
+  EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: the request may wait again
 }
 
-TEST_P(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
+TEST_P(FetchTest, ARequestWithoutFurtherLookupsLosesItsPinsAtTheDeadline) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -158,7 +158,7 @@ TEST_P(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "H");
 }
 
-TEST_P(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
+TEST_P(FetchTest, AFetchWithoutWaitersIsCancelled) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -167,13 +167,13 @@ TEST_P(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
   EXPECT_EQ(tier().queued_reads(), 0u);
   step();
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
-  EXPECT_EQ(peek({"a"}), "P");  // recorded as before
+  EXPECT_EQ(peek({"a"}), "P");  // still recorded
   EXPECT_FALSE(cache().has_pending_work());
 }
 
 // ---- failures
 
-TEST_P(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
+TEST_P(FetchTest, ACorruptRecordIsAPermanentMiss) {
   record({"a", "b"});
   tier().damage(key_of("b"));
   const RequestHandle request = begin();
@@ -188,7 +188,7 @@ TEST_P(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
+TEST_P(FetchTest, TheSameRequestDoesNotRetryAnUnreadableRecord) {
   record({"a"});
   tier().fail(StatusKind::kIo);
   const RequestHandle request = begin();
@@ -205,7 +205,7 @@ TEST_P(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_P(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
+TEST_P(FetchTest, AVanishedRecordIsAMissWithoutAFailure) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -235,7 +235,7 @@ TEST_P(FetchTest, TheRanksSeeWhileARequestWaitsForRecords) {
 }
 
 // vLLM 0.31 and 0.32 end the step before they end its requests, and an idle engine makes no further one.
-TEST_P(FetchTest, TheRanksSeeThatTheLastRequestThatWaitedIsGone) {
+TEST_P(FetchTest, TheRanksSeeThatTheLastWaitingRequestEnded) {
   record({"a"});
   const HostRegion& rank = *world().ranks[0];
   for (const bool by_reset : {false, true}) {
@@ -254,7 +254,7 @@ TEST_P(FetchTest, TheRanksSeeThatTheLastRequestThatWaitedIsGone) {
   }
 }
 
-TEST_F(FetchFakeTest, TheRanksSeeWhileARequestWaitsForATiersAnswerAndNotAfterTheCacheIsClosed) {
+TEST_F(FetchFakeTest, TheRanksSeeThatARequestWaitsForALookupUntilTheCacheIsClosed) {
   fake().knows = false;
   const HostRegion& rank = *world().ranks[0];
   EXPECT_FALSE(rank.is_fetching());
@@ -265,21 +265,21 @@ TEST_F(FetchFakeTest, TheRanksSeeWhileARequestWaitsForATiersAnswerAndNotAfterThe
   EXPECT_FALSE(rank.is_fetching());
 }
 
-TEST_P(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
+TEST_P(FetchTest, ATierWithAnOpenCircuitBreakerIsNotAwaited) {
   record({"a"});
   tier().switch_off();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
+TEST_F(FetchFakeTest, AnUnknownKeyIsLookedUpAgainUntilTheDeadline) {
   fake().knows = false;
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "RR");
   EXPECT_TRUE(cache().has_pending_work());
   EXPECT_TRUE(fake().asked.empty());
   step();
-  ASSERT_EQ(fake().asked.size(), 1u) << "all at once";
+  ASSERT_EQ(fake().asked.size(), 1u) << "one call for all keys";
   EXPECT_EQ(fake().asked[0].first, (std::vector<ChunkKey>{key_of("a"), key_of("b")}));
   EXPECT_EQ(fake().asked[0].second, KeyOrder::kPrefix);
   EXPECT_EQ(scan(request, {"a"}), "R");
@@ -288,7 +288,7 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
+TEST_F(FetchFakeTest, APendingLookupIsAwaitedAndNotSentAgain) {
   fake().knows = fake().is_sure = false;
   fake().asks = true;
   const RequestHandle first = begin(), second = begin();
@@ -304,10 +304,10 @@ TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
   }
   fake().knows = true;
   EXPECT_EQ(scan(first, {"a"}), "M");
-  EXPECT_EQ(scan(second, {"a"}), "M") << "that was the answer to its question, too";
+  EXPECT_EQ(scan(second, {"a"}), "M") << "the same reply answered this request's lookup";
 }
 
-TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
+TEST_F(FetchFakeTest, EachRequestLooksUpAStaleMissOnce) {
   record({"a"});
   fake().is_sure = false;
   const RequestHandle request = begin();
@@ -316,7 +316,7 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   ASSERT_EQ(fake().asked.size(), 1u);
   EXPECT_EQ(fake().asked[0].first, (std::vector<ChunkKey>{key_of("b"), key_of("c")}));
   tier().finish();
-  step();  // which took so long that the answer is old again
+  step();  // so long that the reply is out of date again
   EXPECT_EQ(scan(request, {"a", "b"}), "HM");
   EXPECT_EQ(scan(request, {"c"}), "M");
   step();
@@ -324,37 +324,37 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   EXPECT_EQ(scan(begin(), {"b"}), "R");
   end(request);
   const RequestHandle later = begin();
-  ASSERT_EQ(later, request) << "its handle is free again";
+  ASSERT_EQ(later, request) << "the handle is reused";
   EXPECT_EQ(scan(later, {"b"}), "R");
 }
 
-// What was known before is not taken for it.
-TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
+// The older lookup result must not be used instead.
+TEST_F(FetchFakeTest, ARepeatedLookupWaitsForItsReply) {
   record({"a"});
   fake().is_sure = fake().answers = false;
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"b"}), "R");
   step();
-  EXPECT_EQ(scan(request, {"b"}), "R") << "nobody has answered";
+  EXPECT_EQ(scan(request, {"b"}), "R") << "no reply yet";
   fake().answers = true;
   step();
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) {
+TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitWhenAnotherLooksUpAgain) {
   fake().is_sure = false;
   const RequestHandle patient = begin({.await_records = seconds(4)}), other = begin();
   EXPECT_EQ(scan(patient, {"a"}), "R");
   EXPECT_EQ(scan(other, {"a"}), "R");
   for (int i = 0; i < 5; ++i) {
-    step();  // so long that the answer is old again
+    step();  // so long that the reply is out of date again
     EXPECT_EQ(scan(patient, {"a"}), "R");
-    EXPECT_EQ(scan(other, {"a"}), "M") << "the answer was: not there";
+    EXPECT_EQ(scan(other, {"a"}), "M") << "the reply was: absent";
   }
 }
 
-// Though it looks again, as one does for which there is no room on the device, while another's is under way.
-TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) {
+// vLLM may look up again when the device has no free blocks, while another request's lookup is pending.
+TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitForAnotherRequestsLookup) {
   fake().is_sure = false;
   const RequestHandle first = begin();
   EXPECT_EQ(scan(first, {"a"}), "R");
@@ -366,14 +366,14 @@ TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) 
   for (int i = 0; i < 2; ++i) {
     step();
     EXPECT_EQ(scan(first, {"a"}), "M") << i;
-    EXPECT_EQ(scan(second, {"a"}), "R") << "nobody has answered it";
+    EXPECT_EQ(scan(second, {"a"}), "R") << "no reply to its lookup yet";
   }
   fake().answers = true;
   step();
   EXPECT_EQ(scan(second, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
+TEST_F(FetchFakeTest, ARequestWithTheReplyOfOneTierWaitsForTheOtherTier) {
   FakeTier* slow = nullptr;
   make({.slower = &slow});
   fake().is_sure = slow->knows = false;
@@ -386,13 +386,13 @@ TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
+TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));
   const RequestHandle request = begin({.await_records = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PR");
   step();
-  EXPECT_TRUE(fake().asked.empty()) << "the tier is sure of what it lacks";
+  EXPECT_TRUE(fake().asked.empty()) << "the tier knows which records are absent";
   tier().finish();
   pass_time(seconds(2) - Nanos(1));
   EXPECT_EQ(scan(request, {"a", "b"}), "HR");
@@ -400,13 +400,13 @@ TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSay
   EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHR");
   step();
   pass_time(Nanos(1));
-  EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHM") << "it began with the first lookup";
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHM") << "the wait started at the first lookup";
   end(request);
   EXPECT_EQ(world().miss_tokens("not_stored"), World::kTokens);
-  EXPECT_EQ(peek({"c"}), "M") << "nobody else waits";
+  EXPECT_EQ(peek({"c"}), "M") << "no other request waits";
 }
 
-TEST_F(FetchFakeTest, WhoWaitsForARecordAsksAgainAndAgain) {
+TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
   fake().is_sure = false;
   const RequestHandle request = begin({.await_records = seconds(2)});
   for (std::size_t asked = 1; asked <= 3; ++asked) {
@@ -418,7 +418,7 @@ TEST_F(FetchFakeTest, WhoWaitsForARecordAsksAgainAndAgain) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordThatWasToldTooEarlyIsWaitedForAllTheSame) {
+TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
   record({"a", "b"});
   const RequestHandle request = begin({.await_records = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
@@ -429,7 +429,7 @@ TEST_F(FetchFakeTest, ARecordThatWasToldTooEarlyIsWaitedForAllTheSame) {
   expect_loaded(request, std::move(written_later));
 }
 
-TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNotBeLoaded) {
+TEST_F(FetchFakeTest, ARecordIsNotAwaitedPastTheDeadlineOrIfLoadsAreExcluded) {
   const RequestHandle patient = begin({.await_records = seconds(600)});
   EXPECT_EQ(scan(patient, {"a"}), "R");
   pass_time(seconds(6));
@@ -442,32 +442,32 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
   EXPECT_EQ(scan(begin({.await_records = seconds(600)}), {"a"}), "M");
 }
 
-// It is in an epoch that nobody else writes to.
-TEST_F(FetchFakeTest, ARecordIsNotWaitedForOnATierThatWasReset) {
+// After a reset the tier is in an epoch that no other server writes to.
+TEST_F(FetchFakeTest, ARecordIsNotAwaitedOnATierThatWasReset) {
   cache().reset();
   step();
   EXPECT_EQ(scan(begin({.await_records = seconds(2)}), {"a"}), "M");
   fake().is_sure = false;
   const RequestHandle request = begin({.await_records = seconds(2)});
-  EXPECT_EQ(scan(request, {"b"}), "R") << "asked once, as by everybody";
+  EXPECT_EQ(scan(request, {"b"}), "R") << "looked up once, as by every request";
   step();
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotWaitedFor) {
+TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
   make({.rows = 1});
   record({"a"});
   record({"b"});
   const RequestHandle request = begin({.await_records = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
   step();
-  EXPECT_EQ(scan(request, {"a", "b"}), "PM") << "there is one row";
+  EXPECT_EQ(scan(request, {"a", "b"}), "PM") << "only one row is free";
   tier().take_away(key_of("b"));
   EXPECT_EQ(scan(request, {"a", "b"}), "PM");
 }
 
-// The tier answered in time: nobody stored it.
-TEST_F(FetchFakeTest, WhatWasAwaitedInVainWasNotStoredHoweverTheWaitEnded) {
+// The tier replied in time: no server stored the record.
+TEST_F(FetchFakeTest, ARecordAwaitedInVainIsCountedAsNotStoredHoweverTheWaitEnded) {
   fake().is_sure = false;
   for (const Nanos await : {seconds(2), seconds(600)}) {
     const RequestHandle request = begin({.await_records = await});
@@ -482,7 +482,7 @@ TEST_F(FetchFakeTest, WhatWasAwaitedInVainWasNotStoredHoweverTheWaitEnded) {
   EXPECT_EQ(world().miss_tokens("deadline"), 0);
 }
 
-// ---- what may be loaded
+// ---- load policies
 
 TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
   record({"a"});
@@ -508,7 +508,7 @@ TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
 TEST_F(FetchFakeTest, LoadingIsSkippedWhereComputingIsFaster) {
   make({.rows = 16});
   record({"a", "b"});
-  // 160 tokens in a tenth of a second: 1600 tokens/s.
+  // 160 tokens in 0.1 s: 1600 tokens/s.
   const RequestHandle worker = begin();
   Names prompt;
   for (int i = 0; i < 10; ++i) prompt.push_back(fmt::format("w{}", i));
@@ -518,7 +518,7 @@ TEST_F(FetchFakeTest, LoadingIsSkippedWhereComputingIsFaster) {
   step();
   pass_time(std::chrono::milliseconds(100));
   step();
-  fake().read_seconds = 2;  // for 32 tokens that take 20 ms
+  fake().read_seconds = 2;  // for 32 tokens, which take 20 ms to compute
   const auto outcome = [&] {
     const RequestHandle request = begin();
     scan(request, {"a", "b"});
@@ -538,7 +538,8 @@ TEST_F(FetchFakeTest, LoadingIsSkippedWhereComputingIsFaster) {
 
 // ---- several groups
 
-// As vLLM does: asks each step, loads when nothing is pending, ends. Steps until all have ended.
+// Acts like vLLM: looks up in each step, loads when no lookup is pending, ends the request. Steps until
+// all requests have ended.
 class FetchTogetherTest : public FetchTest {
  protected:
   struct Ask {
@@ -578,12 +579,12 @@ class FetchTogetherTest : public FetchTest {
 
 KV_OFFLOAD_OVER_BOTH(FetchTogetherTest);
 
-TEST_P(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
+TEST_P(FetchTogetherTest, TwoPlansThatDoNotFitTogetherBothFinish) {
   make({.rows = 5});
   record(numbered("a", 4));
   record(numbered("b", 4));
   std::vector<Ask> asks{{begin(), numbered("a", 4)}, {begin(), numbered("b", 4)}};
-  run(asks, 20);  // and no time passes: nobody is ended by a deadline
+  run(asks, 20);  // time does not advance, so no deadline ends a request
   for (const Ask& ask : asks) EXPECT_TRUE(ask.ended) << ask.wanted[0];
   EXPECT_EQ(asks[0].loaded, 4u);
   EXPECT_GE(asks[1].loaded, 1u);
@@ -604,7 +605,7 @@ TEST_P(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
   EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
 }
 
-TEST_P(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
+TEST_P(FetchTogetherTest, ManyRequestsThatExceedHostMemoryAllFinish) {
   make({.rows = 7});
   const Names letters{"a", "b", "c", "d", "e", "f", "g", "h"};
   for (const std::string& letter : letters) record(numbered(letter.c_str(), 3));
@@ -658,7 +659,7 @@ class HybridTest : public OverBoth<HybridVerbs> {};
 KV_OFFLOAD_OVER_BOTH(HybridTest);
 class HybridFakeTest : public HybridVerbs {};
 
-TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
+TEST_P(HybridTest, LaterGroupsAreReadOnlyAfterTheFirstGroup) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
@@ -675,7 +676,7 @@ TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
 }
 
-TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
+TEST_F(HybridFakeTest, LookupsMarkKeysThatAreAPrefix) {
   make_hybrid({true, false});
   fake().knows = false;
   const RequestHandle first = begin(), second = begin();
@@ -688,8 +689,8 @@ TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
                                  {{key_of("z", 0), key_of("u", 0)}, KeyOrder::kPrefix}}));
 }
 
-// vLLM looks for the longest part first, in each group; here the second has both in host memory.
-TEST_F(HybridFakeTest, PartsOfALastBlockAreNoPrefix) {
+// vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.
+TEST_F(HybridFakeTest, PartsOfALastBlockAreNotAPrefix) {
   make_hybrid({true, true});
   for (const char* part : {"long", "short"}) {
     const RequestHandle writer = begin();
@@ -720,7 +721,7 @@ TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
   EXPECT_EQ(tier().queued_reads(), 4u);
 }
 
-TEST_P(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
+TEST_P(HybridTest, ChunksThatAWindowScanSkippedAreNotRead) {
   make_hybrid({false, false});
   tier().take_away(key_of("b", 1));
   const RequestHandle request = begin();
@@ -729,7 +730,7 @@ TEST_P(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-TEST_P(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
+TEST_P(HybridTest, OnlyTheLastScanOfAGroupCounts) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   look(request, {"a", "b", "c"}, 0u);
@@ -739,21 +740,21 @@ TEST_P(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-// Not short of rows, but of time: only what lies behind the cut is computed.
-TEST_F(HybridFakeTest, APartOfAPrefixThatIsWorthLoadingIsLoadedWhole) {
+// Rows suffice but time does not: only the chunks after the cut are computed.
+TEST_F(HybridFakeTest, TheWorthwhilePartOfAPrefixIsLoadedCompletely) {
   Names prompt, others;
   for (int i = 0; i < 12; ++i) prompt.push_back(fmt::format("p{}", i));
   for (int i = 0; i < 10; ++i) others.push_back(fmt::format("w{}", i));
-  deadline_ = std::chrono::milliseconds(500);  // of which 400 are planned with
+  deadline_ = std::chrono::milliseconds(500);  // the planner uses 400 ms of it
   make_hybrid({true, false}, 64, prompt);
-  const RequestHandle worker = begin();  // 160 tokens in 2 s: all of the prompt would take 2.4
+  const RequestHandle worker = begin();  // 160 tokens in 2 s: the whole prompt would take 2.4 s
   step();
   store(worker, others);
   tier().finish();
   step();
   pass_time(seconds(2));
   step();
-  fake().read_seconds = 0.6;  // for all of it: 8 chunks of 12 arrive in time
+  fake().read_seconds = 0.6;  // to read the whole prompt: 8 of 12 chunks arrive in time
   const RequestHandle request = begin();
   look(request, prompt, 0u);
   step();

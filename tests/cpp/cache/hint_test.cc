@@ -1,4 +1,4 @@
-// What eviction policies are told of chunks and requests: parents, priorities.
+// The hints that eviction policies get about chunks and requests: parents and priorities.
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 class HintTest : public OverBoth<CacheTest> {
  protected:
-  // What the write op of a chunk says about it.
+  // Returns the hint in the write op of a chunk.
   EntryInfo told(const std::string& name) {
     for (const TierOp& op : tier().writes()) {
       if (op.key == key_of(name)) return op.about;
@@ -31,23 +31,23 @@ class HintTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(HintTest);
 
-TEST_P(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
+TEST_P(HintTest, AChunksParentIsTheChunkOfferedBeforeIt) {
   const RequestHandle request = begin();
   store_deep(request, {"a", "b"}, 16);
   store_deep(request, {"c"}, 18);  // in a later step
   EXPECT_EQ(told("a").parent, 0u);
   EXPECT_EQ(told("b").parent, id("a"));
   EXPECT_EQ(told("c").parent, id("b"));
-  store_deep(request, {"x"}, 16);  // the head of something else
+  store_deep(request, {"x"}, 16);  // the head of another prompt
   EXPECT_EQ(told("x").parent, 0u);
 }
 
-TEST_P(HintTest, WithoutDepthsTheOrderOfACallTellsIt) {
+TEST_P(HintTest, WithoutDepthsTheOrderOfACallGivesTheParent) {
   store({"a", "b"});
   EXPECT_EQ(told("b").parent, id("a"));
 }
 
-TEST_P(HintTest, AChunkBehindALoadedPrefixHasItsEndAsParent) {
+TEST_P(HintTest, AChunkAfterALoadedPrefixHasItsLastChunkAsParent) {
   store({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "HH");
@@ -67,7 +67,7 @@ TEST_P(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
   EXPECT_NE(tier().reads()[1].about.request, 0u);
 }
 
-TEST_P(HintTest, APromptOfLowPriorityGoesFirstAndOneOfHighPriorityLast) {
+TEST_P(HintTest, LowPriorityPromptsAreEvictedFirstAndHighPriorityLast) {
   WorldOptions options;
   options.rows = 6;
   options.tier = false;

@@ -1,4 +1,4 @@
-// Loads of requests that together need more of vLLM's cache than there is run one after the other.
+// Loads that together need more blocks than vLLM's cache has run one after the other.
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -27,7 +27,7 @@ class HoldBackTest : public OverBoth<CacheTest> {
     cache().set_span(request, World::kTokens, 4 * World::kTokens);
     return request;
   }
-  // The first letter: what the whole prompt is told.
+  // Returns the first letter of the scan, which stands for the whole prompt.
   char told(RequestHandle request, const Names& prompt) {
     const std::string seen = scan(request, prompt);
     EXPECT_EQ(seen, std::string(seen.size(), seen[0]));
@@ -38,7 +38,7 @@ class HoldBackTest : public OverBoth<CacheTest> {
 KV_OFFLOAD_OVER_BOTH(HoldBackTest);
 
 TEST_P(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
-  make_cache(2 * kNeed);  // of which vLLM keeps one for itself
+  make_cache(2 * kNeed);  // vLLM reserves one block for itself
   const RequestHandle a = ask(), b = ask();
   ASSERT_EQ(told(a, prompt_a_), 'H');
   const Job loading = begin_load(a, prompt_a_);
@@ -65,7 +65,7 @@ TEST_P(HoldBackTest, LoadsThatFitTogetherRunTogether) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
+TEST_P(HoldBackTest, WithoutWindowsNoLoadIsHeldBack) {
   make_cache(kNeed, {true, true});
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -86,7 +86,7 @@ TEST_P(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
+TEST_P(HoldBackTest, NoLoadIsHeldBackPastTheDeadline) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -101,7 +101,7 @@ TEST_P(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
+TEST_P(HoldBackTest, ChunksOfAHeldBackLoadStayPinnedAndAreFetched) {
   make_cache(kNeed);
   world().restart();
   store(prompt_a_);
@@ -111,7 +111,7 @@ TEST_P(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
   EXPECT_EQ(told(b, prompt_b_), 'P');
   step();
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("b2", "b3"));
-  store({"x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9"});  // all the rows that are left
+  store({"x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9"});  // all free rows
   tier().finish();
   step();
   EXPECT_EQ(told(b, prompt_b_), 'P');

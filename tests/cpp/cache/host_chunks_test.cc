@@ -55,7 +55,7 @@ TEST_F(HostChunksTest, OnlyChunksWithoutPinsAreVictimsInOrder) {
   EXPECT_FALSE(chunks_.was_tried_on(b, 1));
 }
 
-TEST_F(HostChunksTest, ACancelledWriteWasNotTried) {
+TEST_F(HostChunksTest, ACancelledWriteIsNotMarkedAsTried) {
   const Slot slot = parts_.resident("a");
   chunks_.begin_write(slot, 0);
   EXPECT_TRUE(chunks_.is_written_to(slot, 0));
@@ -64,7 +64,7 @@ TEST_F(HostChunksTest, ACancelledWriteWasNotTried) {
   EXPECT_FALSE(chunks_.was_tried_on(slot, 0));
 }
 
-TEST_F(HostChunksTest, AFetchedChunkCountsAsTheTiersForItsFirstLoadOnly) {
+TEST_F(HostChunksTest, OnlyTheFirstLoadOfAFetchedChunkCountsAsATierHit) {
   const Slot slot = parts_.fetched("a", 3);
   EXPECT_EQ(chunks_.begin_load(slot), 3);
   EXPECT_EQ(chunks_.begin_load(slot), std::nullopt);
@@ -74,7 +74,7 @@ TEST_F(HostChunksTest, AFetchedChunkCountsAsTheTiersForItsFirstLoadOnly) {
   EXPECT_EQ(chunks_.pinned(), 0u);
 }
 
-TEST_F(HostChunksTest, AfterForgettingOnlyRowsThatNobodyTouchesAreFree) {
+TEST_F(HostChunksTest, AfterForgettingOnlyUnusedRowsAreFree) {
   const Ticket store = parts_.tickets.next(), load = parts_.tickets.next();
   parts_.filling("storing", store);
   const Slot loading = parts_.resident("loading");
@@ -98,7 +98,7 @@ TEST_F(HostChunksTest, AfterForgettingOnlyRowsThatNobodyTouchesAreFree) {
   EXPECT_EQ(chunks_.resident_bytes(), 0u);
 }
 
-TEST_F(HostChunksTest, EventsTellWhatBecameResidentAndWhatLeft) {
+TEST_F(HostChunksTest, EventsReportResidentAndEvictedChunks) {
   const Slot a = parts_.resident("a");
   parts_.fetched("b");
   chunks_.discard(a);
@@ -130,7 +130,7 @@ TEST(HostChunksOfSeveralSizesTest, ASlabIsEvictedWhenNoneOfItsChunksIsInUse) {
     parts.chunks.finish_store(small.back());
   }
   EXPECT_EQ(parts.chunks.allocate(1), kNoRow);
-  EXPECT_THAT(parts.chunks.slab_to_evict(1, 7), IsEmpty()) << "all are of the request that asks";
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 7), IsEmpty()) << "all chunks belong to the requesting request";
   const auto slab = parts.chunks.slab_to_evict(1, 0);
   ASSERT_FALSE(slab.empty());
   for (const Slot slot : slab) parts.chunks.discard(slot);

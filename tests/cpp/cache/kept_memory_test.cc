@@ -1,4 +1,4 @@
-// Host memory that outlives its cache: what the next one finds there.
+// Host memory that outlives its cache, and the chunks that the next cache finds in it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ class KeptMemory : public ShmTest {
     world.cache->end_request(request);
     world.cache->end_step();
   }
-  // Hit, with the bytes that were stored.
+  // True if the chunk is a hit and holds the stored bytes.
   static bool hits(World& world, const std::string& name, std::uint32_t group = 0,
                    const RequestOptions& asked = {}) {
     const std::vector<ChunkKey> keys{key_of(name, group)};
@@ -56,7 +56,7 @@ class KeptMemory : public ShmTest {
   int engines_ = 0;
 };
 
-TEST_F(KeptMemory, TheNextEngineHitsWhatWasResident) {
+TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
   {
     World world(options());
     EXPECT_TRUE(world.cache->stats().is_kept);
@@ -72,7 +72,7 @@ TEST_F(KeptMemory, TheNextEngineHitsWhatWasResident) {
   EXPECT_FALSE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, IsToldInEvents) {
+TEST_F(KeptMemory, IsReportedInEvents) {
   { store(*std::make_unique<World>(options()), "a"); }
   WorldOptions next = options();
   next.cache.keep_events = true;
@@ -83,7 +83,7 @@ TEST_F(KeptMemory, IsToldInEvents) {
   EXPECT_FALSE(events[0].removed);
 }
 
-TEST_F(KeptMemory, WhatWasEvictedIsNotThereAndWhatTookItsRowIs) {
+TEST_F(KeptMemory, AnEvictedChunkIsAMissAndTheChunkInItsRowIsAHit) {
   {
     WorldOptions small = options();
     small.rows = 2;
@@ -98,7 +98,7 @@ TEST_F(KeptMemory, WhatWasEvictedIsNotThereAndWhatTookItsRowIs) {
   EXPECT_TRUE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
+TEST_F(KeptMemory, TheNextEngineEvictsTheLeastRecentlyUsedFirst) {
   const auto three_rows = [&] {
     WorldOptions made = options();
     made.rows = 3;
@@ -115,8 +115,8 @@ TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
   EXPECT_TRUE(hits(world, "a"));
 }
 
-// Without its head the rest of a prefix is worth nothing.
-TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
+// Without its head, the rest of a prefix is useless.
+TEST_F(KeptMemory, TheEndOfALoadedPrefixIsEvictedFirst) {
   const auto four_rows = [&] {
     WorldOptions made = options();
     made.rows = 4;
@@ -141,8 +141,8 @@ TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
   EXPECT_TRUE(hits(world, "a"));
 }
 
-// It was in the device's cache, where vLLM had it from.
-TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
+// The chunk was in vLLM's device cache, so vLLM offers it again.
+TEST_F(KeptMemory, AChunkOfferedAgainCountsAsUsed) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -162,7 +162,7 @@ TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, WhatARequestOfHigherPriorityUsedStaysLonger) {
+TEST_F(KeptMemory, ChunksOfAHighPriorityRequestStayLonger) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -182,7 +182,7 @@ TEST_F(KeptMemory, WhatARequestOfHigherPriorityUsedStaysLonger) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
+TEST_F(KeptMemory, AnIncompleteStoreIsAMiss) {
   {
     World world(options());
     const RequestHandle request = world.cache->begin_request("r", {});
@@ -193,8 +193,8 @@ TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
   EXPECT_FALSE(hits(world, "a"));
 }
 
-// A reset says that weights have changed, in this process: the next one may have those of before again.
-TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
+// A reset means that the weights changed in this process. The next process may have the previous weights.
+TEST_F(KeptMemory, AfterAResetTheNextEngineHitsNothing) {
   {
     World world(options());
     store(world, "before");
@@ -212,7 +212,7 @@ TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
   EXPECT_TRUE(hits(world, "later"));
 }
 
-TEST_F(KeptMemory, ARowThatIsWrittenToAgainIsNotThere) {
+TEST_F(KeptMemory, AReusedRowIsAMiss) {
   const auto one_row = [&] {
     WorldOptions made = options();
     made.rows = 1;
@@ -231,17 +231,17 @@ TEST_F(KeptMemory, ARowThatIsWrittenToAgainIsNotThere) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, OfOtherWeightsIsNotTaken) {
+TEST_F(KeptMemory, OfOtherWeightsIsNotReused) {
   { store(*std::make_unique<World>(options("old")), "a"); }
   {
     World world(options("new"));
     EXPECT_FALSE(hits(world, "a"));
   }
   World world(options("old"));
-  EXPECT_FALSE(hits(world, "a")) << "its rows were another's since";
+  EXPECT_FALSE(hits(world, "a")) << "another chunk has used its rows since";
 }
 
-TEST_F(KeptMemory, OfOtherSizesIsRemovedAndItsMemoryFree) {
+TEST_F(KeptMemory, OfOtherSizesIsRemovedAndFreed) {
   { store(*std::make_unique<World>(options()), "a"); }
   const std::vector<std::string> before = names();
   WorldOptions larger = options();
@@ -275,8 +275,8 @@ TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
   }
 }
 
-// The engine before may have been killed while it was on its way to the disk.
-TEST_F(KeptMemory, WhatNoTierHasIsWrittenWhenItIsUsed) {
+// The previous engine may have been killed while the chunk's write was in flight.
+TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
   {
     World world(options());
     store(world, "a");
@@ -295,7 +295,7 @@ TEST_F(KeptMemory, WhatNoTierHasIsWrittenWhenItIsUsed) {
   EXPECT_TRUE(world.tier->records.contains(key_of("a")));
 }
 
-TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
+TEST_F(KeptMemory, OfARunningEngineIsNotReused) {
   World living(options());
   store(living, "a");
   {
@@ -311,7 +311,7 @@ TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
   EXPECT_TRUE(hits(living, "a"));
 }
 
-TEST_F(KeptMemory, WithoutTheSettingNothingIsLeft) {
+TEST_F(KeptMemory, WithoutTheSettingNothingIsKept) {
   WorldOptions plain = options();
   plain.keep_for.clear();
   plain.cache.keep_identity.clear();

@@ -7,7 +7,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(KeyMemoryTest, RemembersWhyAKeyIsGone) {
+TEST(KeyMemoryTest, RemembersWhyAKeyWasRemoved) {
   KeyMemory memory(100);
   EXPECT_EQ(memory.why_gone(key_of("a")), std::nullopt);
   memory.note_gone(key_of("a"), 0);
@@ -18,7 +18,7 @@ TEST(KeyMemoryTest, RemembersWhyAKeyIsGone) {
   EXPECT_EQ(memory.why_gone(key_of("a", 1)), std::nullopt);
 }
 
-TEST(KeyMemoryTest, CountsUsesUpToItsLimitBesideTheReason) {
+TEST(KeyMemoryTest, CountsUsesUpToItsLimitAlongsideTheReason) {
   KeyMemory memory(100);
   memory.note_gone(key_of("a"), 3);
   for (std::uint32_t i = 1; i < 200; ++i) {
@@ -28,7 +28,7 @@ TEST(KeyMemoryTest, CountsUsesUpToItsLimitBesideTheReason) {
 }
 
 TEST(KeyMemoryTest, AKeyIsForgottenRatherThanMistakenForAnother) {
-  KeyMemory memory(1);  // the smallest: 4096 cells
+  KeyMemory memory(1);  // the minimum size: 4096 cells
   for (int i = 0; i < 100000; ++i) memory.note_gone(key_of(fmt::format("{}", i)), i % 8);
   int remembered = 0;
   for (int i = 0; i < 100000; ++i) {

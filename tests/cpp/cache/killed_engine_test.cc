@@ -1,6 +1,5 @@
-// Fifty engines, one after the other, each killed at a random moment, in shared
-// memory that holds 1.2 of them: every one starts, finds what was
-// recorded, and reads no wrong byte.
+// Runs fifty engines one after the other and kills each at a random moment. Shared memory holds only
+// 1.2 regions. Every engine must start, find all records and read no wrong byte.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
@@ -21,12 +20,12 @@ namespace {
 constexpr std::uint64_t kRows = 1024;  // 8 MiB in two areas
 constexpr std::uint64_t kRegion = 2 * kRows * kPageBytes;
 constexpr std::uint32_t kMostKeys = 700;
-constexpr std::uint64_t kFewRows = 128;  // of an engine whose host memory is kept
+constexpr std::uint64_t kFewRows = 128;  // for an engine whose host memory is kept
 
-// What a life leaves for the next, and for the test.
+// Results of one engine run, for the next run and the test.
 struct Told {
   std::atomic<std::uint32_t> next_key{0};
-  std::atomic<std::uint64_t> progress{0};  // of this life
+  std::atomic<std::uint64_t> progress{0};  // of this run
   std::atomic<bool> started{false}, looked{false};
   std::atomic<std::uint64_t> hits{0}, wrong{0};
   std::atomic<std::uint64_t> resident{0};  // at the end of the last step that stored
@@ -48,7 +47,7 @@ class KilledEngine : public ::testing::Test {
     void* memory = ::mmap(nullptr, sizeof(Told), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     return new (memory) Told;
   }
-  // Whose host memory outlives it, and which has nothing else.
+  // An engine without tiers whose host memory outlives it.
   WorldOptions kept_engine(int life) {
     return {.rows = kFewRows,
             .tier = false,
@@ -68,11 +67,11 @@ class KilledEngine : public ::testing::Test {
               return make_fs_tier(options);
             }};
   }
-  // Keys that were stored so far, recorded or not.
+  // Keys stored so far, recorded or not.
   std::uint32_t stored() const { return std::min(told_->next_key.load(), kMostKeys); }
   static ChunkKey key(std::uint32_t number) { return key_of(fmt::format("k{}", number)); }
 
-  // Asks for every chunk that was ever stored.
+  // Looks up every chunk that was ever stored.
   void look_at_all(World& world) {
     for (std::uint32_t number = 0; number < stored(); ++number) {
       const RequestHandle request = world.cache->begin_request("r", {});
@@ -98,7 +97,7 @@ class KilledEngine : public ::testing::Test {
   }
   void store_on(World& world) {
     for (;;) {
-      // Round and round: many die before their record is written.
+      // Repeats the keys: many engines are killed before a record is written.
       const std::uint32_t number = told_->next_key++ % kMostKeys;
       const RequestHandle request = world.cache->begin_request("r", {});
       const std::vector<ChunkKey> keys{key(number)};
@@ -126,7 +125,7 @@ class KilledEngine : public ::testing::Test {
     look_at_all(world);
     store_on(world);
   }
-  // Starts a life and kills it when it has come so far. False when it ended on its own.
+  // Starts an engine and kills it at this progress. Returns false if it ended by itself.
   bool live_and_die(const WorldOptions& options, std::uint64_t progress) {
     told_->progress = told_->hits = 0;
     told_->started = told_->looked = false;
@@ -147,7 +146,7 @@ class KilledEngine : public ::testing::Test {
   bool mounted_ = false;
 };
 
-TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
+TEST_F(KilledEngine, TheNextEngineFindsAllRecordsAfterEachOfFiftyKills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(3);
   const int least = testing::rounds(50);
@@ -155,11 +154,11 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
   const auto recorded_now = [&] {
     return std::filesystem::exists(root_) ? testing::records_in(root_).size() : 0;
   };
-  // Where a kill hits is chance.
+  // The point of each kill is random.
   const auto seen_all = [&] { return looked > life / 3 && started < life && recorded_now() > 20; };
   for (; life < least || (life < 10 * least && !seen_all()); ++life) {
     const std::size_t recorded = recorded_now();
-    // A third in the middle of starting, the rest wherever they have come to.
+    // Kills a third of the engines during startup, the others at a random point.
     const std::uint64_t progress = random() % 3 == 0 ? 1 : 2 + stored() + random() % 60;
     ASSERT_TRUE(live_and_die(engine(life), progress)) << "life " << life << " could not start";
     started += told_->started;
@@ -169,12 +168,12 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
   }
   EXPECT_EQ(told_->wrong, 0u);
   EXPECT_GT(looked, life / 3);
-  EXPECT_LT(started, life) << "none was killed while it started";
+  EXPECT_LT(started, life) << "no engine was killed during startup";
   {
     World last(engine(life));
     EXPECT_EQ(names_in_shm(), 0u);
     look_at_all(last);
-    // Records are known before what the root holds has been counted, which removes them.
+    // Records become visible before the count of the root's files, which removes the leftover files.
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(240);
     while (!testing::temporaries_in(root_).empty() && std::chrono::steady_clock::now() < give_up) {
       last.cache->end_step();
@@ -186,9 +185,9 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
   EXPECT_GT(recorded_now(), 20u);
 }
 
-// Where host memory outlives its engine, the next one hits what was resident: there is no tier here. More
-// keys than rows are stored in the long lives, so that rows are used again.
-TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
+// Host memory outlives its engine, and the next engine hits the resident chunks without a tier. Long runs
+// store more keys than rows, so rows are reused.
+TEST_F(KilledEngine, TheNextEngineHitsHostMemoryAfterEachOfFiftyKills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(5);
   const int least = testing::rounds(50);
@@ -200,7 +199,7 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
     ASSERT_TRUE(live_and_die(kept_engine(life), progress)) << "life " << life << " could not start";
     if (!told_->looked) continue;
     ++looked;
-    // A kill may hit the one that was stored, and the one that had to go for it.
+    // A kill may lose the chunk being stored and the chunk evicted for it.
     EXPECT_GE(told_->hits + 2, resident) << "life " << life;
     most = std::max(most, resident);
   }
@@ -209,8 +208,8 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
   EXPECT_EQ(names_in_shm(), 1u) << "more than one region is kept";
 }
 
-// The control: with memory that somebody still holds, the next one cannot start.
-TEST_F(KilledEngine, WhatWasNotGivenBackWouldBeSeen) {
+// Control: the next engine cannot start while another process holds the memory.
+TEST_F(KilledEngine, TheTestDetectsMemoryThatWasNotReleased) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   World holding(engine(0));
   for (std::uint32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(holding.ranks[rank]->prefault(rank, 1));

@@ -48,7 +48,7 @@ TEST_F(LoadJobsTest, AReportAloneEndsNoLoad) {
   EXPECT_EQ(parts().chunks.pinned(), 0u);
 }
 
-TEST_F(LoadJobsTest, LoadsThatShareKeysAreToldApartByAllOfTheirKeysInAnyOrder) {
+TEST_F(LoadJobsTest, LoadsAreIdentifiedByAllTheirKeysInAnyOrder) {
   parts().resident("a");
   parts().resident("b");
   const auto both = begin({"a", "b"});
@@ -68,20 +68,20 @@ TEST_F(LoadJobsTest, ALoadThatIsRefusedChangesNothing) {
   parts().fetching("b");
   EXPECT_THROW(begin({"a", "b"}), InvalidArgument);
   EXPECT_THROW(begin({"a", "absent"}), InvalidArgument);
-  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the fetch's own";
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the pin of the fetch";
   EXPECT_EQ(begin({"a"}).hit_tokens[0], ChunkParts::kTokens);
 }
 
-TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
+TEST_F(LoadJobsTest, HitsCountForTheTierThatTheBytesCameFrom) {
   parts().resident("a");
   parts().fetched("b");
   const auto first = begin({"a", "b"});
   EXPECT_EQ(first.hit_tokens[0], 16u);
   EXPECT_EQ(first.hit_tokens[1], 16u);
-  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load is host memory's";
+  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load counts as a hit in host memory";
 }
 
-TEST_F(LoadJobsTest, APartOfAChunkHitsTheTokensThatItHas) {
+TEST_F(LoadJobsTest, APartialChunkHitsItsTokens) {
   for (const auto& [name, end] : {std::pair("whole", 32u), std::pair("part", 36u)}) {
     const Slot slot =
         parts().chunks.insert_filling(key_of(name), 0, parts().take(0), {.depth = end}, kNoTicket);
@@ -101,18 +101,18 @@ TEST_F(LoadJobsTest, RowsOfForgottenLoadsStayOutOfUseUntilReported) {
   EXPECT_EQ(parts().free_rows(), 4u);
 }
 
-TEST_F(LoadJobsTest, WithWindowsLoadsRunSideBySideOnlyWhileTheirRequestsFit) {
+TEST_F(LoadJobsTest, WithWindowsLoadsRunConcurrentlyOnlyIfTheirRequestsFit) {
   PartsOptions options;
   options.shard_bytes = {300, 300};
   options.cache.full_attention = {true, false};
   options.cache.cache_blocks = 12;
   make(std::move(options));
   parts().resident("a");
-  EXPECT_FALSE(jobs().must_hold_back(16)) << "nothing loads";
-  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: in each group 2 chunks and a draft
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6, and one block is vLLM's own";
+  EXPECT_FALSE(jobs().must_hold_back(16)) << "no load is in flight";
+  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: 2 chunks and a draft in each group
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6 blocks, plus one that vLLM reserves";
   jobs().forget();
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "it may still run";
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "the load may still run";
   parts().report(load.transfer.ticket);
   jobs().poll();
   EXPECT_FALSE(jobs().must_hold_back(16));

@@ -28,7 +28,7 @@ ModelRun::ModelRun(ModelOptions options)
   world_.tier->verdict = [this](const TierOp& op) {
     for (std::uint32_t area = 0; area < op.shards.size() && op.kind == OpKind::kWrite; ++area) {
       if (!matches(op.shards[area], op.key, area, world_.tier->born(op))) {
-        violate("a write took bytes that are not its chunk's");
+        violate("a write read the bytes of another chunk");
       }
     }
     const auto dice = random_() % 100;
@@ -62,7 +62,7 @@ void ModelRun::begin_request() {
   if (chance(5)) request.options.load_policy = LoadPolicy::kNever;
   if (chance(5)) request.options.skip_store = true;
   if (chance(10)) request.options.priority = chance(50) ? 1 : -1;
-  // Prompts share prefixes: a document, left somewhere for a branch of its own.
+  // Prompts share prefixes: each one follows a document and branches off at a random chunk.
   const auto document = random_() % 6;
   const std::size_t length = 1 + random_() % kPromptChunks;
   const std::size_t branch_at = random_() % (2 * kPromptChunks);
@@ -113,16 +113,16 @@ LookupResult ModelRun::look(Request& request, const ChunkKey& key) {
   ++calls_;
   drain_events();
   const bool is_pending = result == LookupResult::kPending || result == LookupResult::kRetry;
-  // What is there may be judged not worth copying; the time that passes here is random.
+  // The cost model may recompute a resident chunk, because the time that passes here is random.
   const bool may_decline = options_.load_policy == LoadPolicy::kAuto && result == LookupResult::kMiss;
   if ((result == LookupResult::kHit) != resident_.contains(key) && !may_decline) {
-    violate(fmt::format("lookup said {} of a chunk that is {}resident", static_cast<int>(result),
+    violate(fmt::format("lookup returned {} for a chunk that is {}resident", static_cast<int>(result),
                         resident_.contains(key) ? "" : "not "));
   }
   if (is_pending) {
     bool on_the_way = filling_.contains(key) || world_.tier->records.contains(key);
     world_.tier->for_each_op([&](const TierOp& op) { on_the_way |= op.key == key; });
-    // A failed op that was not polled in this step is on the way still.
+    // A failed op that was not polled in this step is still in flight.
     if (!on_the_way && request.waits_since < Nanos(0)) ++happened["pending on a lost op"];
     if (request.waits_since < Nanos(0)) request.waits_since = world_.clock.now();
     if (world_.clock.now() - request.waits_since > kDeadline) violate("a request waits past its deadline");
@@ -168,7 +168,7 @@ bool ModelRun::find_hits(Request& request, std::vector<std::vector<ChunkKey>>* h
     const std::size_t from = options_.full_attention[group] || boundary < kWindow ? 0 : boundary - kWindow;
     for (std::size_t i = from; i < boundary; ++i) (*hits)[group].push_back(request.keys[group][i]);
   }
-  // A tightened boundary may ask for other chunks of a window: vLLM looks again.
+  // A tighter boundary may need other window chunks: vLLM looks up again.
   for (const auto& keys : *hits) {
     for (const ChunkKey& key : keys) {
       if (!resident_.contains(key)) {
@@ -183,7 +183,7 @@ bool ModelRun::find_hits(Request& request, std::vector<std::vector<ChunkKey>>* h
 void ModelRun::admit_or_wait(std::uint32_t serial, Request& request) {
   std::vector<std::vector<ChunkKey>> hits;
   if (!find_hits(request, &hits)) return;
-  if (chance(10)) return;  // no free blocks on the device: asked again
+  if (chance(10)) return;  // no free blocks on the device: vLLM looks up again later
   request.waits_since = Nanos(-1);
   std::size_t count = 0;
   for (const auto& keys : hits) count += keys.size();
@@ -239,12 +239,12 @@ void ModelRun::offer(std::uint32_t serial, Request& request) {
     job.keys.push_back(offered[i]);
     job.groups.push_back(groups[i]);
     if (resident_.contains(offered[i]) || !filling_.insert(offered[i]).second) {
-      violate("a chunk was accepted that is here already");
+      violate("a chunk was accepted that is already resident");
     }
     check_granted(offered[i], grant.transfer.rows[job.keys.size() - 1]);
   }
   for (const ChunkKey& key : grant.evicted) {
-    if (resident_.contains(key)) violate("an evicted chunk is said to be resident");
+    if (resident_.contains(key)) violate("an evicted chunk is reported as resident");
   }
   happened["stored chunk"] += job.keys.size();
   happened["eviction"] += grant.evicted.size();
@@ -252,17 +252,18 @@ void ModelRun::offer(std::uint32_t serial, Request& request) {
   jobs_.push_back(std::move(job));
 }
 
-// Nobody may still touch a row that is handed out.
+// No rank or op may still access a newly allocated row.
 void ModelRun::check_granted(const ChunkKey& key, RowId row) {
   for (const Job& job : jobs_) {
     if (job.reported) continue;
     for (const RowId other : job.transfer.rows) {
-      if (other == row) violate(fmt::format("{} got a row that a rank still copies", key.hex()));
+      if (other == row) violate(fmt::format("{} got a row that a rank is still copying", key.hex()));
     }
   }
   const std::byte* place = world_.region->area(0).data() + row * kPageBytes;
   world_.tier->for_each_op([&](const TierOp& op) {
-    if (op.shards[0].data() == place) violate(fmt::format("{} got a row of an op in flight", key.hex()));
+    if (op.shards[0].data() == place)
+      violate(fmt::format("{} got a row that an op in flight uses", key.hex()));
   });
 }
 
@@ -327,7 +328,7 @@ void ModelRun::finish_job(Job& job) {
     job.reported = true;
   }
   if (job.stale) return;
-  auto shuffled = job.keys;  // vLLM hands over a set
+  auto shuffled = job.keys;  // vLLM passes an unordered set
   std::shuffle(shuffled.begin(), shuffled.end(), random_);
   if (job.store) {
     for (const ChunkKey& key : job.keys) filling_.erase(key);
@@ -344,7 +345,7 @@ void ModelRun::finish_job(Job& job) {
       request->second.stored = job.keys.size() / options_.shard_bytes.size();
     }
   }
-  if (!job.reported || early) {  // completed, but some rank copies on: it will report later
+  if (!job.reported || early) {  // completed, but a rank is still copying and reports later
     ++happened["late report"];
     Job late = job;
     late.stale = true;
@@ -393,7 +394,7 @@ void ModelRun::drain_events() {
     if (event.storage) continue;
     for (const ChunkKey& key : event.keys) {
       const bool changed = event.removed ? resident_.erase(key) > 0 : resident_.insert(key).second;
-      if (!changed) violate("an event tells what was known already");
+      if (!changed) violate("an event repeats a known state");
     }
   }
 }
@@ -418,9 +419,9 @@ void ModelRun::quiesce() {
   if (stats.quarantined_rows != 0)
     violate(fmt::format("{} rows are held at the end", stats.quarantined_rows));
   if (stats.waiting_requests != 0 || stats.requests != 0) violate("requests are left at the end");
-  if (stats.resident_chunks != resident_.size()) violate("the events do not add up to what is resident");
-  if (cache().has_pending_work()) violate("there is work pending at the end");
-  // Every row can be had again.
+  if (stats.resident_chunks != resident_.size()) violate("the events do not match the resident chunks");
+  if (cache().has_pending_work()) violate("work is pending at the end");
+  // Every row can be allocated again.
   cache().reset();
   drain_events();
   const RequestHandle request = cache().begin_request("last", {});
@@ -428,7 +429,7 @@ void ModelRun::quiesce() {
   for (std::uint64_t i = 0; i < options_.rows + 1; ++i) keys.push_back(key_of(fmt::format("last{}", i)));
   const std::size_t accepted = cache().prepare_store(request, keys).accepted.size();
   if (options_.shard_bytes.size() == 1 && accepted != options_.rows) {
-    violate(fmt::format("{} of {} rows can be had at the end", accepted, options_.rows));
+    violate(fmt::format("{} of {} rows can be allocated at the end", accepted, options_.rows));
   }
 }
 

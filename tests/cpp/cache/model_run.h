@@ -1,7 +1,7 @@
-// A random life of a TieredCache: a scheduler that behaves as vLLM's does, ranks
-// that copy late, fail or forget to report, a tier whose ops end in any order and
-// any way, resets that change the weights. A plain model says what may happen;
-// what must not is collected in violations().
+// Runs random operations on a TieredCache: a scheduler that behaves like vLLM's, ranks that copy
+// late, fail or do not report, a tier whose ops end in any order with any result, and resets
+// that change the weights. A simple reference model defines the allowed behavior; deviations
+// are collected in violations().
 #pragma once
 
 #include <cstdint>
@@ -16,20 +16,20 @@
 
 namespace kv_offload {
 
-// Faults planted in the world around the cache, to see the model catch them.
+// Faults injected around the cache, to check that the model detects them.
 enum class Planted {
   kNone,
   kWrongRow,             // a rank copies into another chunk's row
-  kEarlyCompletion,      // ranks report a store before they copied
-  kSkippedVerification,  // the tier takes garbage for a good record
-  kStaleRow,             // ranks report jobs of before a reset as ended, and copy on
+  kEarlyCompletion,      // ranks report a store before the copy ends
+  kSkippedVerification,  // the tier accepts a corrupt record
+  kStaleRow,             // ranks report jobs from before a reset as ended, and continue to copy
 };
 
 struct ModelOptions {
   std::uint64_t seed = 1;
   std::uint64_t rows = 24;
   std::vector<std::uint64_t> shard_bytes{200};
-  std::vector<bool> full_attention{true};  // a group that is not has a window of two chunks
+  std::vector<bool> full_attention{true};  // false: the group has a window of two chunks
   TierSlotOptions tier{};
   LoadPolicy load_policy = LoadPolicy::kAlways;
   std::string eviction_policy = "lru";
@@ -40,13 +40,13 @@ struct ModelOptions {
 class ModelRun {
  public:
   explicit ModelRun(ModelOptions options);
-  // Calls of the cache, until there were at least this many.
+  // Calls the cache at least `calls` times.
   void run(std::uint64_t calls);
-  // Everything ends; nothing may be left.
+  // Ends all jobs and requests, and checks that no pin, row or request remains.
   void quiesce();
 
   const std::vector<std::string>& violations() const { return violations_; }
-  // How often what happened: that the run was worth it.
+  // Event counts, which show that the run covered each case.
   std::map<std::string, std::uint64_t> happened;
 
  private:
@@ -58,11 +58,11 @@ class ModelRun {
     Phase phase = Phase::kWaiting;
     std::size_t stored = 0;  // chunks offered so far
     std::uint32_t jobs = 0;  // in flight
-    Nanos waits_since{-1};   // of the first pending answer since it was admitted last
+    Nanos waits_since{-1};   // time of the first pending lookup since the last admission
   };
   struct Job {
     bool store = false;
-    bool stale = false;  // of before a reset: vLLM drops its completion
+    bool stale = false;  // started before a reset: vLLM drops its completion
     bool reported = false;
     std::uint32_t request = 0;  // serial
     std::uint64_t weights = 0;
@@ -79,7 +79,7 @@ class ModelRun {
   void step();
   void admit_or_wait(std::uint32_t serial, Request& request);
   LookupResult look(Request& request, const ChunkKey& key);
-  // Chunks of each group to load, or nothing while an answer is pending.
+  // Finds the chunks of each group to load. Returns false while a lookup is pending.
   bool find_hits(Request& request, std::vector<std::vector<ChunkKey>>* hits);
   void load(std::uint32_t serial, Request& request, const std::vector<std::vector<ChunkKey>>& hits);
   void offer(std::uint32_t serial, Request& request);
@@ -102,7 +102,7 @@ class ModelRun {
   std::deque<Job> jobs_;
   std::uint64_t weights_ = 0;  // = resets so far
   std::uint64_t calls_ = 0;
-  std::set<ChunkKey> resident_;  // as the events say
+  std::set<ChunkKey> resident_;  // according to the events
   std::set<ChunkKey> filling_;
   std::vector<std::string> violations_;
 };

@@ -1,5 +1,5 @@
-// The cache over a real directory whose file system fails, hangs and comes back:
-// what a request gets, what is counted, and that the scheduler never waits.
+// The cache on a real directory whose file system fails, hangs and recovers. Checks the lookup
+// results and counters, and that the scheduler never waits.
 #include <gtest/gtest.h>
 
 #include <cerrno>
@@ -18,7 +18,7 @@ using testing::Call;
 using testing::FaultyFileOps;
 using ::testing::IsEmpty;
 
-// ops outlive the threads that a test leaves behind.
+// ops outlive the threads that a test leaves running.
 class OnDiskTest : public CacheTest {
  protected:
   explicit OnDiskTest(std::uint64_t max_bytes = std::uint64_t{8} << 20, std::uint64_t rows = 64) {
@@ -37,7 +37,7 @@ class OnDiskTest : public CacheTest {
     ops_.release();
     world_.reset();
   }
-  // In one call of a read or a write, at least; of all else there is, a page at most.
+  // Smaller than a read or write call of a record; all other calls transfer at most a page.
   static constexpr std::size_t kRecordBytes = 8192;
   TierStats stats() { return cache().tiers()[0]->stats(); }
   bool until(const std::function<bool()>& condition) {
@@ -49,7 +49,7 @@ class OnDiskTest : public CacheTest {
     }
     return true;
   }
-  // Writes that are done have given back their pins.
+  // Completed writes have released their pins.
   void write_all() {
     EXPECT_TRUE(until([&] { return cache().stats().pinned_chunks == 0; }));
   }
@@ -57,7 +57,7 @@ class OnDiskTest : public CacheTest {
     store(names);
     write_all();
   }
-  // Recorded, and gone from host memory.
+  // Records chunks and evicts them from host memory.
   void record(const Names& names) {
     store_and_write(names);
     restart();
@@ -68,7 +68,7 @@ class OnDiskTest : public CacheTest {
     world().open();
     EXPECT_TRUE(until([&] { return stats().scan_complete; }));
   }
-  // Waits as vLLM does; the letters of the last scan.
+  // Waits like vLLM and returns the letters of the last scan.
   std::string ask(RequestHandle request, const Names& wanted) {
     std::string seen;
     EXPECT_TRUE(until([&] {
@@ -130,14 +130,14 @@ TEST_P(OnDiskReadFaults, AreAMissCountedOnce) {
   record({"a", "b"});
   const auto before = failures();
   const RequestHandle request = begin();
-  // All of them: the tier's upkeep makes such calls too.
+  // Every call fails: the tier's maintenance makes these calls too.
   ops_.fail_all(GetParam().call, GetParam().error);
   EXPECT_EQ(ask(request, {"a"}), "M");
   ops_.clear();
   expect_one_more(std::string("read ") + GetParam().kind, before);
   end(request);
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
-  world().clock.advance(seconds(2));  // its back-off
+  world().clock.advance(seconds(2));  // the back-off ends
   const RequestHandle again = begin();
   EXPECT_EQ(ask(again, {"a", "b"}), "HH");
   load(again, {"a", "b"});  // checks the bytes
@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(Faults, OnDiskReadFaults,
                          ::testing::Values(Fault{Call::kPreadv, EIO, "io"}, Fault{Call::kOpen, EMFILE, "io"},
                                            Fault{Call::kOpen, EACCES, "io"}, Fault{Call::kFstat, EIO, "io"}));
 
-TEST_F(OnDiskTest, ADamagedRecordIsOneCorruptFailureAndARecordThatVanishedIsNone) {
+TEST_F(OnDiskTest, ADamagedRecordCountsAsOneFailureAndAVanishedOneAsNone) {
   record({"a", "b"});
   const auto before = failures();
   const auto records = testing::records_in(root_);
@@ -161,11 +161,11 @@ TEST_F(OnDiskTest, ADamagedRecordIsOneCorruptFailureAndARecordThatVanishedIsNone
 
 // ---- a device that hangs
 
-TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
+TEST_F(OnDiskTest, AFrozenDeviceBlocksNeitherTheSchedulerNorARequest) {
   record({"a"});
   const int opened_with = ops_.calls_here();
-  EXPECT_GT(opened_with, 0) << "the tier was opened on this thread: the count would see a call";
-  // With a read and a write of a record inside; what keeps the tier may be inside as well.
+  EXPECT_GT(opened_with, 0) << "the tier was opened on this thread, so the counter detects calls";
+  // A read and a write of a record are inside the device; maintenance calls may be there too.
   ops_.block(Call::kPwritev, kRecordBytes);
   store({"s"});
   ops_.wait_for_blocked_in(Call::kPwritev);
@@ -175,7 +175,7 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   step();
   ops_.wait_for_blocked_in(Call::kPreadv);
   ops_.freeze();
-  for (int i = 0; i < 100; ++i) {  // stores go on, all of them
+  for (int i = 0; i < 100; ++i) {  // all stores continue
     EXPECT_EQ(store({fmt::format("s{}", i)}).size(), 1u);
     EXPECT_EQ(peek({fmt::format("s{}", i)}), "H");
     step();
@@ -183,7 +183,7 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   EXPECT_EQ(scan(request, {"a"}), "P");
   pass_time(seconds(5));
   step();
-  EXPECT_EQ(scan(request, {"a"}), "M");  // the deadline
+  EXPECT_EQ(scan(request, {"a"}), "M");  // the deadline passed
   EXPECT_FALSE(cache().has_pending_work());
   pass_time(seconds(6));
   step();
@@ -194,8 +194,8 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   EXPECT_EQ(ops_.calls_here(), opened_with) << "the scheduler's thread called the file system";
   EXPECT_GT(world().dropped("fs", "pressure"), 0);
   EXPECT_GT(world().dropped("fs", "unavailable"), 0);
-  // What was inside the device is a timeout, once; the rest was never tried. (A
-  // thread may come to its call late.)
+  // Ops inside the device time out, once each. The others never started. (A thread may reach its
+  // call late.)
   EXPECT_TRUE(until([&] {
     pass_time(seconds(30));
     step();
@@ -208,11 +208,11 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   EXPECT_LE(found["write timeout"], 6);
   pass_time(seconds(30));
   step();
-  EXPECT_EQ(failures(), found) << "counted again";
+  EXPECT_EQ(failures(), found) << "counted twice";
 }
 
-TEST_F(OnDiskTest, ReadsThatNeverCameToTheDeviceAreMissesAndNoFailures) {
-  const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"};  // more than there are threads
+TEST_F(OnDiskTest, ReadsThatNeverReachedTheDeviceAreMissesWithoutFailures) {
+  const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"};  // more chunks than threads
   record(prompt);
   ops_.block(Call::kPreadv, kRecordBytes);
   const RequestHandle request = begin();
@@ -224,15 +224,15 @@ TEST_F(OnDiskTest, ReadsThatNeverCameToTheDeviceAreMissesAndNoFailures) {
   EXPECT_EQ(scan(request, prompt), "M");
   end(request);
   EXPECT_EQ(world().miss_tokens("deadline"), World::kTokens)
-      << "of a prompt of unknown length the first chunk";
+      << "the first chunk of a prompt of unknown length";
   EXPECT_THAT(failures(), IsEmpty());
 }
 
-TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
+TEST_F(OnDiskTest, AFrozenDeviceThatRecoversIsUsedAgain) {
   record({"a", "b"});
   ops_.freeze();
   RequestHandle request = begin();
-  // A read whose deadline passed before its thread came to the device is asked for again.
+  // A read is repeated if its deadline passed before its thread reached the device.
   EXPECT_TRUE(until([&] {
     scan(request, {"a"});
     step();
@@ -248,7 +248,7 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
   ops_.release();
   EXPECT_TRUE(until([&] { return stats().queued_reads + stats().queued_writes == 0; }));
   const double switched_off = world().miss_tokens("io_error");
-  EXPECT_EQ(peek({"b"}), "M") << "cooling down";
+  EXPECT_EQ(peek({"b"}), "M") << "back-off";
   EXPECT_EQ(world().miss_tokens("io_error"), switched_off + World::kTokens);
   pass_time(seconds(61));
   step();
@@ -260,9 +260,9 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
   EXPECT_EQ(testing::records_in(root_).size(), 3u);
 }
 
-// A thread that hangs in the device when the engine ends comes back later, and reads into the row that it was
-// given. What a thread that was let go may still use is never freed here.
-TEST(OnDiskLeft, AReadThatComesBackAfterCloseFindsItsMemory) {
+// A thread that hangs in the device when the engine ends returns later and reads into its row. Memory that
+// an abandoned thread may still use is never freed here.
+TEST(OnDiskLeft, AReadThatReturnsAfterCloseFindsItsMemory) {
   struct Left {
     FaultyFileOps ops;
     FakeClock clock;
@@ -302,13 +302,13 @@ TEST(OnDiskLeft, AReadThatComesBackAfterCloseFindsItsMemory) {
   world.cache.reset();
   world.ranks.clear();
   world.region.reset();
-  ASSERT_FALSE(region.expired()) << "unmapped under the thread that reads into it";
+  ASSERT_FALSE(region.expired()) << "the region was unmapped while a thread read into it";
   left->ops.release();
-  left->ops.wait_for_all_closed();  // the thread read, and was the last owner of its tier
+  left->ops.wait_for_all_closed();  // the thread has read, and was the last owner of its tier
   while (!region.expired()) std::this_thread::yield();
 }
 
-// Everything is read once, however many wait for it.
+// Every record is read once, regardless of the number of waiting requests.
 TEST_F(OnDiskTest, ABurstOverOneMissingPrefixReadsItOnce) {
   const Names prefix{"a", "b", "c", "d"};
   record(prefix);
@@ -324,15 +324,15 @@ TEST_F(OnDiskTest, ABurstOverOneMissingPrefixReadsItOnce) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-// ---- a disk that is smaller than host memory
+// ---- a disk smaller than host memory
 
 class SmallDiskTest : public OnDiskTest {
  protected:
   SmallDiskTest() : OnDiskTest(std::uint64_t{1} << 20, 256) {}  // fewer than 86 records of 12 KiB
 };
 
-// What is asked for again and again is hit in host memory, so no read tells the disk of it.
-TEST_F(SmallDiskTest, ThePromptThatIsInUseIsThereAfterARestartAndNotWhatNobodyAskedForAgain) {
+// A prompt in frequent use is hit in host memory, so no read refreshes its records on the disk.
+TEST_F(SmallDiskTest, ThePromptInUseSurvivesARestartAndUnusedPromptsDoNot) {
   const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h"};
   store_and_write(prompt);
   for (int i = 0; i < 120; ++i) {

@@ -1,5 +1,5 @@
-// Caches over one server, for each kind of tier beyond the host: what one wrote the others hit at once, and
-// however many want it, it is read once.
+// Caches that share one server, for each kind of remote tier. One cache hits the records of another at once,
+// and each record is read once, regardless of the number of requests.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -51,7 +51,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
     as(0);
     engines_[0] = std::move(world_);
   }
-  // The verbs are those of this engine from now on.
+  // The test actions apply to this engine from now on.
   void as(std::size_t engine) {
     if (world_) engines_[current_] = std::move(world_);
     world_ = std::move(engines_[engine]);
@@ -70,7 +70,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
     store(names);
     EXPECT_TRUE(until([&] { return cache().stats().pinned_chunks == 0; }));
   }
-  // Waits as vLLM does; the letters of the last scan.
+  // Waits like vLLM and returns the letters of the last scan.
   std::string ask(RequestHandle request, const Names& wanted) {
     std::string seen;
     EXPECT_TRUE(until([&] {
@@ -89,12 +89,12 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
   double read_bytes() { return world().metrics.value("kv_offload_read_bytes_total", {GetParam().name}); }
 
   std::unique_ptr<RemoteMedium> medium_ = GetParam().make();
-  std::unique_ptr<World> engines_[2];  // but for the current one
+  std::unique_ptr<World> engines_[2];  // null at the current engine's index
   std::size_t current_ = 0;
 };
 
-// Neither's time goes on: nothing that must grow old first stands between them.
-TEST_P(OnRemoteTest, WhatOneWroteTheOtherHitsAtOnce) {
+// The clocks do not advance, so a hit must not depend on an expired lookup result.
+TEST_P(OnRemoteTest, OneEngineHitsTheRecordsOfTheOtherAtOnce) {
   for (const char* name : {"a", "b", "c", "d"}) {
     const Names prompt{std::string(name) + ".1", std::string(name) + ".2", std::string(name) + ".3"};
     as(0);
@@ -105,8 +105,8 @@ TEST_P(OnRemoteTest, WhatOneWroteTheOtherHitsAtOnce) {
   EXPECT_EQ(read_bytes(), 4 * 3 * 2 * 4096);
 }
 
-// It was told that there is none; it does not believe so for long.
-TEST_P(OnRemoteTest, WhatItAskedForTooEarlyItHitsSoon) {
+// The lookup found no record; the cached negative result expires soon.
+TEST_P(OnRemoteTest, AChunkLookedUpTooEarlyIsHitSoon) {
   const Names prompt{"a", "b", "c"};
   as(1);
   EXPECT_EQ(ask(prompt), "M");
@@ -129,12 +129,12 @@ TEST_P(OnRemoteTest, ABurstOverOneMissingPrefixReadsItOnce) {
     load(request, prefix);
     end(request);
   }
-  EXPECT_EQ(medium_->reads(), 4u) << "as the server counts them";
+  EXPECT_EQ(medium_->reads(), 4u) << "as counted by the server";
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-// Some come while the reads of those before them are under way.
-TEST_P(OnRemoteTest, WhoComesWhileAPrefixIsBeingReadWaitsForTheSameReads) {
+// Some requests arrive while the reads of earlier ones are in flight.
+TEST_P(OnRemoteTest, ALaterRequestWaitsForTheReadsAlreadyInFlight) {
   const Names prefix{"a", "b", "c", "d"};
   store_and_write(prefix);
   as(1);

@@ -1,6 +1,6 @@
-// The parts of a cache by themselves, for the tests of each part's header: a region with
-// real rows whose ranks report when they are told to, a fake tier, a clock that stands
-// still, and the parts above the one that is tested.
+// Fixtures that build the cache component by component, for the unit tests of each header.
+// They use a region with real rows, ranks that report when the test calls report(), a fake
+// tier and a manual clock. Each fixture adds one layer to the previous one.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@
 namespace kv_offload {
 
 struct PartsOptions {
-  std::uint64_t rows = 4;                       // of 4 KiB in the one area
+  std::uint64_t rows = 4;                       // rows of 4 KiB in the single area
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   CacheOptions cache{};                         // groups are filled in
   std::uint32_t shards_per_area = 1;
@@ -119,7 +119,7 @@ struct ChunkParts {
   HostChunks chunks;
 };
 
-// And a tier's ops.
+// Adds tier operations.
 struct OpParts : ChunkParts {
   explicit OpParts(const PartsOptions& parts = {})
       : ChunkParts(parts),
@@ -134,12 +134,12 @@ struct OpParts : ChunkParts {
               if (on_fetched) on_fetched(slot, from);
             }) {}
 
-  // The record that a read of this chunk finds.
+  // Puts a record of this chunk on the tier.
   void record(const std::string& name) {
     FakeTier::Record& made = tier->records[key_of(name)];
     made.shards = {std::vector<std::byte>(groups[0].geometry.shard_bytes[0])};
   }
-  // The tier ends all of its ops, and they are taken up.
+  // Completes all ops of the tier and polls the completions.
   void finish() {
     tier->finish();
     ops.poll();
@@ -148,7 +148,7 @@ struct OpParts : ChunkParts {
   FakeClock clock;
   Metrics metrics;
   FakeTier* tier = nullptr;
-  FakeTier* slower = nullptr;  // of two
+  FakeTier* slower = nullptr;  // null unless PartsOptions::tiers is 2
   KeyMemory memory;
   CostModel costs;
   TierOps::OnReadEnd on_read_end;
@@ -167,7 +167,7 @@ struct OpParts : ChunkParts {
   }
 };
 
-// And rows for the asking.
+// Adds write-back and row allocation.
 struct SupplyParts : OpParts {
   explicit SupplyParts(PartsOptions parts = {})
       : OpParts(std::move(parts)),
@@ -178,7 +178,7 @@ struct SupplyParts : OpParts {
   RowSupply row_supply;
 };
 
-// And loads.
+// Adds load jobs.
 struct LoadParts : SupplyParts {
   explicit LoadParts(PartsOptions parts = {})
       : SupplyParts(std::move(parts)),
@@ -187,7 +187,7 @@ struct LoadParts : SupplyParts {
   LoadJobs load_jobs;
 };
 
-// And requests.
+// Adds requests.
 struct RequestParts : LoadParts {
   explicit RequestParts(PartsOptions parts = {})
       : LoadParts(std::move(parts)),

@@ -9,8 +9,8 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// A pass is a word: H hit, F fetching, f filling, R recorded, U unknown, M miss; lower
-// groups first, a word per group.
+// A pass is written as one word per group, lower groups first: H hit, F fetching, f filling,
+// R recorded, U unknown, M miss.
 class PassScansTest : public ::testing::Test {
  protected:
   PassScansTest() : parts_(options()) {}
@@ -49,7 +49,7 @@ class PassScansTest : public ::testing::Test {
   LookupPass pass_;
 };
 
-TEST_F(PassScansTest, APrefixSaysWhatItHitAndWhatIsWaitedFor) {
+TEST_F(PassScansTest, APrefixReportsItsHitsAndPendingChunks) {
   see(0, "HFRM");
   const Scans all = scans();
   ASSERT_THAT(all, SizeIs(1));
@@ -60,12 +60,12 @@ TEST_F(PassScansTest, APrefixSaysWhatItHitAndWhatIsWaitedFor) {
   EXPECT_THAT(parents(all[0]), ElementsAre(chunk_id(key_of("k1"))));
 }
 
-TEST_F(PassScansTest, OnlyHitsAndMissesAwaitNothing) {
+TEST_F(PassScansTest, APassOfHitsAndMissesAwaitsNothing) {
   see(0, "HHM");
   EXPECT_FALSE(scans()[0].pending);
 }
 
-TEST_F(PassScansTest, WhatAWindowScanSawBeforeAMissIsNotNeeded) {
+TEST_F(PassScansTest, ChunksThatAWindowScanSawBeforeAMissAreNotNeeded) {
   see(1, "RRMR");
   const Scans all = scans();
   EXPECT_FALSE(all[0].is_prefix);
@@ -74,7 +74,7 @@ TEST_F(PassScansTest, WhatAWindowScanSawBeforeAMissIsNotNeeded) {
   EXPECT_THAT(parents(all[0]), ElementsAre(0)) << "scanned from the right";
 }
 
-TEST_F(PassScansTest, OfAGroupThatIsScannedAgainTheLastScanCounts) {
+TEST_F(PassScansTest, TheLastScanOfAGroupCounts) {
   see(0, "R");
   see(1, "R");
   see(0, "H");
@@ -85,13 +85,13 @@ TEST_F(PassScansTest, OfAGroupThatIsScannedAgainTheLastScanCounts) {
   EXPECT_THAT(all[1].candidates, IsEmpty());
 }
 
-TEST_F(PassScansTest, AChunkThatIsGoneSinceIsNobodysParent) {
+TEST_F(PassScansTest, AnEvictedChunkIsNotAParent) {
   see(0, "HR");
   parts_.chunks.discard(pass_.lookups[0].index);
   EXPECT_THAT(parents(scans()[0]), ElementsAre(0));
 }
 
-TEST_F(PassScansTest, StretchesBeginBehindTheHitsAndAreSplitByPlace) {
+TEST_F(PassScansTest, StretchesBeginAfterTheHitsAndAreSplitByTier) {
   see(0, "HHRRfRM");
   const Loadable loadable = loadable_of(pass_, scans(), parts_.groups);
   EXPECT_EQ(loadable.hits_before, 2u);

@@ -36,7 +36,7 @@ class PlannerTest : public ::testing::Test {
   RequestHandle request_ = 0;
 };
 
-TEST_F(PlannerTest, WhatIsRecordedIsReadAndWhatWasHitIsHeld) {
+TEST_F(PlannerTest, RecordedChunksAreReadAndHitsArePinned) {
   const Slot hit = parts_.resident("x");
   scan({"x", "a", "b"});
   plan();
@@ -46,14 +46,14 @@ TEST_F(PlannerTest, WhatIsRecordedIsReadAndWhatWasHitIsHeld) {
   EXPECT_EQ(decisions("load"), 1);
 }
 
-TEST_F(PlannerTest, APlanIsTrimmedToTheRowsThereAre) {
+TEST_F(PlannerTest, APlanIsTrimmedToTheAvailableRows) {
   scan({"a", "b", "c", "d", "e", "f"});
   plan();
   EXPECT_EQ(parts_.tier->queued_reads(), 4u);
   EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
 }
 
-// It is loaded as the tokens that it has.
+// A partial chunk loads only the tokens that it has.
 TEST_F(PlannerTest, APartOfAChunkIsReadAsOne) {
   parts_.record("part");
   parts_.requests.lookup(request_, key_of("part"), 4);
@@ -80,7 +80,7 @@ TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
   EXPECT_EQ(parts_.tier->queued_reads(), 0u);
 }
 
-TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
+TEST_F(PlannerTest, AnExhaustedLoadBudgetLeavesTheReadsAsProbes) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
@@ -92,7 +92,7 @@ TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
   EXPECT_EQ(decisions("give_up"), 1);
 }
 
-TEST_F(PlannerTest, WhoHasEverythingWaitsOnPastItsBudget) {
+TEST_F(PlannerTest, ARequestWithAllChunksIgnoresItsBudget) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
@@ -104,8 +104,8 @@ TEST_F(PlannerTest, WhoHasEverythingWaitsOnPastItsBudget) {
   EXPECT_THAT(parts_.requests.at(request_).awaited, IsEmpty());
 }
 
-// While a directory is being scanned, chunks become known in any order. Hits are the chunks from the left
-// that are there: those that are known early take no row from those before them.
+// During a directory scan, chunks become known in any order. Only a run of present chunks from the left
+// counts as hits, so chunks found early must not take rows from chunks before them.
 TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_there_are_rows_in_any_order) {
   const Names prompt{"a", "b", "c", "d", "e", "f"};
   std::vector<std::size_t> order{0, 1, 2, 3, 4, 5};
@@ -115,7 +115,7 @@ TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_ther
                      parts.metrics});
     for (const auto& name : prompt) {
       parts.record(name);
-      parts.tier->forgotten.insert(key_of(name));  // it is not known whether it is there
+      parts.tier->forgotten.insert(key_of(name));  // presence unknown
     }
     parts.tier->answers = false;
     const RequestHandle request = parts.requests.begin({});
@@ -136,7 +136,7 @@ TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_ther
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-// What it hit further to the right is worth nothing without them.
+// Hits further to the right are useless without the beginning.
 TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
   for (const char* name : {"c", "d", "e", "f"}) parts_.resident(name);
   scan({"a", "b", "c", "d", "e", "f"});
@@ -149,8 +149,8 @@ TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
   EXPECT_THAT(parts_.requests.at(request_).held, SizeIs(2));
 }
 
-// A plan evicts a chunk that a later plan of this step hit, and reads another into its slot. The later plan
-// sheds writes to find a row, and thereby takes up the end of that read.
+// A plan evicts a chunk that a later plan of this step hit, and reads another chunk into its slot. The later
+// plan sheds writes to find a row, and so processes the completion of that read.
 TEST_F(PlannerTest, a_request_gives_up_no_chunk_that_another_read_into_the_slot_of_one_it_hit) {
   const Slot hit = parts_.resident("x");
   for (const char* name : {"p", "q", "r"}) parts_.chunks.pin(parts_.resident(name));

@@ -11,7 +11,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// An engine whose steps follow the law that the model looks for.
+// An engine whose step times follow the law that the model fits.
 class PrefillModelTest : public ::testing::Test {
  protected:
   double base_ = 0.004, per_token_ = 50e-6, per_context_ = 5e-9, noise_ = 0;
@@ -20,7 +20,7 @@ class PrefillModelTest : public ::testing::Test {
     const double exact = base_ + tokens * (per_token_ + per_context_ * context);
     return exact * (1 + noise_ * (static_cast<double>(random_() % 2001) / 1000 - 1));
   }
-  // A prompt in steps of 2,048 tokens, then some that compute nothing.
+  // Runs a prompt in steps of 2,048 tokens, then some steps that compute nothing.
   void serve(double prompt, int idle_steps = 5) {
     for (double at = 0; at < prompt; at += 2048) {
       const double tokens = std::min(2048.0, prompt - at);
@@ -69,7 +69,7 @@ TEST_F(PrefillModelTest, PromptsOfSeveralLengthsGiveTheLaw) {
   EXPECT_GT(model_.tokens_per_second(1024), 1.5 * model_.tokens_per_second(65536));
 }
 
-TEST_F(PrefillModelTest, NoiseDoesNotHideIt) {
+TEST_F(PrefillModelTest, NoiseDoesNotHideTheLaw) {
   noise_ = 0.2;
   for (int i = 0; i < 10; ++i) {
     for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
@@ -77,20 +77,20 @@ TEST_F(PrefillModelTest, NoiseDoesNotHideIt) {
   expect_right(0.2);
 }
 
-TEST_F(PrefillModelTest, BehindALongPrefixTokensTakeLonger) {
+TEST_F(PrefillModelTest, TokensAfterALongPrefixTakeLonger) {
   for (const double prompt : {600.0, 4000.0, 20000.0}) serve(prompt);
   EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
 }
 
 TEST_F(PrefillModelTest, NoPartOfTheLawIsNegative) {
-  for (int i = 0; i < 8; ++i) {  // steps behind long prefixes that were fast by chance
+  for (int i = 0; i < 8; ++i) {  // steps after long prefixes, fast by chance
     one_step(2000, 1000, 0.2);
     one_step(2000, 10000, 0.1);
   }
   EXPECT_GT(model_.seconds(1000, 100000), 0);
 }
 
-TEST_F(PrefillModelTest, PrefixesThatHardlyDifferSayNothingOfTheirCost) {
+TEST_F(PrefillModelTest, SimilarPrefixesDoNotRevealTheirCost) {
   for (int i = 0; i < 8; ++i) {
     one_step(2000, 1000, 0.2);
     one_step(2000, 1005, 0.201);
@@ -98,7 +98,7 @@ TEST_F(PrefillModelTest, PrefixesThatHardlyDifferSayNothingOfTheirCost) {
   EXPECT_NEAR(model_.seconds(2000, 50000), 0.2, 0.02);
 }
 
-TEST_F(PrefillModelTest, AnotherSpeedIsFollowed) {
+TEST_F(PrefillModelTest, AChangeOfSpeedIsFollowed) {
   for (int i = 0; i < 20; ++i) serve(4000);
   per_token_ *= 3;
   for (int i = 0; i < 60; ++i) serve(4000);
@@ -117,7 +117,7 @@ TEST_F(PrefillModelTest, IdleTimeTeachesNothing) {
   EXPECT_NEAR(model_.seconds(1000, 0), before, 0.1 * before);
 }
 
-TEST_F(PrefillModelTest, ThePromptBeforeAnIdleTimeIsLearntAfterIt) {
+TEST_F(PrefillModelTest, APromptBeforeIdleTimeIsLearntAfterwards) {
   model_.note(2000, 1000);
   model_.end_step(now_);
   now_ += milliseconds(200);

@@ -1,4 +1,4 @@
-// Two tiers: what was fetched from the slower one, and who writes what of it.
+// Promotion between two tiers: which chunks fetched from one tier are written to the other.
 #include "cache/cache_fixture.h"
 
 namespace kv_offload {
@@ -22,7 +22,7 @@ class PromotionTest : public CacheTest {
     slower_->finish();
     step();
   }
-  // On the slower tier alone, and not in host memory.
+  // Puts a chunk on the slower tier only, not in host memory.
   void keep_on_the_slower(const std::string& name) {
     store({name});
     finish_all();
@@ -31,12 +31,12 @@ class PromotionTest : public CacheTest {
     ASSERT_TRUE(slower_->holds(key_of(name)));
     ASSERT_FALSE(fake().holds(key_of(name)));
   }
-  // Fills host memory with something else.
+  // Fills host memory with other chunks.
   void push_out() {
     store({"other" + std::to_string(++others_)});
     finish_all();
   }
-  // Its bytes are looked at as it is loaded.
+  // Loads the chunk and checks its bytes.
   void fetch(const std::string& name) {
     const RequestHandle request = begin();
     ASSERT_EQ(scan(request, {name}), "P");
@@ -53,7 +53,7 @@ class PromotionTest : public CacheTest {
   int others_ = 0;
 };
 
-TEST_F(PromotionTest, WhatWasFetchedFromASlowerTierIsWrittenToTheFasterOne) {
+TEST_F(PromotionTest, AChunkFetchedFromTheSlowerTierIsWrittenToTheFasterOne) {
   make_with({});
   keep_on_the_slower("a");
   fetch("a");
@@ -64,7 +64,7 @@ TEST_F(PromotionTest, WhatWasFetchedFromASlowerTierIsWrittenToTheFasterOne) {
   EXPECT_EQ(world().hit_tokens("slow"), World::kTokens);
   push_out();
   fetch("a");
-  EXPECT_EQ(world().hit_tokens("fs"), World::kTokens) << "the faster one has it now, and the same bytes";
+  EXPECT_EQ(world().hit_tokens("fs"), World::kTokens) << "the faster tier now has the same bytes";
 }
 
 TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
@@ -79,15 +79,17 @@ TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
   const RequestHandle request = begin({.load_from_cpu = false, .load_tiers = kSlower});
   EXPECT_EQ(scan(request, {"a"}), "P");
   step();
-  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "M") << "it is being read from the other tier";
+  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "M")
+      << "the chunk is being read from the other tier";
   slower_->finish(1);
   step();
   EXPECT_EQ(scan(request, {"a"}), "H");
-  EXPECT_EQ(scan(begin({.load_from_cpu = false, .load_tiers = kFaster}), {"a"}), "M") << "the other has it";
-  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has it";
+  EXPECT_EQ(scan(begin({.load_from_cpu = false, .load_tiers = kFaster}), {"a"}), "M")
+      << "only the other tier has the chunk";
+  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has the chunk";
 }
 
-TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
+TEST_F(PromotionTest, AChunkFetchedFromTheFasterTierIsNotWrittenToTheSlowerOne) {
   make_with({});
   store({"a"});
   finish_all();
@@ -97,7 +99,7 @@ TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
   EXPECT_THAT(queued(*slower_), IsEmpty());
 }
 
-TEST_F(PromotionTest, ATierThatOthersFillIsReadAndNeverWritten) {
+TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
   make_with({.write_policy = WritePolicy::kNever}, {}, 2);
   store({"a"});
   finish_all();
@@ -109,20 +111,20 @@ TEST_F(PromotionTest, ATierThatOthersFillIsReadAndNeverWritten) {
   for (int i = 0; i < 3; ++i) push_out();
   EXPECT_TRUE(fake().records.contains(key_of("b")));
   EXPECT_EQ(fake().records.size(), 1u) << "neither stored nor fetched nor evicted chunks were written";
-  EXPECT_EQ(peek({"b"}), "P") << "and it is read";
+  EXPECT_EQ(peek({"b"}), "P") << "the record is read";
 }
 
-TEST_F(PromotionTest, ReuseCountsItsOwnSights) {
+TEST_F(PromotionTest, ReuseCountsTheUsesOfAFetchedChunk) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 3});
-  keep_on_the_slower("a");  // the first sight
-  fetch("a");               // the second
+  keep_on_the_slower("a");  // the first use
+  fetch("a");               // the second use
   EXPECT_THAT(queued(fake()), IsEmpty());
   push_out();
   fetch("a");
   EXPECT_THAT(queued(fake()), ElementsAre("a"));
 }
 
-TEST_F(PromotionTest, OnEvictWritesItWhenItLeavesHostMemory) {
+TEST_F(PromotionTest, OnEvictWritesAChunkWhenHostMemoryEvictsIt) {
   make_with({.write_policy = WritePolicy::kOnEvict}, {}, 8);
   store({"a"});
   finish_all();
@@ -135,7 +137,7 @@ TEST_F(PromotionTest, OnEvictWritesItWhenItLeavesHostMemory) {
   EXPECT_TRUE(fake().holds(key_of("a")));
 }
 
-TEST_F(PromotionTest, AReadThatFailedPromotesNothing) {
+TEST_F(PromotionTest, AFailedReadPromotesNothing) {
   make_with({});
   keep_on_the_slower("a");
   slower_->damage(key_of("a"));

@@ -50,14 +50,14 @@ TEST_F(QuarantineTest, ARowHeldByTwoTicketsAndAnOpIsFreedOnceAfterTheLast) {
   EXPECT_THAT(freed_, ElementsAre(1));
 }
 
-TEST_F(QuarantineTest, ATicketIsAskedForAsTheKindOfJobItIs) {
+TEST_F(QuarantineTest, ATicketIsCheckedAsItsKindOfJob) {
   quarantine_.hold(7, TicketKind::kLoad, 1);
-  reported_ = {7};  // as a store
+  reported_ = {7};  // reported as a store
   poll();
   EXPECT_THAT(freed_, IsEmpty());
 }
 
-TEST_F(QuarantineTest, ReleasingWhatIsNotHeldFreesNothing) {
+TEST_F(QuarantineTest, ReleasingAnUnheldRowFreesNothing) {
   quarantine_.release(9);
   EXPECT_THAT(freed_, IsEmpty());
 }

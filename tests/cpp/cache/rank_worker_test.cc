@@ -12,7 +12,7 @@ namespace {
 
 using enum CopyDirection;
 
-// Ends jobs when told to, and remembers what it was asked.
+// Ends jobs when the test says so, and records its calls.
 class FakeCopier final : public BlockCopier {
  public:
   std::string describe() const override { return "fake"; }
@@ -69,7 +69,7 @@ class RankWorkerTest : public ::testing::Test {
     job.ticket = ticket;
     worker_->submit(std::move(job));
   }
-  // What the scheduler sees; nothing while it is pending.
+  // Returns what the scheduler sees; empty while the ticket is pending.
   std::optional<std::uint64_t> reported(Ticket ticket, TicketKind kind = TicketKind::kStore) {
     std::uint64_t failed = 0;
     if (scheduler_->result(ticket, &failed, kind) == TicketResult::kPending) return std::nullopt;
@@ -110,7 +110,7 @@ TEST_F(RankWorkerTest, wait_reports_at_once_and_keeps_the_result_for_poll) {
   EXPECT_TRUE(worker_->poll().empty());
 }
 
-TEST_F(RankWorkerTest, chunks_left_incomplete_name_their_groups_and_are_no_failure) {
+TEST_F(RankWorkerTest, incomplete_chunks_report_their_groups_without_a_failure) {
   submit(1, kStore, 11);
   copier_->finish(1, Status::ok(), 0b10);
   EXPECT_EQ(worker_->poll().size(), 1u);
@@ -130,7 +130,7 @@ TEST_F(RankWorkerTest, a_store_that_contradicts_itself_ends_with_every_group_fai
   EXPECT_EQ(failures("store"), 1);
 }
 
-TEST_F(RankWorkerTest, a_device_failure_of_a_store_is_told_once_and_counted_always) {
+TEST_F(RankWorkerTest, a_device_failure_of_a_store_is_logged_once_and_always_counted) {
   for (std::uint64_t id = 1; id <= 3; ++id) {
     submit(id, kStore, 10 + id);
     copier_->finish(id, Status::error(StatusKind::kDevice, "copy: lost"));
@@ -141,7 +141,7 @@ TEST_F(RankWorkerTest, a_device_failure_of_a_store_is_told_once_and_counted_alwa
   EXPECT_NE(lines_[0].find("copy: lost"), std::string::npos);
 }
 
-TEST_F(RankWorkerTest, a_failed_load_is_never_taken_for_done) {
+TEST_F(RankWorkerTest, a_failed_load_is_never_reported_as_done) {
   submit(1, kStore, 11);
   submit(2, kLoad, 12);
   copier_->finish(2, Status::error(StatusKind::kDevice, "copy: lost"));
@@ -153,7 +153,7 @@ TEST_F(RankWorkerTest, a_failed_load_is_never_taken_for_done) {
   EXPECT_EQ(lines_.size(), 1u);
 }
 
-TEST_F(RankWorkerTest, close_reports_what_was_still_running) {
+TEST_F(RankWorkerTest, close_reports_running_jobs) {
   submit(1, kStore, 11);
   worker_->close();
   EXPECT_EQ(reported(11), 0u);

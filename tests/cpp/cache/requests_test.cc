@@ -33,7 +33,7 @@ TEST_F(RequestsTest, HandlesAreReusedAndNumbersAreNot) {
   EXPECT_THROW(requests_.require_live(a_ + 1), InvalidArgument);
 }
 
-TEST_F(RequestsTest, WhatIsRecordedIsPendingAndAwaitsAPlanOnce) {
+TEST_F(RequestsTest, ARecordedChunkIsPendingAndAwaitsAPlanOnce) {
   parts_.record("x");
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   EXPECT_EQ(parts_.lookup(a_, "absent"), LookupResult::kMiss);
@@ -42,7 +42,7 @@ TEST_F(RequestsTest, WhatIsRecordedIsPendingAndAwaitsAPlanOnce) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestsTest, TheOldestIsPlannedFirstWhoeverAskedFirst) {
+TEST_F(RequestsTest, TheOldestRequestIsPlannedFirstInAnyLookupOrder) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(b, "x");
@@ -50,7 +50,7 @@ TEST_F(RequestsTest, TheOldestIsPlannedFirstWhoeverAskedFirst) {
   EXPECT_THAT(requests_.take_pending(), ElementsAre(a_, b));
 }
 
-TEST_F(RequestsTest, WhoEndedOrWaitsNoMoreGetsNoPlan) {
+TEST_F(RequestsTest, ARequestThatEndedOrStoppedWaitingGetsNoPlan) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(a_, "x");
@@ -60,26 +60,26 @@ TEST_F(RequestsTest, WhoEndedOrWaitsNoMoreGetsNoPlan) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
+TEST_F(RequestsTest, AHitIsPinnedOnceUntilAdmission) {
   const Slot slot = parts_.resident("x");
   const Slot twice[] = {slot, slot};
   requests_.hold(a_, twice);
   requests_.hold(a_, twice);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
   parts_.record("y");
-  parts_.lookup(a_, "y");  // it waits
+  parts_.lookup(a_, "y");  // the request now waits
   requests_.admit(a_);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
 }
 
-TEST_F(RequestsTest, WhatWasEvictedSinceTheLookupIsNotHeld) {
+TEST_F(RequestsTest, AChunkEvictedSinceTheLookupIsNotPinned) {
   const Slot slot = parts_.resident("x");
   parts_.chunks.discard(slot);
   requests_.hold(a_, {&slot, 1});
   EXPECT_THAT(requests_.at(a_).held, IsEmpty());
 }
 
-TEST_F(RequestsTest, AReadThatArrivesIsHeldByAllThatWaitedForIt) {
+TEST_F(RequestsTest, ACompletedReadIsPinnedByAllItsWaiters) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   const Slot slot = fetch("x").slot;
@@ -114,12 +114,12 @@ class ManyReads : public ::testing::Test {
   std::vector<TierOps::Read> reads_;
 };
 
-TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
+TEST_F(ManyReads, OfAnEndedRequestAreCancelledInBatchesOldestFirst) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
   EXPECT_EQ(parts_.tier->queued_reads(), kMany - Requests::kReadsGivenBackAtOnce);
-  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine goes on stepping";
+  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine must continue to step";
   parts_.ops.poll();
   EXPECT_FALSE(parts_.has("0"));
   EXPECT_EQ(parts_.chunks.at(reads_.back().slot).state, ChunkState::kFetching);
@@ -129,7 +129,7 @@ TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
   EXPECT_FALSE(parts_.requests.has_pending_work());
 }
 
-TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
+TEST_F(ManyReads, OfAnEndedRequestDoNotBelongToTheNextOwnerOfItsHandle) {
   const RequestHandle first = parts_.requests.begin({});
   await_all(first);
   parts_.requests.end(first);
@@ -140,13 +140,13 @@ TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
   EXPECT_EQ(parts_.requests.at(next).fetched_for, 1u);
   parts_.requests.end_step();
   parts_.requests.end_step();
-  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it is needed";
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "the read is needed";
   parts_.finish();
   EXPECT_EQ(parts_.chunks.at(last).pins, 1u);
   EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
 }
 
-TEST_F(ManyReads, ThatArriveForWhoEndedAreHeldByNobody) {
+TEST_F(ManyReads, ThatCompleteForAnEndedRequestArePinnedByNoRequest) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -156,24 +156,24 @@ TEST_F(ManyReads, ThatArriveForWhoEndedAreHeldByNobody) {
   EXPECT_THAT(parts_.requests.at(request).held, IsEmpty());
 }
 
-TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {
+TEST_F(RequestsTest, AFailedReadIsAMissForItsWaitersAndIsNotRetried) {
   parts_.record("x");
   requests_.await(a_, fetch("x").slot);
   parts_.tier->fail(StatusKind::kIo);
   parts_.finish();
-  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "though the tier still has it";
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "a miss, although the tier still has the record";
   EXPECT_EQ(parts_.lookup(requests_.begin({}), "x"), LookupResult::kPending);
   requests_.end(a_);
   EXPECT_EQ(parts_.missed("io_error"), 16);
 }
 
-TEST_F(RequestsTest, AfterItExpiredNothingIsPendingForIt) {
+TEST_F(RequestsTest, AnExpiredRequestHasNothingPending) {
   parts_.record("x");
   parts_.lookup(a_, "x");
   requests_.await(a_, fetch("x").slot);
   requests_.expire(a_, MissReason::kRecomputeCheaper);
   EXPECT_THAT(requests_.waiting(), IsEmpty());
-  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "nobody waits for it";
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "no request waits for the read";
   requests_.end_step();
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
   requests_.end(a_);
@@ -207,7 +207,7 @@ TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
   EXPECT_EQ(parts_.missed("not_stored"), 16);
 }
 
-TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
+TEST_F(RequestsTest, PartsOfAChunkAreNotMisses) {
   requests_.set_span(a_, 16, 160);
   parts_.lookup(a_, "x");
   for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), 4);
@@ -215,7 +215,7 @@ TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
   EXPECT_EQ(parts_.missed("not_stored"), 160);
 }
 
-TEST_F(RequestsTest, LeftProbesAreNotWaitedFor) {
+TEST_F(RequestsTest, AbandonedProbesAreNotAwaited) {
   parts_.record("x");
   parts_.record("y");
   const Slot x = fetch("x").slot, y = fetch("y").slot;

@@ -31,7 +31,7 @@ TEST_F(RowSupplyTest, AFreeRowComesFirst) {
   EXPECT_THAT(evicted_, IsEmpty());
 }
 
-TEST_F(RowSupplyTest, TheChunkThatIsNextToGoGivesItsRow) {
+TEST_F(RowSupplyTest, TheNextChunkToEvictGivesItsRow) {
   fill();
   parts().chunks.pin(slots_["a"]);
   EXPECT_NE(take(), kNoRow);
@@ -49,7 +49,7 @@ TEST_F(RowSupplyTest, ARequestDoesNotEvictItsOwnChunks) {
   EXPECT_NE(take(2), kNoRow);
 }
 
-TEST_F(RowSupplyTest, ATierIsToldOfTheLastUseOfWhatIsEvicted) {
+TEST_F(RowSupplyTest, AnEvictionReportsTheLastUseToTheTier) {
   parts().record("a");
   fill();
   take();
@@ -63,25 +63,25 @@ TEST_F(RowSupplyTest, QueuedWritesAreCancelledWhenNothingElseIsLeft) {
   EXPECT_EQ(parts().tier->queued_writes(), 0u);
 }
 
-TEST_F(RowSupplyTest, WritesThatRunAreWaitedForByNobody) {
+TEST_F(RowSupplyTest, RunningWritesAreNotAwaited) {
   fill();
   for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
   for (int i = 0; i < 4; ++i) parts().tier->start(OpKind::kWrite);
   EXPECT_EQ(take(), kNoRow);
 }
 
-TEST_F(RowSupplyTest, WhatIsWrittenBeforeItGoesIsPassedOver) {
+TEST_F(RowSupplyTest, ChunksBeingWrittenBeforeEvictionAreSkipped) {
   PartsOptions options;
   options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
   make(std::move(options));
   fill();
-  // All are pinned by their writes; those are shed, and not queued again.
+  // Writes pin all chunks. The writes are shed and not queued again.
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, ElementsAre(key_of("a")));
   EXPECT_EQ(parts().tier->queued_writes(), 0u);
 }
 
-TEST_F(RowSupplyTest, WhatGoesUnwrittenIsCountedAlsoWhenItsWholeSlabGoes) {
+TEST_F(RowSupplyTest, UnwrittenEvictedChunksAreCountedEvenForAWholeSlab) {
   PartsOptions options{.rows = 64, .shard_bytes = {4096, 65536}};
   options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
   make(std::move(options));

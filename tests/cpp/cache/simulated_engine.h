@@ -1,6 +1,6 @@
-// A serving engine and a tier in virtual time around a real TieredCache: what a
-// request's first token takes follows from laws that the test sets, so that any
-// decision can be compared with the other one. No bytes move and nothing waits.
+// Simulates a serving engine and its tiers in virtual time around a real TieredCache. TTFT
+// follows from a cost law that the test sets, so tests can compare loading with recomputing.
+// No bytes are copied and no call waits.
 #pragma once
 
 #include <unistd.h>
@@ -21,15 +21,15 @@ namespace kv_offload {
 
 inline Nanos nanos(double seconds) { return Nanos(static_cast<std::int64_t>(seconds * 1e9)); }
 
-// One device that reads one record after the other.
+// A device that reads one record at a time.
 class SimulatedTier final : public Tier {
  public:
   SimulatedTier(std::string name, const Clock& clock) : name_(std::move(name)), clock_(clock) {}
 
   double bytes_per_second = 1e9;
   double latency_seconds = 0;
-  double noise = 0;    // share by which the speed of single reads differs
-  bool stuck = false;  // nothing ends any more
+  double noise = 0;    // relative variation of the speed of single reads
+  bool stuck = false;  // no read ends
   std::set<ChunkKey> records;
   std::uint64_t read_bytes = 0;  // of reads that ended
   std::uint64_t submitted_reads = 0;
@@ -100,10 +100,10 @@ class SimulatedTier final : public Tier {
     std::uint64_t bytes;
     Nanos submitted;
   };
-  double wobble(OpId id) const {  // the same for an op, whenever it is asked for
+  double wobble(OpId id) const {  // deterministic per op
     return 1 + noise * (2 * static_cast<double>(id * 0x9E3779B97F4A7C15ull >> 40) / (1 << 24) - 1);
   }
-  // Ends what has ended by now. What follows is read at the speed of its start.
+  // Completes the reads that have ended by now. A later read uses the speed at its start.
   void work() {
     while (!stuck && !queue_.empty()) {
       const Queued& op = queue_.front();
@@ -128,22 +128,22 @@ class SimulatedTier final : public Tier {
   std::map<OpId, Nanos> at_;
 };
 
-// In which order vLLM ends a step and offers what the step computes.
+// The order in which vLLM ends a step and offers the step's chunks.
 enum class StepOrder { kStoresFirst /* 0.33 */, kStepEndFirst /* 0.32 */, kOneAhead /* async scheduling */ };
 
 struct EngineOptions {
   double step_seconds = 0.005;       // a step that computes nothing
   double token_seconds = 100e-6;     // 10,000 tokens/s at the start of a prompt
-  double context_seconds = 2e-9;     // and per token that lies before
+  double context_seconds = 2e-9;     // additional time per preceding token
   std::uint32_t step_tokens = 2048;  // vLLM cuts longer prompts
   double copy_bytes_per_second = 1e12;
   double copy_latency_seconds = 0;
-  double wait_step_seconds = 0.0005;  // an engine that only waits steps this often,
-  double wait_step_share = 0;         // or each time it has waited this much longer
+  double wait_step_seconds = 0.0005;  // step interval of an engine that only waits,
+  double wait_step_share = 0;         // or this share of the time waited so far, if larger
   StepOrder order = StepOrder::kStoresFirst;
   std::uint64_t rows = 16384;
   std::vector<double> tiers{1e9};  // bytes per second
-  std::uint32_t window = 0;        // chunks that a second group looks back; it stores nothing
+  std::uint32_t window = 0;        // window of a second group, in chunks; the group stores nothing
   CacheOptions cache{};
 };
 
@@ -197,16 +197,16 @@ class SimulatedEngine {
     }
     return prompt;
   }
-  // Chunks [from, to) of it are on a tier.
+  // Puts chunks [from, to) of the prompt on a tier.
   void put(const Prompt& prompt, std::size_t tier, std::size_t from = 0, std::size_t to = ~std::size_t{0}) {
     for (std::size_t i = from; i < std::min(to, prompt.keys.size()); ++i)
       tiers[tier]->records.insert(prompt.keys[i]);
   }
-  // The chunks of the window before its end are on a tier.
+  // Puts the window chunks before the end of the prompt on a tier.
   void put_window(const Prompt& prompt, std::size_t tier) {
     for (const ChunkKey& key : window_of(prompt, prompt.keys.size())) tiers[tier]->records.insert(key);
   }
-  // What all of its tokens take without a connector.
+  // Returns the seconds to compute the tokens after `from` without a connector.
   double compute_seconds(const Prompt& prompt, std::uint32_t from = 0) const {
     double seconds = 0;
     for (std::uint32_t at = from; at < prompt.tokens();) {
@@ -217,7 +217,7 @@ class SimulatedEngine {
     return seconds;
   }
 
-  // One request, alone. The time until its first token.
+  // Serves one request alone. Returns its TTFT and the number of loaded tokens.
   Served serve(const Prompt& prompt, const RequestOptions& request_options = {}, int decode_steps = 8) {
     const Nanos arrived = clock.now();
     const RequestHandle request = cache->begin_request("r", request_options);
@@ -249,7 +249,7 @@ class SimulatedEngine {
   RequestReport last_report;
 
  private:
-  static constexpr std::uint32_t kTail = 8;  // tokens of a prompt behind its last whole chunk
+  static constexpr std::uint32_t kTail = 8;  // tokens after the last whole chunk of a prompt
 
   double step_seconds(std::uint32_t context, std::uint32_t tokens) const {
     return options.step_seconds +
@@ -271,10 +271,10 @@ class SimulatedEngine {
       window_misses |= result == LookupResult::kMiss;
       pending |= result == LookupResult::kPending || result == LookupResult::kRetry;
     }
-    if (window_misses) *hits = 0;  // as if no window before it were there either
+    if (window_misses) *hits = 0;  // treat all earlier windows as missing too
     return !pending || *hits == 0;
   }
-  // From the last to the first, as vLLM looks.
+  // From last to first, the order of vLLM's lookups.
   std::vector<ChunkKey> window_of(const Prompt& prompt, std::size_t end) const {
     std::vector<ChunkKey> keys;
     for (std::size_t i = end; i-- > 0 && keys.size() < options.window;) {
@@ -298,7 +298,7 @@ class SimulatedEngine {
   // The prompt's steps from `at` on, then steps of one token each.
   void compute(RequestHandle request, const Prompt& prompt, std::uint32_t at, int decode_steps,
                double* first_token, Nanos arrived) {
-    double runs = 0;  // what the step before takes, with async scheduling
+    double runs = 0;  // duration of the previous step, with async scheduling
     while (at < prompt.tokens() || decode_steps-- > 0) {
       const std::uint32_t tokens = std::min(options.step_tokens, std::max(prompt.tokens(), at) - at);
       const std::vector<ChunkKey> keys = offered(prompt, at, at + tokens);
@@ -336,7 +336,7 @@ class SimulatedEngine {
   std::uint64_t last_prompt_ = 0;
 
  public:
-  std::unique_ptr<TieredCache> cache;  // last: it goes before what it uses
+  std::unique_ptr<TieredCache> cache;  // declared last, so it is destroyed before the members it uses
 };
 
 }  // namespace kv_offload

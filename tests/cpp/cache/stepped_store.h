@@ -1,6 +1,6 @@
-// The real fs tier, on a directory, whose ops run when the test says so and on the
-// test's thread. Its upkeep runs on the tier's own thread, as ever; what the test
-// asks about waits until that has ended, so that every answer is the same each time.
+// The real fs tier on a directory. Its ops run on the test's thread when the test calls for
+// them. Maintenance still runs on the tier's own thread; the test's calls wait for it to end,
+// so results are deterministic.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 
 namespace kv_offload {
 
-// Outlives the tiers on it.
+// Must outlive the tiers that use it.
 struct Disk {
   testing::TempDir directory;
   testing::FaultyFileOps ops;
@@ -41,7 +41,7 @@ class SteppedStore final : public TierHand {
     close();
   }
 
-  // ---- what the test does
+  // ---- control by the test
   void finish(std::size_t n) override {
     for (; n > 0; --n) {
       const auto next = begin(reads_.empty() ? OpKind::kWrite : OpKind::kRead);
@@ -61,7 +61,7 @@ class SteppedStore final : public TierHand {
   bool holds(const ChunkKey& key) override { return contains(key) == Presence::kPresent; }
   void take_away(const ChunkKey& key) override {
     EXPECT_TRUE(std::filesystem::remove(path_of(key)));
-    if (reads_.empty()) run_own(OpKind::kRead, key);  // finds that it is gone
+    if (reads_.empty()) run_own(OpKind::kRead, key);  // finds the record missing
   }
   void damage(const ChunkKey& key) override { testing::flip_a_bit(path_of(key)); }
   void fail(StatusKind kind) override {
@@ -84,7 +84,7 @@ class SteppedStore final : public TierHand {
     start_own(OpKind::kWrite, ChunkKey(std::string(36, 's')));
     const auto stuck = pool_->begin_next(Lane::kWrite);
     clock_.advance(std::chrono::seconds(11));
-    take_completions();  // looks for stuck ops
+    take_completions();  // detects stuck ops
     stuck();
   }
   bool is_closed() const override { return closed_; }
@@ -106,7 +106,7 @@ class SteppedStore final : public TierHand {
       completions->push_back(std::move(completion));
     for (const TierRemoval& removal : std::exchange(removals_, {})) removals->push_back(removal);
   }
-  // Its scan is over: nothing is unknown.
+  // The constructor waited for the scan, so no key is unknown.
   Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
   void forget_absence(const ChunkKey& key) override { tier_->forget_absence(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
@@ -120,10 +120,10 @@ class SteppedStore final : public TierHand {
     finish_started();
     tier_->close();
   }
-  double estimate_read_seconds(std::uint64_t) const override { return 0; }  // no device has a speed here
+  double estimate_read_seconds(std::uint64_t) const override { return 0; }  // no device speed is simulated
 
  private:
-  static constexpr OpId kOwn = OpId{1} << 40;  // above every id of the cache
+  static constexpr OpId kOwn = OpId{1} << 40;  // larger than all op ids of the cache
 
   std::function<void()> begin(OpKind kind) {
     auto& queue = kind == OpKind::kRead ? reads_ : writes_;
@@ -142,7 +142,7 @@ class SteppedStore final : public TierHand {
       if (completion.id < kOwn) completions_.push_back(std::move(completion));
     }
   }
-  // An op of the test's own, of which the cache does not hear.
+  // Starts an op of the test. Its completion is not reported to the cache.
   void start_own(OpKind kind, const ChunkKey& key) {
     TierOp op;
     op.id = kOwn + ++own_ops_;
@@ -169,7 +169,7 @@ class SteppedStore final : public TierHand {
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     while (!condition()) {
       if (std::chrono::steady_clock::now() > give_up) {
-        ADD_FAILURE() << "the tier's upkeep did not end";
+        ADD_FAILURE() << "the tier's maintenance did not end";
         return;
       }
       take_completions();
@@ -182,7 +182,7 @@ class SteppedStore final : public TierHand {
   AlignedBuffer row_{2 * kPageBytes};
   IoPool* pool_ = nullptr;
   std::unique_ptr<Tier> tier_;
-  std::deque<TierOp> reads_, writes_;  // copies: the tier has them
+  std::deque<TierOp> reads_, writes_;  // copies; the tier holds the ops
   std::vector<std::function<void()>> started_;
   std::vector<Completion> completions_;
   std::vector<TierRemoval> removals_;

@@ -1,4 +1,4 @@
-// What is stored, and when it becomes a hit.
+// Stores: which chunks are accepted, and when they become hits.
 #include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
@@ -13,7 +13,7 @@ class StoreTest : public OverBoth<CacheTest> {};
 KV_OFFLOAD_OVER_BOTH(StoreTest);
 class StoreFakeTest : public CacheTest {};
 
-TEST_P(StoreTest, WhatWasNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
+TEST_P(StoreTest, AChunkNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
 
 TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   const RequestHandle request = begin();
@@ -78,13 +78,13 @@ TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
   EXPECT_EQ(store(request, {"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
 
-// What it calls may throw, at the latest when no memory is left.
+// Functions called by an offer may throw, at least when memory runs out.
 TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
   make({.rows = 3});
   store({"old"});
   tier().finish();
   step();
-  for (int calls_before : {0, 1}) {  // the first two chunks of an offer have rows of their own
+  for (int calls_before : {0, 1}) {  // the first two chunks of an offer already have rows
     fake().on_touch = [calls_before]() mutable {
       if (calls_before-- == 0) throw std::bad_alloc();
     };
@@ -124,11 +124,11 @@ TEST_P(StoreTest, OnlyTheGroupThatFailedIsLost) {
   EXPECT_EQ(cache().lookup(request, key_of("a", 1)), LookupResult::kMiss);
 }
 
-TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTheReport) {
+TEST_P(StoreTest, ACompletionBeforeAllReportsFailsAndItsRowsWaitForTheReports) {
   make({.rows = 1});
   const RequestHandle request = begin();
   const Job job = offer(request, {"a"});
-  world().ranks[0]->report(0, job.transfer.ticket, 0);  // rank 1 did not
+  world().ranks[0]->report(0, job.transfer.ticket, 0);  // rank 1 did not report
   complete(job);
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(cache().stats().quarantined_rows, 1u);
@@ -138,7 +138,7 @@ TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTh
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(StoreTest, ACompletionThatSaysFailureIsOne) {
+TEST_P(StoreTest, ACompletionWithFailureFailsTheStore) {
   const Job job = offer(begin(), {"a"});
   copy(job);
   complete(job, false);
@@ -151,7 +151,7 @@ TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
 
 // ---- rows and eviction
 
-TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
+TEST_P(StoreTest, TheColdestChunksAreEvictedAndReported) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -166,7 +166,7 @@ TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
   EXPECT_EQ(world().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), 2 * 4096);
 }
 
-TEST_P(StoreTest, TheTailOfAPrefixGoesBeforeItsHead) {
+TEST_P(StoreTest, TheTailOfAPrefixIsEvictedBeforeItsHead) {
   make({.rows = 3, .tier = false});
   store({"a", "b", "c"});
   EXPECT_THAT(names(cache().prepare_store(begin(), keys({"d"})).evicted), ElementsAre("c"));
@@ -179,13 +179,13 @@ TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
   const RequestHandle reader = begin();
   scan(reader, {"a"});
   const Job job = begin_load(reader, {"a"});
-  EXPECT_THAT(store({"c", "d"}), ElementsAre("c"));  // b went
+  EXPECT_THAT(store({"c", "d"}), ElementsAre("c"));  // b was evicted
   EXPECT_EQ(peek({"a"}), "H");
   EXPECT_EQ(world().dropped("cpu", "pressure"), 2 * 4096);
   end_load(job);
 }
 
-TEST_P(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
+TEST_P(StoreTest, ARequestDoesNotEvictItsOwnPrefix) {
   make({.rows = 3, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b"}), ElementsAre("a", "b"));
@@ -193,15 +193,15 @@ TEST_P(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
   EXPECT_EQ(peek({"a", "b", "c"}), "HHH");
 }
 
-TEST_P(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
+TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
-  cache().reset();  // rows are free again; but here the request was told to start over
+  cache().reset();  // frees the rows, and restarts the request's offers
   EXPECT_THAT(store(request, {"d"}), ElementsAre("d"));
   const RequestHandle other = begin();
   const Job filling = offer(other, {"x", "y"});
-  EXPECT_EQ(filling.keys.size(), 2u);  // d went
+  EXPECT_EQ(filling.keys.size(), 2u);  // d was evicted
   EXPECT_THAT(store(request, {"e"}), IsEmpty());
   copy(filling);
   complete(filling);
@@ -237,7 +237,7 @@ TEST_P(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
 
 // ---- events and figures
 
-TEST_P(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
+TEST_P(StoreTest, EventsReportStoresEvictionsWritesAndRemovals) {
   make({.rows = 1, .cache = {.keep_events = true}});
   store({"a"});
   tier().finish();
@@ -254,13 +254,13 @@ TEST_P(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
   EXPECT_THAT(cache().take_events(), IsEmpty());
 }
 
-TEST_P(StoreTest, FiguresTellWhatIsResident) {
+TEST_P(StoreTest, StatsCountResidentChunks) {
   store({"a", "b"});
   const auto stats = cache().stats();
   EXPECT_EQ(stats.resident_chunks, 2u);
   EXPECT_EQ(stats.resident_bytes, 2 * 2 * 4096u);
   EXPECT_EQ(stats.capacity_bytes, 2 * 8 * 4096u);
-  EXPECT_EQ(stats.pinned_chunks, 2u);  // their writes
+  EXPECT_EQ(stats.pinned_chunks, 2u);  // pinned by their writes
   cache().publish_gauges();
   EXPECT_EQ(world().metrics.value("kv_offload_tier_chunks", {"cpu"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_queue_depth", {"fs", "write"}), 2);

@@ -35,10 +35,10 @@ TEST_F(StoresTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
-TEST_F(StoresTest, IfTheFirstChunkOfAJobIsRefusedTheOthersAreKept) {
+TEST_F(StoresTest, ARefusedFirstChunkKeepsTheOthersOfItsJob) {
   const StoreGrant grant = prepare({"a", "b"});
   parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
-  stores_.complete(keys({"b", "a"}), true);  // vLLM gives the keys in any order
+  stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order
   EXPECT_EQ(parts_.chunks.find(key_of("a")), nullptr);
   EXPECT_NE(parts_.chunks.find(key_of("b")), nullptr);
   EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 0);
@@ -46,9 +46,9 @@ TEST_F(StoresTest, IfTheFirstChunkOfAJobIsRefusedTheOthersAreKept) {
 
 TEST_F(StoresTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
   const StoreGrant grant = prepare({"a", "b"});
-  stores_.complete(keys({"a"}), true);  // not reported
+  stores_.complete(keys({"a"}), true);  // no report yet
   parts_.report(grant.transfer.ticket, 1);
-  stores_.complete(keys({"b"}), true);  // its group was refused
+  stores_.complete(keys({"b"}), true);  // its group failed
   EXPECT_EQ(parts_.chunks.resident(), 0u);
   EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 1);
   EXPECT_GT(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "incomplete"}), 0);
@@ -63,7 +63,7 @@ TEST_F(StoresTest, TheFirstKeyWithoutARowEndsWhatIsAcceptedUntilItIsOfferedAgain
   stores_.complete(keys({"a", "b"}), false);
   parts_.report(1);
   parts_.chunks.poll();
-  EXPECT_THAT(prepare({"f"}).accepted, IsEmpty()) << "e would be a hole";
+  EXPECT_THAT(prepare({"f"}).accepted, IsEmpty()) << "without e there would be a gap";
   EXPECT_THAT(prepare({"e", "f"}).accepted, ElementsAre(0, 1));
 }
 

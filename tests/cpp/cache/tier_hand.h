@@ -1,6 +1,6 @@
-// What a test does with a tier, whichever it is: lets ops begin and end one by one,
-// takes records away, damages them, makes calls fail. FakeTier is one; SteppedStore
-// (the real fs tier on a directory) is the other; the cache's tests run over both.
+// A tier that a test controls: the test starts and ends ops one by one, removes or damages
+// records, and makes calls fail. There are two implementations: FakeTier (in memory) and
+// SteppedStore (the real fs tier on a directory). The cache tests run on both.
 #pragma once
 
 #include <deque>
@@ -17,23 +17,24 @@ class TierHand : public Tier {
 
   // Ends the next n ops, reads first.
   virtual void finish(std::size_t n = kAll) = 0;
-  // The next op begins: it can no longer be cancelled, and ends with finish_started.
+  // Starts the next op. It can no longer be cancelled, and ends in finish_started().
   virtual void start(OpKind kind) = 0;
   virtual void finish_started() = 0;
-  // Ops that have not begun, in order.
+  // Ops that have not started, in submission order.
   virtual const std::deque<TierOp>& reads() const = 0;
   virtual const std::deque<TierOp>& writes() const = 0;
 
   virtual bool holds(const ChunkKey& key) = 0;
-  // Somebody else takes the record away. With no read queued the tier knows at once, else with its next read.
+  // Removes the record as another process would. The tier notices at once if no read is queued,
+  // otherwise with its next read.
   virtual void take_away(const ChunkKey& key) = 0;
   virtual void damage(const ChunkKey& key) = 0;
-  // Ops end like this from now on: kIo, kNoSpace (writes only), kOk.
+  // Sets the result of all later ops: kIo, kNoSpace (writes only) or kOk.
   virtual void fail(StatusKind kind) = 0;
   virtual void fail_resets(bool fail) = 0;
-  // What resets left undone is made up for, as far as it can be by now.
+  // Completes failed resets, as far as that is possible now.
   virtual void heal() = 0;
-  // The breaker trips: no op is taken for a while. REQUIRES: nothing is queued.
+  // Opens the circuit breaker: the tier accepts no ops for a while. REQUIRES: no op is queued.
   virtual void switch_off() = 0;
   virtual bool is_closed() const = 0;
 

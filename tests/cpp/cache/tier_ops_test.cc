@@ -15,7 +15,7 @@ class TierOpsTest : public ::testing::Test {
     TierOps::Waiter waiter;
     bool arrived;
     std::optional<MissReason> failed;
-    ChunkState state;  // of the chunk, while it is told
+    ChunkState state;  // the chunk's state during the callback
     bool operator==(const Told&) const = default;
   };
   TierOpsTest() {
@@ -38,18 +38,18 @@ class TierOpsTest : public ::testing::Test {
   std::vector<Told> told_;
 };
 
-TEST_F(TierOpsTest, WhoWaitsIsToldBeforeTheChunkIsResident) {
+TEST_F(TierOpsTest, WaitersAreNotifiedBeforeTheChunkIsResident) {
   parts_.record("a");
   const Slot slot = read("a");
   EXPECT_TRUE(ops_.await(slot, 5));
   EXPECT_TRUE(ops_.await(slot, 6));
-  EXPECT_FALSE(ops_.await(slot, 5)) << "it waits already";
+  EXPECT_FALSE(ops_.await(slot, 5)) << "the waiter is already registered";
   parts_.finish();
   EXPECT_THAT(
       told_, ElementsAre(Told{5, true, {}, ChunkState::kFetching}, Told{6, true, {}, ChunkState::kFetching}));
   EXPECT_EQ(parts_.chunks.at(slot).state, ChunkState::kResident);
   EXPECT_EQ(parts_.chunks.at(slot).origin, ChunkOrigin::kTier);
-  EXPECT_FALSE(ops_.await(slot, 7)) << "nothing reads it any more";
+  EXPECT_FALSE(ops_.await(slot, 7)) << "no read of the chunk is in flight";
 }
 
 TEST(TierOpsShardsTest, ARecordHasEachShardOfARow) {
@@ -57,7 +57,7 @@ TEST(TierOpsShardsTest, ARecordHasEachShardOfARow) {
   options.rows = 6;
   options.shards_per_area = 3;
   OpParts parts(options);
-  (void)parts.resident("before");  // takes the first pages
+  (void)parts.resident("before");  // uses the first pages
   const Slot slot = parts.resident("a");
   const RowId row = parts.chunks.at(slot).row;
   for (std::uint32_t i = 0; i < 3; ++i) fill(parts.region->shard(0, row + i, 300), key_of("a"), i);
@@ -83,15 +83,15 @@ TEST_F(TierOpsTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOn
   EXPECT_EQ(failures("read", "io"), 1);
 }
 
-TEST_F(TierOpsTest, AReadThatIsGivenUpIsNoFailureOfItsKey) {
+TEST_F(TierOpsTest, ACancelledReadIsNotAFailureOfItsKey) {
   parts_.record("a");
   const Slot slot = read("a");
   const OpId op = ops_.await(slot, 5).value();
   ops_.await(slot, 6);
   ops_.stop_awaiting(op, 5);
-  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "another waits for it";
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "another request waits for the read";
   ops_.stop_awaiting(op, 5);
-  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it left before";
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "the request had already left";
   ops_.stop_awaiting(op, 6);
   EXPECT_EQ(parts_.tier->queued_reads(), 0u);
   parts_.finish();
@@ -112,14 +112,14 @@ TEST_F(TierOpsTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
   EXPECT_TRUE(ops_.leave_as_probe(slot, Nanos(0)));
   EXPECT_TRUE(ops_.is_probe(slot));
   EXPECT_TRUE(ops_.await(slot, 7));
-  EXPECT_FALSE(ops_.is_probe(slot)) << "somebody waits for it again";
+  EXPECT_FALSE(ops_.is_probe(slot)) << "a request waits for the read again";
 }
 
 TEST_F(TierOpsTest, AWriteHasAPinUntilItEnded) {
   const Slot slot = parts_.resident("a");
   write(slot);
   write(slot);
-  EXPECT_EQ(parts_.tier->queued_writes(), 1u) << "it is on the way there already";
+  EXPECT_EQ(parts_.tier->queued_writes(), 1u) << "a write is already queued";
   EXPECT_EQ(ops_.writes_in_flight(0), 1u);
   EXPECT_EQ(parts_.chunks.victim(), std::nullopt);
   parts_.finish();
@@ -127,7 +127,7 @@ TEST_F(TierOpsTest, AWriteHasAPinUntilItEnded) {
   EXPECT_EQ(parts_.chunks.victim(), slot);
   EXPECT_TRUE(ops_.is_recorded(key_of("a"), 1));
   write(slot);
-  EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "it is there";
+  EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "the record exists";
 }
 
 TEST_F(TierOpsTest, AFailedWriteIsCountedOnceAndItsChunkStays) {
@@ -148,11 +148,11 @@ TEST_F(TierOpsTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
   EXPECT_TRUE(ops_.shed_writes());
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), kPageBytes);
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "cancelled"}), 0);
-  EXPECT_EQ(parts_.chunks.pinned(), 1u) << "the one that runs";
-  EXPECT_FALSE(ops_.shed_writes()) << "nothing is left to cancel";
+  EXPECT_EQ(parts_.chunks.pinned(), 1u) << "the running write";
+  EXPECT_FALSE(ops_.shed_writes()) << "no write is left to cancel";
 }
 
-TEST_F(TierOpsTest, WhatRunsWhenAllIsForgottenKeepsItsRowUntilItEnds) {
+TEST_F(TierOpsTest, ARunningOpKeepsItsRowThroughAResetUntilItEnds) {
   parts_.record("a");
   read("a");
   write(parts_.resident("b"));
@@ -168,14 +168,14 @@ TEST_F(TierOpsTest, WhatRunsWhenAllIsForgottenKeepsItsRowUntilItEnds) {
   EXPECT_FALSE(parts_.has("a"));
 }
 
-TEST_F(TierOpsTest, ATierThatTookNoResetIsCounted) {
+TEST_F(TierOpsTest, AFailedResetOfATierIsCounted) {
   parts_.tier->fail_resets(true);
   ops_.reset();
   EXPECT_EQ(failures("reset", "io"), 1);
-  EXPECT_FALSE(ops_.is_writable(0)) << "as of the poll behind it";
+  EXPECT_FALSE(ops_.is_writable(0)) << "as of the previous poll";
 }
 
-TEST_F(TierOpsTest, ItPollsOnceAStepUnlessItWasPolledOtherwise) {
+TEST_F(TierOpsTest, PollsOnceAStepUnlessAlreadyPolled) {
   const Slot slot = parts_.resident("a");
   write(slot);
   ops_.poll_once_a_step();
@@ -201,8 +201,8 @@ TEST_F(TierOpsTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
   EXPECT_THAT(events[0].keys, ElementsAre(key_of("a"), key_of("b")));
 }
 
-// Both come with one poll, and not in their order.
-TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
+// One poll reports both the removal and the write, not in the order in which they happened.
+TEST_F(TierOpsTest, ARecordWrittenAgainIsNotReportedAsRemoved) {
   parts_.record("a");
   parts_.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
   write(parts_.resident("a"));
@@ -215,7 +215,7 @@ TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
   EXPECT_EQ(parts_.memory.why_gone(key_of("a")), std::nullopt);
 }
 
-TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRecordGoes) {
+TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRemoval) {
   const Slot slot = parts_.resident("a");
   const auto recorded = [&] { return parts_.chunks.at(slot).recorded; };
   write(slot);
@@ -232,7 +232,7 @@ TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRecordGoes) {
   EXPECT_FALSE(recorded());
 }
 
-TEST_F(TierOpsTest, WhatWasReadAndWhatNeedNotBeWrittenIsRecorded) {
+TEST_F(TierOpsTest, AFetchedChunkAndAnUnneededWriteCountAsRecorded) {
   parts_.record("a");
   parts_.record("b");
   const Slot fetched = read("a");
@@ -245,7 +245,7 @@ TEST_F(TierOpsTest, WhatWasReadAndWhatNeedNotBeWrittenIsRecorded) {
   EXPECT_TRUE(parts_.chunks.at(stored).recorded);
 }
 
-// A chunk that two tiers have recorded.
+// A chunk with records on two tiers.
 class TierOpsTiersTest : public ::testing::Test {
  protected:
   TierOpsTiersTest() {
@@ -264,14 +264,14 @@ class TierOpsTiersTest : public ::testing::Test {
   const Slot slot_ = parts_.resident("a");
 };
 
-TEST_F(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
+TEST_F(TierOpsTiersTest, AChunkIsRecordedWhileOneOfItsRecordsExists) {
   remove_from(*parts_.tier);
   EXPECT_TRUE(recorded());
   remove_from(*parts_.slower);
   EXPECT_FALSE(recorded());
 }
 
-// From then on what lies on this tier is computed again, whether or not it is there.
+// Makes the cost model prefer recomputing over reading from this tier, whatever records it has.
 void make_too_slow(OpParts& parts, std::size_t tier) {
   Nanos now{std::chrono::seconds(100)};
   parts.costs.prefill.note(1000, 500);
@@ -281,7 +281,7 @@ void make_too_slow(OpParts& parts, std::size_t tier) {
   ASSERT_EQ(parts.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
 }
 
-TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
+TEST_F(TierOpsTest, ARecordOnATierThatIsTooSlowDoesNotCount) {
   make_too_slow(parts_, 0);
   const Slot slot = parts_.resident("a");
   write(slot);
@@ -289,7 +289,7 @@ TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
   EXPECT_FALSE(parts_.chunks.at(slot).recorded);
 }
 
-TEST_F(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotStandForOneThatGoes) {
+TEST_F(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotReplaceARemovedOne) {
   make_too_slow(parts_, 1);
   remove_from(*parts_.tier);
   EXPECT_FALSE(recorded());

@@ -29,11 +29,11 @@ TEST(TraceReplay, HitsAreCountedFromTheLeft) {
   const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
   const ReplayResult result = lru(trace, 100);
   EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
-  EXPECT_EQ(result.stored, 5u);  // 1 2 3 4 9: no block twice
+  EXPECT_EQ(result.stored, 5u);  // 1 2 3 4 9: each block once
   EXPECT_EQ(result.evicted, 0u);
 }
 
-TEST(TraceReplay, TheEndOfThePromptThatIsLeastRecentGoesFirst) {
+TEST(TraceReplay, TheEndOfTheLeastRecentPromptIsEvictedFirst) {
   // Four fit: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 4).host_hits, 2u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 5).host_hits, 3u);
@@ -46,7 +46,7 @@ TEST(TraceReplay, APromptLongerThanTheCacheKeepsItsHead) {
   EXPECT_EQ(result.declined, 4u);
 }
 
-TEST(TraceReplay, WhatLeftHostMemoryIsHitOnTheTier) {
+TEST(TraceReplay, AnEvictedChunkIsHitOnTheTier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}, {3, 4}});
   const ReplayResult result = lru(trace, 2, 4);
   EXPECT_EQ(result.host_hits, 0u);
@@ -55,7 +55,7 @@ TEST(TraceReplay, WhatLeftHostMemoryIsHitOnTheTier) {
   EXPECT_EQ(result.stored, 4u);
 }
 
-TEST(TraceReplay, OnEvictWritesOnlyWhatLeaves) {
+TEST(TraceReplay, OnEvictWritesOnlyEvictedChunks) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}});
   const ReplayResult result = lru(trace, 3, 4, {.write_policy = WritePolicy::kOnEvict});
   EXPECT_EQ(result.host_hits + result.tier_hits, 2u);
@@ -66,7 +66,7 @@ TEST(TraceReplay, ReuseWritesNothingForOneOffPrompts) {
   const TierSlotOptions reuse{.write_policy = WritePolicy::kReuse, .reuse_threshold = 2};
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {7}}), 4, 100, reuse).written, 0u);
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {1, 2}}), 4, 100, reuse).written, 2u);
-  // Seen twice, though it was not here any more.
+  // Seen twice, although it was evicted in between.
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {1, 2}}), 2, 100, reuse).written, 2u);
 }
 
@@ -78,7 +78,7 @@ TEST(TraceReplay, TheTierIsBounded) {
   EXPECT_EQ(result.tier_hits, 0u);
 }
 
-TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
+TEST(TraceReplay, AKillKeepsOnlyTheRecordsOnTheTier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
   const auto killed = [&](WritePolicy policy) {
     return replay(trace, {.host_chunks = 3,
@@ -97,7 +97,7 @@ TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
   EXPECT_EQ(on_evict.killed_with, 2u) << "1 and 2 had left host memory";
   EXPECT_EQ(on_evict.recent_hits, 0u);
   EXPECT_EQ(on_evict.hits_after, 2u);
-  EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "nobody was killed";
+  EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "no engine was killed";
 }
 
 TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
@@ -113,21 +113,21 @@ TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
   EXPECT_EQ(on_evict.hits_after, 5u);
   const Trace again = trace_of({{1}, {2}, {1}, {3}, {4}, {1}});
   const ReplayResult kept = replay(again, {.host_chunks = 3, .kill_after = 4, .keep_host_memory = true});
-  EXPECT_EQ(kept.hits_after, 1u) << "2, not 1, was used longest ago";
+  EXPECT_EQ(kept.hits_after, 1u) << "2 is the least recently used, not 1";
 }
 
-// As a server does: what the killed one had on no tier is written when it is used.
+// Matches a server: a kept chunk without a record on any tier is written at its first use.
 TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
   const Trace trace = trace_of({{1}, {2}, {1}, {3}});
   ReplayOptions options{.host_chunks = 3, .tier_chunks = 1, .kill_after = 2, .keep_host_memory = true};
-  EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 once more, 3";
+  EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 again, 3";
   options.tier.write_policy = WritePolicy::kOnEvict;
   EXPECT_EQ(replay(trace, options).written, 0u);
 }
 
-// Under `prefix` the end of {1, 2, 3} would go next; after a restart the directory knows no prompts, only
-// that nothing of it was used for longest, its beginning first.
-TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
+// Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
+// only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
+TEST(TraceReplay, ARestartedTierKnowsTimesOfUseButNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
     return replay(trace, {.host_chunks = 6,
@@ -138,29 +138,29 @@ TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
         .hits_after;
   };
   EXPECT_EQ(hits_after("lru"), 3u);
-  EXPECT_EQ(hits_after("prefix"), 3u) << "7 took the place of 1, and the two behind it are of no use";
+  EXPECT_EQ(hits_after("prefix"), 3u) << "7 replaced 1, and the two chunks after 1 are useless without it";
 }
 
-// 1 and 2 are hit in host memory until the kill, and the tier has room for three.
-TEST(TraceReplay, WhatIsUsedInHostMemoryStaysOnATierThatIsSmaller) {
+// 1 and 2 are hit in host memory until the kill; the tier has room for three records.
+TEST(TraceReplay, ChunksUsedInHostMemoryStayOnASmallerTier) {
   const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 8, .recent_requests = 2});
   EXPECT_EQ(result.recent_hits, 3u);
 }
 
-TEST(TraceReplay, TheEndOfAPromptIsNotWrittenInThePlaceOfItsBeginning) {
+TEST(TraceReplay, TheEndOfAPromptDoesNotReplaceItsBeginning) {
   const Trace trace = trace_of({{1, 2, 3, 4, 5}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 1, .recent_requests = 1});
   EXPECT_EQ(result.recent_hits, 3u);
   EXPECT_EQ(result.written, 4u);
   EXPECT_EQ(result.tier_declined, 2u);
-  EXPECT_EQ(result.tier_evicted, 1u) << "6 is of another request";
+  EXPECT_EQ(result.tier_evicted, 1u) << "6 belongs to another request";
 }
 
-// What was missed is stored again while its record goes: a prompt of which the beginning is nowhere.
-TEST(TraceReplay, ARecordMayGoWhoseChunkIsJustBeingStored) {
+// A missed chunk is stored again while its record is evicted: the beginning of the prompt is on no tier.
+TEST(TraceReplay, ARecordMayBeEvictedWhileItsChunkIsStored) {
   std::vector<std::vector<std::uint64_t>> requests;
   std::mt19937 random(7);
   for (int i = 0; i < 2000; ++i) {
@@ -182,7 +182,7 @@ TEST(TraceReplay, ARecordMayGoWhoseChunkIsJustBeingStored) {
   }
 }
 
-TEST(TraceReplay, TheOptimumKeepsWhatComesBackSoonest) {
+TEST(TraceReplay, TheOptimumKeepsTheChunksReusedSoonest) {
   const Trace trace = trace_of({{1}, {2}, {3}, {1}, {4}, {2}, {1}});
   EXPECT_EQ(optimal_hits(trace, 1), 2u);  // 1, 1
   EXPECT_EQ(optimal_hits(trace, 2), 3u);
@@ -214,7 +214,7 @@ TEST(TraceReplay, NoPolicyBeatsTheOptimumAndAllAreEqualWhereEverythingFits) {
   }
 }
 
-// The same requests through the cache itself, with rows and ranks.
+// Replays the same requests through the real cache, with rows and ranks.
 class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::string> {
  protected:
   std::size_t serve(std::span<const std::uint64_t> blocks) {
@@ -273,7 +273,7 @@ TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
 INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, ::testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-TEST(TraceReplay, WhatCannotBeMeantIsRefused) {
+TEST(TraceReplay, InvalidOptionsAreRefused) {
   Trace trace = trace_of({{1, 2}, {3}});
   EXPECT_THROW(lru(trace, 0), InvalidArgument);
   EXPECT_THROW(replay(trace, {.host_chunks = 1, .eviction_policy = "mru"}), InvalidArgument);

@@ -7,7 +7,7 @@ namespace {
 
 class TransferModelTest : public ::testing::Test {
  protected:
-  // A queue of so many records of 1,000 bytes.
+  // Notes queues of 1 to `records` records of 1,000 bytes.
   void read(int records, double latency, double bytes_per_second) {
     for (int i = 1; i <= records; ++i) model_.note(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
   }
@@ -19,7 +19,7 @@ TEST_F(TransferModelTest, NothingIsKnownBeforeTheFirstSample) {
   EXPECT_EQ(model_.seconds(1000), 0);
 }
 
-TEST_F(TransferModelTest, LatencyAndRateAreToldApart) {
+TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
   read(8, 0.01, 1e6);
   EXPECT_TRUE(model_.told_apart());
   EXPECT_NEAR(model_.latency(), 0.01, 1e-9);
@@ -27,13 +27,13 @@ TEST_F(TransferModelTest, LatencyAndRateAreToldApart) {
   EXPECT_NEAR(model_.seconds(1e6), 1.01, 1e-6);
 }
 
-TEST_F(TransferModelTest, OfOneSizeAllTimeIsTheRates) {
+TEST_F(TransferModelTest, WithOneSizeAllTimeCountsAsRate) {
   for (int i = 0; i < 5; ++i) model_.note(1000, 0.002);
   EXPECT_FALSE(model_.told_apart());
   EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
 }
 
-TEST_F(TransferModelTest, NewSamplesOfEachSizeAreAllThatCounts) {
+TEST_F(TransferModelTest, OnlyTheNewestSamplesOfEachSizeCount) {
   read(32, 0, 1e6);
   for (std::size_t i = 0; i < TransferModel::kOfSize; ++i) read(32, 0, 1e3);
   EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
@@ -44,20 +44,20 @@ TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
   EXPECT_NEAR(model_.latency(), 0.01, 1e-6);
 }
 
-TEST_F(TransferModelTest, LargeSamplesThatWanderDoNotHideItEither) {
+TEST_F(TransferModelTest, LargeSamplesThatVaryDoNotHideTheLatency) {
   for (int i = 0; i < 4; ++i) model_.note(1000, 0.011);
   model_.note(1e6, 1.06);
   model_.note(2e6, 1.91);
   EXPECT_NEAR(model_.seconds(1000), 0.011, 0.002);
 }
 
-TEST_F(TransferModelTest, ASizeThatIsNotSeenAnyMoreIsForgotten) {
+TEST_F(TransferModelTest, ASizeWithoutNewSamplesIsForgotten) {
   read(300, 0, 1e6);
   for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.note(1000, 1);
   EXPECT_NEAR(model_.seconds(1000), 1, 1e-6);
 }
 
-TEST_F(TransferModelTest, WhatIsOverdueReplacesABetterEstimate) {
+TEST_F(TransferModelTest, AnOverdueReadReplacesABetterEstimate) {
   read(32, 0, 1e6);
   model_.note_overdue(1000, 0.0005);  // not late yet
   EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
@@ -65,14 +65,14 @@ TEST_F(TransferModelTest, WhatIsOverdueReplacesABetterEstimate) {
   EXPECT_NEAR(model_.seconds(1000), 2, 1e-9);
 }
 
-TEST_F(TransferModelTest, TimesThatGrowFasterThanBytesMakeNoNegativeLatency) {
+TEST_F(TransferModelTest, TimesThatGrowFasterThanBytesGiveNoNegativeLatency) {
   model_.note(1000, 0.001);
   model_.note(100'000, 0.2);
   EXPECT_EQ(model_.latency(), 0);
   EXPECT_GT(model_.seconds(100), 0);
 }
 
-TEST_F(TransferModelTest, FallingTimesMakeNoNegativeRate) {
+TEST_F(TransferModelTest, FallingTimesGiveNoNegativeRate) {
   model_.note(1000, 0.2);
   model_.note(9000, 0.1);
   EXPECT_GE(model_.seconds(1e6), 0);

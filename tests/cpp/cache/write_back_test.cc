@@ -23,7 +23,7 @@ class WriteBackTest : public ::testing::Test {
   std::unique_ptr<SupplyParts> parts_;
 };
 
-TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
+TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
   make(WritePolicy::kThrough);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 1u);
@@ -32,8 +32,8 @@ TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
   EXPECT_EQ(writes(), 1u);
 }
 
-// A chunk that is in use in host memory must not look old on the tier.
-TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
+// A chunk in use in host memory must not look old on the tier.
+TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
   make(WritePolicy::kThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
@@ -43,24 +43,24 @@ TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
   EXPECT_TRUE(parts().tier->told_used.empty());
   parts().write_back.tell_uses();
   const std::vector<TierUse>& told = parts().tier->told_used;
-  ASSERT_EQ(told.size(), 2u) << "a store is no use: its record says it";
+  ASSERT_EQ(told.size(), 2u) << "a store does not count as a use: its write sets the time";
   EXPECT_EQ(told[0].key, key_of("b"));
   EXPECT_EQ(told[1].key, key_of("a"));
   EXPECT_EQ(told[1].about.request, 7u);
   parts().write_back.tell_uses();
-  EXPECT_EQ(told.size(), 2u) << "told again";
+  EXPECT_EQ(told.size(), 2u) << "the use is reported twice";
 }
 
-// Its record may go: it is written again when the chunk does.
-TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
+// The tier may evict the record: it is written again when host memory evicts the chunk.
+TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
   make(WritePolicy::kOnEvict);
   parts().write_back.note_used(stored("a"));
   parts().write_back.tell_uses();
   EXPECT_TRUE(parts().tier->told_used.empty());
 }
 
-// Of policies that do not write it for being stored.
-TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
+// Applies to policies that do not write a chunk when it is stored.
+TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
   for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kNever}) {
     make(policy, 5);
     parts().record("a");
@@ -70,16 +70,16 @@ TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
   }
 }
 
-TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
+TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
   make(WritePolicy::kThrough);
   stored("a");
   EXPECT_TRUE(parts().tier->writes().back().may_decline);
   make(WritePolicy::kOnEvict);
   EXPECT_TRUE(parts().write_back.write_before_eviction(stored("a")));
-  EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance";
+  EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance to write the chunk";
 }
 
-TEST_F(WriteBackTest, ADeclinedWriteIsNoFailureAndIsCounted) {
+TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
   make(WritePolicy::kThrough);
   parts().tier->fail(StatusKind::kDeclined);
   stored("a");
@@ -98,17 +98,17 @@ TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
   EXPECT_EQ(writes(), 1u);
 }
 
-TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkGoes) {
+TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkIsEvicted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 0u);
   EXPECT_TRUE(parts().write_back.write_before_eviction(slot));
   EXPECT_EQ(writes(), 1u);
   parts().finish();
-  EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "it is recorded";
+  EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "the chunk is recorded";
 }
 
-TEST_F(WriteBackTest, AWriteThatFailedIsNotRepeatedBeforeTheEviction) {
+TEST_F(WriteBackTest, AFailedWriteIsNotRepeatedBeforeTheEviction) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->fail(StatusKind::kIo);
@@ -117,7 +117,7 @@ TEST_F(WriteBackTest, AWriteThatFailedIsNotRepeatedBeforeTheEviction) {
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot));
 }
 
-TEST_F(WriteBackTest, ATierThatTakesNoWritesLosesTheChunkWhichIsCounted) {
+TEST_F(WriteBackTest, AChunkLostToAnUnwritableTierIsCounted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->switch_off();

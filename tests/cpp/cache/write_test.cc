@@ -1,4 +1,4 @@
-// What is written to a tier, when, and what is given up under pressure.
+// Writes to a tier: which chunks, when, and which writes are dropped under pressure.
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -46,9 +46,9 @@ TEST_P(WriteTest, AChunkIsAHitWhetherOrNotItIsRecordedYet) {
   EXPECT_EQ(peek({"a"}), "H");
 }
 
-TEST_P(WriteTest, WhatIsRecordedAlreadyIsNotWrittenAgain) {
+TEST_P(WriteTest, ARecordedChunkIsNotWrittenAgain) {
   record({"a"});
-  EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory lost it: stored there again
+  EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory had evicted it: stored again
   EXPECT_THAT(queued(), IsEmpty());
   EXPECT_EQ(peek({"a"}), "H");
 }
@@ -71,12 +71,12 @@ TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
   EXPECT_THAT(store({"c"}), ElementsAre("c"));
   EXPECT_THAT(queued(), ElementsAre("c"));
   EXPECT_EQ(world().dropped("fs", "pressure"), 2 * 2 * 4096);
-  EXPECT_EQ(world().dropped("fs", "cancelled"), 0) << "it is told once";
+  EXPECT_EQ(world().dropped("fs", "cancelled"), 0) << "the drop is counted once";
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(peek({"b"}), "H");
 }
 
-TEST_P(WriteTest, AWriteThatRunsIsNeverShedAndItsRowNeverReused) {
+TEST_P(WriteTest, ARunningWriteIsNeverShedAndItsRowNeverReused) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -87,7 +87,7 @@ TEST_P(WriteTest, AWriteThatRunsIsNeverShedAndItsRowNeverReused) {
   EXPECT_TRUE(recorded("a"));
 }
 
-TEST_P(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
+TEST_P(WriteTest, ReuseDoesNotWriteChunksUsedOnce) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2});
   store({"a", "b"});
   EXPECT_THAT(queued(), IsEmpty());
@@ -95,7 +95,7 @@ TEST_P(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseCountsAsFarAsItIsAsked) {
+TEST_P(WriteTest, ReuseCountsUpToItsThreshold) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 20});
   store({"a"});
   for (int use = 2; use < 20; ++use) load_again({"a"});
@@ -104,7 +104,7 @@ TEST_P(WriteTest, ReuseCountsAsFarAsItIsAsked) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseRemembersWhatLeftHostMemory) {
+TEST_P(WriteTest, ReuseRemembersEvictedChunks) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2}, 1);
   store({"a"});
   store({"b"});
@@ -112,13 +112,13 @@ TEST_P(WriteTest, ReuseRemembersWhatLeftHostMemory) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, OnEvictWritesWhatIsAboutToGoAndTakesAnotherMeanwhile) {
+TEST_P(WriteTest, OnEvictWritesTheNextVictimAndEvictsAnotherMeanwhile) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   store({"a"});
   store({"b"});
   EXPECT_THAT(queued(), IsEmpty());
   store({"c"});
-  step();  // full: the cold end is cleaned ahead of need
+  step();  // full: the cold end is written ahead of need
   EXPECT_THAT(queued(), ElementsAre("a", "b", "c"));
   tier().finish();
   step();
@@ -163,7 +163,7 @@ class BurstTest : public CacheTest, public ::testing::WithParamInterface<const c
     make(std::move(options));
     while (cache().stats().resident_chunks + kBurst <= kRows) burst();
   }
-  // A prompt of its own, offered in one call, and the end of the step.
+  // Offers a new prompt in one call and ends the step.
   void burst(std::size_t chunks = kBurst) {
     Names prompt;
     for (std::size_t i = 0; i < chunks; ++i) prompt.push_back(fmt::format("{}.{}", prompts_, i));
@@ -177,7 +177,7 @@ class BurstTest : public CacheTest, public ::testing::WithParamInterface<const c
   int prompts_ = 0;
 };
 
-TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
+TEST_P(BurstTest, OnEvictNothingIsLostWhileTheTierKeepsUp) {
   make_full();
   fake().automatic = true;
   for (int i = 0; i < 20; ++i) burst();
@@ -185,7 +185,7 @@ TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
   EXPECT_GE(fake().records.size(), 19 * kBurst);
 }
 
-TEST_P(BurstTest, OnEvictNorAfterAReset) {
+TEST_P(BurstTest, OnEvictNothingIsLostAfterAReset) {
   make_full();
   fake().automatic = true;
   burst();
@@ -194,8 +194,8 @@ TEST_P(BurstTest, OnEvictNorAfterAReset) {
   EXPECT_EQ(dropped(), 0);
 }
 
-// It writes nearly all it can. What it cannot is lost, but neither waited for nor declined.
-TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
+// The tier writes nearly all it can. The other chunks are lost; no store waits or is declined.
+TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesAsManyChunksAsItCan) {
   make_full();
   for (int i = 0; i < 20; ++i) {
     burst();
@@ -249,14 +249,14 @@ TEST_P(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
   const Job fresh = offer(begin(), {"c", "d"});
   EXPECT_EQ(fresh.keys.size(), 1u);
   EXPECT_EQ(fresh.transfer.rows, storing.transfer.rows);
-  complete(storing);  // a completion of before the reset says nothing
+  complete(storing);  // a completion from before the reset has no effect
   EXPECT_EQ(peek({"b"}), "M");
   end_load(loading);
   step();
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, RowsOfOpsThatRunInATierAreNotReusedAfterAReset) {
+TEST_P(WriteTest, RowsOfRunningTierOpsAreNotReusedAfterAReset) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -268,7 +268,7 @@ TEST_P(WriteTest, RowsOfOpsThatRunInATierAreNotReusedAfterAReset) {
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(WriteTest, AReadThatRunsThroughAResetBringsNothing) {
+TEST_P(WriteTest, AReadThatRunsThroughAResetIsDiscarded) {
   make_with({}, 2);
   record({"a"});
   const RequestHandle request = begin();
@@ -283,7 +283,7 @@ TEST_P(WriteTest, AReadThatRunsThroughAResetBringsNothing) {
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpFor) {
+TEST_P(WriteTest, ATierWhoseResetFailedIsEmptyAndUsableAgainAfterARetry) {
   record({"a"});
   tier().fail_resets(true);
   cache().reset();
@@ -298,7 +298,7 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
   EXPECT_FALSE(recorded("b"));
   EXPECT_EQ(world().dropped("fs", "unavailable"), 2 * 4096);
   tier().fail_resets(false);
-  tier().heal();  // and no other reset
+  tier().heal();  // without another reset
   step();
   EXPECT_EQ(peek({"a"}), "M");
   store({"c"});
@@ -307,10 +307,10 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
   EXPECT_TRUE(recorded("c"));
   world().restart();
   EXPECT_EQ(peek({"a"}) + peek({"b"}) + peek({"c"}), "MMM")
-      << "recorded after a reset: of who was reset alone";
+      << "records made after a reset are visible only to the process that was reset";
 }
 
-TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
+TEST_P(WriteTest, AWriteStartedBeforeAResetLeavesNoRecord) {
   store({"a", "b"});
   tier().start(OpKind::kWrite);
   cache().reset();
@@ -324,12 +324,13 @@ TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
   step();
   EXPECT_TRUE(recorded("a"));
   world().restart();
-  EXPECT_EQ(peek({"a"}) + peek({"b"}), "MM") << "recorded after a reset: of who was reset alone";
+  EXPECT_EQ(peek({"a"}) + peek({"b"}), "MM")
+      << "records made after a reset are visible only to the process that was reset";
 }
 
 // ---- loads
 
-TEST_P(WriteTest, AChunkLoadedTwiceAtOnceIsPinnedUntilBothEnded) {
+TEST_P(WriteTest, AChunkInTwoLoadsIsPinnedUntilBothEnd) {
   make_with({}, 1);
   store({"a"});
   tier().finish();
@@ -357,7 +358,7 @@ TEST_P(WriteTest, ALoadIsOverOnlyWhenAllRanksReported) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, OnlyWhatIsInHostMemoryCanBeLoaded) {
+TEST_P(WriteTest, OnlyChunksInHostMemoryCanBeLoaded) {
   EXPECT_THROW(cache().prepare_load(begin(), keys({"a"})), InvalidArgument);
 }
 
@@ -379,7 +380,7 @@ TEST_P(WriteTest, ClosingShedsQueuedWritesAndLetsRunningOnesEnd) {
   EXPECT_THAT(store({"c"}), IsEmpty());
 }
 
-TEST_P(WriteTest, AfterARestartOnTheSameRecordsWhatWasWrittenIsThere) {
+TEST_P(WriteTest, AfterARestartTheWrittenChunksAreHits) {
   store({"a", "b"});
   tier().finish();
   store({"c"});
