@@ -1,4 +1,4 @@
-// For tests of what is left behind when memory runs out: an allocation that fails.
+// An allocation that fails, for tests of the state that remains when memory runs out.
 #pragma once
 
 namespace kv_offload::testing {

@@ -159,7 +159,7 @@ class DeviceCopierTest : public ::testing::Test {
     for (const std::uint64_t offset : state_.offsets) blocks.push_back(offset / kPageBytes);
     return blocks;
   }
-  // Of the copies issued so far.
+  // Returns the path of each copy issued so far.
   std::vector<CopyPath> paths() {
     std::lock_guard lock(state_.mutex);
     std::vector<CopyPath> paths;

@@ -10,7 +10,7 @@ namespace {
 
 using Devices = std::set<int>;
 
-// A cache and a compute stream on device 1, made by a thread that is gone.
+// A cache and a compute stream on device 1, made by a thread that has exited.
 class Contexts : public World {
  protected:
   void SetUp() override {

@@ -46,7 +46,7 @@ void set_queue_limit(std::size_t operations);  // of one stream; a call that fin
 void set_kernels_loadable(bool loadable);
 
 enum class Work { kCopy, kKernel };
-// While one lives, copies (or kernels) stand in their streams and do not run.
+// While one lives, copies (or kernels) wait in their streams and do not run.
 class Hold {
  public:
   explicit Hold(Work work);

@@ -133,7 +133,7 @@ TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
     ASSERT_TRUE(whole.stored && whole.loaded) << whole.why;
     const auto after = cuda_on_threads::calls();
     for (const auto& [call, count] : after) {
-      // What is not freed because freeing failed is not our leak.
+      // Memory that stays allocated because freeing it failed is not our leak.
       if (call.ends_with("Destroy") || call == "cudaFree" || call == "cudaHostUnregister") continue;
       const std::uint64_t made = std::min<std::uint64_t>(count - before[call], 12);
       for (std::uint64_t n = 1; n <= made; ++n) {
@@ -180,7 +180,7 @@ TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
   EXPECT_EQ(copier_->poll()[0].status.kind(), StatusKind::kDevice);
 }
 
-// The default stream is the model's: it may stand still for long.
+// The default stream is the model's: it may be blocked for long.
 TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
   start(CopyPath::kDma, {});
   std::promise<void> gate;

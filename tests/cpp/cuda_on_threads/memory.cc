@@ -1,4 +1,4 @@
-// Memory of the runtime on threads: what is allocated and registered, and copies.
+// Memory of the CUDA runtime on threads: allocations, registrations and copies.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Child processes for tests of what processes share.
+// Child processes for tests of state that processes share.
 #pragma once
 
 #include <gtest/gtest.h>

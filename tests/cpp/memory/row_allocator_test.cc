@@ -294,7 +294,7 @@ TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
   EXPECT_EQ(count, rows.capacity_rows(1));
 }
 
-// What one allocator handed out, another of the same sizes can have handed out, in any order.
+// An allocator can claim the rows that another of the same sizes handed out, in any order.
 TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
   std::mt19937 random(11);
   RowAllocator before(GetParam().area_bytes, GetParam().row_bytes),

@@ -78,7 +78,7 @@ TEST_F(RowTableTest, OfAnotherIdentityIsEmptied) {
 TEST_F(RowTableTest, ADamagedEntryIsLeftOut) {
   RowTable table = open();
   for (const RowId id : {0u, 2u, 4u}) table.put(row(id, "k"));
-  // Each byte of the second entry behind its use.
+  // Each byte of the second entry after its use.
   for (std::size_t i = 8; i < 88; ++i) {
     std::vector<std::byte> before(memory_.begin(), memory_.end());
     memory_[kPageBytes + 88 + i] ^= std::byte{1};

@@ -1,4 +1,4 @@
-// What a call of the I/O pool costs does not grow with the ops that wait in it.
+// The cost of an I/O pool call does not grow with the number of ops that wait in it.
 #include <gtest/gtest.h>
 
 #include <vector>
