@@ -121,7 +121,7 @@ def own_address(master: str) -> str:
                     probe.connect(address)
                     return str(probe.getsockname()[0])
     raise Refused(
-        f"the address of this host cannot be told from the master's, {master}: give local_host, the name or "
+        f"the address of this host cannot be derived from the master's, {master}: set local_host, a name or "
         "address by which the holders reach this host"
     )
 
@@ -174,7 +174,7 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
     if code != 0:
         raise RuntimeError(
             f"Mooncake's client does not start (code {code}): master {master}, metadata {given['metadata']}, "
-            f"protocol {given['protocol']}; what it says about that is written to the file that {LOG} names"
+            f"protocol {given['protocol']}; its log goes to the file that {LOG} names"
         )
     return store, version
 
@@ -220,7 +220,7 @@ def keep(memory: Memory) -> None:
     with _keeping:
         _kept.append(memory)
         if sum(NAMES_BYTES + one.room for one in _kept) > _MOST_KEPT_BYTES:
-            print("too much memory is left in use by calls that failed: this process is ended", flush=True)
+            print("failed calls left too much memory in use: this process is ended", flush=True)
             os._exit(1)
 
 
@@ -232,7 +232,7 @@ def answer(store: Store, records: Records, memory: Memory, question: bytes) -> i
     if len(names) != count or count == 0 or object_bytes > memory.room:
         return FAILED
     if memory.registered != 0:
-        raise RuntimeError(f"Mooncake does not take the memory of this process (code {memory.registered})")
+        raise RuntimeError(f"Mooncake did not register the memory of this process (code {memory.registered})")
     if verb == PUT:
         return records.put(names[0], at, object_bytes)
     if verb == SET:

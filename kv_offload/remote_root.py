@@ -61,7 +61,7 @@ class RemoteRoot:
                 self._listed_nothing = names == 0 and namespace is None
                 return
             if start == landmark:
-                raise RuntimeError(f"{self.where}: the server lists the same pages again and again")
+                raise RuntimeError(f"{self.where}: the server keeps listing the same pages")
             # Left behind further and further apart, one lies in any circle at some time.
             pages += 1
             if pages == next_landmark:
@@ -162,7 +162,7 @@ class RemoteRoot:
                 continue
             damaged.append({"path": self._path(record), "kind": kind, "message": message, "removed": removed})
             if len(damaged) == _MOST_DAMAGED:
-                raise RuntimeError(f"{_MOST_DAMAGED:,} records are damaged: run it again for the others")
+                raise RuntimeError(f"{_MOST_DAMAGED:,} records are damaged: run it again for the rest")
 
     def _verified(self, repair: bool) -> Iterator[tuple["RemoteRecord", tuple[str, str, bool]]]:
         def verified(record: "RemoteRecord") -> tuple[str, str, bool]:
@@ -213,14 +213,14 @@ class RemoteRoot:
     def notes(self) -> list[str]:
         """What a user may not expect: nothing is there at all, or a bucket keeps versions."""
         if self._listed_nothing:
-            return [f"nothing lies under {self.where}: is that the address, and the prefix, of the tier?"]
+            return [f"no records under {self.where}: check the address and the prefix of the tier"]
         if not self._records.keeps_versions:
             return []
         from kv_offload.sizes import format_bytes
 
         held = f" ({format_bytes(self._versions)})" if self._versions else ""
         return [
-            f"the bucket keeps versions: what was removed still takes its space{held} as older versions, "
+            f"the bucket keeps versions: removed records still take space{held} as older versions, "
             "until a lifecycle rule for noncurrent versions expires them"
         ]
 

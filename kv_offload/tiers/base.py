@@ -87,8 +87,8 @@ def options_of(address: str, known: Sequence[str]) -> tuple[str, dict[str, str]]
             plain = re.fullmatch(r"[a-z_]{1,40}", name) and f"{name}=" in query and "@" not in query
             named = f" {name}" if plain else ""
             raise ValueError(
-                f"the address has an option{named} that is not known, is empty or stands there twice; "
-                f"possible after its ?: {', '.join(f'{each}=...' for each in known)}"
+                f"the address has an option{named} that is unknown, empty or repeated; "
+                f"possible after the ?: {', '.join(f'{each}=...' for each in known)}"
             )
         options[name] = value
     return bare, options
@@ -149,8 +149,8 @@ class TierConfig(BaseModel):
             reuse is None or not 1 <= int(reuse.group(1)) <= MAX_REUSE
         ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: when asked for "
-                "the Nth time), never"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: at "
+                "the Nth request), never"
             )
         return value
 
@@ -177,7 +177,7 @@ class TierConfig(BaseModel):
         if bound is None:
             return entry
         if cls.bound_key is None:
-            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server bounds it")
+            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server limits it")
         return entry | {cls.bound_key: bound}
 
     @classmethod
@@ -193,7 +193,7 @@ class TierConfig(BaseModel):
         Raises ValueError when there is no such place, or the kind has no such commands; OSError or
         RuntimeError when they cannot be looked at, or not be changed.
         """
-        raise ValueError(f"{self.label()}: the records of this kind of tier cannot be looked after from here")
+        raise ValueError(f"{self.label()}: this command does not support this kind of tier")
 
     def label(self) -> str:
         """What it is called in answers about this machine."""

@@ -38,7 +38,7 @@ class Credentials:
     def __post_init__(self) -> None:
         signs = self.access_key + self.secret_key + self.session_token
         if any(ord(sign) <= 32 or ord(sign) > 126 for sign in signs):
-            raise NoCredentials("a key or the session token is not one: it has spaces or line ends in it")
+            raise NoCredentials("a key or the session token is invalid: it contains spaces or line breaks")
 
 
 Source = Callable[[], Credentials]  # gives those of now; raises when there are none
@@ -68,13 +68,13 @@ def find_credentials(profile: str | None) -> Found:
         return found
     if way is not None and not _has_botocore():
         raise NoCredentials(
-            f"no credentials: profile {name} gets its keys by {way}, which needs botocore: pip install "
+            f"no credentials: profile {name} gets its keys through {way}, which needs botocore: pip install "
             "botocore"
         )
     where = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and " if profile is None else ""
-    more = "" if _has_botocore() else "; roles of instances and pods need botocore: pip install botocore"
+    more = "" if _has_botocore() else "; instance and pod roles need botocore: pip install botocore"
     raise NoCredentials(
-        f"no credentials: {where}there are no keys of profile {name} in the file of credentials "
+        f"no credentials: {where}profile {name} has no keys in the credentials file "
         f"(~/.aws/credentials){more}"
     )
 
@@ -85,7 +85,7 @@ def _from_environment() -> Credentials | None:
     if not access and not secret:
         return None
     if not access or not secret:
-        raise NoCredentials("of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY only one is set: set both")
+        raise NoCredentials("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set: set both")
     return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
 
 
@@ -106,10 +106,10 @@ def _sections(variable: str, of: Literal["credentials", "config"]) -> configpars
     except OSError:
         # The keys may stand in the other file.
         if of == "credentials":
-            raise NoCredentials(f"{path} cannot be read as a file of credentials") from None
+            raise NoCredentials(f"{path} cannot be read as a credentials file") from None
     except (UnicodeDecodeError, configparser.Error):
         what = "credentials" if of == "credentials" else "settings"
-        raise NoCredentials(f"{path} cannot be read as a file of {what}") from None
+        raise NoCredentials(f"{path} cannot be read as a {what} file") from None
     return parser
 
 
@@ -147,8 +147,8 @@ def _refuse_codes(profile: str) -> None:
             return
         if section.get("mfa_serial"):
             raise NoCredentials(
-                f"no credentials: the role of profile {profile} has mfa_serial, which needs a code that "
-                "nobody types here: use single sign-on (aws sso login), or a role without"
+                f"no credentials: the role of profile {profile} has mfa_serial, and MFA codes cannot "
+                "be entered here: use single sign-on (aws sso login), or a role without mfa_serial"
             )
         profile = section.get("source_profile", "")
 
@@ -174,7 +174,7 @@ def _from_file(profile: str) -> Credentials | None:
 def _again_from_file(profile: str) -> Credentials:
     found = _from_file(profile)
     if found is None:
-        raise NoCredentials(f"profile {profile} is gone from the file of credentials")
+        raise NoCredentials(f"profile {profile} is missing from the credentials file")
     return found
 
 
@@ -244,14 +244,14 @@ def _sentence(error: Exception, profile: str) -> str:
     if kind == "ProfileNotFound":
         return f"there is no profile {profile}, neither in ~/.aws/credentials nor in ~/.aws/config"
     if kind in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError", "NoAuthTokenError"):
-        return f"profile {profile} is not signed in, or no longer: aws sso login --profile {profile} ({kind})"
+        return f"profile {profile} has no valid sign-in: aws sso login --profile {profile} ({kind})"
     if kind.startswith("Login"):
-        return f"profile {profile} is not signed in, or no longer: aws login --profile {profile} ({kind})"
+        return f"profile {profile} has no valid sign-in: aws login --profile {profile} ({kind})"
     if kind == "NoRegionError":
-        return f"profile {profile} has no region, in which its role is asked for: set it in ~/.aws/config"
+        return f"profile {profile} has no region, which its role needs: set it in ~/.aws/config"
     code = getattr(error, "response", {}).get("Error", {}).get("Code", "")
     code = f" {code}" if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
-    return f"botocore finds no credentials of profile {profile} ({kind}{code})"
+    return f"botocore finds no credentials for profile {profile} ({kind}{code})"
 
 
 class Renewal:
@@ -278,7 +278,7 @@ class Renewal:
             if not self._failed:
                 reason = str(error) if isinstance(error, NoCredentials) else type(error).__name__
                 _logger.warning(
-                    "%s: credentials cannot be renewed (%s); those of before are used until they can",
+                    "%s: credentials cannot be renewed (%s); the previous ones stay in use",
                     self._label,
                     reason,
                 )

@@ -123,7 +123,7 @@ def test_what_mooncake_raises_is_said(package: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(store), "register_buffer", lambda *_: -7)
     with Asked(store) as asked:
         assert asked.ask(client.EXIST, "a") == client.FAILED
-        assert b"does not take the memory of this process (code -7)" in asked.answer
+        assert b"did not register the memory of this process (code -7)" in asked.answer
 
 
 def test_an_error_of_one_key_is_not_taken_for_an_absent_one(
