@@ -74,7 +74,7 @@ class OffloadConfig(BaseModel):
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="auto: load what is loaded faster than it is computed; always: load every hit; never: "
+        description="auto: load where loading is faster than computing; always: load every hit; never: "
         "load nothing",
     )
     lookup_deadline_ms: int = Field(
@@ -147,7 +147,7 @@ class OffloadConfig(BaseModel):
         places = [(tier.type, tier.place_key, tier.place) for tier in value]
         for kind, key, place in sorted(set(places)):
             if places.count((kind, key, place)) > 1:
-                raise ValueError(f"name {place} more than once; each tier needs a {key} of its own")
+                raise ValueError(f"name {place} more than once; each tier needs its own {key}")
         return value
 
     @classmethod
@@ -259,8 +259,8 @@ def _sentence(detail: Any, where: str = "", shown: bool = True) -> str:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if detail["type"] == "missing":
         if where == "cpu_bytes_to_use":
-            return 'cpu_bytes_to_use is needed: host memory for the whole engine, such as "32GiB"'
-        return f"{where} is needed"
+            return 'cpu_bytes_to_use is required: host memory for the whole engine, such as "32GiB"'
+        return f"{where} is required"
     if detail["type"] == "value_error":
         return f"{where}: {detail['ctx']['error']}"
     message = detail["msg"].replace("Input should", "it should")

@@ -29,7 +29,7 @@ VLLM_KEYS = (
 IGNORED_KEYS = {
     "cache_policy_module_path": "eviction policies are part of the core",
     "max_tracker_size": "there is no tracker table to size",
-    "tier_poll_interval_s": "tiers have threads of their own and are never polled by one in Python",
+    "tier_poll_interval_s": "tiers have their own threads and are not polled",
     "backpressure": "writes are shed by measured queue depth",
 }
 IGNORED_TIER_KEYS = {
@@ -51,7 +51,7 @@ _SHARED = (
 )
 # vLLM's tier types, and what to do instead of each here.
 OTHER_TIERS = {
-    "example": "it keeps nothing",
+    "example": "it stores nothing",
     "obj": "use s3, with its bucket, region and endpoint",
     "p2p": _SHARED,
     "kvcr": _SHARED,
@@ -81,7 +81,7 @@ def own_keys(
         elif key == "store_threshold":
             _note_store_threshold(value, notes, problems)
         elif key in tier_keys:
-            problems.append(f"{key!r} belongs into a tier: secondary_tiers[...].{key}")
+            problems.append(f"{key!r} belongs in a tier: secondary_tiers[...].{key}")
         elif key not in VLLM_KEYS:
             _unknown_key(key, value, (*known, *VLLM_KEYS), "", notes, problems)
     problems += _chunk_problems(extra)
@@ -89,7 +89,9 @@ def own_keys(
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
         del ours["eviction_policy"]
-        notes.append(f"eviction_policy {policy!r} is not here, prefix is used: it learns what comes back")
+        notes.append(
+            f"eviction_policy {policy!r} is not available; prefix is used and learns which chunks are reused"
+        )
     for key in ("eviction_policy", "secondary_tiers"):
         if ours.get(key, ...) is None:
             del ours[key]
@@ -121,7 +123,7 @@ def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> 
         return
     if threshold >= 2:  # below 2 it is off in vLLM too
         notes.append(
-            f"store_threshold {threshold} is ignored, host memory takes every chunk: to spare a disk, "
+            f"store_threshold {threshold} is ignored, host memory stores every chunk: to reduce disk writes, "
             f'give its tier "write_policy": "reuse:{threshold}"'
         )
 
@@ -162,11 +164,11 @@ def _unknown_bound(key: str, kind: type[TierConfig], where: str) -> str:
     if bound_key is None:
         return f"{text}: {kind.bounded_by}"
     if _OF_A_RESERVE.search(key):
-        text += ", and nothing here keeps space free"
+        text += ", and no setting here reserves free space"
     elif difflib.get_close_matches(key.lower(), (bound_key,), cutoff=_NEAR):
         text += f"; did you mean {bound_key!r}?"
     possible = ", ".join(sorted(kind.model_fields))
-    return f"{text}; {bound_key} bounds what a tier may hold. possible: {possible}"
+    return f"{text}; {bound_key} limits the size of a tier; possible: {possible}"
 
 
 def _unknown_key(
@@ -175,7 +177,7 @@ def _unknown_key(
     """A key that vLLM reads is noted, one near to a known key or with tables in it is a mistake, any other is
     noted too."""
     if key in keys_read_by_vllm():
-        notes.append(f"{where}{key} is left to vLLM, which reads it; it changes nothing here")
+        notes.append(f"{where}{key} is left to vLLM, which reads it; it has no effect here")
         return
     if where and _OF_A_SECRET.search(str(key)):
         problems.append(
@@ -184,7 +186,7 @@ def _unknown_key(
         )
         return
     if not where and _OF_A_BOUND.search(str(key)) and _OF_A_TIER.search(str(key)):
-        problems.append(f"{key!r} is not known; secondary_tiers[...].max_bytes bounds a tier")
+        problems.append(f"{key!r} is not known; secondary_tiers[...].max_bytes limits a tier")
         return
     near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=_NEAR)
     if near and not (_OF_A_RESERVE.search(str(key)) and not _OF_A_RESERVE.search(near[0])):
@@ -236,14 +238,14 @@ def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
     """
     offloading = [child for child in _children(transfer) if child.get("kv_connector") in _CONNECTORS]
     if not offloading:
-        return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never comes here']
+        return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never loads us']
     if len(offloading) == 1:
         return []
     names = ", ".join(str(_extra_of(child).get("spec_name")) for child in offloading)
     return [
         f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); a Reporting"
-        "Connector is one too, and vLLM can serve one: keep ours, and give it what the others have as "
-        "cpu_bytes_to_use and secondary_tiers"
+        "Connector counts as one, and vLLM supports only one: keep ours, and move what the others have to "
+        "its cpu_bytes_to_use and secondary_tiers"
     ]
 
 
@@ -285,6 +287,6 @@ def llmd_advice(extra: Mapping[str, Any]) -> str:
             equivalent[key] = extra[key]
     equivalent |= {"cpu_bytes_to_use": extra.get("cpu_bytes_to_use", "32GiB"), "secondary_tiers": [tier]}
     return (
-        "it is written for the llm-d file system backend; here the same is (set cpu_bytes_to_use and "
-        "max_bytes to what this host can give):\n" + json.dumps(equivalent, indent=2)
+        "it is written for the llm-d file system backend; the equivalent here is (set cpu_bytes_to_use and "
+        "max_bytes to what this host has):\n" + json.dumps(equivalent, indent=2)
     )

@@ -21,10 +21,10 @@ _MANY = 0.05  # of the bytes that were to be written
 
 HOST_MEMORY = "cpu"  # the label of host memory among the tiers
 _NOT_WRITTEN = (
-    "the tier is full, or slower than chunks are stored: set write_policy reuse:2, or use a faster device"
+    "the tier is full, or too slow for all new chunks: set write_policy reuse:2, or use a faster device"
 )
 _NO_ROW = (
-    "loads, and writes to a tier that is slower than chunks are stored, held all of host memory: raise "
+    "loads, and writes to a tier too slow for all new chunks, occupied all of host memory: raise "
     "cpu_bytes_to_use, or give the slow tier write_policy reuse:2"
 )
 
@@ -43,17 +43,16 @@ REASONS = {
     ),
     "recompute_cheaper": (
         "loading was estimated to take longer than computing, so they were computed",
-        "this is what load_policy auto is for. If it is wrong here: measure the disk with kv-offload bench, "
+        "load_policy auto decided this. If the estimate is wrong: measure the disk with kv-offload bench, "
         "use larger records (blocks_per_chunk), or force it with load_policy always",
     ),
     "deadline": (
         "the tier did not deliver within lookup_deadline_ms",
-        "the tier is slow or stuck: look at kv_offload_oldest_op_seconds and at the device",
+        "the tier is slow or stuck: check kv_offload_oldest_op_seconds and the device",
     ),
     "corrupt": (
         "records failed their checksums; they were removed and the tokens computed",
-        "check the device or the server: it did not return what was written; of a root, run "
-        "kv-offload verify",
+        "check the device or the server: it returned corrupt data; for a root, run kv-offload verify",
     ),
     "incomplete": (
         "vLLM offered the chunks without some of their blocks, so they were not stored",
@@ -61,14 +60,14 @@ REASONS = {
     ),
     "io_error": (
         "records could not be read, or the tier was switched off after errors or timeouts",
-        "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",
+        "check kv_offload_failures_total by kind, the device, and the permissions of the root",
     ),
     "pressure": (
         "host memory had no space for the chunks to read",
-        "raise cpu_bytes_to_use: everything that is read from a tier passes through it",
+        "raise cpu_bytes_to_use: all tier reads pass through it",
     ),
     "disabled": (
-        "loading is switched off for them",
+        "loading is disabled for these tokens",
         "load_policy is never, or requests say so in kv_transfer_params (kv_offload_load_policy, "
         "kv_offload_skip_load)",
     ),
@@ -78,8 +77,8 @@ REASONS = {
 # What to do about each kind of kv_offload_failures_total.
 _FAILURES = {
     "corrupt": "run kv-offload verify on the root, and check the device or the server",
-    "io": "check the device and the permissions of the root; of a server: ask it with kv-offload doctor",
-    "no_space": "free space on the file system, or lower max_bytes; of a Redis server, set maxmemory-policy",
+    "io": "check the device and the permissions of the root; for a server, run kv-offload doctor",
+    "no_space": "free space on the file system, or lower max_bytes; on a Redis server, set maxmemory-policy",
     "timeout": "check whether the device hangs or is overloaded",
     "device": "see the log of the workers: copies to or from the device failed",
 }
@@ -158,9 +157,9 @@ def _nothing_stored() -> Finding:
 def _nothing_looked_up() -> Finding:
     return Finding(
         "nothing_looked_up",
-        "no prompt needed more than vLLM's own cache has on the device",
-        "either there was no request yet, or prompts are shorter than a chunk, or the device's cache answers "
-        "all of them, and then there is nothing to gain",
+        "no prompt needed more than vLLM's own cache holds on the device",
+        "either there was no request yet, or prompts are shorter than a chunk, or the device's cache serves "
+        "all of them, which leaves nothing to gain",
     )
 
 
@@ -201,7 +200,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
                 "tier_off",
                 f"tier {tier} was switched off {times} after errors or timeouts; while it was off nothing "
                 "was read from it or written to it",
-                "look at kv_offload_failures_total by kind and at the device",
+                "check kv_offload_failures_total by kind and the device",
             )
         yield from _removed(page, tier)
         kinds = {
@@ -218,7 +217,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
             yield Finding(
                 "stuck",
                 f"an operation of tier {tier} has been waiting for {oldest:.0f} s",
-                "the device hangs or is overloaded; requests go on without it",
+                "the device hangs or is overloaded; requests continue without it",
             )
         dropped = page.sum("kv_offload_dropped_bytes_total", tier=tier)
         dropped -= page.sum(
@@ -249,13 +248,13 @@ def _removed(page: "Page", tier: str) -> Iterator[Finding]:
     parts = []
     if rebuilds:
         times = "once" if rebuilds == 1 else f"{rebuilds:,} times"
-        parts.append(f"removed its directory or files that it needs, which the server made again ({times})")
+        parts.append(f"removed its directory or files that it needs, which the server recreated ({times})")
     if lost:
         parts.append(f"removed {format_bytes(lost)} of its records")
     yield Finding(
         "removed_by_others",
         f"another program changed tier {tier}: it {' and '.join(parts)}",
-        "let max_bytes bound the directory instead of a clean-up job; to empty it, use kv-offload purge",
+        "let max_bytes limit the directory instead of a clean-up job; to empty it, use kv-offload purge",
     )
 
 

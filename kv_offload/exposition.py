@@ -32,22 +32,22 @@ def fetch(
             while part := reply.read1(_STEP_BYTES):
                 page += part
                 if len(page) > MOST_PAGE_BYTES:
-                    raise OSError(f"the answer is longer than {MOST_PAGE_BYTES >> 20} MiB")
+                    raise OSError(f"the reply is longer than {MOST_PAGE_BYTES >> 20} MiB")
                 if clock() > until:
-                    raise OSError(f"the answer takes longer than {within:g} s")
+                    raise OSError(f"the reply takes longer than {within:g} s")
             if reply.length:
-                raise OSError("the answer ended early")
+                raise OSError("the reply ended early")
             return page.decode("utf-8", errors="replace")
     except HTTPError as error:
         error.close()
         raise OSError(
-            f"{url} answers {error.code} {error.reason}: give the server's address, or its metrics page"
+            f"{url} returned {error.code} {error.reason}: give the server's address, or its metrics page"
         ) from error
     except (URLError, OSError, HTTPException) as error:  # the last: what answers there speaks no HTTP
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason).strip() or type(reason).__name__
         raise OSError(
-            f"{url} cannot be reached ({what}): is the server running there, and is host and port right? "
+            f"{url} cannot be reached ({what}): is the server running there, and are host and port right? "
             "vLLM opens its port only when it has loaded the model"
         ) from error
 

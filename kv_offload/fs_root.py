@@ -54,7 +54,7 @@ def what_is_there(path: str) -> str:
             return f"{path} is not a root, but contains one: give {os.path.join(path, name)}"
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.exists(os.path.join(parent, ROOT_FILE)):
-        return f"{path} is a part of the root {parent}: give that"
+        return f"{path} is part of the root {parent}: give that directory"
     return f"{path} is not a root of kv-offload: it holds other files and no {ROOT_FILE}"
 
 
@@ -121,6 +121,6 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
         path = os.path.join(root, space["id"], "namespace.json")
         if repair:
             os.unlink(path)
-        message = "it describes another namespace than its directory's name says"
+        message = "it describes a different namespace than its directory name"
         damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
     return damaged

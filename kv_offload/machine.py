@@ -86,8 +86,8 @@ def cautions(config: OffloadConfig) -> list[str]:
         getattr(tier, "encryption_key_file", None) for tier in config.secondary_tiers
     ):
         texts.append(
-            "keep_host_memory leaves the KV cache in shared memory in the clear when the server has ended, "
-            "encryption_key_file seals records only: who may read files of this user in /dev/shm reads it"
+            "keep_host_memory leaves the KV cache unencrypted in shared memory after the server ends: "
+            "encryption_key_file encrypts only records: a reader of this user's files in /dev/shm can read it"
         )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
@@ -101,8 +101,8 @@ def smaller_than_memory(label: str, bound: int, memory: int) -> list[str]:
     if bound >= memory:
         return []
     return [
-        f"{label} holds {format_bytes(bound)}, host memory {format_bytes(memory)}: most of what it holds is "
-        "in host memory too, so it adds few hits, and after a restart only what it holds is left. Give it "
+        f"{label} holds {format_bytes(bound)}, host memory {format_bytes(memory)}: most of its chunks are "
+        "in host memory too, so it adds few hits, and only its chunks survive a restart. Give it "
         'more than host memory; write_policy "on_evict" adds hits, and loses at a stop what only host memory '
         "holds"
     ]

@@ -95,7 +95,7 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     beside = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
     for part in (*beside, *identity.get("adapters", {}).values()):
         if part and part.get("revision") == UNKNOWN:
-            return f"{part['name']!r} is used beside it, and the hub's local cache has no such revision"
+            return f"{part['name']!r} is used with it, and the hub's local cache has no such revision"
     if "address" in identity:
         return f"the weights are at {identity['address']}, where they can change without this server noticing"
     if identity.get("weight_files") == 0:

@@ -157,7 +157,7 @@ def read_model(given: str) -> ModelShape:
         raise ValueError(f"{file}: {error}") from error
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         # Such as a list where a number has to be.
-        raise ValueError(f"{file} is not understood: {error!r}") from error
+        raise ValueError(f"{file} cannot be interpreted: {error!r}") from error
 
 
 def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -181,7 +181,7 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
         elif kind not in _NO_CACHE_LAYERS:
             groups += _layer_groups(text, kind, layers)
     if not groups:
-        raise ValueError("no layer keeps anything for each token; there is nothing to size")
+        raise ValueError("no layer has a KV cache for each token; there is nothing to size")
     dtype = _serving_dtype(config, text, notes)
     return ModelShape(name, dtype, tuple(groups), tuple(notes), tuple(states))
 
@@ -227,7 +227,7 @@ def _listed_layers(text: Mapping[str, Any], count: int) -> list[str]:
 
 def _layer_groups(text: Mapping[str, Any], kind: str, layers: int) -> list[LayerGroup]:
     if text.get("compress_ratios"):
-        raise ValueError("caches compressed by ratios of their own (compress_ratios) are not known here")
+        raise ValueError("caches with their own compression ratios (compress_ratios) are not supported")
     if text.get("kv_lora_rank"):
         latent = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
         groups = [LayerGroup("latent (MLA)", layers, 1, latent, replicated=True)]

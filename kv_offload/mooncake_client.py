@@ -1,12 +1,12 @@
-"""The process beside an engine that speaks to Mooncake Store, for the core.
+"""The Mooncake client process: talks to Mooncake Store on behalf of the core.
 
-The core begins it (csrc/storage/mooncake/client.h), speaks to it over descriptor 3 and ends it; nobody else
-runs it. No thread of the engine's process calls Python for a record.
+Only the core starts it (csrc/storage/mooncake/client.h), talks to it over descriptor 3 and ends it. So no
+thread of the engine process calls Python for a record.
 
-On descriptor 3 come the setup, which is answered by ``ready VERSION``, ``failed SENTENCE`` or ``refused
-SENTENCE``, and then channels: a socket for questions and the memory that both sides have mapped
-(csrc/storage/mooncake/channel.h). Each is served by a thread of its own; Mooncake's calls give the GIL up.
-When the other end closes, this process ends.
+Descriptor 3 first carries the setup, which this process answers with ``ready VERSION``, ``failed SENTENCE``
+or ``refused SENTENCE``. It then carries channels: a socket for requests, and memory that both processes map
+(csrc/storage/mooncake/channel.h). Each channel has its own thread; Mooncake's calls release the GIL. The
+process ends when the other end of descriptor 3 closes.
 """
 
 import contextlib
@@ -48,25 +48,28 @@ NOTHING_IN_USE = (
     BAD_LENGTH,
     NOT_COMPLETE,
     NO_OBJECT,
-)  # after these, and after none else
-LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
-MOST_SECONDS = 120.0  # that a call takes, where the core says nothing
+)  # only after these results Mooncake no longer uses the memory
+LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # the file for Mooncake's log
+MOST_SECONDS = 120.0  # limit of a call if the core sets none
 _SET_PDEATHSIG = 1
 _CONNECT_SECONDS = 2.0
 _TO_LEAVE_SECONDS = 0.7
-_LOCAL_BUFFER_BYTES = 16 << 20  # of Mooncake's own copies, which are not used here
-_MOST_KEPT_BYTES = 256 << 20  # of memory that Mooncake may still write to
-_MOST_DESCRIPTORS = 1 << 16  # that are tried one by one, where nothing tells which are open
+_LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own copy buffer, unused here
+_MOST_KEPT_BYTES = 256 << 20  # limit of memory that Mooncake may still write to
+_MOST_DESCRIPTORS = 1 << 16  # tried one by one if /proc does not list the open ones
 
 
 class Refused(Exception):
-    """Something is missing on this side; another try will not help."""
+    """A requirement is missing on this host; retrying does not help."""
 
 
 def end_with_the_engine() -> None:
-    """Also when nobody here looks at the socket: a call may hold the GIL, or this process be stopped."""
+    """Has the kernel kill this process with the engine.
+
+    This also works while no thread reads the socket: a call may hold the GIL, or the process may be stopped.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # One that ended before sends no signal any more; its end of the socket was closed before it ended.
+    # An engine that ended before prctl() sends no signal, but its end of the socket is closed by now.
     control = select.poll()
     control.register(CONTROL, 0)
     if control.poll(0):
@@ -74,7 +77,7 @@ def end_with_the_engine() -> None:
 
 
 def close_what_was_inherited() -> None:
-    """All but 0 to 3. Not up to the limit, which may be a billion."""
+    """Closes all descriptors except 0 to 3, without a loop up to the limit, which may be a billion."""
     try:
         opened = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -86,14 +89,17 @@ def close_what_was_inherited() -> None:
 
 
 def ignore_signals() -> None:
-    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed
-    until the engine has written what it has."""
+    """Ignores the signals that end the engine, which Ctrl-C or a service manager sends to this process too.
+
+    The engine needs this process until it has written its records.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def log_elsewhere() -> None:
-    """Mooncake logs each call that fails: the engine's log would be full of it while the master is away."""
+    """Redirects stdout and stderr. Mooncake logs each failed call and would flood the engine's log while the
+    master is unreachable."""
     log = os.open(
         os.environ.get(LOG) or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
@@ -103,12 +109,13 @@ def log_elsewhere() -> None:
 
 
 def use_no_gpu() -> None:
-    """Only host memory is registered here; a package for CUDA would make a context on the engine's GPU."""
+    """Hides the GPUs: only host memory is registered, and a CUDA build would create a context on the
+    engine's."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def own_address(master: str) -> str:
-    """The address of this host that a packet to the master leaves from. Raises Refused."""
+    """Returns the local address of the route to the master. Raises Refused."""
     for one in master.rpartition("://")[2].replace(";", ",").split(","):
         with contextlib.suppress(OSError, ValueError):
             place = urlsplit(f"//{one.strip()}")
@@ -121,21 +128,21 @@ def own_address(master: str) -> str:
                     probe.connect(address)
                     return str(probe.getsockname()[0])
     raise Refused(
-        f"the address of this host cannot be told from the master's, {master}: give local_host, the name or "
+        f"the address of this host cannot be derived from the master's, {master}: set local_host, a name or "
         "address by which the holders reach this host"
     )
 
 
 def refuse_a_silent_master(master: str) -> None:
-    """Mooncake's own setup tries for a minute and a half. Raises OSError."""
+    """Raises OSError if the master does not accept connections; Mooncake's own setup retries for 90 s."""
     host, _, port = master.rpartition(":")
     if "://" in master or "," in master or not port.isdigit():
-        return  # found by etcd or the like: only Mooncake knows how
+        return  # behind etcd or similar: only Mooncake can look it up
     socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
 def open_store(given: dict[str, Any]) -> tuple[Store, str]:
-    """A client of the store, and Mooncake's version. Raises Refused, OSError or RuntimeError."""
+    """Returns a client of the store and Mooncake's version. Raises Refused, OSError or RuntimeError."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -165,7 +172,7 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
     code = store.setup(
         given["local_host"] or own_address(master),
         given["metadata"],
-        0,  # no memory of this process: what it holds would be lost with each engine
+        0,  # this process contributes no memory: its records would be lost with each engine
         _LOCAL_BUFFER_BYTES,
         given["protocol"],
         given["devices"],
@@ -174,7 +181,7 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
     if code != 0:
         raise RuntimeError(
             f"Mooncake's client does not start (code {code}): master {master}, metadata {given['metadata']}, "
-            f"protocol {given['protocol']}; what it says about that is written to the file that {LOG} names"
+            f"protocol {given['protocol']}; its log goes to the file that {LOG} names"
         )
     return store, version
 
@@ -189,7 +196,7 @@ def _version() -> str:
 
 
 class Memory:
-    """What a channel has mapped, made known to Mooncake."""
+    """The memory that a channel maps, registered with Mooncake."""
 
     def __init__(self, store: Store, descriptor: int, size: int) -> None:
         self._store = store
@@ -216,23 +223,24 @@ _keeping = threading.Lock()
 
 
 def keep(memory: Memory) -> None:
-    """Nothing tells when Mooncake is done with it. As that would grow, the process ends some time."""
+    """Keeps memory mapped, because Mooncake does not report when it stops using it. Ends the process at the
+    limit."""
     with _keeping:
         _kept.append(memory)
         if sum(NAMES_BYTES + one.room for one in _kept) > _MOST_KEPT_BYTES:
-            print("too much memory is left in use by calls that failed: this process is ended", flush=True)
+            print("failed calls left too much memory in use: this process is ended", flush=True)
             os._exit(1)
 
 
 def answer(store: Store, records: Records, memory: Memory, question: bytes) -> int:
-    """What is asked, done."""
+    """Serves one request and returns its result."""
     verb, count, names_bytes, object_bytes = QUESTION.unpack(question)
     names = memory.map[:names_bytes].decode().split("\n")[:-1]
     at = memory.address + NAMES_BYTES
     if len(names) != count or count == 0 or object_bytes > memory.room:
         return FAILED
     if memory.registered != 0:
-        raise RuntimeError(f"Mooncake does not take the memory of this process (code {memory.registered})")
+        raise RuntimeError(f"Mooncake did not register the memory of this process (code {memory.registered})")
     if verb == PUT:
         return records.put(names[0], at, object_bytes)
     if verb == SET:
@@ -253,19 +261,21 @@ def answer(store: Store, records: Records, memory: Memory, question: bytes) -> i
 
 
 def moves_bytes(question: bytes) -> bool:
-    """Between the channel's memory and the store's."""
+    """True if the request copies bytes between the channel's memory and the store."""
     return QUESTION.unpack(question)[0] in (PUT, SET, GET)
 
 
 def as_message(text: str) -> bytes:
-    """Its beginning, in whole characters."""
+    """Returns the start of ``text``, cut at a character boundary."""
     return text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore").encode()
 
 
 class Watch:
-    """Ends the process when a call has not come back after ``seconds``. Mooncake's own calls may wait for a
-    holder for ever; the core ends the process after its deadline, but for calls that it left with too little
-    of that to tell."""
+    """Ends the process when a call has not returned after ``seconds``.
+
+    Mooncake's calls may wait for a storage node forever. The core ends the process after its own deadline,
+    except for calls that started with too little of the deadline left to judge.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -281,7 +291,7 @@ class Watch:
             del self._begun[threading.get_ident()]
 
     def run(self) -> None:
-        """For ever, on a thread of its own."""
+        """Checks the calls forever; runs on its own thread."""
         while True:
             time.sleep(self._seconds / 10)
             if any(time.monotonic() - begun > self._seconds for begun in list(self._begun.values())):
@@ -292,7 +302,7 @@ class Watch:
 def serve(
     store: Store, records: Records, watch: Watch, channel: socket.socket, descriptor: int, size: int
 ) -> None:
-    """Answers one channel's questions until its other end closes."""
+    """Serves the requests of one channel until its other end closes."""
     with contextlib.ExitStack() as ends:
         ends.enter_context(contextlib.closing(channel))
         with watch.over():
@@ -309,11 +319,11 @@ def serve(
             try:
                 channel.send(struct.pack("<q", code) + as_message(text))
             except OSError:
-                return  # nobody waits for it any more
+                return  # the client stopped waiting
 
 
 def serve_all(control: socket.socket, store: Store, patience_seconds: float) -> None:
-    """Takes channels until the engine closes its end."""
+    """Accepts channels until the engine closes its end."""
     records, watch = Records(store), Watch(patience_seconds)
     threading.Thread(target=watch.run, daemon=True).start()
     while True:
@@ -328,7 +338,7 @@ def serve_all(control: socket.socket, store: Store, patience_seconds: float) -> 
 
 
 def main() -> None:
-    """Until the engine closes its end; what Mooncake's threads are at then is given up."""
+    """Runs until the engine closes its end; abandons the work of Mooncake's threads then."""
     status = 1
     try:
         run()
@@ -337,11 +347,11 @@ def main() -> None:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(status)  # no thread of Mooncake's keeps it
+        os._exit(status)  # does not wait for Mooncake's threads
 
 
 def run() -> None:
-    """All of it but its end."""
+    """Runs the process up to its exit."""
     end_with_the_engine()
     ignore_signals()
     close_what_was_inherited()
@@ -356,12 +366,12 @@ def run() -> None:
     except Exception as error:
         said = f"failed {error or type(error).__name__}"
     else:
-        ignore_signals()  # Mooncake has set its own
+        ignore_signals()  # again: Mooncake installed its own handlers
         said = f"ready {version}"
     control.send(as_message(said))
     if said.startswith("ready "):
         serve_all(control, store, given.get("patience_seconds", MOST_SECONDS))
-        leaving = threading.Thread(target=store.close, daemon=True)  # so that the master forgets this client
+        leaving = threading.Thread(target=store.close, daemon=True)  # lets the master remove this client
         leaving.start()
         leaving.join(_TO_LEAVE_SECONDS)
 

@@ -1,13 +1,12 @@
-"""How the process beside an engine (mooncake_client.py) puts records into Mooncake Store and gets them.
+"""Puts records into Mooncake Store and gets them, for the Mooncake client process (mooncake_client.py).
 
-Mooncake has two ways. A plain call does all of it, and one of its threads spins until the bytes are moved. A
-session is begun, moves bytes and is ended by calls of its own: it waits without spinning, so that it takes
-half the processor time or less, and its beginning tells what a plain put keeps to itself, that the object is
-there already (``benchmarks/remote_bench.py mooncake`` compares). Puts are plain where a session does not do
-all that a plain put does: it does not write the copy on a shared file system that a master with
-``--root_fs_dir`` adds to each object.
+Mooncake has two interfaces. A plain call does the whole transfer, while one of its threads spins until the
+bytes are moved. A session has separate calls to start, transfer and end. It waits without spinning, so it
+takes half the CPU time or less, and its start reports that the object already exists, which a plain put does
+not (``benchmarks/remote_bench.py mooncake`` compares both). A session does not write the copy on a shared
+file system that a master with ``--root_fs_dir`` adds to each object; there, puts use the plain call.
 
-Results are lengths in bytes, or below 0 one of Mooncake's error codes.
+Results are lengths in bytes, or one of Mooncake's error codes if below 0.
 """
 
 import threading
@@ -20,7 +19,7 @@ NO_OBJECT, IS_THERE, LEASE_ENDED = -704, -705, -707
 
 
 class Store(Protocol):
-    """What is used of mooncake.store.MooncakeDistributedStore."""
+    """The part of mooncake.store.MooncakeDistributedStore that is used here."""
 
     def is_exist(self, key: str, /) -> int: ...
     def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
@@ -46,18 +45,22 @@ class Store(Protocol):
 
 
 class Records:
-    """Of one store. Any thread."""
+    """The records of one store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._puts_in_sessions: bool | None = None  # not known yet
+        self._puts_in_sessions: bool | None = None  # None: unknown until the first put
         self._lock = threading.Lock()
-        self._putting: set[str] = set()  # names that have a session now
+        self._putting: set[str] = set()  # names with an open session
 
     def put(self, name: str, address: int, size: int) -> int:
-        """Leaves what is there. NOT_COMPLETE where another began to write it and has not ended, even if that
-        one was killed then. Nothing is asked after a session: of a holder that goes away during it, what was
-        put may be gone with it all the same. ``address``: of memory that is registered."""
+        """Stores a record unless the object exists.
+
+        Returns NOT_COMPLETE if another client started to write it and has not finished, even if that client
+        was killed. The result of a session is not verified: if the storage node disappears during the
+        session, the object may be lost although this reports success. ``address`` must be in registered
+        memory.
+        """
         if self._puts_in_sessions is None:
             self._puts_in_sessions = self._does_a_session_do_it_all(
                 f"{name}:probe:{uuid.uuid4().hex}", address
@@ -76,8 +79,10 @@ class Records:
                 self._putting.remove(name)
 
     def get(self, name: str, address: int, room: int, expected: int) -> int:
-        """The bytes of the object, which are at ``address`` if they are no more than ``room``. ``expected``:
-        how many they probably are; 0 when that is not known."""
+        """Returns the size of the object, which is copied to ``address`` if it fits in ``room`` bytes.
+
+        ``expected``: its probable size; 0 if unknown.
+        """
         if expected:
             got = self._get_in_session(name, address, expected)
             if got is not None:
@@ -89,7 +94,7 @@ class Records:
         return length if length > room or length < 0 else BAD_LENGTH
 
     def _size_if_there(self, name: str, size: int, otherwise: int) -> int:
-        """After a put that may have met another's."""
+        """Returns the size of the object after a put that may have collided with another client's."""
         there = self._store.is_exist(name)
         if there == 1:
             return size
@@ -98,42 +103,44 @@ class Records:
     def _put_in_session(self, name: str, address: int, size: int) -> int:
         store = self._store
         (code,) = store.batch_put_session_start([name], [size])
-        if code == BAD_LENGTH:  # one of ours may be left that could not be ended
+        if code == BAD_LENGTH:  # a session of ours may still be open because ending it failed
             store.batch_put_session_revoke([name])
             (code,) = store.batch_put_session_start([name], [size])
         if code in (IS_THERE, BAD_LENGTH):
-            # BAD_LENGTH: or its end was done, though Mooncake did not hear of it: there is nothing to revoke.
+            # BAD_LENGTH: or the end took effect although its reply was lost: there is nothing to revoke.
             return self._size_if_there(name, size, NOT_COMPLETE if code == IS_THERE else BAD_LENGTH)
         if code < 0:
             return code
         (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])
         if moved != size:
             store.batch_put_session_revoke([name])
-            # BAD_LENGTH is what is said of a holder that cannot be reached: nothing was moved.
+            # Mooncake returns BAD_LENGTH for an unreachable storage node: no bytes were moved.
             return HOLDER_GONE if moved == BAD_LENGTH else moved if moved < 0 else FAILED
         (code,) = store.batch_put_session_end([name])
         return code if code < 0 else size
 
     def _does_a_session_do_it_all(self, name: str, address: int) -> bool | None:
-        """Tried with an object of one byte, which can be removed only when all of its copies are written.
-        None: that cannot be told now."""
+        """True if a session does everything that a plain put does; None if that cannot be determined now.
+
+        Tests it with an object of one byte, which can be removed only when all of its copies are written.
+        """
         if self._put_in_session(name, address, 1) != 1:
             return None
         return {0: True, NOT_COMPLETE: False}.get(self._store.remove(name, True))
 
     def _get_in_session(self, name: str, address: int, expected: int) -> int | None:
-        """None: not to be had that way, and nothing is moved any more."""
+        """Returns the size; None if a session cannot get the object. No transfer is running then."""
         store = self._store
         (code,) = store.batch_get_session_start([name])
         if code != 0:
             return None if code == NOT_IN_MEMORY else code
         try:
             (got,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[expected]], [[0]])
-            if got == BAD_LENGTH:  # it is shorter, or its holder cannot be reached
+            if got == BAD_LENGTH:  # the object is shorter, or its storage node is unreachable
                 return None
             if got != expected:
                 return got if got < 0 else FAILED
-            # It is longer if one more byte can be had; else nobody is asked for that.
+            # If one more byte can be read, the object is longer than expected.
             (more,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[1]], [[expected]])
             if more == BAD_LENGTH:
                 return expected

@@ -1,7 +1,7 @@
-"""The records on a server or in a bucket as the commands look after them.
+"""The records on a server or in a bucket, for the commands that manage them.
 
-What is kept here does not grow with what a server names: records are seen a page at a time, and what is kept
-of them is bounded. Who collects ``records`` keeps them all (``ls --limit 0`` in another order than as found).
+Memory use is bounded regardless of the number of records, because records are read one page at a time. Only a
+caller that collects ``records`` keeps them all (``ls --limit 0`` in an order other than as found).
 """
 
 import time
@@ -16,34 +16,34 @@ from kv_offload.printable import printable
 if TYPE_CHECKING:
     from kv_offload._core import RemoteRecord, RemoteRecords
 
-_THREADS = 16  # of a kind that waits once for each record
-_MOST_NAMESPACES = 10_000  # that stat tells apart
-_MOST_OTHERS = 10  # names of what is no record, shown
+_THREADS = 16  # for kinds that need one round trip per record
+_MOST_NAMESPACES = 10_000  # that stat lists separately
+_MOST_OTHERS = 10  # shown names that are not records
 _MOST_NAME = 120  # characters of such a name
-_MOST_DAMAGED = 10_000  # after which verify ends
-_FAILURES_IN_A_ROW = 8  # after which it is the server that cannot be read
-_ANSWERED = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that has to stay
+_MOST_DAMAGED = 10_000  # verify stops here
+_FAILURES_IN_A_ROW = 8  # then the server is considered unreadable
+_ANSWERED = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that must stay
 
 
 def shown_name(name: bytes) -> str:
-    """A name for people: what is no printable text is escaped."""
+    """Returns a name for display, with unprintable characters escaped."""
     text = name[: 4 * _MOST_NAME].decode("utf-8", "backslashreplace")
     safe = printable(text)
     return safe if len(safe) <= _MOST_NAME else f"{safe[: _MOST_NAME - 1]}…"
 
 
 class RemoteRoot:
-    """``records``: as the kind has opened them; ``where``: their address, no credentials; ``folder``: what
-    stands before the name of each."""
+    """``records``: opened by the kind; ``where``: their address without credentials; ``folder``: the prefix
+    of each record name."""
 
-    knows_hits = False  # a server counts as a use whatever reads a record, this program included
+    knows_hits = False  # every read of a record counts as a use, also by this program
 
     def __init__(self, records: "RemoteRecords", where: str, folder: str = "") -> None:
         self._records = records
         self._folder = folder
         self.where = where
-        self._versions = 0  # bytes of what was removed and is kept as an older version
-        self._listed_nothing = False  # under the prefix, all of it
+        self._versions = 0  # bytes removed that remain as older versions
+        self._listed_nothing = False  # the full listing under the prefix was empty
 
     # ---- lists
 
@@ -61,14 +61,14 @@ class RemoteRoot:
                 self._listed_nothing = names == 0 and namespace is None
                 return
             if start == landmark:
-                raise RuntimeError(f"{self.where}: the server lists the same pages again and again")
-            # Left behind further and further apart, one lies in any circle at some time.
+                raise RuntimeError(f"{self.where}: the server keeps listing the same pages")
+            # The distance between landmarks doubles, so any cycle of pages eventually contains one.
             pages += 1
             if pages == next_landmark:
                 landmark, next_landmark = start, 2 * next_landmark
 
     def stat(self) -> dict[str, Any]:
-        """What is there, by namespaces; and ``others``: what lies under the prefix and is no record."""
+        """Returns totals per namespace, and ``others``: keys under the prefix that are not records."""
         spaces: dict[str, dict[str, Any]] = {}
         report: dict[str, Any] = {"bytes": 0, "records": 0, "temporaries": 0, "others": 0, "other_names": []}
         left_out = 0
@@ -95,7 +95,7 @@ class RemoteRoot:
         return report
 
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """Each with ``record``, which ``with_history`` takes out again."""
+        """Yields records; each has a key ``record``, which ``with_history`` removes."""
         for page in self._pages(namespace, True):
             for record in page:
                 if record.key:
@@ -110,7 +110,7 @@ class RemoteRoot:
                     }
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
-        """``mtime`` is None where the server knows of no last use."""
+        """``mtime`` is None if the server does not record the last use."""
         found: RemoteRecord = record["record"]
         created = found.written or self._asked(lambda: self._records.written(found))
         told = {name: value for name, value in record.items() if name != "record"}
@@ -130,8 +130,8 @@ class RemoteRoot:
     def verify(
         self, repair: bool, progress: Callable[[int, int | None], None], key_files: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        """Ends early, and says so, when more are damaged than anybody reads, and when the server fails after
-        something was found. RuntimeError when it fails before."""
+        """Stops early, with an entry that says so, after _MOST_DAMAGED damaged records, and when the server
+        fails after damage was found. Raises RuntimeError when the server fails before that."""
         self._records.use_keys(list(key_files))
         damaged: list[dict[str, Any]] = []
         try:
@@ -154,7 +154,7 @@ class RemoteRoot:
             progress(done, None)
             failures = failures + 1 if kind not in _ANSWERED else 0
             if failures == _FAILURES_IN_A_ROW:
-                # The ones before it say the same.
+                # The previous failures report the same cause.
                 if all(bad["kind"] not in _ANSWERED for bad in damaged):
                     damaged.clear()
                 raise RuntimeError(f"{self.where}: {message}")
@@ -162,7 +162,7 @@ class RemoteRoot:
                 continue
             damaged.append({"path": self._path(record), "kind": kind, "message": message, "removed": removed})
             if len(damaged) == _MOST_DAMAGED:
-                raise RuntimeError(f"{_MOST_DAMAGED:,} records are damaged: run it again for the others")
+                raise RuntimeError(f"{_MOST_DAMAGED:,} records are damaged: run it again for the rest")
 
     def _verified(self, repair: bool) -> Iterator[tuple["RemoteRecord", tuple[str, str, bool]]]:
         def verified(record: "RemoteRecord") -> tuple[str, str, bool]:
@@ -173,7 +173,7 @@ class RemoteRoot:
             yield from zip(some, self._each(verified, some), strict=True)
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
-        """What an older version still holds is not counted as free."""
+        """Bytes that older versions still occupy are not counted as freed."""
         records = size = 0
         try:
             for page in self._pages(namespace, True):
@@ -199,7 +199,7 @@ class RemoteRoot:
 
     @staticmethod
     def _in_threads(ask: Callable[[Any], Any], given: list[Any]) -> Iterator[Any]:
-        """Few are under way at a time: what has run is not lost with a caller that gives up."""
+        """Limits the calls in flight: a caller that gives up loses few completed results."""
         pool = ThreadPoolExecutor(_THREADS)
         waiting = iter(given)
         asked = deque(pool.submit(ask, each) for each in islice(waiting, 2 * _THREADS))
@@ -211,16 +211,16 @@ class RemoteRoot:
             pool.shutdown(cancel_futures=True)
 
     def notes(self) -> list[str]:
-        """What a user may not expect: nothing is there at all, or a bucket keeps versions."""
+        """Returns warnings: there are no records at all, or the bucket keeps versions."""
         if self._listed_nothing:
-            return [f"nothing lies under {self.where}: is that the address, and the prefix, of the tier?"]
+            return [f"no records under {self.where}: check the address and the prefix of the tier"]
         if not self._records.keeps_versions:
             return []
         from kv_offload.sizes import format_bytes
 
         held = f" ({format_bytes(self._versions)})" if self._versions else ""
         return [
-            f"the bucket keeps versions: what was removed still takes its space{held} as older versions, "
+            f"the bucket keeps versions: removed records still take space{held} as older versions, "
             "until a lifecycle rule for noncurrent versions expires them"
         ]
 
@@ -228,7 +228,7 @@ class RemoteRoot:
 def _new_space(name: str) -> dict[str, Any]:
     return {
         "id": name,
-        "json": None,  # a server keeps none
+        "json": None,  # a server stores no descriptions
         "generation": None,
         "bytes": 0,
         "records": 0,

@@ -67,10 +67,10 @@ def _request(line: str, where: str) -> tuple[list[int], int]:
     try:
         request = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is no JSON ({error}); write {_EXAMPLE}") from error
+        raise ValueError(f"{where} is not JSON ({error}); write {_EXAMPLE}") from error
     blocks = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
-        raise ValueError(f"{where} has no hash_ids (a list of numbers from 0 on); write {_EXAMPLE}")
+        raise ValueError(f"{where} has no hash_ids (a list of integers from 0); write {_EXAMPLE}")
     tokens = request.get("input_length", 0)
     if not isinstance(tokens, int) or tokens < 0:
         raise ValueError(f"{where} has an input_length of {tokens!r}; give the tokens of the prompt")

@@ -134,7 +134,7 @@ def with_offloading_size(given: Mapping[str, Any], gib: float) -> tuple[dict[str
     ]
     if is_simple:
         notes.append(
-            f"--kv-offloading-size takes {SIMPLE_CONNECTOR} because {SIMPLE_VARIABLE} is set: unset it"
+            f"--kv-offloading-size selects {SIMPLE_CONNECTOR} because {SIMPLE_VARIABLE} is set: unset it"
         )
     in_effect = {
         **given,
@@ -216,7 +216,7 @@ def _judged_alone(given: Mapping[str, Any]) -> list[str]:
     for name, kind in kinds:
         value = given.get(name)
         if value is not None and not isinstance(value, kind):
-            problems.append(f"{name} is {value!r}; it should be a text")
+            problems.append(f"{name} is {value!r}; it should be a string")
     try:
         int(given.get("kv_port", 0))
     except (TypeError, ValueError):

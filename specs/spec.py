@@ -299,7 +299,7 @@ def _tell_layout(merged: Mapping[str, Any]) -> None:
         logger.info("canonical_layout: records are shared by servers of any tensor-parallel size%s", sizes)
     elif "kept_apart" in merged:
         logger.warning(
-            "canonical_layout is not possible here, so records are kept apart from those of other "
+            "canonical_layout is not possible here, so records are not shared with other "
             "tensor-parallel sizes: %s",
             merged["kept_apart"],
         )

@@ -20,9 +20,9 @@ COMMANDS = (
     ("size", "size_command", "Show how large a model's KV cache is, and when loading pays off."),
     ("bench", "bench_command", "Measure a tier and memory copies against their raw speed."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
-    ("why", "why_command", "Say why nothing, or little, is loaded: from metrics or from a log."),
+    ("why", "why_command", "Explain why little or nothing is loaded, from metrics or from a log."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
-    ("ls", "root_commands", "List the records of a root, last used first."),
+    ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),
     ("purge", "root_commands", "Remove the records of one namespace, or of all."),
     ("evict", "evict_command", "Remove records until a root is below its bound."),
@@ -60,10 +60,10 @@ app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
     **_SETTINGS | {"add_completion": True},
-    help="KV-cache offloading for vLLM: write its configuration, check what this machine can give, watch a "
-    "server, and look after its directories. None of it needs vLLM.",
-    epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly."
-    "\n\n\b\nCompletion in the shell: kv-offload --install-completion, then open a new one.",
+    help="KV-cache offloading for vLLM: write its configuration, check this machine, watch a "
+    "server, and manage its directories. No command needs vLLM.",
+    epilog="Exit status: 0 success; 1 something is damaged or refused; 2 the command was used wrongly."
+    "\n\n\b\nShell completion: kv-offload --install-completion, then open a new shell.",
 )
 
 

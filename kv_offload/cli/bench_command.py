@@ -45,7 +45,7 @@ def bench(
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Plan for this model, given as for kv-offload size.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="As vLLM's --kv-cache-dtype.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Same as vLLM's --kv-cache-dtype.")] = "auto",
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", "-t", min=1, metavar="N", help="Ranks of the engine.")
     ] = 1,
@@ -86,7 +86,7 @@ def bench(
     from kv_offload.sizes import parse_byte_size
 
     if prefill is not None and model is None:
-        fail("--prefill is the speed of a model: give --model as well", USAGE)
+        fail("--prefill is the speed of one model: give --model as well", USAGE)
     shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
     tier = tier_at(root)
@@ -121,7 +121,7 @@ def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str,
     ours = tier.measure(total)
     limit = tier.raw_speed(total)
     if ours is None or limit is None:
-        fail(f"{tier.label()}: how fast a tier of this kind is cannot be measured from here", PROBLEM)
+        fail(f"{tier.label()}: the speed of this kind of tier cannot be measured from here", PROBLEM)
     if ours.figures is None:
         fail(f"{tier.place}: {ours.text}", PROBLEM)
     copy = doctor_checks.copy_speed(threads, min(total, 256 << 20)).figures or {}
@@ -191,11 +191,11 @@ def _print(report: dict[str, Any], prefill: float | None) -> None:
         )
     out.print(speeds)
     plan = table(
-        "\nwhat a request gets back",
-        "a token takes",
-        "tokens/s from there",
+        "\nload speed of a request",
+        "bytes per token",
+        "tokens/s from tier",
         "from host memory",
-        right=("a token takes", "tokens/s from there", "from host memory"),
+        right=("bytes per token", "tokens/s from tier", "from host memory"),
     )
     for row in report["plan"]:
         add_row(
@@ -214,12 +214,12 @@ def _print(report: dict[str, Any], prefill: float | None) -> None:
 def _verdict(plan: dict[str, Any]) -> str:
     factor = plan["tier_tokens_per_second"] / plan["prefill_tokens_per_second"]
     policy = {
-        "through": "it can take everything that is computed (write_policy through)",
-        "reuse:2": "it cannot take everything that is computed: write_policy reuse:2",
+        "through": "it can write everything that is computed (write_policy through)",
+        "reuse:2": "it cannot write everything that is computed: write_policy reuse:2",
     }[plan["write_policy"]]
     if plan["tier_pays"]:
         return f"\na tier here pays off: loading is {factor:.1f} times as fast as computing; {policy}"
     return (
-        f"\na tier here does not pay off: loading is {factor:.2f} times as fast as computing, and should be "
+        f"\na tier here does not pay off: loading is {factor:.2f} times as fast as computing, and must be "
         f"at least {MARGIN:g} times as fast; use host memory alone"
     )

@@ -12,8 +12,8 @@ from kv_offload.machine import cautions
 from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
 _PARTIAL = (
-    "there is no kv_connector: vLLM serves without any, unless it is started with --kv-offloading-size. "
-    "Give doctor the same --kv-offloading-size to have all of it checked"
+    "kv_connector is missing: vLLM offloads nothing unless it is started with --kv-offloading-size. "
+    "Give doctor the same --kv-offloading-size to check the whole configuration"
 )
 
 
@@ -44,7 +44,7 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
     extra, refused = own_extra_config(in_effect)
     partial = transfer.get("kv_connector") is None and "cpu_bytes_to_use" not in extra
     if in_effect.get("kv_connector") is None and not partial:
-        refused.append('kv_connector is needed, such as "OffloadingConnector": vLLM serves without any')
+        refused.append('kv_connector is missing, so vLLM would offload nothing: set "OffloadingConnector"')
     refused += _not_ours(in_effect, extra, refused)
     checks = _vllms_verdict(transfer, None if refused else in_effect)
     checks += [Check("config", "refused", text) for text in refused]
@@ -69,14 +69,14 @@ def _not_ours(in_effect: Mapping[str, Any], extra: Mapping[str, Any], refused: l
     module = in_effect.get("kv_connector_module_path")
     if in_effect.get("kv_connector") == vllm_verdict.REPORTING_CONNECTOR and not module:
         return [
-            f"kv_connector is {vllm_verdict.REPORTING_CONNECTOR!r}, which vLLM does not know by itself: give "
+            f"kv_connector is {vllm_verdict.REPORTING_CONNECTOR!r}, which vLLM cannot find by itself: set "
             f'kv_connector_module_path "{vllm_verdict.REPORTING_MODULE}"'
         ]
     spec = extra.get("spec_name")
     if refused or spec == SPEC_NAME or is_llmd_config(extra):
         return []
     return [
-        f'spec_name is {spec!r}: vLLM takes its own spec; set "{SPEC_NAME}", and spec_module_path '
+        f'spec_name is {spec!r}: vLLM would use its own spec; set "{SPEC_NAME}", and spec_module_path '
         f'"{SPEC_MODULE}" (examples/migrate.py does)'
     ]
 
@@ -85,5 +85,5 @@ def _vllms_verdict(transfer: Mapping[str, Any], in_effect: Mapping[str, Any] | N
     try:
         problems = vllm_verdict.problems_of(transfer, in_effect)
     except vllm_verdict.Unasked as error:
-        return [Check("config", "note", f"whether vLLM takes it is not known: {error}")]
+        return [Check("config", "note", f"vLLM could not check it: {error}")]
     return [Check("config", "refused", text) for text in problems]

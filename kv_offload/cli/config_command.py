@@ -55,8 +55,8 @@ def config(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="What is written to the tiers: through (all), on_evict (what is evicted from host memory), "
-            "reuse:N (what is asked for N times; spares an SSD), never (other servers fill it).",
+            help="Chunks to write to the tiers: through (all), on_evict (those that host memory evicts), "
+            "reuse:N (at their Nth request; reduces SSD wear), never (other servers fill the tier).",
         ),
     ] = None,
     fsync: Annotated[
@@ -79,7 +79,7 @@ def config(
     load_policy: Annotated[
         str | None,
         typer.Option(
-            metavar="POLICY", help="auto (load what is loaded faster than computed), always or never."
+            metavar="POLICY", help="auto (load where that is faster than computing), always or never."
         ),
     ] = None,
     blocks_per_chunk: Annotated[
@@ -116,13 +116,13 @@ def config(
     Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
     TiB or Ki, Mi, Gi, Ti (powers of 1024), KB, MB, GB, TB or K, M, G, T (powers of 1000).
 
-    kv-offload doctor says whether this machine can serve the configuration.
+    kv-offload doctor checks whether this machine can serve the configuration.
 
     \b
     Example:
       vllm serve MODEL --kv-transfer-config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
 
-    Exit status: 0 written; 1 this machine has no memory to give; 2 the configuration is invalid.
+    Exit status: 0 written; 1 too little memory is available; 2 the configuration is invalid.
     """
     from kv_offload.config import OffloadConfig
 
@@ -191,7 +191,7 @@ def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
         types = {name for name, kind in kinds().items() if key in kind.model_fields}
         having = [tier for tier in tiers if str(tier.get("type")) in types]
         if not having:
-            fail(f"{key} is an option of a tier, and no tier here has it: give --disk or --tier", 2)
+            fail(f"{key} is a tier option, but no tier here accepts it: give --disk or --tier", 2)
         for tier in having:
             tier.setdefault(key, value)
 

@@ -55,13 +55,13 @@ def plugin() -> Check:
     """Is our entry point installed, and does VLLM_PLUGINS allow it."""
     names = [point.name for point in entry_points(group=PLUGIN_GROUP) if "kv_offload" in point.value]
     allowed = os.environ.get("VLLM_PLUGINS")
-    needs_path = 'give spec_module_path "kv_offload.specs" beside spec_name'
+    needs_path = 'set spec_module_path "kv_offload.specs" next to spec_name'
     if not names:
         return Check(
             "plugin", "note", f"no {PLUGIN_GROUP} entry point, not installed as a package; {needs_path}"
         )
     if allowed is not None and names[0] not in allowed.split(","):
-        return Check("plugin", "note", f"VLLM_PLUGINS={allowed} leaves {names[0]} out; {needs_path}")
+        return Check("plugin", "note", f"VLLM_PLUGINS={allowed} excludes {names[0]}; {needs_path}")
     return Check("plugin", "ok", "spec_name alone is enough")
 
 
@@ -96,8 +96,8 @@ def kept_memory() -> list[Check]:
     if not left:
         return []
     text = (
-        f"{format_bytes(sum(left))} kept by servers that have ended (keep_host_memory), for the next start; "
-        f"one that needs the memory frees it, and so does rm {machine.KEPT_REGIONS}"
+        f"{format_bytes(sum(left))} kept by stopped servers (keep_host_memory) for the next start; "
+        f"a start that needs the memory frees it, or free it with rm {machine.KEPT_REGIONS}"
     )
     return [Check("kept memory", "ok", text, {"regions": len(left), "bytes": sum(left)})]
 

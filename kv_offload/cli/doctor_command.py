@@ -33,7 +33,7 @@ def doctor(
     url: Annotated[
         str | None,
         typer.Argument(
-            metavar="URL", help="Ask this running server instead of this machine.", show_default=False
+            metavar="URL", help="Check this running server instead of this machine.", show_default=False
         ),
     ] = None,
     config: Annotated[
@@ -71,7 +71,7 @@ def doctor(
 ) -> None:
     """Check whether this machine can serve, or how a server is doing.
 
-    Without URL: version, device, memory, ports, disks, and the settings that the configuration amounts to.
+    Without URL: version, device, memory, ports, disks, and the effective settings.
     Allocates no host memory for serving and changes no root; to measure a disk it writes temporary records
     in a directory that it removes again. With URL: the server's tiers, their failures and the misses by
     reason, from its metrics.
@@ -84,18 +84,18 @@ def doctor(
       kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
       kv-offload doctor http://gpu-7:8000
 
-    Exit status: 0 it can serve, or does; 1 something would be refused, or the server cannot be reached;
-    2 the command was used wrongly.
+    Exit status: 0 the machine can serve, or the server serves; 1 something would be refused, or the server
+    cannot be reached; 2 the command was used wrongly.
     """
     from kv_offload.sizes import parse_byte_size
 
     if url is not None:
         if config is not None or root:
-            fail("URL asks a running server, --config and --root ask this machine: give one of them", USAGE)
+            fail("URL checks a running server, --config and --root this machine: give one of them", USAGE)
         found, plan = _ask_server(url)
     else:
         if kv_offloading_size is not None and config is None:
-            fail("--kv-offloading-size without --config: vLLM serves its own spec then", USAGE)
+            fail("--kv-offloading-size needs --config: without it, vLLM uses its own spec", USAGE)
         asked = Asked(config, kv_offloading_size, root or [], ranks, measure, parse_byte_size(measure_size))
         found, plan = _ask_machine(asked)
     if as_json:
@@ -133,11 +133,11 @@ def _ask_machine(asked: Asked) -> "tuple[list[Check], list[tuple[str, str, bool]
     from kv_offload.config import OffloadConfig, tier_at
 
     judged = Judged([])
-    status = console(stderr=True).status("asking this machine")
+    status = console(stderr=True).status("checking this machine")
     if asked.config is not None:
         given = read_config(asked.config)
         with status:
-            status.update("asking: vLLM's parser")
+            status.update("checking: vLLM's parser")
             judged = judge(given, asked.offloading_gib)
     parsed, ranks, measure, total = judged.config, asked.ranks, asked.measure, asked.total
     found = list(judged.checks)

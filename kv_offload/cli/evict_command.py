@@ -44,7 +44,7 @@ class Bound:
 def evict(
     root: Root,
     max_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Limit of everything in the root: 500GiB.", show_default=False)
+        str, typer.Option(metavar="SIZE", help="Limit on everything in the root: 500GiB.", show_default=False)
     ],
     high: Annotated[
         float,
@@ -84,7 +84,7 @@ def evict(
     place that sees all their records. It may run on any host that mounts the volume, as the user that the
     root belongs to, and takes no lock that a server waits for. Give servers a max_bytes at or above this.
 
-    --watch reads the root's ledger every few seconds, which costs next to nothing, walks the root once an
+    --watch reads the root's ledger every few seconds, which is cheap, walks the root once an
     hour and when it evicts, and waits for a ROOT that does not exist yet. Each eviction is one line.
 
     \b
@@ -216,13 +216,13 @@ def print_sentence(report: dict[str, Any]) -> None:
     would = "would be " if report["dry_run"] else ""
     parts = [f"{report['records']:,} records by age"]
     if report["dead_bytes"]:
-        parts.append(f"{format_bytes(report['dead_bytes'])} of {dead} dead namespaces and old generations")
+        parts.append(f"{format_bytes(report['dead_bytes'])} of {dead} dead namespaces and old epochs")
     console().print(
         f"{format_bytes(report['bytes_before'])} of {format_bytes(report['max_bytes'])}; "
         f"{would}removed: {format_bytes(report['bytes_freed'])}"
         + (f" ({', '.join(parts)})" if report["bytes_freed"] else "")
         + f"; {format_bytes(report['bytes_after'])} left"
-        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the rest are not records")
+        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the remaining files are not records")
     )
 
 

@@ -51,7 +51,7 @@ def replay(
         ),
     ] = 50,
     keep_host_memory: Annotated[
-        bool, typer.Option("--keep-host-memory", help="Keep host memory over the kill.")
+        bool, typer.Option("--keep-host-memory", help="Keep host memory across the kill.")
     ] = False,
     block_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")

@@ -98,16 +98,16 @@ def stat(root: Root, as_json: Json = False) -> None:
     if report["namespaces"]:
         out.print(shown)
     for name in report.get("other_names", ()):
-        out.print(f"no record: {escape(name)}")
+        out.print(f"not a record: {escape(name)}")
     further = report.get("records_of_further_namespaces", 0)
     if further:
-        out.print(f"{_count(further, 'record')} of further namespaces, which are not told apart")
+        out.print(f"{_count(further, 'record')} in further namespaces, which are not listed separately")
 
 
 def _beside_records(report: dict[str, Any]) -> str:
     """A directory has temporary files; under a prefix of others anything may lie."""
     if "others" in report:
-        return _count(report["others"], "key") + " of something else"
+        return _count(report["others"], "key") + " not from kv-offload"
     return _count(report["temporaries"], "temporary file")
 
 
@@ -154,7 +154,7 @@ def ls(
     ] = 50,
     as_json: Json = False,
 ) -> None:
-    """List the records of a root, last used first.
+    """List the records of a root, most recently used first.
 
     The age of a record is the time since its last use, which servers write to the file once a minute. Its
     header shows if it was hit since its first write; headers are read for the listed records, and for all
@@ -177,7 +177,7 @@ def ls(
 
     opened = open_root(root)
     if by is Order.HITS and not opened.knows_hits:
-        raise ValueError(f"{opened.where}: which records were hit is not known there; choose another --by")
+        raise ValueError(f"{opened.where}: hits are not recorded there; choose another --by")
     chosen = None if namespace is None else full_id(opened.stat(), namespace)
     found: Iterable[dict[str, Any]] = opened.records(chosen)
     if by is Order.HITS:
@@ -281,7 +281,7 @@ def _print_damage(where: str, checked: int, damaged: list[dict[str, Any]], repai
         add_row(shown, bad["path"], bad["kind"], bad["message"], "yes" if bad["removed"] else "no")
     out.print(shown)
     removed = sum(1 for bad in damaged if bad["removed"])
-    advice = f"{removed:,} removed" if repair else "run again with --repair to remove what is proven bad"
+    advice = f"{removed:,} removed" if repair else "run again with --repair to remove proven damage"
     out.print(f"{_count(checked, 'record')}, {len(damaged):,} damaged; {advice}")
 
 
@@ -309,17 +309,15 @@ def purge(
 
     opened = open_root(root, changes=True)
     if as_json and not yes:
-        fail("--json does not ask; give --yes as well", USAGE)
+        fail("--json cannot ask for confirmation; give --yes as well", USAGE)
     report = {} if yes and namespace is None else opened.stat()
     chosen = full_id(report, namespace)
     if not yes:
         spaces = [space for space in report["namespaces"] if chosen in (None, space["id"])]
         if any(space["open"] for space in spaces):
-            typer.echo(
-                "A server uses it: it keeps running, and computes again what it no longer finds.", err=True
-            )
+            typer.echo("A server is using it: it keeps running and recomputes missing records.", err=True)
         elif any(space["open"] is None for space in spaces):
-            typer.echo("Servers that use it compute again what they no longer find.", err=True)
+            typer.echo("Servers that use it recompute missing records.", err=True)
         typer.confirm(f"Remove {_extent(report, spaces, chosen)} from {opened.where}?", abort=True)
     records, size = opened.purge(chosen)
     if as_json:
@@ -338,7 +336,7 @@ def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | 
         records, size = report["records"], report["bytes"]
         told = f"more than {_count(len(spaces), 'namespace')}"
     elif further and not spaces:
-        return f"the records of namespace {chosen}, one of those that are not told apart,"
+        return f"the records of namespace {chosen}, one of those that are not listed separately,"
     else:
         records = sum(space["records"] for space in spaces)
         size = sum(space["bytes"] for space in spaces)
@@ -359,7 +357,7 @@ def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
         if re.fullmatch(r"[0-9a-f]{64}", prefix.lower()):
             return prefix.lower()
         raise ValueError(
-            f"there are more namespaces than are told apart, so that others may start with {prefix} as well: "
+            f"there are too many namespaces to list, so others may start with {prefix} as well: "
             "give all 64 digits"
         )
     ids = [str(space["id"]) for space in report["namespaces"]]
@@ -370,7 +368,7 @@ def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
     if len(ids) > _MOST_NAMED:
         there += f" and {len(ids) - _MOST_NAMED:,} more"
     raise ValueError(
-        f"{'no' if not found else 'more than one'} namespace starts with {prefix}; there are: {there}"
+        f"{'no' if not found else 'more than one'} namespace starts with {prefix}; existing: {there}"
     )
 
 

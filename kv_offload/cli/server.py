@@ -15,7 +15,7 @@ def metrics_url(given: str) -> str:
     """The page that ``given`` means: http:// and /metrics may be left out. Raises ValueError."""
     parts = urlsplit(given if "://" in given else f"http://{given}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{given} is not the address of a server; such as http://127.0.0.1:8000/metrics")
+        raise ValueError(f"{given} is not a server address; give one such as http://127.0.0.1:8000/metrics")
     return urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else "/metrics"))
 
 

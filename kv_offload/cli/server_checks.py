@@ -43,7 +43,7 @@ def _software(address: str, page: "Page") -> Iterator[Check]:
             yield Check(
                 "layout",
                 "note",
-                "canonical_layout is not possible here, so records are kept apart from those of other "
+                "canonical_layout is not possible here, so records are not shared with other "
                 f"tensor-parallel sizes: {reason}",
             )
         elif layout.endswith(", canonical"):

@@ -25,7 +25,7 @@ def size(
         ),
     ],
     kv_dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="As vLLM's --kv-cache-dtype: auto, bfloat16, fp8, ...")
+        str, typer.Option(metavar="DTYPE", help="Same as vLLM's --kv-cache-dtype: auto, bfloat16, fp8, ...")
     ] = "auto",
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", "-t", min=1, metavar="N", help="Ranks of the engine.")
@@ -164,7 +164,7 @@ def _tiers(
     sizes += zip(labels, map(parse_byte_size, disks), strict=True)
     if config is not None:
         if sizes:
-            raise ValueError("--config names the tiers; give it without --cpu and --disk-size")
+            raise ValueError("--config already names the tiers: leave out --cpu and --disk-size")
         parsed, _ = OffloadConfig.parse(own_extra_config(read_config(config))[0])
         sizes.append(("cpu", parsed.cpu_bytes_to_use))
         sizes += zip(parsed.tier_names(), tier_bounds(parsed), strict=True)
@@ -214,8 +214,8 @@ def _print(report: dict[str, Any]) -> None:
     for state in report["states"]:
         size = format_bytes(state["bytes"][report["kv_dtype"]])
         out.print(
-            f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM "
-            f"makes blocks of {report['tokens_per_block']:,} tokens, so that a state fits",
+            f"and {state['layers']} layers with a {state['name']} of {size} each, one per block; vLLM "
+            f"uses blocks of {report['tokens_per_block']:,} tokens so that a state fits",
             markup=False,
         )
     if report["tiers"]:

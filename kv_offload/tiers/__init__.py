@@ -87,8 +87,8 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
     if any(map(_is_address, texts)) or (named is not None and named.option != "disk"):
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
         raise ValueError(
-            "an address is given where a directory is needed, or one that no kind of tier has (it is not "
-            "repeated: there may be a password in it); addresses that stat, ls, verify and purge know: "
+            "expected a directory but got an address, or no kind of tier has this address (it is not "
+            "shown: it may contain a password); stat, ls, verify and purge accept these addresses: "
             f"{', '.join(known)}"
         )
 

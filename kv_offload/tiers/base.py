@@ -1,6 +1,7 @@
-"""What every kind of tier has in the configuration, and what a kind says of itself.
+"""The settings that every kind of tier has, and the interface that a kind implements.
 
-All that differs between kinds is asked here: the adapter, the command line and the sizing name none.
+All differences between kinds are behind this interface: the adapter, the command line and the sizing name no
+kind.
 """
 
 import re
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kv_offload._core import TierSpec
     from kv_offload.namespace import NamespaceIdentity
 
-EVICTION_POLICIES = ("lru", "prefix")  # a test compares it with what the core has
+EVICTION_POLICIES = ("lru", "prefix")  # a test compares it with the core
 MAX_REUSE = 127  # the N of write_policy reuse:N; the core counts no further
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
@@ -28,7 +29,7 @@ State = Literal["ok", "note", "refused"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found out about a tier. ``figures`` are plain numbers in bytes and seconds."""
+    """A finding about a tier. ``figures`` are plain numbers in bytes and seconds."""
 
     state: State
     text: str
@@ -36,27 +37,27 @@ class Answer:
 
 
 class Root(Protocol):
-    """The records of a tier as the commands look after them, while servers use them or not."""
+    """The records of a tier, for the commands that manage them; servers may use them concurrently."""
 
     @property
     def where(self) -> str:
-        """What it is called in answers; never a password."""
+        """Its name in output; never contains a password."""
 
     @property
     def knows_hits(self) -> bool:
-        """Is it known there which records were used since they were written."""
+        """True if the root records which records were used since they were written."""
 
     def stat(self) -> dict[str, Any]:
-        """bytes, records, temporaries, namespaces; None where the kind cannot know.
+        """Returns bytes, records, temporaries, namespaces; None for values that the kind cannot know.
 
         namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}.
         """
 
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each, as found."""
+        """Yields {namespace, generation, key (hex), bytes, mtime (unix seconds), path} in listing order."""
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
-        """One of ``records`` with ``created`` (unix seconds) and ``hit``; None where that is not known."""
+        """Returns one of ``records`` with ``created`` (unix seconds) and ``hit`` added; None if unknown."""
 
     def verify(
         self,
@@ -64,38 +65,41 @@ class Root(Protocol):
         progress: Callable[[int, int | None], None],
         key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """{path, kind, message, removed} of each that is damaged. progress(done, in all if that is known).
-        ``key_files``: keys that open what is sealed; ValueError when they cannot be used."""
+        """Returns {path, kind, message, removed} for each damaged record.
+
+        Calls progress(done, total or None). ``key_files``: keys that decrypt encrypted records. Raises
+        ValueError if they cannot be used.
+        """
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
-        """Records removed, and bytes that are free by that."""
+        """Removes records; returns their number and the bytes freed."""
 
     def notes(self) -> list[str]:
-        """What is to be said after records were removed."""
+        """Returns notes for the user after records were removed."""
 
 
 def options_of(address: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """An address without what follows its "?", and that by name.
+    """Splits an address at its "?" into the address and its options by name.
 
-    Raises ValueError that repeats no value: one may be a password.
+    Raises ValueError, which shows no value because one may be a password.
     """
     bare, _, query = address.partition("?")
     options: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known or name in options or not value:
-            # Before an "@" it may be a part of a password with a "?" in it.
+            # Before an "@" it may be part of a password that contains a "?".
             plain = re.fullmatch(r"[a-z_]{1,40}", name) and f"{name}=" in query and "@" not in query
             named = f" {name}" if plain else ""
             raise ValueError(
-                f"the address has an option{named} that is not known, is empty or stands there twice; "
-                f"possible after its ?: {', '.join(f'{each}=...' for each in known)}"
+                f"the address has an option{named} that is unknown, empty or repeated; "
+                f"possible after the ?: {', '.join(f'{each}=...' for each in known)}"
             )
         options[name] = value
     return bare, options
 
 
 def known_eviction_policy(value: str) -> str:
-    """The value; ValueError naming the policies there are."""
+    """Returns the value. Raises ValueError, which lists the policies, if it is unknown."""
     if value not in EVICTION_POLICIES:
         raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
     return value
@@ -107,15 +111,17 @@ class TierConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # ---- what a kind says of itself, beside its fields; the first line of its docstring describes it
+    # ---- class variables of a kind; the first line of its docstring describes it
     example: ClassVar[Mapping[str, Any]]  # an entry of secondary_tiers
-    place_key: ClassVar[str]  # the field that names its place
-    bound_key: ClassVar[str | None] = None  # the field that bounds it; None: its server bounds itself
-    bounded_by: ClassVar[str] = "its server bounds itself"  # where bound_key is None; and what to set there
-    option: ClassVar[str | None] = None  # of the command line, that takes such a place: "disk" of --disk
+    place_key: ClassVar[str]  # the field that holds its place
+    bound_key: ClassVar[str | None] = None  # the field that limits its size; None: its server limits itself
+    bounded_by: ClassVar[str] = (
+        "its server bounds itself"  # if bound_key is None: the limit, and where to set it
+    )
+    option: ClassVar[str | None] = None  # command-line option for its places: "disk" for --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
-    schemes: ClassVar[tuple[str, ...]] = ()  # of addresses that commands are given: "redis" of redis://host
-    address_options: ClassVar[tuple[str, ...]] = ()  # its fields that may follow the "?" of such an address
+    schemes: ClassVar[tuple[str, ...]] = ()  # of addresses on the command line: "redis" for redis://host
+    address_options: ClassVar[tuple[str, ...]] = ()  # fields allowed after the "?" of an address
 
     type: str = Field(description="type of the tier; required, as in vLLM's own configuration")
     write_policy: str = Field(
@@ -149,8 +155,8 @@ class TierConfig(BaseModel):
             reuse is None or not 1 <= int(reuse.group(1)) <= MAX_REUSE
         ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: when asked for "
-                "the Nth time), never"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: at "
+                "the Nth request), never"
             )
         return value
 
@@ -160,103 +166,106 @@ class TierConfig(BaseModel):
 
     @property
     def events_locality(self) -> str:
-        """LOCAL or REMOTE, as given or as the kind is."""
+        """Returns LOCAL or REMOTE: the setting, or the default of the kind."""
         return self.locality or self.default_locality
 
-    # ---- what the others ask
+    # ---- the interface for the rest of the package
 
     @property
     def place(self) -> str:
-        """Where its records are. No two tiers have the same."""
+        """The location of its records, unique among the tiers."""
         return str(getattr(self, self.place_key))
 
     @classmethod
     def entry(cls, place: str, bound: str | int | None = None) -> dict[str, Any]:
-        """Its table in secondary_tiers. Raises ValueError for a bound where the kind takes none."""
+        """Returns its entry in secondary_tiers. Raises ValueError for a bound if the kind takes none."""
         entry: dict[str, Any] = {"type": str(cls.model_fields["type"].default), cls.place_key: place}
         if bound is None:
             return entry
         if cls.bound_key is None:
-            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server bounds it")
+            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server limits it")
         return entry | {cls.bound_key: bound}
 
     @classmethod
     def entry_of_address(cls, address: str) -> dict[str, Any]:
-        """Its table in secondary_tiers for an address of one of its ``schemes``. Raises ValueError."""
+        """Returns its entry in secondary_tiers for an address with one of its ``schemes``. Raises
+        ValueError."""
         bare, options = options_of(address, cls.address_options)
         return cls.entry(bare) | options
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
-        """Its records, for the commands that look after them; ``changes``: some will be removed;
-        ``given``: how its place was written.
+        """Opens its records for the commands that manage them.
 
-        Raises ValueError when there is no such place, or the kind has no such commands; OSError or
-        RuntimeError when they cannot be looked at, or not be changed.
+        ``changes``: the command removes records; ``given``: the place as the user wrote it. Raises ValueError
+        if the place does not exist or the kind does not support these commands; OSError or RuntimeError if
+        the records cannot be read or must not be changed.
         """
-        raise ValueError(f"{self.label()}: the records of this kind of tier cannot be looked after from here")
+        raise ValueError(f"{self.label()}: this command does not support this kind of tier")
 
     def label(self) -> str:
-        """What it is called in answers about this machine."""
+        """Returns its name in output about this machine."""
         return f"{self.type} {self.place}"
 
     def portable(self) -> dict[str, Any]:
-        """Those of its keys that must be written out for another working directory or host."""
+        """Returns the keys that must be written out for another working directory or host."""
         return {}
 
     @classmethod
     def bounds(cls, tiers: "Sequence[TierConfig]") -> "list[int | None]":
-        """The most bytes that each of the tiers, all of this kind, may hold; None: its server bounds itself.
+        """Returns the size limit of each tier, in bytes; None: its server limits itself.
 
-        Asked once with all of them, because those without a bound may share what there is.
+        Called once with all tiers of this kind, because tiers without a limit may share the free space.
         """
         return [None for _ in tiers]
 
     def problems(self, record_bytes: int = 0) -> list[str]:
-        """Why it cannot be used from here: a sentence each, naming asked, available and the setting.
+        """Returns why this host cannot use it: one sentence each, with requested, available and the setting.
 
-        Changes nothing. ``record_bytes``: of the largest record, header included, when known.
+        Changes nothing. ``record_bytes``: size of the largest record with its header; 0 if unknown.
         """
         return []
 
     def cautions(self) -> list[str]:
-        """What will work but is probably a mistake."""
+        """Returns settings that work but are probably mistakes."""
         return []
 
     def traits(self) -> list[str]:
-        """What the boot line says of it behind its size, a word or two each."""
+        """Returns its properties for the startup summary, after its size; one or two words each."""
         return [self.write_policy]
 
     def summary(self) -> Answer:
-        """One line about it without a measurement. refused: a server would not start with it; note: it would
-        start, and not use it for now."""
+        """Returns one line about it without a measurement. refused: a server would not start with it; note: a
+        server would start, but not use it for now."""
         return Answer("ok", "can be used")
 
     def findings(self) -> list[Answer]:
-        """What ``doctor`` says beside the summary."""
+        """Returns the lines that ``doctor`` prints after the summary."""
         return []
 
     def measure(self, total_bytes: int) -> Answer | None:
-        """Its speed, measured by writing and reading so many bytes beside its records; None: not possible."""
+        """Measures its speed by writing and reading that many bytes next to its records; None: not
+        possible."""
         return None
 
     def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
-        """What follows from the ``figures`` of ``measure`` for its settings."""
+        """Returns what the ``figures`` of ``measure`` mean for its settings."""
         return []
 
     def raw_speed(self, total_bytes: int) -> Mapping[str, Any] | None:
-        """{write,read}_bytes_per_second of the same place without the core, to compare ``measure`` with."""
+        """Returns {write,read}_bytes_per_second of the same place without the core, to compare with
+        ``measure``."""
         return None
 
     def other_namespaces(self, own: "NamespaceIdentity") -> list[str]:
-        """How other namespaces in the same place differ from ``own``, a text each."""
+        """Returns how other namespaces in the same place differ from ``own``, one text each."""
         return []
 
     def spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
-        """What TieredCache opens, under the label ``name``."""
+        """Returns the tier that TieredCache opens under the label ``name``."""
         spec = self.make_spec(name, bound, identity)
         spec.write_policy = self.write_policy
         return spec
 
     @abstractmethod
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
-        """The kind's part of ``spec``: its own class of the core."""
+        """Returns the kind's part of ``spec``: an object of its class in the core."""

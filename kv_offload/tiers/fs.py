@@ -141,7 +141,7 @@ class FsTierConfig(SealedTierConfig):
         elif there == Path(root) and there.stat().st_uid != os.geteuid():
             problems.append(
                 f"{asked} belongs to user {there.stat().st_uid}, this process is user {os.geteuid()}: "
-                "chown it, or name a directory below it that this user makes"
+                "chown it, or name a directory below it that this user creates"
             )
         elif not os.access(there, os.W_OK | os.X_OK):
             problems.append(
@@ -188,9 +188,9 @@ class FsTierConfig(SealedTierConfig):
         if total < _SMALLEST_PROBE:
             return Answer("note", "too little free space to measure its speed")
         figures = _core.probe_disk(str(existing_part(self.root_dir)), total, _PROBE_RECORD)
-        direct = "O_DIRECT" if figures["o_direct"] else "buffered (O_DIRECT is refused there)"
+        direct = "O_DIRECT" if figures["o_direct"] else "buffered (no O_DIRECT support)"
         if self.o_direct == "on" and not figures["o_direct"]:
-            text = 'o_direct is "on", the file system refuses it: set "auto"'
+            text = 'o_direct is "on", but the file system does not support it: set "auto"'
             return Answer("refused", text, figures)
         write, read = (
             f"{format_bytes(int(figures[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")

@@ -30,8 +30,8 @@ _PROGRAM = (
     "from kv_offload.mooncake_client import main; main()"
 )
 _CANNOT_BE_LISTED = (
-    "Mooncake Store does not tell which objects it holds, so stat, ls, verify and purge know nothing of it: "
-    "its master's metrics say how full it is, and what is not used any more is evicted by itself"
+    "Mooncake Store cannot list its objects, so stat, ls, verify and purge do not support it: "
+    "its master's metrics show how full it is, and the store evicts unused objects by itself"
 )
 
 
@@ -41,8 +41,8 @@ class MooncakeTierConfig(SealedTierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
     place_key: ClassVar[str] = "master"
     bounded_by: ClassVar[str] = (
-        "the store bounds itself; "
-        "set --global_segment_size of mooncake_client, the memory that its holders give"
+        "the store limits itself; "
+        "set --global_segment_size of mooncake_client, the memory that each node contributes"
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
@@ -89,13 +89,13 @@ class MooncakeTierConfig(SealedTierConfig):
         except ValueError:
             found = "," in rest or ";" in rest  # several of them
         if not found or "@" in value or any(char.isspace() for char in value):
-            raise ValueError("is no address of a master; write host:port, such as mooncake.internal:50051")
+            raise ValueError("is not a master address; write host:port, such as mooncake.internal:50051")
         return value
 
     @model_validator(mode="after")
     def _fit_together(self) -> "MooncakeTierConfig":
         if self.devices and self.protocol != "rdma":
-            raise ValueError('devices is given and protocol is not "rdma", so nothing would use them')
+            raise ValueError('devices is given but protocol is not "rdma", so they would be unused')
         return self
 
     def _command(self) -> list[str]:
@@ -155,7 +155,7 @@ class MooncakeTierConfig(SealedTierConfig):
         return (
             f"Mooncake {found['version']} by {self.protocol}, "
             f"answers in {found['answer_seconds'] * 1e3:.2f} ms, "
-            f"its process starts in {found['start_seconds']:.1f} s"
+            f"its client process starts in {found['start_seconds']:.1f} s"
         )
 
     def measure(self, total_bytes: int) -> Answer:

@@ -54,29 +54,29 @@ def parse_url(text: str) -> Url:
         parts = urlsplit(text)
         port = parts.port
     except ValueError:
-        raise ValueError(f"is no address of a server; possible: {_FORMS}") from None
+        raise ValueError(f"is not a server address; possible: {_FORMS}") from None
     if parts.password is not None:
         raise ValueError(
-            "has a password in it, which ends in logs and process lists: leave it out and name an "
+            "contains a password, which would appear in logs and process lists: remove it and name an "
             "environment variable (password_env) or a file (password_file) that has it"
         )
     if parts.scheme in _SENTINEL_SCHEMES:
         raise ValueError(
-            "is the address of a Sentinel, which stores no records; no primary is looked up here: give the "
-            "address of the primary, or one that always leads to it (a proxy or a service), or use a cluster"
+            "is the address of a Sentinel, and looking up its primary is not supported: give the "
+            "address of the primary, or of a proxy or service that always leads to it, or use a cluster"
         )
     scheme = _SAME_SCHEMES.get(parts.scheme, parts.scheme)
     if scheme not in ("redis", "rediss", "unix") or parts.fragment:
-        raise ValueError(f"is no address of a server; possible: {_FORMS}")
+        raise ValueError(f"is not a server address; possible: {_FORMS}")
     user = unquote(parts.username or "")
     if scheme == "unix":
         found = re.fullmatch(r"(db=([0-9]{1,5}))?", parts.query)
         if found is None or parts.hostname or not parts.path.startswith("/"):
-            raise ValueError("is no address of a socket; write unix:///path/of/socket or unix:///path?db=N")
+            raise ValueError("is not a socket address; write unix:///path/of/socket or unix:///path?db=N")
         return Url(unix_socket=unquote(parts.path), database=int(found.group(2) or 0), user=user)
     database = re.fullmatch(r"/?([0-9]{0,5})", parts.path)
     if database is None or parts.query:
-        raise ValueError(f"must end in the number of a database or with the port; possible: {_FORMS}")
+        raise ValueError(f"must end with the port or a database number; possible: {_FORMS}")
     if not parts.hostname or port == 0:
         raise ValueError(f"names no host; possible: {_FORMS}")
     return Url(
@@ -97,7 +97,7 @@ def parse_node(text: str) -> tuple[str, int]:
         parts, port = urlsplit(""), None
     netloc = parts.netloc == text and "@" not in text and not text.endswith(":")
     if not netloc or not parts.hostname or port == 0:
-        raise ValueError("must name nodes as HOST or HOST:PORT; all else is as in url")
+        raise ValueError("must list nodes as HOST or HOST:PORT; all other settings come from url")
     return parts.hostname, port or DEFAULT_PORT
 
 
@@ -174,12 +174,12 @@ class RedisTierConfig(SealedTierConfig):
             raise ValueError("both password_env and password_file are given: give one of them")
         if self.ca_file is not None and not self.parts.tls:
             raise ValueError(
-                "ca_file is given and url is not rediss:// or valkeys://, so nothing would be verified"
+                "ca_file is given but url is not rediss:// or valkeys://, so nothing would be verified"
             )
         if self.other_nodes and self.parts.unix_socket:
-            raise ValueError("other_nodes is given and url is a unix socket: give the url of a node instead")
+            raise ValueError("other_nodes is given but url is a unix socket: give the url of a node instead")
         if self.other_nodes and self.parts.database:
-            raise ValueError("other_nodes is given and url names a database, which a cluster has only one of")
+            raise ValueError("other_nodes is given but url names a database: a cluster has only one")
         return self
 
     @property
@@ -192,7 +192,7 @@ class RedisTierConfig(SealedTierConfig):
         if self.password_env is not None:
             value = os.environ.get(self.password_env, "")
             if not value:
-                raise ValueError(f"password_env {self.password_env}: the variable is not set or empty")
+                raise ValueError(f"password_env {self.password_env}: the variable is unset or empty")
             return value
         if self.password_file is not None:
             try:
@@ -261,7 +261,7 @@ class RedisTierConfig(SealedTierConfig):
             problems.append(f"{self.label()}: {error}")
         if self.parts.tls and not _core.redis_has_tls():
             problems.append(
-                f"{self.label()}: this build has no TLS; build it where OpenSSL's headers are (libssl-dev)"
+                f"{self.label()}: this build has no TLS; rebuild it with OpenSSL's headers (libssl-dev)"
             )
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
@@ -309,10 +309,10 @@ class RedisTierConfig(SealedTierConfig):
                 'it is a read-only replica: give the address of its primary, or set write_policy "never"'
             )
         if found["eviction_policy"] and not found["max_bytes"]:
-            texts.append("it has no maxmemory and may take all memory of its host; set one")
+            texts.append("maxmemory is not set, so it may use all memory of its host; set it")
         elif found["eviction_policy"] == "noeviction" and self.ttl_seconds is None:
             texts.append(
-                "its maxmemory-policy is noeviction: when it is full, writes are refused; set allkeys-lru"
+                "its maxmemory-policy is noeviction: it refuses writes when it is full; set allkeys-lru"
             )
         elif found["eviction_policy"].startswith("volatile-") and self.ttl_seconds is None:
             texts.append(
@@ -339,7 +339,7 @@ class RedisTierConfig(SealedTierConfig):
         )
         away = len(found["nodes"]) - len(nodes)
         count = f"{len(found['nodes'])} node{'s' if len(found['nodes']) != 1 else ''}"
-        cluster = f"cluster of {count}" + (f", {away} of them away" if away else "")
+        cluster = f"cluster of {count}" + (f", {away} of them unreachable" if away else "")
         parts = (
             " and ".join(sorted({node["version"] for node in nodes})),
             cluster if found["cluster"] else "",
@@ -380,9 +380,7 @@ class RedisTierConfig(SealedTierConfig):
         full = free < _PROBE_RECORD and all(
             node["eviction_policy"] == "noeviction" for node in found["nodes"]
         )
-        text = (
-            f"not measured, as that could evict records: {format_bytes(free)} free; {self._described(found)}"
-        )
+        text = f"not measured, it could evict records: {format_bytes(free)} free; {self._described(found)}"
         if full and self.write_policy != "never":
             return Answer("refused", "; ".join((text, *notes)), found)
         return Answer("note", "; ".join((text, *notes)), found)

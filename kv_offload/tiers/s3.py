@@ -40,9 +40,7 @@ class S3TierConfig(SealedTierConfig):
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
     place_key: ClassVar[str] = "bucket"
-    bounded_by: ClassVar[str] = (
-        "nothing bounds a bucket but its own rules; add a lifecycle rule, which expires objects"
-    )
+    bounded_by: ClassVar[str] = "only its own rules limit a bucket; add a lifecycle rule that expires objects"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     schemes: ClassVar[tuple[str, ...]] = ("s3",)
     address_options: ClassVar[tuple[str, ...]] = (
@@ -111,11 +109,11 @@ class S3TierConfig(SealedTierConfig):
     def _misfit(self, endpoint: str | None) -> str | None:
         """Why other settings do not go with this endpoint."""
         if self.ca_file is not None and (endpoint or "").startswith("http:"):
-            return "ca_file is given and endpoint is not https://, so nothing would be verified"
+            return "ca_file is given but endpoint is not https://, so nothing would be verified"
         if self.path_style is False and _is_ip_address(urlsplit(endpoint or "").hostname):
             return (
-                "path_style is false and endpoint is an IP address, before which no bucket can stand: give "
-                "its name, or leave path_style out"
+                "path_style is false but endpoint is an IP address, which cannot carry a bucket name: give "
+                "its host name, or leave path_style out"
             )
         return None
 
@@ -146,8 +144,8 @@ class S3TierConfig(SealedTierConfig):
         bucket, _, prefix = place.partition("/")
         if scheme.lower() != "s3" or not re.fullmatch(r"[A-Za-z0-9_.-]+", bucket):
             raise ValueError(
-                "an s3 address is s3://bucket/prefix, without credentials, which end in logs and process "
-                "lists: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ?profile="
+                "an s3 address is s3://bucket/prefix, without credentials, which would appear in logs and "
+                "process lists: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ?profile="
             )
         prefix = prefix.strip("/")
         return cls.entry(bucket) | ({"prefix": prefix} if prefix else {}) | options

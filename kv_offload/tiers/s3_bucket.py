@@ -84,12 +84,12 @@ def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answe
     elif status == 200 or code == "NoSuchLifecycleConfiguration":
         bound = Answer(
             "note",
-            f"no lifecycle rule covers {folder}: the bucket grows without bound; let objects under it expire",
+            f"no lifecycle rule covers {folder}: the bucket grows without bound; add one to expire objects",
         )
     else:
         bound = Answer(
             "note",
-            f"it is not known whether a lifecycle rule bounds the bucket: {_why(status, code, 'Lifecycle')}",
+            f"cannot tell whether a lifecycle rule limits the bucket: {_why(status, code, 'Lifecycle')}",
         )
     return [bound, *_versions(versioning, any(rule.removes_versions for rule in rules))]
 
@@ -104,14 +104,14 @@ def _versions(told: Told, removed: bool) -> list[Answer]:
         status = 0
     if status != 200:
         why = _why(status, code, "Bucket")
-        return [Answer("note", f"it is not known whether the bucket keeps older versions: {why}")]
+        return [Answer("note", f"cannot tell whether the bucket keeps older versions: {why}")]
     if not on or removed:
         return []
     return [
         Answer(
             "note",
-            "versioning is on: what expires or is removed stays as an older version; suspend it, or let the "
-            "rule expire older versions, too",
+            "versioning is on: expired and removed objects stay as older versions; suspend it, or let the "
+            "rule expire older versions as well",
         )
     ]
 
@@ -119,7 +119,7 @@ def _versions(told: Told, removed: bool) -> list[Answer]:
 def _why(status: int, code: str, of: str) -> str:
     if status == 403:
         right = "s3:GetLifecycleConfiguration" if of == "Lifecycle" else "s3:GetBucketVersioning"
-        return f"access is denied; allow {right}, or look yourself"
+        return f"access denied; allow {right}, or check the bucket yourself"
     if status == 0:
-        return "the store answers what is not understood; look yourself"
-    return f"the store does not say ({status}, {code or 'no code'}); look yourself"
+        return "the store sent an unexpected reply; check the bucket yourself"
+    return f"the store did not report it ({status}, {code or 'no code'}); check the bucket yourself"

@@ -1,4 +1,4 @@
-"""As whom a bucket is spoken to: where the keys come from, and how those that expire are renewed."""
+"""Credentials for a bucket: the source of the keys, and the renewal of keys that expire."""
 
 import configparser
 import logging
@@ -16,20 +16,20 @@ from kv_offload.log import get_logger
 if TYPE_CHECKING:
     from kv_offload._core import S3Renewer
 
-RENEW_SECONDS = 60.0  # how often is looked; botocore asks for new keys 15 minutes before the old ones expire
-# The settings of a profile by which others give its keys.
+RENEW_SECONDS = 60.0  # between checks; botocore requests new keys 15 minutes before the old ones expire
+# Profile settings that name an external source of its keys.
 _BEFORE_KEYS = ("role_arn", "web_identity_token_file", "sso_account_id", "sso_role_name")
 _WAYS = (*_BEFORE_KEYS, "login_session", "credential_process", "credential_source")
 _logger = get_logger(__name__)
 
 
 class NoCredentials(ValueError):
-    """Its text is ours and repeats nothing that was read."""
+    """Its text shows no content of the files or variables."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Their repr shows nothing of them."""
+    """Access keys; their repr shows none of them."""
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
@@ -38,22 +38,22 @@ class Credentials:
     def __post_init__(self) -> None:
         signs = self.access_key + self.secret_key + self.session_token
         if any(ord(sign) <= 32 or ord(sign) > 126 for sign in signs):
-            raise NoCredentials("a key or the session token is not one: it has spaces or line ends in it")
+            raise NoCredentials("a key or the session token is invalid: it contains spaces or line breaks")
 
 
-Source = Callable[[], Credentials]  # gives those of now; raises when there are none
+Source = Callable[[], Credentials]  # returns the current ones; raises if there are none
 
 
 @dataclass(frozen=True)
 class Found:
-    """The keys, and where to ask for newer ones; None: they stay as they are."""
+    """The keys and the source of newer ones; None: the keys never change."""
 
     keys: Credentials
     source: Source | None = None
 
 
 def find_credentials(profile: str | None) -> Found:
-    """Read when they are needed and kept nowhere. NoCredentials that names the setting."""
+    """Reads the keys when they are needed and stores no copy. Raises NoCredentials naming the setting."""
     from_environment = _from_environment() if profile is None else None
     if from_environment is not None:
         return Found(from_environment)
@@ -68,13 +68,13 @@ def find_credentials(profile: str | None) -> Found:
         return found
     if way is not None and not _has_botocore():
         raise NoCredentials(
-            f"no credentials: profile {name} gets its keys by {way}, which needs botocore: pip install "
+            f"no credentials: profile {name} gets its keys through {way}, which needs botocore: pip install "
             "botocore"
         )
     where = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and " if profile is None else ""
-    more = "" if _has_botocore() else "; roles of instances and pods need botocore: pip install botocore"
+    more = "" if _has_botocore() else "; instance and pod roles need botocore: pip install botocore"
     raise NoCredentials(
-        f"no credentials: {where}there are no keys of profile {name} in the file of credentials "
+        f"no credentials: {where}profile {name} has no keys in the credentials file "
         f"(~/.aws/credentials){more}"
     )
 
@@ -85,31 +85,31 @@ def _from_environment() -> Credentials | None:
     if not access and not secret:
         return None
     if not access or not secret:
-        raise NoCredentials("of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY only one is set: set both")
+        raise NoCredentials("only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set: set both")
     return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
 
 
 def _sections(variable: str, of: Literal["credentials", "config"]) -> configparser.RawConfigParser:
-    """Of one of the files of AWS's tools; empty where there is none."""
+    """Returns the sections of one of AWS's files; empty if there is no file."""
     parser = configparser.RawConfigParser()
     given = os.environ.get(variable, f"~/.aws/{of}")
     try:
         path = Path(given).expanduser()
-    except RuntimeError:  # this user has no home
+    except RuntimeError:  # this user has no home directory
         return parser
-    if not given:  # as AWS's tools take it: no file
+    if not given:  # like AWS's tools: an empty value means no file
         return parser
     try:
         parser.read_string(path.read_text())
     except FileNotFoundError:
         pass
     except OSError:
-        # The keys may stand in the other file.
+        # The keys may be in the other file.
         if of == "credentials":
-            raise NoCredentials(f"{path} cannot be read as a file of credentials") from None
+            raise NoCredentials(f"{path} cannot be read as a credentials file") from None
     except (UnicodeDecodeError, configparser.Error):
         what = "credentials" if of == "credentials" else "settings"
-        raise NoCredentials(f"{path} cannot be read as a file of {what}") from None
+        raise NoCredentials(f"{path} cannot be read as a {what} file") from None
     return parser
 
 
@@ -119,7 +119,7 @@ def _in_credentials(profile: str) -> Mapping[str, str]:
 
 
 def profile_settings(profile: str) -> Mapping[str, str]:
-    """All that is set for a profile, in either file."""
+    """Returns all settings of a profile, from both files."""
     sections = _sections("AWS_CONFIG_FILE", "config")
     names = (["default"] if profile == "default" else []) + [f"profile {profile}"]
     found: dict[str, str] = {}
@@ -129,7 +129,8 @@ def profile_settings(profile: str) -> Mapping[str, str]:
 
 
 def service_settings(profile: str, service: str) -> Mapping[str, str]:
-    """What the profile's section ``services`` sets for one service, in indented lines below its name."""
+    """Returns the settings of one service: the indented lines below its name in the profile's
+    ``services``."""
     section = f"services {profile_settings(profile).get('services', '')}"
     sections = _sections("AWS_CONFIG_FILE", "config")
     lines = sections.get(section, service, fallback="").splitlines() if sections.has_section(section) else []
@@ -138,7 +139,7 @@ def service_settings(profile: str, service: str) -> Mapping[str, str]:
 
 
 def _refuse_codes(profile: str) -> None:
-    """A role that needs a code of the moment: botocore would wait for somebody to type it."""
+    """Raises NoCredentials for a role that needs an MFA code: botocore would wait for a user to type it."""
     seen: set[str] = set()
     while profile and profile not in seen:
         seen.add(profile)
@@ -147,17 +148,18 @@ def _refuse_codes(profile: str) -> None:
             return
         if section.get("mfa_serial"):
             raise NoCredentials(
-                f"no credentials: the role of profile {profile} has mfa_serial, which needs a code that "
-                "nobody types here: use single sign-on (aws sso login), or a role without"
+                f"no credentials: the role of profile {profile} has mfa_serial, and MFA codes cannot "
+                "be entered here: use single sign-on (aws sso login), or a role without mfa_serial"
             )
         profile = section.get("source_profile", "")
 
 
 def _way_of_botocore(profile: str) -> str | None:
-    """The setting of the profile by which others give its keys; it goes before keys that stand beside it."""
+    """Returns the profile setting that names an external source of keys; it precedes keys in the same
+    section."""
     section = profile_settings(profile)
     found = [setting for setting in _WAYS if section.get(setting)]
-    # As in AWS's own tools: a program or a sign-in comes after keys in the file of credentials.
+    # As in AWS's tools: keys in the credentials file precede a program or a sign-in.
     if found and found[0] not in _BEFORE_KEYS and _in_credentials(profile).get("aws_access_key_id"):
         return None
     return found[0] if found else None
@@ -174,7 +176,7 @@ def _from_file(profile: str) -> Credentials | None:
 def _again_from_file(profile: str) -> Credentials:
     found = _from_file(profile)
     if found is None:
-        raise NoCredentials(f"profile {profile} is gone from the file of credentials")
+        raise NoCredentials(f"profile {profile} is missing from the credentials file")
     return found
 
 
@@ -187,8 +189,9 @@ def _has_botocore() -> bool:
 
 
 class _Silence(logging.Filter):
-    """Drops what botocore logs on a thread that asks it for keys: where it found them, the whole answers of
-    services, which have keys in them, and errors that repeat them. Others who use it log as before."""
+    """Drops botocore's log lines on a thread that requests keys. They contain the source of the keys,
+    complete service replies with keys in them, and errors that repeat them. Other users of botocore log as
+    before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +202,7 @@ class _Silence(logging.Filter):
 
     @contextmanager
     def on_this_thread(self) -> Iterator[None]:
-        # Filters are not inherited, so that each logger has it; adding it again changes nothing.
+        # Loggers do not inherit filters, so each one gets it; adding it twice has no effect.
         for name in [*logging.root.manager.loggerDict]:
             if name.partition(".")[0] in ("botocore", "urllib3"):
                 logging.getLogger(name).addFilter(self)
@@ -214,7 +217,7 @@ _silence = _Silence()
 
 
 def _from_botocore(profile: str | None, name: str) -> Found | None:
-    """Roles of instances and pods, single sign-on: all that botocore knows, where it is installed."""
+    """Returns keys from botocore (instance and pod roles, single sign-on); None if it is not installed."""
     try:
         from botocore.credentials import RefreshableCredentials
         from botocore.session import Session
@@ -239,24 +242,24 @@ def _from_botocore(profile: str | None, name: str) -> Found | None:
 
 
 def _sentence(error: Exception, profile: str) -> str:
-    """What an error of botocore means; its own text may repeat what it read."""
+    """Explains a botocore error without its text, which may repeat secrets."""
     kind = type(error).__name__
     if kind == "ProfileNotFound":
         return f"there is no profile {profile}, neither in ~/.aws/credentials nor in ~/.aws/config"
     if kind in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError", "NoAuthTokenError"):
-        return f"profile {profile} is not signed in, or no longer: aws sso login --profile {profile} ({kind})"
+        return f"profile {profile} has no valid sign-in: aws sso login --profile {profile} ({kind})"
     if kind.startswith("Login"):
-        return f"profile {profile} is not signed in, or no longer: aws login --profile {profile} ({kind})"
+        return f"profile {profile} has no valid sign-in: aws login --profile {profile} ({kind})"
     if kind == "NoRegionError":
-        return f"profile {profile} has no region, in which its role is asked for: set it in ~/.aws/config"
+        return f"profile {profile} has no region, which its role needs: set it in ~/.aws/config"
     code = getattr(error, "response", {}).get("Error", {}).get("Code", "")
     code = f" {code}" if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
-    return f"botocore finds no credentials of profile {profile} ({kind}{code})"
+    return f"botocore finds no credentials for profile {profile} ({kind}{code})"
 
 
 class Renewal:
-    """Gives a bucket the keys of now, for as long as anything uses it. No error of a source ends it, and none
-    of others is shown: its text may repeat what it read."""
+    """Gives a bucket the current keys while it is in use. No error of a source ends it. The texts of foreign
+    errors are not shown, because they may repeat secrets."""
 
     def __init__(self, found: Found, renewer: "S3Renewer", label: str) -> None:
         self._keys, self._source = found.keys, found.source
@@ -264,12 +267,12 @@ class Renewal:
         self._failed = False
 
     def start(self) -> None:
-        """On a thread of its own, which keeps no process alive; none where nothing can be newer."""
+        """Starts a daemon thread; none if the keys cannot change."""
         if self._source is not None:
             threading.Thread(target=self._run, name="kv-offload-s3-keys", daemon=True).start()
 
     def look(self) -> bool:
-        """Once. False: nothing uses the bucket any more."""
+        """Checks for new keys once. Returns False if the bucket is no longer in use."""
         if not self._renewer.is_used or self._source is None:
             return False
         try:
@@ -278,7 +281,7 @@ class Renewal:
             if not self._failed:
                 reason = str(error) if isinstance(error, NoCredentials) else type(error).__name__
                 _logger.warning(
-                    "%s: credentials cannot be renewed (%s); those of before are used until they can",
+                    "%s: credentials cannot be renewed (%s); the previous ones stay in use",
                     self._label,
                     reason,
                 )

@@ -31,10 +31,10 @@ def check_endpoint(value: str) -> str:
         parts = urlsplit(value)
         port = parts.port
     except ValueError:
-        raise ValueError("is no address of a store; write https://host[:port]") from None
+        raise ValueError("is not a store address; write https://host[:port]") from None
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "has credentials in it, which end in logs and process lists: leave them out and set "
+            "contains credentials, which would appear in logs and process lists: remove them and set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile"
         )
     if (
@@ -45,7 +45,7 @@ def check_endpoint(value: str) -> str:
         or parts.query
         or parts.fragment
     ):
-        raise ValueError("is no address of a store; write https://host[:port]")
+        raise ValueError("is not a store address; write https://host[:port]")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -81,7 +81,7 @@ def region_of(given: str | None, profile: str | None, *, of_aws: bool) -> Found:
     if found is None:
         return Found(DEFAULT_REGION)
     if not re.match(REGION, found.value):
-        raise ValueError(f"{found.source or 'region'} is no region: letters, digits, - and _")
+        raise ValueError(f"{found.source or 'region'} is not a valid region: use letters, digits, - and _")
     return Found(found.value.lower(), found.source) if of_aws else found
 
 

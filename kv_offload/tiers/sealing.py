@@ -69,12 +69,12 @@ class SealedTierConfig(CompressedTierConfig):
             first, *others = (key[:_SHOWN_ID] for key in key_ids(self.encryption_key_file))
         except ValueError as error:
             return [Answer("refused", str(error))]
-        also = f"; opens also what {', '.join(others)} sealed" if others else ""
-        return [Answer("ok", f"records are sealed by the key {first} ({self.encryption_key_file[0]}){also}")]
+        also = f"; records of {', '.join(others)} can be decrypted too" if others else ""
+        return [Answer("ok", f"records are encrypted with key {first} ({self.encryption_key_file[0]}){also}")]
 
     def traits(self) -> list[str]:
         """And whether it is sealed."""
-        return [*super().traits(), *(["sealed"] if self.encryption_key_file else [])]
+        return [*super().traits(), *(["encrypted"] if self.encryption_key_file else [])]
 
     def portable(self) -> dict[str, Any]:
         """Absolute paths of the keys: a server is started in another directory."""

@@ -173,7 +173,7 @@ def test_config_for_a_shell_is_quoted():
     [
         (["--cpu", "32gigs"], "'32gigs' is not a size"),
         (["--cpu", "1GiB", "--disk-size", "1GiB"], "1 --disk-size for 0 --disk"),
-        (["--cpu", "1GiB", "--fsync", "data"], "fsync is an option of a tier, and no tier here has it"),
+        (["--cpu", "1GiB", "--fsync", "data"], "fsync is a tier option, but no tier here accepts it"),
         (["--cpu", "1GiB", "--tier", "{"], "--tier { is not JSON"),
         (
             ["--cpu", "1GiB", "--tier", "tape=1"],
@@ -300,7 +300,7 @@ def test_doctor_refuses_too_much_memory(core, vllm):
 def test_doctor_shows_memory_kept_by_ended_servers(core, vllm):
     core.setattr(fake_core, "kept_regions", lambda *_: [("a", 2 << 30, False), ("b", 1 << 30, True)])
     text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
-    assert "2.0 GiB kept by servers that have ended" in text
+    assert "2.0 GiB kept by stopped servers" in text
     assert "9.0 GiB of 10.0 GiB available" in text
 
 
@@ -375,7 +375,7 @@ def test_doctor_refuses_a_config_for_another_connector_and_prints_no_plan(core, 
         "kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": GIB},
     }
     text = said("doctor", "--no-measure", "--config", json.dumps(in_tree | {"kv_role": "kv_both"}), status=1)
-    assert "spec_name is 'CPUOffloadingSpec': vLLM takes its own spec; set \"KVOffloadSpec\"" in text
+    assert "spec_name is 'CPUOffloadingSpec': vLLM would use its own spec; set \"KVOffloadSpec\"" in text
     assert "effective plan" not in text
     other = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     assert "kv_connector is 'NixlConnector'" in said("doctor", "--no-measure", "--config", other, status=1)
@@ -443,7 +443,7 @@ def test_doctor_translates_an_llmd_config_to_ours(core, vllm):
     text = said("doctor", "--no-measure", "--config", json.dumps(transfer), status=1)
     for part in ("llm-d", '"root_dir": "/mnt/files"', '"n_read_threads": 64', '"block_size": 256'):
         assert part in text
-    assert "vLLM takes its own spec" not in text
+    assert "vLLM would use its own spec" not in text
 
 
 def test_doctor_needs_a_role_with_a_connector(core, vllm):
@@ -458,9 +458,7 @@ def test_doctor_reports_that_vllms_parser_failed(core, vllm, monkeypatch):
 
     monkeypatch.setattr(vllm_verdict, "problems_of", unasked)
     text = said("doctor", "--no-measure", "--config", json.dumps(OURS))
-    assert (
-        "note config whether vLLM takes it is not known: vLLM's parser failed: ImportError: no torch" in text
-    )
+    assert "note config vLLM could not check it: vLLM's parser failed: ImportError: no torch" in text
 
 
 def test_doctor_shows_settings_that_the_size_option_overwrites(core, vllm):

@@ -39,7 +39,7 @@ def places(tmp_path):
         "file": (tmp_path / "file", "is not a directory; give the root_dir of a tier"),
         "other": (tmp_path / "other", "is not a root of kv-offload: it holds other files"),
         "parent": (tmp_path / "parent", f"is not a root, but contains one: give {root}"),
-        "inside": (namespace, f"is a part of the root {root}: give that"),
+        "inside": (namespace, f"is part of the root {root}: give that directory"),
     }
 
 

@@ -203,7 +203,7 @@ def test_a_state_of_unknown_size_is_noted(config):
 
 def test_states_in_the_text_output(config):
     text = " ".join(run(config(QWEN_3_NEXT)).output.split())
-    assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one for a block" in text
+    assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one per block" in text
     assert "vLLM makes blocks of 544 tokens" in text
 
 
@@ -286,7 +286,7 @@ def test_a_state_of_unknown_dtype_is_counted_with_the_dtype_of_the_cache(config)
         ("[]", "is not a JSON object"),
         ({}, "it has no num_hidden_layers"),
         ({**LLAMA_8B, "layer_types": ["quantum"] * 32}, "layers of an unknown kind: quantum"),
-        ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "no layer keeps anything for each token"),
+        ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "no layer has a KV cache for each token"),
         ({**LLAMA_8B, "hidden_size": None}, "it has no hidden_size"),
         ({**LLAMA_8B, "num_key_value_heads": [8, 8]}, "config.json is not understood"),
         ({**LLAMA_8B, "layer_types": 32}, "config.json is not understood"),

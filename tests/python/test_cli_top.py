@@ -148,7 +148,7 @@ def test_each_interval_is_printed_without_a_terminal(serve):
 def test_a_missing_server_exits_with_1(serve):
     result = run("127.0.0.1:1", "--once", status=1)
     assert result.stderr.startswith("kv-offload: http://127.0.0.1:1/metrics cannot be reached")
-    for part in ("Connection refused", "is the server running there", "is host and port right"):
+    for part in ("Connection refused", "is the server running there", "are host and port right"):
         assert part in result.stderr
 
 
@@ -193,7 +193,7 @@ def test_a_page_of_another_server_exits_with_1(serve):
 
 @pytest.mark.parametrize("given", ["ftp://host/metrics", "http://"])
 def test_an_invalid_address_exits_with_2(given):
-    assert "is not the address of a server" in run(given, "--once", status=2).stderr
+    assert "is not a server address" in run(given, "--once", status=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_chunks_dropped_by_host_memory_are_a_share_of_stored_chunks():
 @pytest.mark.parametrize(
     ("rebuilds", "lost", "said"),
     [
-        (1, 0, "it removed its directory or files that it needs, which the server made again (once)"),
-        (2, 3 << 20, "which the server made again (2 times) and removed 3.0 MiB of its records"),
+        (1, 0, "it removed its directory or files that it needs, which the server recreated (once)"),
+        (2, 3 << 20, "which the server recreated (2 times) and removed 3.0 MiB of its records"),
         (0, 3 << 20, "it removed 3.0 MiB of its records"),
     ],
 )
@@ -288,7 +288,7 @@ def test_doctor_of_a_running_server(serve):  # noqa: F811
         ("LBHNC, canonical", ("ok", "canonical: other tensor-parallel sizes share the records")),
         (
             "LBHNC, kept apart: 2 ranks hold",
-            ("note", "kept apart from those of other tensor-parallel sizes: 2 ranks hold"),
+            ("note", "not shared with other tensor-parallel sizes: 2 ranks hold"),
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_policies_are_those_of_the_core():
 
 def test_a_missing_size_is_refused_with_an_example():
     (problem,) = problems({})
-    assert "cpu_bytes_to_use is needed" in problem
+    assert "cpu_bytes_to_use is required" in problem
     assert "32GiB" in problem
 
 
@@ -113,7 +113,7 @@ def test_unknown_tier_key_names_the_tier_and_the_nearest():
 
 def test_a_tier_key_outside_of_a_tier_is_refused_with_its_place():
     (problem,) = problems({"cpu_bytes_to_use": GIB, "n_read_threads": 4})
-    assert problem == "'n_read_threads' belongs into a tier: secondary_tiers[...].n_read_threads"
+    assert problem == "'n_read_threads' belongs in a tier: secondary_tiers[...].n_read_threads"
 
 
 def test_all_problems_are_reported_at_once():
@@ -129,8 +129,8 @@ def test_all_problems_are_reported_at_once():
     for part in (
         "'eviction' is not known; did you mean 'eviction_policy'?",
         "load_policy is 'sometimes'; it should be 'auto', 'always' or 'never'",
-        "cpu_bytes_to_use is needed",
-        "secondary_tiers[0].root_dir is needed",
+        "cpu_bytes_to_use is required",
+        "secondary_tiers[0].root_dir is required",
         "secondary_tiers[1].fsync is 'maybe'; it should be 'none', 'data' or 'full'",
         "secondary_tiers[1].write_policy: is 'reuse:0'; possible: through, on_evict, reuse:N",
     ):
@@ -259,7 +259,7 @@ def test_the_bound_of_a_disk_outside_of_a_tier_is_an_error_that_names_max_bytes(
 def test_a_reserve_of_free_space_is_not_mistaken_for_a_bound(key):
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})
     assert "did you mean" not in problem
-    assert "nothing here keeps space free; max_bytes bounds what a tier may hold" in problem
+    assert "no setting here reserves free space; max_bytes limits the size of a tier" in problem
 
 
 def test_a_misspelt_keep_key_is_still_corrected():
@@ -493,9 +493,9 @@ def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):
 def test_kept_memory_with_encrypted_records_is_a_caution(tmp_path):
     (tmp_path / "key").write_bytes(bytes(range(32)))
     sealed = FS | {"root_dir": str(tmp_path / "root"), "encryption_key_file": str(tmp_path / "key")}
-    assert not any("in the clear" in text for text in cautions(read(secondary_tiers=[sealed])))
+    assert not any("unencrypted" in text for text in cautions(read(secondary_tiers=[sealed])))
     kept = cautions(read(secondary_tiers=[sealed], keep_host_memory=True))
-    assert any("keep_host_memory" in text and "in the clear" in text for text in kept)
+    assert any("keep_host_memory" in text and "unencrypted" in text for text in kept)
 
 
 @pytest.mark.parametrize(
@@ -598,5 +598,5 @@ def test_a_disk_smaller_than_host_memory_is_a_caution_with_the_consequence(tmp_p
 
     (caution,) = said(max_bytes="3GiB")
     assert caution.startswith(f"disk {tmp_path} holds 3.0 GiB, host memory 4.0 GiB: ")
-    assert "after a restart only what it holds is left" in caution
+    assert "only its chunks survive a restart" in caution
     assert said(max_bytes="4GiB") == said() == said(max_bytes="3GiB", write_policy="never") == []

@@ -69,7 +69,7 @@ def test_a_migrated_configuration_gets_a_name_and_a_bound():
     [
         (
             of_vllm({"type": "fs", "root_dir": "/mnt/kv", "max_disk_gib": 20}),
-            "max_bytes bounds what a tier may hold",
+            "max_bytes limits the size of a tier",
         ),
         (of_vllm({"type": "p2p"}), "is of type 'p2p'"),
         (of_vllm("fs"), "must be a table"),

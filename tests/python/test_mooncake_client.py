@@ -125,7 +125,7 @@ def test_an_exception_of_mooncake_is_reported(package: Path, monkeypatch: pytest
     monkeypatch.setattr(type(store), "register_buffer", lambda *_: -7)
     with Asked(store) as asked:
         assert asked.ask(client.EXIST, "a") == client.FAILED
-        assert b"does not take the memory of this process (code -7)" in asked.answer
+        assert b"did not register the memory of this process (code -7)" in asked.answer
 
 
 def test_an_error_of_one_key_is_not_mistaken_for_a_miss(

@@ -220,7 +220,7 @@ def test_records_of_another_version_are_not_server_failures() -> None:
 def test_an_address_without_records_is_reported() -> None:
     empty, filled = root_of(Scripted([[], []])), root_of(Scripted([[], [record_of(1)]]))
     assert empty.purge(None) == (0, 0)
-    assert "nothing lies under redis://h" in empty.notes()[0]
+    assert "no records under redis://h" in empty.notes()[0]
     assert filled.purge(None) == (1, 10)
     assert filled.notes() == []
     assert empty.purge("ab" * 32) == (0, 0)
@@ -264,7 +264,7 @@ def test_circular_pages_end(circle: int) -> None:
 
     asked: list[int] = []
 
-    with pytest.raises(RuntimeError, match="the same pages again and again"):
+    with pytest.raises(RuntimeError, match="the server keeps listing the same pages"):
         root_of(Circle([])).stat()
     assert root_of(Scripted([[record_of(number)] for number in range(200)])).stat()["records"] == 200
 

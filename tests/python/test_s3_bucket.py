@@ -96,17 +96,17 @@ def test_a_bucket_without_rules() -> None:
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        ((403, "AccessDenied", b""), "access is denied; allow s3:GetLifecycleConfiguration"),
+        ((403, "AccessDenied", b""), "access denied; allow s3:GetLifecycleConfiguration"),
         ((501, "NotImplemented", b""), "does not say (501, NotImplemented)"),
         ((405, "", b""), "does not say (405, no code)"),
-        ((200, "", b"<html>"), "answers what is not understood"),
-        ((200, "", b"<html/>"), "answers what is not understood"),
+        ((200, "", b"<html>"), "sent an unexpected reply"),
+        ((200, "", b"<html/>"), "sent an unexpected reply"),
     ],
 )
 def test_an_unknown_lifecycle_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
     ((state, text),) = said(told)
     assert state == "note"
-    assert "it is not known whether a lifecycle rule bounds the bucket" in text
+    assert "cannot tell whether a lifecycle rule limits the bucket" in text
     assert why in text
 
 
@@ -119,7 +119,7 @@ def test_retained_noncurrent_versions_are_a_note() -> None:
     _, (state, text) = said(lifecycle(rule), (403, "AccessDenied", b""))
     assert (state, "allow s3:GetBucketVersioning" in text) == ("note", True)
     _, (state, text) = said(lifecycle(rule), (200, "", b"<html/>"))
-    assert (state, "answers what is not understood" in text) == ("note", True)
+    assert (state, "sent an unexpected reply" in text) == ("note", True)
     assert len(said(lifecycle(rule), (501, "NotImplemented", b""))) == 1, "a store without versions"
 
 

@@ -137,7 +137,7 @@ def test_the_environment_precedes_the_file(monkeypatch: pytest.MonkeyPatch, file
     assert find_credentials(None) == Found(Credentials("of-environment", SECRET, "token"))
     assert find_credentials("default").keys.access_key == "of-file", "a named profile takes precedence"
     for missing in ("missing", "other"):
-        with pytest.raises(NoCredentials, match=f"no profile {missing}|no keys of profile {missing}"):
+        with pytest.raises(NoCredentials, match=f"no profile {missing}|profile {missing} has no keys"):
             find_credentials(missing)
 
 
@@ -187,9 +187,11 @@ def test_without_botocore_the_error_names_the_source_of_the_profile(
     with pytest.raises(NoCredentials) as caught:
         find_credentials("worker")
     way = setting.split()[0]
-    assert str(caught.value).endswith(f"gets its keys by {way}, which needs botocore: pip install botocore")
+    assert str(caught.value).endswith(
+        f"gets its keys through {way}, which needs botocore: pip install botocore"
+    )
     with pytest.raises(
-        NoCredentials, match=r"no keys of profile default.*; roles of instances.*install botocore"
+        NoCredentials, match=r"profile default has no keys.*; instance and pod roles.*install botocore"
     ):
         find_credentials(None)
 
@@ -231,7 +233,7 @@ def test_a_refused_role_is_reported_by_its_error_code(files: Files, roles: Roles
     files.assume(f"http://127.0.0.1:{roles.server_port}")
     with pytest.raises(NoCredentials) as caught:
         find_credentials("worker")
-    assert str(caught.value) == "botocore finds no credentials of profile worker (ClientError AccessDenied)"
+    assert str(caught.value) == "botocore finds no credentials for profile worker (ClientError AccessDenied)"
 
 
 def test_an_expired_sso_session_is_reported_with_the_login_command(

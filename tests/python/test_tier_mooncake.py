@@ -68,7 +68,7 @@ def test_an_invalid_value_is_refused(key: str, value: str) -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    assert "the store bounds itself" in problem(max_bytes="1GiB")
+    assert "the store limits itself" in problem(max_bytes="1GiB")
     assert 'devices is given and protocol is not "rdma"' in problem(devices="mlx5_0")
     assert tier(devices="mlx5_0,mlx5_1", protocol="rdma").devices == "mlx5_0,mlx5_1"
 
@@ -112,7 +112,7 @@ def test_commands_that_need_a_listing_are_refused(command: list[str]) -> None:
     done = CliRunner().invoke(app, [name, "mooncake=m.internal:50051", *options])
     assert done.exit_code != 0
     said = " ".join(done.output.split())
-    assert "does not tell which objects it holds" in said
+    assert "cannot list its objects" in said
 
 
 @pytest.mark.usefixtures("fake")

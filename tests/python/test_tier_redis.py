@@ -344,7 +344,7 @@ def test_messages_about_a_cluster_name_the_nodes() -> None:
     lines = tier._cautions_of(found)
     assert lines[0].startswith("10.0.0.1:6379, 10.0.0.3:6379: it has no maxmemory")
     assert lines[1] == "10.0.0.2:6379: its records are not used until it answers: gone"
-    assert "1 of them away" in tier._described(found)
+    assert "1 of them unreachable" in tier._described(found)
     assert "no maxmemory" in tier._described(found)
 
 

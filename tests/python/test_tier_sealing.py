@@ -41,12 +41,12 @@ def credentials(monkeypatch):
 def test_a_good_key_reaches_the_core_and_is_named_by_its_id(kind, tmp_path, key):
     tier = tier_of(kind, tmp_path, encryption_key_file=str(key))
     assert tier.key_problems() == []
-    assert tier.traits() == ["through", "compress auto", "sealed"]
+    assert tier.traits() == ["through", "compress auto", "encrypted"]
     spec = tier.spec("tier", 1 << 30, FACTS)
     assert spec.encryption_key_files == [str(key)]
     told = tier.findings()[0]
     assert told.state == "ok"
-    assert "sealed by the key" in told.text
+    assert "encrypted with key" in told.text
     assert key.read_bytes().hex()[:8] not in told.text
 
 

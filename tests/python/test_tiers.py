@@ -55,11 +55,11 @@ def test_each_kind_has_keys_of_its_own() -> None:
     assert "server" in problem
     assert "root_dir" not in problem
     (problem,) = problems({"type": "toy"})
-    assert problem == "secondary_tiers[0].server is needed"
+    assert problem == "secondary_tiers[0].server is required"
     (problem,) = problems({"type": "tape"})
     assert "type 'tape'; possible: fs, redis, s3, mooncake, toy" in problem
     (problem,) = problems({"type": "toy", "server": "a"}, {"type": "toy", "server": "a"})
-    assert "name a more than once; each tier needs a server of its own" in problem
+    assert "name a more than once; each tier needs its own server" in problem
     assert len(config({"type": "toy", "server": "/var/cache/kv"}, DISK).secondary_tiers) == 2
 
 

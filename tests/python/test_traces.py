@@ -39,7 +39,7 @@ def test_a_trace_is_read_line_by_line(trace):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "has no hash_ids"),
         ('{"hash_ids": [-1]}', "has no hash_ids"),
         ('{"hash_ids": [true]}', "has no hash_ids"),

@@ -116,7 +116,7 @@ def test_a_cache_without_a_canonical_layout_is_kept_apart_and_logged(
     config = offloading_config(canonical=True)
     worker = KVOffloadSpec(config).get_worker(kv_caches())
     manager = KVOffloadSpec(config).get_manager()
-    assert "canonical_layout is not possible here, so records are kept apart" in caplog.text
+    assert "canonical_layout is not possible here, so records are not shared" in caplog.text
     assert "kept apart: " in manager._options.info["layout"]
     worker.shutdown()
 
