@@ -16,14 +16,14 @@
 #include <string>
 #include <vector>
 
+#include "backends/fs/tier.h"
 #include "base/aligned_buffer.h"
 #include "base/clock.h"
 #include "bench.h"
 #include "kv_chunks.h"
+#include "record/compression_choice.h"
+#include "record/idle_cores.h"
 #include "remote_bench.h"
-#include "storage/compression_choice.h"
-#include "storage/fs/tier.h"
-#include "storage/idle_cores.h"
 
 namespace kv_offload {
 namespace {

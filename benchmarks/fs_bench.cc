@@ -22,9 +22,9 @@
 #include <thread>
 #include <vector>
 
+#include "backends/fs/layout.h"
+#include "backends/fs/tier.h"
 #include "bench.h"
-#include "storage/fs/layout.h"
-#include "storage/fs/tier.h"
 
 namespace kv_offload {
 namespace {

@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
+#include "backends/mooncake/tier.h"
 #include "bench.h"
 #include "remote_bench.h"
-#include "storage/mooncake/tier.h"
 
 namespace {
 

@@ -26,8 +26,8 @@
 
 #include "bench.h"
 #include "kv_chunks.h"
-#include "storage/payload_codec.h"
-#include "storage/split_planes.h"
+#include "record/payload_codec.h"
+#include "record/split_planes.h"
 
 namespace kv_offload {
 namespace {

@@ -20,9 +20,9 @@
 #include <string>
 #include <vector>
 
+#include "backends/redis/tier.h"
 #include "bench.h"
 #include "remote_bench.h"
-#include "storage/redis/tier.h"
 
 namespace {
 

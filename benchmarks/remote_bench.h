@@ -18,7 +18,7 @@
 #include "base/aligned_buffer.h"
 #include "base/thread.h"
 #include "bench.h"
-#include "storage/tier.h"
+#include "tier/tier.h"
 
 namespace kv_offload::bench {
 

@@ -31,13 +31,13 @@
 #include <utility>
 #include <vector>
 
+#include "backends/fs/file_ops.h"
+#include "backends/fs/layout.h"
+#include "backends/fs/store.h"
+#include "backends/fs/tier.h"
 #include "base/aligned_buffer.h"
 #include "bench.h"
-#include "storage/fs/file_ops.h"
-#include "storage/fs/layout.h"
-#include "storage/fs/store.h"
-#include "storage/fs/tier.h"
-#include "storage/io_pool.h"
+#include "tier/io_pool.h"
 
 namespace kv_offload::bench {
 namespace {

@@ -26,10 +26,10 @@
 #include <utility>
 #include <vector>
 
+#include "backends/s3/signature.h"
+#include "backends/s3/tier.h"
 #include "bench.h"
 #include "remote_bench.h"
-#include "storage/s3/signature.h"
-#include "storage/s3/tier.h"
 
 namespace {
 

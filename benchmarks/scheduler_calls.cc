@@ -26,12 +26,12 @@
 #include <string_view>
 #include <vector>
 
+#include "backends/fs/known_records.h"
 #include "bench.h"
 #include "cache/tiered_cache.h"
-#include "storage/fs/known_records.h"
-#include "storage/io_pool.h"
-#include "storage/pooled_tier.h"
-#include "storage/record_store.h"
+#include "tier/io_pool.h"
+#include "tier/pooled_tier.h"
+#include "tier/record_store.h"
 
 namespace kv_offload::bench {
 namespace {

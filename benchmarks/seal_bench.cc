@@ -21,9 +21,9 @@
 
 #include "base/aligned_buffer.h"
 #include "bench.h"
-#include "storage/huge_buffer.h"
-#include "storage/record_form.h"
-#include "storage/sealed_names.h"
+#include "record/huge_buffer.h"
+#include "record/record_form.h"
+#include "tier/sealed_names.h"
 
 namespace kv_offload {
 namespace {

@@ -24,9 +24,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "backends/fs/tier.h"
 #include "base/aligned_buffer.h"
 #include "bench.h"
-#include "storage/fs/tier.h"
 
 namespace kv_offload::bench {
 namespace {

@@ -11,8 +11,6 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "specs/FAILURES.md": "failures.md",
-    "specs/RECORD_FORMAT.md": "record-format.md",
 }
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 

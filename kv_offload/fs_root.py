@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
-ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/storage/fs/layout.h
+ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
 _SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
 
 

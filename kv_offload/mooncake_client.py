@@ -1,11 +1,11 @@
 """The Mooncake client process: talks to Mooncake Store on behalf of the core.
 
-Only the core starts it (csrc/storage/mooncake/client.h), talks to it over descriptor 3 and ends it. So no
+Only the core starts it (csrc/backends/mooncake/client.h), talks to it over descriptor 3 and ends it. So no
 thread of the engine process calls Python for a record.
 
 Descriptor 3 first carries the setup, which this process answers with ``ready VERSION``, ``failed SENTENCE``
 or ``refused SENTENCE``. It then carries channels: a socket for requests, and memory that both processes map
-(csrc/storage/mooncake/channel.h). Each channel has its own thread; Mooncake's calls release the GIL. The
+(csrc/backends/mooncake/channel.h). Each channel has its own thread; Mooncake's calls release the GIL. The
 process ends when the other end of descriptor 3 closes.
 """
 

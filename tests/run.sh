@@ -275,7 +275,7 @@ stage_fuzz() {
   build fuzz fuzzers || return
   for target in fuzz_payload fuzz_record fuzz_root; do
     mkdir -p "build/corpus/$target"
-    "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/storage/fuzz.dict -rss_limit_mb=1024 \
+    "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/record/fuzz.dict -rss_limit_mb=1024 \
       -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 &
     running+=($!)
   done

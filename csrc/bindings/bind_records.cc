@@ -1,37 +1,11 @@
-#include <algorithm>
-
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
-#include "storage/redis/records.h"
-#include "storage/remote_records.h"
-#include "storage/s3/records.h"
+#include "tier/remote_records.h"
 
 namespace kv_offload::bindings {
 namespace {
 
 double unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
-
-std::unique_ptr<RemoteRecords> redis_records(const redis::Server& server, std::string key_prefix,
-                                             double deadline_seconds, unsigned page) {
-  RedisRecordsOptions options;
-  options.server = server;
-  options.key_prefix = std::move(key_prefix);
-  options.deadline = to_nanos(deadline_seconds, "deadline_seconds");
-  options.page = std::max(1u, page);
-  const py::gil_scoped_release release;
-  return open_redis_records(options);
-}
-
-std::unique_ptr<RemoteRecords> s3_records(const s3::Bucket& bucket, std::string prefix,
-                                          double deadline_seconds, unsigned page) {
-  S3RecordsOptions options;
-  options.bucket = bucket;
-  options.prefix = std::move(prefix);
-  options.deadline = to_nanos(deadline_seconds, "deadline_seconds");
-  options.page = std::max(1u, page);
-  const py::gil_scoped_release release;
-  return open_s3_records(options);
-}
 
 py::tuple list_page(RemoteRecords& self, const std::string& namespace_id, const py::bytes& from, bool sizes) {
   RemotePage page;
@@ -97,11 +71,6 @@ void bind_records(py::module_& module) {
       .def("remove", &remove_records, py::arg("records"))
       .def_property_readonly("takes_threads", &RemoteRecords::takes_threads)
       .def_property_readonly("keeps_versions", &RemoteRecords::keeps_versions);
-
-  module.def("redis_records", &redis_records, py::arg("server"), py::kw_only(), py::arg("key_prefix"),
-             py::arg("deadline_seconds"), py::arg("page") = 512);
-  module.def("s3_records", &s3_records, py::arg("bucket"), py::kw_only(), py::arg("prefix"),
-             py::arg("deadline_seconds"), py::arg("page") = 1000);
 }
 
 }  // namespace kv_offload::bindings

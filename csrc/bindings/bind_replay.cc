@@ -1,6 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
-#include "cache/trace_replay.h"
+#include "replay/trace_replay.h"
 
 namespace kv_offload::bindings {
 namespace {

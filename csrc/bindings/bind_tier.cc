@@ -3,8 +3,8 @@
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
 #include "cache/key_memory.h"
-#include "storage/idle_cores.h"
-#include "storage/measure_codec.h"
+#include "record/idle_cores.h"
+#include "record/measure_codec.h"
 
 namespace kv_offload::bindings {
 namespace {

@@ -1,7 +1,7 @@
 #include "bindings/bindings.h"
-#include "cache/rank_worker.h"
 #include "copy/block_copier.h"
 #include "copy/measure_copy.h"
+#include "worker/rank_worker.h"
 
 namespace kv_offload::bindings {
 namespace {

@@ -9,11 +9,11 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_metrics(module);
   bindings::bind_region(module);
   bindings::bind_tier(module);  // before the derived classes
+  bindings::bind_records(module);
   bindings::bind_fs(module);
   bindings::bind_redis(module);
   bindings::bind_s3(module);
   bindings::bind_mooncake(module);
-  bindings::bind_records(module);
   bindings::bind_cache(module);
   bindings::bind_worker(module);
   bindings::bind_replay(module);

@@ -9,8 +9,8 @@
 
 #include "base/status.h"
 #include "cache/tiered_cache.h"
-#include "storage/record.h"
-#include "storage/record_form.h"
+#include "record/record.h"
+#include "record/record_form.h"
 
 namespace kv_offload::bindings {
 

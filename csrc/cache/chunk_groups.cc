@@ -4,7 +4,7 @@
 
 #include "base/refused_chunks.h"
 #include "base/status.h"
-#include "storage/record.h"
+#include "record/record.h"
 
 namespace kv_offload {
 ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)

@@ -14,7 +14,7 @@
 #include "base/clock.h"
 #include "cache/cache_types.h"
 #include "policy/eviction_policy.h"
-#include "storage/tier.h"
+#include "tier/tier.h"
 
 namespace kv_offload {
 

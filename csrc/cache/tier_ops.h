@@ -32,7 +32,7 @@
 #include "cache/key_memory.h"
 #include "memory/host_region.h"
 #include "metrics/metrics.h"
-#include "storage/tier.h"
+#include "tier/tier.h"
 
 namespace kv_offload {
 

@@ -44,7 +44,7 @@
 #include "cache/cache_types.h"
 #include "memory/host_region.h"
 #include "metrics/metrics.h"
-#include "storage/tier.h"
+#include "tier/tier.h"
 
 namespace kv_offload {
 

@@ -1,5 +1,5 @@
 # The s3 tier: OpenSSL signs requests. libcurl transfers them; it is loaded at run time
-# (csrc/storage/s3/libcurl.h), so the build does not need it.
+# (csrc/backends/s3/libcurl.h), so the build does not need it.
 set(KV_OFFLOAD_S3 AUTO CACHE STRING "The s3 tier: AUTO (when OpenSSL is found), ON, OFF")
 string(TOUPPER "${KV_OFFLOAD_S3}" s3_wanted)
 add_library(kv_offload_s3 INTERFACE)

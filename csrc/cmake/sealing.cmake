@@ -1,4 +1,4 @@
-# Record encryption (csrc/storage/sealing.h), based on OpenSSL.
+# Record encryption (csrc/record/sealing.h), based on OpenSSL.
 set(KV_OFFLOAD_SEALING AUTO CACHE STRING "Encryption of records: AUTO (when OpenSSL is found), ON, OFF")
 string(TOUPPER "${KV_OFFLOAD_SEALING}" sealing_wanted)
 add_library(kv_offload_sealing INTERFACE)

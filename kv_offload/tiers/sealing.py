@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kv_offload._core import TierSpec
     from kv_offload.namespace import NamespaceIdentity
 
-_MOST_KEYS = 8  # SealingKeys::kMostKeys in csrc/storage/sealing.h
+_MOST_KEYS = 8  # SealingKeys::kMostKeys in csrc/record/sealing.h
 _SHOWN_ID = 8  # digits of a key's id
 
 

@@ -11,7 +11,7 @@ A mutant replaces text that occurs exactly once in one file and names the tests 
 
     [[mutant]]
     name = "an op reads its epoch when it runs"
-    file = "csrc/storage/fs/record_writer.cc"
+    file = "csrc/backends/fs/record_writer.cc"
     find = '''...'''
     replace = '''...'''
     cpp = "FsTierReset.*"                           # a filter of kv_offload_tests, or

@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_fs.cc: an fs tier under a cache, and its root read and repaired afterwards."""
+"""csrc/backends/fs/bind_fs.cc: an fs tier under a cache, and its root read and repaired afterwards."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
+"""csrc/backends/mooncake/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
 client process. It runs over a real Mooncake master and storage process, and over a fake package that needs
 neither.
 """

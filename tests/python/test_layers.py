@@ -1,9 +1,10 @@
-"""Checks the includes and imports against the layer diagram; no dependency may point upwards.
+"""The layers: which folder, and where folders are too coarse which file, may include or import which other.
 
-    base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
+base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, replay <- bindings
+     <- kv_offload <- specs
 
-In storage, files that all kinds of tiers share are next to the folders of the kinds: storage <- storage/fs,
-... Shared files, other kinds and the cache must not depend on a kind; only bindings creates one.
+A backend is a folder of csrc/backends. No other layer includes its headers, and no backend those of another.
+Its binding, backends/*/bind_*.cc, belongs to the bindings.
 """
 
 import ast
@@ -18,83 +19,118 @@ LAYERS = {
     "base": set(),
     "policy": {"base"},
     "memory": {"base"},
-    "index": {"base", "policy"},
-    "storage": {"base", "policy"},
+    "record": {"base"},
     "copy": {"base"},
     "metrics": {"base"},
-    "cache": {"base", "policy", "memory", "index", "storage", "copy", "metrics"},
-    "bindings": {"base", "policy", "memory", "index", "storage", "copy", "metrics", "cache"},
+    "index": {"base", "policy"},
+    "tier": {"base", "policy", "record"},
+    "backends": {"base", "policy", "record", "tier"},
+    "cache": {"base", "policy", "memory", "index", "record", "tier", "metrics"},
+    "worker": {"base", "memory", "copy", "metrics"},
+    "replay": {"base", "policy", "index", "cache"},
 }
+LAYERS["bindings"] = set(LAYERS)
 
-# The parts of the cache, in the order of csrc/cache/tiered_cache.h: each may include earlier ones.
-CACHE_PARTS = (
-    "cache_types",
-    *("chunk_groups", "tickets", "cache_events", "key_memory", "quarantine"),
-    *("prefill_model", "transfer_model", "cost_model"),
-    *("host_chunks", "tier_ops", "write_back", "row_supply", "load_jobs"),
-    *("request_state", "requests", "lookup", "pass_scans", "planner", "stores"),
-    "tiered_cache",
-    *("trace_replay", "rank_worker"),  # independent of the order
-)
+# Each part of a folder may include only those before it. Where LEAVES is set, files that are not listed are
+# functions that several parts use: they include no part.
+PARTS = {
+    # in the order of record/record_form.h
+    "record": (
+        *("split_planes", "payload_codec", "record", "sealing", "record_op", "huge_buffer", "idle_cores"),
+        *("compression_choice", "measure_codec", "record_form", "opened_as_it_comes"),
+    ),
+    # in the order of tier/pooled_tier.h
+    "tier": (
+        *("tier", "presence", "record_store", "named_epochs", "ask_first", "remote_records"),
+        *("breaker", "ticker", "io_pool", "known_names", "keys_of_digests"),
+        *("pooled_tier", "pooled_ops", "presence_questions", "sealed_names"),
+    ),
+    # in the order of cache/tiered_cache.h
+    "cache": (
+        "cache_types",
+        *("chunk_groups", "tickets", "cache_events", "key_memory", "quarantine"),
+        *("prefill_model", "transfer_model", "cost_model"),
+        *("host_chunks", "tier_ops", "write_back", "row_supply", "load_jobs"),
+        *("request_state", "requests", "lookup", "pass_scans", "planner", "stores"),
+        "tiered_cache",
+    ),
+    # in the order of backends/fs/store.h
+    "backends/fs": (
+        *("open_root", "root_files", "open", "known_records", "draft", "shares"),
+        *("evictor", "record_reader", "record_writer", "scanner", "foreign_records", "root_counter"),
+        *("own_generation", "root_mender", "recency"),
+        *("store", "tier", "probe_disk", "bind_fs"),
+    ),
+}
+LEAVES = {"backends/fs"}
+# Implementations that include a part after their own: of what the header's class owns.
+PART_EXCEPTIONS = {
+    ("tier/pooled_tier.cc", "tier/pooled_ops.h"),
+    ("tier/pooled_tier.cc", "tier/presence_questions.h"),
+}
+OPTIONS = {"backends/fs/tier.h"}  # the options of the tier, which each of its parts may include
 
-# The parts of the fs tier's store, in the order of csrc/storage/fs/store.h. Files not named here are shared
-# helpers (functions on files, Space): they include no part.
-FS_PARTS = (
-    *("open_root", "root_files", "open", "known_records", "draft", "shares"),
-    *("evictor", "record_reader", "record_writer", "scanner", "foreign_records", "root_counter"),
-    *("own_generation", "root_mender", "recency"),
-    *("store", "tier", "probe_disk"),  # on top of the parts
-)
-
-# A pattern for the #include of a library, and the files (under csrc/) that may contain it.
+# The headers of libraries, and the files (under csrc/) that may include them.
 LIBRARIES = {
     "CUDA": (
         r"(cuda|cub|thrust|cooperative_groups|nvml|device_launch)\b|cuda[_a-zA-Z]*\.h",
         r"copy/(cuda_.*|.*\.cuh?)",
     ),
     "torch": (r"(torch|ATen|c10|caffe2)/", r"bindings/torch_.*"),
-    "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*"),
+    "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*|backends/\w+/bind_\w+\.cc"),
     "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
     "xxhash": (r"xxh", r"base/xxh3\.h"),
-    "zstd": (r"zstd", r"storage/payload_codec\.cc"),
-    "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
-    "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/signature|sealing|sealed_names)\.cc"),
-    "libcurl": (r"curl/", r"nowhere: it is loaded where it is used, and a build has none of its headers"),
+    "zstd": (r"zstd", r"record/payload_codec\.cc"),
+    "libvalkey": (r"valkey/", r"backends/redis/(connection|tls)\.cc"),
+    "OpenSSL": (
+        r"openssl/",
+        r"(backends/redis/tls|backends/s3/signature|record/sealing|tier/sealed_names)\.cc",
+    ),
+    "libcurl": (r"curl/", r"nowhere: it is loaded at run time, and a build needs none of its headers"),
 }
 
-# Replays of a trace have the eviction order of an fs tier, by its own catalogue.
-KIND_INCLUDES = {("cache/trace_replay.cc", "storage/fs/catalogue.h")}
+# A replay evicts in the order of an fs tier, which is that of its catalogue.
+BACKEND_INCLUDES = {("replay/trace_replay.cc", "backends/fs/catalogue.h")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
 
 
-def kind_of(name: str) -> str:
-    """Returns the kind of tier that a file belongs to: fs for storage/fs/space.h; "" for shared files."""
+def sources(root: Path) -> list[tuple[str, Path]]:
+    csrc = root / "csrc"
+    return [(p.relative_to(csrc).as_posix(), p) for p in sorted(csrc.rglob("*")) if p.suffix in SOURCES]
+
+
+def layer_of(name: str) -> str:
+    layer, _, file = name.partition("/")
+    return "bindings" if layer == "backends" and Path(file).name.startswith("bind_") else layer
+
+
+def backend_of(name: str) -> str:
+    """The backend that a file belongs to: fs for backends/fs/space.h; empty for other files."""
     parts = name.split("/")
-    return parts[1] if parts[0] == "storage" and len(parts) == 3 else ""
+    return parts[1] if parts[0] == "backends" and len(parts) == 3 else ""
 
 
 def include_errors(root: Path) -> list[str]:
-    csrc = root / "csrc"
     errors = []
     pinning = []
-    for path in sorted(p for p in csrc.rglob("*") if p.suffix in SOURCES):
-        name = path.relative_to(csrc).as_posix()
-        layer = name.split("/")[0]
-        if layer not in LAYERS:
-            errors.append(f"{name}: {layer} is not a layer")
+    for name, path in sources(root):
+        layer = layer_of(name)
+        if layer not in LAYERS or (layer == "backends" and not backend_of(name)):
+            errors.append(f"{name}: {'is in no backend' if layer in LAYERS else layer + ' is no layer'}")
             continue
         for quote, header in INCLUDE.findall(path.read_text()):
             target = header.partition("/")[0] if "/" in header else ""  # <memory> is not memory/
             if quote == '"' and target not in LAYERS:
                 errors.append(f"{name}: write {header} as <layer>/<file>")
+            elif backend_of(header):
+                own = backend_of(header) == backend_of(name)
+                if not own and layer != "bindings" and (name, header) not in BACKEND_INCLUDES:
+                    kind = backend_of(header)
+                    errors.append(f"{name}: only bindings and backends/{kind} may include {header}")
             elif target in LAYERS and target != layer and target not in LAYERS[layer]:
                 errors.append(f"{name}: {layer} must not include {header}")
-            elif layer != "bindings" and kind_of(header) not in ("", kind_of(name)):
-                if (name, header) in KIND_INCLUDES:
-                    continue
-                errors.append(f"{name}: only bindings and storage/{kind_of(header)} may include {header}")
             for library, (pattern, allowed) in LIBRARIES.items():
                 if not re.match(pattern, header) or re.fullmatch(allowed, name):
                     continue
@@ -107,36 +143,51 @@ def include_errors(root: Path) -> list[str]:
     return errors
 
 
-def cache_errors(root: Path) -> list[str]:
-    """Lists the files of csrc/cache that include a part after their own."""
+def part_errors(root: Path, folder: str) -> list[str]:
+    """Files of a folder that include a part listed after their own, and files that are not listed."""
+    parts = PARTS[folder]
     errors = []
-    for path in sorted(p for p in (root / "csrc/cache").iterdir() if p.suffix in SOURCES):
-        if path.stem not in CACHE_PARTS:
-            errors.append(f"{path.name}: is not listed in CACHE_PARTS")
+    for name, path in sources(root):
+        if name.rpartition("/")[0] != folder:
             continue
-        place = CACHE_PARTS.index(path.stem)
+        if path.stem not in parts and folder not in LEAVES:
+            errors.append(f"{path.name}: is not listed in PARTS")
+            continue
+        place = parts.index(path.stem) if path.stem in parts else -1
         for _, header in INCLUDE.findall(path.read_text()):
-            layer, _, name = header.partition("/")
-            if layer != "cache":
+            of, _, file = header.rpartition("/")
+            stem = file.removesuffix(".h")
+            if of != folder or header in OPTIONS or (name, header) in PART_EXCEPTIONS:
                 continue
-            known = name.removesuffix(".h")
-            if known not in CACHE_PARTS or CACHE_PARTS.index(known) > place:
+            if (stem in parts and parts.index(stem) > place) or (stem not in parts and folder not in LEAVES):
                 errors.append(f"{path.name}: must not include {header}")
     return errors
 
 
-def fs_errors(root: Path) -> list[str]:
-    """Lists the files of csrc/storage/fs that include a part after their own."""
-    errors = []
-    for path in sorted(p for p in (root / "csrc/storage/fs").iterdir() if p.suffix in SOURCES):
-        place = FS_PARTS.index(path.stem) if path.stem in FS_PARTS else -1
-        for _, header in INCLUDE.findall(path.read_text()):
-            name = header.removeprefix("storage/fs/").removesuffix(".h")
-            if name == "tier":  # its options, which every part may include
-                continue
-            if header.startswith("storage/fs/") and name in FS_PARTS and FS_PARTS.index(name) > place:
-                errors.append(f"{path.name}: must not include {header}")
-    return errors
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Nodes that lead back to the first of them, in order; empty if there are none."""
+
+    def follow(path: list[str]) -> list[str]:
+        for node in sorted(edges[path[-1]]):
+            if node in path:
+                return [*path[path.index(node) :], node]
+            if node not in cleared and (found := follow([*path, node])):
+                return found
+        cleared.add(path[-1])
+        return []
+
+    cleared: set[str] = set()
+    return next((found for node in sorted(edges) if (found := follow([node]))), [])
+
+
+def include_circle(root: Path) -> list[str]:
+    headers = {name: path for name, path in sources(root) if path.suffix in {".h", ".cuh"}}
+    return circle(
+        {
+            name: {header for _, header in INCLUDE.findall(path.read_text()) if header in headers}
+            for name, path in headers.items()
+        }
+    )
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -151,120 +202,79 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def import_errors(root: Path) -> list[str]:
-    """Checks every import: at module level, inside functions, and for type checking only."""
+    """Imports of a module, of functions, and for type checkers only all count."""
     errors = []
-    for path in sorted((root / "kv_offload").rglob("*.py")):
+    package = root / "kv_offload"
+    for path in sorted(package.rglob("*.py")):
         for module in sorted(imported_modules(path)):
             forbidden = module.split(".")[0] in ("vllm", "torch", "specs") or module.startswith(
                 "kv_offload.specs"
             )
-            # code that uses tiers calls a kind; a kind must not import that code
-            if path.parent.name == "tiers":
+            if path.parent != package and path.relative_to(package).parts[0] == "tiers":
+                # The types of tiers are below the modules that use them.
                 forbidden |= module.startswith(("kv_offload.cli", "kv_offload.config", "kv_offload.machine"))
             if forbidden and (path.name, module) != ("torch_ops.py", "torch"):
                 errors.append(f"{path.relative_to(root).as_posix()}: imports {module}")
     return errors
 
 
-def specs_circle(root: Path) -> list[str]:
-    """Returns modules of specs/ that import each other in a circle, in order; empty when there is none.
+def import_circle(root: Path, package: str) -> list[str]:
+    """Modules of a package that import each other in a circle, in order; empty if there are none.
 
-    Imports inside functions count, and so do imports for type checking only.
+    Imports of functions count, and so do those for type checkers only.
     """
-    modules = {path.stem: path for path in (root / "specs").glob("*.py") if path.stem != "__init__"}
+    modules = {}
+    for path in (root / package).rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        modules[module.removesuffix(".__init__")] = path
 
     def imported(name: str) -> set[str]:
+        path = modules[name]
+        parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
         found = set()
-        for node in ast.walk(ast.parse(modules[name].read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                found |= {node.module} if node.module else {alias.name for alias in node.names}
-        return {each for each in found if each in modules}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                start = parent.split(".")[: len(parent.split(".")) - node.level + 1] if node.level else []
+                module = ".".join([*start, *([node.module] if node.module else [])])
+                each = {f"{module}.{alias.name}" for alias in node.names}
+                found |= (each & set(modules)) | ({module} if each - set(modules) else set())
+        return (found & set(modules)) - {name, package}
 
-    def follow(path: list[str]) -> list[str]:
-        for name in sorted(imported(path[-1])):
-            if name in path:
-                return [*path[path.index(name) :], name]
-            if name not in cleared and (circle := follow([*path, name])):
-                return circle
-        cleared.add(path[-1])
-        return []
-
-    cleared: set[str] = set()
-    return next((circle for name in sorted(modules) if (circle := follow([name]))), [])
-
-
-def test_the_modules_of_specs_have_no_import_cycle():
-    assert specs_circle(REPOSITORY) == []
-
-
-@pytest.mark.parametrize("line", ["from .a import f\n", "def g():\n    from . import a\n"])
-def test_an_import_cycle_in_specs_is_detected(tmp_path, line):
-    (tmp_path / "specs").mkdir()
-    (tmp_path / "specs/a.py").write_text("def f():\n    from .b import g\n")
-    (tmp_path / "specs/b.py").write_text(line)
-    assert specs_circle(tmp_path) == ["a", "b", "a"]
+    # A package runs before its modules, and may import them: it is no module of its own circle.
+    return circle({name: imported(name) for name in modules if name != package})
 
 
 def test_c_plus_plus_files_include_only_the_layers_below():
     assert include_errors(REPOSITORY) == []
 
 
-def test_no_part_of_the_cache_includes_a_later_part():
-    assert cache_errors(REPOSITORY) == []
+@pytest.mark.parametrize("folder", sorted(PARTS))
+def test_no_part_of_a_folder_includes_a_later_one(folder):
+    assert part_errors(REPOSITORY, folder) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "error"),
-    [
-        ("tier_ops.h", '#include "cache/requests.h"', "tier_ops.h: must not include cache/requests.h"),
-        (
-            "host_chunks.cc",
-            '#include "cache/tier_ops.h"',
-            "host_chunks.cc: must not include cache/tier_ops.h",
-        ),
-        (
-            "planner.cc",
-            '#include "cache/tiered_cache.h"',
-            "planner.cc: must not include cache/tiered_cache.h",
-        ),
-        ("cache_impl.h", "", "cache_impl.h: is not listed in CACHE_PARTS"),
-    ],
-)
-def test_a_cache_part_that_includes_a_later_one_is_detected(tmp_path, name, line, error):
-    (tmp_path / "csrc/cache").mkdir(parents=True)
-    (tmp_path / "csrc/cache" / name).write_text(f'#include "cache/cache_types.h"\n{line}\n')
-    assert cache_errors(tmp_path) == [error]
+@pytest.mark.parametrize("folder", sorted(PARTS))
+def test_every_part_exists(folder):
+    assert {path.stem for path in (REPOSITORY / "csrc" / folder).iterdir()} >= set(PARTS[folder])
 
 
-def test_no_part_of_the_fs_store_includes_a_later_part():
-    assert fs_errors(REPOSITORY) == []
+def test_no_headers_include_each_other_in_a_circle():
+    assert include_circle(REPOSITORY) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "header"),
-    [
-        ("known_records.h", "storage/fs/evictor.h"),
-        ("record_reader.cc", "storage/fs/record_writer.h"),
-        ("recency.h", "storage/fs/store.h"),
-        ("space.cc", "storage/fs/known_records.h"),
-    ],
-)
-def test_an_fs_store_part_that_includes_a_later_one_is_detected(tmp_path, name, header):
-    (tmp_path / "csrc/storage/fs").mkdir(parents=True)
-    (tmp_path / "csrc/storage/fs" / name).write_text(
-        f'#include "storage/fs/open_root.h"\n#include "{header}"\n'
-    )
-    errors = fs_errors(tmp_path)
-    assert f"{name}: must not include {header}" in errors
+@pytest.mark.parametrize("package", ["kv_offload", "specs"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    assert import_circle(REPOSITORY, package) == []
 
 
 def test_only_the_adapter_imports_vllm():
     assert import_errors(REPOSITORY) == []
 
 
-def test_every_layer_exists_and_is_checked():
-    found = {p.parent.name for p in (REPOSITORY / "csrc").rglob("*") if p.suffix in SOURCES}
-    assert set(LAYERS) <= found
+def test_every_layer_has_files():
+    assert {layer_of(name) for name, _ in sources(REPOSITORY)} == set(LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -272,52 +282,49 @@ def test_every_layer_exists_and_is_checked():
     [
         ("base/a.h", '#include "memory/host_region.h"', "base must not include memory/host_region.h"),
         ("memory/a.cc", '#include "index/chunk_index.h"', "memory must not include index/chunk_index.h"),
-        (
-            "storage/a.cc",
-            "#  include <cache/tiered_cache.h>",
-            "storage must not include cache/tiered_cache.h",
-        ),
-        ("copy/a.cc", '#include "storage/tier.h"', "copy must not include storage/tier.h"),
+        ("tier/a.cc", "#  include <cache/tiered_cache.h>", "tier must not include cache/tiered_cache.h"),
+        ("record/a.h", '#include "tier/tier.h"', "record must not include tier/tier.h"),
+        ("copy/a.cc", '#include "tier/tier.h"', "copy must not include tier/tier.h"),
+        ("worker/a.cc", '#include "cache/tiered_cache.h"', "worker must not include cache/tiered_cache.h"),
+        ("cache/a.cc", '#include "replay/trace_replay.h"', "cache must not include replay/trace_replay.h"),
         ("cache/a.h", '#include "bindings/bindings.h"', "cache must not include bindings/bindings.h"),
+        (
+            "backends/s3/a.cc",
+            '#include "bindings/bindings.h"',
+            "backends must not include bindings/bindings.h",
+        ),
         ("cache/a.h", '#include "../index/chunk_index.h"', "write ../index/chunk_index.h as <layer>/<file>"),
         ("copy/host_copier.cc", "#include <cuda_runtime.h>", "CUDA header cuda_runtime.h"),
         ("copy/plan.cc", "#include <cuda.h>", "CUDA header cuda.h"),
         ("cache/a.cc", "#include <torch/csrc/stable/library.h>", "torch header torch/csrc/stable/library.h"),
         ("bindings/module.cc", "#include <ATen/ATen.h>", "torch header ATen/ATen.h"),
         ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
+        ("backends/s3/tier.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
         ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
-        ("extra/a.h", "", "extra is not a layer"),
+        ("extra/a.h", "", "extra is no layer"),
+        ("backends/a.h", "", "is in no backend"),
         (
-            "storage/pooled_tier.cc",
-            '#include "storage/fs/space.h"',
-            "only bindings and storage/fs may include storage/fs/space.h",
+            "tier/pooled_tier.cc",
+            '#include "backends/fs/space.h"',
+            "only bindings and backends/fs may include backends/fs/space.h",
         ),
         (
-            "storage/redis/a.cc",
-            '#include "storage/fs/file_ops.h"',
-            "only bindings and storage/fs may include storage/fs/file_ops.h",
+            "backends/redis/a.cc",
+            '#include "backends/fs/file_ops.h"',
+            "only bindings and backends/fs may include backends/fs/file_ops.h",
         ),
         (
             "cache/a.cc",
-            '#include "storage/fs/tier.h"',
-            "only bindings and storage/fs may include storage/fs/tier.h",
+            '#include "backends/fs/tier.h"',
+            "only bindings and backends/fs may include backends/fs/tier.h",
         ),
     ],
 )
-def test_a_planted_include_is_detected(tmp_path, name, line, error):
+def test_a_planted_include_is_reported(tmp_path, name, line, error):
     path = tmp_path / "csrc" / name
     path.parent.mkdir(parents=True)
     path.write_text(f"{line}\n")
     assert include_errors(tmp_path) == [f"{name}: {error}"]
-
-
-def test_a_second_file_that_pins_is_detected(tmp_path):
-    (tmp_path / "csrc/memory").mkdir(parents=True)
-    for name in ("pin.cc", "region.cc"):
-        (tmp_path / "csrc/memory" / name).write_text("#include <cuda_runtime_api.h>\n")
-    assert include_errors(tmp_path) == [
-        "CUDA headers in several files of memory: memory/pin.cc, memory/region.cc"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -327,18 +334,79 @@ def test_a_second_file_that_pins_is_detected(tmp_path):
         ("copy/pack_kernels.cu", "#include <cuda_runtime.h>"),
         ("memory/pin.cc", "#include <cuda_runtime_api.h>"),
         ("bindings/torch_ops.cc", "#include <torch/csrc/stable/library.h>"),
-        ("cache/a.cc", '#include "storage/tier.h"'),
-        ("storage/fs/a.cc", '#include "storage/fs/space.h"'),
-        ("storage/fs/a.cc", '#include "storage/record_store.h"'),
-        ("bindings/a.cc", '#include "storage/fs/tier.h"'),
+        ("cache/a.cc", '#include "tier/tier.h"'),
+        ("backends/fs/a.cc", '#include "backends/fs/space.h"'),
+        ("backends/fs/a.cc", '#include "tier/record_store.h"'),
+        ("backends/fs/bind_fs.cc", '#include "bindings/bindings.h"'),
+        ("backends/fs/bind_fs.cc", "#include <pybind11/pybind11.h>"),
+        ("bindings/a.cc", '#include "backends/fs/tier.h"'),
         ("cache/a.cc", "#include <cstdint>"),
     ],
 )
-def test_includes_allowed_by_the_diagram_pass(tmp_path, name, line):
+def test_an_allowed_include_passes(tmp_path, name, line):
     path = tmp_path / "csrc" / name
     path.parent.mkdir(parents=True)
     path.write_text(f"{line}\n")
     assert include_errors(tmp_path) == []
+
+
+def test_a_second_file_that_pins_is_reported(tmp_path):
+    (tmp_path / "csrc/memory").mkdir(parents=True)
+    for name in ("pin.cc", "region.cc"):
+        (tmp_path / "csrc/memory" / name).write_text("#include <cuda_runtime_api.h>\n")
+    assert include_errors(tmp_path) == [
+        "CUDA headers in several files of memory: memory/pin.cc, memory/region.cc"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        ("cache/tier_ops.h", '#include "cache/requests.h"', "must not include cache/requests.h"),
+        ("cache/host_chunks.cc", '#include "cache/tier_ops.h"', "must not include cache/tier_ops.h"),
+        ("cache/planner.cc", '#include "cache/tiered_cache.h"', "must not include cache/tiered_cache.h"),
+        ("cache/cache_impl.h", "", "is not listed in PARTS"),
+        ("record/sealing.h", '#include "record/record_form.h"', "must not include record/record_form.h"),
+        ("tier/io_pool.cc", '#include "tier/pooled_ops.h"', "must not include tier/pooled_ops.h"),
+        (
+            "backends/fs/known_records.h",
+            '#include "backends/fs/evictor.h"',
+            "must not include backends/fs/evictor.h",
+        ),
+        (
+            "backends/fs/record_reader.cc",
+            '#include "backends/fs/record_writer.h"',
+            "must not include backends/fs/record_writer.h",
+        ),
+        (
+            "backends/fs/space.cc",
+            '#include "backends/fs/known_records.h"',
+            "must not include backends/fs/known_records.h",
+        ),
+    ],
+)
+def test_an_include_of_a_later_part_is_reported(tmp_path, name, line, error):
+    path = tmp_path / "csrc" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(f'#include "base/types.h"\n{line}\n')
+    assert part_errors(tmp_path, name.rpartition("/")[0]) == [f"{path.name}: {error}"]
+
+
+def test_headers_that_include_each_other_are_reported(tmp_path):
+    (tmp_path / "csrc/base").mkdir(parents=True)
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"csrc/base/{name}.h").write_text(f'#include "base/{other}.h"\n')
+    assert include_circle(tmp_path) == ["base/a.h", "base/b.h", "base/c.h", "base/a.h"]
+
+
+@pytest.mark.parametrize(
+    "line", ["from .a import f\n", "def g():\n    from . import a\n", "import specs.a\n"]
+)
+def test_modules_that_import_each_other_are_reported(tmp_path, line):
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs/a.py").write_text("def f():\n    from .b import g\n")
+    (tmp_path / "specs/b.py").write_text(line)
+    assert import_circle(tmp_path, "specs") == ["specs.a", "specs.b", "specs.a"]
 
 
 @pytest.mark.parametrize(
@@ -352,16 +420,18 @@ def test_includes_allowed_by_the_diagram_pass(tmp_path, name, line):
         "from kv_offload.specs.spec import KVOffloadSpec\n",
     ],
 )
-def test_a_planted_import_is_detected(tmp_path, source):
+def test_a_planted_import_is_reported(tmp_path, source):
     (tmp_path / "kv_offload").mkdir()
     (tmp_path / "kv_offload/cli.py").write_text(source)
     assert import_errors(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["tiers/fs.py", "tiers/redis/config.py"])
 @pytest.mark.parametrize(
     "source", ["from kv_offload.config import OffloadConfig\n", "import kv_offload.cli\n"]
 )
-def test_a_kind_of_tier_does_not_import_its_callers(tmp_path, source):
-    (tmp_path / "kv_offload/tiers").mkdir(parents=True)
-    (tmp_path / "kv_offload/tiers/fs.py").write_text(source)
+def test_a_type_of_tier_that_imports_its_users_is_reported(tmp_path, place, source):
+    path = tmp_path / "kv_offload" / place
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
     assert import_errors(tmp_path)

@@ -8,10 +8,10 @@
 #include <atomic>
 #include <random>
 
+#include "backends/fs/fixture.h"
 #include "cache/cache_fixture.h"
 #include "memory/child_process.h"
 #include "rounds.h"
-#include "storage/fs/fixture.h"
 #include "with_threads.h"
 
 namespace kv_offload {

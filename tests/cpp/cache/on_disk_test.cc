@@ -5,9 +5,9 @@
 #include <cerrno>
 #include <thread>
 
+#include "backends/fs/faulty_file_ops.h"
+#include "backends/fs/fixture.h"
 #include "cache/cache_fixture.h"
-#include "storage/fs/faulty_file_ops.h"
-#include "storage/fs/fixture.h"
 #include "with_threads.h"
 
 namespace kv_offload {

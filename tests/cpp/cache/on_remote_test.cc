@@ -9,12 +9,12 @@
 #include <thread>
 #include <vector>
 
+#include "backends/mooncake/medium.h"
+#include "backends/redis/medium.h"
 #include "cache/cache_fixture.h"
-#include "storage/mooncake/medium.h"
-#include "storage/presence.h"
-#include "storage/redis/medium.h"
+#include "tier/presence.h"
 #ifdef KV_OFFLOAD_S3
-#include "storage/s3/medium.h"
+#include "backends/s3/medium.h"
 #endif
 #include "with_threads.h"
 

@@ -11,11 +11,11 @@
 #include <thread>
 #include <utility>
 
+#include "backends/fs/faulty_file_ops.h"
+#include "backends/fs/fixture.h"
 #include "base/aligned_buffer.h"
 #include "cache/tier_hand.h"
-#include "storage/fs/faulty_file_ops.h"
-#include "storage/fs/fixture.h"
-#include "storage/io_pool.h"
+#include "tier/io_pool.h"
 
 namespace kv_offload {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "storage/tier.h"
+#include "tier/tier.h"
 
 namespace kv_offload {
 

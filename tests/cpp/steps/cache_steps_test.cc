@@ -12,8 +12,8 @@
 #include "cache/requests.h"
 #include "steps/counted_store.h"
 #include "steps/steps.h"
-#include "storage/io_pool.h"
-#include "storage/pooled_tier.h"
+#include "tier/io_pool.h"
+#include "tier/pooled_tier.h"
 #include "with_threads.h"
 
 namespace kv_offload::testing {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "storage/record_form.h"
-#include "storage/record_store.h"
+#include "record/record_form.h"
+#include "tier/record_store.h"
 
 namespace kv_offload::testing {
 

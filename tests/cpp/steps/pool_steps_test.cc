@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "steps/steps.h"
-#include "storage/io_pool.h"
+#include "tier/io_pool.h"
 
 namespace kv_offload::testing {
 namespace {

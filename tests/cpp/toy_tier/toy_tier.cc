@@ -6,8 +6,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
-#include "storage/memory_store.h"
-#include "storage/pooled_tier.h"
+#include "tier/memory_store.h"
+#include "tier/pooled_tier.h"
 
 namespace kv_offload {
 namespace {

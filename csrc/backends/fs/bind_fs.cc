@@ -1,0 +1,168 @@
+#include <algorithm>
+
+#include "backends/fs/root.h"
+#include "backends/fs/tier.h"
+#include "backends/fs/verify.h"
+#include "bindings/bindings.h"
+#include "bindings/tier_spec.h"
+
+namespace kv_offload::bindings {
+
+namespace {
+
+using namespace py::literals;
+
+struct FsTierSpec final : TierSpec {
+  FsTierOptions options;
+  std::unique_ptr<Tier> open() const override {
+    FsTierOptions chosen = options;
+    chosen.form = form();
+    chosen.memory_outlives = memory_outlives;
+    return make_fs_tier(chosen);
+  }
+};
+
+std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max_bytes,
+                                         const py::bytes& namespace_id, std::string namespace_json,
+                                         std::string name, const std::string& fsync,
+                                         const std::string& o_direct, unsigned n_read_threads,
+                                         unsigned n_write_threads, double op_deadline_seconds,
+                                         std::string eviction_policy, const std::string& write_policy) {
+  auto spec = std::make_shared<FsTierSpec>();
+  spec->slot = write_policy_of(write_policy);
+  FsTierOptions& options = spec->options;
+  options.name = std::move(name);
+  options.root_dir = std::move(root_dir);
+  options.max_bytes = max_bytes;
+  options.namespace_id = namespace_id_of(namespace_id);
+  options.namespace_json = std::move(namespace_json);
+  options.fsync = one_of<FsyncMode>(
+      "fsync", fsync, {{"none", FsyncMode::kNone}, {"data", FsyncMode::kData}, {"full", FsyncMode::kFull}});
+  options.o_direct =
+      one_of<DirectMode>("o_direct", o_direct,
+                         {{"auto", DirectMode::kAuto}, {"on", DirectMode::kOn}, {"off", DirectMode::kOff}});
+  options.n_read_threads = n_read_threads;
+  options.n_write_threads = n_write_threads;
+  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  options.eviction_policy = std::move(eviction_policy);
+  return spec;
+}
+
+double to_unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
+
+py::dict stat(FsRoot& root) {
+  RootInfo info;
+  {
+    const py::gil_scoped_release release;
+    info = root.stat();
+  }
+  py::list namespaces;
+  for (const NamespaceInfo& space : info.namespaces) {
+    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "generation"_a = space.generation,
+                               "bytes"_a = space.bytes, "records"_a = space.records,
+                               "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
+                               "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
+  }
+  return py::dict("bytes"_a = info.bytes, "records"_a = info.records, "temporaries"_a = info.temporaries,
+                  "namespaces"_a = std::move(namespaces));
+}
+
+py::dict next_record(FsRoot::Cursor& cursor) {
+  std::optional<RecordInfo> record;
+  {
+    const py::gil_scoped_release release;
+    record = cursor.next();
+  }
+  if (!record) throw py::stop_iteration();
+  return py::dict("namespace"_a = record->namespace_id, "generation"_a = record->generation,
+                  "key"_a = record->key, "bytes"_a = record->bytes,
+                  "mtime"_a = to_unix_seconds(record->mtime_unix_nanos), "path"_a = record->path);
+}
+
+// An exception from `progress` ends the work.
+py::list verify(FsRoot& root, bool repair, const py::object& progress,
+                const std::vector<std::string>& encryption_key_files) {
+  const auto report = [&progress](std::uint64_t done, std::uint64_t total) {
+    const py::gil_scoped_acquire acquire;
+    if (!progress.is_none()) progress(done, total);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+  std::vector<DamagedRecord> damaged;
+  {
+    const py::gil_scoped_release release;
+    damaged = root.verify(repair, report, keys_from(encryption_key_files));
+  }
+  py::list list;
+  for (const DamagedRecord& record : damaged) {
+    list.append(py::dict("path"_a = record.path, "kind"_a = to_string(record.kind),
+                         "message"_a = record.message, "removed"_a = record.removed));
+  }
+  return list;
+}
+
+// An exception from `progress` ends the work. Records removed by then are already subtracted from the
+// accounting.
+py::dict evict(FsRoot& root, std::uint64_t target_bytes, double dead_before, bool dry_run,
+               const py::object& progress) {
+  const auto report = [&progress](std::uint64_t freed) {
+    const py::gil_scoped_acquire acquire;
+    if (!progress.is_none()) progress(freed);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+  EvictReport found;
+  {
+    const py::gil_scoped_release release;
+    found = root.evict({target_bytes, static_cast<std::int64_t>(dead_before * 1e9), dry_run}, report);
+  }
+  return py::dict("bytes_before"_a = found.bytes_before, "bytes_freed"_a = found.bytes_freed,
+                  "dead_bytes"_a = found.dead_bytes, "records"_a = found.records,
+                  "dead_namespaces"_a = found.dead_namespaces);
+}
+
+py::dict probe(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
+  DiskProbe figures;
+  {
+    const py::gil_scoped_release release;
+    figures = probe_disk(directory, total_bytes, record_bytes);
+  }
+  return py::dict("o_direct"_a = figures.o_direct,
+                  "write_bytes_per_second"_a = figures.write_bytes_per_second,
+                  "read_bytes_per_second"_a = figures.read_bytes_per_second);
+}
+
+}  // namespace
+
+void bind_fs(py::module_& module) {
+  py::class_<FsTierSpec, TierSpec, std::shared_ptr<FsTierSpec>>(module, "FsTier")
+      .def(py::init(&fs_tier_spec), py::kw_only(), py::arg("root_dir"), py::arg("max_bytes"),
+           py::arg("namespace_id"), py::arg("namespace_json"), py::arg("name") = "fs",
+           py::arg("fsync") = "none", py::arg("o_direct") = "auto", py::arg("n_read_threads") = 4,
+           py::arg("n_write_threads") = 2, py::arg("op_deadline_seconds") = 10.0,
+           py::arg("eviction_policy") = "lru", py::arg("write_policy") = "through")
+      .def("__repr__", [](const FsTierSpec& self) {
+        return fmt::format("<FsTier {:?} at {:?}>", self.options.name, self.options.root_dir);
+      });
+
+  py::class_<FsRoot::Cursor>(module, "_RecordCursor")
+      .def("__iter__", [](const py::object& self) { return self; })
+      .def("__next__", &next_record);
+
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<FsRoot>(module, "FsRoot")
+      .def(py::init<std::string>(), py::arg("root_dir"), Released())
+      .def("stat", &stat)
+      .def("records", &FsRoot::records, py::arg("namespace") = py::none(), Released())
+      .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
+           py::arg("encryption_key_files") = std::vector<std::string>())
+      .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
+           py::arg("dry_run") = false, py::arg("progress") = py::none())
+      .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released());
+
+  module.def(
+      "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
+      py::arg("path"), Released());
+  module.def("directory_usage", &directory_usage, py::arg("path"), Released());
+  module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
+}
+
+}  // namespace kv_offload::bindings

@@ -1,0 +1,321 @@
+#include "backends/fs/evictor.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "backends/fs/layout.h"
+#include "backends/fs/reclaim.h"
+#include "backends/fs/record_file.h"
+#include "backends/fs/temporary.h"
+#include "backends/fs/walk.h"
+
+namespace kv_offload {
+namespace {
+constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed the freed bytes
+constexpr int kMostNotRemovable = 4;  // unremovable records before a write gives up
+// Missing records per hold of mutex_, and per write or request. Each one costs two calls to the file system.
+constexpr int kMissingPerLock = 64;
+constexpr int kMostMissing = 8 * kMissingPerLock;
+constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
+}  // namespace
+
+Evictor::Evictor(const Context& context)
+    : options_(context.options),
+      root_(context.root),
+      ops_(context.root.ops),
+      records_(context.records),
+      clock_(context.clock),
+      stop_(context.stop),
+      shares_(context.options.max_bytes, context.root, context.records, context.clock),
+      dead_(context.root.ops, context.root.directory.get()),
+      others_(context.root.ops, context.root.directory.get()) {}
+
+Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
+  shares_.note_write(bytes);
+  Status status;
+  int missing_records = 0;
+  for (int attempt = 0; attempt < kReserveAttempts;) {
+    std::uint64_t missing = 0;
+    status = reservation->grow_to(bytes, &missing);
+    if (status || missing == 0 || bytes > root_.space->bound()) return status;  // eviction cannot help
+    if (missing_records >= kMostMissing) {
+      ran_dry_.store(true);  // the next count forgets the other missing records
+      return sum_is_doubtful();
+    }
+    const int before = missing_records;
+    const Status made = make_space(missing, draft, reservation, &missing_records);
+    if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
+    if (missing_records - before < kMissingPerLock) ++attempt;
+  }
+  return status;
+}
+
+Status Evictor::sum_is_doubtful() const {
+  return Status::error(StatusKind::kIo, "another program removed records: the root is counted again", ENOENT,
+                       root_.path);
+}
+
+// Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
+// While this process is below its share and the others do not answer, their records are evicted before ours.
+// After kMissingPerLock missing records this returns ok, so that threads waiting for the lock get it.
+Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation,
+                           int* missing_records) {
+  const MutexLock lock(mutex_);
+  // A reset may have happened while this thread waited for the lock. No request wants the new record any
+  // more, so nothing is evicted for it.
+  if (draft != nullptr && draft->generation != records_.generation())
+    return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
+  Progress own;
+  std::uint64_t& freed = own.freed;
+  freed = take_dead(bytes, reservation);
+  // Until the scan ends, records outside the catalogue may be older than those in it.
+  const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
+  if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
+    freed += take_from_others(bytes - freed, false, reservation);
+  Status failure;
+  bool has_more = ordered;
+  while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
+    const Status status = evict_own(draft, reservation, &own);
+    if (status.kind() == StatusKind::kDeclined) return status;
+    has_more = status.kind() != StatusKind::kNotFound;
+    if (has_more && !status) failure = status;
+  }
+  *missing_records += own.missing;
+  // The other servers evict whole prompts, which we cannot: only they know which chunks belong together. A
+  // write that may be declined waits for them; the next ones find what they granted.
+  const bool may_decline = draft != nullptr && draft->spared_request != 0;
+  if (ordered && !has_more && failure && freed < bytes && may_decline && shares_.may_be_granted()) {
+    return Status::error(StatusKind::kDeclined,
+                         "the servers that hold more than their share were asked for space");
+  }
+  // Only when we have no record left, removable or not: otherwise our failing removals would cost the other
+  // sharers their records on every write.
+  if (ordered && !has_more && failure && freed < bytes)
+    freed += take_from_others(bytes - freed, true, reservation);
+  if (freed >= bytes) return Status::ok();
+  if (!failure) return failure;
+  if (has_more) return Status::ok();
+  ran_dry_.store(ordered);
+  // There is room, but the sum is not corrected yet.
+  if (root_.changes->suspected()) return sum_is_doubtful();
+  return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
+}
+
+Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* progress) {
+  bool own = false;
+  const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
+  const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
+  if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
+  if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
+  const Generation& generation = *victim->generation;
+  const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
+  // With fsync, a record that was reported as written must never be found torn, and evicted files may
+  // reappear after a power failure. So their bytes are left unchanged then.
+  const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
+                      draft->generation == victim->generation &&
+                      draft->file_bytes == victim->record.file_bytes;
+  const Space::Finished before = root_.space->finished();
+  std::uint64_t bytes = 0;
+  int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
+  if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
+  if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
+  if (rc == 0 && bytes == 0) {
+    root_.changes->note_missing();
+    ++progress->missing;
+  }
+  reservation->adopt(bytes, before);
+  evicted_bytes_.fetch_add(bytes);
+  progress->freed += bytes;
+  if (rc < 0) {
+    ++progress->failed;
+    records_.put_back(*victim);
+    return Status::error(StatusKind::kIo, Status::from_errno(-rc, "evict").message(), -rc,
+                         generation.path + "/" + path);
+  }
+  records_.evicted(*victim);
+  return Status::ok();
+}
+
+// Reuses the file of an evicted record. This saves freeing and allocating an inode and blocks, which is half
+// of the time of a write in a full root. Other processes that have the record open read bytes that do not
+// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
+// has no file yet, and this file has its size.
+int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed) {
+  const int directory = draft->generation->directory.get();
+  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+  std::string temporary;
+  FileInfo info;
+  const int moved =
+      rename_to_temporary(ops_, directory, path, flags, root_.writer, &draft->fd, &temporary, &info);
+  if (moved < 0) return moved;
+  if (draft->fd && info.size == draft->file_bytes) {
+    draft->path = std::move(temporary);
+    *freed = info.charge();
+    return 0;
+  }
+  draft->fd.reset();
+  const int rc = unlink_file(ops_, directory, temporary, freed);
+  if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
+  return rc;
+}
+
+// ---- space of unused epochs and of other sharers
+
+namespace {
+// Adds each removed file to the reservation, so that no other write gets its bytes.
+Gone adopt_each(Space& space, Reservation* reservation) {
+  return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
+    reservation->adopt(bytes, before);
+    before = space.finished();
+  };
+}
+}  // namespace
+
+std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation) {
+  const Nanos now = clock_.now();
+  if (now < next_look_for_dead_) return 0;
+  const Gone gone = adopt_each(*root_.space, reservation);
+  std::vector<OldestRecords::Source> found;
+  const OldestRecords::Request request{
+      enough,
+      [&] { return found = dead_generations(); },
+      [&](const OldestRecords::Source& source) {
+        return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
+      },
+      gone,
+  };
+  std::uint64_t freed = dead_.remove(request, stop_);
+  if (freed < enough) {
+    freed += remove_what_is_empty(found, gone);
+    next_look_for_dead_ = now + kLookAgainAfter;
+  }
+  evicted_bytes_.fetch_add(freed);
+  return freed;
+}
+
+// Removes directories and marks of unused epochs after their records were removed.
+std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Source>& dead,
+                                            const Gone& gone) {
+  std::uint64_t freed = 0;
+  std::string last;
+  for (const OldestRecords::Source& source : dead) {
+    if (source.namespace_name == last || stop_.load()) continue;
+    last = source.namespace_name;
+    if (last != root_.namespace_name) {
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, gone);
+    } else if (const std::shared_ptr<Generation> own = records_.generation()) {
+      freed += kv_offload::reclaim_unused_generations(ops_, root_.namespace_directory.get(), own->number,
+                                                      kAllUnused, stop_, gone);
+    }
+  }
+  return freed;
+}
+
+// Lists the epochs of namespaces that no server has open, and the epochs in our namespace that a reset left
+// behind.
+std::vector<OldestRecords::Source> Evictor::dead_generations() {
+  std::vector<OldestRecords::Source> dead;
+  std::vector<std::string> names;
+  if (!list_namespaces(ops_, root_.directory.get(), &names)) return dead;
+  const std::shared_ptr<Generation> own = records_.generation();
+  for (const std::string& name : names) {
+    const bool ours = name == root_.namespace_name;
+    if (ours ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
+    int error = 0;
+    const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint64_t> numbers;
+    if (!directory || (!ours && namespace_is_open(ops_, directory.get())) ||
+        !list_generations(ops_, directory.get(), &numbers)) {
+      continue;
+    }
+    const std::vector<std::uint64_t> live = live_generations(ops_, directory.get());
+    for (const std::uint64_t number : numbers) {
+      const bool findable = std::binary_search(live.begin(), live.end(), number);
+      if (!ours || (!findable && number != own->number)) dead.push_back({name, number, findable});
+    }
+  }
+  return dead;
+}
+
+// Lists all epochs except our own that some process may find, or may have found before it stopped.
+std::vector<OldestRecords::Source> Evictor::other_generations() {
+  std::vector<OldestRecords::Source> others;
+  std::vector<std::string> names;
+  const std::shared_ptr<Generation> own = records_.generation();
+  if (!own || !list_namespaces(ops_, root_.directory.get(), &names)) return others;
+  for (const std::string& name : names) {
+    int error = 0;
+    const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint64_t> numbers;
+    if (!directory || !list_generations(ops_, directory.get(), &numbers)) continue;
+    for (const std::uint64_t number : numbers) {
+      if (name != root_.namespace_name || number != own->number) others.push_back({name, number, true});
+    }
+  }
+  return others;
+}
+
+// any: takes records of every sharer, in any amount. Otherwise only those of sharers above their share.
+std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
+  const Nanos now = clock_.now();
+  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
+  if (!any && (from.empty() || now < next_look_at_others_)) return 0;
+  const auto may_take = [&](const OldestRecords::Source& source) {
+    const std::uint64_t id = sharer(source.namespace_name, source.generation);
+    return any || std::find(from.begin(), from.end(), id) != from.end();
+  };
+  const OldestRecords::Request request{
+      enough,
+      [&] {
+        std::vector<OldestRecords::Source> sources = other_generations();
+        std::erase_if(sources, [&](const OldestRecords::Source& source) { return !may_take(source); });
+        return sources;
+      },
+      may_take,
+      adopt_each(*root_.space, reservation),
+  };
+  const std::uint64_t freed = others_.remove(request, stop_);
+  if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;
+  evicted_bytes_.fetch_add(freed);
+  return freed;
+}
+
+void Evictor::reclaim_unused_generations() {
+  const std::shared_ptr<Generation> own = records_.generation();
+  if (!own) return;
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_generations(
+      ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
+}
+
+// ---- live sharers
+
+void Evictor::trade() {
+  const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
+  for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
+    publish_held();
+    const std::optional<SpaceRequest> request = root_.space->claim();
+    goes_on = request && give_back(*request);
+  }
+  shares_.ask();
+}
+
+// Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
+// if it could not evict that much; the asker's request then keeps the rest.
+bool Evictor::give_back(const SpaceRequest& request) {
+  Reservation evicted(*root_.space);
+  Progress own;
+  while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
+         !stop_.load()) {
+    const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
+    if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
+  }
+  if (own.missing >= kMostMissing) ran_dry_.store(true);
+  const bool enough = own.freed >= request.bytes;
+  root_.space->grant(request, enough ? 0 : request.bytes - own.freed, &evicted);
+  return enough;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,108 @@
+// Evictor: makes space for a record in a full root: which files are removed, and in which order.
+//
+// Invariant: the bytes freed for a write become the reservation of that write, so no other write gets them in
+// between. A record is both known and on disk, or neither. If a record cannot be removed, it stays known as
+// the last one to evict, and the errno is reported. Records of a server that has the root open are evicted by
+// that server: this process asks it for space while it holds less than its share (Shares). This process
+// removes such records itself only if that server does not answer, or if it has no own
+// record to evict and the write must not be declined.
+//
+// Hazard: thousands of records in a row may be missing (`find -delete`, evictions by a server that shares
+// them). A write that finds many of them missing lets other threads in between, and fails after a bounded
+// number; the count that follows forgets the rest.
+//
+// Threads: reserve() on any I/O thread; all other calls on the upkeep thread. mutex_ admits one thread at a
+// time, because two would evict twice as much. It is held across calls to the file system, and is taken
+// before the locks of KnownRecords, Shares and Space.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "backends/fs/draft.h"
+#include "backends/fs/known_records.h"
+#include "backends/fs/oldest_records.h"
+#include "backends/fs/open_root.h"
+#include "backends/fs/shares.h"
+#include "backends/fs/space.h"
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/thread_annotations.h"
+
+namespace kv_offload {
+
+class Evictor {
+ public:
+  // Dependencies; all must outlive this object.
+  struct Context {
+    const FsTierOptions& options;
+    const OpenRoot& root;
+    KnownRecords& records;
+    const Clock& clock;
+    const std::atomic<bool>& stop;  // when true, calls return soon
+  };
+  explicit Evictor(const Context& context);
+
+  // Grows the reservation to `bytes` and evicts as needed. draft (or null) may receive the file of an evicted
+  // record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be removed. kIo
+  // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
+  // declined (Draft::spared_request): the next victim belongs to its own request, or other servers were asked
+  // to evict for it.
+  Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
+  // Removes the epochs of our namespace that no process uses.
+  void reclaim_unused_generations();
+
+  // Reports the ledger figures that upkeep read.
+  void note(const SpaceFigures& figures) { shares_.note(figures); }
+  // Publishes how many bytes this process holds. Other sharers decide by it, even while this process is
+  // stopped.
+  void publish_held() { root_.space->publish_held(shares_.held()); }
+  // Evicts for the sharers that ask for space, and then asks them for space if needed.
+  void trade() EXCLUDES(mutex_);
+  // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
+  // may be too high then.
+  bool ran_dry() const { return ran_dry_.load(); }
+  void forget_that_it_ran_dry() { ran_dry_.store(false); }
+  std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
+
+ private:
+  Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation, int* missing_records)
+      EXCLUDES(mutex_);
+  Status sum_is_doubtful() const;
+  // Totals of one write, or of one request of another server, over our own records.
+  struct Progress {
+    std::uint64_t freed = 0;
+    int failed = 0, missing = 0;  // records
+  };
+  // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
+  // own request.
+  Status evict_own(Draft* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
+  int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
+  std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t remove_what_is_empty(const std::vector<OldestRecords::Source>& dead, const Gone& gone)
+      REQUIRES(mutex_);
+  std::vector<OldestRecords::Source> dead_generations();
+  std::vector<OldestRecords::Source> other_generations();
+  bool give_back(const SpaceRequest& request) EXCLUDES(mutex_);
+
+  const FsTierOptions& options_;
+  const OpenRoot& root_;
+  FileOps& ops_;
+  KnownRecords& records_;
+  const Clock& clock_;
+  const std::atomic<bool>& stop_;
+  Shares shares_;
+  Mutex mutex_;
+  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // unused namespaces and epochs
+  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // sharers that do not answer
+  OldestRecords dead_ GUARDED_BY(mutex_);
+  OldestRecords others_ GUARDED_BY(mutex_);
+  // Atomic: upkeep and figures() read these without waiting for a thread that makes space.
+  std::atomic<bool> ran_dry_{false};
+  std::atomic<std::uint64_t> evicted_bytes_{0};
+};
+
+}  // namespace kv_offload

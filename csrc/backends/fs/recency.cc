@@ -1,0 +1,44 @@
+#include "backends/fs/recency.h"
+
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "backends/fs/layout.h"
+
+namespace kv_offload {
+
+void Recency::write() {
+  std::shared_ptr<Generation> own;
+  const std::vector<FsCatalogue::Record> records = records_.take_touched(&own);
+  if (!own) return;
+  // One nanosecond apart, to preserve the order of the records too.
+  std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
+  for (const FsCatalogue::Record& record : records) {
+    const std::string path = layout::record_path(record.key, record.file_bytes);
+    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->note_missing();
+  }
+}
+
+// Returns the time of the file system's clock, which may be a file server's: new records get their times from
+// it, and times of last use are compared with those. The ledger was written within about the last second.
+std::int64_t Recency::now_of_files() const {
+  // A smaller difference is the age of the ledger's last write.
+  constexpr std::int64_t kMostSkew = 5'000'000'000;
+  const std::int64_t here =
+      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
+  FileInfo ledger;
+  if (ops_.stat(root_.directory.get(), std::string(layout::kLedgerFile), &ledger) != 0) return here;
+  const std::int64_t skew = ledger.mtime_nanos > here ? ledger.mtime_nanos - here : here - ledger.mtime_nanos;
+  return skew > kMostSkew ? ledger.mtime_nanos : here;
+}
+
+void Recency::write_when_due() {
+  const Nanos now = clock_.now();
+  if (now - last_write_ < FsCatalogue::kTouchEvery) return;
+  last_write_ = now;
+  write();
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,33 @@
+// Recency: writes the time of last use into the file times, so that the eviction order survives a restart and
+// other processes see it.
+//
+// Threads: write_when_due() on upkeep threads, write() on any. Best effort: a lost time costs a record its
+// place in the eviction order, nothing else. No lock.
+#pragma once
+
+#include "backends/fs/known_records.h"
+#include "backends/fs/open_root.h"
+#include "base/clock.h"
+
+namespace kv_offload {
+
+class Recency {
+ public:
+  // All arguments must outlive this object.
+  Recency(const OpenRoot& root, KnownRecords& records, const Clock& clock)
+      : root_(root), ops_(root.ops), records_(records), clock_(clock), last_write_(clock.now()) {}
+
+  void write();
+  void write_when_due();  // about once a minute
+
+ private:
+  std::int64_t now_of_files() const;
+
+  const OpenRoot& root_;
+  FileOps& ops_;
+  KnownRecords& records_;
+  const Clock& clock_;
+  Nanos last_write_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,239 @@
+#include "backends/fs/root_files.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+
+#include "backends/fs/layout.h"
+#include "backends/fs/temporary.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
+
+// Best effort: durability was not requested, and not all file systems support it.
+void sync_directory(FileOps& ops, int at, const std::string& path) {
+  int error = 0;
+  const Fd fd = open_fd(ops, at, path, O_RDONLY | O_DIRECTORY, 0, &error);
+  if (fd) (void)ops.fsync(fd.get(), false);
+}
+
+// True if a power failure may have left this: a part of a file whose data was not on disk yet, or zeros in
+// its place.
+bool is_torn(const std::string& found, const std::string& whole) {
+  if (found == whole || found.size() > whole.size()) return false;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (found[i] != whole[i] && found[i] != '\0') return false;
+  }
+  return true;
+}
+
+std::size_t bytes_that_differ(const std::string& a, const std::string& b) {
+  std::size_t count = a.size() > b.size() ? a.size() - b.size() : b.size() - a.size();
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) count += a[i] != b[i];
+  return count;
+}
+
+bool one_bit_differs(const std::string& a, const std::string& b) {
+  if (a.size() != b.size() || bytes_that_differ(a, b) != 1) return false;
+  const auto at = std::mismatch(a.begin(), a.end(), b.begin());
+  const unsigned bits = static_cast<unsigned char>(*at.first) ^ static_cast<unsigned char>(*at.second);
+  return (bits & (bits - 1)) == 0;
+}
+
+// True if kv_offload.json is damaged. The file of another version is valid, and may differ from ours only in
+// a number. The ledger next to it changes with the format, so it distinguishes our file with a damaged number
+// from another version's.
+bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
+  constexpr std::size_t kMostDamaged = 2;  // bytes
+  const std::string ours(layout::kRootText);
+  if (found == ours) return false;
+  if (is_torn(found, ours)) return true;
+  if (found.size() == ours.size() && bytes_that_differ(found, ours) <= kMostDamaged) {
+    const auto at =
+        static_cast<std::size_t>(std::mismatch(ours.begin(), ours.end(), found.begin()).first - ours.begin());
+    const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+    return ledger_is_ours || !(is_digit(ours[at]) && is_digit(found[at]));
+  }
+  const std::size_t end = found.find_last_not_of(" \n");
+  const bool statement = end != found.npos && found.front() == '{' && found[end] == '}';
+  return ledger_is_ours && !statement;
+}
+
+using Damaged = std::function<bool(const std::string& found)>;
+
+// Writes the file if it is missing or damaged; afterwards it holds the whole text of some opener. Returns the
+// text found. *made (or null) becomes the file if it was missing before.
+std::string write_once(const FsTierOptions& options, FileOps& ops, int directory, const std::string& where,
+                       const std::string& name, const std::string& text, std::uint64_t writer,
+                       const Damaged& damaged, Fd* made) {
+  std::string found;
+  int rc = read_text(ops, directory, name, &found);
+  const bool torn = rc == 0 && damaged(found);
+  if (torn && options.warn)
+    options.warn(fmt::format("{}/{} was damaged and is written again; check the device", where, name));
+  if (rc == -ENOENT || torn) {
+    Fd fd;
+    std::string temporary;
+    rc = create_temporary(ops, directory, "", O_WRONLY, writer, &fd, &temporary);
+    if (rc < 0) fail(where + "/" + name, "write", -rc);
+    const iovec part{const_cast<char*>(text.data()), text.size()};
+    const std::int64_t written = ops.pwritev(fd.get(), &part, 1, 0);
+    rc = written < 0                                         ? static_cast<int>(written)
+         : written != static_cast<std::int64_t>(text.size()) ? -ENOSPC
+                                                             : 0;
+    if (rc == 0) rc = ops.fsync(fd.get(), false);
+    if (rc == 0) rc = ops.rename(directory, temporary, name, !torn);
+    // The file system lacks RENAME_NOREPLACE (NFS). Both openers then write the same text, or the texts
+    // differ and one opener is refused below.
+    if (rc == -EINVAL) rc = ops.rename(directory, temporary, name, false);
+    if (rc < 0) (void)ops.unlink(directory, temporary);
+    if (rc < 0 && rc != -EEXIST) fail(where + "/" + name, "write", -rc);
+    if (rc == 0 && !torn && made != nullptr) *made = std::move(fd);
+    rc = read_text(ops, directory, name, &found);
+  }
+  if (rc < 0) fail(where + "/" + name, "read", -rc);
+  sync_directory(ops, directory, ".");
+  return found;
+}
+
+std::string around(const std::string& text, std::size_t at) {
+  const std::size_t start = at < 24 ? 0 : at - 24;
+  return text.substr(start, 64);
+}
+
+void check_same(const std::string& path, const std::string& found, const std::string& given) {
+  if (found == given) return;
+  const auto [a, b] = std::mismatch(found.begin(), found.end(), given.begin(), given.end());
+  const auto at = static_cast<std::size_t>(a - found.begin());
+  throw_invalid(
+      "{} describes another namespace under the same id: there '...{}...', given '...{}...' (byte {}); "
+      "remove that "
+      "directory or use another root_dir",
+      path, around(found, at), around(given, static_cast<std::size_t>(b - given.begin())), at);
+}
+
+}  // namespace
+
+[[noreturn]] void fail(const std::string& path, std::string_view verb, int error) {
+  throw_resource("cannot {} {}: {}; set root_dir to a directory that this user (uid {}) can write", verb,
+                 path, std::strerror(error), ::geteuid());
+}
+
+Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
+  const std::string& path = options.root_dir;
+  if (path.empty()) throw_invalid("root_dir is empty; name a directory on the disk to use");
+  if (options.max_bytes < kSmallestBound) {
+    throw_invalid("max_bytes of {} was given for {}; at least {} are needed", format_bytes(options.max_bytes),
+                  path, format_bytes(kSmallestBound));
+  }
+  std::string made;
+  for (const auto& part : std::filesystem::path(path)) {
+    made = made.empty() ? part.string() : (std::filesystem::path(made) / part).string();
+    const int rc = ops.mkdir(AT_FDCWD, made, 0700);
+    FileInfo info;
+    // Some file systems return EACCES or EROFS for an existing directory.
+    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "create directory", -rc);
+    if (rc == 0) sync_directory(ops, AT_FDCWD, made + "/..");
+  }
+  FileInfo info;
+  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "inspect", -rc);
+  if (info.is_symlink())
+    throw_resource("root_dir {} is a symbolic link; give the directory it points to", path);
+  if (!info.is_directory()) throw_resource("root_dir {} is not a directory", path);
+  if (info.owner != ::geteuid()) {
+    throw_resource(
+        "root_dir {} belongs to uid {}, this process is uid {}; give a directory of its own, such as {}/kv",
+        path, info.owner, ::geteuid(), path);
+  }
+  if ((info.mode & (S_IWGRP | S_IWOTH)) != 0) {
+    throw_resource(
+        "root_dir {} can be written by other users (mode {:o}); chmod 700 it, or give a directory inside, "
+        "such as {}/kv. In Kubernetes, fsGroup makes a volume group-writable at each start: set "
+        "fsGroupChangePolicy: OnRootMismatch and use a directory inside the volume",
+        path, info.mode & 07777, path);
+  }
+  int error = 0;
+  Fd root = open_fd(ops, AT_FDCWD, path, kOpenDirectory, 0, &error);
+  if (!root) fail(path, "open", error);
+  return root;
+}
+
+void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+  const std::string name(layout::kRootFile);
+  std::string ledger;
+  const bool ledger_is_ours =
+      read_text(ops, open.directory.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
+      SpacePage::is_of_this_format(ledger.data(), ledger.size());
+  const std::string text = write_once(
+      options, ops, open.directory.get(), open.path, name, std::string(layout::kRootText), open.writer,
+      [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); }, nullptr);
+  if (text != layout::kRootText) {
+    throw_invalid("{}/{} is of another format: '{}', this version writes '{}'; use another root_dir",
+                  open.path, name, text.substr(0, 80),
+                  layout::kRootText.substr(0, layout::kRootText.size() - 1));
+  }
+}
+
+// Locks the file that currently has the name: a reclaimer may have removed the directory between the open and
+// the lock, so the loop tries again.
+NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+  const std::string path = open.namespace_path();
+  NamespaceFiles files;
+  int error = 0;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const int rc = ops.mkdir(open.directory.get(), open.namespace_name, 0700);
+    if (rc < 0 && rc != -EEXIST) fail(path, "create directory", -rc);
+    files.directory = open_fd(ops, open.directory.get(), open.namespace_name, kOpenDirectory, 0, &error);
+    // A reclaimer removed the directory meanwhile.
+    if (!files.directory && error == ENOENT) continue;
+    if (!files.directory) fail(path, "open", error);
+    if (rc == 0) sync_directory(ops, open.directory.get(), ".");
+    const int directory = files.directory.get();
+    FileInfo mine, named;
+    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "inspect", -known);
+    // Another user could forge or read records.
+    if (mine.owner != ::geteuid()) {
+      throw_resource("{} belongs to uid {}, this process is uid {}; remove it or use another root_dir", path,
+                     mine.owner, ::geteuid());
+    }
+    files.open_lock =
+        open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
+    // The directory was removed after it was opened.
+    if (!files.open_lock && error == ENOENT) continue;
+    if (!files.open_lock) fail(path + "/open", "open", error);
+    if (const int locked = lock_file(ops, files.open_lock.get(), LOCK_SH); locked < 0) {
+      throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
+                     std::strerror(-locked));
+    }
+    // The locked file no longer has the name.
+    if (ops.fstat(files.open_lock.get(), &mine) != 0 ||
+        ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
+      continue;
+    }
+    const std::string name(layout::kNamespaceFile);
+    Fd made;
+    const auto damaged = [&](const std::string& found) {
+      return is_torn(found, options.namespace_json) || one_bit_differs(found, options.namespace_json);
+    };
+    check_same(
+        path + "/" + name,
+        write_once(options, ops, directory, path, name, options.namespace_json, open.writer, damaged, &made),
+        options.namespace_json);
+    // Only files created here are new bytes in the sum.
+    if (rc == 0) open.count(files.directory);
+    if (made) open.count(made);
+    return files;
+  }
+  fail(path, "open", EBUSY);
+}
+
+}  // namespace kv_offload

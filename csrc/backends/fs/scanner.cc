@@ -1,0 +1,214 @@
+#include "backends/fs/scanner.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <functional>
+#include <system_error>
+#include <thread>
+
+#include "backends/fs/layout.h"
+#include "base/thread_annotations.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kScanThreads = 4;
+
+// Runs `body` on up to `wanted` threads at once, including this one. Rethrows the first exception.
+void by_threads(std::size_t wanted, const std::function<void()>& body) {
+  wanted = std::min<std::size_t>({wanted, kScanThreads, std::thread::hardware_concurrency()});
+  std::atomic<bool> threw{false};
+  std::exception_ptr first;
+  const auto contained = [&] {
+    try {
+      body();
+    } catch (...) {
+      if (!threw.exchange(true)) first = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  threads.reserve(kScanThreads);
+  try {
+    for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(contained);
+  } catch (const std::system_error&) {  // cannot start more threads: continue with those that run
+  }
+  contained();
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+// True if the errno means that no record of ours is there, or that it may not be seen. It does not indicate a
+// device failure.
+bool is_no_record(int error) {
+  return error == ENOENT || error == ESTALE || error == ENOTDIR || error == EACCES || error == ELOOP;
+}
+
+}  // namespace
+
+Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf) {
+  LeafFound found;
+  Status status = scan_leaf(ops_, generation->directory.get(), leaf, {.names_only = true}, &found);
+  if (!status && !is_no_record(status.error_number())) return status;
+  records_.adopt_names(generation, found.records, false, stop_);
+  records_.note_listed(generation, leaf);
+  return Status::ok();
+}
+
+Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys,
+                     KeyOrder order) {
+  const std::vector<std::uint64_t> file_bytes = records_.file_bytes_of(keys);
+  std::vector<FoundRecord> found;
+  Status first_failure;
+  for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
+    Status status;
+    if (file_bytes[i] == 0) {  // the name is unknown: list the directory
+      status = list(generation, layout::leaf_of(keys[i]));
+      if (status) continue;
+    } else {
+      FileInfo info;
+      const std::string path = layout::record_path(keys[i], file_bytes[i]);
+      const int rc = stat_anew(ops_, generation->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])),
+                               path, &info);
+      if (rc == 0 && info.is_regular()) {
+        found.push_back({keys[i], file_bytes[i], 0, 0});
+        continue;
+      }
+      if (rc < 0) status = Status::from_errno(-rc, "look for a record", generation->path);
+    }
+    // A directory that timed out would time out for the other keys too.
+    const bool ends = order == KeyOrder::kPrefix || status.kind() == StatusKind::kTimeout;
+    if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
+    if (ends) break;
+  }
+  records_.adopt_names(generation, found, true, stop_);
+  return first_failure;
+}
+
+// Shared state of one scan: a few threads take the leaves in turn.
+struct Scanner::Scan {
+  std::shared_ptr<Generation> own;
+  std::vector<std::uint32_t> leaves;
+  LeafOptions options;
+  std::atomic<std::size_t> next{0};
+  std::atomic<bool> outdated{false};  // a reset happened meanwhile
+  Mutex mutex;
+  std::uint64_t counted GUARDED_BY(mutex) = 0;
+  std::uint64_t settled_blocks GUARDED_BY(mutex) = 0, settled_sizes GUARDED_BY(mutex) = 0;
+  std::uint64_t named GUARDED_BY(mutex) = 0, charged GUARDED_BY(mutex) = 0;  // sums over the records
+  std::vector<FoundRecord> records GUARDED_BY(mutex);
+};
+
+bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
+                   std::uint64_t* counted, Unseen* unseen, std::uint64_t* forgotten) {
+  Scan scan;
+  scan.own = generation;
+  const int directory = generation->directory.get();
+  if (const Status listed = list_leaves(ops_, directory, &scan.leaves, counted); !listed) {
+    unseen->note(listed.error_number());
+    return true;
+  }
+  FileInfo info;
+  if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
+  scan.options = {.count = count, .unseen = unseen};
+  const bool first = records_.extent() != KnownRecords::Extent::kOrder;
+  if (first) {  // lookups need to know soon which records exist; their order can wait
+    by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
+    scan.next.store(0);
+    if (!stop_.load() && !unseen->any()) records_.note_extent(generation, KnownRecords::Extent::kNames);
+  }
+  by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
+  if (stop_.load()) return false;
+  std::vector<FoundRecord> records;
+  {
+    const MutexLock lock(scan.mutex);
+    *counted += scan.counted;
+    records.swap(scan.records);
+    root_.charges->learn(scan.settled_blocks, scan.settled_sizes);
+    root_.charges->learn_stored(scan.named, scan.charged);
+  }
+  if (scan.outdated.load()) return true;
+  if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
+  if (!first) records = not_known(scan, records);
+  std::vector<KnownRecords::LastUse> order(records.size());
+  for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
+  std::sort(order.begin(), order.end());
+  records_.adopt_in_order(generation, records, order, first, stop_);
+  records_.note_extent(generation, KnownRecords::Extent::kOrder);
+  return true;
+}
+
+// Forgets the known records whose files are missing. A record that was written after its directory was listed
+// has a file, so it stays.
+std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
+  std::vector<std::size_t> there;  // hashes: a collision only leaves a missing record known
+  there.reserve(found.size());
+  for (const FoundRecord& record : found) there.push_back(ChunkKey::Hash{}(record.key));
+  std::sort(there.begin(), there.end());
+  std::uint64_t forgotten = 0;
+  FileInfo info;
+  std::vector<FsCatalogue::Record> known;
+  for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
+    for (const FsCatalogue::Record& record : known) {
+      if (std::binary_search(there.begin(), there.end(), ChunkKey::Hash{}(record.key))) continue;
+      const std::string path = layout::record_path(record.key, record.file_bytes);
+      if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
+      records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);
+      ++forgotten;
+    }
+  }
+  return forgotten;
+}
+
+// Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;
+// only those still on disk are kept.
+std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<FoundRecord>& records) {
+  std::vector<FoundRecord> unknown = records_.unknown_of(records);
+  FileInfo info;
+  std::erase_if(unknown, [&](const FoundRecord& record) {
+    return ops_.stat(scan.own->directory.get(), layout::record_path(record.key, record.file_bytes), &info) !=
+           0;
+  });
+  return unknown;
+}
+
+void Scanner::list_leaves_of(Scan& scan) {
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load()) return;
+    if (const Status status = list(scan.own, scan.leaves[at]); !status)
+      scan.options.unseen->note(status.error_number());
+  }
+}
+
+void Scanner::scan_leaves_of(Scan& scan) {
+  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0, named = 0, charged = 0;
+  std::vector<FoundRecord> records;
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load() || scan.outdated.load()) break;
+    const std::uint32_t leaf = scan.leaves[at];
+    LeafFound found;
+    // An unreadable directory hides its records; the rest is served.
+    (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
+    counted += found.other_bytes + found.directory_bytes;
+    for (const FoundRecord& record : found.records) {
+      named += record.file_bytes;
+      charged += root_.charges->of(record.disk_bytes, record.size);
+      const std::uint64_t whole = charged_bytes(0, record.size);
+      if (record.disk_bytes < whole) continue;
+      settled_blocks += record.disk_bytes;
+      settled_sizes += whole;
+    }
+    records.insert(records.end(), found.records.begin(), found.records.end());
+    (void)scan.own->leaves.note_size(leaf, found.directory_bytes);
+    if (scan.own != records_.generation()) scan.outdated.store(true);
+  }
+  const MutexLock lock(scan.mutex);
+  scan.counted += counted + charged;
+  scan.named += named;
+  scan.charged += charged;
+  scan.settled_blocks += settled_blocks;
+  scan.settled_sizes += settled_sizes;
+  scan.records.insert(scan.records.end(), records.begin(), records.end());
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,108 @@
+#include "backends/fs/store.h"
+
+#include <fmt/core.h>
+
+#include <cstdio>
+#include <utility>
+
+#include "backends/fs/layout.h"
+#include "backends/fs/open.h"
+
+namespace kv_offload {
+namespace {
+
+FsTierOptions with_defaults(FsTierOptions options) {
+  if (!options.warn)
+    options.warn = [](const std::string& line) { fmt::print(stderr, "kv_offload: {}\n", line); };
+  return options;
+}
+
+OpenRoot open_and_begin(const FsTierOptions& options, FileOps& ops, KnownRecords* records) {
+  std::shared_ptr<Generation> generation;
+  OpenRoot root = open_root(options, ops, &generation);
+  (void)records->begin(std::move(generation), {},
+                       root.fresh ? KnownRecords::Extent::kOrder : KnownRecords::Extent::kSome);
+  return root;
+}
+
+std::shared_ptr<Generation> generation_of(const RecordStore::EpochPtr& epoch) {
+  return std::static_pointer_cast<Generation>(epoch);
+}
+
+}  // namespace
+
+FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
+    : options_(with_defaults(options)),
+      records_(options.eviction_policy, clock),
+      root_(open_and_begin(options_, ops, &records_)),
+      evictor_({options_, root_, records_, clock, stop_}),
+      buffers_(clock),
+      form_(options_.form),
+      reader_(options_, root_, records_, buffers_, form_),
+      writer_(options_, root_, records_, evictor_, buffers_, form_),
+      scanner_(root_, records_, stop_),
+      counter_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
+      own_(root_, records_),
+      mender_(options_, root_),
+      recency_(root_, records_, clock) {}
+
+Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  return writer_.write(op, generation_of(epoch), moved);
+}
+
+Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  return reader_.read(op, generation_of(epoch), moved);
+}
+
+Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                       std::vector<bool>* present) {
+  if (records_.extent() != KnownRecords::Extent::kSome) {
+    if (Status status = scanner_.find(generation_of(epoch), keys, order); !status) return status;
+    records_.answered(keys);
+    return records_.offered(keys, epoch, present);
+  }
+  for (const ChunkKey& key : keys) {
+    if (Status status = scanner_.list(generation_of(epoch), layout::leaf_of(key)); !status) return status;
+  }
+  return records_.offered(keys, epoch, present);
+}
+
+void FsStore::start() {
+  if (root_.fresh) return;
+  counter_.start();
+  if (stop_.load()) return;
+  evictor_.reclaim_unused_generations();
+  evictor_.trade();
+}
+
+void FsStore::maintain() {
+  if (stop_.load()) {
+    records_.apply_uses();
+    return recency_.write();
+  }
+  std::vector<std::string> lost = mender_.look(records_.generation());
+  if (own_.keep(&lost)) evictor_.reclaim_unused_generations();
+  evictor_.publish_held();  // with this look
+  counter_.look(std::move(lost));
+  evictor_.trade();
+  records_.apply_uses();
+  recency_.write_when_due();
+}
+
+void FsStore::close() {
+  root_.close();
+  records_.close();
+}
+
+void FsStore::figures(TierStats* stats) const {
+  stats->bytes = root_.space->total();
+  stats->capacity_bytes = options_.max_bytes;
+  stats->evicted_bytes = evictor_.evicted_bytes();
+  stats->rebuilds = root_.changes->rebuilds();
+  stats->lost_bytes = root_.changes->lost_bytes();
+  stats->direct_ops = buffers_.direct_ops();
+  stats->buffered_ops = buffers_.buffered_ops();
+  records_.figures(stats);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,117 @@
+#include "backends/fs/verify.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "backends/fs/generation.h"
+#include "backends/fs/layout.h"
+#include "backends/fs/record_file.h"
+#include "backends/fs/walk.h"
+#include "base/aligned_buffer.h"
+#include "tier/remote_records.h"
+
+namespace kv_offload {
+namespace {
+
+// Reads in pieces, because the file may have any length.
+Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordCheck* check) {
+  const AlignedBuffer piece(std::size_t{1} << 20);
+  while (check->total() < bytes) {
+    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), bytes - check->total())};
+    const std::int64_t read =
+        posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(check->total()));
+    if (read == -EINTR) continue;
+    if (read < 0) return Status::from_errno(static_cast<int>(-read), "read", path);
+    if (read == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
+    check->add(piece.span().first(static_cast<std::size_t>(read)));
+  }
+  return Status::ok();
+}
+
+Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
+                        std::uint64_t named_bytes, const RemoteRecord& named, const SealingKeys* keys) {
+  if (file.size > named_bytes || file.size % kPageBytes != 0) {
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
+  }
+  RecordCheck check(keys);
+  if (Status status =
+          read_into(fd.get(), std::min<std::uint64_t>(file.size, kRecordHeaderBytes), path, &check);
+      !status)
+    return status;
+  if (Status status = check.check_header(named, file.size); !status) return status;
+  if (check.raw_bytes() != named_bytes) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("its name says {} bytes, its header {}",
+                                                           named_bytes, check.raw_bytes()));
+  }
+  if (Status status = read_into(fd.get(), file.size, path, &check); !status) return status;
+  return check.finish(named);
+}
+
+void add_strays(int generation, std::uint32_t leaf, const std::string& where,
+                std::vector<std::string>* strays) {
+  FileOps& ops = posix_file_ops();
+  const std::string path = layout::leaf_path(leaf);
+  int error = 0;
+  const Fd directory = open_fd(ops, generation, path, kOpenDirectory, 0, &error);
+  std::vector<DirEntry> entries;
+  if (!directory || ops.list(directory.get(), &entries) < 0) return;
+  for (const DirEntry& entry : entries) {
+    if (!entry.name.ends_with(".rec") || entry.type == DT_DIR) continue;
+    const auto record = layout::parse_record(entry.name);
+    if (record && layout::leaf_of(record->key) == leaf) continue;
+    strays->push_back(where + "/" + path + "/" + entry.name);
+  }
+}
+
+}  // namespace
+
+Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
+                          const std::string& key, const SealingKeys* keys) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return Status::from_errno(error, "open", path);
+  FileInfo file;
+  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
+  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  RemoteRecord named;
+  named.namespace_id = namespace_id;
+  named.key = key;
+  return unless_evicted(ops, AT_FDCWD, path, file.inode,
+                        verify_open_file(fd, file, path, named_bytes, named, keys));
+}
+
+std::int64_t record_created(const std::string& path) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return 0;
+  const AlignedBuffer page(kRecordHeaderBytes);
+  if (!transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path)) return 0;
+  RecordHeader header;
+  if (!decode_header(page.span(), &header)) return 0;
+  return static_cast<std::int64_t>(header.created_unix_nanos);
+}
+
+std::vector<std::string> stray_records(int root, const std::string& namespace_name) {
+  FileOps& ops = posix_file_ops();
+  std::vector<std::string> strays;
+  int error = 0;
+  const Fd space = open_fd(ops, root, namespace_name, kOpenDirectory, 0, &error);
+  if (!space) return strays;
+  for (const std::uint64_t number : live_generations(ops, space.get())) {
+    const std::string name = layout::generation_name(number);
+    const Fd generation = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint32_t> leaves;
+    std::uint64_t ignored = 0;
+    if (!generation || !list_leaves(ops, generation.get(), &leaves, &ignored)) continue;
+    for (const std::uint32_t leaf : leaves)
+      add_strays(generation.get(), leaf, namespace_name + "/" + name, &strays);
+  }
+  return strays;
+}
+
+}  // namespace kv_offload

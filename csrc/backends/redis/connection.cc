@@ -1,0 +1,382 @@
+#include "backends/redis/connection.h"
+
+#include <valkey/valkey.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "backends/redis/socket.h"
+
+namespace kv_offload::redis {
+namespace {
+
+using Bytes = std::span<std::byte>;
+using ConstBytes = std::span<const std::byte>;
+
+// The limit for all replies of one call, so that a server cannot make us buffer arbitrary amounts. INFO has
+// by far the longest reply. Record bytes do not count.
+constexpr std::size_t kMostReplyBytes = 256 << 10;
+constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
+// Enough for a map in which each slot is a range of its own with a master and two replicas.
+constexpr std::size_t kMostMapBytes = 8 << 20;
+
+Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
+
+// False: a type that no command of ours returns.
+bool to_reply(const valkeyReply& from, Reply* reply) {
+  const std::string_view text =
+      from.str == nullptr ? std::string_view() : std::string_view(from.str, from.len);
+  switch (from.type) {
+    case VALKEY_REPLY_NIL:
+      *reply = {};
+      return true;
+    case VALKEY_REPLY_STATUS:
+      *reply = {Reply::Kind::kStatus, 0, std::string(text)};
+      return true;
+    case VALKEY_REPLY_STRING:
+      *reply = {Reply::Kind::kString, 0, std::string(text)};
+      return true;
+    case VALKEY_REPLY_INTEGER:
+      *reply = {Reply::Kind::kInteger, from.integer, {}};
+      return true;
+    case VALKEY_REPLY_ERROR:
+      *reply = {Reply::Kind::kError, 0, std::string(text)};
+      return true;
+    case VALKEY_REPLY_ARRAY:
+      *reply = {Reply::Kind::kArray, static_cast<long long>(from.elements), {}};
+      reply->elements.resize(from.elements);
+      for (std::size_t i = 0; i < from.elements; ++i) {
+        if (!to_reply(*from.element[i], &reply->elements[i])) return false;
+      }
+      return true;
+    default:
+      return false;
+  }
+}
+
+void append_head(std::string* to, char kind, std::size_t number) {
+  to->push_back(kind);
+  *to += std::to_string(number);
+  *to += "\r\n";
+}
+void append_word(std::string* to, std::string_view word) {
+  append_head(to, '$', word.size());
+  *to += word;
+  *to += "\r\n";
+}
+void append_command(std::string* to, const Connection::Words& words) {
+  append_head(to, '*', words.size());
+  for (const std::string_view word : words) append_word(to, word);
+}
+
+template <typename Span>
+std::vector<iovec> vectors_of(std::span<const Span> pieces) {
+  std::vector<iovec> vectors;
+  vectors.reserve(pieces.size());
+  for (const Span& piece : pieces) {
+    if (!piece.empty()) vectors.push_back({const_cast<std::byte*>(piece.data()), piece.size()});
+  }
+  return vectors;
+}
+// Returns what is left to move.
+std::span<iovec> without(std::span<iovec> vectors, std::size_t moved) {
+  while (!vectors.empty() && moved >= vectors.front().iov_len) {
+    moved -= vectors.front().iov_len;
+    vectors = vectors.subspan(1);
+  }
+  if (moved > 0) {
+    vectors.front().iov_base = static_cast<char*>(vectors.front().iov_base) + moved;
+    vectors.front().iov_len -= moved;
+  }
+  return vectors;
+}
+// Returns the next part to move, small enough to be processed while it is in the CPU cache.
+std::vector<iovec> next_step(std::span<const iovec> vectors) {
+  std::vector<iovec> step;
+  std::size_t room = RecordForm::kStepBytes;
+  for (const iovec& vector : vectors) {
+    if (room == 0) break;
+    step.push_back({vector.iov_base, std::min(vector.iov_len, room)});
+    room -= step.back().iov_len;
+  }
+  return step;
+}
+
+// Passes the received bytes of the pieces from `begin` up to `end` to the observer.
+void tell(FillObserver* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
+          std::uint64_t end, std::uint64_t announced) {
+  if (observer == nullptr) return;
+  std::uint64_t at = 0;
+  for (const std::span<std::byte>& piece : pieces) {
+    const std::uint64_t first = std::max(begin, at), last = std::min<std::uint64_t>(end, at + piece.size());
+    if (first < last) observer->filled(piece.subspan(first - at, last - first), first, announced);
+    at += piece.size();
+  }
+}
+
+}  // namespace
+
+// The library only parses replies. We do the I/O ourselves: the library's own I/O would copy each value twice
+// and has no deadline for a whole reply.
+struct Connection::Stream {
+  explicit Stream(std::unique_ptr<Socket> connected) : socket(std::move(connected)) {
+    if (reader == nullptr) throw std::bad_alloc();
+    reader->maxelements = kMostElements;
+  }
+  ~Stream() { valkeyReaderFree(reader); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  const std::unique_ptr<Socket> socket;
+  valkeyReader* const reader = valkeyReaderCreate();
+};
+
+std::string address_of(const Server& server) {
+  if (server.host.empty()) return fmt::format("unix://{} db {}", server.unix_socket, server.database);
+  const bool v6 = server.host.find(':') != std::string::npos;
+  return fmt::format("{}://{}{}{}:{}/{}", server.tls ? "rediss" : "redis", v6 ? "[" : "", server.host,
+                     v6 ? "]" : "", server.port, server.database);
+}
+
+Connection::Connection(std::unique_ptr<Stream> stream)
+    : stream_(std::move(stream)), most_reply_bytes_(kMostReplyBytes) {}
+Connection::~Connection() = default;
+
+Status Connection::open(const Server& server, const std::shared_ptr<TlsContext>& tls, Deadline deadline,
+                        std::unique_ptr<Connection>* connection, bool* refused) {
+  *refused = false;
+  std::unique_ptr<Socket> socket;
+  if (Status status = Socket::open(server, tls.get(), deadline, &socket, refused); !status) return status;
+  auto stream = std::make_unique<Stream>(std::move(socket));
+  std::unique_ptr<Connection> opened(new Connection(std::move(stream)));
+  if (Status status = opened->log_in(server, deadline, refused); !status) return status;
+  *connection = std::move(opened);
+  return Status::ok();
+}
+
+// Never quotes a reply to AUTH: it may contain the credentials.
+Status Connection::log_in(const Server& server, Deadline deadline, bool* refused) {
+  std::vector<Words> commands;
+  const std::string database = std::to_string(server.database);
+  if (!server.password.empty()) {
+    commands.push_back(server.user.empty() ? Words{"AUTH", server.password}
+                                           : Words{"AUTH", server.user, server.password});
+  }
+  if (server.database != 0) commands.push_back({"SELECT", database});
+  commands.push_back({"PING"});
+  std::vector<Reply> replies;
+  if (Status status = call_all(commands, deadline, &replies); !status) return status;
+  for (std::size_t i = 0; i < commands.size(); ++i) {
+    // PING may fail while reads still work (MISCONF).
+    if (replies[i].kind != Reply::Kind::kError) continue;
+    const std::string_view verb = commands[i][0];
+    if (verb == "PING" && is_only_of_writes(replies[i].text)) continue;
+    // Errors unrelated to the login, such as too many clients, can hit whichever command is first.
+    if (is_passing(replies[i].text)) return refusal(replies[i].text);
+    *refused = verb != "PING" || is_setting(replies[i].text);
+    // The remaining errors name the setting to change.
+    if (verb == "AUTH")
+      return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
+    if (verb == "SELECT" && replies[i].text.find("cluster mode") != std::string::npos) {
+      return Status::error(
+          StatusKind::kIo,
+          fmt::format("the server is a cluster node, which only has database 0: remove database {} from url",
+                      database));
+    }
+    if (verb == "SELECT" && replies[i].text.starts_with("ERR unknown command")) {
+      return Status::error(StatusKind::kIo,
+                           "the server does not support databases: it is a Sentinel or not a Redis server");
+    }
+    if (verb == "SELECT" && !is_setting(replies[i].text)) {
+      return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
+    }
+    return refusal(replies[i].text);
+  }
+  return Status::ok();
+}
+
+// Marks the connection as not usable until the call succeeds. If the call ends early (also by an exception),
+// no later call can take leftover bytes for its own reply.
+Status Connection::begin_call() {
+  fed_ = 0;
+  if (std::exchange(usable_, false)) return Status::ok();
+  return Status::error(StatusKind::kIo, "the connection was lost by an earlier failure");
+}
+// Extra bytes belong to another command's reply, and then the reply before them may, too.
+Status Connection::end_call() {
+  const valkeyReader* reader = stream_->reader;
+  if (reader->pos != reader->len) return nonsense();
+  usable_ = true;
+  return Status::ok();
+}
+
+Status Connection::send(std::span<const ConstBytes> pieces, Deadline deadline) {
+  std::vector<iovec> vectors = vectors_of(pieces);
+  for (std::span<iovec> rest = vectors; !rest.empty();) {
+    std::size_t moved = 0;
+    if (Status status = stream_->socket->write_some(rest, deadline, &moved); !status) return status;
+    rest = without(rest, moved);
+  }
+  return Status::ok();
+}
+
+Status Connection::next_reply(Deadline deadline, Reply* reply) {
+  valkeyReader* reader = stream_->reader;
+  std::array<char, 4096> buffer;
+  for (;;) {
+    void* found = nullptr;
+    if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return nonsense();
+    const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
+    if (found != nullptr) {
+      return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
+    }
+    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the reply is too long", EMSGSIZE);
+    iovec vector{buffer.data(), buffer.size()};
+    std::size_t moved = 0;
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
+    if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return nonsense();
+    fed_ += moved;
+  }
+}
+
+Status Connection::call(const Words& command, Deadline deadline, Reply* reply) {
+  std::vector<Reply> replies;
+  if (Status status = call_all({&command, 1}, deadline, &replies); !status) return status;
+  *reply = std::move(replies.front());
+  return Status::ok();
+}
+
+Status Connection::call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies) {
+  if (Status status = send_all(commands, deadline); !status) return status;
+  return receive_all(commands.size(), deadline, replies);
+}
+
+Status Connection::send_all(std::span<const Words> commands, Deadline deadline) {
+  if (Status status = begin_call(); !status) return status;
+  std::string text;
+  for (const Words& command : commands) append_command(&text, command);
+  const ConstBytes bytes = std::as_bytes(std::span(text));
+  return send({&bytes, 1}, deadline);
+}
+
+Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector<Reply>* replies) {
+  replies->resize(count);
+  for (Reply& reply : *replies) {
+    if (Status status = next_reply(deadline, &reply); !status) return status;
+  }
+  return end_call();
+}
+
+Status Connection::call_for_map(const Words& command, Deadline deadline, Reply* reply) {
+  most_reply_bytes_ = kMostMapBytes;
+  Status status = call(command, deadline, reply);
+  most_reply_bytes_ = kMostReplyBytes;
+  return status;
+}
+
+Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces, const Words& options,
+                       Deadline deadline, Reply* reply) {
+  if (Status status = begin_call(); !status) return status;
+  std::size_t length = 0;
+  for (const ConstBytes& piece : pieces) length += piece.size();
+  std::string head, tail = "\r\n";
+  append_head(&head, '*', 3 + options.size());
+  append_word(&head, "SET");
+  append_word(&head, key);
+  append_head(&head, '$', length);
+  for (const std::string_view word : options) append_word(&tail, word);
+  std::vector<ConstBytes> all;
+  all.push_back(std::as_bytes(std::span(head)));
+  all.insert(all.end(), pieces.begin(), pieces.end());
+  all.push_back(std::as_bytes(std::span(tail)));
+  if (Status status = send(all, deadline); !status) return status;
+  if (Status status = next_reply(deadline, reply); !status) return status;
+  return end_call();
+}
+
+Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
+                       Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer) {
+  if (Status status = begin_call(); !status) return status;
+  std::string text;
+  append_command(&text, command);
+  const ConstBytes bytes = std::as_bytes(std::span(text));
+  if (Status status = send({&bytes, 1}, deadline); !status) return status;
+  // The header line of the value, and the bytes that arrived with it.
+  std::array<char, 64> start;
+  std::size_t have = 0;
+  std::string_view line;
+  while (line.empty()) {
+    iovec vector{start.data() + have, start.size() - have};
+    std::size_t moved = 0;
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
+    have += moved;
+    const std::string_view seen(start.data(), have);
+    if (have > 0 && seen[0] != '$') {  // an error: the library parses it
+      if (valkeyReaderFeed(stream_->reader, start.data(), have) != VALKEY_OK) return nonsense();
+      if (Status status = next_reply(deadline, reply); !status) return status;
+      return reply->kind == Reply::Kind::kError ? end_call() : nonsense();
+    }
+    const std::size_t end = seen.find("\r\n");
+    if (end != seen.npos) line = seen.substr(0, end + 2);
+    if (line.empty() && have == start.size()) return nonsense();
+  }
+  long long announced = 0;
+  const char* digits_end = line.data() + line.size() - 2;
+  const auto [stop, error] = std::from_chars(line.data() + 1, digits_end, announced);
+  if (error != std::errc() || stop != digits_end || announced < -1) return nonsense();
+  const std::size_t early = have - line.size();
+  if (announced == -1) {
+    *reply = {};
+    return early == 0 ? end_call() : nonsense();
+  }
+  *length = static_cast<std::uint64_t>(announced);
+  std::size_t most = 0;
+  for (const Bytes& piece : pieces) most += piece.size();
+  const bool fits = *length <= most && *length >= least;
+  if (!fits || early > *length + 2) {
+    *reply = {Reply::Kind::kWrongLength, 0, {}};
+    return fits ? nonsense() : Status::ok();
+  }
+  std::array<std::byte, 2> tail;
+  std::vector<Bytes> value;
+  std::size_t open = *length;
+  for (const Bytes& piece : pieces) {
+    value.push_back(piece.first(std::min(piece.size(), open)));
+    open -= value.back().size();
+  }
+  std::vector<Bytes> all = value;
+  all.emplace_back(tail);
+  const char* from = start.data() + line.size();
+  std::size_t left = early;
+  for (Bytes& piece : all) {
+    const std::size_t part = std::min(left, piece.size());
+    std::memcpy(piece.data(), from, part);
+    piece = piece.subspan(part);
+    from += part;
+    left -= part;
+  }
+  tell(observer, value, 0, early, *length);
+  std::vector<iovec> vectors = vectors_of(std::span<const Bytes>(all));
+  std::uint64_t came = early;
+  for (std::span<iovec> rest = vectors; !rest.empty();) {
+    std::size_t moved = 0;
+    std::vector<iovec> step = next_step(rest);
+    if (Status status = stream_->socket->read_some(step, deadline, &moved); !status) return status;
+    tell(observer, value, came, came + moved, *length);
+    came += moved;
+    rest = without(rest, moved);
+  }
+  if (tail != std::array{std::byte{'\r'}, std::byte{'\n'}}) return nonsense();
+  *reply = {Reply::Kind::kString, 0, {}};
+  return end_call();
+}
+
+bool Connection::stale() const { return stream_->socket->stale(); }
+int Connection::descriptor() const { return stream_->socket->descriptor(); }
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,161 @@
+// Cluster::at_each: looks up many keys on their owners, on all nodes concurrently.
+#include <poll.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "backends/redis/cluster.h"
+
+namespace kv_offload::redis {
+
+// The keys that one node is asked for in one round.
+struct Cluster::Asked {
+  Target target;
+  std::vector<std::size_t> keys;  // indexes into the keys
+  std::unique_ptr<Connection> connection;
+  std::vector<Reply> replies;  // one per key
+};
+
+namespace {
+
+// Returns the first node with something to read, or the first of the list after the timeout.
+template <typename Asked>
+std::size_t first_ready(const std::vector<Asked>& asked, Deadline until) {
+  std::vector<pollfd> watched;
+  for (std::size_t i = 0; i < asked.size(); ++i) {
+    if (asked[i].connection->stale()) return i;
+    watched.push_back({asked[i].connection->descriptor(), POLLIN, 0});
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+  (void)poll(watched.data(), watched.size(), static_cast<int>(std::clamp<long>(left.count(), 0, 1'000'000)));
+  const auto ready =
+      std::find_if(watched.begin(), watched.end(), [](const pollfd& one) { return one.revents != 0; });
+  return ready == watched.end() ? 0 : static_cast<std::size_t>(ready - watched.begin());
+}
+
+}  // namespace
+
+Status Cluster::send_to(Asked& asked, std::span<const std::string> keys, std::string_view verb,
+                        Deadline until) {
+  Node& node = *asked.target.node;
+  if (Status rests = rest_of(node, OpKind::kRead); !rests) return rests;
+  std::vector<Connection::Words> commands;
+  for (const std::size_t key : asked.keys) {
+    if (asked.target.asking) commands.push_back({"ASKING"});
+    commands.push_back({verb, keys[key]});
+  }
+  bool refused = false;
+  Status status = node.connections.take(until, &asked.connection, &refused);
+  if (status) status = asked.connection->send_all(commands, until);
+  if (!status) node.connections.drop_idle();
+  return status ? status : failed_at(node, OpKind::kRead, std::move(status));
+}
+
+Status Cluster::receive_from(Asked& asked, Deadline until) {
+  Node& node = *asked.target.node;
+  const std::size_t each = asked.target.asking ? 2 : 1;
+  std::vector<Reply> replies;
+  Status status = asked.connection->receive_all(each * asked.keys.size(), until, &replies);
+  if (!status) {
+    node.connections.drop_idle();
+    return failed_at(node, OpKind::kRead, std::move(status));
+  }
+  node.connections.give_back(std::move(asked.connection));
+  bool any = false;
+  for (std::size_t i = each - 1; i < replies.size(); i += each) {
+    Status meant = failure_of(replies[i]);
+    any |= meant.is_ok();
+    if (status) status = std::move(meant);
+    asked.replies.push_back(std::move(replies[i]));
+  }
+  // A node that refuses some keys and answers others has not failed.
+  return any ? Status::ok() : failed_at(node, OpKind::kRead, std::move(status));
+}
+
+// Works in rounds. Each round asks all nodes and leaves redirected keys for the next.
+struct Cluster::Gathering {
+  Cluster& cluster;
+  const std::span<const std::string> keys;
+  const std::string_view verb;
+  const Deadline until;
+  std::vector<Reply>* const replies;
+  std::vector<bool>* const answered;
+  std::vector<std::pair<std::size_t, Target>> waiting{};  // index of the key, and where to ask for it
+  Status failure{};
+  bool any = false;
+
+  void failed(Status status) {
+    // The original failure says more than kUnavailable from a resting node.
+    if (failure || failure.kind() == StatusKind::kUnavailable) failure = std::move(status);
+  }
+  // Sends each node its keys.
+  std::vector<Asked> send() {
+    std::map<std::pair<const Node*, bool>, Asked> round;
+    for (auto& [key, target] : waiting) {
+      if (!target.node) {
+        cluster.stale_ = true;
+        failed(Status::error(cluster.is_known() ? StatusKind::kUnavailable : StatusKind::kIo,
+                             "the owner of the key is unknown"));
+        continue;
+      }
+      Asked& asked = round[{target.node.get(), target.asking}];
+      asked.target = target;
+      asked.keys.push_back(key);
+    }
+    waiting.clear();
+    std::vector<Asked> sent;
+    std::vector<Asked*> order;
+    for (auto& [id, asked] : round) order.push_back(&asked);
+    // Nodes with an idle connection first, because connecting may take long.
+    std::stable_partition(order.begin(), order.end(),
+                          [](Asked* asked) { return asked->target.node->connections.has_idle(); });
+    for (Asked* asked : order) {
+      // Limits the connect time, so that the others have time left for their replies.
+      Status status = cluster.send_to(*asked, keys, verb, share_of(until, round.size()));
+      if (status) sent.push_back(std::move(*asked));
+      if (!status) failed(std::move(status));
+    }
+    return sent;
+  }
+  void take(Asked& asked, int redirects) {
+    for (std::size_t i = 0; i < asked.keys.size(); ++i) {
+      const std::size_t key = asked.keys[i];
+      if (const auto redirect = redirect_of(asked.replies[i])) {
+        Target next;
+        Status status = cluster.next_of(*redirect, keys[key], *asked.target.node, redirects, &next);
+        if (status) waiting.emplace_back(key, next);
+        if (!status) failed(std::move(status));
+        continue;
+      }
+      if (Status meant = failure_of(asked.replies[i]); !meant) {
+        failed(std::move(meant));
+        continue;
+      }
+      (*replies)[key] = std::move(asked.replies[i]);
+      (*answered)[key] = any = true;
+    }
+  }
+};
+
+Status Cluster::at_each(std::span<const std::string> keys, std::string_view verb, Deadline until,
+                        std::vector<Reply>* replies, std::vector<bool>* answered) {
+  replies->assign(keys.size(), {});
+  answered->assign(keys.size(), false);
+  Gathering all{*this, keys, verb, until, replies, answered};
+  for (std::size_t i = 0; i < keys.size(); ++i) all.waiting.emplace_back(i, owner_of(slot_of(keys[i])));
+  for (int redirects = 0; !all.waiting.empty(); ++redirects) {
+    // Reads whichever reply is ready first, so that a silent node does not delay the others.
+    for (std::vector<Asked> sent = all.send(); !sent.empty();) {
+      const std::size_t ready = first_ready(sent, share_of(until, sent.size()));
+      Asked asked = std::move(sent[ready]);
+      sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(ready));
+      Status status = receive_from(asked, share_of(until, sent.size() + 1));
+      if (status) all.take(asked, redirects);
+      if (!status) all.failed(std::move(status));
+    }
+  }
+  return all.any || keys.empty() ? Status::ok() : all.failure;
+}
+
+}  // namespace kv_offload::redis

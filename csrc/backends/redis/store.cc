@@ -1,0 +1,354 @@
+#include "backends/redis/store.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "record/opened_as_it_comes.h"
+#include "tier/sealed_names.h"
+
+namespace kv_offload {
+namespace redis {
+namespace {
+
+constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
+
+// Parses "used_memory:123\r\n" from an INFO reply; 0 if missing.
+std::uint64_t figure_of(std::string_view info, std::string_view name) {
+  const std::string start = fmt::format("\n{}:", name);
+  const std::size_t at = info.find(start);
+  std::uint64_t value = 0;
+  if (at != info.npos) {
+    std::from_chars(info.data() + at + start.size(), info.data() + info.size(), value);
+  }
+  return value;
+}
+
+Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
+
+// Runs the command in its own transaction on a connection that watches a key. The command is sent only after
+// MULTI succeeded: after a refused MULTI the server would run it at once, even if the key has changed.
+// *reply: the first error caused by server state rather than by permissions, so that a demoted primary is
+// detected.
+Status in_transaction(Connection& connection, const Connection::Words& command, Deadline until,
+                      Reply* reply) {
+  std::vector<Reply> done(1);
+  if (Status status = connection.call({"MULTI"}, until, &done[0]); !status) return status;
+  const bool begun = done[0].kind == Reply::Kind::kStatus && done[0].text == "OK";
+  std::vector<Connection::Words> rest{{"UNWATCH"}};
+  if (begun) rest = {command, {"EXEC"}};
+  std::vector<Reply> replies;
+  if (Status status = connection.call_all(rest, until, &replies); !status) return status;
+  done.insert(done.end(), replies.begin(), replies.end());
+  const auto refused = std::find_if(done.begin(), done.end(),
+                                    [](const Reply& one) { return one.kind == Reply::Kind::kError; });
+  if (refused != done.end() && !is_setting(refused->text)) *reply = *refused;
+  return Status::ok();
+}
+
+std::vector<Server> seeds_of(const RedisTierOptions& options) {
+  std::vector<Server> seeds{options.server};
+  seeds.insert(seeds.end(), options.other_nodes.begin(), options.other_nodes.end());
+  return seeds;
+}
+
+}  // namespace
+
+RedisStore::RedisStore(const RedisTierOptions& options)
+    : options_(options),
+      prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
+      start_key_(prefix_ + "epoch"),
+      cluster_(seeds_of(options)),
+      form_(options.form) {
+  std::string found;
+  bool refused = false;
+  const Status status = ask_for_start(&found, &refused);
+  if (refused) throw_resource("redis tier at {}: {}", address_of(options.server), status.message());
+  epochs_.start_with(found);
+}
+
+std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
+  return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+}
+
+// In a cluster, half of the op deadline: a silent node then fails its own ops before the tier treats the
+// whole device as stuck.
+Deadline RedisStore::deadline() const {
+  return std::chrono::steady_clock::now() +
+         (cluster_.is_cluster() ? options_.op_deadline / 2 : options_.op_deadline);
+}
+
+Status RedisStore::call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply) {
+  return cluster_.at(words[1], kind, until, reply, [&](Connection& connection, Reply* answer) {
+    return connection.call(words, until, answer);
+  });
+}
+
+// ---- records
+
+Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  const std::string key = key_of(op.key, epoch);
+  const std::string ttl = std::to_string(options_.ttl_seconds);
+  const bool expires = options_.ttl_seconds > 0;
+  Reply reply;
+  if (ask_first_.should_ask()) {
+    // EXPIRE also renews the TTL of a record that exists.
+    const Connection::Words ask =
+        expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
+    if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
+    if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+    if (reply.kind != Reply::Kind::kInteger) return unexpected_reply();
+    ask_first_.answered(reply.integer == 1);
+    if (reply.integer == 1) return Status::ok();
+  }
+
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  if (Status status = record.encode(); !status) return status;
+  if (Status status = record.finish(); !status) return status;
+  const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
+  const auto set = [&](Connection& connection, Reply* answer) {
+    return connection.set(key, record.pieces(), options, until, answer);
+  };
+  if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected_reply();
+  *moved = record.written();
+  return Status::ok();
+}
+
+Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  const std::string key = key_of(op.key, epoch);
+  // Created again for each node that is asked.
+  std::optional<IncomingRecord> record;
+  std::optional<OpenedAsItComes> opened;
+  Reply reply;
+  std::uint64_t length = 0;
+  const auto work = [&](Connection& connection, Reply* answer) {
+    opened.reset();
+    opened.emplace(record.emplace(form_, options_.namespace_id, op));
+    return connection.get(key, record->pieces(), kRecordHeaderBytes, until, answer, &length, &*opened);
+  };
+  Status status = cluster_.at(key, OpKind::kRead, until, &reply, work);
+  if (!status) return status;
+  switch (reply.kind) {
+    case Reply::Kind::kNil:
+      return absent();
+    case Reply::Kind::kError:
+      status = refusal(reply.text);
+      break;
+    case Reply::Kind::kWrongLength:
+      status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} to {}", length,
+                                                               kRecordHeaderBytes, record->most_bytes()));
+      break;
+    default:
+      status = record->check_length(length);
+      if (status) status = opened->finish(length);
+      if (status) *moved = record->payload_bytes();
+  }
+  // Damaged, or written in another version of the format.
+  const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  if (wrong && !options_.read_only) {
+    remove_wrong(key, *record, until,
+                 reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
+  }
+  return status;
+}
+
+// Removes the bad value only if it is still there. A value of a valid length with another header has replaced
+// it. WATCH covers the time between the check and DEL. While its slot is being moved, the node answers only
+// the first command; then nothing is removed until the next read.
+void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+                              std::span<const std::byte> header_page) {
+  const std::string end = std::to_string(kRecordHeaderBytes - 1);
+  const auto work = [&](Connection& connection, Reply* reply) {
+    const std::array look{Connection::Words{"WATCH", key}, Connection::Words{"STRLEN", key},
+                          Connection::Words{"GETRANGE", key, "0", end}};
+    std::vector<Reply> seen, done;
+    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    *reply = seen[0];
+    const Reply &length = seen[1], &header = seen[2];
+    // Each of these proves that the value is still bad: a wrong type, an impossible length, the same header.
+    const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
+    const bool other_length = length.kind == Reply::Kind::kInteger &&
+                              !record.check_length(static_cast<std::uint64_t>(length.integer));
+    const bool same_header = !header_page.empty() && header.kind == Reply::Kind::kString &&
+                             header.text.size() == header_page.size() &&
+                             std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
+    const bool watched = seen[0].kind != Reply::Kind::kError;
+    if (watched && (other_type || other_length || same_header)) {
+      return in_transaction(connection, {"DEL", key}, until, reply);
+    }
+    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+  };
+  Reply reply;
+  (void)cluster_.at(key, OpKind::kWrite, until, &reply, work);
+}
+
+Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                          std::vector<bool>* present) {
+  std::vector<std::string> names;
+  names.reserve(keys.size());
+  for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
+  std::vector<Reply> replies;
+  std::vector<bool> answered;
+  if (Status status = cluster_.at_each(names, "EXISTS", deadline(), &replies, &answered); !status)
+    return status;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    (*present)[i] = false;
+    if (!answered[i]) continue;
+    if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
+    if (replies[i].kind != Reply::Kind::kInteger) return unexpected_reply();
+    (*present)[i] = replies[i].integer == 1;
+  }
+  return Status::ok();
+}
+
+// ---- epochs
+
+Status RedisStore::put_start(const std::string& name, bool if_none, bool* done) {
+  Connection::Words command{"SET", start_key_, name};
+  if (if_none) command.emplace_back("NX");
+  Reply reply;
+  if (Status status = call(OpKind::kWrite, command, deadline(), &reply); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  *done = reply.kind == Reply::Kind::kStatus;
+  return Status::ok();
+}
+
+// A standalone server may have become a cluster node. INFO reports it, or a redirect of the key.
+Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
+  const auto ask = [&](Connection& connection, Reply* answer) {
+    const std::array words{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
+    std::vector<Reply> replies;
+    if (Status status = connection.call_all(words, until, &replies); !status) return status;
+    *answer = replies[0];
+    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) cluster_.note_a_node();
+    return Status::ok();
+  };
+  Status learnt, asked;
+  for (int tries = 0; tries < 2; ++tries) {
+    if (!cluster_.is_known() || cluster_.is_in_doubt()) learnt = cluster_.learn(until, refused);
+    if (!cluster_.is_known()) return learnt;
+    asked = cluster_.at(start_key_, OpKind::kRead, until, start, ask);
+    if (!cluster_.is_in_doubt()) break;
+  }
+  if (!asked && !learnt) return learnt;  // it redirects us, but does not say who the nodes are
+  *refused = !asked && start->kind == Reply::Kind::kError && is_setting(start->text);
+  return asked;
+}
+
+Status RedisStore::ask_for_start(std::string* found, bool* refused) {
+  const std::string known = epochs_.of_those_who_start();
+  // Two attempts: another process may publish first, or the server may drop the key right now.
+  for (int tries = 0; tries < 2; ++tries) {
+    Reply start;
+    if (Status status = look_for_start(deadline(), &start, refused); !status) return status;
+    const bool other_type = start.text.starts_with("WRONGTYPE");
+    if (start.kind == Reply::Kind::kError && !other_type) return refusal(start.text);
+    if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
+      return unexpected_reply();
+    found->clear();
+    if (start.kind == Reply::Kind::kString && NamedEpochs::is_name(start.text)) *found = start.text;
+    if (!found->empty() || options_.read_only) return Status::ok();
+    // Nobody uses a value that is not an epoch name, so it may be overwritten.
+    const bool if_none = start.kind == Reply::Kind::kNil;
+    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+    bool done = false;
+    if (Status status = put_start(name, if_none, &done); !status) return status;
+    if (done) *found = name;
+    if (done) return Status::ok();
+  }
+  return Status::error(StatusKind::kIo, "the server does not keep the epoch");
+}
+
+// Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
+void RedisStore::tell_again(const std::string& ended, const std::string& name) {
+  if (name.empty() || epochs_.has_ended(name)) return;
+  const Deadline until = deadline();
+  const auto work = [&](Connection& connection, Reply* reply) {
+    const std::array look{Connection::Words{"WATCH", start_key_}, Connection::Words{"GET", start_key_}};
+    std::vector<Reply> seen, done;
+    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    *reply = seen[0];
+    const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == ended;
+    if (there) return in_transaction(connection, {"SET", start_key_, name}, until, reply);
+    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+  };
+  Reply reply;
+  (void)cluster_.at(start_key_, OpKind::kWrite, until, &reply, work);  // maintain() tries again in a second
+}
+
+void RedisStore::maintain() {
+  if (stopped_) return;  // there is nothing to flush
+  cluster_.keep_up(deadline(), stopped_);
+  const std::string known = epochs_.of_those_who_start();
+  std::string found;
+  bool refused = false;
+  const bool looked = ask_for_start(&found, &refused).is_ok();
+  // Covers the nodes that respond, even while the owner of the epoch key does not.
+  if ((looked || cluster_.is_cluster()) && maintained_++ % kMemoryEvery == 0) look_at_memory();
+  if (!looked) return;
+  if (epochs_.has_ended(found)) return tell_again(found, known);
+  epochs_.note_kept(known, found, options_.read_only);
+}
+
+// Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
+void RedisStore::look_at_memory() {
+  const Deadline until = deadline();
+  std::uint64_t used = 0, bound = 0;
+  bool all_bounded = true, any = false;
+  const std::vector<NodePtr> nodes = cluster_.owners();
+  for (std::size_t i = 0; i < nodes.size() && !stopped_; ++i) {
+    if (nodes[i]->rests_for(OpKind::kRead)) continue;
+    const Deadline share = share_of(until, nodes.size() - i);
+    std::unique_ptr<Connection> connection;
+    Reply reply;
+    bool refused = false;
+    if (!nodes[i]->connections.take(share, &connection, &refused)) continue;
+    if (!connection->call({"INFO", "memory"}, share, &reply)) continue;
+    nodes[i]->connections.give_back(std::move(connection));
+    const std::uint64_t at_most = figure_of(reply.text, "maxmemory");
+    used += figure_of(reply.text, "used_memory");
+    bound += at_most;
+    all_bounded &= at_most > 0;
+    any = true;
+  }
+  if (!any) return;
+  const MutexLock lock(mutex_);
+  used_bytes_ = used;
+  max_bytes_ = all_bounded ? bound : 0;
+}
+
+Status RedisStore::begin_epoch() {
+  const auto ask = [&](std::string* kept) {
+    bool refused = false;
+    return ask_for_start(kept, &refused);
+  };
+  const auto put = [&](const std::string& name) {
+    bool done = false;
+    if (Status status = put_start(name, false, &done); !status) return status;
+    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server did not store the new epoch");
+  };
+  return epochs_.begin(ask, put);
+}
+
+void RedisStore::figures(TierStats* stats) const {
+  stats->apart = epochs_.apart();
+  const MutexLock lock(mutex_);
+  stats->bytes = used_bytes_;
+  stats->capacity_bytes = max_bytes_;
+  stats->names_complete = stats->scan_complete = true;
+}
+
+}  // namespace redis
+
+std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options) {
+  return with_sealed_names(make_pooled_tier(std::make_unique<redis::RedisStore>(options), options),
+                           options.form.keys, options.namespace_id);
+}
+
+}  // namespace kv_offload

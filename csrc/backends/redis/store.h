@@ -1,0 +1,65 @@
+// RedisStore: the synchronous half of the redis tier (tier.h documents the keys on the server).
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backends/redis/cluster.h"
+#include "backends/redis/tier.h"
+#include "base/thread_annotations.h"
+#include "tier/ask_first.h"
+#include "tier/named_epochs.h"
+#include "tier/record_store.h"
+
+namespace kv_offload::redis {
+
+class RedisStore final : public RecordStore {
+ public:
+  explicit RedisStore(const RedisTierOptions& options);
+
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  std::size_t keys_per_locate(KeyOrder) const override { return 512; }
+  void maintain() override;
+  Status begin_epoch() override;
+  bool can_reset() const override { return !options_.read_only; }
+  EpochPtr epoch() const override { return epochs_.current(); }
+  void forget() override { epochs_.forget(); }
+  void stop() override { stopped_ = true; }
+  void close() override { cluster_.close(); }
+  void figures(TierStats* stats) const override EXCLUDES(mutex_);
+
+ private:
+  Deadline deadline() const;
+  // Runs a command whose second word is a key, on the node that owns the key.
+  Status call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply);
+  std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
+  // type, a length that no record of this op can have, or this header.
+  void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+                    std::span<const std::byte> header_page);
+  // Returns the startup epoch from the server; publishes one if the server has none. *found is empty: the
+  // server has none and this process must not publish one (read_only).
+  Status ask_for_start(std::string* found, bool* refused);
+  Status look_for_start(Deadline until, Reply* start, bool* refused);
+  Status put_start(const std::string& name, bool if_none, bool* done);
+  void tell_again(const std::string& ended, const std::string& name);
+  void look_at_memory() EXCLUDES(mutex_);
+
+  const RedisTierOptions options_;
+  const std::string prefix_, start_key_;
+  Cluster cluster_;
+  RecordForm form_;
+  AskFirst ask_first_;
+  std::atomic<unsigned> maintained_{0};
+  std::atomic<bool> stopped_{false};
+  NamedEpochs epochs_;
+  mutable Mutex mutex_;
+  std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of all nodes
+};
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,279 @@
+#include "backends/s3/store.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "record/opened_as_it_comes.h"
+#include "tier/sealed_names.h"
+
+namespace kv_offload {
+namespace s3 {
+namespace {
+
+constexpr std::size_t kMostLeftWrong = 4096;
+constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
+
+bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
+// Another process was faster, or is about to be.
+bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
+
+}  // namespace
+
+S3Store::S3Store(const S3TierOptions& options)
+    : options_(options),
+      prefix_(fmt::format("{}/{}/", options.prefix, hex_of(options.namespace_id))),
+      start_key_(prefix_ + "epoch"),
+      client_(options.bucket, options.pause),
+      form_(options.form) {
+  std::string found;
+  bool refused = false;
+  const Status status = ask_for_start(&found, &refused);
+  if (refused) throw_resource("s3 tier {}: {}", address_of(options.bucket), status.message());
+  epochs_.start_with(found);
+}
+
+std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
+  return fmt::format("{}{}/{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+}
+
+void S3Store::stop() {
+  stopped_ = true;
+  client_.stop();
+}
+
+// ---- records
+
+Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
+  Answer answer;
+  const Request ask{.verb = Verb::kHead, .key = key};
+  if (Status status = client_.call(ask, until, &answer); !status) return status;
+  *there = answer.status == 200;
+  return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
+}
+
+// A record may exist even if a lookup missed it: the lookup is as old as the prompt took to compute, and for
+// a prefix it does not check every key. If-None-Match is not used: concurrent writers of a key write the same
+// bytes, and not every store supports it.
+Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
+  if (!was_left_wrong(request.key) && ask_first_.should_ask()) {
+    bool there = false;
+    if (Status status = is_there(request.key, until, &there); !status) return status;
+    ask_first_.answered(there);
+    if (there) return Status::ok();
+  }
+
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  if (Status status = record.encode(); !status) return status;
+  if (Status status = record.finish(); !status) return status;
+  request.from = record.pieces();
+  Answer answer;
+  if (Status status = client_.call(request, until, &answer); !status) return status;
+  if (!is_done(answer)) {
+    const Status status = refusal(answer, options_.bucket);
+    // For a write, 404 is not a miss.
+    return status.kind() == StatusKind::kNotFound
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
+               : status;
+  }
+  *moved = record.written();
+  return Status::ok();
+}
+
+Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  IncomingRecord record(form_, options_.namespace_id, op);
+  Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
+  request.into = record.pieces();
+  request.least_bytes = kRecordHeaderBytes;
+  OpenedAsItComes opened(record);
+  request.observer = &opened;
+  Answer answer;
+  if (Status status = client_.call(request, until, &answer); !status) return status;
+  if (answer.status != 200) return refusal(answer, options_.bucket);
+  Status status;
+  if (answer.wrong_length) {
+    status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} at most",
+                                                             answer.length, record.most_bytes()));
+  } else {
+    status = record.check_length(answer.length);
+    if (status) status = opened.finish(answer.length);
+    if (status) *moved = record.payload_bytes();
+  }
+  // Damaged, or written in another version of the format.
+  const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  if (wrong && !options_.read_only) {
+    const bool gone = remove_wrong(request.key, answer.etag, until);
+    const MutexLock lock(mutex_);
+    if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(request.key);
+  }
+  return status;
+}
+
+// True once for each read that left a damaged object behind.
+bool S3Store::was_left_wrong(const std::string& key) {
+  const MutexLock lock(mutex_);
+  return left_wrong_.erase(key) > 0;
+}
+
+// Removes the object only if it is still there. If the removal fails, the next write replaces it. If the
+// store does not support If-Match in DELETE, an object written between the two requests is lost, too; that is
+// a miss.
+bool S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
+  Request request{.verb = Verb::kHead, .key = key};
+  Answer answer;
+  if (!client_.call(request, until, &answer)) return false;
+  // Removed or replaced meanwhile.
+  if (answer.status != 200 || answer.etag != etag) return answer.status == 200 || answer.status == 404;
+  request.verb = Verb::kDelete;
+  if (!etag.empty()) request.condition = "If-Match: " + etag;
+  bool answered = static_cast<bool>(client_.call(request, until, &answer));
+  // 501: the store does not support the condition.
+  if (answered && answer.status == 501) {
+    request.condition.clear();
+    answered = static_cast<bool>(client_.call(request, until, &answer));
+  }
+  return answered && (is_done(answer) || is_refused_condition(answer) || answer.status == 404);
+}
+
+Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                       std::vector<bool>* present) {
+  const Deadline until = deadline();
+  present->assign(keys.size(), false);
+  bool there = false;
+  if (order == KeyOrder::kNone) {
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      if (Status status = is_there(key_of(keys[i], epoch), until, &there); !status) return status;
+      (*present)[i] = there;
+    }
+    return Status::ok();
+  }
+  // The first `known` keys are present; the key at `missing` is not.
+  std::size_t known = 0, missing = keys.size(), step = 1;
+  while (known < missing) {
+    // Doubles the step until a key is missing; then bisects.
+    const std::size_t at =
+        missing == keys.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
+    if (Status status = is_there(key_of(keys[at], epoch), until, &there); !status) return status;
+    if (there) {
+      known = at + 1;
+    } else {
+      missing = at;
+    }
+    step *= 2;
+  }
+  std::fill_n(present->begin(), known, true);
+  return Status::ok();
+}
+
+// ---- epochs
+
+Status S3Store::put(const std::string& key, std::string_view text, const std::string& condition,
+                    Deadline until, Answer* answer) {
+  Request request{.verb = Verb::kPut, .key = key, .condition = condition, .once = true};
+  request.from.emplace_back(std::as_bytes(std::span(text)));
+  return client_.call(request, until, answer);
+}
+
+Status S3Store::read_start(Deadline until, std::string* found, std::string* etag, bool* refused) {
+  std::string text(NamedEpochs::kNameDigits, '\0');
+  Request request{.verb = Verb::kGet, .key = start_key_};
+  request.into.emplace_back(std::as_writable_bytes(std::span(text)));
+  Answer answer;
+  found->clear();
+  const Status status = client_.call(request, until, &answer);
+  *refused = is_setting(answer);
+  if (!status) return status;
+  *etag = answer.etag;
+  if (answer.status == 200) {
+    if (!answer.wrong_length && NamedEpochs::is_name(text)) *found = text;
+    if (found->empty() && etag->empty()) etag->assign(1, '*');  // g++ 12 at -O2 warns about "*"
+    return Status::ok();
+  }
+  etag->clear();
+  const Status refused_by = refusal(answer, options_.bucket);
+  return refused_by.kind() == StatusKind::kNotFound ? Status::ok() : refused_by;
+}
+
+// True if the store respects If-None-Match. After the first request the object certainly exists, so the
+// second one must be refused.
+bool S3Store::knows_conditions(Deadline until) {
+  Answer answer;
+  for (int tries = 0; tries < 2; ++tries) {
+    if (!put(options_.prefix + "/conditions", "", "If-None-Match: *", until, &answer)) return false;
+    if (answer.status == 412) return true;
+  }
+  return false;
+}
+
+Status S3Store::ask_for_start(std::string* found, bool* refused) {
+  const std::string known = epochs_.of_those_who_start();
+  const Deadline until = deadline();
+  for (int tries = 0; tries < 3; ++tries) {
+    std::string etag;
+    if (Status status = read_start(until, found, &etag, refused); !status) return status;
+    if (!found->empty() || options_.read_only) return Status::ok();
+    // Nobody uses an object that is not an epoch name, so it may be replaced. An older name is restored only
+    // if no object is there.
+    if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
+    const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
+    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+    Answer answer;
+    if (Status status = put(start_key_, name, condition, until, &answer); !status) return status;
+    if (answer.status == 501 && known.empty()) {
+      if (Status status = put(start_key_, name, {}, until, &answer); !status) return status;
+    }
+    if (is_done(answer) || is_refused_condition(answer)) continue;  // read the object that is there now
+    *refused = is_setting(answer);
+    const Status status = refusal(answer, options_.bucket);
+    return status.kind() == StatusKind::kNotFound
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
+               : status;
+  }
+  return Status::error(StatusKind::kIo, "the store does not keep the epoch");
+}
+
+void S3Store::maintain() {
+  if (stopped_) return;  // there is nothing to flush
+  if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
+  const std::string known = epochs_.of_those_who_start();
+  std::string found;
+  bool refused = false;
+  if (ask_for_start(&found, &refused)) epochs_.note_kept(known, found, options_.read_only);
+}
+
+Status S3Store::begin_epoch() {
+  const auto ask = [&](std::string* kept) {
+    bool refused = false;
+    return ask_for_start(kept, &refused);
+  };
+  const auto put_new = [&](const std::string& name) {
+    Answer answer;
+    if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
+    if (is_done(answer)) return Status::ok();
+    return Status::error(StatusKind::kIo, fmt::format("the store did not store the new epoch: {}",
+                                                      refusal(answer, options_.bucket).message()));
+  };
+  return epochs_.begin(ask, put_new);
+}
+
+void S3Store::figures(TierStats* stats) const {
+  stats->apart = epochs_.apart();
+  stats->names_complete = stats->scan_complete = true;
+}
+
+}  // namespace s3
+
+std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options) {
+  if (options.prefix.empty() || options.prefix.find("//") != std::string::npos ||
+      options.prefix.find_first_not_of(
+          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./") != std::string::npos) {
+    throw_invalid("prefix is {:?}; possible: letters, digits, - _ . and single /", options.prefix);
+  }
+  return with_sealed_names(make_pooled_tier(std::make_unique<s3::S3Store>(options), options),
+                           options.form.keys, options.namespace_id);
+}
+
+}  // namespace kv_offload

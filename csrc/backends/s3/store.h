@@ -1,0 +1,66 @@
+// S3Store: the synchronous half of the s3 tier (tier.h documents the objects in the bucket).
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "backends/s3/client.h"
+#include "backends/s3/tier.h"
+#include "base/thread_annotations.h"
+#include "tier/ask_first.h"
+#include "tier/named_epochs.h"
+#include "tier/record_store.h"
+
+namespace kv_offload::s3 {
+
+class S3Store final : public RecordStore {
+ public:
+  explicit S3Store(const S3TierOptions& options);
+
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  // Keys that are not a prefix are looked up concurrently: each needs a request of its own.
+  std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 1; }
+  void maintain() override;
+  Status begin_epoch() override;
+  bool can_reset() const override { return !options_.read_only; }
+  EpochPtr epoch() const override { return epochs_.current(); }
+  void forget() override { epochs_.forget(); }
+  void stop() override;
+  void close() override { client_.close(); }
+  void figures(TierStats* stats) const override;
+
+ private:
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
+  std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  Status is_there(const std::string& key, Deadline until, bool* there);
+  bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
+  // Removes the object with this ETag. False: it may still be there.
+  bool remove_wrong(const std::string& key, const std::string& etag, Deadline until);
+  // Returns the startup epoch from the bucket; publishes one if there is none. *found is empty: the bucket
+  // has none and this process must not publish one.
+  Status ask_for_start(std::string* found, bool* refused);
+  Status read_start(Deadline until, std::string* found, std::string* etag, bool* refused);
+  Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,
+             Answer* answer);
+  bool knows_conditions(Deadline until);
+
+  const S3TierOptions options_;
+  const std::string prefix_, start_key_;
+  Client client_;
+  RecordForm form_;
+  AskFirst ask_first_;
+  std::atomic<unsigned> maintained_{0};
+  std::atomic<bool> stopped_{false};
+  NamedEpochs epochs_;
+  Mutex mutex_;
+  // Names of damaged objects that could not be removed.
+  std::unordered_set<std::string> left_wrong_ GUARDED_BY(mutex_);
+};
+
+}  // namespace kv_offload::s3

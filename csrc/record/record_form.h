@@ -1,0 +1,159 @@
+// The transformation between the shards of an op and the stored bytes of its record, for all kinds of stores:
+//
+//   RecordForm       how a store writes: raw or encoded, encrypted or not
+//   OutgoingRecord   a record being written: where its stored bytes are
+//   IncomingRecord   a record being read: where its stored bytes go, and what they were
+//
+// Raw and unencrypted records need no transformation: the stored bytes are the shards, in place. Otherwise a
+// write builds the stored bytes in a buffer. A read puts the stored bytes into the shards' memory, because a
+// record is never longer than a raw one. They are decrypted there, step by step while they are in the CPU's
+// cache, and decoded from a buffer.
+//
+// Invariants: IncomingRecord::finish() returns ok only if header, length and checksum match (for an encrypted
+// record its tag instead of the checksum); the shards then hold what was written. A store with keys rejects
+// records that are not encrypted. A buffer belongs to one record or is free; there is at most one buffer for
+// each thread that is inside at once.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "base/status.h"
+#include "base/thread_annotations.h"
+#include "record/compression_choice.h"
+#include "record/huge_buffer.h"
+#include "record/record.h"
+#include "record/record_op.h"
+#include "record/sealing.h"
+
+namespace kv_offload {
+
+// Bytes of the records that were read from and written to the tier: headers, encoded payload, padding.
+struct RecordTraffic {
+  std::atomic<std::uint64_t> read_bytes{0}, written_bytes{0};
+};
+
+struct RecordFormOptions {
+  std::shared_ptr<CompressionChoice> compression = {};  // null: raw
+  std::shared_ptr<const SealingKeys> keys = {};         // null: not encrypted
+  // Shared by all copies of these options: the store counts, the tier reports. Never null.
+  std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
+};
+
+// Any thread.
+class RecordForm {
+ public:
+  // Each step is copied, checksummed, encrypted or decrypted before the next one, while it is in the nearest
+  // cache that holds it.
+  static constexpr std::size_t kStepBytes = std::size_t{256} << 10;
+
+  explicit RecordForm(const RecordFormOptions& options) : options_(options) {}
+
+  const SealingKeys* keys() const { return options_.keys.get(); }
+  CompressionChoice* compression() const { return options_.compression.get(); }
+  RecordTraffic& traffic() const { return *options_.traffic; }
+  PayloadCodec& payload_codec() { return payload_codec_; }
+  // Returns null if memory runs out.
+  std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
+  void give_back(std::unique_ptr<HugeBuffer> buffer) noexcept EXCLUDES(mutex_);
+
+ private:
+  const RecordFormOptions options_;
+  PayloadCodec payload_codec_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<HugeBuffer>> free_ GUARDED_BY(mutex_);
+};
+
+// One thread.
+class OutgoingRecord {
+ public:
+  // The arguments must outlive this object. Zeroes the padding of the shards.
+  OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id, const RecordOp& op);
+  ~OutgoingRecord() { form_.give_back(std::move(buffer_)); }
+  OutgoingRecord(const OutgoingRecord&) = delete;
+  OutgoingRecord& operator=(const OutgoingRecord&) = delete;
+
+  // Call first. Encodes the payload if the form chose the codec and it saves space. From here on bytes() is
+  // the final record size.
+  Status encode();
+  std::uint64_t bytes() const { return header_.record_bytes(); }
+  bool in_place() const { return header_.codec == Codec::kRaw && form_.keys() == nullptr; }
+  // In place: complete except for its checksum, for stores that compute the sum while they move the bytes.
+  const RecordHeader& header() const { return header_; }
+  // Encrypts, checksums and builds the header. REQUIRES: encode() was called.
+  Status finish();
+  // In order, valid as long as this object. REQUIRES: finish() was called.
+  const std::vector<std::span<const std::byte>>& pieces() const { return pieces_; }
+  // Call when the store has the record. Only now the codec's result is reported to the choice, because only
+  // successful ops count. Returns the raw payload bytes moved.
+  std::uint64_t written();
+
+ private:
+  // Result of the codec, whether it saved space or not.
+  struct Tried {
+    std::uint64_t stored_bytes = 0;
+    double seconds = 0;
+  };
+  bool take_buffer(std::uint64_t payload_bytes);
+  Status seal_into_buffer();
+
+  RecordForm& form_;
+  const RecordOp& op_;
+  RecordHeader header_;
+  std::optional<Tried> tried_;          // not reported yet
+  std::unique_ptr<HugeBuffer> buffer_;  // header page, then the stored bytes
+  std::optional<AlignedBuffer> page_;
+  std::vector<std::span<const std::byte>> pieces_;
+};
+
+// One thread. Calls in this order: begin() when the header page is full, add() for the bytes after it,
+// finish().
+class IncomingRecord {
+ public:
+  // The arguments must outlive this object.
+  IncomingRecord(RecordForm& form, const NamespaceId& namespace_id, const RecordOp& op);
+  IncomingRecord(RecordForm&, NamespaceId&&, const RecordOp&) = delete;
+  ~IncomingRecord() { form_.give_back(std::move(buffer_)); }
+  IncomingRecord(const IncomingRecord&) = delete;
+  IncomingRecord& operator=(const IncomingRecord&) = delete;
+
+  std::uint64_t payload_bytes() const { return payload_bytes_; }  // raw
+  std::uint64_t most_bytes() const { return kRecordHeaderBytes + payload_bytes_; }
+  // Returns kCorrupt if a record of this op cannot have this many bytes.
+  Status check_length(std::uint64_t bytes) const;
+  std::span<std::byte> header_page() const { return page_.span(); }
+  // The header page, then the shards including padding: most_bytes() in total, filled from the front.
+  std::vector<std::span<std::byte>> pieces() const;
+
+  // `bytes`: the record's length. kCorrupt: the record does not belong to the op. kNotFound: another release
+  // wrote it.
+  Status begin(std::uint64_t bytes);
+  // Adds the next stored bytes and moves them to `to`, their place in pieces(). `from` may be the same place.
+  Status add(const std::byte* from, std::span<std::byte> to);
+  // kCorrupt: the added bytes do not match the header, or were not encrypted with one of our keys.
+  Status finish();
+  // Runs all steps for a record of `bytes` bytes that is already in pieces().
+  Status open(std::uint64_t bytes);
+
+ private:
+  Status decode();
+
+  RecordForm& form_;
+  const NamespaceId& namespace_id_;
+  const RecordOp& op_;
+  const std::uint64_t payload_bytes_;
+  const AlignedBuffer page_{kRecordHeaderBytes};
+  RecordHeader header_;
+  std::uint64_t added_ = 0;
+  PayloadChecksum checksum_;
+  std::optional<RecordCipher> cipher_;
+  std::unique_ptr<HugeBuffer> buffer_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,25 @@
+// RecordOp: the record that an operation reads or writes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/types.h"
+
+namespace kv_offload {
+
+enum class OpKind : std::uint8_t { kRead, kWrite };
+
+struct RecordOp {
+  ChunkKey key;
+  std::uint32_t group = 0;  // position of the cache group, stored in the record and checked
+  // The chunk's shards: one or more per area with bytes, page-aligned. The record's payload is their
+  // concatenation, each padded to 4 KiB. The bytes from the end of a shard to the next 4 KiB boundary are
+  // part of the row: a write zeroes them, a read fills them. Read: the shards are filled and verified before
+  // the op completes ok; they hold garbage on failure. An op that is stuck in the kernel does NOT complete
+  // until the kernel releases the memory, regardless of its deadline. It never completes if the tier was
+  // closed meanwhile. The op owns the row until it completes.
+  std::vector<Shard> shards;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,342 @@
+#include "replay/trace_replay.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "backends/fs/catalogue.h"
+#include "cache/key_memory.h"
+#include "index/chunk_index.h"
+
+namespace kv_offload {
+namespace {
+
+ChunkKey key_of(std::uint64_t block) {
+  char bytes[20] = {};
+  std::uint64_t mixed = block + 0x9E3779B97F4A7C15ull;  // splitmix64: spread like digests
+  for (int word = 0; word < 2; ++word) {
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    mixed ^= mixed >> 31;
+    std::memcpy(bytes + 8 * word, &mixed, sizeof(mixed));
+    mixed += block;
+  }
+  return ChunkKey({bytes, sizeof(bytes)});
+}
+
+class Replayer {
+ public:
+  Replayer(const Trace& trace, const ReplayOptions& options)
+      : trace_(trace),
+        options_(options),
+        index_(make_index()),
+        catalogue_(std::make_unique<FsCatalogue>(options.tier_eviction_policy)),
+        memory_(4 * options.host_chunks) {}
+
+  ReplayResult run() {
+    for (std::size_t i = 0; i < trace_.size(); ++i) {
+      request(static_cast<std::uint32_t>(i + 1), i);
+      if (i + 1 == options_.kill_after) kill(i + 1);
+    }
+    return result_;
+  }
+
+ private:
+  std::unique_ptr<ChunkIndex> make_index() const {
+    return std::make_unique<ChunkIndex>(make_eviction_policy(options_.eviction_policy), options_.host_chunks);
+  }
+
+  void kill(std::size_t requests) {
+    result_.killed_with = catalogue_->size();
+    for (std::size_t i = requests - std::min(requests, options_.recent_requests); i < requests; ++i) {
+      bool hit = true;
+      for (const std::uint64_t block : trace_.request(i)) {
+        const ChunkKey key = key_of(block);
+        hit = hit && (recorded(key) || (options_.keep_host_memory && index_->find(key) != nullptr));
+        ++result_.recent_blocks;
+        result_.recent_hits += hit;
+      }
+    }
+    restart_host();
+    memory_.clear();
+    restart_tier();
+    killed_ = true;
+  }
+
+  // Kept memory knows the order of uses, but no request that used its chunks.
+  void restart_host() {
+    std::vector<std::pair<std::uint64_t, ChunkEntry>> kept;
+    if (options_.keep_host_memory) {
+      index_->for_each([&](Slot, ChunkEntry& entry) { kept.emplace_back(host_used_.at(entry.key), entry); });
+    }
+    std::sort(kept.begin(), kept.end(),
+              [](const auto& one, const auto& other) { return one.first < other.first; });
+    index_ = make_index();
+    for (const auto& [when, entry] : kept) {
+      const Slot slot =
+          index_->insert(entry.key, 0, 0, {0, entry.parent, entry.depth, 0, 0}, ChunkState::kFilling);
+      make_resident(slot, ChunkOrigin::kBefore);
+    }
+  }
+
+  // A directory knows the order of uses, but for no record the chunk before it. (A killed server also loses
+  // the last minute of uses; here none are lost.)
+  void restart_tier() {
+    std::vector<std::pair<std::uint64_t, FsCatalogue::Record>> records;
+    while (const auto record = catalogue_->take_victim()) {
+      records.emplace_back(last_used_[record->key], *record);
+    }
+    std::sort(records.begin(), records.end(),
+              [](const auto& one, const auto& other) { return one.first < other.first; });
+    auto restarted = std::make_unique<FsCatalogue>(options_.tier_eviction_policy);
+    for (const auto& [when, record] : records) restarted->insert(record, {});
+    catalogue_ = std::move(restarted);
+  }
+
+  void request(std::uint32_t number, std::size_t at) {
+    keys_.clear();
+    for (const std::uint64_t block : trace_.request(at)) keys_.push_back(key_of(block));
+    ++result_.requests;
+    result_.blocks += keys_.size();
+    held_.clear();
+    const std::size_t hits = load(number);
+    if (killed_) {
+      result_.blocks_after += keys_.size();
+      result_.hits_after += hits;
+    }
+    store(number, hits);
+  }
+
+  // Loads chunks that are resident or recorded, up to the first that is neither. Hits stay pinned until all
+  // of them are here.
+  std::size_t load(std::uint32_t number) {
+    std::size_t known = 0;
+    for (; known < keys_.size(); ++known) {
+      const ChunkEntry* entry = index_->find(keys_[known]);
+      if (entry == nullptr && !recorded(keys_[known])) break;
+      if (entry != nullptr) hold(index_->slot_of(entry));
+    }
+    for (std::size_t i = 0; i < known; ++i) {
+      if (index_->find(keys_[i]) != nullptr) {
+        ++result_.host_hits;
+        continue;
+      }
+      if (!make_room(number)) {
+        known = i;
+        break;
+      }
+      const Slot slot = insert(number, i, ChunkState::kFetching);
+      hit_recorded(slot);
+      index_->pin(slot);
+      held_.push_back(slot);
+      make_resident(slot, ChunkOrigin::kTier);
+      index_->set_recorded(slot, true);
+      ++result_.tier_hits;
+    }
+    for (std::size_t i = known; i-- > 0;) {
+      const Slot slot = index_->slot_of(index_->find(keys_[i]));
+      access(slot, number);
+      use(slot);
+    }
+    for (const Slot slot : held_) index_->unpin(slot);
+    return known;
+  }
+
+  void store(std::uint32_t number, std::size_t from) {
+    stored_.clear();
+    for (std::size_t i = from; i < keys_.size(); ++i) {
+      if (const ChunkEntry* entry = index_->find(keys_[i])) {
+        const Slot slot = index_->slot_of(entry);
+        access(slot, number);
+        if (entry->state == ChunkState::kResident) use(slot);
+        continue;
+      }
+      if (!make_room(number)) {
+        result_.declined += keys_.size() - i;
+        break;
+      }
+      stored_.push_back(insert(number, i, ChunkState::kFilling));
+    }
+    for (std::size_t i = stored_.size(); i-- > 0;) make_resident(stored_[i], ChunkOrigin::kStore);
+    result_.stored += stored_.size();
+    for (const Slot slot : stored_) {
+      if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
+    }
+    if (options_.tier.write_policy == WritePolicy::kThrough) write_stored(number);
+    for (const Slot slot : stored_) see_again(slot);
+  }
+
+  Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
+    const ChunkId parent = i == 0 ? 0 : chunk_id(keys_[i - 1]);
+    return index_->insert(keys_[i], 0, 0, {0, parent, static_cast<std::uint32_t>(i), number, 0}, state);
+  }
+  void make_resident(Slot slot, ChunkOrigin origin) {
+    index_->make_resident(slot, origin);
+    note_host_use(slot);
+  }
+  void access(Slot slot, std::uint32_t number) {
+    index_->access(slot, number, 0);
+    note_host_use(slot);
+  }
+  void note_host_use(Slot slot) {
+    if (options_.keep_host_memory) host_used_[index_->at(slot).key] = ++uses_;
+  }
+  void hold(Slot slot) {
+    index_->pin(slot);
+    held_.push_back(slot);
+  }
+
+  bool make_room(std::uint32_t number) {
+    while (index_->size() >= options_.host_chunks) {
+      const auto victim = index_->victim(number);
+      if (!victim) return false;
+      const ChunkKey key = index_->at(*victim).key;
+      if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
+      if (options_.tier_chunks > 0) {
+        catalogue_->touch(key, Nanos(1));
+        last_used_[key] = ++uses_;
+      }
+      index_->erase(*victim);
+      ++result_.evicted;
+    }
+    return true;
+  }
+
+  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_->holds(key); }
+  // Chunks after a declined one are declined, too.
+  void write_stored(std::uint32_t number) {
+    for (std::size_t i = 0; i < stored_.size(); ++i) {
+      if (write(stored_[i], number)) continue;
+      result_.tier_declined += stored_.size() - i;
+      return;
+    }
+  }
+  // False if declined.
+  bool write(Slot slot, std::uint32_t spared_request = 0) {
+    const ChunkEntry& entry = index_->at(slot);
+    if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
+    while (catalogue_->size() >= options_.tier_chunks) {
+      if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
+      const auto gone = catalogue_->take_victim();
+      if (!gone) return true;
+      const ChunkEntry* here = index_->find(gone->key);
+      if (here != nullptr && here->state == ChunkState::kResident)
+        index_->set_recorded(index_->slot_of(here), false);
+      ++result_.tier_evicted;
+    }
+    catalogue_->insert({entry.key, kPageBytes}, index_->about(entry));
+    last_used_[entry.key] = ++uses_;
+    ++result_.written;
+    index_->set_recorded(slot, true);
+    return true;
+  }
+  void hit_recorded(Slot slot) {
+    const ChunkEntry& entry = index_->at(slot);
+    catalogue_->hit(entry.key, index_->about(entry), Nanos(1));
+    last_used_[entry.key] = ++uses_;
+  }
+  void use(Slot slot) {
+    ChunkEntry& entry = index_->at(slot);
+    if (std::exchange(entry.origin, ChunkOrigin::kStore) == ChunkOrigin::kBefore) {
+      if (options_.tier.write_policy == WritePolicy::kThrough) write(slot, entry.holder);
+      index_->set_recorded(slot, recorded(entry.key));
+    }
+    if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);
+    see_again(slot);
+  }
+  void see_again(Slot slot) {
+    if (options_.tier.write_policy != WritePolicy::kReuse) return;
+    const std::uint32_t uses = memory_.count_use(index_->at(slot).key);
+    if (uses >= options_.tier.reuse_threshold) write(slot);
+  }
+
+  const Trace& trace_;
+  const ReplayOptions& options_;
+  std::unique_ptr<ChunkIndex> index_;
+  std::unique_ptr<FsCatalogue> catalogue_;
+  KeyMemory memory_;
+  ReplayResult result_;
+  std::vector<ChunkKey> keys_;  // of the current request
+  std::vector<Slot> held_, stored_;
+  std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all chunks that were ever recorded
+  std::unordered_map<ChunkKey, std::uint64_t> host_used_;  // of all chunks that were ever in host memory
+  std::uint64_t uses_ = 0;
+  bool killed_ = false;
+};
+
+constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+
+// Returns, for each position in trace.blocks, the next request that has the block.
+std::vector<std::uint64_t> next_uses(const Trace& trace) {
+  std::vector<std::uint64_t> next(trace.blocks.size(), kNever);
+  std::unordered_map<std::uint64_t, std::uint64_t> seen;
+  for (std::size_t i = trace.size(), end = trace.blocks.size(); i-- > 0;) {
+    const auto blocks = trace.request(i);
+    const std::size_t begin = end - blocks.size();
+    for (std::size_t at = begin; at < end; ++at) {
+      if (const auto found = seen.find(trace.blocks[at]); found != seen.end()) next[at] = found->second;
+    }
+    for (std::size_t at = begin; at < end; ++at) seen[trace.blocks[at]] = i;
+    end = begin;
+  }
+  return next;
+}
+
+void require_order(const Trace& trace) {
+  if (!std::is_sorted(trace.ends.begin(), trace.ends.end()) ||
+      (trace.ends.empty() ? 0 : trace.ends.back()) != trace.blocks.size()) {
+    throw_invalid("invalid trace: request ends must ascend and end at {}, the number of blocks",
+                  trace.blocks.size());
+  }
+}
+
+}  // namespace
+
+ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
+  require_order(trace);
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; it must be at least 1");
+  if (options.kill_after > trace.size()) {
+    throw_invalid("kill_after is {}; the trace has {} requests", options.kill_after, trace.size());
+  }
+  return Replayer(trace, options).run();
+}
+
+std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
+  require_order(trace);
+  const std::vector<std::uint64_t> next = next_uses(trace);
+  struct Use {
+    std::uint64_t next;
+    std::size_t depth;
+  };
+  std::unordered_map<std::uint64_t, Use> here;
+  std::set<std::tuple<std::uint64_t, std::size_t, std::uint64_t>> order;  // next use, depth, block
+  std::uint64_t hits = 0;
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < trace.size(); ++i) {
+    const auto blocks = trace.request(i);
+    bool all = true;
+    for (std::size_t depth = 0; depth < blocks.size(); ++depth) {
+      const auto found = here.find(blocks[depth]);
+      all &= found != here.end();
+      hits += all;
+      if (found == here.end()) continue;
+      order.erase({found->second.next, found->second.depth, blocks[depth]});
+      here.erase(found);
+    }
+    for (std::size_t depth = 0; depth < blocks.size(); ++depth, ++at) {
+      if (next[at] == kNever || !here.emplace(blocks[depth], Use{next[at], depth}).second) continue;
+      order.insert({next[at], depth, blocks[depth]});
+    }
+    while (order.size() > capacity) {
+      here.erase(std::get<2>(*order.rbegin()));
+      order.erase(std::prev(order.end()));
+    }
+  }
+  return hits;
+}
+
+}  // namespace kv_offload

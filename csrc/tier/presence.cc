@@ -1,0 +1,196 @@
+#include "tier/presence.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "base/steps.h"
+
+namespace kv_offload {
+
+PresenceCache::PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys)
+    : clock_(clock),
+      absent_for_(absent_for),
+      most_keys_(std::max<std::size_t>(most_keys, 2)),
+      young_(most_keys_ / 2),
+      old_(most_keys_ / 2) {}
+
+PresenceCache::Entries::Entries(std::size_t most)
+    : marks_in_all_(std::bit_ceil(std::max<std::size_t>(kMarksPerEntry * most, 64))),
+      marks_(marks_in_all_ / 8) {}
+
+std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
+  return places_.find(id, [&](std::uint32_t place) { return chunk_id(entries_[place].key); });
+}
+
+void PresenceCache::Entries::prefetch(const ChunkKey& key) const {
+  const ChunkId id = chunk_id(key);
+  places_.prefetch(id);
+  __builtin_prefetch(&word_of(mark_of(id)));
+}
+
+const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
+  std::size_t place = next_;
+  if (place >= entries_.size() || entries_[place].key != key) {
+    const ChunkId id = chunk_id(key);
+    const std::size_t mark = mark_of(id);
+    if ((word_of(mark) >> mark % 64 & 1) == 0) return nullptr;
+    place = place_of(id);
+    if (place == IdTable::kNone || entries_[place].key != key) return nullptr;
+  }
+  next_ = place + 1;
+  if (next_ + kAhead < entries_.size()) __builtin_prefetch(&entries_[next_ + kAhead]);
+  return &entries_[place];
+}
+
+void PresenceCache::Entries::put(const Entry& entry) {
+  const ChunkId id = chunk_id(entry.key);
+  const auto id_of = [&](std::uint32_t place) { return chunk_id(entries_[place].key); };
+  std::uint32_t& place = places_.at(id, id_of);
+  if (place == IdTable::kNone) {
+    entries_.push_back(entry);  // first: it may throw
+    place = static_cast<std::uint32_t>(entries_.size() - 1);
+    word_of(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
+  } else {
+    entries_[place] = entry;
+  }
+}
+
+const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
+  if (const Entry* entry = young_.find(key); entry != nullptr) return entry;
+  return old_.find(key);
+}
+
+Presence PresenceCache::presence_of(const Entry* entry) const {
+  if (entry == nullptr || entry->state == State::kForgotten) return Presence::kUnknown;
+  if (entry->state == State::kAsking) return Presence::kAsked;
+  if (entry->state == State::kPresent) return Presence::kPresent;
+  return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
+}
+
+void PresenceCache::put(const Entry& entry) {
+  if (young_.size() >= most_keys_ / 2) {
+    spent_.emplace_back(most_keys_ / 2);  // first: it may throw
+    std::swap(spent_.back(), old_);
+    std::swap(old_, young_);
+  }
+  young_.put(entry);
+}
+
+Presence PresenceCache::contains(const ChunkKey& key) const {
+  const MutexLock lock(mutex_);
+  return presence_of(find(key));
+}
+
+void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) {
+  const Nanos now = clock_.now();
+  std::vector<Entries> spent;  // destroyed after the lock is released
+  const MutexLock lock(mutex_);
+  spent.swap(spent_);
+  if (era != era_) return;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) {
+      young_.prefetch(keys[i + kAhead]);
+      old_.prefetch(keys[i + kAhead]);
+    }
+    const ChunkKey& key = keys[i];
+    const Presence presence = presence_of(find(key));
+    if (presence != Presence::kUnknown && presence != Presence::kWasAbsent) continue;
+    put({key, now, State::kAsking});
+    asked->push_back(key);
+  }
+}
+
+void PresenceCache::forget_absence(const ChunkKey& key) {
+  const MutexLock lock(mutex_);
+  if (presence_of(find(key)) == Presence::kWasAbsent) put({key, Nanos{0}, State::kForgotten});
+}
+
+void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
+  const Nanos until = clock_.now() + absent_for_;
+  const MutexLock lock(mutex_);
+  if (era != era_) return;  // the keys may have a new lookup by now
+  count_steps(keys.size());
+  for (const ChunkKey& key : keys) {
+    Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
+    if (entry != nullptr && entry->state == State::kAsking) *entry = {key, until, State::kAbsent};
+  }
+}
+
+PresenceCache::Era PresenceCache::era() const {
+  const MutexLock lock(mutex_);
+  return era_;
+}
+
+void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
+  const Nanos now = clock_.now();
+  std::vector<Entries> spent;  // as above
+  const MutexLock lock(mutex_);
+  spent.swap(spent_);
+  if (era != era_) return;
+  const Entry* entry = find(key);
+  if (entry == nullptr || entry->state != State::kAsking) return;
+  if (present) return put({key, Nanos{0}, State::kPresent});
+  const Nanos absent = std::max(kLeastAbsent, kAbsentPerAsking * (now - entry->time));
+  put({key, now + std::min(absent, absent_for_), State::kAbsent});
+}
+
+void PresenceCache::written(const ChunkKey& key, Era era) {
+  std::vector<Entries> spent;  // as above
+  const MutexLock lock(mutex_);
+  spent.swap(spent_);
+  if (era == era_) put({key, Nanos{0}, State::kPresent});
+}
+
+void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) {
+  // Lookups of a prompt do not check every key, so a key that counted as present may be about to be written.
+  const bool vanished = reason == TierRemoval::Reason::kVanished;
+  const Nanos until = clock_.now() + (vanished ? std::min(kLeastAbsent, absent_for_) : absent_for_);
+  const MutexLock lock(mutex_);
+  if (era != era_) return;
+  const Entry* entry = find(key);
+  const bool known = entry != nullptr && entry->state == State::kPresent;
+  if (known) removals_.push_back({key, reason});
+  put({key, until, State::kAbsent});
+}
+
+void PresenceCache::reset() {
+  Forgotten forgotten{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty tables for the new epoch
+  const MutexLock lock(mutex_);
+  forgotten_.push_back(std::move(forgotten));  // the last step that may throw
+  std::swap(forgotten_.back().young, young_);
+  std::swap(forgotten_.back().old, old_);
+  ++era_;
+}
+
+// False for keys that are present again: their new presence was reported.
+bool PresenceCache::was_present(const Forgotten& forgotten, const Entry& entry) const {
+  if (entry.state != State::kPresent) return false;
+  const bool is_old = forgotten.told >= forgotten.young.size();
+  if (is_old && forgotten.young.find(entry.key) != nullptr) return false;  // the young entry is newer
+  return presence_of(find(entry.key)) != Presence::kPresent;
+}
+
+void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
+  const MutexLock lock(mutex_);
+  std::size_t left = kMostRemovals;
+  for (; left > 0 && !removals_.empty(); --left) {
+    removals->push_back(removals_.front());
+    removals_.pop_front();
+  }
+  while (left > 0 && !forgotten_.empty()) {
+    Forgotten& oldest = forgotten_.front();
+    const std::size_t young = oldest.young.size(), all = young + oldest.old.size();
+    for (; left > 0 && oldest.told < all; --left, ++oldest.told) {
+      const Entry& entry = oldest.told < young ? oldest.young[oldest.told] : oldest.old[oldest.told - young];
+      if (was_present(oldest, entry)) removals->push_back({entry.key, TierRemoval::Reason::kReset});
+    }
+    if (oldest.told < all) break;
+    spent_.push_back(std::move(oldest.young));
+    spent_.push_back(std::move(oldest.old));
+    forgotten_.pop_front();
+  }
+  count_steps(kMostRemovals - left);
+}
+
+}  // namespace kv_offload

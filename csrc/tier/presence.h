@@ -1,0 +1,149 @@
+// Presence: which keys a store has records for, as far as this process knows. Catalogue is the interface that
+// PooledTier queries. PresenceCache implements it for stores without a catalogue of their own, which other
+// processes write to and which drop records by their own rules.
+//
+// Threads: any. No call does I/O or waits for a thread that does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/segmented_vector.h"
+#include "base/thread_annotations.h"
+#include "base/types.h"
+#include "base/zeroed_memory.h"
+#include "policy/id_table.h"
+#include "tier/tier.h"
+
+namespace kv_offload {
+
+class Catalogue {
+ public:
+  // Number of an epoch (the time between two resets); 0 where epochs are not distinguished.
+  using Era = std::uint64_t;
+
+  virtual ~Catalogue() = default;
+  // O(1); changes nothing.
+  virtual Presence contains(const ChunkKey& key) const = 0;
+  // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if `era` is
+  // current. Each appended key has a pending lookup until its RecordStore::locate() ended or the lookup is
+  // given up. If memory runs out, that holds for the keys appended so far, provided that *asked had room for
+  // all.
+  virtual void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) = 0;
+  // See Tier.
+  virtual void forget_absence(const ChunkKey& key) = 0;
+  // Ends lookups that failed or never ran. The keys count as absent for now, so that callers do not ask in a
+  // loop. `era`: when the lookup began. Allocates nothing: a lookup that cannot be given up would stay
+  // pending forever.
+  virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
+  virtual void touch(const ChunkKey& key) = 0;
+  virtual void used(const TierUses&) {}  // see Tier
+  // Appends the keys that were removed since the last call.
+  virtual void take_removals(std::vector<TierRemoval>* removals) = 0;
+};
+
+// Bounded: the keys that were updated least recently are forgotten first and become unknown again. Each call
+// is O(1) per key, regardless of the number of known keys: tables of forgotten keys (also after a reset) are
+// set aside, and I/O threads free them without the lock.
+//
+// A present key stays present until a read finds otherwise. An absent key is worth another lookup after some
+// time, because other processes write to the store. That time is kAbsentPerAsking times the latency of the
+// answer: a fast store is seen up to date, and a slow one is not kept busy with lookups. After a read that
+// found no record the time is kLeastAbsent. The result of an op counts only in the epoch that the op was
+// submitted in.
+class PresenceCache final : public Catalogue {
+ public:
+  static constexpr int kAbsentPerAsking = 8;
+  static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
+
+  // `absent_for`: the longest time a key stays absent; also used for keys whose lookup got no answer.
+  PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
+
+  Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
+  void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) override
+      EXCLUDES(mutex_);
+  void forget_absence(const ChunkKey& key) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys, Era era) override EXCLUDES(mutex_);
+  void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
+  void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+
+  Era era() const EXCLUDES(mutex_);
+  // Records the answer of locate(). The result of a write or a read since then is newer and wins.
+  void answered(const ChunkKey& key, bool present, Era era) EXCLUDES(mutex_);
+  void written(const ChunkKey& key, Era era) EXCLUDES(mutex_);  // or read
+  void gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) EXCLUDES(mutex_);
+  // Makes every key unknown. If memory runs out, throws and changes nothing.
+  void reset() EXCLUDES(mutex_);
+
+ private:
+  static constexpr std::size_t kAhead = 8;  // entries prefetched into the CPU cache
+  // Most removals that one take_removals() call reports; the next calls report the rest.
+  static constexpr std::size_t kMostRemovals = 2048;
+  enum class State : std::uint8_t { kForgotten, kAsking, kPresent, kAbsent };
+  struct Entry {
+    ChunkKey key;
+    Nanos time{0};  // kAbsent: until then; kAsking: since then
+    State state = State::kAbsent;
+  };
+  // Entries in insertion order, found by a hash of their keys. The scheduler looks up thousands of keys at
+  // once: a node for each would cost an allocation and a cache miss. It looks them up again in insertion
+  // order, so find() first checks the entry after the last one found, which is already prefetched. If two
+  // keys share one 64-bit hash, only the later one is kept.
+  //
+  // A new prompt has thousands of unknown keys, and each probe of a hash table that other threads write to is
+  // a cache miss. `marks_` is a bitmap with one bit per entry hash, mostly unset. It answers "not here" for
+  // nearly all unknown keys and is small enough to stay in the CPU cache.
+  class Entries {
+   public:
+    explicit Entries(std::size_t most);
+    // Returns null if the key has no entry.
+    const Entry* find(const ChunkKey& key) const;
+    void prefetch(const ChunkKey& key) const;
+    void put(const Entry& entry);  // REQUIRES: size() below `most`, or the key is in it
+    std::size_t size() const { return entries_.size(); }
+    const Entry& operator[](std::size_t at) const { return entries_[at]; }
+
+   private:
+    static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed in vain
+    std::uint32_t place_of(ChunkId id) const;
+    std::uint64_t& word_of(std::size_t mark) const {
+      return static_cast<std::uint64_t*>(marks_.data())[mark / 64];
+    }
+    std::size_t mark_of(ChunkId id) const { return IdTable::tag(id) & (marks_in_all_ - 1); }
+    SegmentedVector<Entry> entries_;
+    std::size_t marks_in_all_;  // a power of two
+    ZeroedMemory marks_;
+    IdTable places_;
+    mutable std::size_t next_ = 0;  // index after the entry found last
+  };
+
+  const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
+  // Puts the key into the young table. When the young table holds half of all keys, the old table is dropped
+  // and the young one becomes the old one.
+  void put(const Entry& entry) REQUIRES(mutex_);
+  // Entries from before a reset. Its present keys have yet to be reported as removed.
+  struct Forgotten {
+    Entries young, old;
+    std::size_t told = 0;  // entries reported so far: the young ones first, then the old ones
+  };
+  bool was_present(const Forgotten& forgotten, const Entry& entry) const REQUIRES(mutex_);
+  Presence presence_of(const Entry* entry) const;
+
+  const Clock& clock_;
+  const Nanos absent_for_;
+  const std::size_t most_keys_;
+  mutable Mutex mutex_;
+  // The young entry of a key is newer than the old one.
+  Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
+  Era era_ GUARDED_BY(mutex_) = 0;
+  std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<Forgotten> forgotten_ GUARDED_BY(mutex_);  // oldest first
+  std::vector<Entries> spent_ GUARDED_BY(mutex_);       // to be freed by I/O threads
+};
+
+}  // namespace kv_offload

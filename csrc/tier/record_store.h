@@ -1,0 +1,93 @@
+// RecordStore: the synchronous half of a tier, implemented once per kind of tier. PooledTier is the shared
+// asynchronous half: threads, deadlines, breakers, completions, presence, speed.
+//
+// A store keeps records under keys, in epochs: a record that was written in one epoch is not found in
+// another. All newly started processes share one epoch. forget() ends the current epoch. begin_epoch() begins
+// one that was never used before: a directory with a higher number in a file system, a random name in each
+// key on a server (named_epochs.h). The new epoch belongs to this process alone, because its weights are no
+// longer those that it was started with. Records in unused epochs are reclaimed in the background or age out.
+//
+// Threads: each method states the threads it may run on. Methods for I/O and upkeep threads may wait for the
+// device. Methods for any thread never wait, because the scheduler calls them. A store may be left with a
+// thread stuck in a call of the first kind. All ops in flight share ownership of the store, so nothing is
+// freed while such a thread uses it.
+//
+// No method throws; failures are returned as a Status. (If a method throws anyway, its op fails with kIo; no
+// thread ends and every op still gets its completion.) A constructor may throw.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "tier/presence.h"
+#include "tier/tier.h"
+
+namespace kv_offload {
+
+class RecordStore {
+ public:
+  // The store's handle for one epoch, the time between two resets. Ops in flight share the epoch that they
+  // were submitted in.
+  struct Epoch {
+    virtual ~Epoch() = default;
+  };
+  using EpochPtr = std::shared_ptr<Epoch>;
+
+  virtual ~RecordStore() = default;
+
+  // ---- I/O threads, several at once. `epoch` is never null. Each call ends within a time bound, or is
+  // stuck. kIo, kTimeout and kNoSpace with an errno count as device failures; several in a row open the
+  // breaker. These do not count: kTimeout with EBUSY (another process was in the way), kIo with ENOENT
+  // (another program removed something that the store recreates), and kUnavailable (a part of the store that
+  // failed before is backing off, and the rest keeps working).
+  //
+  // Writes a record. Sets `moved` to the payload's bytes if the device moved them. A record that already
+  // exists returns ok with 0, or with its bytes if the store cannot detect that it wrote nothing. Leaves a
+  // whole record or none: no partial record is ever found under the key.
+  virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
+  // Ok: the shards hold the record's bytes, verified. kNotFound: there is no record. kCorrupt: the record is
+  // proven wrong; it was removed, unless another one replaced it meanwhile. Any other status is a device
+  // failure, and the record stays.
+  virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
+  // Finds which keys have a record. Sets (*present)[i] for every key when ok. With KeyOrder::kPrefix, a store
+  // may answer without checking each key: it assumes that keys before a present one are present, and keys
+  // after a missing one are missing. (Where that is wrong, a read finds no record, or an overlooked chunk is
+  // recomputed.) In a store of several parts, one part that answers is enough; records on the other parts
+  // count as missing for now.
+  virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                        std::vector<bool>* present) = 0;
+  // Returns how many keys one locate() call takes. More keys than that are looked up by several threads at
+  // once.
+  virtual std::size_t keys_per_locate(KeyOrder order) const = 0;
+
+  // ---- upkeep threads
+  //
+  // Runs once, before the other upkeep calls: slow work that must not delay the start of a server.
+  virtual void start() {}
+  // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
+  // be lost; a call that has not noticed stop() yet may be running concurrently.
+  virtual void maintain() = 0;
+  // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
+  // itself.
+  virtual Status begin_epoch() = 0;
+  // False for a store that others fill and that cannot distinguish older records from later ones. Such a
+  // store has no epoch after forget(), and begin_epoch() is never called again.
+  virtual bool can_reset() const { return true; }
+
+  // ---- any thread; never waits
+  virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
+  virtual void forget() = 0;
+  virtual void stop() {}  // makes slow calls give up soon
+  // Releases locks and connections. No op can arrive after this call.
+  virtual void close() = 0;
+  virtual void figures(TierStats* stats) const = 0;
+  // Returns the store's own exact catalogue. Null: PooledTier keeps what it learns in a PresenceCache.
+  virtual Catalogue* catalogue() { return nullptr; }
+};
+
+}  // namespace kv_offload

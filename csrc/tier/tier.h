@@ -1,0 +1,166 @@
+// Tier: a storage level below host memory that keeps records. Batched asynchronous verbs; every op ends in
+// exactly one Completion with one Status.
+//
+// The tier owns its catalogue (keys, sizes, eviction order), its bound (max_bytes, never exceeded: space is
+// reserved before a write) and its threads. An op owns the rows of its shards until its completion was
+// polled. It keeps their memory mapped (TierOp::memory) as long as a thread may touch it, even after close().
+// No callback ever runs on a tier's thread: the caller's thread polls for results.
+//
+// Threads: only one thread (the scheduler's) may call submit, cancel, poll, contains, prefetch_presence,
+// touch, used, reset and stats. The tier's own threads are internal.
+//
+// tests/cpp/tier/tier_conformance_test.cc checks this contract for every kind of tier.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/types.h"
+#include "policy/eviction_policy.h"
+#include "record/record_op.h"
+
+namespace kv_offload {
+
+using OpId = std::uint64_t;
+
+struct TierOp : RecordOp {
+  OpId id = 0;  // chosen by the caller, unique among its ops in flight
+  OpKind kind = OpKind::kRead;
+  EntryInfo about;  // input of the tier's eviction policy
+  // The memory that holds the shards. The op shares ownership until no thread can touch the shards.
+  std::shared_ptr<const void> memory{};
+  // Absolute time after which the op is not started and completes kExpired. 0 = none.
+  Nanos deadline{0};
+  // Write: complete with kDeclined rather than evict a record of the same request (about.request). Set for
+  // chunks that were just stored: the end of a prompt is not worth evicting its beginning.
+  bool may_decline = false;
+};
+
+// A request used a chunk in host memory. Counts for recency like a read of its record.
+struct TierUse {
+  ChunkKey key;
+  EntryInfo about;
+};
+using TierUses = std::shared_ptr<const std::vector<TierUse>>;
+
+struct Completion {
+  OpId id = 0;
+  OpKind kind = OpKind::kRead;
+  ChunkKey key;
+  Status status;
+  std::uint64_t bytes = 0;  // payload bytes moved when ok
+  double seconds = 0;       // start to end on the device, without queue time
+  double queued_seconds = 0;
+};
+
+// Meaning of the order of a list of keys.
+enum class KeyOrder : std::uint8_t {
+  kNone,    // nothing
+  kPrefix,  // chunks of one prompt, from the left: a chunk is not stored or usable without those before it
+};
+
+enum class Presence : std::uint8_t {
+  kAbsent,
+  kPresent,
+  kUnknown,  // not looked up yet
+  kAsked,    // a lookup is pending: the caller can only wait
+  // Absent when last looked up, a while ago. A caller that has not asked yet should ask again.
+  kWasAbsent,
+};
+
+// Why a tier no longer holds a key; for events and miss reasons.
+struct TierRemoval {
+  ChunkKey key;
+  enum class Reason : std::uint8_t { kEvicted, kCorrupt, kVanished, kReset } reason = Reason::kEvicted;
+};
+
+struct TierStats {
+  std::uint64_t bytes = 0;           // used on the root in total: records, temporaries, old namespaces
+  std::uint64_t capacity_bytes = 0;  // max_bytes
+  std::uint64_t chunks = 0;          // records in this namespace's catalogue
+  std::uint64_t evicted_bytes = 0;   // running total
+  std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
+  std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
+  double oldest_read_seconds = 0, oldest_write_seconds = 0;
+  bool names_complete = false;  // the startup scan has found the names of all records
+  bool scan_complete = false;   // the startup scan also knows their sizes and order of use
+  bool readable = true;         // reads are accepted now: the breaker is closed or due for a probe
+  bool writable = true;         // the same for writes
+  bool is_shared = true;        // can find other processes' records: false after a reset of this one
+  bool apart = false;  // another process was reset and this one was not: they no longer share records
+  // File tiers: how often the tier recreated something that another program removed (the root, a directory or
+  // a file in it), and the bytes of files that another program removed. Totals.
+  std::uint64_t rebuilds = 0, lost_bytes = 0;
+  std::uint64_t breaker_trips = 0;
+  // Ops that ran longer than the tier allows. Each op counts once, also after it has ended.
+  std::uint64_t read_timeouts = 0, write_timeouts = 0;
+  // Bytes that successful ops moved on the tier: header, encoded payload, padding. Running totals.
+  std::uint64_t read_record_bytes = 0, written_record_bytes = 0;
+  // Tiers that can encode their records (compression_choice.h); totals.
+  bool may_encode = false, encodes = false;  // ever; for the next record
+  double encode_seconds = 0, decode_seconds = 0;
+  std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // encoded records: size before and after
+};
+
+class Tier {
+ public:
+  virtual ~Tier() = default;                  // calls close()
+  virtual std::string_view name() const = 0;  // the label, e.g. "fs"
+
+  // Accepts all ops. A tier that is closing completes them with kUnavailable. Never blocks on storage. Ops
+  // run in order within a kind; reads run before writes. An op belongs to the epoch (the time between two
+  // resets) in which it was submitted. However late it runs, it neither finds nor leaves a record in another
+  // epoch.
+  virtual void submit(std::vector<TierOp> ops) = 0;
+  // Cancels a queued op that has not started. Returns true if the op was still queued; it then completes
+  // kCancelled. Returns false if it is running or done; its completion arrives as usual.
+  virtual bool cancel(OpId id) = 0;
+  // Appends the ops that finished and the keys that were removed since the last call. Never blocks.
+  virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
+
+  // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
+  // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns
+  // kUnknown or kAsked while reads are switched off, because a lookup would get no answer.
+  virtual Presence contains(const ChunkKey& key) const = 0;
+  // Turns kWasAbsent of a key into kUnknown before the key is looked up again, so that no caller takes the
+  // stale answer for the new one. O(1).
+  virtual void forget_absence(const ChunkKey&) {}
+  // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
+  // kAsked once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
+  virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
+  // Recency: the key was in use elsewhere until now.
+  virtual void touch(const ChunkKey& key) = 0;
+  // The uses of one scheduler step, oldest first. O(1): applied in the background, before the next eviction.
+  // A tier without its own eviction order ignores it.
+  virtual void used(const TierUses&) {}
+  // Invalidates all records: from this call on, neither this process nor any process started later finds an
+  // older record. The bytes are reclaimed in the background. Records written after it hold data of this
+  // process's memory (new weights, in place), so no process started later finds them either. Not ok: the tier
+  // could not yet hide the records from processes started later. This process has still forgotten them. The
+  // tier retries on its own and accepts no records (kUnavailable, writable is false) until it succeeds; the
+  // caller does not need to retry. A tier that other processes fill may be unable to reset; it then serves no
+  // more records to this process.
+  virtual Status reset() = 0;
+  virtual TierStats stats() const = 0;
+  // Returns whether records are encoded now, and why, as text for people. Empty if this tier never encodes
+  // records.
+  virtual std::string about_codec() const { return {}; }
+  // Refuses new ops, cancels queued ops, finishes running ops, joins the threads. Idempotent; poll() still
+  // returns what completed. A thread that does not return in a bounded time (a hung mount) is detached and
+  // shares ownership of all of the tier that it touches. The row of an op that has not completed after
+  // close() may still be written to: do not free or reuse it.
+  virtual void close() = 0;
+
+  // Returns the estimated seconds until a read of `bytes` submitted now would complete, queue included; 0 if
+  // unknown.
+  virtual double estimate_read_seconds(std::uint64_t bytes) const = 0;
+};
+
+}  // namespace kv_offload

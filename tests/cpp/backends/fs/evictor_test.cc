@@ -1,0 +1,310 @@
+// Victim selection for a write. A write of an ended epoch evicts nothing, and records that can no longer be
+// hit are evicted first.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <memory>
+#include <new>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "backends/fs/store.h"
+#include "base/thread_annotations.h"
+#include "faulty_file_ops.h"
+#include "fixture.h"
+#include "tier/encoded_medium.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+// The reset happens while the write waits for the ledger lock; the other namespace owns the whole root.
+TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FaultyFileOps ops;
+  FakeClock clock;
+  FsTierOptions other = options_for(root, std::uint64_t{1} << 20);
+  other.namespace_id.fill(0x22);
+  FsStore theirs(other, ops, clock);
+  Row row({16384});
+  std::uint64_t moved = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  for (std::uint32_t i = 0; i < 200; ++i) {
+    op.key = key_of(i);
+    ASSERT_TRUE(theirs.write(op, theirs.epoch(), &moved));
+  }
+  FsStore ours(options_for(root, std::uint64_t{1} << 20), ops, clock);
+  ours.start();
+  ours.maintain();
+  const std::size_t before = records_in(root).size();
+  const RecordStore::EpochPtr epoch = ours.epoch();
+  op.key = key_of(1000);
+  ops.set_rule([&](Call call) -> int {
+    if (call == Call::kFlock && ours.epoch()) ours.forget();
+    return 0;
+  });
+  EXPECT_EQ(ours.write(op, epoch, &moved).kind(), StatusKind::kCancelled);
+  ops.clear();
+  EXPECT_EQ(records_in(root).size(), before);
+  ASSERT_TRUE(ours.begin_epoch());
+  EXPECT_TRUE(ours.write(op, ours.epoch(), &moved)) << "the control";
+  EXPECT_LE(records_in(root).size(), before);
+  for (FsStore* store : {&ours, &theirs}) store->close();
+}
+
+// Until its records are known, the server must not evict its own: any of them may be worth keeping.
+TEST(EvictorTest, a_new_server_writes_at_once_to_a_root_full_of_records_from_before_a_reset) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  const FsTierOptions options = options_for(root, std::uint64_t{1} << 20);
+  Row row({16384});
+  std::uint64_t moved = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  const auto fill = [&](bool reset) {
+    FsStore before(options, posix_file_ops(), clock);
+    before.start();
+    for (std::uint32_t i = 0; i < 60; ++i) {
+      op.key = key_of(i);
+      ASSERT_TRUE(before.write(op, before.epoch(), &moved));
+    }
+    if (reset) {
+      before.forget();
+      ASSERT_TRUE(before.begin_epoch());
+    }
+    before.close();
+  };
+  fill(true);
+  const std::size_t left = records_in(root).size();
+  ASSERT_GT(left, 20u);
+  {
+    FsStore store(options, posix_file_ops(), clock);
+    for (std::uint32_t i = 0; i < 10; ++i) {
+      op.key = key_of(i);
+      ASSERT_TRUE(store.write(op, store.epoch(), &moved)) << i;
+      EXPECT_LE(du(root), options.max_bytes);
+    }
+    EXPECT_GT(records_in(root).size(), left / 2) << "a waiting write evicts only what it needs";
+    store.start();
+    EXPECT_EQ(records_in(root).size(), 10u);
+    store.close();
+  }
+  fill(false);
+  FsStore store(options, posix_file_ops(), clock);
+  op.key = key_of(1000);
+  EXPECT_EQ(store.write(op, store.epoch(), &moved).kind(), StatusKind::kNoSpace) << "the control";
+  store.close();
+}
+
+// Makes some records unremovable.
+class UnremovableRecords : public FaultyFileOps {
+ public:
+  void keep(const std::string& path) { kept_.insert(path); }
+  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
+    return kept_.contains(from) ? -EACCES : FaultyFileOps::rename(directory, from, to, keep_existing);
+  }
+  int unlink(int directory, const std::string& path) override {
+    return kept_.contains(path) ? -EACCES : FaultyFileOps::unlink(directory, path);
+  }
+
+ private:
+  std::set<std::string> kept_;
+};
+
+// A full root of 1 MiB. A server of another namespace wrote records 0 to 199.
+class EvictorBesideAnother : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    other_.namespace_id.fill(0x22);
+    theirs_ = std::make_unique<FsStore>(other_, posix_file_ops(), clock_);
+    for (std::uint32_t i = 0; i < 200; ++i) ASSERT_TRUE(write(*theirs_, i, row_));
+    ours_ = std::make_unique<FsStore>(options_, ops_, clock_);
+    ours_->start();
+    ours_->maintain();
+    for (std::uint32_t i = 1000; i < 1010; ++i) ASSERT_TRUE(write(*ours_, i, row_));
+  }
+  void TearDown() override {
+    for (FsStore* store : {ours_.get(), theirs_.get()}) store->close();
+  }
+  static Status write(FsStore& store, std::uint32_t number, const Row& row) {
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(number);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    return store.write(op, store.epoch(), &moved);
+  }
+  std::size_t records_of_theirs() const { return records_in(root_ + "/" + std::string(64, '2')).size(); }
+
+  static constexpr std::uint64_t kPayload = 16384;
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  UnremovableRecords ops_;
+  FsTierOptions options_ = options_for(root_, std::uint64_t{1} << 20), other_ = options_;
+  Row row_{{kPayload}};
+  std::unique_ptr<FsStore> theirs_, ours_;
+};
+
+TEST_F(EvictorBesideAnother, unremovable_own_records_cost_others_nothing) {
+  for (std::uint32_t i = 1000; i < 1010; ++i)
+    ops_.keep(layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
+  const std::size_t before = records_of_theirs();
+  ASSERT_GT(before, 10u);
+  for (std::uint32_t i = 2000; i < 2005; ++i) {
+    const Status status = write(*ours_, i, row_);
+    EXPECT_EQ(status.error_number(), EACCES) << status.to_string();
+  }
+  EXPECT_EQ(records_of_theirs(), before);
+}
+
+// The record and the write's reservation together exceed the bound, although the record alone is below
+// max_bytes.
+TEST_F(EvictorBesideAnother, a_record_that_can_never_fit_evicts_nothing) {
+  const Row large({options_.max_bytes - 40960});
+  const std::size_t before = records_in(root_).size();
+  ASSERT_GT(before, 10u);
+  EXPECT_EQ(write(*ours_, 2000, large).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(records_in(root_).size(), before);
+  EXPECT_TRUE(write(*ours_, 2001, row_)) << "the control";
+}
+
+// Its share follows the stored size of its records, an eighth of their raw size.
+TEST(EvictorTest, a_server_with_encoded_records_gets_its_whole_share) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  FsTierOptions options = options_for(root, std::uint64_t{16} << 20), other = options;
+  other.namespace_id.fill(0x22);
+  options.form.compression = always_encoded();
+  other.form.compression = always_encoded();
+  FsStore first(options, posix_file_ops(), clock);
+  Row row({65536 - 4096});
+  std::uint64_t moved = 0, number = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  TierStats stats;
+  const auto write_next = [&](FsStore& store) {
+    op.key = key_of(static_cast<std::uint32_t>(number++));
+    ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+    store.figures(&stats);
+  };
+  while (stats.evicted_bytes == 0 && !::testing::Test::HasFatalFailure()) write_next(first);
+  const std::uint64_t all = stats.chunks;
+  FsStore second(other, posix_file_ops(), clock);
+  second.start();
+  for (std::uint64_t i = 0; i < all && !::testing::Test::HasFatalFailure(); ++i) {
+    if (i % 16 == 0) {
+      clock.advance(std::chrono::seconds(1));
+      second.maintain();
+      first.maintain();
+    }
+    write_next(second);
+  }
+  EXPECT_GT(stats.chunks, all / 3) << "of " << all << " that fit";
+  EXPECT_LE(du(root), options.max_bytes);
+  for (FsStore* store : {&first, &second}) store->close();
+}
+
+// Measures the most file system calls of this thread under one hold of one mutex.
+class CallsPerLock : public Mutex::Watcher {
+ public:
+  explicit CallsPerLock(FaultyFileOps& ops) : ops_(ops) { Mutex::watch(this); }
+  ~CallsPerLock() override { Mutex::watch(nullptr); }
+  void locked(const Mutex& mutex) override { begun_[&mutex] = ops_.calls_here(); }
+  void unlocking(const Mutex& mutex) override {
+    most_ = std::max(most_, ops_.calls_here() - std::exchange(begun_[&mutex], 0));
+  }
+  int most() const { return most_; }
+
+ private:
+  FaultyFileOps& ops_;
+  std::map<const Mutex*, int> begun_;
+  int most_ = 0;
+};
+
+// `find -delete` removes the oldest records of a full root, or all of them.
+class EvictorMeetsMissingRecords : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    store_ = std::make_unique<FsStore>(options_for(root_, kBound), ops_, clock_);
+    store_->start();
+    store_->maintain();
+    TierStats stats;
+    for (; stats.evicted_bytes == 0; ++count_) {
+      ASSERT_TRUE(write());
+      store_->figures(&stats);
+    }
+  }
+  void TearDown() override { store_->close(); }
+  Status write() {
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(next_++);
+    op.shards = row_.shards();
+    std::uint64_t moved = 0;
+    return store_->write(op, store_->epoch(), &moved);
+  }
+  void remove_first(std::uint32_t count) {
+    for (std::uint32_t i = 0; i < count; ++i) {
+      fs::remove(root_ + "/" + std::string(64, '1') + "/g1/" +
+                 layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
+    }
+  }
+
+  static constexpr std::uint64_t kBound = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kPayload = 4096;
+  // Two calls for each missing record, plus the other calls of a write.
+  static constexpr int kMostCallsPerLock = 2 * 64 + 64;
+  static constexpr int kMostCalls = 2 * 8 * 64 + 256;
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  FaultyFileOps ops_;
+  Row row_{{kPayload}};
+  std::unique_ptr<FsStore> store_;
+  std::uint32_t next_ = 0, count_ = 0;
+};
+
+TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_missing_records) {
+  constexpr std::uint32_t kMissing = 300;
+  ASSERT_GT(count_, 2 * kMissing);
+  remove_first(kMissing);
+  const CallsPerLock calls(ops_);
+  const int before = ops_.calls_here();
+  EXPECT_TRUE(write()) << "an existing record was evicted";
+  EXPECT_GT(ops_.calls_here() - before, static_cast<int>(kMissing)) << "the control";
+  EXPECT_LE(calls.most(), kMostCallsPerLock);
+}
+
+TEST_F(EvictorMeetsMissingRecords,
+       a_write_gives_up_after_many_missing_records_and_the_next_count_forgets_them_all) {
+  ASSERT_GT(2 * count_, static_cast<std::uint32_t>(kMostCalls)) << "too few records to reach the limit";
+  remove_first(count_);
+  int before = ops_.calls_here();
+  const Status status = write();
+  EXPECT_EQ(status.error_number(), ENOENT) << status.to_string();
+  EXPECT_LE(ops_.calls_here() - before, kMostCalls);
+  clock_.advance(std::chrono::minutes(1));
+  store_->maintain();
+  TierStats stats;
+  store_->figures(&stats);
+  EXPECT_EQ(stats.chunks, 0u);
+  before = ops_.calls_here();
+  EXPECT_TRUE(write());
+  EXPECT_LE(ops_.calls_here() - before, kMostCallsPerLock);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,128 @@
+// Limits the work under the lock of the records: the scheduler's thread waits for that lock.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "backends/fs/known_records.h"
+#include "rounds.h"
+#include "step_watch.h"
+#include "tier/presence.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+// The blocks of a table fill up at about the same time, so one hold may split some blocks of several tables.
+// One step takes a few nanoseconds.
+constexpr std::uint64_t kMostSteps = 32 * SplitTable::kCells / 2;
+
+ChunkKey held_key(std::uint64_t number) {
+  std::uint64_t words[4] = {};
+  std::uint64_t state = number + 1;
+  for (std::uint64_t& word : words) {
+    state += 0x9E3779B97F4A7C15ull;
+    word = (state ^ state >> 29) * 0xBF58476D1CE4E5B9ull;
+    word ^= word >> 32;
+  }
+  char bytes[36] = {};
+  std::memcpy(bytes, words, sizeof(words));
+  return ChunkKey::unchecked(bytes, sizeof(bytes));
+}
+
+class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
+ protected:
+  std::shared_ptr<Generation> begin(std::uint64_t number) {
+    auto generation = std::make_shared<Generation>();
+    generation->number = number;
+    EXPECT_TRUE(records_.begin(generation, *records_.next(), KnownRecords::Extent::kSome));
+    return generation;
+  }
+  static std::vector<FoundRecord> found(std::uint64_t count) {
+    std::vector<FoundRecord> found;
+    for (std::uint64_t i = 0; i < count; ++i) found.push_back({held_key(i), 8192, 8192, 0});
+    return found;
+  }
+  // The most steps in one hold while this many records are found by a scan, used, reported and forgotten.
+  std::uint64_t most_of_a_life(std::uint64_t count) {
+    const StepWatch watch;
+    const auto generation = begin(count);
+    const std::vector<FoundRecord> all = found(count);
+    records_.adopt_names(generation, all, false, go_on_);
+    std::vector<KnownRecords::LastUse> order;
+    for (std::uint32_t i = 0; i < count; ++i) order.push_back({i, i});
+    records_.adopt_in_order(generation, all, order, true, go_on_);
+    EXPECT_TRUE(records_.unknown_of(all).empty());
+    for (std::uint64_t i = 0; i < count; i += 2) records_.touch(held_key(i));
+    std::shared_ptr<Generation> of;
+    EXPECT_EQ(records_.take_touched(&of).size(), (count + 1) / 2);
+    auto uses = std::make_shared<std::vector<TierUse>>();
+    for (std::uint64_t i = 0; i < count; ++i) uses->push_back({held_key(i), {.request = 1}});
+    records_.used(uses);
+    records_.apply_uses();
+    for (std::uint64_t i = 0; i < count; i += 10)
+      records_.remove(held_key(i), generation, TierRemoval::Reason::kCorrupt);
+    EXPECT_LT(steps_of([&] { records_.reset(); }), kMostSteps);
+    std::vector<TierRemoval> removals;
+    for (std::size_t before = 1; before != removals.size();) {
+      before = removals.size();
+      records_.take_removals(&removals);
+      EXPECT_LE(removals.size() - before, KnownRecords::kMostRemovals);
+    }
+    EXPECT_EQ(removals.size(), count) << "each once";
+    records_.free_unused();
+    EXPECT_GT(watch.holds(), 3 * count / KnownRecords::kRecordsPerLock);
+    return watch.most();
+  }
+
+  FakeClock clock_;
+  KnownRecords records_{GetParam(), clock_};
+  const std::atomic<bool> go_on_{false};
+};
+
+TEST_P(HeldRecordsTest, no_hold_of_the_lock_grows_with_ten_times_as_many_records) {
+  const auto many = static_cast<std::uint64_t>(rounds(1'000'000));
+  EXPECT_LT(most_of_a_life(many / 10), kMostSteps);
+  EXPECT_LT(most_of_a_life(many), kMostSteps);
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "prefix"));
+
+// The scheduler's thread adds uses and takes removals; other threads may be late to apply them.
+TEST(HeldUsesTest, uses_that_nobody_applies_are_dropped_a_few_at_a_time) {
+  FakeClock clock;
+  KnownRecords records("lru", clock);
+  const auto one = std::make_shared<std::vector<TierUse>>(1, TierUse{held_key(1), {}});
+  for (std::size_t step = 0; step < KnownRecords::kMostUses - 1; ++step) {
+    ASSERT_LT(steps_of([&] { records.used(one); }), kMostSteps);
+  }
+  const auto many = std::make_shared<std::vector<TierUse>>(KnownRecords::kMostUses, TierUse{held_key(2), {}});
+  EXPECT_LE(steps_of([&] { records.used(many); }), KnownRecords::kMostUseLists);
+}
+
+TEST(HeldPresenceTest, no_hold_of_the_lock_grows_with_more_keys) {
+  FakeClock clock;
+  std::vector<ChunkKey> keys;
+  for (int i = 0; i < rounds(600'000); ++i) keys.push_back(held_key(static_cast<std::uint64_t>(i)));
+  PresenceCache presence(clock, std::chrono::seconds(1), std::max<std::size_t>(keys.size() * 5 / 6, 8));
+  const StepWatch watch;
+  std::vector<ChunkKey> asked;
+  for (std::size_t at = 0; at < keys.size(); at += 64) {
+    presence.begin_asking(std::span(keys).subspan(at, std::min<std::size_t>(64, keys.size() - at)), 0,
+                          &asked);
+  }
+  for (const ChunkKey& key : asked) presence.answered(key, true, 0);
+  EXPECT_LT(steps_of([&] { presence.reset(); }), kMostSteps);
+  std::vector<TierRemoval> removals;
+  for (std::size_t calls = 0; calls < keys.size() / 1000 + 2; ++calls) {
+    const std::size_t before = removals.size();
+    presence.take_removals(&removals);
+    EXPECT_LT(removals.size() - before, kMostSteps);
+  }
+  EXPECT_GT(removals.size(), keys.size() / 3) << "all that were not forgotten before";
+  EXPECT_LT(watch.most(), kMostSteps);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,151 @@
+// Starts on a root whose own files are damaged.
+#include "backends/fs/open.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "backends/fs/store.h"
+#include "faulty_file_ops.h"
+#include "fixture.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+class FsOpenTest : public ::testing::Test {
+ protected:
+  FsOpenTest() {
+    options_.warn = [this](const std::string& line) { warnings_.push_back(line); };
+    TierUser user(options_);
+    EXPECT_TRUE(user.write(1));
+  }
+  static std::string content(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  void put(const std::string& path, const std::string& text) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+    warnings_.clear();
+  }
+  // Returns the error message, or "" if the tier opens and finds its record.
+  std::string start() {
+    try {
+      TierUser user(options_);
+      EXPECT_TRUE(user.has(1));
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root", root_file_ = root_ + "/kv_offload.json";
+  std::string namespace_file_ = root_ + "/" + std::string(64, '1') + "/namespace.json";
+  FsTierOptions options_ = options_for(root_);
+  std::vector<std::string> warnings_;
+};
+
+TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_causes_one_warning_and_no_failure) {
+  for (const std::string& path : {root_file_, namespace_file_}) {
+    const std::string whole = content(path);
+    for (std::size_t at = 0; at < whole.size(); ++at) {
+      std::string damaged = whole;
+      damaged[at] = static_cast<char>(damaged[at] ^ (1 << (at % 8)));
+      put(path, damaged);
+      EXPECT_EQ(start(), "") << path << " byte " << at;
+      EXPECT_EQ(warnings_.size(), 1u) << path << " byte " << at;
+      EXPECT_EQ(content(path), whole);
+    }
+  }
+}
+
+TEST_F(FsOpenTest, the_ledger_distinguishes_a_damaged_format_number_from_another_format) {
+  std::string three = content(root_file_);
+  three[three.find('2')] = '3';
+  put(root_file_, three);
+  EXPECT_EQ(start(), "");
+  put(root_file_, three);
+  fs::remove(root_ + "/ledger");
+  EXPECT_NE(start().find("another format"), std::string::npos);
+  EXPECT_EQ(content(root_file_), three);
+}
+
+TEST_F(FsOpenTest, torn_and_emptied_files_are_created_again) {
+  for (const std::string& text : {std::string(), std::string(40, '\0'), std::string("\x7f\x45\x4c")}) {
+    put(root_file_, text);
+    EXPECT_EQ(start(), "");
+    EXPECT_EQ(warnings_.size(), 1u);
+  }
+}
+
+TEST_F(FsOpenTest, a_foreign_file_is_refused_and_left_unchanged) {
+  for (const std::string& text : {std::string("{\"format\": 9}"), std::string("{\"kind\": \"other\"}\n")}) {
+    put(root_file_, text);
+    EXPECT_NE(start().find("another format"), std::string::npos);
+    EXPECT_EQ(content(root_file_), text);
+    EXPECT_TRUE(warnings_.empty());
+  }
+}
+
+TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_replaced_by_a_count) {
+  put(root_ + "/ledger", "KVOLEDG2" + std::string(96, '\1'));
+  TierUser user(options_);
+  user.wait_for_scan();
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+  EXPECT_TRUE(user.write(2));
+}
+
+// A root that others have open is not counted, so a server adds its new files to the total itself.
+TEST_F(FsOpenTest, files_created_at_start_alongside_other_servers_are_in_the_total) {
+  FakeClock clock;
+  options_.clock = &clock;
+  FsStore one(options_, posix_file_ops(), clock);
+  one.start();
+  FsTierOptions other = options_;
+  other.namespace_id.fill(0x22);
+  FsStore two(other, posix_file_ops(), clock);
+  FsStore same(other, posix_file_ops(), clock);  // adds nothing
+  TierStats stats;
+  same.figures(&stats);
+  EXPECT_EQ(stats.bytes, du(root_));
+  for (FsStore* store : {&same, &two, &one}) store->close();
+}
+
+TEST_F(FsOpenTest, files_created_by_a_reset_are_in_the_total) {
+  FakeClock clock;
+  FsStore store(options_, posix_file_ops(), clock);
+  store.start();
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  TierStats stats;
+  store.figures(&stats);
+  EXPECT_EQ(stats.bytes, du(root_));
+  store.close();
+}
+
+class FullDisk final : public FaultyFileOps {
+ public:
+  int statvfs(int, SpaceInfo* info) override {
+    *info = {};
+    return 0;
+  }
+};
+
+TEST_F(FsOpenTest, a_disk_without_space_for_one_record_is_reported_at_start) {
+  {
+    TierUser user(options_);
+    for (std::uint32_t i = 2; i < 20; ++i) EXPECT_TRUE(user.write(i));
+  }
+  FullDisk full;
+  options_.file_ops = &full;
+  EXPECT_EQ(start(), "") << "existing records can be evicted";
+  options_.root_dir = dir_.path() + "/other";
+  EXPECT_NE(
+      start().find("free; even a small record needs 68.0 KiB; free some space or set root_dir elsewhere"),
+      std::string::npos);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,222 @@
+#include "backends/fs/root.h"
+
+#include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include <cstring>
+
+#include "fixture.h"
+#include "tier/sealed_medium.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+class FsRootTest : public ::testing::Test {
+ protected:
+  FsRootTest() {
+    TierUser user(options_for(root_));
+    for (std::uint32_t i = 0; i < 6; ++i) EXPECT_TRUE(user.write(i, {5000, 4096}));
+    FsTierOptions other = options_for(root_);
+    other.namespace_id.fill(0x22);
+    other.namespace_json = "{}";
+    TierUser second(other);
+    EXPECT_TRUE(second.write(1));
+  }
+  void flip(std::uint32_t number, std::streamoff at) {
+    std::fstream file(path_of(root_, number), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(at);
+    file.put('!');
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+};
+
+TEST_F(FsRootTest, stat_reports_the_content) {
+  std::ofstream(root_ + "/.tmp-1-00-1") << "x";
+  FsRoot root(root_);
+  const RootInfo info = root.stat();
+  EXPECT_EQ(info.bytes, du(root_));
+  EXPECT_EQ(info.records, 7u);
+  EXPECT_EQ(info.temporaries, 1u);
+  ASSERT_EQ(info.namespaces.size(), 2u);
+  EXPECT_EQ(info.namespaces[0].id, std::string(64, '1'));
+  EXPECT_EQ(info.namespaces[0].records, 6u);
+  EXPECT_EQ(info.namespaces[0].generation, 1u);
+  EXPECT_NE(info.namespaces[0].json.find("bf16"), std::string::npos);
+  EXPECT_LE(info.namespaces[0].oldest_unix_nanos, info.namespaces[0].newest_unix_nanos);
+  EXPECT_FALSE(info.namespaces[0].open);
+}
+
+TEST_F(FsRootTest, lists_records_of_one_namespace_or_all) {
+  FsRoot root(root_);
+  std::size_t all = 0, one = 0;
+  for (auto cursor = root.records(std::nullopt); cursor.next();) ++all;
+  for (auto cursor = root.records(std::string(64, '2')); auto record = cursor.next();) {
+    ++one;
+    EXPECT_EQ(record->key, key_of(1).hex());
+    EXPECT_EQ(record->bytes, 12288u);
+    EXPECT_TRUE(fs::exists(record->path));
+  }
+  EXPECT_EQ(all, 7u);
+  EXPECT_EQ(one, 1u);
+  EXPECT_THROW(root.records("nothing"), InvalidArgument);
+}
+
+TEST_F(FsRootTest, verify_finds_damage_and_repair_removes_it) {
+  FsRoot root(root_);
+  std::uint64_t seen = 0;
+  EXPECT_TRUE(root.verify(false,
+                          [&](std::uint64_t done, std::uint64_t all) {
+                            EXPECT_EQ(done, ++seen);
+                            EXPECT_EQ(all, 7u);
+                          })
+                  .empty());
+  flip(2, 5000);
+  flip(3, 100);
+  fs::resize_file(path_of(root_, 4), 4096);
+  auto damaged = root.verify(false, {});
+  ASSERT_EQ(damaged.size(), 3u);
+  for (const DamagedRecord& record : damaged) {
+    EXPECT_EQ(record.kind, StatusKind::kCorrupt);
+    EXPECT_FALSE(record.removed);
+    EXPECT_FALSE(record.message.empty());
+    EXPECT_TRUE(fs::exists(record.path));
+  }
+  damaged = root.verify(true, {});
+  EXPECT_EQ(damaged.size(), 3u);
+  EXPECT_EQ(root.stat().records, 4u);
+  EXPECT_TRUE(root.verify(false, {}).empty());
+  TierUser user(options_for(root_));
+  user.wait_for_scan();
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+}
+
+TEST_F(FsRootTest, verify_finds_records_that_no_lookup_can_find) {
+  const fs::path misplaced = path_of(root_, 1).parent_path() / path_of(root_, 2).filename();
+  fs::rename(path_of(root_, 2), misplaced);
+  const fs::path misspelt = path_of(root_, 3).parent_path() / "abc.rec";
+  fs::rename(path_of(root_, 3), misspelt);
+  FsRoot root(root_);
+  const auto damaged = root.verify(true, {});
+  ASSERT_EQ(damaged.size(), 2u);
+  for (const DamagedRecord& record : damaged) EXPECT_TRUE(record.removed) << record.path;
+  EXPECT_FALSE(fs::exists(misplaced));
+  EXPECT_FALSE(fs::exists(misspelt));
+  EXPECT_TRUE(root.verify(false, {}).empty());
+}
+
+TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_in_use) {
+  FsRoot root(root_);
+  TierUser user(options_for(root_));
+  user.wait_for_scan();
+  const std::uint64_t before = du(root_);
+  const auto [records, bytes] = root.purge(std::string(64, '2'));
+  EXPECT_EQ(records, 1u);
+  EXPECT_EQ(bytes, before - du(root_));
+  EXPECT_FALSE(fs::exists(root_ + "/" + std::string(64, '2')));
+  EXPECT_TRUE(user.read(1, {5000, 4096}));
+  EXPECT_EQ(root.purge(std::nullopt).first, 6u);
+  EXPECT_EQ(user.read(1, {5000, 4096}).kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(user.write(9));
+  EXPECT_TRUE(user.read(9));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+}
+
+TEST_F(FsRootTest, a_directory_that_is_not_a_root_is_refused) {
+  EXPECT_THROW(FsRoot(dir_.path()), InvalidArgument);
+  EXPECT_THROW(FsRoot(dir_.path() + "/nothing"), InvalidArgument);
+}
+
+TEST_F(FsRootTest, a_probe_measures_and_leaves_no_files) {
+  const DiskProbe probe = probe_disk(dir_.path(), 1 << 20, 65536);
+  EXPECT_GT(probe.write_bytes_per_second, 0);
+  EXPECT_GT(probe.read_bytes_per_second, 0);
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir_.path()), {}), 1);
+  EXPECT_THROW(probe_disk(dir_.path(), 1 << 20, 1000), InvalidArgument);
+}
+
+// A complete record of another version is reported and never removed.
+TEST_F(FsRootTest, verify_keeps_records_of_another_version) {
+  const fs::path path = path_of(root_, 2);
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  std::vector<char> page(kRecordHeaderBytes);
+  file.read(page.data(), static_cast<std::streamsize>(page.size()));
+  page[8] = 1;
+  const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
+  std::memcpy(page.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
+  file.seekp(0);
+  file.write(page.data(), static_cast<std::streamsize>(page.size())).flush();
+  FsRoot root(root_);
+  const auto damaged = root.verify(true, {});
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_EQ(damaged[0].kind, StatusKind::kUnavailable);
+  EXPECT_NE(damaged[0].message.find("version 1"), std::string::npos);
+  EXPECT_TRUE(fs::exists(path));
+}
+
+#ifdef KV_OFFLOAD_SEALING
+
+TEST(FsRootSealedTest, verify_checks_encryption_with_the_key_and_everything_else_without) {
+  const TempDir dir;
+  const std::string path = dir.path() + "/root";
+  FsTierOptions options = options_for(path);
+  options.form.keys = keys_of({1});
+  {
+    TierUser user(options);
+    for (std::uint32_t i = 0; i < 3; ++i) ASSERT_TRUE(user.write(i));
+  }
+  FsRoot root(path);
+  EXPECT_TRUE(root.verify(false, {}).empty());
+  EXPECT_TRUE(root.verify(false, {}, keys_of({2, 1})).empty());
+  for (const DamagedRecord& unknown : root.verify(true, {}, keys_of({2}))) {
+    EXPECT_EQ(unknown.kind, StatusKind::kUnavailable) << "another server may own it";
+    EXPECT_FALSE(unknown.removed);
+  }
+  EXPECT_EQ(root.verify(true, {}, keys_of({2})).size(), 3u);
+  // A forgery: one byte was changed and the checksums were corrected.
+  const fs::path forged = records_in(path).front();
+  std::vector<char> bytes(fs::file_size(forged));
+  std::fstream file(forged, std::ios::in | std::ios::out | std::ios::binary);
+  file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  bytes[5000] ^= 1;
+  const std::uint64_t sum = XXH3_64bits(bytes.data() + kRecordHeaderBytes, bytes.size() - kRecordHeaderBytes);
+  std::memcpy(bytes.data() + 120, &sum, sizeof(sum));
+  const std::uint64_t checksum = XXH3_64bits(bytes.data(), kRecordHeaderBytes - 8);
+  std::memcpy(bytes.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
+  file.seekp(0);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush();
+  EXPECT_TRUE(root.verify(false, {}).empty()) << "without the key it cannot be detected";
+  const auto damaged = root.verify(true, {}, keys_of({1}));
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_EQ(damaged[0].kind, StatusKind::kCorrupt);
+  EXPECT_FALSE(fs::exists(forged));
+}
+
+TEST(FsRootSealedTest, no_name_in_an_encrypted_root_is_that_of_a_chunk) {
+  const TempDir dir;
+  const std::string path = dir.path() + "/root";
+  FsTierOptions options = options_for(path);
+  {
+    TierUser plain(options);
+    ASSERT_TRUE(plain.write(1));
+  }
+  options.form.keys = keys_of({1});
+  TierUser user(options);
+  user.wait_for_scan();
+  EXPECT_FALSE(user.has(1)) << "plain records are not found";
+  ASSERT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+  std::size_t with_its_name = 0;
+  for (const fs::path& record : records_in(path))
+    with_its_name += record.filename().string().starts_with(key_of(1).hex());
+  EXPECT_EQ(with_its_name, 1u) << "of the tier without a key";
+  EXPECT_EQ(records_in(path).size(), 2u);
+}
+
+#endif
+
+}  // namespace
+}  // namespace kv_offload

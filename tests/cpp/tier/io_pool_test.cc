@@ -1,0 +1,488 @@
+#include "tier/io_pool.h"
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <array>
+#include <latch>
+#include <mutex>
+#include <string>
+
+#include "base/thread.h"
+#include "out_of_memory.h"
+#include "step_watch.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+struct Log {
+  std::mutex mutex;
+  std::vector<std::uint64_t> order;
+  std::vector<std::pair<std::uint64_t, StatusKind>> ended;
+  std::vector<std::pair<std::uint64_t, StatusKind>> endings() {
+    const std::lock_guard lock(mutex);
+    return ended;
+  }
+};
+
+IoPool::Op op(Log& log, std::uint64_t tag, Lane lane, std::latch* all, std::function<void()> body = {}) {
+  IoPool::Op made;
+  made.tag = tag;
+  made.lane = lane;
+  made.run = [&log, tag, body = std::move(body)] {
+    {
+      const std::lock_guard lock(log.mutex);
+      log.order.push_back(tag);
+    }
+    if (body) body();
+    return Status::ok();
+  };
+  made.done = [&log, tag, all](const Status& status, double, double) {
+    {
+      const std::lock_guard lock(log.mutex);
+      log.ended.emplace_back(tag, status.kind());
+    }
+    if (all != nullptr) all->count_down();
+  };
+  return made;
+}
+
+std::vector<IoPool::Op> one(IoPool::Op made) {
+  std::vector<IoPool::Op> ops;
+  ops.push_back(std::move(made));
+  return ops;
+}
+
+TEST(IoPool, ops_of_a_lane_run_in_order) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 0, &clock});  // an idle write thread would take reads too
+  std::latch all(20);
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 0; i < 20; ++i) ops.push_back(op(log, i, Lane::kRead, &all));
+  pool.submit(std::move(ops));
+  all.wait();
+  pool.close();
+  for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(log.order[i], i);
+}
+
+TEST(IoPool, an_op_may_queue_others) {
+  FakeClock clock;
+  Log log;
+  std::latch all(3);
+  IoPool pool({1, 0, &clock});
+  pool.submit(one(op(log, 1, Lane::kRead, &all, [&, submit = pool.submitter()] {
+    submit(one(op(log, 2, Lane::kRead, &all)));
+    submit(one(op(log, 3, Lane::kRead, &all)));
+  })));
+  all.wait();
+  pool.close();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{1, 2, 3}));
+}
+
+// One write thread, held while the queues fill: it then takes ops in the returned order.
+std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1), all(reads + writes);
+  IoPool pool({0, 1, &clock});
+  pool.submit(one(op(log, 0, Lane::kWrite, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  std::vector<IoPool::Op> ops;
+  for (int i = 0; i < writes; ++i)
+    ops.push_back(op(log, 1000 + static_cast<unsigned>(i), Lane::kWrite, &all));
+  for (int i = 0; i < reads; ++i) ops.push_back(op(log, 1 + static_cast<unsigned>(i), Lane::kRead, &all));
+  pool.submit(std::move(ops));
+  go.count_down();
+  all.wait();
+  pool.close();
+  return log.order;
+}
+
+TEST(IoPool, reads_run_before_writes_that_were_queued_earlier) {
+  const auto order = order_after_hold(3, 2);
+  EXPECT_EQ(order, (std::vector<std::uint64_t>{0, 1, 2, 3, 1000, 1001}));
+}
+
+TEST(IoPool, writes_do_not_starve_under_reads) {
+  const auto order = order_after_hold(20, 2);
+  EXPECT_EQ(order[IoPool::kReadsPerWrite + 1], 1000u);
+  EXPECT_EQ(order[2 * IoPool::kReadsPerWrite + 2], 1001u);
+}
+
+TEST(IoPool, read_threads_take_no_writes) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1), all(3);
+  IoPool pool({2, 1, &clock});
+  pool.submit(one(op(log, 0, Lane::kWrite, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  pool.submit(one(op(log, 1, Lane::kWrite, &all)));
+  IoPool::Op reading = op(log, 2, Lane::kRead, &all);
+  pool.submit(one(std::move(reading)));
+  while (log.endings().empty()) std::this_thread::yield();
+  EXPECT_EQ(log.endings()[0].first, 2u);
+  EXPECT_EQ(pool.depth(Lane::kWrite).queued, 1u);
+  go.count_down();
+  all.wait();
+}
+
+std::string thread_name() {
+  char name[16] = {};
+  ::pthread_getname_np(::pthread_self(), name, sizeof name);
+  return name;
+}
+
+TEST(IoPool, write_threads_take_only_reads_for_which_no_read_thread_is_free) {
+  FakeClock clock;
+  Log log;
+  for (int i = 0; i < 20; ++i) {
+    const bool beside_a_write = i % 2 == 1;  // the write thread then wakes up too, and may be the first
+    std::latch running(1), go(1), all(beside_a_write ? 3 : 2);
+    std::array<std::string, 2> by;
+    IoPool pool({1, 1, &clock});
+    std::vector<IoPool::Op> ops;
+    if (beside_a_write) ops.push_back(op(log, 2, Lane::kWrite, &all));
+    ops.push_back(op(log, 0, Lane::kRead, &all, [&] {
+      by[0] = thread_name();
+      running.count_down();
+      go.wait();
+    }));
+    pool.submit(std::move(ops));
+    running.wait();
+    pool.submit(one(op(log, 1, Lane::kRead, &all, [&] {
+      by[1] = thread_name();
+      go.count_down();
+    })));
+    all.wait();
+    EXPECT_EQ(by, (std::array<std::string, 2>{"kvo-read", "kvo-write"}));
+  }
+}
+
+TEST(IoPool, write_threads_run_with_background_cpu_priority) {
+  FakeClock clock;
+  Log log;
+  std::latch all(2);
+  IoPool pool({1, 1, &clock});
+  std::array<int, 2> nice{};
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    pool.submit(one(op(log, 0, lane, &all, [&nice, lane] {
+      nice[static_cast<std::size_t>(lane)] = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()));
+    })));
+  }
+  all.wait();
+  const int own = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()));
+  EXPECT_EQ(nice, (std::array<int, 2>{own, std::max(own, kBackgroundNice)}));
+}
+
+TEST(IoPool, an_op_past_its_deadline_does_not_run) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1), all(3);
+  IoPool pool({1, 0, &clock});
+  pool.submit(one(op(log, 0, Lane::kRead, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  IoPool::Op late = op(log, 1, Lane::kRead, &all), never = op(log, 2, Lane::kRead, &all);
+  late.deadline = clock.now() + std::chrono::seconds(1);
+  pool.submit(one(std::move(late)));
+  pool.submit(one(std::move(never)));
+  clock.advance(std::chrono::seconds(2));
+  go.count_down();
+  all.wait();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{0, 2}));
+  EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
+}
+
+TEST(IoPool, a_lane_is_stuck_when_every_thread_that_serves_it_is_stuck) {
+  FakeClock clock;
+  Log log;
+  std::latch reading(1), writing(1), go(1);
+  IoPool pool({1, 1, &clock});
+  const auto hang = [&](Lane lane, std::latch& running) {
+    pool.submit(one(op(log, 0, lane, nullptr, [&] {
+      running.count_down();
+      go.wait();
+    })));
+    running.wait();
+  };
+  hang(Lane::kRead, reading);
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now())) << "the write thread also takes reads";
+  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now()));
+  hang(Lane::kWrite, writing);
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
+  EXPECT_TRUE(pool.is_held_up(Lane::kWrite, clock.now()));
+  go.count_down();
+}
+
+TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1);
+  IoPool pool({1, 0, &clock});
+  pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  IoPool::Op late = op(log, 1, Lane::kRead, nullptr);
+  late.deadline = clock.now() + std::chrono::seconds(1);
+  pool.submit(one(std::move(late)));
+  pool.expire();
+  EXPECT_TRUE(log.endings().empty());
+  clock.advance(std::chrono::seconds(1));
+  pool.expire();
+  ASSERT_EQ(log.endings().size(), 1u);
+  EXPECT_EQ(log.endings()[0].second, StatusKind::kExpired);
+  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
+  const Nanos started = clock.now() - std::chrono::seconds(1);
+  EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
+  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, started)) << "it has been stuck for no longer than that";
+  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now())) << "the lane has no thread";
+  EXPECT_EQ(pool.running_since(Lane::kWrite, Nanos{0}, clock.now()), 0u);
+  EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, started), 0u);
+  EXPECT_EQ(pool.running_since(Lane::kRead, started, clock.now()), 0u);
+  go.count_down();
+}
+
+TEST(IoPool, cancel_ends_queued_ops_and_leaves_running_ones) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1), all(2);
+  IoPool pool({1, 0, &clock});
+  pool.submit(one(op(log, 7, Lane::kRead, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  pool.submit(one(op(log, 8, Lane::kRead, &all)));
+  EXPECT_FALSE(pool.cancel(7));
+  EXPECT_TRUE(pool.cancel(8));
+  EXPECT_FALSE(pool.cancel(8));
+  EXPECT_FALSE(pool.cancel(9));
+  EXPECT_EQ(log.endings()[0], std::make_pair(std::uint64_t{8}, StatusKind::kCancelled));
+  go.count_down();
+  all.wait();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{7}));
+}
+
+TEST(IoPool, urgent_ops_start_before_older_ones) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  const auto submit = [&](std::uint64_t tag, bool urgent, Nanos deadline = Nanos{0}) {
+    IoPool::Op made = op(log, tag, Lane::kRead, nullptr);
+    made.urgent = urgent;
+    made.deadline = deadline;
+    pool.submit(one(std::move(made)));
+    clock.advance(std::chrono::seconds(1));
+  };
+  submit(1, false);
+  submit(2, true);
+  submit(3, false);
+  submit(4, true);
+  submit(5, true);
+  submit(6, true, clock.now() + std::chrono::seconds(1));
+  EXPECT_EQ(pool.depth(Lane::kRead).queued, 6u);
+  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 6) << "the oldest of all queued ops";
+  EXPECT_TRUE(pool.cancel(4));
+  pool.expire();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{6}, StatusKind::kExpired));
+  for (int i = 0; i < 3; ++i) pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{2, 5, 1}));
+  for (std::uint64_t tag = 100; tag < 120; ++tag) submit(tag, true);
+  for (int i = 0; i < 9; ++i) pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.order.back(), 3u) << "it got its turn";
+  EXPECT_EQ(log.order.size(), 3u + 9u);
+  submit(7, true);
+  pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
+  EXPECT_EQ(pool.depth(Lane::kRead).queued, 0u);
+  EXPECT_EQ(log.endings().size(), 7u + 20u);
+}
+
+TEST(IoPool, a_batch_that_runs_out_of_memory_submits_nothing) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  unsigned submitted = 0, failures = 0;
+  for (bool failed = true; failed; failures += failed) {
+    std::vector<IoPool::Op> ops;
+    for (std::uint64_t i = 0; i < 20; ++i)
+      ops.push_back(op(log, i, i % 3 == 0 ? Lane::kWrite : Lane::kRead, nullptr));
+    for (std::uint64_t i = 0; i < 20; i += 2) ops[i].urgent = true;
+    {
+      const testing::FailingAllocation one(failures);
+      try {
+        pool.submit(std::move(ops));
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+    }
+    submitted += failed ? 0 : 20;
+    EXPECT_EQ(pool.depth(Lane::kRead).queued + pool.depth(Lane::kWrite).queued, submitted) << failures;
+  }
+  EXPECT_GT(failures, 0u);
+  EXPECT_TRUE(log.endings().empty());
+  pool.close();
+  EXPECT_EQ(log.endings().size(), 20u);
+}
+
+// A long batch must not make another thread wait longer for the lock than a short one.
+TEST(IoPool, a_long_batch_is_queued_and_expired_under_several_holds_of_the_lock) {
+  std::uint64_t holds[2][2] = {};
+  for (const std::size_t scale : {1, 10}) {
+    FakeClock clock;
+    Log log;
+    IoPool pool({0, 0, &clock});
+    std::vector<IoPool::Op> ops;
+    for (std::uint64_t i = 0; i < 1000 * scale; ++i) {
+      ops.push_back(op(log, i, i % 3 == 0 ? Lane::kWrite : Lane::kRead, nullptr));
+      ops.back().deadline = Nanos{1};
+    }
+    const testing::StepWatch watch;
+    pool.submit(std::move(ops));
+    holds[scale == 10][0] = watch.holds();
+    clock.advance(Nanos{2'000'000'000});
+    pool.expire();
+    holds[scale == 10][1] = watch.holds() - holds[scale == 10][0];
+    EXPECT_EQ(log.endings().size(), 1000 * scale);
+  }
+  EXPECT_GE(holds[1][0], 5 * holds[0][0]) << "submit()";
+  EXPECT_GE(holds[1][1], 5 * holds[0][1]) << "expire()";
+}
+
+TEST(IoPool, no_op_is_lost_when_memory_runs_out_while_it_ends) {
+  FakeClock clock;
+  IoPool pool({0, 0, &clock});
+  constexpr unsigned kOps = 12;
+  unsigned ended = 0;
+  std::vector<IoPool::Op> ops(kOps);
+  for (unsigned i = 0; i < kOps; ++i) {
+    ops[i].lane = i % 2 == 0 ? Lane::kRead : Lane::kWrite;
+    ops[i].tag = i;
+    if (i < 4) ops[i].deadline = clock.now() + std::chrono::seconds(1);
+    ops[i].done = [&](const Status&, double, double) { ++ended; };
+  }
+  pool.submit(std::move(ops));
+  clock.advance(std::chrono::seconds(2));
+  const std::function<void()> ends[] = {
+      [&] { pool.expire(); }, [&] { pool.cancel(5); },
+      [&] {
+        pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "this tier is switched off"));
+      },
+      [&] { pool.close(); }};
+  unsigned failures = 0, left = kOps;
+  for (const auto& end : ends) {
+    bool failed = true;
+    for (unsigned nth = 0; failed; ++nth) {
+      const testing::FailingAllocation one(nth);
+      try {
+        end();
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+      failures += failed;
+      left = pool.depth(Lane::kRead).queued + pool.depth(Lane::kWrite).queued;
+      EXPECT_EQ(left + ended, kOps) << nth;
+    }
+  }
+  EXPECT_EQ(left, 0u);
+  EXPECT_GT(failures, 0u);
+}
+
+TEST(IoPool, a_pool_without_threads_is_driven_by_hand) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  EXPECT_FALSE(pool.begin_next(Lane::kRead));
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 0; i < 3; ++i) ops.push_back(op(log, i, Lane::kRead, nullptr));
+  ops[1].deadline = clock.now() + std::chrono::seconds(1);
+  ops.push_back(op(log, 9, Lane::kWrite, nullptr));
+  pool.submit(std::move(ops));
+  const auto first = pool.begin_next(Lane::kRead);
+  EXPECT_FALSE(pool.cancel(0)) << "it runs";
+  EXPECT_TRUE(log.endings().empty());
+  EXPECT_EQ(pool.depth(Lane::kRead).running, 1u);
+  clock.advance(std::chrono::seconds(1));
+  pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
+  pool.begin_next(Lane::kWrite)();
+  first();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{9, 0}));
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{0}, StatusKind::kOk));
+  EXPECT_EQ(pool.depth(Lane::kRead).running, 0u);
+  EXPECT_TRUE(pool.close());
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{2}, StatusKind::kCancelled));
+}
+
+TEST(IoPool, close_cancels_queued_ops_waits_for_running_ones_and_refuses_new_ones) {
+  FakeClock clock;
+  Log log;
+  std::latch running(1), go(1);
+  IoPool pool({1, 1, &clock});
+  pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 1; i < 5; ++i) ops.push_back(op(log, i, Lane::kRead, nullptr));
+  pool.submit(std::move(ops));
+  std::thread helper([&] {
+    while (log.endings().size() < 4) std::this_thread::yield();
+    go.count_down();
+  });
+  EXPECT_TRUE(pool.close());
+  helper.join();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{0}, StatusKind::kOk));
+  pool.submit(one(op(log, 9, Lane::kWrite, nullptr)));
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{9}, StatusKind::kUnavailable));
+}
+
+TEST(IoPool, close_abandons_a_stuck_thread_which_ends_its_op_later) {
+  FakeClock clock;
+  struct Stuck {
+    Log log;
+    std::latch running{1}, go{1}, ended{1};
+    IoPool::Submitter submit;
+  };
+  auto stuck = std::make_shared<Stuck>();
+  IoPool::Op hanging;
+  hanging.lane = Lane::kRead;
+  hanging.run = [stuck] {
+    stuck->running.count_down();
+    stuck->go.wait();
+    stuck->submit(one(op(stuck->log, 7, Lane::kRead, nullptr)));
+    return Status::ok();
+  };
+  hanging.done = [stuck](const Status&, double, double) { stuck->ended.count_down(); };
+  {
+    IoPool pool({1, 1, &clock, std::chrono::milliseconds(1)});
+    stuck->submit = pool.submitter();
+    pool.submit(one(std::move(hanging)));
+    stuck->running.wait();
+    EXPECT_FALSE(pool.close());
+    EXPECT_FALSE(stuck->ended.try_wait());
+  }
+  stuck->go.count_down();
+  stuck->ended.wait();
+  EXPECT_EQ(stuck->log.endings().back(), std::make_pair(std::uint64_t{7}, StatusKind::kUnavailable));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,46 @@
+#include "tier/ticker.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <latch>
+#include <new>
+
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+TEST(Ticker, ticks_by_itself_and_not_after_stop) {
+  std::latch three(3);
+  std::atomic<int> ticks{0};
+  Ticker ticker(std::chrono::milliseconds(1), [&] {
+    if (ticks.fetch_add(1) < 3) three.count_down();
+  });
+  three.wait();
+  ticker.stop();
+  const int at_stop = ticks;
+  EXPECT_GE(at_stop, 3);
+  ticker.stop();
+  EXPECT_EQ(ticks, at_stop);
+}
+
+TEST(Ticker, ticks_continue_after_one_that_throws) {
+  std::latch three(3);
+  std::atomic<int> ticks{0};
+  Ticker ticker(std::chrono::milliseconds(1), [&] {
+    if (ticks.fetch_add(1) < 3) three.count_down();
+    throw std::bad_alloc();
+  });
+  three.wait();
+  ticker.stop();
+  EXPECT_GE(ticks, 3);
+}
+
+TEST(Ticker, stops_without_waiting_for_the_next_tick) {
+  Ticker ticker(std::chrono::hours(1), [] { FAIL() << "ticked"; });
+  ticker.stop();
+}
+
+}  // namespace
+}  // namespace kv_offload
