@@ -2,10 +2,10 @@
 
     python mooncake_alone.py MASTER plain|sessions WRITERS READERS BYTES RECORDS
 
-By put_from and get_into, or by sessions (kv_offload/mooncake_records.py says what these are). Prints GB/s of
-puts and of gets, and the processor time of this process for a GB of each. Records lie in as many buffers as
-the tier has rows, registered; nothing looks at the bytes. Removes all objects of the store before and after;
-RECORDS 0: that alone.
+By put_from and get_into, or by sessions (kv_offload/tiers/mooncake/records.py says what these are). Prints
+GB/s of puts and of gets, and the processor time of this process for a GB of each. Records lie in as many
+buffers as the tier has rows, registered; nothing looks at the bytes. Removes all objects of the store before
+and after; RECORDS 0: that alone.
 """
 
 import ctypes

@@ -80,7 +80,8 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
   MooncakeTierOptions tier_options;
   tier_options.name = "mooncake";
   tier_options.place = options.master;
-  tier_options.client.launch = mooncake::launch_of({options.python, "-m", "kv_offload.mooncake_client"});
+  tier_options.client.launch =
+      mooncake::launch_of({options.python, "-m", "kv_offload.tiers.mooncake.client"});
   tier_options.client.setup =
       fmt::format(R"({{"master": "{}", "metadata": "P2PHANDSHAKE", "protocol": "tcp", "devices": "", )"
                   R"("local_host": ""}})",

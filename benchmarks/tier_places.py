@@ -14,7 +14,7 @@ from typing import Any
 
 from reporting import say
 
-from kv_offload.tiers import entry_at, kinds
+from kv_offload.tiers.registry import entry_at, kinds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 

@@ -25,7 +25,7 @@ from reporting import describe_machine, say, write_results
 from tier_places import OWN, entry_of
 
 from kv_offload import _core
-from kv_offload.tiers import parse_tier
+from kv_offload.tiers.registry import parse_tier
 
 HIT, MISS = 1, 0
 STEP_SECONDS = 0.0002

@@ -120,7 +120,7 @@ def engine_settings() -> str:
 
 def tier_settings() -> str:
     """What several kinds have, with the kinds that have it, and the rest below the name of each kind."""
-    from kv_offload.tiers import kinds
+    from kv_offload.tiers.registry import kinds
 
     shared: dict[tuple[str, ...], list[str]] = {}
     for name, kind in kinds().items():

@@ -20,8 +20,8 @@ from pydantic import (
 
 from kv_offload import config_compat
 from kv_offload.log import get_logger
-from kv_offload.tiers import entry_at, kinds, labels_of, parse_tier
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
+from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 
 logger = get_logger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_offload.names import SPEC_MODULE, SPEC_NAME
-from kv_offload.tiers import kind_behind, kinds
 from kv_offload.tiers.base import TierConfig
+from kv_offload.tiers.registry import kind_behind, kinds
 from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 

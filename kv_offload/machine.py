@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers import bounds_of
+from kv_offload.tiers.registry import bounds_of
 
 KEPT_REGIONS = "/dev/shm/kv_offload-kept-*"  # the files of keep_host_memory
 

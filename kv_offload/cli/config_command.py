@@ -163,7 +163,7 @@ def config(
 
 def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
     """The entries of secondary_tiers, the disks first."""
-    from kv_offload.tiers import entry_at, kind_behind, kinds
+    from kv_offload.tiers.registry import entry_at, kind_behind, kinds
 
     kind = kind_behind("disk")
     sizes = [*bounds, *[None] * (len(disks) - len(bounds))]
@@ -185,7 +185,7 @@ def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[
 
 def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
     """Each option to the tiers whose kind has it."""
-    from kv_offload.tiers import kinds
+    from kv_offload.tiers.registry import kinds
 
     for key, value in given.items():
         types = {name for name, kind in kinds().items() if key in kind.model_fields}

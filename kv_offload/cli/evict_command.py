@@ -13,7 +13,7 @@ import typer
 
 from kv_offload.cli.root_commands import Json
 from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json, say
-from kv_offload.fs_root import open_root
+from kv_offload.tiers.fs.root import open_root
 
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
@@ -96,7 +96,7 @@ def evict(
     are not records), or was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers import kind_behind, refuse_address
+    from kv_offload.tiers.registry import kind_behind, refuse_address
 
     refuse_address(root, kind_behind("disk"))
     size = parse_byte_size(max_bytes)
@@ -180,7 +180,7 @@ class Watch:
 
     def look(self) -> None:
         """One turn: only the ledger is read while the root is below its high mark."""
-        from kv_offload.tiers.fs import held_bytes
+        from kv_offload.tiers.fs.config import held_bytes
 
         root = open_root(self._path, changes=True)
         now = time.monotonic()

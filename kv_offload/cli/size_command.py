@@ -155,7 +155,7 @@ def _tiers(
     from kv_offload.config_compat import own_extra_config
     from kv_offload.machine import tier_bounds
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers import kind_behind, labels_of
+    from kv_offload.tiers.registry import kind_behind, labels_of
 
     sizes: list[tuple[str, int | None]] = []
     if cpu is not None:

@@ -107,7 +107,7 @@ def known_eviction_policy(value: str) -> str:
 
 class TierConfig(BaseModel):
     """One tier below host memory. A kind derives from it, gives ``type`` its name and is registered
-    (``kv_offload.tiers.register``)."""
+    (``kv_offload.tiers.registry.register``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -19,8 +19,8 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp
 print(code, flush=True)
 sys.stdin.read()
 """
-# The functions of mooncake.store that kv_offload/mooncake_client.py and mooncake_records.py use, over files
-# of one directory, which represents the master. While a file "hang" exists there, every call waits.
+# The functions of mooncake.store that kv_offload/tiers/mooncake/client.py and mooncake/records.py use, over
+# files of one directory, which represents the master. While a file "hang" exists there, every call waits.
 _FAKE = """
 import ctypes, os, time, urllib.parse
 

@@ -1,6 +1,6 @@
-"""csrc/backends/mooncake/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
-client process. It runs over a real Mooncake master and storage process, and over a fake package that needs
-neither.
+"""csrc/backends/mooncake/bind_mooncake.cc and kv_offload/tiers/mooncake/client.py: a mooncake tier under a
+cache, with its client process. It runs over a real Mooncake master and storage process, and over a fake
+package that needs neither.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mooncake_store import MooncakeProcesses, make_fake_package, mooncake_store
 from small_core import SHARD_BYTES, attach, keys, store
 
 from kv_offload import _core
-from kv_offload.tiers.mooncake import MooncakeTierConfig
+from kv_offload.tiers.mooncake.config import MooncakeTierConfig
 
 MISS, HIT = 0, 1
 
@@ -130,7 +130,7 @@ def processes() -> list[int]:
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"kv_offload.mooncake_client" in words and parent == os.getpid():
+            if b"kv_offload.tiers.mooncake.client" in words and parent == os.getpid():
                 found.append(int(path.name))
     return found
 
@@ -259,7 +259,7 @@ def test_the_process_ends_with_the_engine_after_any_exit(request, region, object
 LOOKS_AT_NOTHING = """
 import signal
 signal.alarm(120)  # in case nothing else ends it
-from kv_offload.mooncake_client import end_with_the_engine
+from kv_offload.tiers.mooncake.client import end_with_the_engine
 end_with_the_engine()
 print("begun", flush=True)
 while True:

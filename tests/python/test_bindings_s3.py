@@ -1,4 +1,5 @@
-"""csrc/backends/s3/bind_s3.cc: an s3 tier under a cache, with a third-party store that verifies signatures."""
+"""csrc/backends/s3/bind_s3.cc: an s3 tier under a cache, with a third-party store that verifies
+signatures."""
 
 import contextlib
 import socket

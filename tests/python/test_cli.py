@@ -30,8 +30,8 @@ def core(monkeypatch):
     monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
     monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
     # All its namespace ids start with ab or ac.
-    monkeypatch.setattr("kv_offload.fs_root.damaged_descriptions", lambda *_: [])
-    monkeypatch.setattr("kv_offload.fs_root.owner_of", lambda _: os.geteuid())
+    monkeypatch.setattr("kv_offload.tiers.fs.root.damaged_descriptions", lambda *_: [])
+    monkeypatch.setattr("kv_offload.tiers.fs.root.owner_of", lambda _: os.geteuid())
     return monkeypatch
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from kv_offload.cli import app
 from kv_offload.cli.bench_command import suggested_config, token_plan
 from kv_offload.config import OffloadConfig
-from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers.fs.config import FsTierConfig
 
 pytest.importorskip("kv_offload._core", reason="the core is not built")
 

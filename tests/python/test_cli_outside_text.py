@@ -74,7 +74,7 @@ def test_why_escapes_a_saved_page_and_a_log(tmp_path):
 def core(monkeypatch):
     monkeypatch.setitem(sys.modules, "kv_offload._core", fake_core)
     monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
-    monkeypatch.setattr("kv_offload.fs_root.damaged_descriptions", lambda *_: [])
+    monkeypatch.setattr("kv_offload.tiers.fs.root.damaged_descriptions", lambda *_: [])
     return monkeypatch
 
 

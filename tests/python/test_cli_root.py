@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from written_root import CHUNK, FACTS, KEYS, write_root
 
 from kv_offload.cli import app
-from kv_offload.tiers.fs import held_bytes
+from kv_offload.tiers.fs.config import held_bytes
 
 pytest.importorskip("kv_offload._core", reason="the core is not built")
 

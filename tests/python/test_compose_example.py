@@ -11,8 +11,8 @@ from redis_server import wait_for
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import parse_byte_size
-from kv_offload.tiers import parse_tier
-from kv_offload.tiers.redis import RedisTierConfig
+from kv_offload.tiers.redis.config import RedisTierConfig
+from kv_offload.tiers.registry import parse_tier
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "compose" / "compose.yaml"
 OPTION = "--kv-transfer-config="

@@ -13,7 +13,7 @@ from live_root import used_bytes
 from kv_offload.config import EVICTION_POLICIES, ConfigError, OffloadConfig
 from kv_offload.config_compat import multi_connector_problems
 from kv_offload.machine import cautions, check_machine, tier_bounds
-from kv_offload.tiers.fs import FsTierConfig, held_bytes
+from kv_offload.tiers.fs.config import FsTierConfig, held_bytes
 from kv_offload.vllm_versions import keys_read_by_vllm
 
 GIB = 1 << 30
@@ -542,7 +542,7 @@ def test_root_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 def disk(monkeypatch, free):
-    monkeypatch.setattr("kv_offload.tiers.fs.free_bytes", lambda _root: free)
+    monkeypatch.setattr("kv_offload.tiers.fs.config.free_bytes", lambda _root: free)
 
 
 def test_root_without_space_is_refused_but_a_full_root_of_records_is_not(tmp_path, monkeypatch):

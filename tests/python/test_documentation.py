@@ -20,7 +20,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import own_extra_config
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
-from kv_offload.tiers import kinds
+from kv_offload.tiers.registry import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

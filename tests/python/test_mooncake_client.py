@@ -1,4 +1,5 @@
-"""kv_offload/mooncake_client.py in isolation: each operation, and the messages where a dependency is missing.
+"""kv_offload/tiers/mooncake/client.py in isolation: each operation, and the messages where a dependency is
+missing.
 
 test_bindings_mooncake.py runs it as a process.
 """
@@ -17,9 +18,9 @@ from typing import Any
 import pytest
 from mooncake_store import free_port, make_fake_package
 
-from kv_offload import mooncake_client as client
-from kv_offload.mooncake_records import Records
-from kv_offload.tiers.mooncake import MooncakeTierConfig
+from kv_offload.tiers.mooncake import client
+from kv_offload.tiers.mooncake.config import MooncakeTierConfig
+from kv_offload.tiers.mooncake.records import Records
 
 GIVEN = {
     "master": "etcd://nowhere",
@@ -202,7 +203,7 @@ def run_with_descriptors(program: str) -> str:
 
 def test_inherited_descriptors_are_closed_without_counting_to_the_limit() -> None:
     program = (
-        "import os; from kv_offload import mooncake_client as client\n"
+        "import os; from kv_offload.tiers.mooncake import client\n"
         "os.closerange = None; os.sysconf = lambda _: 10**9\n"
         "client.close_what_was_inherited()\n"
         "print([one for one in os.listdir('/proc/self/fd') if int(one) > 4])"
@@ -216,7 +217,7 @@ def test_an_engine_that_has_already_ended_is_detected_first(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     steps = [
         "import os, sys; os.dup2(int(sys.argv[1]), 3)",
-        "from kv_offload import mooncake_client as client",
+        "from kv_offload.tiers.mooncake import client",
     ]
     steps += ["client.ignore_signals = lambda: print('went on', flush=True)", "client.main()"]
     with ours, theirs:
@@ -254,7 +255,7 @@ def test_no_module_of_the_working_directory_is_run(package: Path, tmp_path: Path
 def test_the_process_ends_after_any_error(package: Path) -> None:
     """Covers a Mooncake thread that does not end."""
     program = (
-        "import threading; from kv_offload import mooncake_client as client\n"
+        "import threading; from kv_offload.tiers.mooncake import client\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
         "def fails(): raise ValueError('no setup')\n"
         "client.run = fails; client.main()"
@@ -305,7 +306,7 @@ def test_kept_memory_is_bounded_by_ending_the_process(package: Path, monkeypatch
 
 def test_a_call_that_does_not_return_ends_the_process(package: Path) -> None:
     program = (
-        "import threading; from kv_offload import mooncake_client as client\n"
+        "import threading; from kv_offload.tiers.mooncake import client\n"
         "watch = client.Watch(0.05)\n"
         "with watch.over(): pass\n"  # a call that returned
         "def hang():\n"
@@ -320,7 +321,7 @@ def test_a_call_that_does_not_return_ends_the_process(package: Path) -> None:
 
 WATCHED = """
 import os, socket, struct, sys, threading
-from kv_offload import mooncake_client as client
+from kv_offload.tiers.mooncake import client
 
 def hang(*_):
     print("hangs", flush=True)

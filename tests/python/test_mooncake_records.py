@@ -1,5 +1,5 @@
-"""kv_offload/mooncake_records.py: records by sessions and by plain calls, over Mooncake's own store and over
-a scripted store.
+"""kv_offload/tiers/mooncake/records.py: records by sessions and by plain calls, over Mooncake's own store
+and over a scripted store.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mooncake_store import MooncakeProcesses, mooncake_store
 
-from kv_offload.mooncake_records import (
+from kv_offload.tiers.mooncake.records import (
     BAD_LENGTH,
     IS_THERE,
     NO_OBJECT,

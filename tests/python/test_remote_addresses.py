@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from kv_offload import remote_root, tiers
 from kv_offload.cli import app, root_commands
+from kv_offload.tiers import registry as tiers
+from kv_offload.tiers import remote_root
 
 ACCESS, PASSWORD = "AKIA-never-shown", "hunter2-never-shown"
 COMMANDS = (["stat"], ["ls"], ["verify"], ["purge", "--yes"], ["evict", "--max-bytes", "1GiB"], ["bench"])

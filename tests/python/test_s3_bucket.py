@@ -1,8 +1,8 @@
-"""kv_offload/tiers/s3_bucket.py: the effect of a bucket's lifecycle rules and versions on its records."""
+"""kv_offload/tiers/s3/bucket.py: the effect of a bucket's lifecycle rules and versions on its records."""
 
 import pytest
 
-from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
+from kv_offload.tiers.s3.bucket import is_about_bucket, look_at_bucket
 
 NOT_VERSIONED = (200, "", b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
 VERSIONED = (200, "", b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")

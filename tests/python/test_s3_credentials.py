@@ -1,4 +1,4 @@
-"""kv_offload/tiers/s3_credentials.py: the sources of keys, and the renewal of temporary keys."""
+"""kv_offload/tiers/s3/credentials.py: the sources of keys, and the renewal of temporary keys."""
 
 import json
 import logging
@@ -15,8 +15,9 @@ import pytest
 
 from kv_offload import _core
 from kv_offload.namespace import NamespaceIdentity
-from kv_offload.tiers import parse_tier, s3_credentials
-from kv_offload.tiers.s3_credentials import Credentials, Found, NoCredentials, Renewal, find_credentials
+from kv_offload.tiers.registry import parse_tier
+from kv_offload.tiers.s3 import credentials as s3_credentials
+from kv_offload.tiers.s3.credentials import Credentials, Found, NoCredentials, Renewal, find_credentials
 
 SECRET = "hunter2-never-shown"
 
@@ -387,7 +388,7 @@ def test_a_tier_renews_the_keys_of_its_bucket_only_while_it_lives(
         def start(self) -> None:
             """Starts no thread."""
 
-    monkeypatch.setattr("kv_offload.tiers.s3.Renewal", Seen)
+    monkeypatch.setattr("kv_offload.tiers.s3.config.Renewal", Seen)
     tier = parse_tier({"type": "s3", "bucket": "kv-cache"})
     spec = tier.make_spec("s3", None, NamespaceIdentity({}, "bfloat16", "NHD", (), 1, 16, "sha256", "00"))
     ((found, renewer),) = begun

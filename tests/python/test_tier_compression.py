@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 from written_root import FACTS
 
-from kv_offload.tiers import parse_tier
 from kv_offload.tiers.compression import CompressedTierConfig
+from kv_offload.tiers.registry import parse_tier
 
 PLACES = {
     "fs": {"type": "fs", "max_bytes": "1GiB"},

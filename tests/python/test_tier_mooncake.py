@@ -13,8 +13,8 @@ from kv_offload.cli.doctor_checks import place, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
 from kv_offload.sizing import Geometry, boot_line
-from kv_offload.tiers import entry_at, parse_tier
-from kv_offload.tiers.mooncake import MooncakeTierConfig
+from kv_offload.tiers.mooncake.config import MooncakeTierConfig
+from kv_offload.tiers.registry import entry_at, parse_tier
 
 
 def config(**given: Any) -> OffloadConfig:

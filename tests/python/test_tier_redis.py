@@ -20,8 +20,8 @@ from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
 from kv_offload.sizing import Geometry, boot_line
-from kv_offload.tiers import parse_tier
-from kv_offload.tiers.redis import RedisTierConfig, Url, parse_node, parse_url
+from kv_offload.tiers.redis.config import RedisTierConfig, Url, parse_node, parse_url
+from kv_offload.tiers.registry import parse_tier
 
 SECRET = "hunter2-never-shown"
 
@@ -29,7 +29,7 @@ SECRET = "hunter2-never-shown"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises timeouts: the machine is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.redis._LOOK_SECONDS", 240.0)
+    monkeypatch.setattr("kv_offload.tiers.redis.config._LOOK_SECONDS", 240.0)
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
 

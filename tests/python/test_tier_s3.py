@@ -21,9 +21,9 @@ from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
-from kv_offload.tiers import parse_tier
-from kv_offload.tiers.s3 import S3TierConfig
-from kv_offload.tiers.s3_credentials import find_credentials
+from kv_offload.tiers.registry import parse_tier
+from kv_offload.tiers.s3.config import S3TierConfig
+from kv_offload.tiers.s3.credentials import find_credentials
 
 SECRET = "hunter2-never-shown"
 ACCESS = "AKIA-never-shown"
@@ -152,7 +152,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns tier options for a machine that is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.s3._LOOK_SECONDS", 240.0)
+    monkeypatch.setattr("kv_offload.tiers.s3.config._LOOK_SECONDS", 240.0)
     return {"op_deadline_ms": 240_000}
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from written_root import FACTS
 
-from kv_offload.tiers import parse_tier
+from kv_offload.tiers.registry import parse_tier
 from kv_offload.tiers.sealing import SealedTierConfig
 
 PLACES = {

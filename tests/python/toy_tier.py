@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kv_offload.tiers import register
 from kv_offload.tiers.base import TierConfig
+from kv_offload.tiers.registry import register
 
 if TYPE_CHECKING:
     from kv_offload._core import TierSpec

@@ -6,7 +6,7 @@
 // is discarded with the memory.
 //
 // Socket protocol, one message each: a Question, and as reply an Answer followed by a text. The text is empty
-// or describes the error. kv_offload/mooncake_client.py implements the other side.
+// or describes the error. kv_offload/tiers/mooncake/client.py implements the other side.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,10 @@
 // Client: keeps the Mooncake client process running and manages the channels to it.
 //
 // Mooncake has no library that a C++ program can load, only a Python package, and no core thread runs Python
-// in the engine's process. Therefore the package runs in a separate process (kv_offload/mooncake_client.py).
-// One thread, the keeper, starts it, detects its end, and restarts it after a pause, which grows while starts
-// keep failing. The process ends with this object, and with the engine, no matter how the engine ends.
+// in the engine's process. Therefore the package runs in a separate process
+// (kv_offload/tiers/mooncake/client.py). One thread, the keeper, starts it, detects its end, and restarts it
+// after a pause, which grows while starts keep failing. The process ends with this object, and with the
+// engine, no matter how the engine ends.
 //
 // A call that misses its deadline is stuck inside Mooncake. Killing the process is the only way to end it;
 // concurrent calls then fail, too. The process is also killed if calls still run one second after stop().

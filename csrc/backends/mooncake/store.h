@@ -68,7 +68,7 @@ class MooncakeStore final : public RecordStore {
   AskFirst ask_first_;
   std::atomic<bool> stopped_{false};
   // Bit g % 64: the last record read from group g was shorter than a raw one. Reading an object of known
-  // length takes less CPU time (kv_offload/mooncake_records.py).
+  // length takes less CPU time (kv_offload/tiers/mooncake/records.py).
   std::atomic<std::uint64_t> encoded_{0};
   NamedEpochs epochs_;
   Mutex mutex_;

@@ -1,5 +1,5 @@
 // A Mooncake Store for these tests, and its client process as threads of this process. The client follows the
-// protocol of csrc/backends/mooncake/channel.h like kv_offload/mooncake_client.py, and can be killed.
+// protocol of csrc/backends/mooncake/channel.h like kv_offload/tiers/mooncake/client.py, and can be killed.
 #pragma once
 
 #include <atomic>

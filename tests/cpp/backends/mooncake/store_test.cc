@@ -105,8 +105,8 @@ TEST_F(MooncakeTier, one_engine_reads_what_another_wrote) {
   EXPECT_TRUE(decode.read(7, {8192, 300}));
 }
 
-// A correct size permits a session (kv_offload/mooncake_records.py). After an encoded record, the size is
-// unknown.
+// A correct size permits a session (kv_offload/tiers/mooncake/records.py). After an encoded record, the size
+// is unknown.
 TEST_F(MooncakeTier, the_process_receives_the_expected_size_of_a_record) {
   constexpr std::uint64_t kBytes = 16384, kRaw = kRecordHeaderBytes + kBytes;
   PooledTierOptions encoding = options();

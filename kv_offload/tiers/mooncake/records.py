@@ -1,4 +1,4 @@
-"""Puts records into Mooncake Store and gets them, for the Mooncake client process (mooncake_client.py).
+"""Puts records into Mooncake Store and gets them, for the Mooncake client process (mooncake/client.py).
 
 Mooncake has two interfaces. A plain call does the whole transfer, while one of its threads spins until the
 bytes are moved. A session has separate calls to start, transfer and end. It waits without spinning, so it

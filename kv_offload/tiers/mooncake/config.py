@@ -27,7 +27,7 @@ _HOW_TO_GET_IT = (
 # Not by -m, which would look into the engine's working directory for every module, Python's own too, first.
 _PROGRAM = (
     "import sys; sys.path[:1] = [where for where in sys.path[:1] if where]; "
-    "from kv_offload.mooncake_client import main; main()"
+    "from kv_offload.tiers.mooncake.client import main; main()"
 )
 _CANNOT_BE_LISTED = (
     "Mooncake Store cannot list its objects, so stat, ls, verify and purge do not support it: "
@@ -99,10 +99,15 @@ class MooncakeTierConfig(SealedTierConfig):
         return self
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-c", _PROGRAM, "kv_offload.mooncake_client"]  # the last for those who look
+        return [
+            sys.executable,
+            "-c",
+            _PROGRAM,
+            "kv_offload.tiers.mooncake.client",
+        ]  # the last for those who look
 
     def _setup(self) -> str:
-        """What the process is told first (kv_offload/mooncake_client.py)."""
+        """What the process is told first (kv_offload/tiers/mooncake/client.py)."""
         names = ("master", "metadata", "protocol", "devices", "local_host")
         patience = max(_LEAST_PATIENCE_SECONDS, 2 * self.op_deadline_seconds)
         return json.dumps({name: getattr(self, name) for name in names} | {"patience_seconds": patience})

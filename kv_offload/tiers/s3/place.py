@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kv_offload.tiers.s3_credentials import NoCredentials, profile_settings, service_settings
+from kv_offload.tiers.s3.credentials import NoCredentials, profile_settings, service_settings
 
 DEFAULT_REGION = "us-east-1"
 REGION = r"^[A-Za-z0-9_-]{1,40}$"

@@ -11,16 +11,16 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, options_of
-from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
-from kv_offload.tiers.s3_credentials import Found, Renewal, find_credentials
-from kv_offload.tiers.s3_place import REGION, check_endpoint, endpoint_of, region_of
-from kv_offload.tiers.s3_place import Found as PlaceFound
+from kv_offload.tiers.s3.bucket import is_about_bucket, look_at_bucket
+from kv_offload.tiers.s3.credentials import Found, Renewal, find_credentials
+from kv_offload.tiers.s3.place import REGION, check_endpoint, endpoint_of, region_of
+from kv_offload.tiers.s3.place import Found as PlaceFound
 from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
     from kv_offload.namespace import NamespaceIdentity
-    from kv_offload.remote_root import RemoteRoot
+    from kv_offload.tiers.remote_root import RemoteRoot
 
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
@@ -153,7 +153,7 @@ class S3TierConfig(SealedTierConfig):
     def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
         """The objects under its prefix."""
         from kv_offload import _core
-        from kv_offload.remote_root import RemoteRoot
+        from kv_offload.tiers.remote_root import RemoteRoot
 
         refused = self.problems()
         if refused:

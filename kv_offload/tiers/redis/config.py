@@ -17,7 +17,7 @@ from kv_offload.tiers.sealing import SealedTierConfig
 if TYPE_CHECKING:
     from kv_offload._core import RedisServer, RedisTier
     from kv_offload.namespace import NamespaceIdentity
-    from kv_offload.remote_root import RemoteRoot
+    from kv_offload.tiers.remote_root import RemoteRoot
 
 DEFAULT_PORT = 6379
 _FORMS = (
@@ -237,7 +237,7 @@ class RedisTierConfig(SealedTierConfig):
     def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
         """The values under its prefix."""
         from kv_offload import _core
-        from kv_offload.remote_root import RemoteRoot
+        from kv_offload.tiers.remote_root import RemoteRoot
 
         refused = self.problems()
         if refused:

@@ -15,8 +15,8 @@ from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import FsTier
-    from kv_offload.fs_root import DirectoryRoot
     from kv_offload.namespace import NamespaceIdentity
+    from kv_offload.tiers.fs.root import DirectoryRoot
 
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for a tier without max_bytes
 _HEADER_BYTES = 4096
@@ -216,7 +216,7 @@ class FsTierConfig(SealedTierConfig):
 
     def open_root(self, *, changes: bool, given: str = "") -> "DirectoryRoot":
         """The directory, called as it was given."""
-        from kv_offload.fs_root import DirectoryRoot
+        from kv_offload.tiers.fs.root import DirectoryRoot
 
         same = bool(given) and os.path.abspath(given) == self.root_dir
         return DirectoryRoot(given if same else self.root_dir, changes=changes)

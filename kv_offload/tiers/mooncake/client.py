@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from kv_offload.mooncake_records import (
+from kv_offload.tiers.mooncake.records import (
     BAD_LENGTH,
     FAILED,
     HOLDER_GONE,

@@ -1,0 +1,1 @@
+"""Records as files below a directory."""

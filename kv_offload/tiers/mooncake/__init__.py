@@ -1,0 +1,1 @@
+"""Records as objects of a Mooncake Store."""

@@ -1,0 +1,1 @@
+"""Records as values of a Redis or Valkey server or cluster."""
