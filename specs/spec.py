@@ -22,7 +22,7 @@ from .identity import keep_for, merge_fingerprints, namespace_identity
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, TieredCache, TierSpec
 
-    from .manager import KVOffloadManager
+    from .manager import KVOffloadManager, ManagerOptions
     from .worker import KVOffloadWorker
 
 logger = get_logger(__name__)
@@ -81,9 +81,8 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_manager(self) -> "KVOffloadManager":
         from kv_offload import _core
 
-        from .manager import KVOffloadManager, ManagerOptions
+        from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
-        from .watch import Surroundings
 
         options = self._options
         region = self._attach()
@@ -92,6 +91,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
+        # Before any tier is opened: records that cannot be told apart must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
         if seed_is_random and _outlives(options):
@@ -100,30 +100,42 @@ class KVOffloadSpec(OffloadingSpec):
         for caution in cautions(options):
             logger.warning(caution)
         metrics = _core.Metrics()
-        cache = self._make_cache(
-            region,
-            metrics,
-            shard_bytes,
-            merged,
-            identity,
-            self._make_tiers(bounds, identity, merged["elements"]),
-        )
+        tiers = self._make_tiers(bounds, identity, merged["elements"])
+        cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers)
         if options.keep_host_memory:
             _tell_kept(cache.stats())
+        geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
+        capacity = self._publish(metrics, geometry, bounds, merged, identity)
+        manager = KVOffloadManager(
+            cache, metrics, self._manager_options(merged, identity, seed_is_random, capacity)
+        )
+        manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
+        return manager
+
+    def _publish(
+        self,
+        metrics: Any,
+        geometry: Geometry,
+        bounds: Sequence[int | None],
+        merged: Mapping[str, Any],
+        identity: NamespaceIdentity,
+    ) -> int:
+        """Serves the metrics and logs the setup. Returns the tokens that all tiers hold; 0: unknown."""
+        options = self._options
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
             metrics.expose(address)
         info = self._info(merged, identity)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
-        geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         tokens = geometry.tokens_by_tier(options, bounds)
-        capacity = 0 if None in bounds else sum(tokens.values())  # 0: not known
+        for name, held in tokens.items():
+            metrics.set("kv_offload_tier_capacity_tokens", [name], held)
+        # A tier without a bound of its own, such as a bucket, may hold anything.
+        capacity = 0 if None in bounds else sum(tokens.values())
         warning = small_capacity_warning(capacity, merged.get("max_model_len") or 0)
         if warning is not None:
             logger.warning(warning)
-        for name, held in tokens.items():
-            metrics.set("kv_offload_tier_capacity_tokens", [name], held)
         logger.info(
             boot_line(
                 options,
@@ -136,45 +148,43 @@ class KVOffloadSpec(OffloadingSpec):
                 replicas=parallel.data_parallel_size,
             )
         )
-        manager = KVOffloadManager(
-            cache,
-            metrics,
-            ManagerOptions(
-                parts_of=self._parts_of(),
-                resumed_is_new=bool(merged.get("resumed_is_new")),
-                tiers={
-                    name: tier.events_locality
-                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
-                },
-                event_tiers=frozenset(
-                    name
-                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
-                    if tier.enable_kv_events
+        return capacity
+
+    def _manager_options(
+        self,
+        merged: Mapping[str, Any],
+        identity: NamespaceIdentity,
+        seed_is_random: bool,
+        capacity: int,
+    ) -> "ManagerOptions":
+        from .manager import ManagerOptions
+        from .watch import Surroundings
+
+        options = self._options
+        tiers = dict(zip(options.tier_names(), options.secondary_tiers, strict=True))
+        events = self.kv_events_config
+        return ManagerOptions(
+            parts_of=self._parts_of(),
+            resumed_is_new=bool(merged.get("resumed_is_new")),
+            tiers={name: tier.events_locality for name, tier in tiers.items()},
+            event_tiers=frozenset(name for name, tier in tiers.items() if tier.enable_kv_events),
+            # Their servers evict, so that no removal is ever reported.
+            self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
+            info=self._info(merged, identity),
+            request_hints=options.request_hints == "allow",
+            await_records_seconds=options.await_records_seconds,
+            fixed_weights=options.fixed_weights,
+            describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
+            surroundings=Surroundings(
+                random_seed=identity.hash_algorithm if seed_is_random else "",
+                other_namespaces=tuple(
+                    text for tier in options.secondary_tiers for text in tier.other_namespaces(identity)
                 ),
-                self_evicting_tiers=frozenset(
-                    name
-                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
-                    if tier.bound_key is None
-                ),
-                info=info,
-                request_hints=options.request_hints == "allow",
-                await_records_seconds=options.await_records_seconds,
-                fixed_weights=options.fixed_weights,
-                describes_events=self.kv_events_config.enable_kv_cache_events
-                and self.kv_events_config.self_describing_kv_events,
-                surroundings=Surroundings(
-                    random_seed=identity.hash_algorithm if seed_is_random else "",
-                    other_namespaces=tuple(
-                        text for tier in options.secondary_tiers for text in tier.other_namespaces(identity)
-                    ),
-                    group_ids=tuple(group.group_id for group in self.config.groups),
-                    capacity_tokens=capacity,
-                    write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
-                ),
+                group_ids=tuple(group.group_id for group in self.config.groups),
+                capacity_tokens=capacity,
+                write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
             ),
         )
-        manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
-        return manager
 
     def _attach(self) -> "HostRegion":
         from kv_offload import _core

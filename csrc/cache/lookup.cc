@@ -92,70 +92,108 @@ LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, 
                  LookupResult::kPending);
 }
 
+// What the tiers know of a key that host memory does not have. Masks have a bit for each tier.
+struct Requests::TierAnswers {
+  std::optional<std::uint8_t> found_on;  // the first tier to read it from; later ones were not looked at
+  std::uint32_t unknown = 0;             // waiting for an answer is worthwhile
+  std::uint32_t again = 0;               // of these: the last answer was "absent", and is old
+  std::uint32_t being_asked = 0;         // of these: the question is on its way
+  bool switched_off = false;             // a tier has it, and its circuit breaker is open
+  bool barred = false;                   // a tier has it that this request may not load from
+  bool may_come = false;                 // another server may still write it
+  bool answered = true;                  // no tier owes an answer
+};
+
+// asked: none if this request has not asked for the key; true once all tiers have answered it.
+Requests::TierAnswers Requests::ask_catalogs(const RequestState& request, std::uint32_t group,
+                                             const ChunkKey& key, std::optional<bool> asked) const {
+  const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
+  // A chunk that would not be loaded anyway is not waited for.
+  const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
+  TierAnswers found;
+  for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
+    const Presence presence = ops_.contains(tier, key);
+    if ((request.options.load_tiers >> tier & 1) == 0) {
+      found.barred |= presence == Presence::kPresent;
+      continue;
+    }
+    if (!ops_.is_readable(tier)) {
+      found.switched_off |= presence == Presence::kPresent;
+      continue;
+    }
+    if (presence == Presence::kPresent) {
+      found.found_on = static_cast<std::uint8_t>(tier);
+      return found;
+    }
+    const bool may_come_here = awaits && ops_.is_shared(tier);
+    found.may_come |= may_come_here;
+    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kAsked;
+    found.answered &= !is_unknown;
+    // A request asks once: asking again whenever an answer gets old would never end. A request that waits for
+    // other servers' records does ask again, until its deadline.
+    if ((is_unknown && (may_come_here || !was_answered)) ||
+        (presence == Presence::kWasAbsent && (may_come_here || !was_asked))) {
+      found.unknown |= 1u << tier;
+      if (presence == Presence::kWasAbsent) found.again |= 1u << tier;
+      if (presence == Presence::kAsked) found.being_asked |= 1u << tier;
+    }
+  }
+  return found;
+}
+
+void Requests::ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key,
+                         const TierAnswers& answers) {
+  // A change of group begins another scan. Chunks of a full-attention scan are one prompt from the left, so
+  // that a tier may stop at the first absent one. Windows are scanned from the right and have gaps; parts of
+  // a last block are looked up one after the other in all groups.
+  if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
+  const TierOps::Run run = groups_[group].full_attention
+                               ? TierOps::Run{request.number, group, request.pass.scans}
+                               : TierOps::Run{};
+  request.asked.try_emplace(KeyMemory::fingerprint(key), false);
+  for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
+    if (((answers.unknown & ~answers.being_asked) >> tier & 1) == 0) continue;
+    const bool again = (answers.again >> tier & 1) != 0;
+    ops_.ask_for(tier, key, again ? Presence::kWasAbsent : Presence::kUnknown, run);
+  }
+  request.pass.awaits |= answers.may_come;
+}
+
 LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
                                        const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
-  const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
   const std::uint64_t print = KeyMemory::fingerprint(key);
   const auto asked = request.asked.find(print);
-  const bool was_asked = asked != request.asked.end(), was_answered = was_asked && asked->second;
-  std::uint32_t unknown = 0, again = 0, being_asked = 0;  // one bit per tier
-  bool switched_off = false, barred = false, may_come = false, answered = true;
-  for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-    const Presence presence = ops_.contains(tier, key);
-    if ((request.options.load_tiers >> tier & 1) == 0) {
-      barred |= presence == Presence::kPresent;
-      continue;
-    }
-    if (!ops_.is_readable(tier)) {
-      switched_off |= presence == Presence::kPresent;
-      continue;
-    }
-    const bool may_come_here = awaits && ops_.is_shared(tier);
-    may_come |= may_come_here;
-    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kAsked;
-    answered &= !is_unknown;
-    if ((is_unknown && (may_come_here || !was_answered)) ||
-        (presence == Presence::kWasAbsent && (may_come_here || !was_asked))) {
-      unknown |= 1u << tier;
-      if (presence == Presence::kWasAbsent) again |= 1u << tier;
-      if (presence == Presence::kAsked) being_asked |= 1u << tier;
-    }
-    if (presence != Presence::kPresent) continue;
+  const bool was_asked = asked != request.asked.end();
+  const TierAnswers answers =
+      ask_catalogs(request, group, key, was_asked ? std::optional(asked->second) : std::nullopt);
+  if (answers.found_on) {
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
+    // The planner gave up fetches for this group.
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
     request.pass.keys.push_back({key, request.pass.part_tokens});
     return pending(handle, request,
                    {static_cast<std::uint32_t>(request.pass.keys.size() - 1), position, Kind::kRecorded,
-                    static_cast<std::uint8_t>(tier)},
+                    *answers.found_on},
                    LookupResult::kPending);
   }
-  if (was_asked && answered) asked->second = true;
-  if (unknown != 0) {
+  if (was_asked && answers.answered) asked->second = true;
+  if (answers.unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
-      // Window groups are scanned from the right and have gaps. Parts of a last block are looked up in all
-      // groups, one after the other.
-      if (request.pass.lookups.empty() || request.pass.lookups.back().group != position) ++request.pass.scans;
-      const TierOps::Run run = groups_[group].full_attention
-                                   ? TierOps::Run{request.number, group, request.pass.scans}
-                                   : TierOps::Run{};
-      request.asked.try_emplace(print, false);
-      for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-        if (((unknown & ~being_asked) >> tier & 1) == 0) continue;
-        ops_.ask_for(tier, key, (again >> tier & 1) != 0 ? Presence::kWasAbsent : Presence::kUnknown, run);
-      }
-      request.pass.awaits |= may_come;
+      ask_tiers(request, group, key, answers);
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
+    // A request that loads from no tier gets the reason that it would have without these tiers.
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
-  } else if (may_come) {
+  } else if (answers.may_come) {
     request.pass.awaits = true;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
-  if (switched_off) return miss(request, group, MissReason::kIoError);
-  if (barred) return miss(request, group, MissReason::kDisabled);
+  if (answers.switched_off) return miss(request, group, MissReason::kIoError);
+  if (answers.barred) return miss(request, group, MissReason::kDisabled);
+  // The reason is looked up when the miss is counted: vLLM asks again in each step.
   request.pass.lookups.push_back(
       {static_cast<std::uint32_t>(request.pass.absent.size()), position, Kind::kMiss, Lookup::kReasonLater});
   request.pass.absent.push_back(print);

@@ -114,6 +114,10 @@ class Requests {
                            const ChunkEntry& entry);
   LookupResult lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
                                const ChunkKey& key);
+  struct TierAnswers;
+  TierAnswers ask_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
+                           std::optional<bool> asked) const;
+  void ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key, const TierAnswers& answers);
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "backends/redis/socket.h"
@@ -299,60 +300,57 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
   return end_call();
 }
 
-Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
-                       Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer) {
-  if (Status status = begin_call(); !status) return status;
-  std::string text;
-  append_command(&text, command);
-  const ConstBytes bytes = std::as_bytes(std::span(text));
-  if (Status status = send({&bytes, 1}, deadline); !status) return status;
-  // The header line of the value, and the bytes that arrived with it.
-  std::array<char, 64> start;
-  std::size_t have = 0;
-  std::string_view line;
-  while (line.empty()) {
-    iovec vector{start.data() + have, start.size() - have};
+// The first bytes of a reply: the line with the value's length, and bytes of the value that came with it.
+struct Connection::ValueStart {
+  std::array<char, 64> bytes;  // more than any such line has
+  std::size_t have = 0;        // of bytes
+  std::size_t line = 0;        // its length with the line end; 0: the reply was an error, and is complete
+
+  // Nothing if it is no length; -1 if there is no value.
+  std::optional<long long> announced() const {
+    long long length = 0;
+    const char* end = bytes.data() + line - 2;
+    const auto [stop, error] = std::from_chars(bytes.data() + 1, end, length);
+    if (error != std::errc() || stop != end || length < -1) return std::nullopt;
+    return length;
+  }
+  std::span<const char> early() const { return {bytes.data() + line, have - line}; }
+};
+
+Status Connection::read_value_start(Deadline deadline, ValueStart* start, Reply* reply) {
+  while (start->line == 0) {
+    iovec vector{start->bytes.data() + start->have, start->bytes.size() - start->have};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
-    have += moved;
-    const std::string_view seen(start.data(), have);
-    if (have > 0 && seen[0] != '$') {  // an error: the library parses it
-      if (valkeyReaderFeed(stream_->reader, start.data(), have) != VALKEY_OK) return nonsense();
+    start->have += moved;
+    const std::string_view seen(start->bytes.data(), start->have);
+    // Only values are read past libvalkey's reader, which would copy them. It takes all other replies.
+    if (start->have > 0 && seen[0] != '$') {
+      if (valkeyReaderFeed(stream_->reader, seen.data(), seen.size()) != VALKEY_OK) return nonsense();
       if (Status status = next_reply(deadline, reply); !status) return status;
       return reply->kind == Reply::Kind::kError ? end_call() : nonsense();
     }
     const std::size_t end = seen.find("\r\n");
-    if (end != seen.npos) line = seen.substr(0, end + 2);
-    if (line.empty() && have == start.size()) return nonsense();
+    if (end != seen.npos) start->line = end + 2;
+    if (start->line == 0 && start->have == start->bytes.size()) return nonsense();
   }
-  long long announced = 0;
-  const char* digits_end = line.data() + line.size() - 2;
-  const auto [stop, error] = std::from_chars(line.data() + 1, digits_end, announced);
-  if (error != std::errc() || stop != digits_end || announced < -1) return nonsense();
-  const std::size_t early = have - line.size();
-  if (announced == -1) {
-    *reply = {};
-    return early == 0 ? end_call() : nonsense();
-  }
-  *length = static_cast<std::uint64_t>(announced);
-  std::size_t most = 0;
-  for (const Bytes& piece : pieces) most += piece.size();
-  const bool fits = *length <= most && *length >= least;
-  if (!fits || early > *length + 2) {
-    *reply = {Reply::Kind::kWrongLength, 0, {}};
-    return fits ? nonsense() : Status::ok();
-  }
+  return Status::ok();
+}
+
+// early: the bytes of the value, and of the line end after it, that were read with its length.
+Status Connection::read_value(std::span<const Bytes> pieces, std::span<const char> early,
+                              std::uint64_t length, Deadline deadline, FillObserver* observer) {
   std::array<std::byte, 2> tail;
   std::vector<Bytes> value;
-  std::size_t open = *length;
+  std::size_t open = length;
   for (const Bytes& piece : pieces) {
     value.push_back(piece.first(std::min(piece.size(), open)));
     open -= value.back().size();
   }
   std::vector<Bytes> all = value;
   all.emplace_back(tail);
-  const char* from = start.data() + line.size();
-  std::size_t left = early;
+  const char* from = early.data();
+  std::size_t left = early.size();
   for (Bytes& piece : all) {
     const std::size_t part = std::min(left, piece.size());
     std::memcpy(piece.data(), from, part);
@@ -360,18 +358,47 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
     from += part;
     left -= part;
   }
-  tell(observer, value, 0, early, *length);
+  tell(observer, value, 0, early.size(), length);
   std::vector<iovec> vectors = vectors_of(std::span<const Bytes>(all));
-  std::uint64_t came = early;
+  std::uint64_t came = early.size();
   for (std::span<iovec> rest = vectors; !rest.empty();) {
     std::size_t moved = 0;
     std::vector<iovec> step = next_step(rest);
     if (Status status = stream_->socket->read_some(step, deadline, &moved); !status) return status;
-    tell(observer, value, came, came + moved, *length);
+    tell(observer, value, came, came + moved, length);
     came += moved;
     rest = without(rest, moved);
   }
-  if (tail != std::array{std::byte{'\r'}, std::byte{'\n'}}) return nonsense();
+  return tail == std::array{std::byte{'\r'}, std::byte{'\n'}} ? Status::ok() : nonsense();
+}
+
+Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
+                       Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer) {
+  if (Status status = begin_call(); !status) return status;
+  std::string text;
+  append_command(&text, command);
+  const ConstBytes bytes = std::as_bytes(std::span(text));
+  if (Status status = send({&bytes, 1}, deadline); !status) return status;
+  ValueStart start;
+  if (Status status = read_value_start(deadline, &start, reply); !status || start.line == 0) return status;
+  const std::optional<long long> announced = start.announced();
+  if (!announced) return nonsense();
+  const std::span<const char> early = start.early();
+  if (*announced == -1) {
+    *reply = {};
+    return early.empty() ? end_call() : nonsense();
+  }
+  *length = static_cast<std::uint64_t>(*announced);
+  std::size_t most = 0;
+  for (const Bytes& piece : pieces) most += piece.size();
+  // The caller decides what a value of another length means. It may be very long, so it is not read, and the
+  // call does not end: the connection is not usable any more.
+  const bool fits = *length <= most && *length >= least;
+  if (!fits || early.size() > *length + 2) {
+    *reply = {Reply::Kind::kWrongLength, 0, {}};
+    return fits ? nonsense() : Status::ok();
+  }
+  if (Status status = read_value(pieces, early, *length, deadline, observer); !status) return status;
   *reply = {Reply::Kind::kString, 0, {}};
   return end_call();
 }

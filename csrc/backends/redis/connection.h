@@ -94,6 +94,10 @@ class Connection {
   Status log_in(const Server& server, Deadline deadline, bool* refused);
   Status send(std::span<const std::span<const std::byte>> pieces, Deadline deadline);
   Status next_reply(Deadline deadline, Reply* reply);
+  struct ValueStart;
+  Status read_value_start(Deadline deadline, ValueStart* start, Reply* reply);
+  Status read_value(std::span<const std::span<std::byte>> pieces, std::span<const char> early,
+                    std::uint64_t length, Deadline deadline, FillObserver* observer);
   Status begin_call();
   Status end_call();
 
