@@ -53,7 +53,7 @@ class Way {
   }
 
   Compress compress() const { return compress_; }
-  std::string about() const { return tier_->about_codec(); }
+  std::string about() const { return tier_->codec_reason(); }
   std::uint64_t encoded_bytes() const { return tier_->stats().encoded_raw_bytes; }
 
   // Seconds until all chunks are there; their keys are those from `first` on.

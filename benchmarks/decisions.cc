@@ -166,12 +166,12 @@ void decision_cost() {
   CostModel model(2);
   Nanos now{std::chrono::seconds(1)};
   for (const double tokens : {500.0, 2000.0, 1000.0}) {
-    model.prefill.note(tokens, tokens / 2);
+    model.prefill.observe(tokens, tokens / 2);
     for (int i = 0; i < 3; ++i)
       model.prefill.end_step(now += std::chrono::milliseconds(static_cast<int>(tokens / 10)));
   }
   for (std::size_t tier = 0; tier < 2; ++tier) {
-    for (int i = 1; i <= 32; ++i) model.note_read(tier, 4096.0 * i, 1e-3 * i, now);
+    for (int i = 1; i <= 32; ++i) model.on_read(tier, 4096.0 * i, 1e-3 * i, now);
   }
   for (const std::size_t count : {1, 2, 100}) {
     std::vector<Stretch> stretches;
@@ -184,7 +184,7 @@ void decision_cost() {
     print_cost("the decision alone", 20 * count, median_ns([&] { model.decide(question); }));
   }
   print_cost("a step's end, learning", 0, median_ns([&] {
-               model.prefill.note(2000, 1000);
+               model.prefill.observe(2000, 1000);
                model.prefill.end_step(now += std::chrono::milliseconds(200));
                model.prefill.seconds(1000, 0);
              }));

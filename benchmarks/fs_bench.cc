@@ -234,13 +234,13 @@ void bench_replace(const std::string& directory, std::uint64_t record, std::uint
 // Header-sized files with the names of records: start looks at nothing more.
 void make_records(const std::string& root, std::uint64_t count) {
   { const auto tier = make_fs_tier(options_for(root)); }
-  const std::string generation = root + "/" + std::string(64, '0') + "/g1/";
+  const std::string epoch = root + "/" + std::string(64, '0') + "/g1/";
   for (std::uint64_t number = 0; number < count; ++number) {
-    const std::string path = generation + layout::record_path(key_of(number), 4096);
+    const std::string path = epoch + layout::record_path(key_of(number), 4096);
     int fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
     if (fd < 0) {
       const std::uint32_t leaf = layout::leaf_of(key_of(number));
-      ::mkdir((generation + layout::leaf_path(leaf)).c_str(), 0700);
+      ::mkdir((epoch + layout::leaf_path(leaf)).c_str(), 0700);
       fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
     }
     if (fd < 0) std::exit(1);
@@ -262,7 +262,7 @@ void bench_start(const std::string& root, std::uint64_t count) {
   do {
     std::this_thread::yield();
     presence = tier->contains(last);
-  } while (presence == Presence::kUnknown || presence == Presence::kAsked);
+  } while (presence == Presence::kUnknown || presence == Presence::kLookupPending);
   const double answered = now();
   while (!tier->stats().names_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const double complete = now();

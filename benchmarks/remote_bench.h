@@ -137,7 +137,7 @@ inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t byte
 
 inline bool is_known(const Tier& tier, const ChunkKey& key) {
   const kv_offload::Presence presence = tier.contains(key);
-  return presence != kv_offload::Presence::kUnknown && presence != kv_offload::Presence::kAsked;
+  return presence != kv_offload::Presence::kUnknown && presence != kv_offload::Presence::kLookupPending;
 }
 
 inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {

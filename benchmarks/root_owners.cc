@@ -96,12 +96,13 @@ class Writer {
   }
   Tier& tier() { return *tier_; }
   // Ok, or the write was declined, as a chunk of its own prompt would have been evicted for it.
-  bool write(const ChunkKey& key, const EntryInfo& about, double* cpu = nullptr, double* wall = nullptr) {
+  bool write(const ChunkKey& key, const EntryInfo& entry_info, double* cpu = nullptr,
+             double* wall = nullptr) {
     TierOp op;
     op.id = ++last_op_;
     op.kind = OpKind::kWrite;
     op.key = key;
-    op.about = about;
+    op.entry_info = entry_info;
     op.may_decline = true;
     op.shards = {Shard(row_.data(), row_.size())};
     std::vector<TierOp> ops;
@@ -178,9 +179,9 @@ class FullRoot {
     for (int i = 0; i < 300; ++i) (void)write_next(nullptr, nullptr);  // until each write evicts
   }
   bool write_next(double* cpu, double* wall) {
-    EntryInfo about;
-    about.request = ++request_;
-    return writer_->write(keys_.next(), about, cpu, wall);
+    EntryInfo entry_info;
+    entry_info.request = ++request_;
+    return writer_->write(keys_.next(), entry_info, cpu, wall);
   }
   const char* name() const { return name_; }
   std::uint64_t evicted_bytes() const { return writer_->tier().stats().evicted_bytes; }
@@ -196,11 +197,11 @@ class FullRoot {
       if (layout::parse_record(path.filename().string())) first = path;
     });
     const std::uint64_t file_bytes = layout::parse_record(first.filename().string())->file_bytes;
-    const std::string generation = first.parent_path().parent_path().string();
+    const std::string epoch = first.parent_path().parent_path().string();
     for (std::uint32_t leaf = 0; leaf < options.leaves; ++leaf)
-      ::mkdir((generation + "/" + layout::leaf_path(leaf)).c_str(), 0700);
+      ::mkdir((epoch + "/" + layout::leaf_path(leaf)).c_str(), 0700);
     for (std::uint64_t i = 0; i < std::uint64_t{options.leaves} * options.files; ++i) {
-      const std::string path = generation + "/" + layout::record_path(keys_.next(), file_bytes);
+      const std::string path = epoch + "/" + layout::record_path(keys_.next(), file_bytes);
       const int file = ::open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
       if (file < 0 || ::posix_fallocate(file, 0, static_cast<off_t>(file_bytes)) != 0)
         give_up(path + " could not be made");
@@ -279,9 +280,9 @@ class Server {
     TierOp op;
     op.kind = OpKind::kWrite;
     op.key = key(number);
-    op.about.request = static_cast<std::uint32_t>(number / models_.prompt + 1);
-    op.about.depth = static_cast<std::uint32_t>(number % models_.prompt + 1);
-    if (op.about.depth > 1) op.about.parent = chunk_id(key(number - 1));
+    op.entry_info.request = static_cast<std::uint32_t>(number / models_.prompt + 1);
+    op.entry_info.depth = static_cast<std::uint32_t>(number % models_.prompt + 1);
+    if (op.entry_info.depth > 1) op.entry_info.parent = chunk_id(key(number - 1));
     op.may_decline = true;
     op.shards = {Shard(row_.data(), row_.size())};
     std::uint64_t moved = 0;

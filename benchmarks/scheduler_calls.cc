@@ -6,7 +6,7 @@
 //     end_request() of a request with READS queued reads, after READS of another request; then the longest
 //     end_step() until all reads are cancelled, and end_request() of the other request.
 //   scheduler_calls index RECORDS
-//     The longest hold of the lock of KnownRecords while the index grows, evicts and is reset; contains() at
+//     The longest hold of the lock of RecordIndex while the index grows, evicts and is reset; contains() at
 //     that size.
 //
 // All times are CPU seconds of the calling thread, so that other processes disturb them little.
@@ -26,12 +26,12 @@
 #include <string_view>
 #include <vector>
 
-#include "backends/fs/known_records.h"
+#include "backends/fs/record_index.h"
 #include "bench.h"
 #include "cache/tiered_cache.h"
 #include "tier/io_pool.h"
-#include "tier/pooled_tier.h"
 #include "tier/record_store.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload::bench {
 namespace {
@@ -157,7 +157,7 @@ void measure_rows(int rounds) {
 // ---- end
 
 // Has a record of each key. No thread serves its ops.
-class EndlessStore final : public RecordStore, public Catalogue {
+class EndlessStore final : public RecordStore, public Catalog {
  public:
   Status write(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
   Status read(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
@@ -173,12 +173,12 @@ class EndlessStore final : public RecordStore, public Catalogue {
   void forget() override {}
   void close() override {}
   void figures(TierStats*) const override {}
-  Catalogue* catalogue() override { return this; }
+  Catalog* catalog() override { return this; }
 
   Presence contains(const ChunkKey&) const override { return Presence::kPresent; }
-  void begin_asking(std::span<const ChunkKey>, Era, std::vector<ChunkKey>*) override {}
+  void begin_asking(std::span<const ChunkKey>, EpochNumber, std::vector<ChunkKey>*) override {}
   void forget_absence(const ChunkKey&) override {}
-  void give_up_asking(std::span<const ChunkKey>, Era) override {}
+  void give_up_asking(std::span<const ChunkKey>, EpochNumber) override {}
   void touch(const ChunkKey&) override {}
   void take_removals(std::vector<TierRemoval>*) override {}
 
@@ -198,13 +198,13 @@ RequestHandle wait_for(TieredCache& cache, std::uint64_t first, std::uint64_t co
 
 void measure_end(std::uint64_t reads) {
   IoPool* pool = nullptr;
-  PooledTierOptions options;
+  ThreadPoolTierOptions options;
   options.name = "fs";
   options.clock = &standing_clock;
   options.op_deadline = std::chrono::hours(1);
   options.driven_by_hand = &pool;
   std::vector<std::unique_ptr<Tier>> tiers;
-  tiers.push_back(make_pooled_tier(std::make_unique<EndlessStore>(), options));
+  tiers.push_back(make_thread_pool_tier(std::make_unique<EndlessStore>(), options));
   Host host((2 * reads + 1024) * kPageBytes, {kPageBytes}, std::move(tiers));
   TieredCache& cache = host.cache();
   const auto queued = [&] { return cache.tiers()[0]->stats().queued_reads; };
@@ -278,25 +278,25 @@ class Index {
   void scan() {
     begin(1);
     std::vector<FoundRecord> found(count_);
-    std::vector<KnownRecords::LastUse> order;
+    std::vector<RecordIndex::LastUse> order;
     for (std::uint32_t i = 0; i < count_; ++i) {
       found[i].key = keys_[i];
       found[i].file_bytes = found[i].disk_bytes = kFileBytes;
       order.emplace_back(i, i);
     }
     HoldWatch watch;
-    records_.adopt_names(generation_, found, false, go_on_);
-    records_.adopt_in_order(generation_, found, order, true, go_on_);
+    records_.adopt_names(epoch_, found, false, go_on_);
+    records_.adopt_in_order(epoch_, found, order, true, go_on_);
     watch.print("scan", count_);
   }
   // From `first` on, prompts of 1,024 chunks.
   void write(std::uint64_t first, std::uint64_t count) {
     for (std::uint64_t i = first; i < first + count; ++i) {
-      EntryInfo about;
-      about.depth = static_cast<std::uint32_t>(i % 1024);
-      about.request = static_cast<std::uint32_t>(i / 1024 + 1);
-      if (about.depth > 0) about.parent = chunk_id(keys_[i - 1]);
-      if (!records_.written({keys_[i], kFileBytes}, about, generation_)) std::abort();
+      EntryInfo entry_info;
+      entry_info.depth = static_cast<std::uint32_t>(i % 1024);
+      entry_info.request = static_cast<std::uint32_t>(i / 1024 + 1);
+      if (entry_info.depth > 0) entry_info.parent = chunk_id(keys_[i - 1]);
+      if (!records_.written({keys_[i], kFileBytes}, entry_info, epoch_)) std::abort();
     }
   }
   void grow() {
@@ -351,17 +351,17 @@ class Index {
                longest_take);
   }
   void begin(std::uint64_t number) {
-    generation_ = std::make_shared<Generation>();
-    generation_->number = number;
-    if (!records_.begin(generation_, *records_.next(), KnownRecords::Extent::kOrder)) std::abort();
+    epoch_ = std::make_shared<FsEpoch>();
+    epoch_->number = number;
+    if (!records_.begin(epoch_, *records_.next(), RecordIndex::Extent::kOrder)) std::abort();
   }
 
  private:
   const std::uint64_t count_;
   std::vector<ChunkKey> keys_;
   FakeClock clock_;
-  KnownRecords records_{"prefix", clock_};
-  std::shared_ptr<Generation> generation_;
+  RecordIndex records_{"prefix", clock_};
+  std::shared_ptr<FsEpoch> epoch_;
   const std::atomic<bool> go_on_{false};
 };
 

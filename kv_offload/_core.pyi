@@ -108,7 +108,7 @@ class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
     write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
-    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
+    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first encrypts, all open
     compress: str  # auto | none | zstd; "none" until it is set
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
     memory_outlives: bool  # the region is kept: no read may go on when the process is gone. Default: False
@@ -125,7 +125,7 @@ def codec_advice(
 ) -> str:
     """What compress "auto" would do on such a tier, and why."""
 
-def sealing_key_ids(paths: list[str]) -> list[str]:
+def encryption_key_ids(paths: list[str]) -> list[str]:
     """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""
 
 class FsTier(TierSpec):
@@ -230,7 +230,7 @@ class RemoteRecords:
         """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
 
     def use_keys(self, encryption_key_files: list[str]) -> None:
-        """With these verify() opens what is sealed."""
+        """With these verify() opens what is encrypted."""
 
     def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
         """(records, bytes) that are gone by it, and why no more; "" when all are."""
@@ -389,7 +389,7 @@ class TieredCache:
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (what that was decided on, 0 = unknown), waited_seconds.
         """
-    def sights(self) -> list[tuple[int, int]]:
+    def lookup_counts(self) -> list[tuple[int, int]]:
         """(chunks that lookups found, chunks that they missed) of each group position, since the start."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
@@ -497,19 +497,19 @@ class FsRoot:
     def stat(self) -> dict[str, Any]:
         """bytes, records, temporaries, namespaces.
 
-        namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}; times in unix
+        namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
         seconds; open: some process has it open.
         """
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
+        """{namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
     def verify(
         self,
         repair: bool = False,
         progress: Callable[[int, int], None] | None = None,
         encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """Reads every record and, with these keys, opens it if it is sealed; {path, kind, message, removed}
-        for each that is damaged."""
+        """Reads every record and, with these keys, opens it if it is encrypted; {path, kind, message,
+        removed} for each that is damaged."""
     def evict(
         self,
         *,

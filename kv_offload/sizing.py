@@ -93,7 +93,7 @@ class Geometry:
         return size * self._period() // needed if needed else 0
 
 
-def boot_line(
+def startup_summary(
     config: OffloadConfig,
     bounds: Sequence[int | None],
     geometry: Geometry,

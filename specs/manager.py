@@ -67,7 +67,7 @@ class KVOffloadManager(OffloadingManager):
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
         self._resets = ResetWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
-        self._generation = 0
+        self._epoch = 0
         self._closed = False
         self.at_shutdown: Callable[[], None] = lambda: None  # first
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
@@ -118,7 +118,7 @@ class KVOffloadManager(OffloadingManager):
         }
         hints = self._hints.read(req_context.kv_transfer_params)
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
-        state = RequestState(handle, self._generation)
+        state = RequestState(handle, self._epoch)
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
@@ -132,7 +132,7 @@ class KVOffloadManager(OffloadingManager):
     def _handle_of(self, req_context: Any) -> int:
         """Of a request that is looked up. After a reset this is asked for each, even if it was known."""
         state = self._state(req_context)
-        state.generation = self._generation
+        state.epoch = self._epoch
         return state.handle
 
     # ---- lookup and load
@@ -193,7 +193,7 @@ class KVOffloadManager(OffloadingManager):
         perhaps; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
         and hold other bytes now included. vLLM looks a request up when none of it is computed: one that
         waited or was preempted may store."""
-        return state.generation == self._generation
+        return state.epoch == self._epoch
 
     # ---- step, reset, end
 
@@ -229,7 +229,7 @@ class KVOffloadManager(OffloadingManager):
 
         vLLM asks for it before weights change, and for sleep and pause, and does not say which.
         """
-        self._generation += 1
+        self._epoch += 1
         if self._options.fixed_weights:
             self._resets.report_kept()
             self._cache.abandon_jobs()

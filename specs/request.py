@@ -24,7 +24,7 @@ class RequestState:
     """Kept in the ReqContext, so that a request id that is used again is another request."""
 
     handle: int  # of TieredCache
-    generation: int  # of the manager: how many resets it had seen when the request was last looked up
+    epoch: int  # of the manager: how many resets it had seen when the request was last looked up
     started: bool = False  # scheduled as a new one
     pending: set[bytes] = field(
         default_factory=set

@@ -14,7 +14,7 @@ from kv_offload.metrics import metric_definitions
 from kv_offload.model_identity import weights_problem
 from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 
 from .compat import OffloadingSpec, base, current_vllm_config
 from .identity import keep_for, merge_fingerprints, namespace_identity
@@ -87,7 +87,7 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
-        _tell_layout(merged)
+        _log_layout(merged)
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
@@ -103,7 +103,7 @@ class KVOffloadSpec(OffloadingSpec):
         tiers = self._make_tiers(bounds, identity, merged["elements"])
         cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers)
         if options.keep_host_memory:
-            _tell_kept(cache.stats())
+            _log_kept(cache.stats())
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         capacity = self._publish(metrics, geometry, bounds, merged, identity)
         manager = KVOffloadManager(
@@ -137,7 +137,7 @@ class KVOffloadSpec(OffloadingSpec):
         if warning is not None:
             logger.warning(warning)
         logger.info(
-            boot_line(
+            startup_summary(
                 options,
                 bounds,
                 geometry,
@@ -301,7 +301,7 @@ def _layout_words(merged: Mapping[str, Any]) -> list[str]:
     return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
 
 
-def _tell_layout(merged: Mapping[str, Any]) -> None:
+def _log_layout(merged: Mapping[str, Any]) -> None:
     """Whether servers of another tensor-parallel size share the records, where that was asked for."""
     if merged.get("canonical"):
         shards = merged["canonical"]["shards"]
@@ -349,7 +349,7 @@ def _outlives(options: OffloadConfig) -> bool:
     return bool(options.secondary_tiers) or options.keep_host_memory
 
 
-def _tell_kept(stats: Mapping[str, int]) -> None:
+def _log_kept(stats: Mapping[str, int]) -> None:
     if not stats["is_kept"]:
         logger.warning(
             "keep_host_memory: all 64 names for regions of this model (%s) are taken, by servers that run or "

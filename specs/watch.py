@@ -52,7 +52,7 @@ class DivergenceWatch:
     def look(self) -> None:
         """Ask each tier that was not warned of yet."""
         for position, name in list(self._unwarned.items()):
-            if self._cache.tier_stats(position)["apart"]:
+            if self._cache.tier_stats(position)["diverged"]:
                 del self._unwarned[position]
                 logger.warning(
                     "tier %s: another replica that shares it was reset and this one was not. Each "
@@ -115,7 +115,7 @@ class CodecWatch:
             now = self._cache.tier_stats(position)
             if now["encodes"] != before:
                 self._encodes[position] = now["encodes"]
-                logger.info("tier %s: encoding of records is %s", self._tiers[position], now["about_codec"])
+                logger.info("tier %s: encoding of records is %s", self._tiers[position], now["codec_reason"])
 
 
 class HitWatch:
@@ -199,7 +199,7 @@ class HitWatch:
 
     def _vetoing_groups(self) -> str:
         """Groups of which no chunk is ever found, while chunks of others are: a hit needs all groups."""
-        lookups = self._cache.sights() if self._cache is not None else []
+        lookups = self._cache.lookup_counts() if self._cache is not None else []
         ids = self._surroundings.group_ids or tuple(range(len(lookups)))
         found = [str(ids[position]) for position, (hits, _) in enumerate(lookups) if hits]
         never = [str(ids[position]) for position, (hits, misses) in enumerate(lookups) if misses and not hits]

@@ -125,7 +125,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     refuse_external_launcher()
     refuse_several_offloading_connectors()
     if config.parallel.rank == 0:
-        tell_offloading_size()
+        log_offloading_size()
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
@@ -230,7 +230,7 @@ def refuse_several_offloading_connectors() -> None:
         raise ValueError(problems[0])
 
 
-def tell_offloading_size() -> None:
+def log_offloading_size() -> None:
     """vLLM overwrites parts of --kv-transfer-config for --kv-offloading-size, and says nothing of it."""
     size = getattr(getattr(compat.current_vllm_config(), "cache_config", None), "kv_offloading_size", None)
     if size is not None:

@@ -284,7 +284,7 @@ stage_fuzz() {
   return $status
 }
 stage_cuda() {
-  local threads=tests/cpp/cuda_on_threads/run.sh
+  local threads=tests/cpp/fake_cuda/run.sh
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
     bash $threads --seeds 20 || return
   fi

@@ -7,7 +7,7 @@
 //   copy_gpu [--quick] [QUESTION ...]
 //   questions: decode one_way layer_major both_ways submit        default: all
 //
-// Built on the CUDA runtime of threads (tests/cpp/cuda_on_threads) the benchmark
+// Built on the CUDA runtime of threads (tests/cpp/fake_cuda) the benchmark
 // itself can be tried where no GPU is; its figures say nothing then.
 #include <fmt/format.h>
 

@@ -44,7 +44,7 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
       mutex_.lock();
       waiting_.fetch_sub(1, std::memory_order_relaxed);
     }
-    note_locked();
+    on_locked();
   }
   void unlock() RELEASE() {
     if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
@@ -53,7 +53,7 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
   }
   bool try_lock() TRY_ACQUIRE(true) {
     if (!mutex_.try_lock()) return false;
-    note_locked();
+    on_locked();
     return true;
   }
   // Call between two holds in a long loop: returns once no thread waits for this mutex. Unlocking alone does
@@ -63,7 +63,7 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
   }
 
  private:
-  void note_locked() const {
+  void on_locked() const {
     if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
       watcher->locked(*this);
   }

@@ -170,10 +170,10 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "buffered_ops"_a = stats.buffered_ops, "queued_reads"_a = stats.queued_reads,
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
-      "readable"_a = stats.readable, "writable"_a = stats.writable, "apart"_a = stats.apart,
+      "readable"_a = stats.readable, "writable"_a = stats.writable, "diverged"_a = stats.diverged,
       "rebuilds"_a = stats.rebuilds, "lost_bytes"_a = stats.lost_bytes,
       "breaker_trips"_a = stats.breaker_trips, "encodes"_a = stats.encodes,
-      "about_codec"_a = tiers[tier]->about_codec());
+      "codec_reason"_a = tiers[tier]->codec_reason());
 }
 
 // Binds a method that does storage I/O or waits for it, without the GIL.
@@ -211,7 +211,7 @@ void bind_cache(py::module_& module) {
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))
-      .def("sights",
+      .def("lookup_counts",
            [](const Cache& self) {
              std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;
              for (const auto& [found, missed] : self->cache->lookup_counts())

@@ -2,7 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
-#include "cache/key_memory.h"
+#include "cache/key_history.h"
 #include "record/idle_cores.h"
 #include "record/measure_codec.h"
 
@@ -59,10 +59,10 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
     std::uint32_t threshold = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), threshold);
     if (error == std::errc() && end == digits.data() + digits.size() && threshold > 0 &&
-        threshold <= KeyMemory::kMaxUses) {
+        threshold <= KeyHistory::kMaxUses) {
       return {WritePolicy::kReuse, threshold};
     }
-    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy, KeyMemory::kMaxUses);
+    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy, KeyHistory::kMaxUses);
   }
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},
@@ -117,10 +117,10 @@ void bind_tier(py::module_& module) {
       py::kw_only(), py::arg("encode_bytes_per_second"), py::arg("decode_bytes_per_second"),
       py::arg("read_bytes_per_second"), py::arg("write_bytes_per_second"));
   module.def(
-      "sealing_key_ids",
+      "encryption_key_ids",
       [](const std::vector<std::string>& paths) {
         std::vector<std::string> ids;
-        const auto keys = SealingKeys::from_files(paths);
+        const auto keys = EncryptionKeys::from_files(paths);
         for (std::size_t i = 0; i < keys->size(); ++i) ids.push_back(hex_of(keys->id(i)));
         return ids;
       },

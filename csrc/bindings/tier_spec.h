@@ -15,8 +15,8 @@
 namespace kv_offload::bindings {
 
 // Null if there are no paths.
-inline std::shared_ptr<const SealingKeys> keys_from(const std::vector<std::string>& paths) {
-  return paths.empty() ? nullptr : SealingKeys::from_files(paths);
+inline std::shared_ptr<const EncryptionKeys> keys_from(const std::vector<std::string>& paths) {
+  return paths.empty() ? nullptr : EncryptionKeys::from_files(paths);
 }
 
 struct TierSpec {
@@ -28,7 +28,7 @@ struct TierSpec {
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;
-  // Reads the keys; throws like SealingKeys::from_files.
+  // Reads the keys; throws like EncryptionKeys::from_files.
   RecordFormOptions form() const;
 };
 

@@ -17,14 +17,14 @@ class CacheEvents {
  public:
   explicit CacheEvents(bool keep) : keep_(keep) {}
 
-  void host_has(const ChunkKey& key) { note(key, false, false, {}); }
-  void host_lost(const ChunkKey& key) { note(key, false, true, {}); }
-  void tier_has(const ChunkKey& key, std::string_view tier) { note(key, true, false, tier); }
-  void tier_lost(const ChunkKey& key, std::string_view tier) { note(key, true, true, tier); }
+  void host_has(const ChunkKey& key) { observe(key, false, false, {}); }
+  void host_lost(const ChunkKey& key) { observe(key, false, true, {}); }
+  void tier_has(const ChunkKey& key, std::string_view tier) { observe(key, true, false, tier); }
+  void tier_lost(const ChunkKey& key, std::string_view tier) { observe(key, true, true, tier); }
   std::vector<CacheEvent> take() { return std::exchange(events_, {}); }
 
  private:
-  void note(const ChunkKey& key, bool storage, bool removed, std::string_view owner) {
+  void observe(const ChunkKey& key, bool storage, bool removed, std::string_view owner) {
     if (!keep_) return;
     if (events_.empty() || events_.back().storage != storage || events_.back().removed != removed ||
         events_.back().owner != owner) {

@@ -33,13 +33,13 @@ enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse, kNever /* ot
 
 struct TierSlotOptions {
   WritePolicy write_policy = WritePolicy::kThrough;
-  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyMemory::kMaxUses
+  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyHistory::kMaxUses
 };
 
 struct CacheOptions {
   std::vector<GroupGeometry> groups{};  // by position
   std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
-  // Blocks of vLLM's GPU KV cache, shared by all groups; 0 = unknown. See LoadJobs::must_hold_back.
+  // Blocks of vLLM's GPU KV cache, shared by all groups; 0 = unknown. See DeviceLoads::must_hold_back.
   std::uint32_t cache_blocks = 0;
   std::uint32_t blocks_per_chunk = 1;
   std::string eviction_policy = "lru";

@@ -5,16 +5,16 @@
 
 namespace kv_offload {
 
-void CostModel::note_read(std::size_t index, double bytes_ahead, double seconds, Nanos now) {
+void CostModel::on_read(std::size_t index, double bytes_ahead, double seconds, Nanos now) {
   Tier& tier = tiers_[index];
   // Samples from before the tier fell out of use are outdated.
   if (std::exchange(tier.probing, false)) tier.reads.restart();
-  tier.reads.note(bytes_ahead, seconds);
+  tier.reads.observe(bytes_ahead, seconds);
   tier.last_read = now;
 }
 
-void CostModel::note_overdue_read(std::size_t index, double bytes_ahead, double seconds_so_far, Nanos now) {
-  tiers_[index].reads.note_overdue(bytes_ahead, seconds_so_far);
+void CostModel::on_overdue_read(std::size_t index, double bytes_ahead, double seconds_so_far, Nanos now) {
+  tiers_[index].reads.on_overdue(bytes_ahead, seconds_so_far);
   tiers_[index].last_read = now;
 }
 

@@ -59,10 +59,10 @@ class CostModel {
   // ---- measurements
   // A read arrived `seconds` after its submission. `bytes_ahead`: bytes pending on the tier at submission,
   // including its own.
-  void note_read(std::size_t tier, double bytes_ahead, double seconds, Nanos now);
+  void on_read(std::size_t tier, double bytes_ahead, double seconds, Nanos now);
   // A read has not arrived yet.
-  void note_overdue_read(std::size_t tier, double bytes_ahead, double seconds_so_far, Nanos now);
-  void note_copy(double bytes, double seconds) { copy_.note(bytes, seconds); }
+  void on_overdue_read(std::size_t tier, double bytes_ahead, double seconds_so_far, Nanos now);
+  void on_copy(double bytes, double seconds) { copy_.observe(bytes, seconds); }
 
   // ---- estimates
   // Returns the seconds until `bytes` more have arrived, including what is already pending on the tier.
@@ -70,8 +70,8 @@ class CostModel {
   double read_seconds(std::size_t tier, double bytes, double hint) const;
   double read_bytes_per_second(std::size_t tier) const { return tiers_[tier].reads.bytes_per_second(); }
   const TransferModel& copy() const { return copy_; }
-  void note_submitted(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes += bytes; }
-  void note_ended(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes -= bytes; }
+  void on_submitted(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes += bytes; }
+  void on_ended(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes -= bytes; }
   double waiting_bytes(std::size_t tier) const { return tiers_[tier].waiting_bytes; }
 
   struct Question {

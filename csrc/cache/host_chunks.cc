@@ -54,21 +54,21 @@ bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
 bool HostChunks::take_over(const RowTable::Row& row) {
   if (groups_.position_of(row.key) != row.group || index_.find(row.key) != nullptr) return false;
   if (!rows_.claim(row.group, row.row)) return false;
-  const EntryInfo about{chunk_id(row.key), row.parent, row.depth, 0, row.priority};
-  make_resident(insert_filling(row.key, row.group, row.row, about, kNoTicket), ChunkOrigin::kBefore);
+  const EntryInfo entry_info{chunk_id(row.key), row.parent, row.depth, 0, row.priority};
+  make_resident(insert_filling(row.key, row.group, row.row, entry_info, kNoTicket), ChunkOrigin::kBefore);
   return true;
 }
 
-Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
+Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
                         ChunkState state) {
-  const Slot slot = index_.insert(key, group, row, about, state);
+  const Slot slot = index_.insert(key, group, row, entry_info, state);
   if (!one_row_size_) owner_of(row) = slot;
   return slot;
 }
 
-Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
-                                Ticket ticket, bool first) {
-  const Slot slot = insert(key, group, row, about, ChunkState::kFilling);
+Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId row,
+                                const EntryInfo& entry_info, Ticket ticket, bool first) {
+  const Slot slot = insert(key, group, row, entry_info, ChunkState::kFilling);
   ChunkEntry& entry = index_.at(slot);
   entry.ticket = ticket;
   entry.first = first;
@@ -76,8 +76,8 @@ Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId 
 }
 
 Slot HostChunks::insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row,
-                                 const EntryInfo& about) {
-  return insert(key, group, row, about, ChunkState::kFetching);
+                                 const EntryInfo& entry_info) {
+  return insert(key, group, row, entry_info, ChunkState::kFetching);
 }
 
 void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {

@@ -57,7 +57,7 @@ class HostChunks {
   }
   const ChunkEntry& at(Slot slot) const { return index_.at(slot); }
   Slot slot_of(const ChunkEntry* entry) const { return index_.slot_of(entry); }
-  EntryInfo about(Slot slot) const { return index_.about(index_.at(slot)); }
+  EntryInfo entry_info(Slot slot) const { return index_.entry_info(index_.at(slot)); }
   // Prefetch hints for a chunk that is soon looked up; soon becomes resident or is used; is soon evicted.
   void prefetch(const ChunkKey& key) const { index_.prefetch(key); }
   void prefetch(Slot slot) const { index_.prefetch(slot); }
@@ -70,9 +70,9 @@ class HostChunks {
 
   // ---- life of a chunk. Inserts REQUIRE an absent key and a row from allocate().
   // `first`: this is the first chunk of its group in the store job.
-  Slot insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
+  Slot insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
                       Ticket ticket, bool first = false);
-  Slot insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about);
+  Slot insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info);
   void finish_store(Slot slot) { make_resident(slot, ChunkOrigin::kStore); }
   void finish_fetch(Slot slot, std::uint8_t tier);
   // Makes the chunk absent and frees its row at once. REQUIRES: no pins except the one of the op that was to
@@ -136,7 +136,8 @@ class HostChunks {
   std::size_t capacity() const { return capacity_; }  // chunks, if one group used all rows
 
  private:
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
+              ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   void tell(const ChunkEntry& entry);
   RowId remove(Slot slot);  // the caller owns the row

@@ -12,11 +12,11 @@
 #include <algorithm>
 #include <array>
 
-#include "cache/requests.h"
+#include "cache/request_table.h"
 
 namespace kv_offload {
 
-LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key, std::uint32_t part_tokens) {
+LookupResult RequestTable::lookup(RequestHandle handle, const ChunkKey& key, std::uint32_t part_tokens) {
   RequestState& request = requests_[handle];
   if (request.pass.step != step_) begin_pass(request);
   request.pass.part_tokens = part_tokens;
@@ -29,7 +29,7 @@ LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key, std::ui
   return lookup_unready(handle, request, key, entry);
 }
 
-void Requests::begin_pass(RequestState& request) {
+void RequestTable::begin_pass(RequestState& request) {
   ops_.poll_once_a_step();
   request.pass.clear();
   request.pass.step = step_;
@@ -39,25 +39,25 @@ void Requests::begin_pass(RequestState& request) {
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }
-  request.held_back = load_jobs_.must_hold_back(request.last_end);
+  request.held_back = device_loads_.must_hold_back(request.last_end);
   request.host_hits = request.options.load_from_cpu && !request.host_too_slow && !request.held_back;
 }
 
-LookupResult Requests::lookup_unready(RequestHandle handle, RequestState& request, const ChunkKey& key,
-                                      const ChunkEntry* entry) {
+LookupResult RequestTable::lookup_unready(RequestHandle handle, RequestState& request, const ChunkKey& key,
+                                          const ChunkEntry* entry) {
   const auto group = groups_.position_of(key);
   if (!group) return LookupResult::kMiss;
   if (entry != nullptr) return lookup_here(handle, request, *group, *entry);
   if (!request.failed.empty()) {
-    const auto failed = request.failed.find(KeyMemory::fingerprint(key));
+    const auto failed = request.failed.find(KeyHistory::fingerprint(key));
     if (failed != request.failed.end()) return miss(request, *group, failed->second);
   }
   return lookup_on_tiers(handle, request, *group, key);
 }
 
 // The key has a row: resident but not a plain hit for this request, or still on its way.
-LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
-                                   const ChunkEntry& entry) {
+LookupResult RequestTable::lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
+                                       const ChunkEntry& entry) {
   using Kind = Lookup::Kind;
   const bool is_fetch = entry.state == ChunkState::kFetching;
   const Slot slot = chunks_.slot_of(&entry);
@@ -93,7 +93,7 @@ LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, 
 }
 
 // What the tiers know of a key that host memory does not have. Masks have a bit for each tier.
-struct Requests::TierAnswers {
+struct RequestTable::TierAnswers {
   std::optional<std::uint8_t> found_on;  // the first tier to read it from; later ones were not looked at
   std::uint32_t unknown = 0;             // waiting for an answer is worthwhile
   std::uint32_t again = 0;               // of these: the last answer was "absent", and is old
@@ -105,8 +105,8 @@ struct Requests::TierAnswers {
 };
 
 // asked: none if this request has not asked for the key; true once all tiers have answered it.
-Requests::TierAnswers Requests::ask_catalogs(const RequestState& request, std::uint32_t group,
-                                             const ChunkKey& key, std::optional<bool> asked) const {
+RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request, std::uint32_t group,
+                                                     const ChunkKey& key, std::optional<bool> asked) const {
   const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
   // A chunk that would not be loaded anyway is not waited for.
   const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
@@ -127,43 +127,42 @@ Requests::TierAnswers Requests::ask_catalogs(const RequestState& request, std::u
     }
     const bool may_come_here = awaits && ops_.is_shared(tier);
     found.may_come |= may_come_here;
-    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kAsked;
+    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending;
     found.answered &= !is_unknown;
     // A request asks once: asking again whenever an answer gets old would never end. A request that waits for
     // other servers' records does ask again, until its deadline.
     if ((is_unknown && (may_come_here || !was_answered)) ||
-        (presence == Presence::kWasAbsent && (may_come_here || !was_asked))) {
+        (presence == Presence::kStaleMiss && (may_come_here || !was_asked))) {
       found.unknown |= 1u << tier;
-      if (presence == Presence::kWasAbsent) found.again |= 1u << tier;
-      if (presence == Presence::kAsked) found.being_asked |= 1u << tier;
+      if (presence == Presence::kStaleMiss) found.again |= 1u << tier;
+      if (presence == Presence::kLookupPending) found.being_asked |= 1u << tier;
     }
   }
   return found;
 }
 
-void Requests::ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key,
-                         const TierAnswers& answers) {
+void RequestTable::ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key,
+                             const TierAnswers& answers) {
   // A change of group begins another scan. Chunks of a full-attention scan are one prompt from the left, so
   // that a tier may stop at the first absent one. Windows are scanned from the right and have gaps; parts of
   // a last block are looked up one after the other in all groups.
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
-  const TierOps::Run run = groups_[group].full_attention
-                               ? TierOps::Run{request.number, group, request.pass.scans}
-                               : TierOps::Run{};
-  request.asked.try_emplace(KeyMemory::fingerprint(key), false);
+  const TierIo::Run run =
+      groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};
+  request.asked.try_emplace(KeyHistory::fingerprint(key), false);
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     if (((answers.unknown & ~answers.being_asked) >> tier & 1) == 0) continue;
     const bool again = (answers.again >> tier & 1) != 0;
-    ops_.ask_for(tier, key, again ? Presence::kWasAbsent : Presence::kUnknown, run);
+    ops_.ask_for(tier, key, again ? Presence::kStaleMiss : Presence::kUnknown, run);
   }
   request.pass.awaits |= answers.may_come;
 }
 
-LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
-                                       const ChunkKey& key) {
+LookupResult RequestTable::lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
+                                           const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
-  const std::uint64_t print = KeyMemory::fingerprint(key);
+  const std::uint64_t print = KeyHistory::fingerprint(key);
   const auto asked = request.asked.find(print);
   const bool was_asked = asked != request.asked.end();
   const TierAnswers answers =
@@ -200,7 +199,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   return LookupResult::kMiss;
 }
 
-std::optional<MissReason> Requests::may_not_wait(const RequestState& request, bool from_tier) const {
+std::optional<MissReason> RequestTable::may_not_wait(const RequestState& request, bool from_tier) const {
   if (from_tier ? request.options.load_tiers == 0 || request.load_policy == LoadPolicy::kNever
                 : !request.options.load_from_cpu) {
     return MissReason::kDisabled;
@@ -210,8 +209,8 @@ std::optional<MissReason> Requests::may_not_wait(const RequestState& request, bo
   return std::nullopt;
 }
 
-LookupResult Requests::pending(RequestHandle handle, RequestState& request, Lookup lookup,
-                               LookupResult result) {
+LookupResult RequestTable::pending(RequestHandle handle, RequestState& request, Lookup lookup,
+                                   LookupResult result) {
   request.pass.lookups.push_back(lookup);
   if (!request.pass.pending) {
     request.pass.pending = true;
@@ -221,7 +220,7 @@ LookupResult Requests::pending(RequestHandle handle, RequestState& request, Look
   return result;
 }
 
-LookupResult Requests::miss(RequestState& request, std::uint32_t group, MissReason reason) {
+LookupResult RequestTable::miss(RequestState& request, std::uint32_t group, MissReason reason) {
   request.pass.lookups.push_back(
       {0, static_cast<std::uint16_t>(group), Lookup::Kind::kMiss, static_cast<std::uint8_t>(reason)});
   return LookupResult::kMiss;
@@ -229,13 +228,13 @@ LookupResult Requests::miss(RequestState& request, std::uint32_t group, MissReas
 
 // ---- counting
 
-MissReason Requests::why_missed(const RequestState& request, const Lookup& lookup) const {
+MissReason RequestTable::why_missed(const RequestState& request, const Lookup& lookup) const {
   if (lookup.detail != Lookup::kReasonLater) return static_cast<MissReason>(lookup.detail);
-  const auto reason = memory_.why_gone(request.pass.absent[lookup.index]);
+  const auto reason = memory_.eviction_reason(request.pass.absent[lookup.index]);
   return reason ? static_cast<MissReason>(*reason) : MissReason::kNotStored;
 }
 
-void Requests::count_pass(RequestState& request) {
+void RequestTable::count_pass(RequestState& request) {
   LookupPass& pass = request.pass;
   if (!pass.uncounted) return;
   pass.uncounted = false;
@@ -254,7 +253,7 @@ void Requests::count_pass(RequestState& request) {
   pass.clear();
 }
 
-void Requests::count_scan(RequestState& request, std::span<const Lookup> scan, bool first) {
+void RequestTable::count_scan(RequestState& request, std::span<const Lookup> scan, bool first) {
   const std::uint16_t group = scan.front().group;
   const std::uint64_t chunk = groups_[group].tokens;
   std::uint64_t misses = 0;
@@ -276,7 +275,7 @@ void Requests::count_scan(RequestState& request, std::span<const Lookup> scan, b
   count_misses(request, why_missed(request, scan.back()), round_down(request.last_end - asked, chunk));
 }
 
-void Requests::count_misses(RequestState& request, MissReason reason, std::uint64_t tokens) {
+void RequestTable::count_misses(RequestState& request, MissReason reason, std::uint64_t tokens) {
   if (tokens == 0) return;
   request.report.miss_tokens[static_cast<std::size_t>(reason)] += tokens;
   metrics_.add("kv_offload_miss_tokens_total", {to_string(reason)}, static_cast<double>(tokens));

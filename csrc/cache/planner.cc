@@ -45,7 +45,7 @@ void Planner::expire(RequestHandle handle, Nanos now) {
   const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
   if (!late && !too_slow) return;
   // The oldest read, because the fewest bytes were ahead of it.
-  if (!request.awaited.empty()) with_.ops.note_overdue(request.awaited.begin()->second, now);
+  if (!request.awaited.empty()) with_.ops.on_overdue(request.awaited.begin()->second, now);
   if (!late) {
     // The timeout does not show why the reads were slow: the first of them continue as probes and measure it.
     with_.metrics.add("kv_offload_decisions_total", {"give_up"});
@@ -98,14 +98,14 @@ void Planner::plan(RequestHandle handle) {
   for (const Scan& scan : chosen) fetch(handle, scan);
 }
 
-std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
-                                                 const Scan::Candidate& candidate) {
-  const RowId row = with_.row_supply.take(group, request.number, nullptr);
+std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
+                                                const Scan::Candidate& candidate) {
+  const RowId row = with_.row_provider.take(group, request.number, nullptr);
   if (row == kNoRow) return std::nullopt;
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];
   // The depth of a whole chunk is unknown. For a part, any depth that is not a chunk boundary will do.
-  const EntryInfo about = request.about(candidate.parent, part_tokens);
-  return TierOps::Read{with_.chunks.insert_fetching(key, group, row, about), candidate.tier};
+  const EntryInfo entry_info = request.entry_info(candidate.parent, part_tokens);
+  return TierIo::Read{with_.chunks.insert_fetching(key, group, row, entry_info), candidate.tier};
 }
 
 // The chunks that a request hit after those it still has to read, last one first.
@@ -129,7 +129,7 @@ class Planner::Tail {
       given_up_.push_back(slot);
       // Unpin only now: an unpinned chunk could be evicted for a candidate while a later chunk remains.
       with_.chunks.unpin(slot);
-      with_.row_supply.give_up(slot);
+      with_.row_provider.give_up(slot);
       return true;
     }
     return false;
@@ -155,8 +155,8 @@ class Planner::Tail {
   std::vector<Slot> given_up_;
 };
 
-std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,
-                                                 const Scan::Candidate& candidate, Tail* tail) {
+std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,
+                                                const Scan::Candidate& candidate, Tail* tail) {
   auto read = make_fetch(request, scan.group, candidate);
   while (!read && tail->give_up_one(scan, candidate)) read = make_fetch(request, scan.group, candidate);
   return read;
@@ -165,7 +165,7 @@ std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, co
 void Planner::fetch(RequestHandle handle, const Scan& scan) {
   const RequestState& request = with_.requests.at(handle);
   Tail tail(with_, handle);
-  std::vector<TierOps::Read> planned;
+  std::vector<TierIo::Read> planned;
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step has begun to fetch it.
@@ -188,7 +188,7 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
     }
   }
   with_.ops.read(planned, request.deadline, false);
-  for (const TierOps::Read& read : planned) with_.requests.await(handle, read.slot);
+  for (const TierIo::Read& read : planned) with_.requests.await(handle, read.slot);
 }
 
 // ---- load or recompute
@@ -272,7 +272,7 @@ void Planner::probe(const RequestState& request, const Scan& scan) {
     const bool holds = std::any_of(scan.candidates.begin(), scan.candidates.end(),
                                    [&](const auto& candidate) { return candidate.tier == tier; });
     if (!holds || !with_.costs.should_probe(tier, request.pass.time)) continue;
-    std::vector<TierOps::Read> planned;
+    std::vector<TierIo::Read> planned;
     for (const Scan::Candidate& candidate : scan.candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
       if (with_.chunks.find(request.pass.keys[candidate.key].key) != nullptr) continue;

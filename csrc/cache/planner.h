@@ -2,7 +2,7 @@
 // It plans once per step, for all requests that got kPending.
 //
 // Invariant: a plan holds no resources itself. Rows belong to fetching chunks (HostChunks), reads to ops
-// (TierOps), pins and waits to requests (Requests), and those classes release them.
+// (TierIo), pins and waits to requests (Requests), and those classes release them.
 //
 // A request that is short of rows gets the beginning of its prompt. Rows are taken from the left, and as a
 // last resort from its own hits further to the right, which are worthless without the beginning.
@@ -26,9 +26,9 @@
 #include "cache/cost_model.h"
 #include "cache/host_chunks.h"
 #include "cache/pass_scans.h"
-#include "cache/requests.h"
-#include "cache/row_supply.h"
-#include "cache/tier_ops.h"
+#include "cache/request_table.h"
+#include "cache/row_provider.h"
+#include "cache/tier_io.h"
 #include "metrics/metrics.h"
 
 namespace kv_offload {
@@ -40,9 +40,9 @@ class Planner {
     const ChunkGroups& groups;
     HostChunks& chunks;
     CostModel& costs;
-    TierOps& ops;
-    RowSupply& row_supply;
-    Requests& requests;
+    TierIo& ops;
+    RowProvider& row_provider;
+    RequestTable& requests;
     Metrics& metrics;
   };
   explicit Planner(const Context& context) : with_(context) {}
@@ -69,10 +69,10 @@ class Planner {
   // The request's own hits after a candidate in its prefix, which may be evicted to free rows.
   class Tail;
   // Takes a row for a chunk to fetch; nullopt if there is none.
-  std::optional<TierOps::Read> make_fetch(const RequestState& request, std::uint32_t group,
-                                          const Scan::Candidate& candidate);
-  std::optional<TierOps::Read> make_fetch(const RequestState& request, const Scan& scan,
-                                          const Scan::Candidate& candidate, Tail* tail);
+  std::optional<TierIo::Read> make_fetch(const RequestState& request, std::uint32_t group,
+                                         const Scan::Candidate& candidate);
+  std::optional<TierIo::Read> make_fetch(const RequestState& request, const Scan& scan,
+                                         const Scan::Candidate& candidate, Tail* tail);
 
   const Context with_;
 };

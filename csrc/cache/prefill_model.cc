@@ -59,7 +59,7 @@ double error_of(const Matrix& xx, const Vector& xy, const Vector& at) {
 
 }  // namespace
 
-void PrefillModel::note(double tokens, double context) {
+void PrefillModel::observe(double tokens, double context) {
   work_.tokens += tokens;
   work_.token_context += tokens * context;
 }
@@ -70,7 +70,7 @@ void PrefillModel::end_step(Nanos now) {
   last_end_ = now;
 }
 
-void PrefillModel::note_idle(Nanos since, Nanos now) {
+void PrefillModel::on_idle(Nanos since, Nanos now) {
   end_step(std::max(since, last_end_));
   for (std::size_t i = 1; i < kLags; ++i) close_step(0);
   last_end_ = now;

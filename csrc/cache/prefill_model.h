@@ -31,10 +31,10 @@ class PrefillModel {
 
   // Tokens computed in the step that is being scheduled. `context`: mean number of tokens before each of
   // them.
-  void note(double tokens, double context);
+  void observe(double tokens, double context);
   void end_step(Nanos now);
   // The engine was idle from `since` until now.
-  void note_idle(Nanos since, Nanos now);
+  void on_idle(Nanos since, Nanos now);
 
   bool known() const { return weight_ > 0; }
   // Returns the seconds to compute `tokens` after `context` other tokens; 0 while unknown.

@@ -1,6 +1,6 @@
-// State of one live request in Requests: the results of its last lookup pass, what it waits for and holds,
-// and what it offered for storing. Plain data: other classes only read it, and Requests alone changes it. The
-// exception is Offers, which Stores updates.
+// State of one live request in RequestTable: the results of its last lookup pass, what it waits for and
+// holds, and what it offered for storing. Plain data: other classes only read it, and Requests alone changes
+// it. The exception is Offers, which Stores updates.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ struct LookupPass {
   std::size_t whole = kAllWhole;      // number of lookups of whole chunks; parts of a chunk follow
   std::vector<Recorded> keys;         // for kRecorded
   std::uint32_t part_tokens = 0;      // of the chunk that is being looked up
-  std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
+  std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyHistory
   std::uint32_t scans = 0;            // scans of one group that reached a key unknown to a tier
 
   void clear() {
@@ -77,7 +77,7 @@ class Offers {
     return depth > before.depth ? before.id : 0;
   }
   // The chunk was loaded: the next offer follows it.
-  void note_loaded(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
+  void on_loaded(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
     groups_[group].last = {chunk_id(key), depth};
   }
   // Returns the end of the offers so far, in tokens.
@@ -121,7 +121,7 @@ struct RequestState {
 
   // ---- waiting: from the first pending result until admission
   bool waiting = false;      // holds pins; also ends with the deadline
-  std::size_t waits_at = 0;  // index in Requests::waiting_
+  std::size_t waits_at = 0;  // index in RequestTable::waiting_
   bool expired = false;      // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
@@ -132,7 +132,7 @@ struct RequestState {
   std::uint32_t fetched_for = 0;  // fetches awaited in this wait so far
   std::vector<Slot> held;         // resident; each pinned once for this request
   std::map<OpId, Slot> awaited;   // reads in flight that it awaits, oldest first
-  std::uint64_t waiter = 0;       // its TierOps::Waiter number for these reads
+  std::uint64_t waiter = 0;       // its TierIo::Waiter number for these reads
   bool decided = false;           // load or recompute was decided
   // Set: nothing (more) is fetched for this group, for this reason.
   std::vector<std::optional<MissReason>> closed;
@@ -155,7 +155,7 @@ struct RequestState {
   bool host_hits = false;      // resident chunks are hits
 
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
-  EntryInfo about(ChunkId parent, std::uint32_t depth) const {
+  EntryInfo entry_info(ChunkId parent, std::uint32_t depth) const {
     return {0, parent, depth, number, priority()};
   }
   // True while absent chunks may still be written by another server.

@@ -7,15 +7,15 @@
 #include "cache/cache_events.h"
 #include "cache/chunk_groups.h"
 #include "cache/cost_model.h"
+#include "cache/device_loads.h"
 #include "cache/host_chunks.h"
-#include "cache/key_memory.h"
-#include "cache/load_jobs.h"
+#include "cache/key_history.h"
 #include "cache/planner.h"
-#include "cache/requests.h"
-#include "cache/row_supply.h"
-#include "cache/stores.h"
+#include "cache/request_table.h"
+#include "cache/row_provider.h"
+#include "cache/store_path.h"
 #include "cache/tickets.h"
-#include "cache/tier_ops.h"
+#include "cache/tier_io.h"
 #include "cache/write_back.h"
 
 namespace kv_offload {
@@ -40,14 +40,14 @@ struct TieredCache::Impl {
         costs(tiers.size()),
         ops(
             {groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
-            [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); },
-            [this](Slot slot, std::uint8_t tier) { write_back.note_fetched(slot, tier); }),
+            [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) { requests.read_ended(waiter, end); },
+            [this](Slot slot, std::uint8_t tier) { write_back.on_fetched(slot, tier); }),
         write_back(groups, chunks, memory, ops, metrics, options.tiers),
-        row_supply(groups, chunks, memory, ops, write_back, metrics),
-        load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
-        requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options),
-        stores({groups, chunks, memory, tickets, costs, row_supply, write_back, requests, metrics}),
-        planner({groups, chunks, costs, ops, row_supply, requests, metrics}) {
+        row_provider(groups, chunks, memory, ops, write_back, metrics),
+        device_loads({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
+        requests({groups, chunks, memory, costs, ops, device_loads, metrics, clock}, options),
+        stores({groups, chunks, memory, tickets, costs, row_provider, write_back, requests, metrics}),
+        planner({groups, chunks, costs, ops, row_provider, requests, metrics}) {
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
   }
 
@@ -55,14 +55,14 @@ struct TieredCache::Impl {
   // done.
   void forget() {
     ops.forget();
-    load_jobs.forget();
+    device_loads.forget();
     chunks.forget();
     requests.forget();
-    tell_fetching(false);
+    publish_fetching(false);
     memory.clear();
   }
   void publish_speeds();
-  void tell_fetching(bool now);
+  void publish_fetching(bool now);
 
   const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
@@ -71,14 +71,14 @@ struct TieredCache::Impl {
   Tickets tickets;
   CacheEvents events;
   HostChunks chunks;
-  KeyMemory memory;
+  KeyHistory memory;
   CostModel costs;
-  TierOps ops;
+  TierIo ops;
   WriteBack write_back;
-  RowSupply row_supply;
-  LoadJobs load_jobs;
-  Requests requests;
-  Stores stores;
+  RowProvider row_provider;
+  DeviceLoads device_loads;
+  RequestTable requests;
+  StorePath stores;
   Planner planner;
   bool is_kept = false;
   bool is_fetching = false;  // last value set in the region
@@ -104,7 +104,7 @@ void TieredCache::admit(RequestHandle request) {
 
 void TieredCache::end_request(RequestHandle request) {
   impl_->requests.end(request);
-  if (impl_->requests.waiting().empty()) impl_->tell_fetching(false);  // no further step may follow
+  if (impl_->requests.waiting().empty()) impl_->publish_fetching(false);  // no further step may follow
 }
 
 bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
@@ -136,16 +136,16 @@ RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const Chu
   Impl& impl = *impl_;
   impl.requests.require_live(request);
   if (impl.closed) throw_invalid("prepare_load was called after close()");
-  LoadJobs::Begun load;
+  DeviceLoads::Begun load;
   load.transfer.group_rows.assign(impl.groups.size(), 0);
   if (keys.empty()) return load.transfer;
-  load = impl.load_jobs.begin(keys, impl.requests.load_of(request));
+  load = impl.device_loads.begin(keys, impl.requests.load_of(request));
   impl.requests.admit_load(request, keys, load);
   return std::move(load.transfer);
 }
 
 void TieredCache::complete_load(std::span<const ChunkKey> keys) {
-  if (!impl_->closed) impl_->load_jobs.complete(keys);
+  if (!impl_->closed) impl_->device_loads.complete(keys);
 }
 
 StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
@@ -161,22 +161,22 @@ void TieredCache::end_step() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   impl.ops.poll();
-  impl.load_jobs.poll();
+  impl.device_loads.poll();
   impl.chunks.poll();
   const Nanos now = impl.clock.now();
   impl.costs.prefill.end_step(now);
   impl.planner.plan_step(now);
   impl.write_back.write_cold_end();
-  impl.write_back.tell_uses();
-  impl.row_supply.flush_metrics();
-  impl.tell_fetching(impl.requests.has_pending_work());  // includes the lookups of this step
+  impl.write_back.publish_uses();
+  impl.row_provider.flush_metrics();
+  impl.publish_fetching(impl.requests.has_pending_work());  // includes the lookups of this step
   impl.requests.end_step();
   impl.ops.end_step();
 }
 
 bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
 
-void TieredCache::Impl::tell_fetching(bool now) {
+void TieredCache::Impl::publish_fetching(bool now) {
   if (now == is_fetching) return;  // avoid writes: the ranks read it all the time
   is_fetching = now;
   region->set_fetching(now);
@@ -190,7 +190,7 @@ void TieredCache::reset() {
 
 void TieredCache::abandon_jobs() {
   if (impl_->closed) return;
-  impl_->load_jobs.abandon();
+  impl_->device_loads.abandon();
   impl_->chunks.discard_stores();
 }
 

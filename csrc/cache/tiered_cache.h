@@ -6,23 +6,23 @@
 //
 // It holds no cache state: it connects its parts and forwards each call to one of them. The header of each
 // part describes what the part owns. A part uses only parts above it in this list
-// (tests/python/test_layers.py). The exception is the end of a read, which TierOps reports to the waiting
+// (tests/python/test_layers.py). The exception is the end of a read, which TierIo reports to the waiting
 // requests.
 //
-//   cache_types, chunk_groups, tickets, cache_events, key_memory, cost_model
+//   cache_types, chunk_groups, tickets, cache_events, key_history, cost_model
 //   host_chunks   rows and chunks in host memory: row owners and row reuse
-//   tier_ops      reads from tiers and writes to tiers, from submission to completion
+//   tier_io       reads from tiers and writes to tiers, from submission to completion
 //   write_back    which chunks are written to which tier, and when
-//   row_supply    a row for a chunk: free, evicted, or from a cancelled write
-//   load_jobs     copies to the device: which run, and which may run concurrently
-//   requests      lookups and their results, waiting, admission, counting
+//   row_provider  a row for a chunk: free, evicted, or from a cancelled write
+//   device_loads  copies to the device: which run, and which may run concurrently
+//   request_table lookups and their results, waiting, admission, counting
 //   planner       what is fetched for waiting requests: load or recompute
-//   stores        rows for offered chunks, and results from the ranks
+//   store_path    rows for offered chunks, and results from the ranks
 //
-// States of a key: HostChunks knows which keys have a row; a tier's catalogue knows which keys are recorded.
+// States of a key: HostChunks knows which keys have a row; a tier's catalog knows which keys are recorded.
 // lookup():
 //   resident            -> kHit
-//                          (kPending while the load must be held back, see LoadJobs)
+//                          (kPending while the load must be held back, see DeviceLoads)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending; end_step() makes a plan (see Planner)
 //   tier says unknown   -> kRetry (bounded by the same deadline); end_step() asks

@@ -5,7 +5,7 @@
 
 namespace kv_offload {
 
-void TransferModel::note(double bytes, double seconds) {
+void TransferModel::observe(double bytes, double seconds) {
   if (bytes <= 0 || seconds <= 0) return;
   const auto units = static_cast<std::uint64_t>(bytes) / 64;
   auto& of_size =
@@ -16,10 +16,10 @@ void TransferModel::note(double bytes, double seconds) {
   dirty_ = true;
 }
 
-void TransferModel::note_overdue(double bytes, double so_far) {
+void TransferModel::on_overdue(double bytes, double so_far) {
   if (bytes <= 0 || so_far <= seconds(bytes)) return;
   restart();
-  note(bytes, so_far);
+  observe(bytes, so_far);
 }
 
 double TransferModel::seconds(double bytes) const {

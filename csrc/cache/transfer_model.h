@@ -17,7 +17,7 @@ class TransferModel {
   static constexpr std::uint64_t kOld = 8192;  // a sample is ignored after this many newer ones
 
   // `bytes` arrived `seconds` after they were requested. They include the bytes ahead and the transfer's own.
-  void note(double bytes, double seconds);
+  void observe(double bytes, double seconds);
   // Ignores all earlier samples.
   void restart() {
     first_ = noted_;
@@ -25,7 +25,7 @@ class TransferModel {
   }
   // `bytes` have NOT arrived after `seconds`. If that is worse than the estimate, it replaces what was
   // learned.
-  void note_overdue(double bytes, double seconds);
+  void on_overdue(double bytes, double seconds);
 
   bool known() const { return noted_ > first_; }
   // True if samples of several sizes separate the latency from the rate.

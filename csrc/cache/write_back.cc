@@ -14,7 +14,7 @@ constexpr std::size_t kMinAhead = 64, kMaxAhead = 1024;
 
 }  // namespace
 
-WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& memory, TierOps& ops,
+WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops,
                      Metrics& metrics, std::vector<TierSlotOptions> policies)
     : groups_(groups),
       chunks_(chunks),
@@ -25,7 +25,7 @@ WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& m
   policies_.resize(ops_.size());
 }
 
-void WriteBack::note_stored(std::span<const Slot> slots) {
+void WriteBack::on_stored(std::span<const Slot> slots) {
   write_through(slots);
   for (const Slot slot : slots) count_use(slot);
 }
@@ -35,13 +35,13 @@ void WriteBack::write_through(std::span<const Slot> slots) {
     if (is(tier, WritePolicy::kThrough)) {
       ops_.write(static_cast<std::uint8_t>(tier), slots, true);
     } else {
-      ops_.note_recorded(tier, slots);
+      ops_.on_recorded(tier, slots);
     }
   }
 }
 
-void WriteBack::note_used(Slot slot) {
-  if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.about(slot)});
+void WriteBack::on_used(Slot slot) {
+  if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
   if (chunks_.is_first_use_since_before(slot)) write_through({&slot, 1});
   count_use(slot);
 }
@@ -55,7 +55,7 @@ void WriteBack::count_use(Slot slot) {
   }
 }
 
-void WriteBack::tell_uses() {
+void WriteBack::publish_uses() {
   if (uses_.empty()) return;
   const TierUses uses = std::make_shared<const std::vector<TierUse>>(std::exchange(uses_, {}));
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
@@ -63,7 +63,7 @@ void WriteBack::tell_uses() {
   }
 }
 
-void WriteBack::note_fetched(Slot slot, std::uint8_t from) {
+void WriteBack::on_fetched(Slot slot, std::uint8_t from) {
   for (std::uint8_t tier = 0; tier < from; ++tier) {
     if (is(tier, WritePolicy::kThrough)) ops_.write(tier, {&slot, 1});
   }
@@ -87,11 +87,11 @@ bool WriteBack::write_before_eviction(Slot slot) {
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
   }
-  if (!started) note_going(slot);
+  if (!started) on_going(slot);
   return started;
 }
 
-void WriteBack::note_going(Slot slot) {
+void WriteBack::on_going(Slot slot) {
   ++gone_;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (!lacks(tier, slot)) continue;

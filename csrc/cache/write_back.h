@@ -9,7 +9,7 @@
 //              or written as long as the tier keeps up. A failed write is not repeated during
 //              the same stay in host memory
 //
-// It decides and TierOps executes. It owns no chunks and no ops.
+// It decides and TierIo executes. It owns no chunks and no ops.
 #pragma once
 
 #include <span>
@@ -17,8 +17,8 @@
 
 #include "cache/chunk_groups.h"
 #include "cache/host_chunks.h"
-#include "cache/key_memory.h"
-#include "cache/tier_ops.h"
+#include "cache/key_history.h"
+#include "cache/tier_io.h"
 #include "metrics/metrics.h"
 
 namespace kv_offload {
@@ -26,27 +26,27 @@ namespace kv_offload {
 class WriteBack {
  public:
   // `policies`: by tier; a tier without one is write-through.
-  WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& memory, TierOps& ops, Metrics& metrics,
+  WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops, Metrics& metrics,
             std::vector<TierSlotOptions> policies);
 
-  void note_stored(std::span<const Slot> slots);  // just became resident
-  void note_used(Slot slot);                      // resident, and offered or loaded again
+  void on_stored(std::span<const Slot> slots);  // just became resident
+  void on_used(Slot slot);                      // resident, and offered or loaded again
   // The chunk just became resident from tier `from`. The faster write-through tiers above it write the chunk
   // too. Under the other policies it is written when it is used again or evicted from host memory, like any
   // chunk.
-  void note_fetched(Slot slot, std::uint8_t from);
+  void on_fetched(Slot slot, std::uint8_t from);
   // Call before evicting this chunk. True: a write began and pins the chunk until it ends. False: evict it
   // now.
   bool write_before_eviction(Slot slot);
   // The chunk is evicted, written or not: counts what is lost.
-  void note_going(Slot slot);
+  void on_going(Slot slot);
   bool writes_ahead() const;  // some tier is on_evict
   // At the end of a step: writes the chunks that are evicted next while rows are still free.
   void write_cold_end();
   // At the end of a step: reports uses in host memory to the tiers, so that a record counts as used while its
   // chunk is. on_evict tiers are excluded: their record may be evicted and is written again when its chunk is
   // evicted, which avoids storing the chunk twice.
-  void tell_uses();
+  void publish_uses();
 
  private:
   void write_through(std::span<const Slot> slots);  // notes what tiers with other policies have
@@ -59,8 +59,8 @@ class WriteBack {
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
-  KeyMemory& memory_;
-  TierOps& ops_;
+  KeyHistory& memory_;
+  TierIo& ops_;
   Metrics& metrics_;
   std::vector<TierSlotOptions> policies_;
   std::vector<TierUse> uses_;  // in this step

@@ -143,7 +143,7 @@ struct ChunkIndex::Impl {
       const bool is_higher_level = sign_of(priority) > sign_of(entry.priority);
       entry.priority = priority;
       // Not a hit: the policy only moves the entry up to that level.
-      if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, about(entry));
+      if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, entry_info(entry));
     }
   }
   // Spares the entry and all entries before it in its prefix. REQUIRES: the entry is the policy's victim.
@@ -218,7 +218,7 @@ void ChunkIndex::prefetch_erase(Slot slot) const {
   }
 }
 
-Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
+Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
                         ChunkState state) {
   Impl& impl = *impl_;
   assert(state == ChunkState::kFilling || state == ChunkState::kFetching);
@@ -232,16 +232,16 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   entry.key = key;
   entry.row = row;
   entry.pins = 1;
-  entry.parent = about.parent;
-  entry.depth = about.depth;
-  entry.holder = about.request;
+  entry.parent = entry_info.parent;
+  entry.depth = entry_info.depth;
+  entry.holder = entry_info.request;
   entry.group = static_cast<std::uint8_t>(group);
-  entry.priority = about.priority;
+  entry.priority = entry_info.priority;
   entry.state = state;
   impl.fill_cell(at, hash, slot);
   ++impl.size;
   ++impl.pinned;
-  impl.lowest_priority = std::min(impl.lowest_priority, about.priority);
+  impl.lowest_priority = std::min(impl.lowest_priority, entry_info.priority);
   impl.raise_parents(slot);
   return slot;
 }
@@ -261,7 +261,7 @@ void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   entry.state = ChunkState::kResident;
   entry.origin = origin;
   ++impl_->resident;
-  impl_->policy->insert(slot, about(entry));
+  impl_->policy->insert(slot, entry_info(entry));
   if (--entry.pins == 0) --impl_->pinned;
   if (entry.pins > 0 || entry.spared) impl_->policy->pin(slot);
 }
@@ -323,7 +323,7 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) 
   if (entry.spared && request != impl_->spared_holder) impl_->release_spared();
   entry.holder = request;
   entry.priority = std::max(entry.priority, priority);
-  if (entry.state == ChunkState::kResident) impl_->policy->access(slot, about(entry));
+  if (entry.state == ChunkState::kResident) impl_->policy->access(slot, entry_info(entry));
   impl_->raise_parents(slot);
 }
 

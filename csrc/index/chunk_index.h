@@ -83,7 +83,8 @@ class ChunkIndex {
   // Adds an entry in `state` (filling or fetching) that holds `row`, with one pin for the job or op that
   // brings the bytes. REQUIRES: absent. Slots are reused in the order in which they were freed, so that the
   // chunks of a prefix stay adjacent. The policy gets `about`, except its id.
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
+              ChunkState state);
   Slot slot_of(const ChunkEntry* entry) const;
   ChunkEntry& at(Slot slot);
   const ChunkEntry& at(Slot slot) const;
@@ -103,7 +104,7 @@ class ChunkIndex {
   // before it get at least its priority; an entry is raised at most once per priority level.
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // Returns the facts of an entry that policies use, here and in tiers.
-  static EntryInfo about(const ChunkEntry& entry) {
+  static EntryInfo entry_info(const ChunkEntry& entry) {
     return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
   }
   // Returns the next victim that is not spared for this holder. (The first chunk of a prompt is spared only

@@ -23,11 +23,11 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
   ++now_;
   Node& node = nodes_[slot];
   node = Node{};
-  note_use(node);
+  on_use(node);
   node.record = classes_.refer(info.request);
   node.tree = tree_.take(info.id, info.parent, slot);
   node.used = history_.knows(info.id);
-  if (node.record != 0) classes_.note_stored(node.record, history_.sampled(info.id), node.used);
+  if (node.record != 0) classes_.on_stored(node.record, history_.sampled(info.id), node.used);
   history_.used(info.id, use_of(node));
   if (info.parent != 0) history_.extended(info.parent, node.record);
   no_leaf_above(node);
@@ -53,8 +53,8 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
   node.used = true;
-  note_use(node);
-  if (!is_branched(node)) classes_.note_return(node.record);
+  on_use(node);
+  if (!is_branched(node)) classes_.on_return(node.record);
   history_.used(info.id, use_of(node));
   classes_.release(before);
   if (node.place != Place::kPinned) put(slot);
@@ -64,7 +64,7 @@ void PrefixPolicy::refresh(Slot slot, const EntryInfo& info) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
   if (node.place != Place::kPinned) lift(slot);
-  note_use(node);
+  on_use(node);
   history_.renewed(info.id, use_of(node));
   if (node.place != Place::kPinned) put(slot);
 }
@@ -170,14 +170,14 @@ bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
     if (set.empty() || *moves == 0) return moved;
     const Slot slot = set.begin()->second;
     const Node& node = nodes_[slot];
-    if (kind_of(node) == kind && ReturnModel::bucket_of(now_ - node.time) == bucket) return moved;
+    if (kind_of(node) == kind && ReusePredictor::bucket_of(now_ - node.time) == bucket) return moved;
     --*moves;
     lift(slot);
     put_leaf(slot);
   }
 }
 
-void PrefixPolicy::note_use(Node& node) {
+void PrefixPolicy::on_use(Node& node) {
   node.time = now_;
   node.use = ++uses_;
   if (uses_ % kAdvanceEvery == 0) history_.advance(now_, std::max(kMinHorizon, kHorizon * known_));
@@ -205,10 +205,10 @@ void PrefixPolicy::put_leaf(Slot slot) {
   Node& node = nodes_[slot];
   node.place = Place::kLeaf;
   node.kind = static_cast<std::uint8_t>(kind_of(node));
-  node.bucket = static_cast<std::uint8_t>(ReturnModel::bucket_of(now_ - node.time));
+  node.bucket = static_cast<std::uint8_t>(ReusePredictor::bucket_of(now_ - node.time));
   const auto at = leaves_[node.kind][node.bucket].insert({node.use, slot}).first;
   filled_[node.kind] |= std::uint64_t{1} << node.bucket;
-  if (at == leaves_[node.kind][node.bucket].begin()) note_oldest(node.kind, node.bucket);
+  if (at == leaves_[node.kind][node.bucket].begin()) on_oldest(node.kind, node.bucket);
 }
 
 void PrefixPolicy::lift(Slot slot) {
@@ -219,16 +219,16 @@ void PrefixPolicy::lift(Slot slot) {
     if (set.empty()) {
       filled_[node.kind] &= ~(std::uint64_t{1} << node.bucket);
     } else if (oldest_[node.kind][node.bucket].use == node.use) {
-      note_oldest(node.kind, node.bucket);
+      on_oldest(node.kind, node.bucket);
     }
   } else if (node.place == Place::kInner) {
     inner_.unlink(nodes_, slot);
   }
 }
 
-void PrefixPolicy::note_oldest(unsigned kind, unsigned bucket) {
+void PrefixPolicy::on_oldest(unsigned kind, unsigned bucket) {
   const auto& [use, slot] = *leaves_[kind][bucket].begin();
-  oldest_[kind][bucket] = {use, nodes_[slot].time + ReturnModel::edge(bucket + 1)};
+  oldest_[kind][bucket] = {use, nodes_[slot].time + ReusePredictor::edge(bucket + 1)};
 }
 
 }  // namespace kv_offload

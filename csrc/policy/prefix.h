@@ -5,7 +5,7 @@
 //   victims. While an unpinned leaf is left, no chunk is evicted before the chunks after it.
 // - The request predicts the reuse of its chunks. Requests are classed by whether they reused earlier entries
 //   and by how much new prompt they bring. Chunks are classed by whether they were used before and whether
-//   they end a prompt. ReturnHistory and ReturnModel learn while serving how soon the chunks of each class
+//   they end a prompt. ReuseSampler and ReusePredictor learn while serving how soon the chunks of each class
 //   are reused, by age. The leaf with the least worth is evicted if it is clearly worth less than the least
 //   recent leaf; otherwise the least recent leaf is. So without any learned data the policy is LRU on leaves,
 //   and it stays near LRU if there is nothing to learn.
@@ -27,8 +27,8 @@
 #include "policy/prefix_tree.h"
 #include "policy/recency_list.h"
 #include "policy/request_classes.h"
-#include "policy/return_history.h"
-#include "policy/return_model.h"
+#include "policy/reuse_predictor.h"
+#include "policy/reuse_sampler.h"
 
 namespace kv_offload {
 
@@ -53,7 +53,7 @@ class PrefixPolicy final : public EvictionPolicy {
  private:
   static constexpr Slot kNone = RecencyList::kNone;
   static constexpr int kMaxMoves = 32;
-  static constexpr unsigned kKinds = 2 * ReturnModel::kClasses;
+  static constexpr unsigned kKinds = 2 * ReusePredictor::kClasses;
   // Worth relative to an entry that no tier has. (benchmarks/two_tiers.py: with a smaller value, more hits
   // come from disk.)
   static constexpr float kRecordedWorth = 0.5f;
@@ -83,7 +83,7 @@ class PrefixPolicy final : public EvictionPolicy {
     std::uint64_t due = 0;  // when it becomes too old for its set
   };
 
-  void note_use(Node& node);
+  void on_use(Node& node);
   Slot parent_of(const Node& node) const;
   // True if `above` was used later, or by the same request.
   static bool is_as_recent(const Node& above, const Node& node) {
@@ -95,7 +95,7 @@ class PrefixPolicy final : public EvictionPolicy {
   void lift(Slot slot);
   void put_leaf(Slot slot);
   void put_oldest_inner(Slot slot);
-  void note_oldest(unsigned kind, unsigned bucket);
+  void on_oldest(unsigned kind, unsigned bucket);
   bool settle_oldest(unsigned kind, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.children(node.tree) > 0;
@@ -110,15 +110,16 @@ class PrefixPolicy final : public EvictionPolicy {
   // The class, and whether a tier has the entry too.
   unsigned kind_of(const Node& node) const {
     // A request may still extend the youngest entries.
-    const bool end = is_end(node) && now_ - node.time >= ReturnModel::edge(1);
-    return ReturnModel::class_of(classes_.class_of(node.record), end, node.used) +
-           (node.recorded ? ReturnModel::kClasses : 0);
+    const bool end = is_end(node) && now_ - node.time >= ReusePredictor::edge(1);
+    return ReusePredictor::class_of(classes_.class_of(node.record), end, node.used) +
+           (node.recorded ? ReusePredictor::kClasses : 0);
   }
   float worth(unsigned kind, unsigned bucket) const {
-    return kind < ReturnModel::kClasses ? model_.worth(kind, bucket)
-                                        : kRecordedWorth * model_.worth(kind - ReturnModel::kClasses, bucket);
+    return kind < ReusePredictor::kClasses
+               ? model_.worth(kind, bucket)
+               : kRecordedWorth * model_.worth(kind - ReusePredictor::kClasses, bucket);
   }
-  ReturnHistory::Use use_of(const Node& node) const {
+  ReuseSampler::Use use_of(const Node& node) const {
     return {.record = node.record,
             .now = now_,
             .end = is_end(node),
@@ -132,10 +133,10 @@ class PrefixPolicy final : public EvictionPolicy {
   std::uint64_t uses_ = 0;  // stored or hit
   PrefixTree tree_;
   RequestClasses classes_;
-  ReturnModel model_;
-  ReturnHistory history_{model_, classes_};
+  ReusePredictor model_;
+  ReuseSampler history_{model_, classes_};
   template <typename T>
-  using Sets = std::array<std::array<T, ReturnModel::kBuckets>, kKinds>;
+  using Sets = std::array<std::array<T, ReusePredictor::kBuckets>, kKinds>;
   Sets<Leaves> leaves_;
   Sets<Oldest> oldest_;                         // valid for non-empty sets
   std::array<std::uint64_t, kKinds> filled_{};  // bit b: leaves_[kind][b] is not empty

@@ -17,7 +17,7 @@ void PrefixTree::set_parent(Node node, ChunkId parent) {
   if (parent == 0 || parent == nodes_[node].id || nodes_[node].parent != kNone) return;
   const Node above = find_or_make(parent);
   nodes_[node].parent = above;
-  note_child(above, nodes_[node].id);
+  on_child(above, nodes_[node].id);
 }
 
 void PrefixTree::leave(Node node) {
@@ -30,7 +30,7 @@ void PrefixTree::leave(Node node) {
   if (--nodes_[above].children == 0 && nodes_[above].slot == kNone) remove(above);
 }
 
-void PrefixTree::note_child(Node parent, ChunkId child) {
+void PrefixTree::on_child(Node parent, ChunkId child) {
   Data& data = nodes_[parent];
   ++data.children;
   std::uint32_t tag = static_cast<std::uint32_t>(child >> 24) | 1;

@@ -56,7 +56,7 @@ class PrefixTree {
     return [this](Node node) { return nodes_[node].id; };
   }
   Node find_or_make(ChunkId id);
-  void note_child(Node parent, ChunkId child);
+  void on_child(Node parent, ChunkId child);
   void remove(Node node);
 
   SegmentedVector<Data> nodes_;

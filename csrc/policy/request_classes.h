@@ -8,14 +8,14 @@
 
 #include "base/segmented_vector.h"
 #include "policy/id_table.h"
-#include "policy/return_model.h"
+#include "policy/reuse_predictor.h"
 
 namespace kv_offload {
 
 class RequestClasses {
  public:
   using Record = std::uint32_t;
-  static constexpr unsigned kUnknown = ReturnModel::kRequestClasses - 1;
+  static constexpr unsigned kUnknown = ReusePredictor::kRequestClasses - 1;
   // Requests in classes below this one brought only new prompt; those in this class and above reused earlier
   // entries.
   static constexpr unsigned kCameBack = kUnknown / 2;
@@ -50,7 +50,7 @@ class RequestClasses {
   }
   // Reports that the request stored an entry. Sampled entries show whether they were here before; the others
   // are assumed to be new in the same proportion.
-  void note_stored(Record record, bool sampled, bool was_here) {
+  void on_stored(Record record, bool sampled, bool was_here) {
     Data& data = records_[record];
     ++data.stored;
     data.sampled += sampled;
@@ -59,7 +59,7 @@ class RequestClasses {
     rate(data);
   }
   // Reports that the request reused an entry that is not the common head of several prefixes.
-  void note_return(Record record) {
+  void on_return(Record record) {
     if (record == 0 || records_[record].came_back) return;
     records_[record].came_back = true;
     rate(records_[record]);

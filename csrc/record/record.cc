@@ -14,7 +14,7 @@ constexpr char kRecordMagic[] = "KVOREC1\n";
 constexpr std::size_t kChecksumAt = kRecordHeaderBytes - 8;
 constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
-constexpr std::size_t kElementAt = kShardsEnd, kSealingAt = 652, kStoredAt = 656;
+constexpr std::size_t kElementAt = kShardsEnd, kCipherAt = 652, kStoredAt = 656;
 constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kEnd = 728;
 alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
 
@@ -57,10 +57,10 @@ void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
     put(page, kShardsAt + 8 * i, header.shard_bytes[i]);
   }
   put(page, kElementAt, static_cast<std::uint32_t>(header.element));
-  put(page, kSealingAt, static_cast<std::uint32_t>(header.sealing));
+  put(page, kCipherAt, static_cast<std::uint32_t>(header.cipher));
   put(page, kStoredAt, header.stored_bytes);
-  std::memcpy(page.data() + kKeyIdAt, header.seal.key_id.data(), header.seal.key_id.size());
-  std::memcpy(page.data() + kSaltAt, header.seal.salt.data(), header.seal.salt.size());
+  std::memcpy(page.data() + kKeyIdAt, header.cipher_fields.key_id.data(), header.cipher_fields.key_id.size());
+  std::memcpy(page.data() + kSaltAt, header.cipher_fields.salt.data(), header.cipher_fields.salt.size());
 }
 
 }  // namespace
@@ -68,11 +68,11 @@ void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
 void encode_header(const RecordHeader& header, std::span<std::byte> page) {
   encode_fields(header, page);
   put(page, 120, header.checksum);
-  std::memcpy(page.data() + kTagAt, header.seal.tag.data(), header.seal.tag.size());
+  std::memcpy(page.data() + kTagAt, header.cipher_fields.tag.data(), header.cipher_fields.tag.size());
   put(page, kChecksumAt, static_cast<std::uint64_t>(XXH3_64bits(page.data(), kChecksumAt)));
 }
 
-void encode_sealed_fields(const RecordHeader& header, std::span<std::byte> page) {
+void encode_authenticated_fields(const RecordHeader& header, std::span<std::byte> page) {
   encode_fields(header, page);
 }
 
@@ -104,9 +104,11 @@ Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
     return wrong("stored bytes", stored, fmt::format("fewer pages than raw, {}", padded));
   if (stored_padded != round_up(stored, kPageBytes))
     return wrong("padded stored bytes", stored_padded, round_up(stored, kPageBytes));
-  const auto sealing = get<std::uint32_t>(page, kSealingAt);
-  if (sealing > static_cast<std::uint32_t>(Sealing::kAes256Gcm)) return wrong("sealing", sealing, "0..1");
-  if (sealing == 0 && !all_zero(page.subspan(kKeyIdAt, kEnd - kKeyIdAt))) return wrong("seal", "set", "zero");
+  const auto encryption = get<std::uint32_t>(page, kCipherAt);
+  if (encryption > static_cast<std::uint32_t>(Cipher::kAes256Gcm))
+    return wrong("encryption", encryption, "0..1");
+  if (encryption == 0 && !all_zero(page.subspan(kKeyIdAt, kEnd - kKeyIdAt)))
+    return wrong("cipher fields", "set", "zero");
   return Status::ok();
 }
 
@@ -158,10 +160,11 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   header->stored_bytes = get<std::uint64_t>(page, kStoredAt);
   header->checksum = get<std::uint64_t>(page, 120);
   header->created_unix_nanos = get<std::uint64_t>(page, 128);
-  header->sealing = static_cast<Sealing>(get<std::uint32_t>(page, kSealingAt));
-  std::memcpy(header->seal.key_id.data(), page.data() + kKeyIdAt, header->seal.key_id.size());
-  std::memcpy(header->seal.salt.data(), page.data() + kSaltAt, header->seal.salt.size());
-  std::memcpy(header->seal.tag.data(), page.data() + kTagAt, header->seal.tag.size());
+  header->cipher = static_cast<Cipher>(get<std::uint32_t>(page, kCipherAt));
+  std::memcpy(header->cipher_fields.key_id.data(), page.data() + kKeyIdAt,
+              header->cipher_fields.key_id.size());
+  std::memcpy(header->cipher_fields.salt.data(), page.data() + kSaltAt, header->cipher_fields.salt.size());
+  std::memcpy(header->cipher_fields.tag.data(), page.data() + kTagAt, header->cipher_fields.tag.size());
   return Status::ok();
 }
 

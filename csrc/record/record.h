@@ -1,6 +1,6 @@
 // Record: a chunk's bytes on a tier. A 4 KiB header, then the stored payload: raw (the shards in rank order,
 // each zero-padded to 4 KiB) or encoded (payload_codec.h, zero-padded to 4 KiB as a whole); encrypted or not
-// (sealing.h). All integers are little-endian.
+// (encryption.h). All integers are little-endian.
 //
 //   offset size
 //        0    8  magic "KVOREC1\n"
@@ -44,14 +44,14 @@ inline constexpr std::size_t kMaxShards = 64;
 
 using NamespaceId = std::array<std::uint8_t, 32>;
 
-enum class Sealing : std::uint32_t { kNone = 0, kAes256Gcm = 1 };
+enum class Cipher : std::uint32_t { kNone = 0, kAes256Gcm = 1 };
 
 // All zero: not encrypted.
-struct Seal {
+struct CipherFields {
   std::array<std::uint8_t, 16> key_id{};
   std::array<std::uint8_t, 32> salt{};
   std::array<std::uint8_t, 16> tag{};
-  bool operator==(const Seal&) const = default;
+  bool operator==(const CipherFields&) const = default;
 };
 
 struct RecordHeader {
@@ -65,8 +65,8 @@ struct RecordHeader {
   std::uint64_t stored_bytes = 0;  // unpadded; raw: payload_bytes, encoded: fewer pages than that
   std::uint64_t checksum = 0;      // of the padded stored bytes
   std::uint64_t created_unix_nanos = 0;
-  Sealing sealing = Sealing::kNone;
-  Seal seal;
+  Cipher cipher = Cipher::kNone;
+  CipherFields cipher_fields;
 
   std::uint64_t padded_stored_bytes() const { return round_up(stored_bytes, kPageBytes); }
   std::uint64_t record_bytes() const { return kRecordHeaderBytes + padded_stored_bytes(); }
@@ -81,7 +81,7 @@ std::uint32_t other_version(std::span<const std::byte> page);
 // Writes the header fields that the encryption tag authenticates in addition to the payload. This is the
 // encoded page with zeros for the two checksums and the tag, which are unknown before the payload is
 // encrypted. REQUIRES: page.size() == kRecordHeaderBytes.
-void encode_sealed_fields(const RecordHeader& header, std::span<std::byte> page);
+void encode_authenticated_fields(const RecordHeader& header, std::span<std::byte> page);
 // Call after decode_header(). Returns kCorrupt if the header does not describe this key, group and these
 // shards.
 Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,

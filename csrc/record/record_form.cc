@@ -80,16 +80,16 @@ std::uint64_t OutgoingRecord::written() {
   return header_.payload_bytes;
 }
 
-Status OutgoingRecord::seal_into_buffer() {
+Status OutgoingRecord::encrypt_into_buffer() {
   std::byte* to = buffer_->data() + kRecordHeaderBytes;
   PayloadChecksum checksum;
   std::optional<RecordCipher> cipher;
   if (form_.keys() != nullptr) {
     // A store with keys encrypts every record that it writes.
-    header_.sealing = Sealing::kAes256Gcm;
-    if (Status status = begin_seal(*form_.keys(), &header_.seal); !status) return status;
+    header_.cipher = Cipher::kAes256Gcm;
+    if (Status status = begin_encrypt(*form_.keys(), &header_.cipher_fields); !status) return status;
     cipher.emplace();
-    if (Status status = cipher->begin(RecordCipher::Direction::kSeal, *form_.keys(), header_); !status)
+    if (Status status = cipher->begin(RecordCipher::Direction::kEncrypt, *form_.keys(), header_); !status)
       return status;
   }
   // Encrypts (with keys) and checksums in steps that stay in the CPU cache.
@@ -117,7 +117,7 @@ Status OutgoingRecord::seal_into_buffer() {
     }
   }
   header_.checksum = checksum.value();
-  return cipher ? cipher->finish_seal(&header_.seal) : Status::ok();
+  return cipher ? cipher->finish_encrypt(&header_.cipher_fields) : Status::ok();
 }
 
 Status OutgoingRecord::finish() {
@@ -131,7 +131,7 @@ Status OutgoingRecord::finish() {
     return Status::ok();
   }
   if (!take_buffer(header_.payload_bytes)) return no_buffer();
-  if (Status status = seal_into_buffer(); !status) return status;
+  if (Status status = encrypt_into_buffer(); !status) return status;
   encode_header(header_, {buffer_->data(), kRecordHeaderBytes});
   pieces_.emplace_back(buffer_->data(), bytes());
   return Status::ok();
@@ -166,14 +166,14 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
                          fmt::format("{} bytes long, its header says {}", bytes, header_.record_bytes()));
   }
   if (form_.keys() == nullptr) {
-    if (header_.sealing == Sealing::kNone) return Status::ok();
+    if (header_.cipher == Cipher::kNone) return Status::ok();
     return Status::error(StatusKind::kCorrupt,
                          "the record is encrypted, but no encryption key is configured");
   }
-  if (header_.sealing == Sealing::kNone)
+  if (header_.cipher == Cipher::kNone)
     return Status::error(StatusKind::kCorrupt, "the record is not encrypted");
   cipher_.emplace();
-  return cipher_->begin(RecordCipher::Direction::kOpen, *form_.keys(), header_);
+  return cipher_->begin(RecordCipher::Direction::kDecrypt, *form_.keys(), header_);
 }
 
 Status IncomingRecord::add(const std::byte* from, std::span<std::byte> to) {
@@ -182,11 +182,11 @@ Status IncomingRecord::add(const std::byte* from, std::span<std::byte> to) {
     if (!cipher_) checksum_.add({from, part});  // the tag replaces the checksum
     // The padding of the stored bytes is not encrypted.
     const std::uint64_t left = header_.stored_bytes - std::min(added_, header_.stored_bytes);
-    const std::size_t sealed = cipher_ ? std::min<std::uint64_t>(part, left) : 0;
-    if (sealed > 0) {
-      if (Status status = cipher_->step(from, to.data(), sealed); !status) return status;
+    const std::size_t encrypted = cipher_ ? std::min<std::uint64_t>(part, left) : 0;
+    if (encrypted > 0) {
+      if (Status status = cipher_->step(from, to.data(), encrypted); !status) return status;
     }
-    if (from != to.data()) std::memcpy(to.data() + sealed, from + sealed, part - sealed);
+    if (from != to.data()) std::memcpy(to.data() + encrypted, from + encrypted, part - encrypted);
     added_ += part;
     from += part;
     to = to.subspan(part);
@@ -205,7 +205,7 @@ Status IncomingRecord::finish() {
                                      checksum_.value(), header_.checksum));
   }
   if (cipher_) {
-    if (Status status = cipher_->finish_open(header_.seal); !status) return status;
+    if (Status status = cipher_->finish_decrypt(header_.cipher_fields); !status) return status;
   }
   if (header_.codec != Codec::kRaw) {
     if (Status status = decode(); !status) return status;

@@ -27,10 +27,10 @@
 #include "base/status.h"
 #include "base/thread_annotations.h"
 #include "record/compression_choice.h"
+#include "record/encryption.h"
 #include "record/huge_buffer.h"
 #include "record/record.h"
 #include "record/record_op.h"
-#include "record/sealing.h"
 
 namespace kv_offload {
 
@@ -41,7 +41,7 @@ struct RecordTraffic {
 
 struct RecordFormOptions {
   std::shared_ptr<CompressionChoice> compression = {};  // null: raw
-  std::shared_ptr<const SealingKeys> keys = {};         // null: not encrypted
+  std::shared_ptr<const EncryptionKeys> keys = {};      // null: not encrypted
   // Shared by all copies of these options: the store counts, the tier reports. Never null.
   std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
 };
@@ -55,7 +55,7 @@ class RecordForm {
 
   explicit RecordForm(const RecordFormOptions& options) : options_(options) {}
 
-  const SealingKeys* keys() const { return options_.keys.get(); }
+  const EncryptionKeys* keys() const { return options_.keys.get(); }
   CompressionChoice* compression() const { return options_.compression.get(); }
   RecordTraffic& traffic() const { return *options_.traffic; }
   PayloadCodec& payload_codec() { return payload_codec_; }
@@ -101,7 +101,7 @@ class OutgoingRecord {
     double seconds = 0;
   };
   bool take_buffer(std::uint64_t payload_bytes);
-  Status seal_into_buffer();
+  Status encrypt_into_buffer();
 
   RecordForm& form_;
   const RecordOp& op_;

@@ -8,8 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "backends/fs/catalogue.h"
-#include "cache/key_memory.h"
+#include "backends/fs/catalog.h"
+#include "cache/key_history.h"
 #include "index/chunk_index.h"
 
 namespace kv_offload {
@@ -34,7 +34,7 @@ class Replayer {
       : trace_(trace),
         options_(options),
         index_(make_index()),
-        catalogue_(std::make_unique<FsCatalogue>(options.tier_eviction_policy)),
+        catalog_(std::make_unique<FsCatalog>(options.tier_eviction_policy)),
         memory_(4 * options.host_chunks) {}
 
   ReplayResult run() {
@@ -51,7 +51,7 @@ class Replayer {
   }
 
   void kill(std::size_t requests) {
-    result_.killed_with = catalogue_->size();
+    result_.killed_with = catalog_->size();
     for (std::size_t i = requests - std::min(requests, options_.recent_requests); i < requests; ++i) {
       bool hit = true;
       for (const std::uint64_t block : trace_.request(i)) {
@@ -86,15 +86,15 @@ class Replayer {
   // A directory knows the order of uses, but for no record the chunk before it. (A killed server also loses
   // the last minute of uses; here none are lost.)
   void restart_tier() {
-    std::vector<std::pair<std::uint64_t, FsCatalogue::Record>> records;
-    while (const auto record = catalogue_->take_victim()) {
+    std::vector<std::pair<std::uint64_t, FsCatalog::Record>> records;
+    while (const auto record = catalog_->take_victim()) {
       records.emplace_back(last_used_[record->key], *record);
     }
     std::sort(records.begin(), records.end(),
               [](const auto& one, const auto& other) { return one.first < other.first; });
-    auto restarted = std::make_unique<FsCatalogue>(options_.tier_eviction_policy);
+    auto restarted = std::make_unique<FsCatalog>(options_.tier_eviction_policy);
     for (const auto& [when, record] : records) restarted->insert(record, {});
-    catalogue_ = std::move(restarted);
+    catalog_ = std::move(restarted);
   }
 
   void request(std::uint32_t number, std::size_t at) {
@@ -176,13 +176,13 @@ class Replayer {
   }
   void make_resident(Slot slot, ChunkOrigin origin) {
     index_->make_resident(slot, origin);
-    note_host_use(slot);
+    on_host_use(slot);
   }
   void access(Slot slot, std::uint32_t number) {
     index_->access(slot, number, 0);
-    note_host_use(slot);
+    on_host_use(slot);
   }
-  void note_host_use(Slot slot) {
+  void on_host_use(Slot slot) {
     if (options_.keep_host_memory) host_used_[index_->at(slot).key] = ++uses_;
   }
   void hold(Slot slot) {
@@ -197,7 +197,7 @@ class Replayer {
       const ChunkKey key = index_->at(*victim).key;
       if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
       if (options_.tier_chunks > 0) {
-        catalogue_->touch(key, Nanos(1));
+        catalog_->touch(key, Nanos(1));
         last_used_[key] = ++uses_;
       }
       index_->erase(*victim);
@@ -206,7 +206,7 @@ class Replayer {
     return true;
   }
 
-  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_->holds(key); }
+  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalog_->holds(key); }
   // Chunks after a declined one are declined, too.
   void write_stored(std::uint32_t number) {
     for (std::size_t i = 0; i < stored_.size(); ++i) {
@@ -218,17 +218,17 @@ class Replayer {
   // False if declined.
   bool write(Slot slot, std::uint32_t spared_request = 0) {
     const ChunkEntry& entry = index_->at(slot);
-    if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
-    while (catalogue_->size() >= options_.tier_chunks) {
-      if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
-      const auto gone = catalogue_->take_victim();
+    if (options_.tier_chunks == 0 || catalog_->holds(entry.key)) return true;
+    while (catalog_->size() >= options_.tier_chunks) {
+      if (spared_request != 0 && catalog_->next_is_of(spared_request)) return false;
+      const auto gone = catalog_->take_victim();
       if (!gone) return true;
       const ChunkEntry* here = index_->find(gone->key);
       if (here != nullptr && here->state == ChunkState::kResident)
         index_->set_recorded(index_->slot_of(here), false);
       ++result_.tier_evicted;
     }
-    catalogue_->insert({entry.key, kPageBytes}, index_->about(entry));
+    catalog_->insert({entry.key, kPageBytes}, index_->entry_info(entry));
     last_used_[entry.key] = ++uses_;
     ++result_.written;
     index_->set_recorded(slot, true);
@@ -236,7 +236,7 @@ class Replayer {
   }
   void hit_recorded(Slot slot) {
     const ChunkEntry& entry = index_->at(slot);
-    catalogue_->hit(entry.key, index_->about(entry), Nanos(1));
+    catalog_->hit(entry.key, index_->entry_info(entry), Nanos(1));
     last_used_[entry.key] = ++uses_;
   }
   void use(Slot slot) {
@@ -257,8 +257,8 @@ class Replayer {
   const Trace& trace_;
   const ReplayOptions& options_;
   std::unique_ptr<ChunkIndex> index_;
-  std::unique_ptr<FsCatalogue> catalogue_;
-  KeyMemory memory_;
+  std::unique_ptr<FsCatalog> catalog_;
+  KeyHistory memory_;
   ReplayResult result_;
   std::vector<ChunkKey> keys_;  // of the current request
   std::vector<Slot> held_, stored_;

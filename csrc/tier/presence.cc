@@ -63,9 +63,9 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 
 Presence PresenceCache::presence_of(const Entry* entry) const {
   if (entry == nullptr || entry->state == State::kForgotten) return Presence::kUnknown;
-  if (entry->state == State::kAsking) return Presence::kAsked;
+  if (entry->state == State::kAsking) return Presence::kLookupPending;
   if (entry->state == State::kPresent) return Presence::kPresent;
-  return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
+  return clock_.now() < entry->time ? Presence::kAbsent : Presence::kStaleMiss;
 }
 
 void PresenceCache::put(const Entry& entry) {
@@ -82,12 +82,13 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
   return presence_of(find(key));
 }
 
-void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) {
+void PresenceCache::begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                                 std::vector<ChunkKey>* asked) {
   const Nanos now = clock_.now();
   std::vector<Entries> spent;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
   spent.swap(spent_);
-  if (era != era_) return;
+  if (epoch_number != epoch_number_) return;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) {
       young_.prefetch(keys[i + kAhead]);
@@ -95,7 +96,7 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::v
     }
     const ChunkKey& key = keys[i];
     const Presence presence = presence_of(find(key));
-    if (presence != Presence::kUnknown && presence != Presence::kWasAbsent) continue;
+    if (presence != Presence::kUnknown && presence != Presence::kStaleMiss) continue;
     put({key, now, State::kAsking});
     asked->push_back(key);
   }
@@ -103,13 +104,13 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::v
 
 void PresenceCache::forget_absence(const ChunkKey& key) {
   const MutexLock lock(mutex_);
-  if (presence_of(find(key)) == Presence::kWasAbsent) put({key, Nanos{0}, State::kForgotten});
+  if (presence_of(find(key)) == Presence::kStaleMiss) put({key, Nanos{0}, State::kForgotten});
 }
 
-void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
+void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
   const Nanos until = clock_.now() + absent_for_;
   const MutexLock lock(mutex_);
-  if (era != era_) return;  // the keys may have a new lookup by now
+  if (epoch_number != epoch_number_) return;  // the keys may have a new lookup by now
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
@@ -117,17 +118,17 @@ void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
   }
 }
 
-PresenceCache::Era PresenceCache::era() const {
+PresenceCache::EpochNumber PresenceCache::epoch_number() const {
   const MutexLock lock(mutex_);
-  return era_;
+  return epoch_number_;
 }
 
-void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
+void PresenceCache::answered(const ChunkKey& key, bool present, EpochNumber epoch_number) {
   const Nanos now = clock_.now();
   std::vector<Entries> spent;  // as above
   const MutexLock lock(mutex_);
   spent.swap(spent_);
-  if (era != era_) return;
+  if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
   if (entry == nullptr || entry->state != State::kAsking) return;
   if (present) return put({key, Nanos{0}, State::kPresent});
@@ -135,19 +136,19 @@ void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
   put({key, now + std::min(absent, absent_for_), State::kAbsent});
 }
 
-void PresenceCache::written(const ChunkKey& key, Era era) {
+void PresenceCache::written(const ChunkKey& key, EpochNumber epoch_number) {
   std::vector<Entries> spent;  // as above
   const MutexLock lock(mutex_);
   spent.swap(spent_);
-  if (era == era_) put({key, Nanos{0}, State::kPresent});
+  if (epoch_number == epoch_number_) put({key, Nanos{0}, State::kPresent});
 }
 
-void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) {
+void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) {
   // Lookups of a prompt do not check every key, so a key that counted as present may be about to be written.
   const bool vanished = reason == TierRemoval::Reason::kVanished;
   const Nanos until = clock_.now() + (vanished ? std::min(kLeastAbsent, absent_for_) : absent_for_);
   const MutexLock lock(mutex_);
-  if (era != era_) return;
+  if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
   const bool known = entry != nullptr && entry->state == State::kPresent;
   if (known) removals_.push_back({key, reason});
@@ -160,7 +161,7 @@ void PresenceCache::reset() {
   forgotten_.push_back(std::move(forgotten));  // the last step that may throw
   std::swap(forgotten_.back().young, young_);
   std::swap(forgotten_.back().old, old_);
-  ++era_;
+  ++epoch_number_;
 }
 
 // False for keys that are present again: their new presence was reported.

@@ -1,5 +1,5 @@
-// Presence: which keys a store has records for, as far as this process knows. Catalogue is the interface that
-// PooledTier queries. PresenceCache implements it for stores without a catalogue of their own, which other
+// Presence: which keys a store has records for, as far as this process knows. Catalog is the interface that
+// ThreadPoolTier queries. PresenceCache implements it for stores without a catalog of their own, which other
 // processes write to and which drop records by their own rules.
 //
 // Threads: any. No call does I/O or waits for a thread that does.
@@ -22,25 +22,26 @@
 
 namespace kv_offload {
 
-class Catalogue {
+class Catalog {
  public:
   // Number of an epoch (the time between two resets); 0 where epochs are not distinguished.
-  using Era = std::uint64_t;
+  using EpochNumber = std::uint64_t;
 
-  virtual ~Catalogue() = default;
+  virtual ~Catalog() = default;
   // O(1); changes nothing.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if `era` is
+  // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if `epoch` is
   // current. Each appended key has a pending lookup until its RecordStore::locate() ended or the lookup is
   // given up. If memory runs out, that holds for the keys appended so far, provided that *asked had room for
   // all.
-  virtual void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) = 0;
+  virtual void begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                            std::vector<ChunkKey>* asked) = 0;
   // See Tier.
   virtual void forget_absence(const ChunkKey& key) = 0;
   // Ends lookups that failed or never ran. The keys count as absent for now, so that callers do not ask in a
-  // loop. `era`: when the lookup began. Allocates nothing: a lookup that cannot be given up would stay
+  // loop. `epoch`: when the lookup began. Allocates nothing: a lookup that cannot be given up would stay
   // pending forever.
-  virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
+  virtual void give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier
   // Appends the keys that were removed since the last call.
@@ -56,7 +57,7 @@ class Catalogue {
 // answer: a fast store is seen up to date, and a slow one is not kept busy with lookups. After a read that
 // found no record the time is kLeastAbsent. The result of an op counts only in the epoch that the op was
 // submitted in.
-class PresenceCache final : public Catalogue {
+class PresenceCache final : public Catalog {
  public:
   static constexpr int kAbsentPerAsking = 8;
   static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
@@ -65,18 +66,18 @@ class PresenceCache final : public Catalogue {
   PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) override
-      EXCLUDES(mutex_);
+  void begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                    std::vector<ChunkKey>* asked) override EXCLUDES(mutex_);
   void forget_absence(const ChunkKey& key) override EXCLUDES(mutex_);
-  void give_up_asking(std::span<const ChunkKey> keys, Era era) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
 
-  Era era() const EXCLUDES(mutex_);
+  EpochNumber epoch_number() const EXCLUDES(mutex_);
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
-  void answered(const ChunkKey& key, bool present, Era era) EXCLUDES(mutex_);
-  void written(const ChunkKey& key, Era era) EXCLUDES(mutex_);  // or read
-  void gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) EXCLUDES(mutex_);
+  void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);
+  void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);  // or read
+  void gone(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
   // Makes every key unknown. If memory runs out, throws and changes nothing.
   void reset() EXCLUDES(mutex_);
 
@@ -140,7 +141,7 @@ class PresenceCache final : public Catalogue {
   mutable Mutex mutex_;
   // The young entry of a key is newer than the old one.
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
-  Era era_ GUARDED_BY(mutex_) = 0;
+  EpochNumber epoch_number_ GUARDED_BY(mutex_) = 0;
   std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::deque<Forgotten> forgotten_ GUARDED_BY(mutex_);  // oldest first
   std::vector<Entries> spent_ GUARDED_BY(mutex_);       // to be freed by I/O threads

@@ -1,10 +1,10 @@
-// RecordStore: the synchronous half of a tier, implemented once per kind of tier. PooledTier is the shared
-// asynchronous half: threads, deadlines, breakers, completions, presence, speed.
+// RecordStore: the synchronous half of a tier, implemented once per kind of tier. ThreadPoolTier is the
+// shared asynchronous half: threads, deadlines, breakers, completions, presence, speed.
 //
 // A store keeps records under keys, in epochs: a record that was written in one epoch is not found in
 // another. All newly started processes share one epoch. forget() ends the current epoch. begin_epoch() begins
 // one that was never used before: a directory with a higher number in a file system, a random name in each
-// key on a server (named_epochs.h). The new epoch belongs to this process alone, because its weights are no
+// key on a server (epoch_registry.h). The new epoch belongs to this process alone, because its weights are no
 // longer those that it was started with. Records in unused epochs are reclaimed in the background or age out.
 //
 // Threads: each method states the threads it may run on. Methods for I/O and upkeep threads may wait for the
@@ -86,8 +86,8 @@ class RecordStore {
   // Releases locks and connections. No op can arrive after this call.
   virtual void close() = 0;
   virtual void figures(TierStats* stats) const = 0;
-  // Returns the store's own exact catalogue. Null: PooledTier keeps what it learns in a PresenceCache.
-  virtual Catalogue* catalogue() { return nullptr; }
+  // Returns the store's own exact catalog. Null: ThreadPoolTier keeps what it learns in a PresenceCache.
+  virtual Catalog* catalog() { return nullptr; }
 };
 
 }  // namespace kv_offload

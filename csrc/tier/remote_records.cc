@@ -34,7 +34,7 @@ void parse_remote_name(std::string_view rest, char separator, RemoteRecord* reco
   record->key = key;
 }
 
-RecordCheck::RecordCheck(const SealingKeys* keys) : keys_(keys) {
+RecordCheck::RecordCheck(const EncryptionKeys* keys) : keys_(keys) {
   if (keys != nullptr) opened_bytes_ = AlignedBuffer(kOpenedAtOnce);
 }
 
@@ -45,19 +45,19 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
     if (part > 0) std::memcpy(page_.data() + have, bytes.data(), part);
     total_ += part;
     bytes = bytes.subspan(part);
-    if (total_ == kRecordHeaderBytes) note_header();
+    if (total_ == kRecordHeaderBytes) on_header();
   }
   checksum_.add(bytes);
   open(bytes);
   total_ += bytes.size();
 }
 
-void RecordCheck::note_header() try {
+void RecordCheck::on_header() try {
   decoded_ = decode_header(page_.span(), &header_);
   valid_ = decoded_.is_ok();
-  if (!valid_ || keys_ == nullptr || header_.sealing == Sealing::kNone) return;
+  if (!valid_ || keys_ == nullptr || header_.cipher == Cipher::kNone) return;
   cipher_.emplace();
-  opened_ = cipher_->begin(RecordCipher::Direction::kOpen, *keys_, header_);
+  opened_ = cipher_->begin(RecordCipher::Direction::kDecrypt, *keys_, header_);
   if (opened_.kind() == StatusKind::kCorrupt)
     opened_ = Status::error(StatusKind::kUnavailable, opened_.message());  // the keys may be the wrong ones
 } catch (const std::exception&) {
@@ -100,7 +100,7 @@ Status RecordCheck::finish(const RemoteRecord& named) {
                                      checksum_.value(), header_.checksum));
   }
   if (!cipher_ || !opened_) return opened_;
-  return cipher_->finish_open(header_.seal);
+  return cipher_->finish_decrypt(header_.cipher_fields);
 }
 
 }  // namespace kv_offload

@@ -18,8 +18,8 @@
 
 #include "base/aligned_buffer.h"
 #include "base/status.h"
+#include "record/encryption.h"
 #include "record/record.h"
-#include "record/sealing.h"
 
 namespace kv_offload {
 
@@ -52,7 +52,7 @@ class RemoteRecords {
   virtual ~RemoteRecords() = default;
 
   // Sets the keys with which verify() decrypts records. Call before any other method.
-  virtual void use_keys(std::shared_ptr<const SealingKeys> keys) { keys_ = std::move(keys); }
+  virtual void use_keys(std::shared_ptr<const EncryptionKeys> keys) { keys_ = std::move(keys); }
   // Returns one page of the records of one namespace, or (empty) of all. from: empty, or `next` of the
   // previous page. Records that exist throughout the listing are listed, possibly twice. sizes: include bytes
   // and times.
@@ -73,10 +73,10 @@ class RemoteRecords {
   virtual bool keeps_versions() const { return false; }
 
  protected:
-  const SealingKeys* keys() const { return keys_.get(); }
+  const EncryptionKeys* keys() const { return keys_.get(); }
 
  private:
-  std::shared_ptr<const SealingKeys> keys_;
+  std::shared_ptr<const EncryptionKeys> keys_;
 };
 
 // Checks the bytes of a record as they arrive, in order. Keeps only the header. With keys, encrypted records
@@ -84,7 +84,7 @@ class RemoteRecords {
 // payload that the codec cannot read passes if its checksums match.
 class RecordCheck {
  public:
-  explicit RecordCheck(const SealingKeys* keys = nullptr);  // `keys` must outlive this object
+  explicit RecordCheck(const EncryptionKeys* keys = nullptr);  // `keys` must outlive this object
   void add(std::span<const std::byte> bytes) noexcept;
   bool has_header() const { return total_ >= kRecordHeaderBytes; }
   // kCorrupt: the length or the header is proven wrong. kUnavailable: the record cannot be judged, because
@@ -99,10 +99,10 @@ class RecordCheck {
   std::uint64_t raw_bytes() const { return valid_ ? kRecordHeaderBytes + header_.payload_bytes : 0; }
 
  private:
-  void note_header();
+  void on_header();
   void open(std::span<const std::byte> bytes);
 
-  const SealingKeys* const keys_;
+  const EncryptionKeys* const keys_;
   const AlignedBuffer page_{kRecordHeaderBytes};
   std::uint64_t total_ = 0;
   PayloadChecksum checksum_;

@@ -1,7 +1,7 @@
 // Tier: a storage level below host memory that keeps records. Batched asynchronous verbs; every op ends in
 // exactly one Completion with one Status.
 //
-// The tier owns its catalogue (keys, sizes, eviction order), its bound (max_bytes, never exceeded: space is
+// The tier owns its catalog (keys, sizes, eviction order), its bound (max_bytes, never exceeded: space is
 // reserved before a write) and its threads. An op owns the rows of its shards until its completion was
 // polled. It keeps their memory mapped (TierOp::memory) as long as a thread may touch it, even after close().
 // No callback ever runs on a tier's thread: the caller's thread polls for results.
@@ -33,20 +33,20 @@ using OpId = std::uint64_t;
 struct TierOp : RecordOp {
   OpId id = 0;  // chosen by the caller, unique among its ops in flight
   OpKind kind = OpKind::kRead;
-  EntryInfo about;  // input of the tier's eviction policy
+  EntryInfo entry_info;  // input of the tier's eviction policy
   // The memory that holds the shards. The op shares ownership until no thread can touch the shards.
   std::shared_ptr<const void> memory{};
   // Absolute time after which the op is not started and completes kExpired. 0 = none.
   Nanos deadline{0};
-  // Write: complete with kDeclined rather than evict a record of the same request (about.request). Set for
-  // chunks that were just stored: the end of a prompt is not worth evicting its beginning.
+  // Write: complete with kDeclined rather than evict a record of the same request (entry_info.request). Set
+  // for chunks that were just stored: the end of a prompt is not worth evicting its beginning.
   bool may_decline = false;
 };
 
 // A request used a chunk in host memory. Counts for recency like a read of its record.
 struct TierUse {
   ChunkKey key;
-  EntryInfo about;
+  EntryInfo entry_info;
 };
 using TierUses = std::shared_ptr<const std::vector<TierUse>>;
 
@@ -69,10 +69,10 @@ enum class KeyOrder : std::uint8_t {
 enum class Presence : std::uint8_t {
   kAbsent,
   kPresent,
-  kUnknown,  // not looked up yet
-  kAsked,    // a lookup is pending: the caller can only wait
+  kUnknown,        // not looked up yet
+  kLookupPending,  // a lookup is pending: the caller can only wait
   // Absent when last looked up, a while ago. A caller that has not asked yet should ask again.
-  kWasAbsent,
+  kStaleMiss,
 };
 
 // Why a tier no longer holds a key; for events and miss reasons.
@@ -84,7 +84,7 @@ struct TierRemoval {
 struct TierStats {
   std::uint64_t bytes = 0;           // used on the root in total: records, temporaries, old namespaces
   std::uint64_t capacity_bytes = 0;  // max_bytes
-  std::uint64_t chunks = 0;          // records in this namespace's catalogue
+  std::uint64_t chunks = 0;          // records in this namespace's catalog
   std::uint64_t evicted_bytes = 0;   // running total
   std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
@@ -94,7 +94,7 @@ struct TierStats {
   bool readable = true;         // reads are accepted now: the breaker is closed or due for a probe
   bool writable = true;         // the same for writes
   bool is_shared = true;        // can find other processes' records: false after a reset of this one
-  bool apart = false;  // another process was reset and this one was not: they no longer share records
+  bool diverged = false;  // another process was reset and this one was not: they no longer share records
   // File tiers: how often the tier recreated something that another program removed (the root, a directory or
   // a file in it), and the bytes of files that another program removed. Totals.
   std::uint64_t rebuilds = 0, lost_bytes = 0;
@@ -127,13 +127,13 @@ class Tier {
 
   // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
   // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns
-  // kUnknown or kAsked while reads are switched off, because a lookup would get no answer.
+  // kUnknown or kLookupPending while reads are switched off, because a lookup would get no answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Turns kWasAbsent of a key into kUnknown before the key is looked up again, so that no caller takes the
+  // Turns kStaleMiss of a key into kUnknown before the key is looked up again, so that no caller takes the
   // stale answer for the new one. O(1).
   virtual void forget_absence(const ChunkKey&) {}
   // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
-  // kAsked once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
+  // kLookupPending once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
@@ -151,7 +151,7 @@ class Tier {
   virtual TierStats stats() const = 0;
   // Returns whether records are encoded now, and why, as text for people. Empty if this tier never encodes
   // records.
-  virtual std::string about_codec() const { return {}; }
+  virtual std::string codec_reason() const { return {}; }
   // Refuses new ops, cancels queued ops, finishes running ops, joins the threads. Idempotent; poll() still
   // returns what completed. A thread that does not return in a bounded time (a hung mount) is detached and
   // shares ownership of all of the tier that it touches. The row of an op that has not completed after

@@ -45,7 +45,7 @@ Namespace = Annotated[
 
 _SHORT_ID = 12  # digits of a namespace that are shown
 _MOST_NAMED = 50  # namespaces, in an error
-_SHORT_EPOCH = 4  # of a generation; one that is a number has fewer
+_SHORT_EPOCH = 4  # of an epoch; one that is a number has fewer
 _LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
 
 
@@ -54,7 +54,7 @@ def stat(root: Root, as_json: Json = False) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
     Each model, layout and format has its own namespace. With --json each has its description (model,
-    revision, dtype, layout) and its generation (how often it was reset) as well. A server or a bucket knows
+    revision, dtype, layout) and its epoch (how often it was reset) as well. A server or a bucket knows
     neither of them, nor who uses it: "-", null with --json.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
@@ -160,10 +160,10 @@ def ls(
     header shows if it was hit since its first write; headers are read for the listed records, and for all
     records with --by hits. The number of hits is not stored. In a narrow terminal keys are shortened.
 
-    With --json each record is one line: namespace, generation, key, bytes, mtime (last use, unix seconds),
+    With --json each record is one line: namespace, epoch, key, bytes, mtime (last use, unix seconds),
     created, hit, path. With --limit 0 and by newest they come as they are found.
 
-    On a server or in a bucket hits are unknown, and the generation is the name of an epoch. A Redis
+    On a server or in a bucket hits are unknown, and epochs have names instead of numbers. A Redis
     server has no last use where its maxmemory-policy is LFU, and a bucket never; unknown values are "-".
 
     \b
@@ -204,7 +204,7 @@ def ls(
             age(record["created"]),
             _yes_or_no(record["hit"]),
             record["namespace"][:_SHORT_ID],
-            str(record["generation"])[:_SHORT_EPOCH],
+            str(record["epoch"])[:_SHORT_EPOCH],
         )
     out.print(shown if shown.row_count else "no records")
 

@@ -50,11 +50,11 @@ class Root(Protocol):
     def stat(self) -> dict[str, Any]:
         """Returns bytes, records, temporaries, namespaces; None for values that the kind cannot know.
 
-        namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}.
+        namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}.
         """
 
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yields {namespace, generation, key (hex), bytes, mtime (unix seconds), path} in listing order."""
+        """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} in listing order."""
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
         """Returns one of ``records`` with ``created`` (unix seconds) and ``hit`` added; None if unknown."""

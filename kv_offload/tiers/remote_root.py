@@ -101,7 +101,7 @@ class RemoteRoot:
                 if record.key:
                     yield {
                         "namespace": record.namespace_id,
-                        "generation": record.epoch,
+                        "epoch": record.epoch,
                         "key": record.key,
                         "bytes": record.size,
                         "mtime": record.used or record.written,
@@ -229,7 +229,7 @@ def _new_space(name: str) -> dict[str, Any]:
     return {
         "id": name,
         "json": None,  # a server stores no descriptions
-        "generation": None,
+        "epoch": None,
         "bytes": 0,
         "records": 0,
         "oldest": None,

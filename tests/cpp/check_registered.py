@@ -4,7 +4,7 @@
     check_registered.py PROGRAM DIRECTORY --plain    those of files that ask whether they are sanitized
     check_registered.py PROGRAM DIRECTORY --threads  those of files that begin threads
 
-Files named gpu_* and fuzz_* are programs of their own, and so are cuda_on_threads and steps.
+Files named gpu_* and fuzz_* are programs of their own, and so are fake_cuda and steps.
 
 A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
 by their including rounds.h, so nothing else may ask, and no header and no source without tests may hide it.
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
-PROGRAMS = {"cuda_on_threads", "steps"}  # folders
+PROGRAMS = {"fake_cuda", "steps"}  # folders
 ROUNDS = '#include "rounds.h"'
 ONLY = {"--plain": ROUNDS, "--threads": '#include "with_threads.h"'}
 ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")

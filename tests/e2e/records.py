@@ -13,7 +13,7 @@ from live_root import paths_in, used_bytes
 HEADER = 4096
 # Offsets in the header.
 CODEC = 108  # u32, 0: raw
-SEALING = 652  # u32, 0: none
+ENCRYPTION = 652  # u32, 0: none
 PAYLOAD_CHECKSUM = 120  # XXH3-64 of the payload
 CREATED = 128  # unix nanoseconds
 HEADER_CHECKSUM = 4088  # XXH3-64 of all preceding bytes
@@ -40,14 +40,14 @@ def files(root: Path) -> list[Path]:
 
 class Form(NamedTuple):
     encoded: bool
-    sealed: bool
+    encrypted: bool
 
 
 def form(path: Path) -> Form:
     with path.open("rb") as record:
         header = record.read(HEADER)
-    codec, sealing = (struct.unpack_from("<I", header, at)[0] for at in (CODEC, SEALING))
-    return Form(encoded=codec != 0, sealed=sealing != 0)
+    codec, encryption = (struct.unpack_from("<I", header, at)[0] for at in (CODEC, ENCRYPTION))
+    return Form(encoded=codec != 0, encrypted=encryption != 0)
 
 
 def flip(path: Path, offset: int) -> None:

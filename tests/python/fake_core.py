@@ -36,7 +36,7 @@ class FsRoot:
                 {
                     "id": self.ids[0],
                     "json": NAMESPACE,
-                    "generation": 1,
+                    "epoch": 1,
                     "bytes": 2 << 20,
                     "records": 2,
                     "open": True,
@@ -45,7 +45,7 @@ class FsRoot:
                 {
                     "id": self.ids[1],
                     "json": "broken",
-                    "generation": 0,
+                    "epoch": 0,
                     "bytes": 1 << 20,
                     "records": 1,
                     "open": False,
@@ -59,7 +59,7 @@ class FsRoot:
             if namespace in (None, self.ids[space]):
                 yield {
                     "namespace": self.ids[space],
-                    "generation": 1,
+                    "epoch": 1,
                     "key": f"{number:02x}" * 8,
                     "bytes": 1 << 20,
                     "mtime": float(mtime),

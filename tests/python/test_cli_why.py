@@ -15,7 +15,7 @@ from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.diagnosis import REASONS, from_log, from_metrics
 from kv_offload.exposition import Page
 from kv_offload.namespace import random_seed_warning
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 
 use_specs()
 
@@ -24,7 +24,7 @@ from kv_offload.specs.report import report_text  # noqa: E402
 from kv_offload.specs.request import HintReader  # noqa: E402
 from kv_offload.specs.watch import HitWatch, Surroundings  # noqa: E402
 
-BOOTED = boot_line(
+BOOTED = startup_summary(
     OffloadConfig(cpu_bytes_to_use=1 << 30), [], Geometry.of([16], [[4096]]),
     copier="host", namespace="3fa2", version="0.1.0",
 )  # fmt: skip

@@ -492,9 +492,9 @@ def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):
 
 def test_kept_memory_with_encrypted_records_is_a_caution(tmp_path):
     (tmp_path / "key").write_bytes(bytes(range(32)))
-    sealed = FS | {"root_dir": str(tmp_path / "root"), "encryption_key_file": str(tmp_path / "key")}
-    assert not any("unencrypted" in text for text in cautions(read(secondary_tiers=[sealed])))
-    kept = cautions(read(secondary_tiers=[sealed], keep_host_memory=True))
+    encrypted = FS | {"root_dir": str(tmp_path / "root"), "encryption_key_file": str(tmp_path / "key")}
+    assert not any("unencrypted" in text for text in cautions(read(secondary_tiers=[encrypted])))
+    kept = cautions(read(secondary_tiers=[encrypted], keep_host_memory=True))
     assert any("keep_host_memory" in text and "unencrypted" in text for text in kept)
 
 

@@ -36,37 +36,37 @@ LAYERS["bindings"] = set(LAYERS)
 PARTS = {
     # in the order of record/record_form.h
     "record": (
-        *("split_planes", "payload_codec", "record", "sealing", "record_op", "huge_buffer", "idle_cores"),
-        *("compression_choice", "measure_codec", "record_form", "opened_as_it_comes"),
+        *("split_planes", "payload_codec", "record", "encryption", "record_op", "huge_buffer", "idle_cores"),
+        *("compression_choice", "measure_codec", "record_form", "streaming_record_reader"),
     ),
-    # in the order of tier/pooled_tier.h
+    # in the order of tier/thread_pool_tier.h
     "tier": (
-        *("tier", "presence", "record_store", "named_epochs", "ask_first", "remote_records"),
-        *("breaker", "ticker", "io_pool", "known_names", "keys_of_digests"),
-        *("pooled_tier", "pooled_ops", "presence_questions", "sealed_names"),
+        *("tier", "presence", "record_store", "epoch_registry", "existence_check_policy", "remote_records"),
+        *("circuit_breaker", "ticker", "io_pool", "digest_cache", "digest_key_map"),
+        *("thread_pool_tier", "tier_runtime", "presence_lookup", "encrypted_key_tier"),
     ),
     # in the order of cache/tiered_cache.h
     "cache": (
         "cache_types",
-        *("chunk_groups", "tickets", "cache_events", "key_memory", "quarantine"),
+        *("chunk_groups", "tickets", "cache_events", "key_history", "quarantine"),
         *("prefill_model", "transfer_model", "cost_model"),
-        *("host_chunks", "tier_ops", "write_back", "row_supply", "load_jobs"),
-        *("request_state", "requests", "lookup", "pass_scans", "planner", "stores"),
+        *("host_chunks", "tier_io", "write_back", "row_provider", "device_loads"),
+        *("request_state", "request_table", "lookup", "pass_scans", "planner", "store_path"),
         "tiered_cache",
     ),
     # in the order of backends/fs/store.h
     "backends/fs": (
-        *("open_root", "root_files", "open", "known_records", "draft", "shares"),
-        *("evictor", "record_reader", "record_writer", "scanner", "foreign_records", "root_counter"),
-        *("own_generation", "root_mender", "recency"),
+        *("open_root", "root_files", "open", "record_index", "pending_record", "shares"),
+        *("evictor", "record_reader", "record_writer", "scanner", "peer_records", "usage_scanner"),
+        *("epoch_manager", "root_repairer", "recency"),
         *("store", "tier", "probe_disk", "bind_fs"),
     ),
 }
 LEAVES = {"backends/fs"}
 # Implementations that include a part after their own: of what the header's class owns.
 PART_EXCEPTIONS = {
-    ("tier/pooled_tier.cc", "tier/pooled_ops.h"),
-    ("tier/pooled_tier.cc", "tier/presence_questions.h"),
+    ("tier/thread_pool_tier.cc", "tier/tier_runtime.h"),
+    ("tier/thread_pool_tier.cc", "tier/presence_lookup.h"),
 }
 OPTIONS = {"backends/fs/tier.h"}  # the options of the tier, which each of its parts may include
 
@@ -84,13 +84,13 @@ LIBRARIES = {
     "libvalkey": (r"valkey/", r"backends/redis/(connection|tls)\.cc"),
     "OpenSSL": (
         r"openssl/",
-        r"(backends/redis/tls|backends/s3/signature|record/sealing|tier/sealed_names)\.cc",
+        r"(backends/redis/tls|backends/s3/signature|record/encryption|tier/encrypted_key_tier)\.cc",
     ),
     "libcurl": (r"curl/", r"nowhere: it is loaded at run time, and a build needs none of its headers"),
 }
 
-# A replay evicts in the order of an fs tier, which is that of its catalogue.
-BACKEND_INCLUDES = {("replay/trace_replay.cc", "backends/fs/catalogue.h")}
+# A replay evicts in the order of an fs tier, which is that of its catalog.
+BACKEND_INCLUDES = {("replay/trace_replay.cc", "backends/fs/catalog.h")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
@@ -107,7 +107,7 @@ def layer_of(name: str) -> str:
 
 
 def backend_of(name: str) -> str:
-    """The backend that a file belongs to: fs for backends/fs/space.h; empty for other files."""
+    """The backend that a file belongs to: fs for backends/fs/space_ledger.h; empty for other files."""
     parts = name.split("/")
     return parts[1] if parts[0] == "backends" and len(parts) == 3 else ""
 
@@ -304,9 +304,9 @@ def test_every_layer_has_files():
         ("extra/a.h", "", "extra is no layer"),
         ("backends/a.h", "", "is in no backend"),
         (
-            "tier/pooled_tier.cc",
-            '#include "backends/fs/space.h"',
-            "only bindings and backends/fs may include backends/fs/space.h",
+            "tier/thread_pool_tier.cc",
+            '#include "backends/fs/space_ledger.h"',
+            "only bindings and backends/fs may include backends/fs/space_ledger.h",
         ),
         (
             "backends/redis/a.cc",
@@ -335,7 +335,7 @@ def test_a_planted_include_is_reported(tmp_path, name, line, error):
         ("memory/pin.cc", "#include <cuda_runtime_api.h>"),
         ("bindings/torch_ops.cc", "#include <torch/csrc/stable/library.h>"),
         ("cache/a.cc", '#include "tier/tier.h"'),
-        ("backends/fs/a.cc", '#include "backends/fs/space.h"'),
+        ("backends/fs/a.cc", '#include "backends/fs/space_ledger.h"'),
         ("backends/fs/a.cc", '#include "tier/record_store.h"'),
         ("backends/fs/bind_fs.cc", '#include "bindings/bindings.h"'),
         ("backends/fs/bind_fs.cc", "#include <pybind11/pybind11.h>"),
@@ -362,14 +362,14 @@ def test_a_second_file_that_pins_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("name", "line", "error"),
     [
-        ("cache/tier_ops.h", '#include "cache/requests.h"', "must not include cache/requests.h"),
-        ("cache/host_chunks.cc", '#include "cache/tier_ops.h"', "must not include cache/tier_ops.h"),
+        ("cache/tier_io.h", '#include "cache/request_table.h"', "must not include cache/request_table.h"),
+        ("cache/host_chunks.cc", '#include "cache/tier_io.h"', "must not include cache/tier_io.h"),
         ("cache/planner.cc", '#include "cache/tiered_cache.h"', "must not include cache/tiered_cache.h"),
         ("cache/cache_impl.h", "", "is not listed in PARTS"),
-        ("record/sealing.h", '#include "record/record_form.h"', "must not include record/record_form.h"),
-        ("tier/io_pool.cc", '#include "tier/pooled_ops.h"', "must not include tier/pooled_ops.h"),
+        ("record/encryption.h", '#include "record/record_form.h"', "must not include record/record_form.h"),
+        ("tier/io_pool.cc", '#include "tier/tier_runtime.h"', "must not include tier/tier_runtime.h"),
         (
-            "backends/fs/known_records.h",
+            "backends/fs/record_index.h",
             '#include "backends/fs/evictor.h"',
             "must not include backends/fs/evictor.h",
         ),
@@ -379,9 +379,9 @@ def test_a_second_file_that_pins_is_reported(tmp_path):
             "must not include backends/fs/record_writer.h",
         ),
         (
-            "backends/fs/space.cc",
-            '#include "backends/fs/known_records.h"',
-            "must not include backends/fs/known_records.h",
+            "backends/fs/space_ledger.cc",
+            '#include "backends/fs/record_index.h"',
+            "must not include backends/fs/record_index.h",
         ),
     ],
 )

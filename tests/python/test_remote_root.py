@@ -187,7 +187,7 @@ def test_stat_lists_each_namespace(filled: Any) -> None:
         assert space["records"] == COUNT
         assert COUNT * size <= space["bytes"] < 2 * COUNT * size
         assert abs(space["newest"] - time.time()) < 600, "unix seconds"
-        assert (space["open"], space["description"], space["generation"]) == (None, None, None)
+        assert (space["open"], space["description"], space["epoch"]) == (None, None, None)
     shown = run("stat", filled.address).stdout
     assert f"{2 * COUNT} records, 2 namespaces, 1 key not from kv-offload" in shown
     assert "no record: kv_offload" in shown
@@ -199,10 +199,10 @@ def test_ls_lists_every_key(filled: Any) -> None:
     assert sorted(record["path"] for record in listed) == [filled.folder + name for name in filled.names()]
     for record in listed:
         _, namespace, epoch, key = record["path"].removeprefix(filled.folder).split(filled.separator)
-        assert (record["namespace"], record["generation"], record["key"]) == (namespace, epoch, key)
+        assert (record["namespace"], record["epoch"], record["key"]) == (namespace, epoch, key)
         assert record["bytes"] >= len(filled.get(filled.names()[0]))
         assert set(record) == {
-            *("namespace", "generation", "key", "bytes"),
+            *("namespace", "epoch", "key", "bytes"),
             *("mtime", "created", "hit", "path"),
         }
         assert record["hit"] is None

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_offload.config import OffloadConfig
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 
 MIB = 1 << 20
 # 64 tokens per chunk, two ranks of 1 MiB: 32 KiB per token.
@@ -60,7 +60,9 @@ def test_the_startup_summary_is_complete():
             "secondary_tiers": [{"type": "fs", "root_dir": "/kv", "write_policy": "reuse:2"}],
         }
     )
-    line = boot_line(config, [1 << 40], PLAIN, copier="host, 2 threads", namespace="abc123", version="0.1.0")
+    line = startup_summary(
+        config, [1 << 40], PLAIN, copier="host, 2 threads", namespace="abc123", version="0.1.0"
+    )
     assert "\n" not in line
     for part in (
         "kv-offload 0.1.0: cpu 2.0 GiB = 65,536 tokens",
@@ -77,7 +79,7 @@ def test_the_startup_summary_of_a_replica_shows_its_own_share():
     config = OffloadConfig.from_extra_config(
         {"cpu_bytes_to_use": "2GiB", "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}
     )
-    line = boot_line(
+    line = startup_summary(
         config, [1 << 40], PLAIN, copier="host", namespace="abc", version="1", replica=1, replicas=4
     )
     assert "kv-offload 1 engine 2 of 4: cpu 2.0 GiB for this engine = " in line

@@ -12,7 +12,7 @@ from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 from kv_offload.tiers.mooncake.config import MooncakeTierConfig
 from kv_offload.tiers.registry import entry_at, parse_tier
 
@@ -93,7 +93,7 @@ def test_config_writes_the_tier_and_the_startup_summary_names_it() -> None:
     assert (
         written == {"type": "mooncake", "master": "m.internal:50051"} == entry_at("mooncake=m.internal:50051")
     )
-    line = boot_line(
+    line = startup_summary(
         config(), (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"
     )
     assert "mooncake mooncake.internal:50051 bounded by its server (through, compress auto)" in line

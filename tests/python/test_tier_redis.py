@@ -19,7 +19,7 @@ from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 from kv_offload.tiers.redis.config import RedisTierConfig, Url, parse_node, parse_url
 from kv_offload.tiers.registry import parse_tier
 
@@ -233,7 +233,9 @@ def test_nothing_shows_the_password(
         str(cautions(parsed)),
         str(place(tier)),
         str(speed(tier, 4 << 20)),
-        boot_line(parsed, (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"),
+        startup_summary(
+            parsed, (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"
+        ),
     ]
     assert "refuses the user name or the password" in str(place(tier))
     assert SECRET not in "".join(shown) + caplog.text

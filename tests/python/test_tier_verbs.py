@@ -11,9 +11,9 @@ def verbs() -> list[str]:
     return re.findall(r"virtual [^;{~]*?(\w+)\(", text[text.index("class Tier {") :])
 
 
-def test_sealed_names_forward_every_method() -> None:
-    text = (STORAGE / "sealed_names.cc").read_text()
+def test_encrypted_names_forward_every_method() -> None:
+    text = (STORAGE / "encrypted_key_tier.cc").read_text()
     names = verbs()
-    assert {"about_codec", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
+    assert {"codec_reason", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
     for name in names:
-        assert f"tier_->{name}(" in text, f"SealedNames does not forward {name}()"
+        assert f"tier_->{name}(" in text, f"EncryptedKeyTier does not forward {name}()"

@@ -13,7 +13,7 @@ from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions, tier_bounds
-from kv_offload.sizing import Geometry, boot_line
+from kv_offload.sizing import Geometry, startup_summary
 from kv_offload.tiers import registry as tiers
 from kv_offload.tiers.base import TierConfig
 
@@ -80,7 +80,7 @@ def test_messages_about_a_tier_name_only_its_own_kind() -> None:
     assert cautions(parsed) == []
     assert ("toy.server", "shelf", True) in plan(parsed)
     geometry = Geometry.of([16], [[4096]])
-    line = boot_line(parsed, tier_bounds(parsed), geometry, copier="host", namespace="n", version="1")
+    line = startup_summary(parsed, tier_bounds(parsed), geometry, copier="host", namespace="n", version="1")
     assert "toy shelf bounded by its server (through)" in line
     assert set(geometry.tokens_by_tier(parsed, tier_bounds(parsed))) == {"cpu"}
     assert tier.events_locality == "REMOTE"

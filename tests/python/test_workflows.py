@@ -121,7 +121,7 @@ def test_scripts_build_presets_that_exist():
 def test_the_release_preset_has_the_options_of_the_wheel_script():
     script = (ROOT / ".ci/wheel").read_text()
     options = dict(re.findall(r'-Ccmake\.define\.(\w+)="?(?:\$\{\w+:-)?(\w+)', script))
-    assert {"KV_OFFLOAD_CUDA", "KV_OFFLOAD_S3", "KV_OFFLOAD_SEALING"} <= set(options)
+    assert {"KV_OFFLOAD_CUDA", "KV_OFFLOAD_S3", "KV_OFFLOAD_ENCRYPTION"} <= set(options)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     options |= settings["cmake"]["define"] | {"CMAKE_BUILD_TYPE": settings["cmake"]["build-type"]}
     assert PRESETS["release-wheel"]["cacheVariables"] == options | {"KV_OFFLOAD_PYTHON": "ON"}

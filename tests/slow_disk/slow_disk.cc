@@ -75,18 +75,18 @@ class Disk {
     return text.str();
   }
 
-  // Of a name that was looked for: true, it is remembered not to be there. Else note_missing() follows or
+  // Of a name that was looked for: true, it is remembered not to be there. Else on_missing() follows or
   // not.
   bool is_missing(const std::string& path) {
     const std::lock_guard lock(mutex_);
     return settings_.at("remembers_names") != 0 && missing_.contains(path);
   }
-  void note_missing(const std::string& path) {
+  void on_missing(const std::string& path) {
     const std::lock_guard lock(mutex_);
     missing_.insert(path);
   }
   // This mount made it itself; or its directory was asked for.
-  void note_made(const std::string& path) {
+  void on_made(const std::string& path) {
     const std::lock_guard lock(mutex_);
     missing_.erase(path);
   }
@@ -174,7 +174,7 @@ int on_getattr(const char* path, struct stat* result, fuse_file_info* info) {
   if (info != nullptr) return or_errno(fstat(handle(info), result));
   if (disk.is_missing(path)) return -ENOENT;
   const int rc = or_errno(fstatat(base, relative(path), result, AT_SYMLINK_NOFOLLOW));
-  if (rc == -ENOENT) disk.note_missing(path);
+  if (rc == -ENOENT) disk.on_missing(path);
   if (rc == 0 && S_ISDIR(result->st_mode)) disk.look_anew(path);
   return rc;
 }
@@ -184,7 +184,7 @@ int on_open(const char* path, fuse_file_info* info, int flags, mode_t mode) {
   // The buffers that arrive here are not aligned as theirs were.
   const int file = openat(base, relative(path), (flags & ~(O_DIRECT | O_NOFOLLOW)) | O_CLOEXEC, mode);
   if (file < 0) return -errno;
-  disk.note_made(path);
+  disk.on_made(path);
   info->fh = static_cast<std::uint64_t>(file);
   info->direct_io = 1;
   return 0;
@@ -224,7 +224,7 @@ int on_fsync(const char*, int data_only, fuse_file_info* info) {
 int on_rename(const char* from, const char* to, unsigned flags) {
   disk.arrive();
   if (locks_reach_others && flags != 0) return -EINVAL;
-  disk.note_made(to);
+  disk.on_made(to);
   return or_errno(renameat2(base, relative(from), base, relative(to), flags));
 }
 
@@ -238,7 +238,7 @@ int on_rmdir(const char* path) {
 }
 int on_mkdir(const char* path, mode_t mode) {
   disk.arrive();
-  disk.note_made(path);  // also when another has: then it is not asked for by name
+  disk.on_made(path);  // also when another has: then it is not asked for by name
   return or_errno(mkdirat(base, relative(path), mode));
 }
 int on_chmod(const char* path, mode_t mode, fuse_file_info*) {

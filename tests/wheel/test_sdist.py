@@ -146,9 +146,9 @@ def test_a_build_that_requires_s3_or_encryption_fails_without_openssl(sdist, tmp
     without = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=AUTO")
     assert "there is no s3 tier" in without.stdout
     assert "Without OpenSSL records cannot be encrypted" in without.stdout
-    refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_SEALING=ON")
+    refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_ENCRYPTION=ON")
     assert refused.returncode != 0
-    assert "KV_OFFLOAD_SEALING=ON but OpenSSL" in refused.stderr
+    assert "KV_OFFLOAD_ENCRYPTION=ON but OpenSSL" in refused.stderr
 
 
 def test_an_archive_that_is_not_libvalkey_is_refused_and_removed(sdist, tmp_path):
@@ -166,7 +166,7 @@ def test_releases_are_built_with_the_cuda_copier_tls_and_s3_for_manylinux_2_28()
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_CUDA"] == "ON"
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_TLS"] == "ON"
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_S3"] == "ON"
-    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_SEALING"] == "ON"
+    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_ENCRYPTION"] == "ON"
     assert "KV_OFFLOAD_S3=ON" in (REPOSITORY / ".ci/wheel").read_text()
     assert "openssl-devel" in settings["linux"]["before-all"]
     assert "manylinux2_28" in settings["linux"]["manylinux-x86_64-image"]

@@ -58,7 +58,7 @@ py::dict stat(FsRoot& root) {
   }
   py::list namespaces;
   for (const NamespaceInfo& space : info.namespaces) {
-    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "generation"_a = space.generation,
+    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "epoch"_a = space.epoch,
                                "bytes"_a = space.bytes, "records"_a = space.records,
                                "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
                                "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
@@ -74,9 +74,9 @@ py::dict next_record(FsRoot::Cursor& cursor) {
     record = cursor.next();
   }
   if (!record) throw py::stop_iteration();
-  return py::dict("namespace"_a = record->namespace_id, "generation"_a = record->generation,
-                  "key"_a = record->key, "bytes"_a = record->bytes,
-                  "mtime"_a = to_unix_seconds(record->mtime_unix_nanos), "path"_a = record->path);
+  return py::dict("namespace"_a = record->namespace_id, "epoch"_a = record->epoch, "key"_a = record->key,
+                  "bytes"_a = record->bytes, "mtime"_a = to_unix_seconds(record->mtime_unix_nanos),
+                  "path"_a = record->path);
 }
 
 // An exception from `progress` ends the work.

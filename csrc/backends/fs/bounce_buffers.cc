@@ -39,7 +39,7 @@ FasterPath::Path FasterPath::pick() {
   return bounced_wins != other ? Path::kBounced : Path::kInPlace;
 }
 
-void FasterPath::note(Path path, std::uint64_t bytes, Nanos took) {
+void FasterPath::observe(Path path, std::uint64_t bytes, Nanos took) {
   Seen& seen = seen_[static_cast<std::size_t>(path)];
   seen.bytes = seen.bytes * kFade + static_cast<double>(bytes);
   seen.nanos = seen.nanos * kFade + static_cast<double>(took.count());
@@ -69,7 +69,7 @@ void BounceBuffers::end(Transfer direction, bool chosen, std::unique_ptr<HugeBuf
   if (!chosen) return;
   const MutexLock lock(mutex_);
   if (status)
-    path(direction).note(buffer ? FasterPath::Path::kBounced : FasterPath::Path::kInPlace, bytes, took);
+    path(direction).observe(buffer ? FasterPath::Path::kBounced : FasterPath::Path::kInPlace, bytes, took);
   if (buffer) free_[static_cast<std::size_t>(direction)].push_back(std::move(buffer));
 }
 

@@ -36,7 +36,7 @@ class FasterPath {
   static constexpr double kBouncedMustTake = 0.85;
 
   Path pick();
-  void note(Path path, std::uint64_t bytes, Nanos took);
+  void observe(Path path, std::uint64_t bytes, Nanos took);
 
  private:
   struct Seen {  // weighted sums; older transfers fade

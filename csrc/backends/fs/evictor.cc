@@ -33,8 +33,8 @@ Evictor::Evictor(const Context& context)
       dead_(context.root.ops, context.root.directory.get()),
       others_(context.root.ops, context.root.directory.get()) {}
 
-Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
-  shares_.note_write(bytes);
+Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) {
+  shares_.on_write(bytes);
   Status status;
   int missing_records = 0;
   for (int attempt = 0; attempt < kReserveAttempts;) {
@@ -61,18 +61,18 @@ Status Evictor::sum_is_doubtful() const {
 // Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
 // While this process is below its share and the others do not answer, their records are evicted before ours.
 // After kMissingPerLock missing records this returns ok, so that threads waiting for the lock get it.
-Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation,
+Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation,
                            int* missing_records) {
   const MutexLock lock(mutex_);
   // A reset may have happened while this thread waited for the lock. No request wants the new record any
   // more, so nothing is evicted for it.
-  if (draft != nullptr && draft->generation != records_.generation())
+  if (draft != nullptr && draft->epoch != records_.epoch())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
   freed = take_dead(bytes, reservation);
-  // Until the scan ends, records outside the catalogue may be older than those in it.
-  const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
+  // Until the scan ends, records outside the catalog may be older than those in it.
+  const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
   if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
     freed += take_from_others(bytes - freed, false, reservation);
   Status failure;
@@ -104,26 +104,25 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* progress) {
+Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) {
   bool own = false;
   const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
-  const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
+  const std::optional<RecordIndex::Victim> victim = records_.take_victim(spared, &own);
   if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
-  const Generation& generation = *victim->generation;
+  const FsEpoch& epoch = *victim->epoch;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
   // With fsync, a record that was reported as written must never be found torn, and evicted files may
   // reappear after a power failure. So their bytes are left unchanged then.
   const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
-                      draft->generation == victim->generation &&
-                      draft->file_bytes == victim->record.file_bytes;
-  const Space::Finished before = root_.space->finished();
+                      draft->epoch == victim->epoch && draft->file_bytes == victim->record.file_bytes;
+  const SpaceLedger::Finished before = root_.space->finished();
   std::uint64_t bytes = 0;
   int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
-  if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
+  if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
-    root_.changes->note_missing();
+    root_.changes->on_missing();
     ++progress->missing;
   }
   reservation->adopt(bytes, before);
@@ -133,7 +132,7 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
     ++progress->failed;
     records_.put_back(*victim);
     return Status::error(StatusKind::kIo, Status::from_errno(-rc, "evict").message(), -rc,
-                         generation.path + "/" + path);
+                         epoch.path + "/" + path);
   }
   records_.evicted(*victim);
   return Status::ok();
@@ -143,8 +142,8 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
 // of the time of a write in a full root. Other processes that have the record open read bytes that do not
 // match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
 // has no file yet, and this file has its size.
-int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed) {
-  const int directory = draft->generation->directory.get();
+int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) {
+  const int directory = draft->epoch->directory.get();
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   std::string temporary;
   FileInfo info;
@@ -166,7 +165,7 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
 
 namespace {
 // Adds each removed file to the reservation, so that no other write gets its bytes.
-Gone adopt_each(Space& space, Reservation* reservation) {
+Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
   return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
     reservation->adopt(bytes, before);
     before = space.finished();
@@ -181,7 +180,7 @@ std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation)
   std::vector<OldestRecords::Source> found;
   const OldestRecords::Request request{
       enough,
-      [&] { return found = dead_generations(); },
+      [&] { return found = dead_epochs(); },
       [&](const OldestRecords::Source& source) {
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
@@ -206,9 +205,9 @@ std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Sou
     last = source.namespace_name;
     if (last != root_.namespace_name) {
       freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, gone);
-    } else if (const std::shared_ptr<Generation> own = records_.generation()) {
-      freed += kv_offload::reclaim_unused_generations(ops_, root_.namespace_directory.get(), own->number,
-                                                      kAllUnused, stop_, gone);
+    } else if (const std::shared_ptr<FsEpoch> own = records_.epoch()) {
+      freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number,
+                                                 kAllUnused, stop_, gone);
     }
   }
   return freed;
@@ -216,11 +215,11 @@ std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Sou
 
 // Lists the epochs of namespaces that no server has open, and the epochs in our namespace that a reset left
 // behind.
-std::vector<OldestRecords::Source> Evictor::dead_generations() {
+std::vector<OldestRecords::Source> Evictor::dead_epochs() {
   std::vector<OldestRecords::Source> dead;
   std::vector<std::string> names;
   if (!list_namespaces(ops_, root_.directory.get(), &names)) return dead;
-  const std::shared_ptr<Generation> own = records_.generation();
+  const std::shared_ptr<FsEpoch> own = records_.epoch();
   for (const std::string& name : names) {
     const bool ours = name == root_.namespace_name;
     if (ours ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
@@ -228,10 +227,10 @@ std::vector<OldestRecords::Source> Evictor::dead_generations() {
     const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint64_t> numbers;
     if (!directory || (!ours && namespace_is_open(ops_, directory.get())) ||
-        !list_generations(ops_, directory.get(), &numbers)) {
+        !list_epochs(ops_, directory.get(), &numbers)) {
       continue;
     }
-    const std::vector<std::uint64_t> live = live_generations(ops_, directory.get());
+    const std::vector<std::uint64_t> live = live_epochs(ops_, directory.get());
     for (const std::uint64_t number : numbers) {
       const bool findable = std::binary_search(live.begin(), live.end(), number);
       if (!ours || (!findable && number != own->number)) dead.push_back({name, number, findable});
@@ -241,16 +240,16 @@ std::vector<OldestRecords::Source> Evictor::dead_generations() {
 }
 
 // Lists all epochs except our own that some process may find, or may have found before it stopped.
-std::vector<OldestRecords::Source> Evictor::other_generations() {
+std::vector<OldestRecords::Source> Evictor::other_epochs() {
   std::vector<OldestRecords::Source> others;
   std::vector<std::string> names;
-  const std::shared_ptr<Generation> own = records_.generation();
+  const std::shared_ptr<FsEpoch> own = records_.epoch();
   if (!own || !list_namespaces(ops_, root_.directory.get(), &names)) return others;
   for (const std::string& name : names) {
     int error = 0;
     const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint64_t> numbers;
-    if (!directory || !list_generations(ops_, directory.get(), &numbers)) continue;
+    if (!directory || !list_epochs(ops_, directory.get(), &numbers)) continue;
     for (const std::uint64_t number : numbers) {
       if (name != root_.namespace_name || number != own->number) others.push_back({name, number, true});
     }
@@ -264,13 +263,13 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
   const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
   if (!any && (from.empty() || now < next_look_at_others_)) return 0;
   const auto may_take = [&](const OldestRecords::Source& source) {
-    const std::uint64_t id = sharer(source.namespace_name, source.generation);
+    const std::uint64_t id = sharer(source.namespace_name, source.epoch);
     return any || std::find(from.begin(), from.end(), id) != from.end();
   };
   const OldestRecords::Request request{
       enough,
       [&] {
-        std::vector<OldestRecords::Source> sources = other_generations();
+        std::vector<OldestRecords::Source> sources = other_epochs();
         std::erase_if(sources, [&](const OldestRecords::Source& source) { return !may_take(source); });
         return sources;
       },
@@ -283,20 +282,20 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
   return freed;
 }
 
-void Evictor::reclaim_unused_generations() {
-  const std::shared_ptr<Generation> own = records_.generation();
+void Evictor::reclaim_unused_epochs() {
+  const std::shared_ptr<FsEpoch> own = records_.epoch();
   if (!own) return;
-  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_generations(
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_epochs(
       ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
 }
 
 // ---- live sharers
 
 void Evictor::trade() {
-  const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
+  const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
   for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
     publish_held();
-    const std::optional<SpaceRequest> request = root_.space->claim();
+    const std::optional<LedgerRequest> request = root_.space->claim();
     goes_on = request && give_back(*request);
   }
   shares_.ask();
@@ -304,7 +303,7 @@ void Evictor::trade() {
 
 // Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
 // if it could not evict that much; the asker's request then keeps the rest.
-bool Evictor::give_back(const SpaceRequest& request) {
+bool Evictor::give_back(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
   Progress own;
   while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&

@@ -13,7 +13,7 @@
 //
 // Threads: reserve() on any I/O thread; all other calls on the upkeep thread. mutex_ admits one thread at a
 // time, because two would evict twice as much. It is held across calls to the file system, and is taken
-// before the locks of KnownRecords, Shares and Space.
+// before the locks of RecordIndex, Shares and Space.
 #pragma once
 
 #include <atomic>
@@ -21,12 +21,12 @@
 #include <string>
 #include <vector>
 
-#include "backends/fs/draft.h"
-#include "backends/fs/known_records.h"
 #include "backends/fs/oldest_records.h"
 #include "backends/fs/open_root.h"
+#include "backends/fs/pending_record.h"
+#include "backends/fs/record_index.h"
 #include "backends/fs/shares.h"
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
@@ -39,7 +39,7 @@ class Evictor {
   struct Context {
     const FsTierOptions& options;
     const OpenRoot& root;
-    KnownRecords& records;
+    RecordIndex& records;
     const Clock& clock;
     const std::atomic<bool>& stop;  // when true, calls return soon
   };
@@ -48,14 +48,14 @@ class Evictor {
   // Grows the reservation to `bytes` and evicts as needed. draft (or null) may receive the file of an evicted
   // record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be removed. kIo
   // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
-  // declined (Draft::spared_request): the next victim belongs to its own request, or other servers were asked
-  // to evict for it.
-  Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
+  // declined (PendingRecord::spared_request): the next victim belongs to its own request, or other servers
+  // were asked to evict for it.
+  Status reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
-  void reclaim_unused_generations();
+  void reclaim_unused_epochs();
 
   // Reports the ledger figures that upkeep read.
-  void note(const SpaceFigures& figures) { shares_.note(figures); }
+  void observe(const SpaceFigures& figures) { shares_.observe(figures); }
   // Publishes how many bytes this process holds. Other sharers decide by it, even while this process is
   // stopped.
   void publish_held() { root_.space->publish_held(shares_.held()); }
@@ -68,7 +68,7 @@ class Evictor {
   std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
 
  private:
-  Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation, int* missing_records)
+  Status make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation, int* missing_records)
       EXCLUDES(mutex_);
   Status sum_is_doubtful() const;
   // Totals of one write, or of one request of another server, over our own records.
@@ -78,20 +78,20 @@ class Evictor {
   };
   // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
   // own request.
-  Status evict_own(Draft* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
-  int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
+  Status evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
+  int recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t remove_what_is_empty(const std::vector<OldestRecords::Source>& dead, const Gone& gone)
       REQUIRES(mutex_);
-  std::vector<OldestRecords::Source> dead_generations();
-  std::vector<OldestRecords::Source> other_generations();
-  bool give_back(const SpaceRequest& request) EXCLUDES(mutex_);
+  std::vector<OldestRecords::Source> dead_epochs();
+  std::vector<OldestRecords::Source> other_epochs();
+  bool give_back(const LedgerRequest& request) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;
   FileOps& ops_;
-  KnownRecords& records_;
+  RecordIndex& records_;
   const Clock& clock_;
   const std::atomic<bool>& stop_;
   Shares shares_;

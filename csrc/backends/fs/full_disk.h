@@ -11,11 +11,11 @@ namespace kv_offload {
 class FullDisk {
  public:
   // Counts a write that found no room. Running total.
-  void note_full() { times_.fetch_add(1); }
+  void on_full() { times_.fetch_add(1); }
   std::uint64_t times() const { return times_.load(); }
   // Reports whether evicting records made room. The disk may be filled by another program, or the error may
   // not be a lack of space. Then no more records are evicted until a write succeeds, or until try_again().
-  void note_evicted(bool helped) { in_vain_.store(helped ? 0 : in_vain_.load() + 1); }
+  void on_evicted(bool helped) { in_vain_.store(helped ? 0 : in_vain_.load() + 1); }
   bool eviction_helps() const { return in_vain_.load() < kMostInVain; }
   void try_again() { in_vain_.store(0); }
 

@@ -31,21 +31,21 @@ bool is_namespace_name(std::string_view name) {
   return name.size() == 64 && std::all_of(name.begin(), name.end(), [](char c) { return hex_digit(c) >= 0; });
 }
 
-std::string generation_name(std::uint64_t generation) { return fmt::format("g{}", generation); }
+std::string epoch_directory_name(std::uint64_t epoch) { return fmt::format("g{}", epoch); }
 
-std::optional<std::uint64_t> parse_generation(std::string_view name) {
+std::optional<std::uint64_t> parse_epoch(std::string_view name) {
   if (name.size() < 2 || name[0] != 'g') return std::nullopt;
   return parse_number(name.substr(1));
 }
 
-std::string mark_name(std::uint64_t generation, Mark kind) {
-  return fmt::format("g{}.{}", generation, kind == Mark::kReset ? "reset" : "open");
+std::string mark_name(std::uint64_t epoch, Mark kind) {
+  return fmt::format("g{}.{}", epoch, kind == Mark::kReset ? "reset" : "open");
 }
 
 std::optional<std::uint64_t> parse_mark(std::string_view name) {
   const std::size_t dot = name.find('.');
   if (dot == name.npos || (name.substr(dot) != ".open" && name.substr(dot) != ".reset")) return std::nullopt;
-  return parse_generation(name.substr(0, dot));
+  return parse_epoch(name.substr(0, dot));
 }
 
 std::uint32_t leaf_of(const ChunkKey& key) { return static_cast<unsigned char>(key.bytes()[0]); }

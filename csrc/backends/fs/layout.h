@@ -15,16 +15,16 @@ namespace kv_offload::layout {
 
 inline constexpr std::string_view kRootFile = "kv_offload.json";
 inline constexpr std::string_view kRootText = "{\"kind\": \"kv_offload fs root\", \"format\": 2}\n";
-inline constexpr std::string_view kLedgerFile = "ledger";  // SpacePage
+inline constexpr std::string_view kLedgerFile = "ledger";  // LedgerPage
 inline constexpr std::string_view kNamespaceFile = "namespace.json";
 inline constexpr std::string_view kOpenFile = "open";  // shared flock: a process has the namespace open
 
 std::string namespace_name(const NamespaceId& id);  // 64 hex digits
 bool is_namespace_name(std::string_view name);
-std::string generation_name(std::uint64_t generation);  // g<N>
-std::optional<std::uint64_t> parse_generation(std::string_view name);
+std::string epoch_directory_name(std::uint64_t epoch);  // g<N>
+std::optional<std::uint64_t> parse_epoch(std::string_view name);
 enum class Mark : std::uint8_t { kOpen, kReset };
-std::string mark_name(std::uint64_t generation, Mark kind);  // g<N>.open, g<N>.reset
+std::string mark_name(std::uint64_t epoch, Mark kind);  // g<N>.open, g<N>.reset
 std::optional<std::uint64_t> parse_mark(std::string_view name);
 
 // One level with few directories: creating a directory costs about as much as writing a small record, and a

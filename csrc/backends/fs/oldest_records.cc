@@ -53,7 +53,7 @@ void OldestRecords::open(const std::vector<Source>& sources) {
     int error = 0;
     const Fd space = open_fd(ops_, root_, source.namespace_name, kOpenDirectory, 0, &error);
     if (!space) continue;
-    Opened opened{source, open_fd(ops_, space.get(), layout::generation_name(source.generation),
+    Opened opened{source, open_fd(ops_, space.get(), layout::epoch_directory_name(source.epoch),
                                   kOpenDirectory, 0, &error)};
     std::vector<std::uint32_t> numbers;
     std::uint64_t ignored = 0;

@@ -25,7 +25,7 @@ class OldestRecords {
  public:
   struct Source {
     std::string namespace_name;
-    std::uint64_t generation = 0;
+    std::uint64_t epoch = 0;
     bool findable = true;  // false: a reset made its records useless, so all of them are removed first
   };
   struct Request {

@@ -56,8 +56,7 @@ void check_space(const OpenRoot& open, const SpaceInfo& space) {
 }
 
 // Counts a root that holds only this new namespace immediately, so that the first write is granted.
-bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
-                    const Generation& generation) {
+bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open, const FsEpoch& epoch) {
   SpaceFigures figures;
   const Nanos now = options.clock != nullptr ? options.clock->now() : SteadyClock().now();
   // Other processes with the root open may write already.
@@ -65,12 +64,11 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
   std::vector<std::string> names;
   // Other namespaces, or older epochs of ours, may hold records.
   if (!list_namespaces(ops, open.directory.get(), &names) || names.size() > 1) return false;
-  std::vector<std::uint64_t> generations;
+  std::vector<std::uint64_t> epochs;
   std::vector<DirEntry> entries;
-  if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
-    return false;
+  if (!list_epochs(ops, open.namespace_directory.get(), &epochs) || epochs.size() > 1) return false;
   // Our epoch may hold records of an earlier run.
-  if (ops.list(generation.directory.get(), &entries) < 0 || !entries.empty()) return false;
+  if (ops.list(epoch.directory.get(), &entries) < 0 || !entries.empty()) return false;
   std::uint64_t number = 0;
   if (!open.space->begin_count(&number)) return false;
   const std::atomic<bool> stop{false};
@@ -88,7 +86,7 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
 
 }  // namespace
 
-OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<Generation>* generation) {
+OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<FsEpoch>* epoch) {
   OpenRoot open(ops);
   open.path = options.root_dir;
   open.namespace_name = layout::namespace_name(options.namespace_id);
@@ -100,15 +98,15 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<G
   // reservation.
   constexpr std::uint64_t kMetadataBytes = 16 * kPageBytes;
   open.space =
-      std::make_unique<Space>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
-                              open.writer, sharer(open.namespace_name, 0));
+      std::make_unique<SpaceLedger>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
+                                    open.writer, sharer(open.namespace_name, 0));
   NamespaceFiles files = open_namespace(options, ops, open);
   open.namespace_directory = std::move(files.directory);
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();
-  if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, generation); rc < 0)
+  if (const int rc = open_newest_epoch(ops, open.namespace_directory.get(), path, epoch); rc < 0)
     fail(path, "open the newest epoch of", -rc);
-  const Generation& own = **generation;
+  const FsEpoch& own = **epoch;
   open.space->share_as(sharer(open.namespace_name, own.number));
   if (own.made) open.count(own.directory);
   if (own.made && own.number > 1 && options.warn) {

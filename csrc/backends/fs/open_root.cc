@@ -9,7 +9,7 @@ void OpenRoot::count(const Fd& made) const {
 }
 
 int OpenRoot::remove_file(int at, const std::string& name) const {
-  const Space::Finished before = space->finished();
+  const SpaceLedger::Finished before = space->finished();
   std::uint64_t freed = 0;
   const int rc = unlink_file(ops, at, name, &freed);
   space->remove(freed, before);

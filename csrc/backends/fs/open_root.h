@@ -2,7 +2,7 @@
 //
 // Invariant: from open_root() to close() no member changes. The locks that it holds keep other servers from
 // removing the namespace. All bytes that this process adds or removes below the root are reported to `space`.
-// A directory that another program removed is created again under the same descriptor (RootMender).
+// A directory that another program removed is created again under the same descriptor (RootRepairer).
 //
 // Threads: any, because the object does not change and Space is thread-safe. close() only when no other call
 // can follow.
@@ -16,10 +16,10 @@
 
 #include "backends/fs/charges.h"
 #include "backends/fs/file_ops.h"
+#include "backends/fs/fs_epoch.h"
 #include "backends/fs/full_disk.h"
-#include "backends/fs/generation.h"
 #include "backends/fs/outside_changes.h"
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/tier.h"
 
 namespace kv_offload {
@@ -33,7 +33,7 @@ struct OpenRoot {
   Fd directory;
   Fd namespace_directory;
   Fd open_lock;  // on <namespace>/open, shared while the namespace is open
-  std::unique_ptr<Space> space;
+  std::unique_ptr<SpaceLedger> space;
   std::unique_ptr<Charges> charges = std::make_unique<Charges>();
   std::unique_ptr<FullDisk> full_disk = std::make_unique<FullDisk>();
   std::unique_ptr<OutsideChanges> changes = std::make_unique<OutsideChanges>();

@@ -1,5 +1,5 @@
 // OutsideChanges: signs that another program changed a root while servers use it: known records that are
-// missing or incomplete. Readers and the evictor report them; RootCounter counts the root.
+// missing or incomplete. Readers and the evictor report them; UsageScanner counts the root.
 //
 // A missing record alone proves nothing while other servers have the root open, because they evict too.
 //
@@ -13,7 +13,7 @@ namespace kv_offload {
 
 class OutsideChanges {
  public:
-  void note_missing() { missing_.fetch_add(1); }
+  void on_missing() { missing_.fetch_add(1); }
   // Running total.
   std::uint64_t missing() const { return missing_.load(); }
   // True if missing records were found that no count has explained yet: the sum of the root may be too high.
@@ -22,8 +22,8 @@ class OutsideChanges {
   std::uint64_t explained() const { return explained_.load(); }
 
   // Statistics; running totals.
-  void note_rebuilt() { rebuilds_.fetch_add(1); }
-  void note_lost(std::uint64_t bytes) { lost_bytes_.fetch_add(bytes); }
+  void on_rebuilt() { rebuilds_.fetch_add(1); }
+  void on_lost(std::uint64_t bytes) { lost_bytes_.fetch_add(bytes); }
   std::uint64_t rebuilds() const { return rebuilds_.load(); }
   std::uint64_t lost_bytes() const { return lost_bytes_.load(); }
 

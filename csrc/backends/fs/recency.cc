@@ -10,14 +10,14 @@
 namespace kv_offload {
 
 void Recency::write() {
-  std::shared_ptr<Generation> own;
-  const std::vector<FsCatalogue::Record> records = records_.take_touched(&own);
+  std::shared_ptr<FsEpoch> own;
+  const std::vector<FsCatalog::Record> records = records_.take_touched(&own);
   if (!own) return;
   // One nanosecond apart, to preserve the order of the records too.
   std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
-  for (const FsCatalogue::Record& record : records) {
+  for (const FsCatalog::Record& record : records) {
     const std::string path = layout::record_path(record.key, record.file_bytes);
-    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->note_missing();
+    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->on_missing();
   }
 }
 
@@ -36,7 +36,7 @@ std::int64_t Recency::now_of_files() const {
 
 void Recency::write_when_due() {
   const Nanos now = clock_.now();
-  if (now - last_write_ < FsCatalogue::kTouchEvery) return;
+  if (now - last_write_ < FsCatalog::kTouchEvery) return;
   last_write_ = now;
   write();
 }

@@ -5,8 +5,8 @@
 // place in the eviction order, nothing else. No lock.
 #pragma once
 
-#include "backends/fs/known_records.h"
 #include "backends/fs/open_root.h"
+#include "backends/fs/record_index.h"
 #include "base/clock.h"
 
 namespace kv_offload {
@@ -14,7 +14,7 @@ namespace kv_offload {
 class Recency {
  public:
   // All arguments must outlive this object.
-  Recency(const OpenRoot& root, KnownRecords& records, const Clock& clock)
+  Recency(const OpenRoot& root, RecordIndex& records, const Clock& clock)
       : root_(root), ops_(root.ops), records_(records), clock_(clock), last_write_(clock.now()) {}
 
   void write();
@@ -25,7 +25,7 @@ class Recency {
 
   const OpenRoot& root_;
   FileOps& ops_;
-  KnownRecords& records_;
+  RecordIndex& records_;
   const Clock& clock_;
   Nanos last_write_;
 };

@@ -8,28 +8,29 @@
 #include <limits>
 #include <utility>
 
-#include "backends/fs/generation.h"
+#include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
 #include "backends/fs/walk.h"
 
 namespace kv_offload {
 namespace {
 
-struct OpenGeneration {
+struct OpenEpoch {
   Fd directory;
   std::vector<std::uint32_t> leaves;
 };
 
 // Opens the epochs whose records some process may hit.
-std::vector<OpenGeneration> open_live(FileOps& ops, int root, const std::vector<std::string>& names) {
-  std::vector<OpenGeneration> live;
+std::vector<OpenEpoch> open_live(FileOps& ops, int root, const std::vector<std::string>& names) {
+  std::vector<OpenEpoch> live;
   int error = 0;
   for (const std::string& name : names) {
     const Fd space = open_fd(ops, root, name, kOpenDirectory, 0, &error);
     if (!space) continue;
-    for (const std::uint64_t number : live_generations(ops, space.get())) {
-      OpenGeneration found;
-      found.directory = open_fd(ops, space.get(), layout::generation_name(number), kOpenDirectory, 0, &error);
+    for (const std::uint64_t number : live_epochs(ops, space.get())) {
+      OpenEpoch found;
+      found.directory =
+          open_fd(ops, space.get(), layout::epoch_directory_name(number), kOpenDirectory, 0, &error);
       std::uint64_t ignored = 0;
       if (found.directory && list_leaves(ops, found.directory.get(), &found.leaves, &ignored))
         live.push_back(std::move(found));
@@ -42,13 +43,13 @@ struct Victim {
   ChunkKey key;
   std::uint64_t file_bytes = 0, charge = 0;
   std::int64_t mtime_nanos = 0;
-  std::size_t generation = 0;  // index
+  std::size_t epoch = 0;  // index
 };
 bool is_older(const Victim& a, const Victim& b) { return a.mtime_nanos < b.mtime_nanos; }
 
 // Returns the least recently used records that together have `enough` bytes, but no more than `most` records,
 // with the most recently used one first.
-std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenGeneration>& live, std::uint64_t enough,
+std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenEpoch>& live, std::uint64_t enough,
                                  std::size_t most) {
   std::vector<Victim> victims;  // a heap during the walk
   std::uint64_t sum = 0;
@@ -73,11 +74,11 @@ std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenGeneration>
 }
 
 // Returns false if it is missing, was used since it was listed, or cannot be removed.
-bool remove_victim(FileOps& ops, const OpenGeneration& generation, const Victim& victim) {
+bool remove_victim(FileOps& ops, const OpenEpoch& epoch, const Victim& victim) {
   const std::string path = layout::record_path(victim.key, victim.file_bytes);
   FileInfo info;
-  return ops.stat(generation.directory.get(), path, &info) == 0 && info.mtime_nanos <= victim.mtime_nanos &&
-         ops.unlink(generation.directory.get(), path) == 0;
+  return ops.stat(epoch.directory.get(), path, &info) == 0 && info.mtime_nanos <= victim.mtime_nanos &&
+         ops.unlink(epoch.directory.get(), path) == 0;
 }
 
 }  // namespace
@@ -99,21 +100,20 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   // Held during removal, so that no process opens the namespace meanwhile.
   const bool closed = !mark || lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) == 0;
   if (!closed && !even_open) return 0;
-  std::vector<std::uint64_t> generations;
-  if (!list_generations(ops, directory.get(), &generations)) return 0;
+  std::vector<std::uint64_t> epochs;
+  if (!list_epochs(ops, directory.get(), &epochs)) return 0;
   std::uint64_t freed = 0;
   FileInfo info;
   // If an epoch stays (unreadable, not removable, or stopped), all later ones stay too, though empty. A
   // starting process uses the newest epoch, and would otherwise find records from before a reset.
   bool older_stays = false;
-  for (const std::uint64_t number : generations) {
+  for (const std::uint64_t number : epochs) {
     if (freed >= enough) break;
-    freed +=
-        reclaim_generation(ops, directory.get(), number, enough - freed, closed && !older_stays, stop, gone);
-    older_stays |= ops.stat(directory.get(), layout::generation_name(number), &info) != -ENOENT;
+    freed += reclaim_epoch(ops, directory.get(), number, enough - freed, closed && !older_stays, stop, gone);
+    older_stays |= ops.stat(directory.get(), layout::epoch_directory_name(number), &info) != -ENOENT;
   }
-  generations.clear();
-  if (!closed || !list_generations(ops, directory.get(), &generations) || !generations.empty()) return freed;
+  epochs.clear();
+  if (!closed || !list_epochs(ops, directory.get(), &epochs) || !epochs.empty()) return freed;
   std::uint64_t last = remove_marks(ops, directory.get(), [](std::uint64_t) { return true; });
   for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
     if (ops.stat(directory.get(), file, &info) == 0 && ops.unlink(directory.get(), file) == 0) {
@@ -129,12 +129,12 @@ Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>&
                          bool dry_run, const Gone& gone) {
   constexpr std::size_t kMostListed = std::size_t{1} << 20;  // 64 MiB
   Reclaimed reclaimed;
-  const std::vector<OpenGeneration> live = open_live(ops, root, names);
+  const std::vector<OpenEpoch> live = open_live(ops, root, names);
   while (reclaimed.bytes < enough) {
     const std::uint64_t bytes_before = reclaimed.bytes;
     const std::size_t most = dry_run ? std::numeric_limits<std::size_t>::max() : kMostListed;
     for (const Victim& victim : list_victims(ops, live, enough - reclaimed.bytes, most)) {
-      if (!dry_run && !remove_victim(ops, live[victim.generation], victim)) continue;
+      if (!dry_run && !remove_victim(ops, live[victim.epoch], victim)) continue;
       reclaimed.bytes += victim.charge;
       ++reclaimed.records;
       if (!dry_run) gone(victim.charge);

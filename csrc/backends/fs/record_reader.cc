@@ -10,41 +10,39 @@
 
 namespace kv_offload {
 
-RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
+RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, RecordIndex& records,
                            BounceBuffers& buffers, RecordForm& form)
     : options_(options), root_(root), ops_(root.ops), records_(records), buffers_(buffers), form_(form) {}
 
-Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& generation,
-                          std::uint64_t* moved) {
-  KnownRecords::Pin pin;
-  if (Status begun = records_.begin_read(op.key, generation, &pin); !begun) return begun;
+Status RecordReader::read(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved) {
+  RecordIndex::Pin pin;
+  if (Status begun = records_.begin_read(op.key, epoch, &pin); !begun) return begun;
   std::uint64_t inode = 0;
-  const Status status =
-      records_.finish_read(op, generation, read_file(op, *generation, pin.file_bytes(), &inode));
+  const Status status = records_.finish_read(op, epoch, read_file(op, *epoch, pin.file_bytes(), &inode));
   // Possibly removed or truncated by another program, which the sum does not include.
   if (status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
-    root_.changes->note_missing();
+    root_.changes->on_missing();
   if (status.kind() == StatusKind::kCorrupt)
-    remove(op.key, generation, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
+    remove(op.key, epoch, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
   if (status.kind() == StatusKind::kNotFound)
-    remove(op.key, generation, pin.file_bytes(), inode, TierRemoval::Reason::kVanished);
+    remove(op.key, epoch, pin.file_bytes(), inode, TierRemoval::Reason::kVanished);
   if (status) *moved = padded_payload_bytes(op.shards);
   return status;
 }
 
-Status RecordReader::read_file(const TierOp& op, const Generation& generation, std::uint64_t file_bytes,
+Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes,
                                std::uint64_t* inode) {
   const std::string path = layout::record_path(op.key, file_bytes);
-  const std::string shown = generation.path + "/" + path;
+  const std::string shown = epoch.path + "/" + path;
   bool direct = root_.reads_direct && is_aligned(op.shards);
   // O_NONBLOCK: a pipe under the file's name must not block the thread.
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
   int error = 0;
-  Fd fd = open_fd(ops_, generation.directory.get(), path, kFlags | (direct ? O_DIRECT : 0), 0, &error);
+  Fd fd = open_fd(ops_, epoch.directory.get(), path, kFlags | (direct ? O_DIRECT : 0), 0, &error);
   // A directory or device has that name, or O_DIRECT is not supported here.
   if (!fd && error == EINVAL && direct) {
     direct = false;
-    fd = open_fd(ops_, generation.directory.get(), path, kFlags, 0, &error);
+    fd = open_fd(ops_, epoch.directory.get(), path, kFlags, 0, &error);
   }
   if (!fd) return Status::from_errno(error == ESTALE ? ENOENT : error, "open", shown);
   FileInfo info;
@@ -65,18 +63,18 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
                            });
   }
   if (status) status = record.finish();
-  status = unless_evicted(ops_, generation.directory.get(), path, info.inode, std::move(status));
+  status = unless_evicted(ops_, epoch.directory.get(), path, info.inode, std::move(status));
   if (status || !status.path().empty()) return status;
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }
 
-void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
+void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch,
                           std::uint64_t file_bytes, std::uint64_t inode, TierRemoval::Reason reason) {
-  records_.remove(key, generation, reason);
+  records_.remove(key, epoch, reason);
   if (inode == 0) return;  // there was no file
   // Skipped if another process has put a new record there.
   const std::string path = layout::record_path(key, file_bytes);
-  const int directory = generation->directory.get();
+  const int directory = epoch->directory.get();
   FileInfo info;
   if (ops_.stat(directory, path, &info) != 0 || info.inode != inode) return;
   (void)root_.remove_file(directory, path);

@@ -13,8 +13,8 @@
 #include <memory>
 
 #include "backends/fs/bounce_buffers.h"
-#include "backends/fs/known_records.h"
 #include "backends/fs/open_root.h"
+#include "backends/fs/record_index.h"
 #include "base/status.h"
 #include "record/record_form.h"
 
@@ -23,22 +23,21 @@ namespace kv_offload {
 class RecordReader {
  public:
   // All arguments must outlive this object.
-  RecordReader(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
+  RecordReader(const FsTierOptions& options, const OpenRoot& root, RecordIndex& records,
                BounceBuffers& buffers, RecordForm& form);
 
   // See RecordStore::read.
-  Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
+  Status read(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved);
 
  private:
-  Status read_file(const TierOp& op, const Generation& generation, std::uint64_t file_bytes,
-                   std::uint64_t* inode);
-  void remove(const ChunkKey& key, const std::shared_ptr<Generation>& generation, std::uint64_t file_bytes,
+  Status read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes, std::uint64_t* inode);
+  void remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t file_bytes,
               std::uint64_t inode, TierRemoval::Reason reason);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;
   FileOps& ops_;
-  KnownRecords& records_;
+  RecordIndex& records_;
   BounceBuffers& buffers_;
   RecordForm& form_;
 };

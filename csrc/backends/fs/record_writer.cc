@@ -24,14 +24,14 @@ constexpr int kPublishAttempts = 4;
 // Removes the temporary however the write ends, also after an exception.
 struct RecordWriter::UnlessPublished {
   RecordWriter& writer;
-  const Draft& draft;
+  const PendingRecord& draft;
   Reservation& reservation;
   ~UnlessPublished() {
     if (!draft.published) writer.discard(draft, &reservation);
   }
 };
 
-RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
+RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, RecordIndex& records,
                            Evictor& evictor, BounceBuffers& buffers, RecordForm& form)
     : options_(options),
       root_(root),
@@ -41,49 +41,48 @@ RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, K
       buffers_(buffers),
       form_(form) {}
 
-Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
-                           std::uint64_t* moved) {
+Status RecordWriter::write(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved) {
   constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
   const auto has_nothing_to_evict = [](const Status& status) {
     return status.kind() == StatusKind::kNoSpace && status.error_number() == 0;
   };
   bool full = false;
-  Status first = write_once(op, generation, moved, &full);
+  Status first = write_once(op, epoch, moved, &full);
   if (has_nothing_to_evict(first) && root_.space->bound_is_lowered()) {
     // A lowered bound makes room by eviction. With no record left to evict, it would only keep the device
     // from being tried again, and hide the failure from the circuit breaker.
     root_.space->raise_bound(kToMaxBytes);
-    first = write_once(op, generation, moved, &full);
+    first = write_once(op, epoch, moved, &full);
   }
-  if (first) root_.full_disk->note_evicted(true);
+  if (first) root_.full_disk->on_evicted(true);
   if (!full) return first;
-  root_.full_disk->note_full();
+  root_.full_disk->on_full();
   if (!root_.full_disk->eviction_helps()) {
     root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict on every further write
     return first;
   }
-  const Status second = write_once(op, generation, moved, &full);
-  if (second || full) root_.full_disk->note_evicted(second.is_ok());
+  const Status second = write_once(op, epoch, moved, &full);
+  if (second || full) root_.full_disk->on_evicted(second.is_ok());
   if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
     root_.space->raise_bound(kToMaxBytes);
   return has_nothing_to_evict(second) ? first : second;  // then report the device's failure
 }
 
-Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generation>& generation,
-                                std::uint64_t* moved, bool* full) {
+Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved,
+                                bool* full) {
   *full = false;
   const std::uint64_t payload = padded_payload_bytes(op.shards);
-  Draft draft;
-  draft.generation = generation;
+  PendingRecord draft;
+  draft.epoch = epoch;
   draft.leaf = layout::leaf_of(op.key);
   draft.file_bytes = draft.named_bytes = kRecordHeaderBytes + payload;
   draft.direct = root_.direct && is_aligned(op.shards);
-  draft.spared_request = op.may_decline ? op.about.request : 0;
+  draft.spared_request = op.may_decline ? op.entry_info.request : 0;
   bool present = false, replace = false;
-  Status status = records_.begin_write(op.key, generation, &present, &replace);
+  Status status = records_.begin_write(op.key, epoch, &present, &replace);
   if (!status || present) return status;
-  if (op.may_decline && records_.is_declined(op.about.parent, op.about.request)) {
-    records_.note_declined(op.key, op.about.request, generation);
+  if (op.may_decline && records_.is_declined(op.entry_info.parent, op.entry_info.request)) {
+    records_.on_declined(op.key, op.entry_info.request, epoch);
     return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
   OutgoingRecord record(form_, options_.namespace_id, op);
@@ -100,20 +99,20 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generati
       if (*full) root_.space->lower_bound(reservation);
     }
   }
-  if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
-  if (status) status = records_.written({op.key, draft.named_bytes}, op.about, generation);
+  if (status.kind() == StatusKind::kDeclined) records_.on_declined(op.key, op.entry_info.request, epoch);
+  if (status) status = records_.written({op.key, draft.named_bytes}, op.entry_info, epoch);
   if (status) *moved = record.written();
   return status;
 }
 
-Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool replace, Draft* draft,
+Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool replace, PendingRecord* draft,
                                 Reservation* reservation) {
-  Generation& generation = *draft->generation;
+  FsEpoch& epoch = *draft->epoch;
   const std::string path = layout::record_path(op.key, draft->named_bytes);
-  const std::string shown = generation.path + "/" + path;
+  const std::string shown = epoch.path + "/" + path;
   // A reused file stays in its old leaf directory, so the leaf directory of the new record may be missing.
   const Status opened =
-      draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
+      draft->fd ? make_leaf(epoch, draft->leaf, reservation) : open_temporary(draft, reservation);
   if (!opened) return opened;
   Status status;
   if (record.in_place()) {
@@ -132,22 +131,22 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
     return Status::from_errno(-rc, "stat", shown);
   if (replace) {
     // Only now that the new record is complete.
-    const int rc = root_.remove_file(generation.directory.get(), path);
+    const int rc = root_.remove_file(epoch.directory.get(), path);
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
   const std::uint64_t charge = root_.charges->of_written(info);
   status = publish(draft, path, charge, reservation);
   if (!status) return status;
   root_.charges->add_stored(draft->named_bytes, charge);
-  count_growth(generation, draft->leaf, reservation);
+  count_growth(epoch, draft->leaf, reservation);
   return status;
 }
 
 // Removes the temporary after a failure. If that fails, its bytes stay in the sum until the next count
 // removes the file.
-void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
+void RecordWriter::discard(const PendingRecord& draft, Reservation* reservation) {
   if (!draft.fd) return;
-  const int directory = draft.generation->directory.get();
+  const int directory = draft.epoch->directory.get();
   FileInfo info;
   const std::uint64_t bytes = ops_.fstat(draft.fd.get(), &info) == 0 ? info.charge() : draft.file_bytes;
   int rc = ops_.unlink(directory, draft.path);
@@ -155,47 +154,46 @@ void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
   if (rc < 0 && rc != -ENOENT) reservation->used += bytes;
 }
 
-Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
-  Generation& generation = *draft->generation;
+Status RecordWriter::open_temporary(PendingRecord* draft, Reservation* reservation) {
+  FsEpoch& epoch = *draft->epoch;
   const std::string prefix = layout::leaf_path(draft->leaf) + '/';
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   Fd fd;
   int rc = 0;
   // Three attempts: a reclaimer may remove the empty directory that was just created.
   for (int attempt = 0; attempt < 3; ++attempt) {
-    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, root_.writer, &fd, &draft->path);
+    rc = create_temporary(ops_, epoch.directory.get(), prefix, flags, root_.writer, &fd, &draft->path);
     if (rc != -ENOENT) break;
-    if (Status status = make_leaf(generation, draft->leaf, reservation); !status) return status;
+    if (Status status = make_leaf(epoch, draft->leaf, reservation); !status) return status;
   }
   if (rc == 0) {
     draft->fd = std::move(fd);
     return Status::ok();
   }
-  Status status = Status::from_errno(-rc, "create", generation.path + "/" + draft->path);
+  Status status = Status::from_errno(-rc, "create", epoch.path + "/" + draft->path);
   // ENOENT on a write does not mean a missing record: the directory was removed (reset).
   if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
   return status;
 }
 
-Status RecordWriter::make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+Status RecordWriter::make_leaf(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation) {
   const std::string path = layout::leaf_path(leaf);
   FileInfo info;
-  if (ops_.stat(generation.directory.get(), path, &info) == 0) return Status::ok();
-  const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
+  if (ops_.stat(epoch.directory.get(), path, &info) == 0) return Status::ok();
+  const int rc = ops_.mkdir(epoch.directory.get(), path, 0700);
   if (rc == -EEXIST) return Status::ok();
   if (rc < 0) {
     return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                         Status::from_errno(-rc, "create directory").message(), -rc,
-                         generation.path + "/" + path);
+                         Status::from_errno(-rc, "create directory").message(), -rc, epoch.path + "/" + path);
   }
-  if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
+  if (ops_.stat(epoch.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
   reservation->used += info.disk_bytes;
-  (void)generation.leaves.note_size(leaf, info.disk_bytes);
+  (void)epoch.leaves.on_size(leaf, info.disk_bytes);
   return Status::ok();
 }
 
-int RecordWriter::rename_to_name(const Draft& draft, const std::string& path) {
-  const int directory = draft.generation->directory.get();
+int RecordWriter::rename_to_name(const PendingRecord& draft, const std::string& path) {
+  const int directory = draft.epoch->directory.get();
   const int rc = ops_.rename(directory, draft.path, path, true);
   if (rc != -EINVAL) return rc;
   FileInfo old;  // NFS and others do not support RENAME_NOREPLACE
@@ -205,11 +203,11 @@ int RecordWriter::rename_to_name(const Draft& draft, const std::string& path) {
 
 // True if a file of this length is the whole record of another process, which may have encoded it to another
 // length: the length in its header decides.
-bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes) {
+bool RecordWriter::is_complete(const PendingRecord& draft, const std::string& path, std::uint64_t bytes) {
   if (bytes == draft.named_bytes) return true;
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
   int error = 0;
-  const Fd fd = open_fd(ops_, draft.generation->directory.get(), path, kFlags, 0, &error);
+  const Fd fd = open_fd(ops_, draft.epoch->directory.get(), path, kFlags, 0, &error);
   if (!fd) return false;
   std::array<std::byte, kRecordHeaderBytes> page;
   RecordHeader header;
@@ -219,10 +217,10 @@ bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std:
 }
 
 // Gives the record its name. If another process wrote the same record meanwhile, that record keeps the name.
-Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t charge,
+Status RecordWriter::publish(PendingRecord* draft, const std::string& path, std::uint64_t charge,
                              Reservation* reservation) {
-  Generation& generation = *draft->generation;
-  const int directory = generation.directory.get();
+  FsEpoch& epoch = *draft->epoch;
+  const int directory = epoch.directory.get();
   int rc = rename_to_name(*draft, path);
   for (int attempt = 1; rc == -EEXIST && attempt < kPublishAttempts; ++attempt) {
     FileInfo old;
@@ -230,7 +228,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     if (known == 0 && !old.is_regular()) {
       return Status::error(StatusKind::kIo,
                            "the name of the record is taken by something that is not a regular file", EEXIST,
-                           generation.path + "/" + path);
+                           epoch.path + "/" + path);
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {
       const int gone = ops_.unlink(directory, draft->path);
@@ -243,40 +241,40 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     if (rc == 0) rc = rename_to_name(*draft, path);
   }
   if (rc < 0) {
-    Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);
+    Status status = Status::from_errno(-rc, "rename", epoch.path + "/" + path);
     if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
     return status;
   }
   reservation->used += charge;
   draft->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
-  const Status status = sync_names(generation, draft->leaf);
+  const Status status = sync_names(epoch, draft->leaf);
   // The requested durability failed, so the record is removed again.
   if (!status && ops_.unlink(directory, path) == 0) reservation->used -= charge;
   return status;
 }
 
 // Makes the record's name durable, and, once per leaf directory, the name of that directory.
-Status RecordWriter::sync_names(Generation& generation, std::uint32_t leaf) {
+Status RecordWriter::sync_names(FsEpoch& epoch, std::uint32_t leaf) {
   std::vector<std::string> directories = {layout::leaf_path(leaf)};
-  if (!generation.leaves.is_durable(leaf)) directories.emplace_back(".");
+  if (!epoch.leaves.is_durable(leaf)) directories.emplace_back(".");
   for (const std::string& name : directories) {
     int error = 0;
-    const Fd fd = open_fd(ops_, generation.directory.get(), name, O_RDONLY | O_DIRECTORY, 0, &error);
+    const Fd fd = open_fd(ops_, epoch.directory.get(), name, O_RDONLY | O_DIRECTORY, 0, &error);
     if (fd) error = -ops_.fsync(fd.get(), false);
     if (error == 0) continue;
-    const Status status = Status::from_errno(error, "fsync", generation.path + "/" + name);
+    const Status status = Status::from_errno(error, "fsync", epoch.path + "/" + name);
     return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
                          status.message(), error, status.path());
   }
-  generation.leaves.note_durable(leaf);
+  epoch.leaves.on_durable(leaf);
   return Status::ok();
 }
 
-void RecordWriter::count_growth(Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+void RecordWriter::count_growth(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation) {
   FileInfo info;
-  if (ops_.stat(generation.directory.get(), layout::leaf_path(leaf), &info) == 0)
-    reservation->used += generation.leaves.note_size(leaf, info.disk_bytes);
+  if (ops_.stat(epoch.directory.get(), layout::leaf_path(leaf), &info) == 0)
+    reservation->used += epoch.leaves.on_size(leaf, info.disk_bytes);
 }
 
 }  // namespace kv_offload

@@ -8,10 +8,10 @@
 #include <cstring>
 #include <limits>
 
-#include "backends/fs/generation.h"
+#include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
 #include "backends/fs/reclaim.h"
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/verify.h"
 #include "backends/fs/walk.h"
 
@@ -57,8 +57,8 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
   const std::atomic<bool> stop{false};
   const Fd directory = open_directory(root, name);
   if (!directory) return 0;
-  return dry_run ? count_unused_generations(ops, directory.get())
-                 : reclaim_unused_generations(ops, directory.get(), std::nullopt, kAllUnused, stop, gone);
+  return dry_run ? count_unused_epochs(ops, directory.get())
+                 : reclaim_unused_epochs(ops, directory.get(), std::nullopt, kAllUnused, stop, gone);
 }
 
 }  // namespace
@@ -67,7 +67,9 @@ struct FsRoot::Impl {
   std::string path;
   Fd root;
 
-  std::unique_ptr<Space> space() const { return std::make_unique<Space>(posix_file_ops(), root.get(), path); }
+  std::unique_ptr<SpaceLedger> space() const {
+    return std::make_unique<SpaceLedger>(posix_file_ops(), root.get(), path);
+  }
 };
 
 struct FsRoot::Cursor::Impl {
@@ -76,24 +78,24 @@ struct FsRoot::Cursor::Impl {
   std::vector<std::string> names;  // remaining, the next one last
   std::string name;
   Fd namespace_directory;
-  std::vector<std::uint64_t> generations;  // remaining, the next one last
-  std::uint64_t generation = 0;
+  std::vector<std::uint64_t> epochs;  // remaining, the next one last
+  std::uint64_t epoch = 0;
   Fd directory;                       // of the epoch
   std::vector<std::uint32_t> leaves;  // remaining
   std::vector<FoundRecord> records;   // of one leaf, remaining
 
-  bool next_generation() {
-    while (generations.empty()) {
+  bool next_epoch() {
+    while (epochs.empty()) {
       if (names.empty()) return false;
       name = std::move(names.back());
       names.pop_back();
       namespace_directory = open_directory(root.get(), name);
-      if (namespace_directory) generations = live_generations(posix_file_ops(), namespace_directory.get());
-      std::reverse(generations.begin(), generations.end());
+      if (namespace_directory) epochs = live_epochs(posix_file_ops(), namespace_directory.get());
+      std::reverse(epochs.begin(), epochs.end());
     }
-    generation = generations.back();
-    generations.pop_back();
-    directory = open_directory(namespace_directory.get(), layout::generation_name(generation));
+    epoch = epochs.back();
+    epochs.pop_back();
+    directory = open_directory(namespace_directory.get(), layout::epoch_directory_name(epoch));
     std::uint64_t ignored = 0;
     leaves.clear();
     if (directory) (void)list_leaves(posix_file_ops(), directory.get(), &leaves, &ignored);
@@ -110,7 +112,7 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
   Impl& at = *impl_;
   while (at.records.empty()) {
     if (at.leaves.empty()) {
-      if (!at.next_generation()) return std::nullopt;
+      if (!at.next_epoch()) return std::nullopt;
       continue;
     }
     LeafFound found;
@@ -121,12 +123,12 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
   const FoundRecord record = at.records.back();
   at.records.pop_back();
   return RecordInfo{at.name,
-                    at.generation,
+                    at.epoch,
                     record.key.hex(),
                     record.size,
                     record.file_bytes,
                     record.mtime_nanos,
-                    fmt::format("{}/{}/{}/{}", at.root_path, at.name, layout::generation_name(at.generation),
+                    fmt::format("{}/{}/{}/{}", at.root_path, at.name, layout::epoch_directory_name(at.epoch),
                                 layout::record_path(record.key, record.file_bytes))};
 }
 
@@ -163,9 +165,9 @@ RootInfo FsRoot::stat() {
     if (!directory) continue;
     (void)read_text(ops, directory.get(), std::string(layout::kNamespaceFile), &found.json);
     found.open = namespace_is_open(ops, directory.get());
-    std::vector<std::uint64_t> generations;
-    (void)list_generations(ops, directory.get(), &generations);
-    found.generation = generations.empty() ? 0 : generations.back();
+    std::vector<std::uint64_t> epochs;
+    (void)list_epochs(ops, directory.get(), &epochs);
+    found.epoch = epochs.empty() ? 0 : epochs.back();
     Cursor cursor = records(name);
     while (const auto record = cursor.next()) {
       ++found.records;
@@ -190,11 +192,11 @@ FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id) {
 
 std::vector<DamagedRecord> FsRoot::verify(bool repair,
                                           const std::function<void(std::uint64_t, std::uint64_t)>& progress,
-                                          const std::shared_ptr<const SealingKeys>& keys) {
+                                          const std::shared_ptr<const EncryptionKeys>& keys) {
   FileOps& ops = posix_file_ops();
   std::uint64_t all = 0, done = 0;
   for (Cursor cursor = records(std::nullopt); cursor.next();) ++all;
-  const std::unique_ptr<Space> space = repair ? impl_->space() : nullptr;
+  const std::unique_ptr<SpaceLedger> space = repair ? impl_->space() : nullptr;
   std::vector<DamagedRecord> damaged;
   const auto found = [&](const std::string& path, const Status& status) {
     bool removed = false;
@@ -224,7 +226,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
 
 std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::string>& namespace_id) {
   const std::atomic<bool> stop{false};
-  const std::unique_ptr<Space> space = impl_->space();
+  const std::unique_ptr<SpaceLedger> space = impl_->space();
   std::uint64_t records_removed = 0, bytes = 0;
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
@@ -242,9 +244,9 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   report.bytes_before = count_tree(ops, root, ".", {}, stop);
   if (report.bytes_before <= options.target_bytes) return report;
   const std::uint64_t wanted = report.bytes_before - options.target_bytes;
-  const std::unique_ptr<Space> space = options.dry_run ? nullptr : impl_->space();
+  const std::unique_ptr<SpaceLedger> space = options.dry_run ? nullptr : impl_->space();
   std::uint64_t freed = 0;
-  const Gone note = [&](std::uint64_t bytes) {
+  const Gone observe = [&](std::uint64_t bytes) {
     space->remove(bytes, space->finished());
     freed += bytes;
     if (gone) gone(freed);
@@ -252,24 +254,24 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   std::vector<std::string> live, dead;
   for (const std::string& name : namespaces_of(root, std::nullopt, impl_->path)) {
     if (report.dead_bytes < wanted)
-      report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, note);
+      report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, observe);
     (is_dead(name, options.dead_before_unix_nanos) ? dead : live).push_back(name);
   }
   // By age, too: a server of a namespace that was considered dead may still start.
   if (report.dead_bytes < wanted && !dead.empty()) {
     report.dead_namespaces = dead;
     report.dead_bytes +=
-        reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, note).bytes;
+        reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, observe).bytes;
   }
   // All their records were removed; this removes their directories.
   for (const std::string& name : dead) {
     if (report.dead_bytes >= wanted || options.dry_run) break;
-    report.dead_bytes += reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, note);
+    report.dead_bytes += reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, observe);
   }
   report.bytes_freed = report.dead_bytes;
   if (report.dead_bytes < wanted) {
     const Reclaimed oldest =
-        reclaim_oldest(ops, root, live, wanted - report.dead_bytes, options.dry_run, note);
+        reclaim_oldest(ops, root, live, wanted - report.dead_bytes, options.dry_run, observe);
     report.records = oldest.records;
     report.bytes_freed += oldest.bytes;
   }

@@ -13,15 +13,15 @@
 #include <vector>
 
 #include "base/status.h"
-#include "record/sealing.h"
+#include "record/encryption.h"
 
 namespace kv_offload {
 
 struct NamespaceInfo {
-  std::string id;                // hex
-  std::string json;              // namespace.json, unchanged
-  std::uint64_t generation = 0;  // the newest epoch
-  std::uint64_t bytes = 0;       // on disk, all epochs
+  std::string id;           // hex
+  std::string json;         // namespace.json, unchanged
+  std::uint64_t epoch = 0;  // the newest epoch
+  std::uint64_t bytes = 0;  // on disk, all epochs
   std::uint64_t records = 0;
   std::int64_t oldest_unix_nanos = 0, newest_unix_nanos = 0;  // 0: no records
   bool open = false;                                          // some process has it open
@@ -36,7 +36,7 @@ struct RootInfo {
 
 struct RecordInfo {
   std::string namespace_id;  // hex
-  std::uint64_t generation = 0;
+  std::uint64_t epoch = 0;
   std::string key;                // hex
   std::uint64_t bytes = 0;        // file size
   std::uint64_t named_bytes = 0;  // size of the raw record, as in the file name
@@ -94,7 +94,7 @@ class FsRoot {
   // cannot be read). progress(records done, records in all). With keys, decrypts encrypted records too.
   std::vector<DamagedRecord> verify(bool repair,
                                     const std::function<void(std::uint64_t, std::uint64_t)>& progress,
-                                    const std::shared_ptr<const SealingKeys>& keys = nullptr);
+                                    const std::shared_ptr<const EncryptionKeys>& keys = nullptr);
   // Removes the records of all epochs of one namespace, or of all namespaces, and each namespace itself if no
   // process has it open. Returns (records, bytes on disk) removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);

@@ -172,7 +172,7 @@ void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& op
   std::string ledger;
   const bool ledger_is_ours =
       read_text(ops, open.directory.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
-      SpacePage::is_of_this_format(ledger.data(), ledger.size());
+      LedgerPage::is_of_this_format(ledger.data(), ledger.size());
   const std::string text = write_once(
       options, ops, open.directory.get(), open.path, name, std::string(layout::kRootText), open.writer,
       [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); }, nullptr);

@@ -1,5 +1,5 @@
 // The files and directories that turn a directory into a root, and that hold a namespace in it: created if
-// missing, checked if present. Used at start, and by RootMender while the root is served.
+// missing, checked if present. Used at start, and by RootRepairer while the root is served.
 //
 // All functions throw InvalidArgument or ResourceError, with a sentence for an operator. Any thread.
 #pragma once

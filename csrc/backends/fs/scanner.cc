@@ -46,48 +46,47 @@ bool is_no_record(int error) {
 
 }  // namespace
 
-Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf) {
+Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) {
   LeafFound found;
-  Status status = scan_leaf(ops_, generation->directory.get(), leaf, {.names_only = true}, &found);
+  Status status = scan_leaf(ops_, epoch->directory.get(), leaf, {.names_only = true}, &found);
   if (!status && !is_no_record(status.error_number())) return status;
-  records_.adopt_names(generation, found.records, false, stop_);
-  records_.note_listed(generation, leaf);
+  records_.adopt_names(epoch, found.records, false, stop_);
+  records_.on_listed(epoch, leaf);
   return Status::ok();
 }
 
-Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys,
-                     KeyOrder order) {
+Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order) {
   const std::vector<std::uint64_t> file_bytes = records_.file_bytes_of(keys);
   std::vector<FoundRecord> found;
   Status first_failure;
   for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
     Status status;
     if (file_bytes[i] == 0) {  // the name is unknown: list the directory
-      status = list(generation, layout::leaf_of(keys[i]));
+      status = list(epoch, layout::leaf_of(keys[i]));
       if (status) continue;
     } else {
       FileInfo info;
       const std::string path = layout::record_path(keys[i], file_bytes[i]);
-      const int rc = stat_anew(ops_, generation->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])),
-                               path, &info);
+      const int rc =
+          stat_anew(ops_, epoch->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])), path, &info);
       if (rc == 0 && info.is_regular()) {
         found.push_back({keys[i], file_bytes[i], 0, 0});
         continue;
       }
-      if (rc < 0) status = Status::from_errno(-rc, "look for a record", generation->path);
+      if (rc < 0) status = Status::from_errno(-rc, "look for a record", epoch->path);
     }
     // A directory that timed out would time out for the other keys too.
     const bool ends = order == KeyOrder::kPrefix || status.kind() == StatusKind::kTimeout;
     if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
     if (ends) break;
   }
-  records_.adopt_names(generation, found, true, stop_);
+  records_.adopt_names(epoch, found, true, stop_);
   return first_failure;
 }
 
 // Shared state of one scan: a few threads take the leaves in turn.
 struct Scanner::Scan {
-  std::shared_ptr<Generation> own;
+  std::shared_ptr<FsEpoch> own;
   std::vector<std::uint32_t> leaves;
   LeafOptions options;
   std::atomic<std::size_t> next{0};
@@ -99,23 +98,23 @@ struct Scanner::Scan {
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
-bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
-                   std::uint64_t* counted, Unseen* unseen, std::uint64_t* forgotten) {
+bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count, std::uint64_t* counted,
+                   Unseen* unseen, std::uint64_t* forgotten) {
   Scan scan;
-  scan.own = generation;
-  const int directory = generation->directory.get();
+  scan.own = epoch;
+  const int directory = epoch->directory.get();
   if (const Status listed = list_leaves(ops_, directory, &scan.leaves, counted); !listed) {
-    unseen->note(listed.error_number());
+    unseen->observe(listed.error_number());
     return true;
   }
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
   scan.options = {.count = count, .unseen = unseen};
-  const bool first = records_.extent() != KnownRecords::Extent::kOrder;
+  const bool first = records_.extent() != RecordIndex::Extent::kOrder;
   if (first) {  // lookups need to know soon which records exist; their order can wait
     by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
     scan.next.store(0);
-    if (!stop_.load() && !unseen->any()) records_.note_extent(generation, KnownRecords::Extent::kNames);
+    if (!stop_.load() && !unseen->any()) records_.on_extent(epoch, RecordIndex::Extent::kNames);
   }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
   if (stop_.load()) return false;
@@ -130,11 +129,11 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
   if (scan.outdated.load()) return true;
   if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
   if (!first) records = not_known(scan, records);
-  std::vector<KnownRecords::LastUse> order(records.size());
+  std::vector<RecordIndex::LastUse> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
-  records_.adopt_in_order(generation, records, order, first, stop_);
-  records_.note_extent(generation, KnownRecords::Extent::kOrder);
+  records_.adopt_in_order(epoch, records, order, first, stop_);
+  records_.on_extent(epoch, RecordIndex::Extent::kOrder);
   return true;
 }
 
@@ -147,9 +146,9 @@ std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundR
   std::sort(there.begin(), there.end());
   std::uint64_t forgotten = 0;
   FileInfo info;
-  std::vector<FsCatalogue::Record> known;
+  std::vector<FsCatalog::Record> known;
   for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
-    for (const FsCatalogue::Record& record : known) {
+    for (const FsCatalog::Record& record : known) {
       if (std::binary_search(there.begin(), there.end(), ChunkKey::Hash{}(record.key))) continue;
       const std::string path = layout::record_path(record.key, record.file_bytes);
       if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
@@ -176,7 +175,7 @@ void Scanner::list_leaves_of(Scan& scan) {
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load()) return;
     if (const Status status = list(scan.own, scan.leaves[at]); !status)
-      scan.options.unseen->note(status.error_number());
+      scan.options.unseen->observe(status.error_number());
   }
 }
 
@@ -199,8 +198,8 @@ void Scanner::scan_leaves_of(Scan& scan) {
       settled_sizes += whole;
     }
     records.insert(records.end(), found.records.begin(), found.records.end());
-    (void)scan.own->leaves.note_size(leaf, found.directory_bytes);
-    if (scan.own != records_.generation()) scan.outdated.store(true);
+    (void)scan.own->leaves.on_size(leaf, found.directory_bytes);
+    if (scan.own != records_.epoch()) scan.outdated.store(true);
   }
   const MutexLock lock(scan.mutex);
   scan.counted += counted + charged;

@@ -1,4 +1,4 @@
-// Scanner: brings the records on disk of our epoch into KnownRecords. It lists a directory or looks for
+// Scanner: brings the records on disk of our epoch into RecordIndex. It lists a directory or looks for
 // single names while a request waits for them, and walks the whole epoch, which also returns its disk space.
 //
 // Invariant: it adds only what it found in the epoch that it was given, and forgets a known record only if
@@ -14,8 +14,8 @@
 #include <span>
 #include <vector>
 
-#include "backends/fs/known_records.h"
 #include "backends/fs/open_root.h"
+#include "backends/fs/record_index.h"
 #include "backends/fs/walk.h"
 #include "base/status.h"
 
@@ -24,20 +24,20 @@ namespace kv_offload {
 class Scanner {
  public:
   // All arguments must outlive this object. Scans return soon once `stop` is true.
-  Scanner(const OpenRoot& root, KnownRecords& records, const std::atomic<bool>& stop)
+  Scanner(const OpenRoot& root, RecordIndex& records, const std::atomic<bool>& stop)
       : root_(root), ops_(root.ops), records_(records), stop_(stop) {}
 
   // Lists one leaf directory, names only.
-  Status list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf);
+  Status list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf);
   // Looks for records of these keys that others wrote meanwhile, by their names. For a prefix, skips the keys
   // after the first missing one. Returns an error if the directory does not answer.
-  Status find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys, KeyOrder order);
+  Status find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order);
   // Scans the whole epoch and sets its extent to kOrder. Adds its disk space to *counted. count (or null):
   // the process that counts, and how. Returns false if it gave up. A reset meanwhile ends it early with true:
   // nothing is left to learn then. unseen: errors that hid a part of the epoch, which is then neither counted
   // nor known. forgotten (or null): forgets known records that are no longer on disk, and adds their number
   // to it.
-  bool scan(const std::shared_ptr<Generation>& generation, const CountFor* count, std::uint64_t* counted,
+  bool scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count, std::uint64_t* counted,
             Unseen* unseen, std::uint64_t* forgotten = nullptr);
 
  private:
@@ -49,7 +49,7 @@ class Scanner {
 
   const OpenRoot& root_;
   FileOps& ops_;
-  KnownRecords& records_;
+  RecordIndex& records_;
   const std::atomic<bool>& stop_;
 };
 

@@ -13,11 +13,11 @@ std::uint64_t Shares::quantum() const {
   return std::max(std::min(max_bytes_ / kParts, kMostAsked), kLeastWrites * largest_write_.load());
 }
 
-void Shares::note_write(std::uint64_t bytes) {
+void Shares::on_write(std::uint64_t bytes) {
   if (bytes > largest_write_.load(std::memory_order_relaxed)) largest_write_.store(bytes);
 }
 
-void Shares::note(const SpaceFigures& figures) {
+void Shares::observe(const SpaceFigures& figures) {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   // A claim lowers the wanted bytes; a new page has neither wanted bytes nor credit.
@@ -73,7 +73,7 @@ bool Shares::is_open(const std::string& namespace_name) const {
 }
 
 std::vector<std::uint64_t> Shares::others_above() const {
-  const std::shared_ptr<Generation> own = records_.generation();
+  const std::shared_ptr<FsEpoch> own = records_.epoch();
   const std::uint64_t ours = sharer(root_.namespace_name, own ? own->number : 0);
   const std::uint64_t ours_held = held();
   const MutexLock lock(mutex_);

@@ -5,7 +5,7 @@
 // for it by their own policy. A server that does not answer (stopped, stuck, cut off) loses records by their
 // age instead.
 //
-// Threads: note() and ask() on upkeep threads, all other calls on any thread. mutex_ is innermost; ask()
+// Threads: observe() and ask() on upkeep threads, all other calls on any thread. mutex_ is innermost; ask()
 // takes Space's lock without holding it.
 #pragma once
 
@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "backends/fs/known_records.h"
 #include "backends/fs/open_root.h"
-#include "backends/fs/space.h"
+#include "backends/fs/record_index.h"
+#include "backends/fs/space_ledger.h"
 #include "base/clock.h"
 #include "base/thread_annotations.h"
 
@@ -33,17 +33,17 @@ class Shares {
   static constexpr std::uint64_t kMostAsked = std::uint64_t{1} << 30;
 
   // All arguments must outlive this object.
-  Shares(std::uint64_t max_bytes, const OpenRoot& root, KnownRecords& records, const Clock& clock)
+  Shares(std::uint64_t max_bytes, const OpenRoot& root, RecordIndex& records, const Clock& clock)
       : max_bytes_(max_bytes), root_(root), records_(records), clock_(clock) {}
 
   // Returns the disk space of our records. (Their names show the size of raw records.)
   std::uint64_t held() const { return root_.charges->of_named(records_.bytes()); }
   // Reports the ledger figures that upkeep read.
-  void note(const SpaceFigures& figures) EXCLUDES(mutex_);
+  void observe(const SpaceFigures& figures) EXCLUDES(mutex_);
   // Requests as much as the next second's writes may take, or withdraws the request.
   void ask() EXCLUDES(mutex_);
   // Notes a write of this size.
-  void note_write(std::uint64_t bytes);
+  void on_write(std::uint64_t bytes);
 
   bool is_below() const EXCLUDES(mutex_);
   bool is_asked() const EXCLUDES(mutex_);       // another sharer requests space
@@ -61,7 +61,7 @@ class Shares {
 
   const std::uint64_t max_bytes_;
   const OpenRoot& root_;
-  KnownRecords& records_;
+  RecordIndex& records_;
   const Clock& clock_;
   std::atomic<std::uint64_t> largest_write_{0};
   mutable Mutex mutex_;

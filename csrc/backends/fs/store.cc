@@ -17,16 +17,16 @@ FsTierOptions with_defaults(FsTierOptions options) {
   return options;
 }
 
-OpenRoot open_and_begin(const FsTierOptions& options, FileOps& ops, KnownRecords* records) {
-  std::shared_ptr<Generation> generation;
-  OpenRoot root = open_root(options, ops, &generation);
-  (void)records->begin(std::move(generation), {},
-                       root.fresh ? KnownRecords::Extent::kOrder : KnownRecords::Extent::kSome);
+OpenRoot open_and_begin(const FsTierOptions& options, FileOps& ops, RecordIndex* records) {
+  std::shared_ptr<FsEpoch> epoch;
+  OpenRoot root = open_root(options, ops, &epoch);
+  (void)records->begin(std::move(epoch), {},
+                       root.fresh ? RecordIndex::Extent::kOrder : RecordIndex::Extent::kSome);
   return root;
 }
 
-std::shared_ptr<Generation> generation_of(const RecordStore::EpochPtr& epoch) {
-  return std::static_pointer_cast<Generation>(epoch);
+std::shared_ptr<FsEpoch> fs_epoch_of(const RecordStore::EpochPtr& epoch) {
+  return std::static_pointer_cast<FsEpoch>(epoch);
 }
 
 }  // namespace
@@ -47,22 +47,22 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       recency_(root_, records_, clock) {}
 
 Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
-  return writer_.write(op, generation_of(epoch), moved);
+  return writer_.write(op, fs_epoch_of(epoch), moved);
 }
 
 Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
-  return reader_.read(op, generation_of(epoch), moved);
+  return reader_.read(op, fs_epoch_of(epoch), moved);
 }
 
 Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                        std::vector<bool>* present) {
-  if (records_.extent() != KnownRecords::Extent::kSome) {
-    if (Status status = scanner_.find(generation_of(epoch), keys, order); !status) return status;
+  if (records_.extent() != RecordIndex::Extent::kSome) {
+    if (Status status = scanner_.find(fs_epoch_of(epoch), keys, order); !status) return status;
     records_.answered(keys);
     return records_.offered(keys, epoch, present);
   }
   for (const ChunkKey& key : keys) {
-    if (Status status = scanner_.list(generation_of(epoch), layout::leaf_of(key)); !status) return status;
+    if (Status status = scanner_.list(fs_epoch_of(epoch), layout::leaf_of(key)); !status) return status;
   }
   return records_.offered(keys, epoch, present);
 }
@@ -71,7 +71,7 @@ void FsStore::start() {
   if (root_.fresh) return;
   counter_.start();
   if (stop_.load()) return;
-  evictor_.reclaim_unused_generations();
+  evictor_.reclaim_unused_epochs();
   evictor_.trade();
 }
 
@@ -80,8 +80,8 @@ void FsStore::maintain() {
     records_.apply_uses();
     return recency_.write();
   }
-  std::vector<std::string> lost = mender_.look(records_.generation());
-  if (own_.keep(&lost)) evictor_.reclaim_unused_generations();
+  std::vector<std::string> lost = mender_.look(records_.epoch());
+  if (own_.keep(&lost)) evictor_.reclaim_unused_epochs();
   evictor_.publish_held();  // with this look
   counter_.look(std::move(lost));
   evictor_.trade();

@@ -2,20 +2,20 @@
 // with these parts, in the order in which each may use those before it:
 //
 //   OpenRoot         the opened root and namespace; used by all others (open_root.h)
-//   KnownRecords     the epoch in use, and what is known of its records
+//   RecordIndex     the epoch in use, and what is known of its records
 //   Evictor          makes space for a record in a full root
 //   BounceBuffers    moves bytes between rows and the device
 //   RecordForm       raw or encoded, encrypted or not
 //   RecordReader, RecordWriter
-//   Scanner          finds the records on disk; ForeignRecords: those that others wrote
-//   RootCounter      counts the root when its size is in doubt
-//   OwnGeneration    selects the epoch in use, and creates the next one
-//   RootMender       restores what other programs remove from the root
+//   Scanner          finds the records on disk; PeerRecords: those that others wrote
+//   UsageScanner      counts the root when its size is in doubt
+//   EpochManager    selects the epoch in use, and creates the next one
+//   RootRepairer       restores what other programs remove from the root
 //   Recency          saves the times of last use for a restart
 //
-// Threads: see RecordStore. Lock order, outermost first: the locks of Evictor and OwnGeneration, which are
+// Threads: see RecordStore. Lock order, outermost first: the locks of Evictor and EpochManager, which are
 // held across calls to the file system; Space's lock; the locks that are never held across such calls, above
-// all KnownRecords'. So the scheduler thread never waits for storage, however stuck other threads are.
+// all RecordIndex'. So the scheduler thread never waits for storage, however stuck other threads are.
 #pragma once
 
 #include <atomic>
@@ -24,16 +24,16 @@
 #include <vector>
 
 #include "backends/fs/bounce_buffers.h"
+#include "backends/fs/epoch_manager.h"
 #include "backends/fs/evictor.h"
-#include "backends/fs/known_records.h"
 #include "backends/fs/open_root.h"
-#include "backends/fs/own_generation.h"
 #include "backends/fs/recency.h"
+#include "backends/fs/record_index.h"
 #include "backends/fs/record_reader.h"
 #include "backends/fs/record_writer.h"
-#include "backends/fs/root_counter.h"
-#include "backends/fs/root_mender.h"
+#include "backends/fs/root_repairer.h"
 #include "backends/fs/scanner.h"
+#include "backends/fs/usage_scanner.h"
 #include "tier/record_store.h"
 
 namespace kv_offload {
@@ -51,22 +51,22 @@ class FsStore final : public RecordStore {
                 std::vector<bool>* present) override;
   // One key per directory while directories are listed.
   std::size_t keys_per_locate(KeyOrder order) const override {
-    return records_.extent() == KnownRecords::Extent::kSome ? 1 : order == KeyOrder::kPrefix ? 64 : 16;
+    return records_.extent() == RecordIndex::Extent::kSome ? 1 : order == KeyOrder::kPrefix ? 64 : 16;
   }
   void start() override;
   void maintain() override;
   Status begin_epoch() override { return own_.begin(); }
-  EpochPtr epoch() const override { return records_.generation(); }
+  EpochPtr epoch() const override { return records_.epoch(); }
   void forget() override { own_.reset(); }
   void stop() override { stop_.store(true); }
   void close() override;
   void figures(TierStats* stats) const override;
-  Catalogue* catalogue() override { return &records_; }
+  Catalog* catalog() override { return &records_; }
 
  private:
   const FsTierOptions options_;
   std::atomic<bool> stop_{false};  // set once, by stop(); long operations check it
-  KnownRecords records_;           // before root_: an unknown policy then leaves nothing on disk
+  RecordIndex records_;            // before root_: an unknown policy then leaves nothing on disk
   OpenRoot root_;
   Evictor evictor_;
   BounceBuffers buffers_;
@@ -74,9 +74,9 @@ class FsStore final : public RecordStore {
   RecordReader reader_;
   RecordWriter writer_;
   Scanner scanner_;
-  RootCounter counter_;
-  OwnGeneration own_;
-  RootMender mender_;
+  UsageScanner counter_;
+  EpochManager own_;
+  RootRepairer mender_;
   Recency recency_;
 };
 

@@ -7,21 +7,21 @@
 //     open-<writer>            locked by one process while it has the root open
 //     <namespace hex>/namespace.json            readable, verified at open
 //     <namespace hex>/open                      locked (shared) by all that have it open
-//     <namespace hex>/g<epoch>.open, .reset     locked (shared) by all that use it (generation.h)
+//     <namespace hex>/g<epoch>.open, .reset     locked (shared) by all that use it (fs_epoch.h)
 //     <namespace hex>/g<epoch>/ab/<key hex>.<size>.rec
 //     .../<same directory>/.tmp-<pid>-<writer>-<n>   temporaries, counted; locked by
 //                                               their writer, swept when they are not
 // Other files under the root count against the bound and are left unchanged.
 //
 //
-// Write: reserve bytes -> temporary -> (fsync) -> rename -> catalogue. A failed write leaves no temporary and
+// Write: reserve bytes -> temporary -> (fsync) -> rename -> catalog. A failed write leaves no temporary and
 // no entry. In a full root, without fsync, the temporary is the file of an evicted record of the same size.
 //
 // Read: open, verify length, header, key, checksum. A proven-bad record is removed. An unreadable one is a
 // failure with back-off, and is not deleted. O_DIRECT transfers from and into the shards where the root
 // supports it (probed), buffered transfers otherwise; both are counted.
 //
-// Start: the catalogue is rebuilt in the background, from names and sizes alone; recency from the file times.
+// Start: the catalog is rebuilt in the background, from names and sizes alone; recency from the file times.
 // Records that other processes write into the namespace are found within about a second: the ledger shows
 // that a process wrote, the directory times show where. Each process evicts for itself, and none waits for
 // another.
@@ -34,7 +34,7 @@
 #include <vector>
 
 #include "record/record.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 
@@ -44,7 +44,7 @@ enum class DirectMode : std::uint8_t { kAuto, kOn, kOff };
 // The interface to the file system; tests inject failures with it.
 class FileOps;
 
-struct FsTierOptions : PooledTierOptions {
+struct FsTierOptions : ThreadPoolTierOptions {
   FsTierOptions() { name = "fs"; }
   std::string root_dir;
   std::uint64_t max_bytes = 0;  // hard bound on the whole root

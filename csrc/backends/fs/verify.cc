@@ -5,7 +5,7 @@
 
 #include <cerrno>
 
-#include "backends/fs/generation.h"
+#include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
 #include "backends/fs/record_file.h"
 #include "backends/fs/walk.h"
@@ -31,7 +31,7 @@ Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordChe
 }
 
 Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
-                        std::uint64_t named_bytes, const RemoteRecord& named, const SealingKeys* keys) {
+                        std::uint64_t named_bytes, const RemoteRecord& named, const EncryptionKeys* keys) {
   if (file.size > named_bytes || file.size % kPageBytes != 0) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
@@ -50,12 +50,11 @@ Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& p
   return check.finish(named);
 }
 
-void add_strays(int generation, std::uint32_t leaf, const std::string& where,
-                std::vector<std::string>* strays) {
+void add_strays(int epoch, std::uint32_t leaf, const std::string& where, std::vector<std::string>* strays) {
   FileOps& ops = posix_file_ops();
   const std::string path = layout::leaf_path(leaf);
   int error = 0;
-  const Fd directory = open_fd(ops, generation, path, kOpenDirectory, 0, &error);
+  const Fd directory = open_fd(ops, epoch, path, kOpenDirectory, 0, &error);
   std::vector<DirEntry> entries;
   if (!directory || ops.list(directory.get(), &entries) < 0) return;
   for (const DirEntry& entry : entries) {
@@ -69,7 +68,7 @@ void add_strays(int generation, std::uint32_t leaf, const std::string& where,
 }  // namespace
 
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
-                          const std::string& key, const SealingKeys* keys) {
+                          const std::string& key, const EncryptionKeys* keys) {
   FileOps& ops = posix_file_ops();
   int error = 0;
   const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
@@ -102,14 +101,14 @@ std::vector<std::string> stray_records(int root, const std::string& namespace_na
   int error = 0;
   const Fd space = open_fd(ops, root, namespace_name, kOpenDirectory, 0, &error);
   if (!space) return strays;
-  for (const std::uint64_t number : live_generations(ops, space.get())) {
-    const std::string name = layout::generation_name(number);
-    const Fd generation = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
+  for (const std::uint64_t number : live_epochs(ops, space.get())) {
+    const std::string name = layout::epoch_directory_name(number);
+    const Fd epoch = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint32_t> leaves;
     std::uint64_t ignored = 0;
-    if (!generation || !list_leaves(ops, generation.get(), &leaves, &ignored)) continue;
+    if (!epoch || !list_leaves(ops, epoch.get(), &leaves, &ignored)) continue;
     for (const std::uint32_t leaf : leaves)
-      add_strays(generation.get(), leaf, namespace_name + "/" + name, &strays);
+      add_strays(epoch.get(), leaf, namespace_name + "/" + name, &strays);
   }
   return strays;
 }

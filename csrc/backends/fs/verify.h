@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "record/sealing.h"
+#include "record/encryption.h"
 
 namespace kv_offload {
 
@@ -15,7 +15,7 @@ namespace kv_offload {
 // wrong; kUnavailable: written by another release, or encrypted with none of the keys; otherwise it could not
 // be read.
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
-                          const std::string& key, const SealingKeys* keys = nullptr);
+                          const std::string& key, const EncryptionKeys* keys = nullptr);
 
 // Returns when a record was written, in unix nanoseconds, from its header alone. 0 if the header cannot be
 // read.

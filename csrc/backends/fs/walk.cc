@@ -52,7 +52,7 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
 
 }  // namespace
 
-void Unseen::note(int error) {
+void Unseen::observe(int error) {
   switch (error) {
     case 0:
     // Vanished, not ours, or hidden by permissions for good: not an incomplete walk.
@@ -90,12 +90,11 @@ bool sweep_temporary(FileOps& ops, int directory, const std::string& name) {
   return ops.unlink(directory, name) == 0;
 }
 
-Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
-                 LeafFound* found) {
+Status scan_leaf(FileOps& ops, int epoch, std::uint32_t leaf, const LeafOptions& options, LeafFound* found) {
   Fd fd;
   std::vector<DirEntry> entries;
-  if (Status status = list_at(ops, generation, layout::leaf_path(leaf), &fd, &entries); !status) {
-    if (options.unseen != nullptr) options.unseen->note(status.error_number());
+  if (Status status = list_at(ops, epoch, layout::leaf_path(leaf), &fd, &entries); !status) {
+    if (options.unseen != nullptr) options.unseen->observe(status.error_number());
     return status;
   }
   if (!fd) return Status::ok();
@@ -116,7 +115,7 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
       continue;
     }
     if (const int rc = ops.stat(fd.get(), entry.name, &info); rc != 0) {  // vanished
-      if (options.unseen != nullptr) options.unseen->note(-rc);
+      if (options.unseen != nullptr) options.unseen->observe(-rc);
       continue;
     }
     if (in_place) {
@@ -129,16 +128,15 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
   return Status::ok();
 }
 
-Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* other_bytes) {
+Status list_leaves(FileOps& ops, int epoch, std::vector<std::uint32_t>* leaves, std::uint64_t* other_bytes) {
   std::vector<DirEntry> entries;
-  if (Status status = list_directory(ops, generation, &entries); !status) return status;
+  if (Status status = list_directory(ops, epoch, &entries); !status) return status;
   for (const DirEntry& entry : entries) {
     const auto leaf = layout::parse_hex_byte(entry.name);
     if (leaf && may_be_directory(entry)) {
       leaves->push_back(*leaf);
     } else {
-      *other_bytes += disk_bytes_of(ops, generation, entry.name);
+      *other_bytes += disk_bytes_of(ops, epoch, entry.name);
     }
   }
   return Status::ok();
@@ -147,7 +145,7 @@ Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* lea
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
                          const std::atomic<bool>& stop, int levels) {
   const auto is_seen = [&](int error) {
-    if (options.unseen != nullptr) options.unseen->note(error);
+    if (options.unseen != nullptr) options.unseen->observe(error);
     return error == 0;
   };
   FileInfo info;
@@ -172,11 +170,11 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   return bytes;
 }
 
-std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uint64_t number,
-                                 std::uint64_t enough, bool remove_directories, const std::atomic<bool>& stop,
-                                 const std::function<void(std::uint64_t)>& gone) {
+std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t number, std::uint64_t enough,
+                            bool remove_directories, const std::atomic<bool>& stop,
+                            const std::function<void(std::uint64_t)>& gone) {
   std::uint64_t freed = 0;
-  const auto note = [&](std::uint64_t bytes) {
+  const auto observe = [&](std::uint64_t bytes) {
     freed += bytes;
     if (bytes > 0) gone(bytes);
   };
@@ -184,30 +182,30 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
     if (!remove_directories) return false;
     const std::uint64_t bytes = charge_of(ops, at, path);
     if (ops.rmdir(at, path) != 0) return false;
-    note(bytes);
+    observe(bytes);
     return true;
   };
-  const std::string name = layout::generation_name(number);
+  const std::string name = layout::epoch_directory_name(number);
   int error = 0;
-  const Fd generation = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
-  if (!generation) return 0;
+  const Fd epoch = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
+  if (!epoch) return 0;
   std::vector<DirEntry> leaves;
-  if (ops.list(generation.get(), &leaves) < 0) return 0;
+  if (ops.list(epoch.get(), &leaves) < 0) return 0;
   for (const DirEntry& leaf : leaves) {
     if (!layout::parse_hex_byte(leaf.name)) continue;
     Fd leaf_fd;
     std::vector<DirEntry> files;
-    if (!list_at(ops, generation.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
+    if (!list_at(ops, epoch.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
     for (const DirEntry& file : files) {
       if (stop.load() || freed >= enough) return freed;
       const std::uint64_t bytes = charge_of(ops, leaf_fd.get(), file.name);
       const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
                                                            : layout::parse_record(file.name).has_value() &&
                                                                  ops.unlink(leaf_fd.get(), file.name) == 0;
-      if (removed) note(bytes);
+      if (removed) observe(bytes);
     }
     if (stop.load() || freed >= enough) return freed;
-    (void)remove_directory(generation.get(), leaf.name);
+    (void)remove_directory(epoch.get(), leaf.name);
   }
   // Then its marks, and only if the directory was removed. Otherwise a starting process would use an epoch
   // that a reset created, or a process that just opened it could lock a new mark.
@@ -215,7 +213,7 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
   for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
     const std::string mark = layout::mark_name(number, kind);
     const std::uint64_t bytes = charge_of(ops, namespace_directory, mark);
-    if (ops.unlink(namespace_directory, mark) == 0) note(bytes);
+    if (ops.unlink(namespace_directory, mark) == 0) observe(bytes);
   }
   return freed;
 }

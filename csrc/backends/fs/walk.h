@@ -47,18 +47,16 @@ struct Unseen {
   std::atomic<bool> failed{false};    // any other error
 
   bool any() const { return shortage.load() || failed.load(); }
-  void note(int error);  // 0: no error
+  void observe(int error);  // 0: no error
 };
 struct LeafOptions {
   const CountFor* count = nullptr;  // null: count everything by its blocks
   bool names_only = false;          // only record names, without disk_bytes and mtime; no other files
   Unseen* unseen = nullptr;         // null: errors are not recorded
 };
-Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
-                 LeafFound* found);
+Status scan_leaf(FileOps& ops, int epoch, std::uint32_t leaf, const LeafOptions& options, LeafFound* found);
 // Lists the existing leaf directories. Adds the disk space of everything else to *other_bytes.
-Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* other_bytes);
+Status list_leaves(FileOps& ops, int epoch, std::vector<std::uint32_t>* leaves, std::uint64_t* other_bytes);
 
 // Counts everything at and below directory/name, like `du`. Vanished files count nothing. Levels deeper than
 // any tree of ours count nothing either, because each level holds a descriptor.
@@ -69,9 +67,9 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 // Removes our files (records, temporaries of dead processes) below an epoch until `enough` bytes are freed.
 // With remove_directories, also removes emptied directories, and finally the epoch directory and its marks.
 // Returns the bytes freed on disk. Calls `gone` with the bytes of each removed file.
-std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uint64_t number,
-                                 std::uint64_t enough, bool remove_directories, const std::atomic<bool>& stop,
-                                 const std::function<void(std::uint64_t)>& gone);
+std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t number, std::uint64_t enough,
+                            bool remove_directories, const std::atomic<bool>& stop,
+                            const std::function<void(std::uint64_t)>& gone);
 
 // Lists an open directory.
 Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries);

@@ -89,7 +89,7 @@ void Client::keep() {
                                                           hung ? "it was killed because a call timed out"
                                                           : how.empty() ? "it ended"
                                                                         : how));
-      note_end(status, false);
+      on_end(status, false);
     }
     process.reset();
     if (steady_clock::now() - begun > kAWhile) next_pause = options_.shortest_pause;
@@ -134,14 +134,14 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
   };
   Status status = start();
   if (!status) {
-    note_end(status, refused);
+    on_end(status, refused);
     return status;
   }
-  note_running(control->get(), rest);
+  on_running(control->get(), rest);
   return status;
 }
 
-void Client::note_running(int control, const std::string& version) {
+void Client::on_running(int control, const std::string& version) {
   const MutexLock lock(mutex_);
   state_ = State::kRunning;
   version_ = version;
@@ -151,7 +151,7 @@ void Client::note_running(int control, const std::string& version) {
   changed_.notify_all();
 }
 
-void Client::note_end(const Status& status, bool refused) {
+void Client::on_end(const Status& status, bool refused) {
   const MutexLock lock(mutex_);
   state_ = refused ? State::kRefused : State::kFailed;
   why_ = status;

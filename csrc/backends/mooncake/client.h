@@ -68,8 +68,8 @@ class Client {
 
   void keep();
   Status begin(Descriptor* control, std::unique_ptr<Process>* process) EXCLUDES(mutex_);
-  void note_running(int control, const std::string& version) EXCLUDES(mutex_);
-  void note_end(const Status& status, bool refused) EXCLUDES(mutex_);
+  void on_running(int control, const std::string& version) EXCLUDES(mutex_);
+  void on_end(const Status& status, bool refused) EXCLUDES(mutex_);
   bool wait_for_end(int control) EXCLUDES(mutex_);  // true: kill it, because a call hung
   int until_calls_end() EXCLUDES(mutex_);           // milliseconds; -1: no limit. Sets hung_
   bool pause(Nanos time) EXCLUDES(mutex_);          // false: closed or stopped

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "backends/mooncake/errors.h"
-#include "tier/named_epochs.h"
+#include "tier/epoch_registry.h"
 
 namespace kv_offload::mooncake {
 namespace {
@@ -24,7 +24,7 @@ class Prober {
          std::uint64_t record_bytes, Deadline until)
       : client_(options),
         place_(std::move(place)),
-        name_(fmt::format("{}:probe:{}", key_prefix, NamedEpochs::new_name())),
+        name_(fmt::format("{}:probe:{}", key_prefix, EpochRegistry::new_name())),
         record_bytes_(record_bytes),
         until_(until) {
     const auto start = steady_clock::now();

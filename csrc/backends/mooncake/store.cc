@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "backends/mooncake/errors.h"
-#include "record/opened_as_it_comes.h"
 #include "record/record_form.h"
-#include "tier/sealed_names.h"
+#include "record/streaming_record_reader.h"
+#include "tier/encrypted_key_tier.h"
 
 namespace kv_offload {
 namespace mooncake {
@@ -48,7 +48,7 @@ Status pack(OutgoingRecord& record, const TierOp& op, std::span<std::byte> objec
 // process to its memory have no effect.
 Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::uint64_t length) {
   if (Status status = record.check_length(length); !status) return status;
-  OpenedAsItComes opened(record);
+  StreamingRecordReader opened(record);
   std::span<const std::byte> left = object.first(length);
   for (std::span<std::byte> piece : record.pieces()) {
     while (!piece.empty() && !left.empty()) {
@@ -96,7 +96,7 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
 }
 
 std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+  return fmt::format("{}{}:{}", prefix_, EpochRegistry::name_of(epoch), key.hex());
 }
 
 Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
@@ -247,7 +247,7 @@ Status MooncakeStore::read_start(Deadline until, std::string* found, bool* stran
   found->clear();
   *strange = false;
   ChannelPtr channel;
-  if (Status status = client_.take(NamedEpochs::kNameDigits, &channel); !status) return status;
+  if (Status status = client_.take(EpochRegistry::kNameDigits, &channel); !status) return status;
   Answer answer;
   if (Status status = call(&channel, Verb::kGet, {&start_key_, 1}, 0, until, &answer); !status) return status;
   Status status;
@@ -256,10 +256,10 @@ Status MooncakeStore::read_start(Deadline until, std::string* found, bool* stran
     // Another process is writing it right now.
     if (status.kind() == StatusKind::kNotFound) status = Status::error(StatusKind::kIo, status.message());
   } else if (answer.result >= 0) {
-    const auto bytes = channel->object().first(NamedEpochs::kNameDigits);
+    const auto bytes = channel->object().first(EpochRegistry::kNameDigits);
     const std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-    const bool name =
-        answer.result == static_cast<std::int64_t>(NamedEpochs::kNameDigits) && NamedEpochs::is_name(text);
+    const bool name = answer.result == static_cast<std::int64_t>(EpochRegistry::kNameDigits) &&
+                      EpochRegistry::is_name(text);
     if (name) *found = text;
     *strange = !name;
   }
@@ -282,9 +282,9 @@ Status MooncakeStore::put_start(Verb verb, const std::string& name, Deadline unt
 }
 
 Status MooncakeStore::ask_for_start(std::string* found) {
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   const Deadline until = deadline();
-  const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+  const std::string name = known.empty() ? EpochRegistry::new_name() : known;
   // Reads again after writing, because another process may have been faster.
   for (int tries = 0; tries < 3; ++tries) {
     bool strange = false;
@@ -298,10 +298,10 @@ Status MooncakeStore::ask_for_start(std::string* found) {
 
 void MooncakeStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   std::string found;
   if (!ask_for_start(&found)) return;
-  if (!epochs_.has_ended(found)) return epochs_.note_kept(known, found, options_.read_only);
+  if (!epochs_.has_ended(found)) return epochs_.on_kept(known, found, options_.read_only);
   // Another process restored an epoch that our reset had ended: replace it.
   if (known.empty() || epochs_.has_ended(known)) return;
   (void)put_start(Verb::kSet, known, deadline());
@@ -314,7 +314,7 @@ Status MooncakeStore::begin_epoch() {
 }
 
 void MooncakeStore::figures(TierStats* stats) const {
-  stats->apart = epochs_.apart();
+  stats->diverged = epochs_.diverged();
   stats->names_complete = stats->scan_complete = true;
 }
 
@@ -322,8 +322,9 @@ void MooncakeStore::figures(TierStats* stats) const {
 
 std::unique_ptr<Tier> make_mooncake_tier(const MooncakeTierOptions& options) {
   check_options(options);  // before a process is started
-  return with_sealed_names(make_pooled_tier(std::make_unique<mooncake::MooncakeStore>(options), options),
-                           options.form.keys, options.namespace_id);
+  return with_encrypted_keys(
+      make_thread_pool_tier(std::make_unique<mooncake::MooncakeStore>(options), options), options.form.keys,
+      options.namespace_id);
 }
 
 }  // namespace kv_offload

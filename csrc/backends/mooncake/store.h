@@ -11,8 +11,8 @@
 #include "backends/mooncake/tier.h"
 #include "base/thread_annotations.h"
 #include "record/record_form.h"
-#include "tier/ask_first.h"
-#include "tier/named_epochs.h"
+#include "tier/epoch_registry.h"
+#include "tier/existence_check_policy.h"
 #include "tier/record_store.h"
 
 namespace kv_offload::mooncake {
@@ -65,12 +65,12 @@ class MooncakeStore final : public RecordStore {
   const std::string prefix_, start_key_;
   Client client_;
   RecordForm form_;
-  AskFirst ask_first_;
+  ExistenceCheckPolicy ask_first_;
   std::atomic<bool> stopped_{false};
   // Bit g % 64: the last record read from group g was shorter than a raw one. Reading an object of known
   // length takes less CPU time (kv_offload/tiers/mooncake/records.py).
   std::atomic<std::uint64_t> encoded_{0};
-  NamedEpochs epochs_;
+  EpochRegistry epochs_;
   Mutex mutex_;
   std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces them
 };

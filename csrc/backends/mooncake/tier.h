@@ -3,9 +3,9 @@
 //   PREFIX:<namespace, 64 hex digits>:epoch                    the startup epoch: new processes join it
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (docs/record-format.md)
 //
-// Epoch names are random (named_epochs.h). The tier reads the epoch object once a second and writes it again
-// when it is missing: a restarted master has forgotten everything. Each read also keeps the object from being
-// evicted.
+// Epoch names are random (epoch_registry.h). The tier reads the epoch object once a second and writes it
+// again when it is missing: a restarted master has forgotten everything. Each read also keeps the object from
+// being evicted.
 //
 // Mooncake enforces its own limits: an evicted or forgotten record is a miss, and a write that does not fit
 // is refused. Mooncake evicts the records of older epochs.
@@ -17,11 +17,11 @@
 
 #include "backends/mooncake/client.h"
 #include "record/record.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 
-struct MooncakeTierOptions : PooledTierOptions {
+struct MooncakeTierOptions : ThreadPoolTierOptions {
   mooncake::ClientOptions client;
   std::string place;  // the name in error messages: the master's address
   std::string key_prefix = "kv_offload";

@@ -35,7 +35,7 @@ class ClusterRecords final : public RemoteRecords {
     Part& part = part_of(record);
     return named(part, part.records->written(record, unix_nanos));
   }
-  void use_keys(std::shared_ptr<const SealingKeys> keys) override {
+  void use_keys(std::shared_ptr<const EncryptionKeys> keys) override {
     for (Part& part : nodes_) part.records->use_keys(keys);
   }
   Status verify(const RemoteRecord& record, bool repair, bool* removed) override {

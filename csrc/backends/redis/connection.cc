@@ -109,7 +109,7 @@ std::vector<iovec> next_step(std::span<const iovec> vectors) {
 }
 
 // Passes the received bytes of the pieces from `begin` up to `end` to the observer.
-void tell(FillObserver* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
+void tell(ReadProgressSink* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
           std::uint64_t end, std::uint64_t announced) {
   if (observer == nullptr) return;
   std::uint64_t at = 0;
@@ -339,7 +339,7 @@ Status Connection::read_value_start(Deadline deadline, ValueStart* start, Reply*
 
 // early: the bytes of the value, and of the line end after it, that were read with its length.
 Status Connection::read_value(std::span<const Bytes> pieces, std::span<const char> early,
-                              std::uint64_t length, Deadline deadline, FillObserver* observer) {
+                              std::uint64_t length, Deadline deadline, ReadProgressSink* observer) {
   std::array<std::byte, 2> tail;
   std::vector<Bytes> value;
   std::size_t open = length;
@@ -373,7 +373,7 @@ Status Connection::read_value(std::span<const Bytes> pieces, std::span<const cha
 }
 
 Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
-                       Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer) {
+                       Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
   append_command(&text, command);

@@ -18,7 +18,7 @@
 
 #include "backends/redis/reply.h"
 #include "base/status.h"
-#include "record/opened_as_it_comes.h"
+#include "record/streaming_record_reader.h"
 
 namespace kv_offload::redis {
 
@@ -75,12 +75,12 @@ class Connection {
   // kWrongLength, *length is its length, and the connection is no longer usable. `observer` is called with
   // the bytes as they arrive.
   Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
-             Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer = nullptr) {
+             Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer = nullptr) {
     return get(Words{"GET", key}, pieces, least, deadline, reply, length, observer);
   }
   // The same for another command whose reply is a value, such as GETRANGE.
   Status get(const Words& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
-             Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer = nullptr);
+             Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer = nullptr);
 
   bool usable() const { return usable_; }
   // True if the server closed this idle connection or sent unexpected bytes.
@@ -97,7 +97,7 @@ class Connection {
   struct ValueStart;
   Status read_value_start(Deadline deadline, ValueStart* start, Reply* reply);
   Status read_value(std::span<const std::span<std::byte>> pieces, std::span<const char> early,
-                    std::uint64_t length, Deadline deadline, FillObserver* observer);
+                    std::uint64_t length, Deadline deadline, ReadProgressSink* observer);
   Status begin_call();
   Status end_call();
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "record/opened_as_it_comes.h"
-#include "tier/sealed_names.h"
+#include "record/streaming_record_reader.h"
+#include "tier/encrypted_key_tier.h"
 
 namespace kv_offload {
 namespace redis {
@@ -70,7 +70,7 @@ RedisStore::RedisStore(const RedisTierOptions& options)
 }
 
 std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+  return fmt::format("{}{}:{}", prefix_, EpochRegistry::name_of(epoch), key.hex());
 }
 
 // In a cluster, half of the op deadline: a silent node then fails its own ops before the tier treats the
@@ -124,7 +124,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   const std::string key = key_of(op.key, epoch);
   // Created again for each node that is asked.
   std::optional<IncomingRecord> record;
-  std::optional<OpenedAsItComes> opened;
+  std::optional<StreamingRecordReader> opened;
   Reply reply;
   std::uint64_t length = 0;
   const auto work = [&](Connection& connection, Reply* answer) {
@@ -242,7 +242,7 @@ Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
 }
 
 Status RedisStore::ask_for_start(std::string* found, bool* refused) {
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   // Two attempts: another process may publish first, or the server may drop the key right now.
   for (int tries = 0; tries < 2; ++tries) {
     Reply start;
@@ -252,11 +252,11 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
       return unexpected_reply();
     found->clear();
-    if (start.kind == Reply::Kind::kString && NamedEpochs::is_name(start.text)) *found = start.text;
+    if (start.kind == Reply::Kind::kString && EpochRegistry::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
     // Nobody uses a value that is not an epoch name, so it may be overwritten.
     const bool if_none = start.kind == Reply::Kind::kNil;
-    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+    const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     bool done = false;
     if (Status status = put_start(name, if_none, &done); !status) return status;
     if (done) *found = name;
@@ -266,7 +266,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
 }
 
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
-void RedisStore::tell_again(const std::string& ended, const std::string& name) {
+void RedisStore::publish_again(const std::string& ended, const std::string& name) {
   if (name.empty() || epochs_.has_ended(name)) return;
   const Deadline until = deadline();
   const auto work = [&](Connection& connection, Reply* reply) {
@@ -285,15 +285,15 @@ void RedisStore::tell_again(const std::string& ended, const std::string& name) {
 void RedisStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
   cluster_.keep_up(deadline(), stopped_);
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
   const bool looked = ask_for_start(&found, &refused).is_ok();
   // Covers the nodes that respond, even while the owner of the epoch key does not.
   if ((looked || cluster_.is_cluster()) && maintained_++ % kMemoryEvery == 0) look_at_memory();
   if (!looked) return;
-  if (epochs_.has_ended(found)) return tell_again(found, known);
-  epochs_.note_kept(known, found, options_.read_only);
+  if (epochs_.has_ended(found)) return publish_again(found, known);
+  epochs_.on_kept(known, found, options_.read_only);
 }
 
 // Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
@@ -337,7 +337,7 @@ Status RedisStore::begin_epoch() {
 }
 
 void RedisStore::figures(TierStats* stats) const {
-  stats->apart = epochs_.apart();
+  stats->diverged = epochs_.diverged();
   const MutexLock lock(mutex_);
   stats->bytes = used_bytes_;
   stats->capacity_bytes = max_bytes_;
@@ -347,8 +347,8 @@ void RedisStore::figures(TierStats* stats) const {
 }  // namespace redis
 
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options) {
-  return with_sealed_names(make_pooled_tier(std::make_unique<redis::RedisStore>(options), options),
-                           options.form.keys, options.namespace_id);
+  return with_encrypted_keys(make_thread_pool_tier(std::make_unique<redis::RedisStore>(options), options),
+                             options.form.keys, options.namespace_id);
 }
 
 }  // namespace kv_offload

@@ -9,8 +9,8 @@
 #include "backends/redis/cluster.h"
 #include "backends/redis/tier.h"
 #include "base/thread_annotations.h"
-#include "tier/ask_first.h"
-#include "tier/named_epochs.h"
+#include "tier/epoch_registry.h"
+#include "tier/existence_check_policy.h"
 #include "tier/record_store.h"
 
 namespace kv_offload::redis {
@@ -47,17 +47,17 @@ class RedisStore final : public RecordStore {
   Status ask_for_start(std::string* found, bool* refused);
   Status look_for_start(Deadline until, Reply* start, bool* refused);
   Status put_start(const std::string& name, bool if_none, bool* done);
-  void tell_again(const std::string& ended, const std::string& name);
+  void publish_again(const std::string& ended, const std::string& name);
   void look_at_memory() EXCLUDES(mutex_);
 
   const RedisTierOptions options_;
   const std::string prefix_, start_key_;
   Cluster cluster_;
   RecordForm form_;
-  AskFirst ask_first_;
+  ExistenceCheckPolicy ask_first_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
-  NamedEpochs epochs_;
+  EpochRegistry epochs_;
   mutable Mutex mutex_;
   std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of all nodes
 };

@@ -4,7 +4,7 @@
 //   PREFIX:<namespace, 64 hex digits>:epoch                    the startup epoch: new processes join it
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (docs/record-format.md)
 //
-// Epoch names are random (named_epochs.h). The tier reads the epoch key once a second and writes it again
+// Epoch names are random (epoch_registry.h). The tier reads the epoch key once a second and writes it again
 // when it is missing. Each read also keeps the key from becoming the least recently used one.
 //
 // The server may be standalone or a node of a cluster. The tier asks at startup; in a cluster it follows
@@ -21,11 +21,11 @@
 
 #include "backends/redis/connection.h"
 #include "record/record.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 
-struct RedisTierOptions : PooledTierOptions {
+struct RedisTierOptions : ThreadPoolTierOptions {
   redis::Server server;
   // Other nodes of the same cluster, asked for the slot map when `server` is down.
   std::vector<redis::Server> other_nodes;

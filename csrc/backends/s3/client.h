@@ -19,7 +19,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
-#include "record/opened_as_it_comes.h"
+#include "record/streaming_record_reader.h"
 
 namespace kv_offload::s3 {
 
@@ -77,7 +77,7 @@ struct Request {
   std::string key = {};                               // letters, digits and -_./ only: signed unencoded
   std::vector<std::span<const std::byte>> from = {};  // kPut
   std::vector<std::span<std::byte>> into = {};        // kGet: the buffers for the body of a 200 response
-  FillObserver* observer = nullptr;                   // called for `into`, with the body of a 200 response
+  ReadProgressSink* observer = nullptr;               // called for `into`, with the body of a 200 response
   // Minimum length of that body, which fills `into` from the front; default: all of `into`.
   std::size_t least_bytes = SIZE_MAX;
   std::string condition = {};  // a header, such as "If-None-Match: *"

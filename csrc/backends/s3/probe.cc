@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
-#include "tier/named_epochs.h"
+#include "tier/epoch_registry.h"
 
 namespace kv_offload::s3 {
 namespace {
@@ -89,7 +89,7 @@ class Prober {
   }
 
   Client client_;
-  const std::string prefix_, name_ = NamedEpochs::new_name();  // unique
+  const std::string prefix_, name_ = EpochRegistry::new_name();  // unique
   const Deadline until_;
 };
 

@@ -52,7 +52,7 @@ class RecordSink final : public BodySink {
   }
   bool failed() const { return failed_; }
   bool ended() const { return ended_; }
-  explicit RecordSink(const SealingKeys* keys) : check(keys) {}
+  explicit RecordSink(const EncryptionKeys* keys) : check(keys) {}
   RecordCheck check;
 
  private:

@@ -4,8 +4,8 @@
 #include <array>
 #include <utility>
 
-#include "record/opened_as_it_comes.h"
-#include "tier/sealed_names.h"
+#include "record/streaming_record_reader.h"
+#include "tier/encrypted_key_tier.h"
 
 namespace kv_offload {
 namespace s3 {
@@ -34,7 +34,7 @@ S3Store::S3Store(const S3TierOptions& options)
 }
 
 std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}/{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+  return fmt::format("{}{}/{}", prefix_, EpochRegistry::name_of(epoch), key.hex());
 }
 
 void S3Store::stop() {
@@ -88,7 +88,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
   request.into = record.pieces();
   request.least_bytes = kRecordHeaderBytes;
-  OpenedAsItComes opened(record);
+  StreamingRecordReader opened(record);
   request.observer = &opened;
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
@@ -178,7 +178,7 @@ Status S3Store::put(const std::string& key, std::string_view text, const std::st
 }
 
 Status S3Store::read_start(Deadline until, std::string* found, std::string* etag, bool* refused) {
-  std::string text(NamedEpochs::kNameDigits, '\0');
+  std::string text(EpochRegistry::kNameDigits, '\0');
   Request request{.verb = Verb::kGet, .key = start_key_};
   request.into.emplace_back(std::as_writable_bytes(std::span(text)));
   Answer answer;
@@ -188,7 +188,7 @@ Status S3Store::read_start(Deadline until, std::string* found, std::string* etag
   if (!status) return status;
   *etag = answer.etag;
   if (answer.status == 200) {
-    if (!answer.wrong_length && NamedEpochs::is_name(text)) *found = text;
+    if (!answer.wrong_length && EpochRegistry::is_name(text)) *found = text;
     if (found->empty() && etag->empty()) etag->assign(1, '*');  // g++ 12 at -O2 warns about "*"
     return Status::ok();
   }
@@ -209,7 +209,7 @@ bool S3Store::knows_conditions(Deadline until) {
 }
 
 Status S3Store::ask_for_start(std::string* found, bool* refused) {
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   const Deadline until = deadline();
   for (int tries = 0; tries < 3; ++tries) {
     std::string etag;
@@ -219,7 +219,7 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     // if no object is there.
     if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
-    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+    const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     Answer answer;
     if (Status status = put(start_key_, name, condition, until, &answer); !status) return status;
     if (answer.status == 501 && known.empty()) {
@@ -238,10 +238,10 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
 void S3Store::maintain() {
   if (stopped_) return;  // there is nothing to flush
   if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
-  const std::string known = epochs_.of_those_who_start();
+  const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
-  if (ask_for_start(&found, &refused)) epochs_.note_kept(known, found, options_.read_only);
+  if (ask_for_start(&found, &refused)) epochs_.on_kept(known, found, options_.read_only);
 }
 
 Status S3Store::begin_epoch() {
@@ -260,7 +260,7 @@ Status S3Store::begin_epoch() {
 }
 
 void S3Store::figures(TierStats* stats) const {
-  stats->apart = epochs_.apart();
+  stats->diverged = epochs_.diverged();
   stats->names_complete = stats->scan_complete = true;
 }
 
@@ -272,8 +272,8 @@ std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options) {
           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./") != std::string::npos) {
     throw_invalid("prefix is {:?}; possible: letters, digits, - _ . and single /", options.prefix);
   }
-  return with_sealed_names(make_pooled_tier(std::make_unique<s3::S3Store>(options), options),
-                           options.form.keys, options.namespace_id);
+  return with_encrypted_keys(make_thread_pool_tier(std::make_unique<s3::S3Store>(options), options),
+                             options.form.keys, options.namespace_id);
 }
 
 }  // namespace kv_offload

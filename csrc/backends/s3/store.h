@@ -9,8 +9,8 @@
 #include "backends/s3/client.h"
 #include "backends/s3/tier.h"
 #include "base/thread_annotations.h"
-#include "tier/ask_first.h"
-#include "tier/named_epochs.h"
+#include "tier/epoch_registry.h"
+#include "tier/existence_check_policy.h"
 #include "tier/record_store.h"
 
 namespace kv_offload::s3 {
@@ -54,10 +54,10 @@ class S3Store final : public RecordStore {
   const std::string prefix_, start_key_;
   Client client_;
   RecordForm form_;
-  AskFirst ask_first_;
+  ExistenceCheckPolicy ask_first_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
-  NamedEpochs epochs_;
+  EpochRegistry epochs_;
   Mutex mutex_;
   // Names of damaged objects that could not be removed.
   std::unordered_set<std::string> left_wrong_ GUARDED_BY(mutex_);

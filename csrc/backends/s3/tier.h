@@ -5,7 +5,7 @@
 //   PREFIX/<namespace>/<epoch, 32 hex digits>/<key, hex>       a record, as on disk (docs/record-format.md)
 //   PREFIX/conditions                                          empty; an object to test conditional writes on
 //
-// Epoch names are random (named_epochs.h). Epochs rely on S3's strong consistency: a read after a write
+// Epoch names are random (epoch_registry.h). Epochs rely on S3's strong consistency: a read after a write
 // returns the written object.
 //
 // Two processes may start at once and find no epoch. The store refuses the second `If-None-Match: *`; that
@@ -25,11 +25,11 @@
 
 #include "backends/s3/client.h"
 #include "record/record.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 
-struct S3TierOptions : PooledTierOptions {
+struct S3TierOptions : ThreadPoolTierOptions {
   s3::Bucket bucket;
   std::string prefix = "kv_offload";  // letters, digits and -_./
   NamespaceId namespace_id{};

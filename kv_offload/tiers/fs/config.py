@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, ByteSize, TierConfig, known_eviction_policy
-from kv_offload.tiers.sealing import SealedTierConfig
+from kv_offload.tiers.encryption import EncryptedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import FsTier
@@ -50,7 +50,7 @@ def _direct_mode(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class FsTierConfig(SealedTierConfig):
+class FsTierConfig(EncryptedTierConfig):
     """Records are files in a directory, which several servers may share."""
 
     example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Root
-from kv_offload.tiers.sealing import SealedTierConfig
+from kv_offload.tiers.encryption import EncryptedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import MooncakeTier
@@ -35,7 +35,7 @@ _CANNOT_BE_LISTED = (
 )
 
 
-class MooncakeTierConfig(SealedTierConfig):
+class MooncakeTierConfig(EncryptedTierConfig):
     """One tier of records in a Mooncake Store, the pooled memory of several hosts, shared by all engines."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, options_of
-from kv_offload.tiers.sealing import SealedTierConfig
+from kv_offload.tiers.encryption import EncryptedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import RedisServer, RedisTier
@@ -101,7 +101,7 @@ def parse_node(text: str) -> tuple[str, int]:
     return parts.hostname, port or DEFAULT_PORT
 
 
-class RedisTierConfig(SealedTierConfig):
+class RedisTierConfig(EncryptedTierConfig):
     """One tier of records on a Redis or Valkey server or cluster, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}

@@ -11,11 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, options_of
+from kv_offload.tiers.encryption import EncryptedTierConfig
 from kv_offload.tiers.s3.bucket import is_about_bucket, look_at_bucket
 from kv_offload.tiers.s3.credentials import Found, Renewal, find_credentials
 from kv_offload.tiers.s3.place import REGION, check_endpoint, endpoint_of, region_of
 from kv_offload.tiers.s3.place import Found as PlaceFound
-from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
@@ -35,7 +35,7 @@ def _is_ip_address(host: str | None) -> bool:
     return True
 
 
-class S3TierConfig(SealedTierConfig):
+class S3TierConfig(EncryptedTierConfig):
     """One tier of records in a bucket of AWS S3 or a compatible store, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
@@ -230,7 +230,7 @@ class S3TierConfig(SealedTierConfig):
             return Answer("note", f"does not answer: {error}")
 
     def findings(self) -> list[Answer]:
-        """What seals its records, whether a lifecycle rule bounds it, and whether older versions stay."""
+        """What encrypts its records, whether a lifecycle rule bounds it, and whether older versions stay."""
         return super().findings() + self._bucket_findings()
 
     def _bucket_findings(self) -> list[Answer]:

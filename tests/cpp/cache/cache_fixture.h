@@ -172,8 +172,8 @@ class World {
   std::shared_ptr<HostRegion> region;
   std::vector<std::unique_ptr<HostRegion>> ranks;
   std::unique_ptr<TieredCache> cache;
-  TierHand* hand = nullptr;  // the tier of either kind
-  FakeTier* tier = nullptr;  // the tier if it is a fake one, else null
+  ManualTier* hand = nullptr;  // the tier of either kind
+  FakeTier* tier = nullptr;    // the tier if it is a fake one, else null
 
  private:
   WorldOptions options_;
@@ -200,7 +200,7 @@ class CacheTest : public ::testing::Test {
     return *world_;
   }
   TieredCache& cache() { return *world().cache; }
-  TierHand& tier() { return *world().hand; }
+  ManualTier& tier() { return *world().hand; }
   // REQUIRES: the test runs on the fake tier.
   FakeTier& fake() { return *world().tier; }
 

@@ -16,13 +16,13 @@ class CostModelTest : public ::testing::Test {
   Nanos now_{seconds(100)};
 
   void compute(double tokens, double took) {
-    model_.prefill.note(tokens, tokens / 2);
+    model_.prefill.observe(tokens, tokens / 2);
     model_.prefill.end_step(now_);
     now_ += Nanos(static_cast<std::int64_t>(took * 1e9));
     for (int i = 0; i < 3; ++i) model_.prefill.end_step(now_);
   }
   void read(std::size_t tier, double tokens_per_second) {
-    for (int i = 1; i <= 32; ++i) model_.note_read(tier, 10.0 * i, 10.0 * i / tokens_per_second, now_);
+    for (int i = 1; i <= 32; ++i) model_.on_read(tier, 10.0 * i, 10.0 * i / tokens_per_second, now_);
   }
   static Stretch on(std::int32_t tier, std::uint32_t chunks) {
     return {tier, chunks, 10 * chunks, 10 * chunks};
@@ -76,23 +76,23 @@ TEST_F(CostModelTest, TiersReadConcurrently) {
 TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
   compute(1000, 1);
   read(0, 5000);
-  model_.note_submitted(0, 20000);
+  model_.on_submitted(0, 20000);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
-  model_.note_ended(0, 20000);
+  model_.on_ended(0, 20000);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
 TEST_F(CostModelTest, TheCopyToTheDeviceCounts) {
   compute(1000, 1);
   read(0, 5000);
-  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
+  for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
 TEST_F(CostModelTest, ACopyThatHappensAnywayCostsOnlyItsBytes) {
   compute(1000, 1);
   read(0, 5000);
-  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.5 + 1e-4 * i);
+  for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.5 + 1e-4 * i);
   EXPECT_EQ(decide({on(0, 40)}).choice, Choice::kRecompute);  // 0.4 s against 0.08 and 0.5
   EXPECT_EQ(decide({on(0, 40)}, {.loads_anyway = true}).choice, Choice::kLoad);
 }
@@ -168,7 +168,7 @@ TEST_F(CostModelTest, AnOverdueReadReplacesAProbe) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
-  model_.note_overdue_read(0, 10, 100, now_ + seconds(20));
+  model_.on_overdue_read(0, 10, 100, now_ + seconds(20));
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(49)));
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(51)));
 }
@@ -178,7 +178,7 @@ TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
   read(0, 100);
   decide({on(0, 100)});
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
-  model_.note_submitted(0, 80);
+  model_.on_submitted(0, 80);
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
 }
 
@@ -187,18 +187,18 @@ TEST_F(CostModelTest, AProbeMeasuresTheTierAgain) {
   read(0, 100);
   decide({on(0, 100)});
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
-  for (int i = 1; i <= 8; ++i) model_.note_read(0, 10.0 * i, 10.0 * i / 5000, now_);
+  for (int i = 1; i <= 8; ++i) model_.on_read(0, 10.0 * i, 10.0 * i / 5000, now_);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
 TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMuchSlower) {
   EXPECT_TRUE(model_.host_pays(1, now_));
   compute(1000, 1);
-  model_.note_copy(1000, 10);
+  model_.on_copy(1000, 10);
   EXPECT_TRUE(model_.host_pays(1, now_)) << "one size is not enough: the time may be all latency";
-  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.15 * i);
+  for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.15 * i);
   EXPECT_TRUE(model_.host_pays(1, now_)) << "copying takes 1.5 times as long as computing";
-  for (int i = 1; i <= 32; ++i) model_.note_copy(100.0 * i, 1.0 * i);
+  for (int i = 1; i <= 32; ++i) model_.on_copy(100.0 * i, 1.0 * i);
   EXPECT_FALSE(model_.host_pays(1, now_));
   EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "retried after the back-off";
   EXPECT_FALSE(model_.host_pays(1, now_ + seconds(32)));

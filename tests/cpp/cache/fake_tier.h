@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "base/types.h"
-#include "cache/tier_hand.h"
+#include "cache/manual_tier.h"
 
 namespace kv_offload {
 
-class FakeTier final : public TierHand {
+class FakeTier final : public ManualTier {
  public:
   struct Record {
     std::uint32_t group = 0;
@@ -71,8 +71,8 @@ class FakeTier final : public TierHand {
   bool skip_verification = false;  // injected fault: corrupt records read as ok
   bool available = true;
   bool knows = true;    // false: contains() returns kUnknown
-  bool asks = false;    // if !knows: contains() returns kAsked after prefetch_presence()
-  bool is_sure = true;  // false: contains() returns kWasAbsent for missing records
+  bool asks = false;    // if !knows: contains() returns kLookupPending after prefetch_presence()
+  bool is_sure = true;  // false: contains() returns kStaleMiss for missing records
   bool answers = true;  // false: repeated lookups of absent keys stay unknown
   std::set<ChunkKey> forgotten;
   double read_seconds = 0;  // reported by estimate_read_seconds() and read completions
@@ -99,7 +99,7 @@ class FakeTier final : public TierHand {
   std::string_view name() const override { return name_; }
   void submit(std::vector<TierOp> ops) override {
     for (TierOp& op : ops) {
-      born_[op.id] = generation_;
+      born_[op.id] = epoch_;
       if (closed_) {
         complete(op, Status::error(StatusKind::kUnavailable, "closed"));
       } else {
@@ -126,10 +126,10 @@ class FakeTier final : public TierHand {
     removals_.clear();
   }
   Presence contains(const ChunkKey& key) const override {
-    if (!knows) return asks && !asked.empty() ? Presence::kAsked : Presence::kUnknown;
+    if (!knows) return asks && !asked.empty() ? Presence::kLookupPending : Presence::kUnknown;
     if (forgotten.contains(key)) return Presence::kUnknown;
     if (records.contains(key)) return Presence::kPresent;
-    return is_sure ? Presence::kAbsent : Presence::kWasAbsent;
+    return is_sure ? Presence::kAbsent : Presence::kStaleMiss;
   }
   void forget_absence(const ChunkKey& key) override { forgotten.insert(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
@@ -148,7 +148,7 @@ class FakeTier final : public TierHand {
   Status reset() override {
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
     records.clear();
-    ++generation_;
+    ++epoch_;
     was_reset_ = true;
     reset_pending_ = resets_fail_;
     return resets_fail_ ? Status::error(StatusKind::kIo, "reset") : Status::ok();
@@ -189,7 +189,7 @@ class FakeTier final : public TierHand {
   void perform(TierOp& op) {
     const bool late = clock_ != nullptr && op.deadline.count() != 0 && clock_->now() > op.deadline;
     const StatusKind told = late ? StatusKind::kExpired : verdict ? verdict(op) : StatusKind::kOk;
-    if (born_[op.id] != generation_) return complete(op, Status::error(StatusKind::kCancelled, "reset"));
+    if (born_[op.id] != epoch_) return complete(op, Status::error(StatusKind::kCancelled, "reset"));
     if (op.kind == OpKind::kRead) {
       perform_read(op, told);
     } else {
@@ -240,7 +240,7 @@ class FakeTier final : public TierHand {
   std::vector<Completion> completions_;
   std::vector<TierRemoval> removals_;
   std::uint64_t uses_ = 0;
-  std::uint64_t generation_ = 0;
+  std::uint64_t epoch_ = 0;
   bool closed_ = false;
   bool resets_fail_ = false, reset_pending_ = false, was_reset_ = false;
   std::map<OpId, std::uint64_t> born_;  // number of resets at submission

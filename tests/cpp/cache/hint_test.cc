@@ -10,7 +10,7 @@ class HintTest : public OverBoth<CacheTest> {
   // Returns the hint in the write op of a chunk.
   EntryInfo told(const std::string& name) {
     for (const TierOp& op : tier().writes()) {
-      if (op.key == key_of(name)) return op.about;
+      if (op.key == key_of(name)) return op.entry_info;
     }
     ADD_FAILURE() << name << " is not being written";
     return {};
@@ -62,9 +62,9 @@ TEST_P(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
   step();
   ASSERT_EQ(tier().reads().size(), 2u);
-  EXPECT_EQ(tier().reads()[0].about.parent, 0u);
-  EXPECT_EQ(tier().reads()[1].about.parent, id("a"));
-  EXPECT_NE(tier().reads()[1].about.request, 0u);
+  EXPECT_EQ(tier().reads()[0].entry_info.parent, 0u);
+  EXPECT_EQ(tier().reads()[1].entry_info.parent, id("a"));
+  EXPECT_NE(tier().reads()[1].entry_info.request, 0u);
 }
 
 TEST_P(HintTest, LowPriorityPromptsAreEvictedFirstAndHighPriorityLast) {

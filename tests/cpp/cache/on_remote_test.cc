@@ -37,7 +37,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
       options.rows = 64;
       options.cache.load_policy = LoadPolicy::kAlways;
       options.make_tier = [this](const Clock& clock) {
-        PooledTierOptions pooled;
+        ThreadPoolTierOptions pooled;
         pooled.name = GetParam().name;
         pooled.op_deadline = seconds(60);
         pooled.clock = &clock;

@@ -14,14 +14,14 @@
 
 #include "cache/cache_fixture.h"
 #include "cache/cost_model.h"
+#include "cache/device_loads.h"
 #include "cache/host_chunks.h"
-#include "cache/key_memory.h"
-#include "cache/load_jobs.h"
-#include "cache/requests.h"
-#include "cache/row_supply.h"
-#include "cache/stores.h"
+#include "cache/key_history.h"
+#include "cache/request_table.h"
+#include "cache/row_provider.h"
+#include "cache/store_path.h"
 #include "cache/tickets.h"
-#include "cache/tier_ops.h"
+#include "cache/tier_io.h"
 #include "cache/write_back.h"
 
 namespace kv_offload {
@@ -127,7 +127,7 @@ struct OpParts : ChunkParts {
         costs(parts.tiers),
         ops(
             {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(parts.tiers),
-            [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
+            [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
               if (on_read_end) on_read_end(waiter, end);
             },
             [this](Slot slot, std::uint8_t from) {
@@ -149,11 +149,11 @@ struct OpParts : ChunkParts {
   Metrics metrics;
   FakeTier* tier = nullptr;
   FakeTier* slower = nullptr;  // null unless PartsOptions::tiers is 2
-  KeyMemory memory;
+  KeyHistory memory;
   CostModel costs;
-  TierOps::OnReadEnd on_read_end;
-  TierOps::OnFetched on_fetched;
-  TierOps ops;
+  TierIo::OnReadEnd on_read_end;
+  TierIo::OnFetched on_fetched;
+  TierIo ops;
 
  private:
   std::vector<std::unique_ptr<Tier>> make_tiers(std::size_t count) {
@@ -172,27 +172,27 @@ struct SupplyParts : OpParts {
   explicit SupplyParts(PartsOptions parts = {})
       : OpParts(std::move(parts)),
         write_back(groups, chunks, memory, ops, metrics, options.tiers),
-        row_supply(groups, chunks, memory, ops, write_back, metrics) {}
+        row_provider(groups, chunks, memory, ops, write_back, metrics) {}
 
   WriteBack write_back;
-  RowSupply row_supply;
+  RowProvider row_provider;
 };
 
 // Adds load jobs.
 struct LoadParts : SupplyParts {
   explicit LoadParts(PartsOptions parts = {})
       : SupplyParts(std::move(parts)),
-        load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {}
+        device_loads({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {}
 
-  LoadJobs load_jobs;
+  DeviceLoads device_loads;
 };
 
 // Adds requests.
 struct RequestParts : LoadParts {
   explicit RequestParts(PartsOptions parts = {})
       : LoadParts(std::move(parts)),
-        requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options) {
-    on_read_end = [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
+        requests({groups, chunks, memory, costs, ops, device_loads, metrics, clock}, options) {
+    on_read_end = [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
       requests.read_ended(waiter, end);
     };
   }
@@ -203,7 +203,7 @@ struct RequestParts : LoadParts {
     return metrics.value("kv_offload_miss_tokens_total", {reason});
   }
 
-  Requests requests;
+  RequestTable requests;
 };
 
 }  // namespace kv_offload

@@ -12,8 +12,8 @@ using ::testing::SizeIs;
 class PlannerTest : public ::testing::Test {
  protected:
   PlannerTest()
-      : planner_({parts_.groups, parts_.chunks, parts_.costs, parts_.ops, parts_.row_supply, parts_.requests,
-                  parts_.metrics}) {}
+      : planner_({parts_.groups, parts_.chunks, parts_.costs, parts_.ops, parts_.row_provider,
+                  parts_.requests, parts_.metrics}) {}
   void SetUp() override {
     for (const char* name : {"a", "b", "c", "d", "e", "f"}) parts_.record(name);
     request_ = parts_.requests.begin({});
@@ -111,7 +111,7 @@ TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_ther
   std::vector<std::size_t> order{0, 1, 2, 3, 4, 5};
   do {
     RequestParts parts;
-    Planner planner({parts.groups, parts.chunks, parts.costs, parts.ops, parts.row_supply, parts.requests,
+    Planner planner({parts.groups, parts.chunks, parts.costs, parts.ops, parts.row_provider, parts.requests,
                      parts.metrics});
     for (const auto& name : prompt) {
       parts.record(name);

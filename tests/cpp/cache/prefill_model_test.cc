@@ -29,12 +29,12 @@ class PrefillModelTest : public ::testing::Test {
     for (int i = 0; i < idle_steps; ++i) step(0, 0);
   }
   void step(double tokens, double context) {
-    if (tokens > 0) model_.note(tokens, context);
+    if (tokens > 0) model_.observe(tokens, context);
     model_.end_step(now_);
     now_ += Nanos(static_cast<std::int64_t>(1e9 * law(tokens, context)));
   }
   void one_step(double tokens, double context, double seconds) {
-    model_.note(tokens, context);
+    model_.observe(tokens, context);
     model_.end_step(now_);
     now_ += Nanos(static_cast<std::int64_t>(1e9 * seconds));
     for (int i = 0; i < 3; ++i) model_.end_step(now_);
@@ -111,25 +111,25 @@ TEST_F(PrefillModelTest, IdleTimeTeachesNothing) {
   for (int i = 0; i < 20; ++i) {
     const Nanos idle_since = now_;
     now_ += seconds(3);
-    model_.note_idle(idle_since, now_);
+    model_.on_idle(idle_since, now_);
     serve(2000, 1);
   }
   EXPECT_NEAR(model_.seconds(1000, 0), before, 0.1 * before);
 }
 
 TEST_F(PrefillModelTest, APromptBeforeIdleTimeIsLearntAfterwards) {
-  model_.note(2000, 1000);
+  model_.observe(2000, 1000);
   model_.end_step(now_);
   now_ += milliseconds(200);
   EXPECT_FALSE(model_.known());
-  model_.note_idle(now_, now_ + seconds(5));
+  model_.on_idle(now_, now_ + seconds(5));
   EXPECT_NEAR(model_.seconds(2000, 0), 0.2, 0.02);
 }
 
 TEST_F(PrefillModelTest, AStepThatHungTeachesNothing) {
   serve(2000);
   const double before = model_.seconds(1000, 0);
-  model_.note(2000, 1000);
+  model_.observe(2000, 1000);
   model_.end_step(now_);
   now_ += seconds(60);
   for (int i = 0; i < 3; ++i) model_.end_step(now_);

@@ -14,7 +14,7 @@
 #include "backends/fs/faulty_file_ops.h"
 #include "backends/fs/fixture.h"
 #include "base/aligned_buffer.h"
-#include "cache/tier_hand.h"
+#include "cache/manual_tier.h"
 #include "tier/io_pool.h"
 
 namespace kv_offload {
@@ -26,7 +26,7 @@ struct Disk {
   std::string root() const { return directory.path() + "/root"; }
 };
 
-class SteppedStore final : public TierHand {
+class SteppedStore final : public ManualTier {
  public:
   SteppedStore(Disk& disk, FakeClock& clock) : disk_(disk), clock_(clock) {
     FsTierOptions options = testing::options_for(disk.root());

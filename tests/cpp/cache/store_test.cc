@@ -1,4 +1,4 @@
-// Stores: which chunks are accepted, and when they become hits.
+// StorePath: which chunks are accepted, and when they become hits.
 #include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"
 #include "with_threads.h"

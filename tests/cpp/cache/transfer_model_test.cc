@@ -9,7 +9,7 @@ class TransferModelTest : public ::testing::Test {
  protected:
   // Notes queues of 1 to `records` records of 1,000 bytes.
   void read(int records, double latency, double bytes_per_second) {
-    for (int i = 1; i <= records; ++i) model_.note(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
+    for (int i = 1; i <= records; ++i) model_.observe(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
   }
   TransferModel model_;
 };
@@ -28,7 +28,7 @@ TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
 }
 
 TEST_F(TransferModelTest, WithOneSizeAllTimeCountsAsRate) {
-  for (int i = 0; i < 5; ++i) model_.note(1000, 0.002);
+  for (int i = 0; i < 5; ++i) model_.observe(1000, 0.002);
   EXPECT_FALSE(model_.told_apart());
   EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
 }
@@ -45,36 +45,36 @@ TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
 }
 
 TEST_F(TransferModelTest, LargeSamplesThatVaryDoNotHideTheLatency) {
-  for (int i = 0; i < 4; ++i) model_.note(1000, 0.011);
-  model_.note(1e6, 1.06);
-  model_.note(2e6, 1.91);
+  for (int i = 0; i < 4; ++i) model_.observe(1000, 0.011);
+  model_.observe(1e6, 1.06);
+  model_.observe(2e6, 1.91);
   EXPECT_NEAR(model_.seconds(1000), 0.011, 0.002);
 }
 
 TEST_F(TransferModelTest, ASizeWithoutNewSamplesIsForgotten) {
   read(300, 0, 1e6);
-  for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.note(1000, 1);
+  for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.observe(1000, 1);
   EXPECT_NEAR(model_.seconds(1000), 1, 1e-6);
 }
 
 TEST_F(TransferModelTest, AnOverdueReadReplacesABetterEstimate) {
   read(32, 0, 1e6);
-  model_.note_overdue(1000, 0.0005);  // not late yet
+  model_.on_overdue(1000, 0.0005);  // not late yet
   EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
-  model_.note_overdue(1000, 2);
+  model_.on_overdue(1000, 2);
   EXPECT_NEAR(model_.seconds(1000), 2, 1e-9);
 }
 
 TEST_F(TransferModelTest, TimesThatGrowFasterThanBytesGiveNoNegativeLatency) {
-  model_.note(1000, 0.001);
-  model_.note(100'000, 0.2);
+  model_.observe(1000, 0.001);
+  model_.observe(100'000, 0.2);
   EXPECT_EQ(model_.latency(), 0);
   EXPECT_GT(model_.seconds(100), 0);
 }
 
 TEST_F(TransferModelTest, FallingTimesGiveNoNegativeRate) {
-  model_.note(1000, 0.2);
-  model_.note(9000, 0.1);
+  model_.observe(1000, 0.2);
+  model_.observe(9000, 0.1);
   EXPECT_GE(model_.seconds(1e6), 0);
   EXPECT_GE(model_.latency(), 0);
 }

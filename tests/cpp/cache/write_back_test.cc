@@ -16,7 +16,7 @@ class WriteBackTest : public ::testing::Test {
   std::size_t writes() { return parts_->tier->queued_writes(); }
   Slot stored(const std::string& name) {
     const Slot slot = parts_->resident(name);
-    parts_->write_back.note_stored({&slot, 1});
+    parts_->write_back.on_stored({&slot, 1});
     return slot;
   }
 
@@ -27,7 +27,7 @@ TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
   make(WritePolicy::kThrough);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 1u);
-  parts().write_back.note_used(slot);
+  parts().write_back.on_used(slot);
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot));
   EXPECT_EQ(writes(), 1u);
 }
@@ -37,25 +37,25 @@ TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
   make(WritePolicy::kThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
-  parts().write_back.note_used(b);
+  parts().write_back.on_used(b);
   parts().chunks.access(a, 7, 0);
-  parts().write_back.note_used(a);
+  parts().write_back.on_used(a);
   EXPECT_TRUE(parts().tier->told_used.empty());
-  parts().write_back.tell_uses();
+  parts().write_back.publish_uses();
   const std::vector<TierUse>& told = parts().tier->told_used;
   ASSERT_EQ(told.size(), 2u) << "a store does not count as a use: its write sets the time";
   EXPECT_EQ(told[0].key, key_of("b"));
   EXPECT_EQ(told[1].key, key_of("a"));
-  EXPECT_EQ(told[1].about.request, 7u);
-  parts().write_back.tell_uses();
+  EXPECT_EQ(told[1].entry_info.request, 7u);
+  parts().write_back.publish_uses();
   EXPECT_EQ(told.size(), 2u) << "the use is reported twice";
 }
 
 // The tier may evict the record: it is written again when host memory evicts the chunk.
 TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
   make(WritePolicy::kOnEvict);
-  parts().write_back.note_used(stored("a"));
-  parts().write_back.tell_uses();
+  parts().write_back.on_used(stored("a"));
+  parts().write_back.publish_uses();
   EXPECT_TRUE(parts().tier->told_used.empty());
 }
 
@@ -92,9 +92,9 @@ TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
 TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
   make(WritePolicy::kReuse, 3);
   const Slot slot = stored("a");
-  parts().write_back.note_used(slot);
+  parts().write_back.on_used(slot);
   EXPECT_EQ(writes(), 0u);
-  parts().write_back.note_used(slot);
+  parts().write_back.on_used(slot);
   EXPECT_EQ(writes(), 1u);
 }
 

@@ -1,6 +1,6 @@
 // On a GPU: the CUDA copier moves the bytes the plain reference moves, in the
 // order the compute stream demands. Without one every test skips and says so.
-// The same tests run on the CUDA runtime on threads (tests/cpp/cuda_on_threads).
+// The same tests run on the CUDA runtime on threads (tests/cpp/fake_cuda).
 //
 // KV_OFFLOAD_GPU_SECONDS (default 5) is how long the random test goes on,
 // KV_OFFLOAD_GPU_CASES (default 300) how many cases each path has.

@@ -127,8 +127,8 @@ TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
   const Slot slot = store("a");
   index_.access(slot, 7, 1);
   index_.access(slot, 8, -1);
-  EXPECT_EQ(index_.about(index_.at(slot)).priority, 1);
-  EXPECT_EQ(index_.about(index_.at(slot)).request, 8u);
+  EXPECT_EQ(index_.entry_info(index_.at(slot)).priority, 1);
+  EXPECT_EQ(index_.entry_info(index_.at(slot)).request, 8u);
 }
 
 TEST_F(ChunkIndexTest, PinsOfWaitersOutliveTheFetchThatBroughtTheChunk) {
@@ -436,8 +436,9 @@ class NextVictimsTest : public testing::TestWithParam<std::string> {
         continue;
       }
       const ChunkId parent = i == 0 ? 0 : chunk_id(key_of(prompt[i - 1]));
-      const EntryInfo about{.parent = parent, .depth = static_cast<std::uint32_t>(i), .request = request};
-      stored.push_back(index_.insert(key, 0, row_++, about, ChunkState::kFilling));
+      const EntryInfo entry_info{
+          .parent = parent, .depth = static_cast<std::uint32_t>(i), .request = request};
+      stored.push_back(index_.insert(key, 0, row_++, entry_info, ChunkState::kFilling));
     }
     for (std::size_t i = stored.size(); i-- > 0;) index_.make_resident(stored[i], ChunkOrigin::kStore);
   }

@@ -10,40 +10,40 @@ TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
   const auto record = classes.refer(9);
   const std::vector<unsigned> expected = {1, 1, 2, 2, 2, 2, 3};  // after 1, 2, ... new entries
   for (const unsigned of_class : expected) {
-    classes.note_stored(record, true, false);
+    classes.on_stored(record, true, false);
     EXPECT_EQ(classes.class_of(record), of_class);
   }
-  for (int i = 0; i < 10000; ++i) classes.note_stored(record, true, false);
+  for (int i = 0; i < 10000; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
 }
 
 TEST(RequestClasses, WhatComesBackIsAnotherClass) {
   RequestClasses classes;
   const auto record = classes.refer(9);
-  for (int i = 0; i < 3; ++i) classes.note_stored(record, true, false);
+  for (int i = 0; i < 3; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), 2u);
-  classes.note_return(record);
+  classes.on_return(record);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
-  classes.note_stored(record, true, false);
+  classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
-  classes.note_return(classes.refer(0));
+  classes.on_return(classes.refer(0));
   EXPECT_EQ(classes.class_of(0), RequestClasses::kUnknown);
 }
 
 TEST(RequestClasses, WhatWasHereBeforeIsNotNew) {
   RequestClasses classes;
   const auto record = classes.refer(9);
-  for (int i = 0; i < 50; ++i) classes.note_stored(record, true, true);
+  for (int i = 0; i < 50; ++i) classes.on_stored(record, true, true);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack);
 }
 
 TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
   RequestClasses classes;
   const auto record = classes.refer(9);
-  for (int i = 0; i < 800; ++i) classes.note_stored(record, i % 8 == 0, true);
+  for (int i = 0; i < 800; ++i) classes.on_stored(record, i % 8 == 0, true);
   EXPECT_LE(classes.class_of(record), RequestClasses::kCameBack + 3);
   const auto other = classes.refer(10);
-  for (int i = 0; i < 800; ++i) classes.note_stored(other, false, false);
+  for (int i = 0; i < 800; ++i) classes.on_stored(other, false, false);
   EXPECT_EQ(classes.class_of(other), RequestClasses::kCameBack - 1);
 }
 

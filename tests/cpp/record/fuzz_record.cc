@@ -20,8 +20,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (size % 2 == 1) {
     good.codec = Codec::kSplitZstd;
     good.stored_bytes = 5001;
-    good.sealing = Sealing::kAes256Gcm;
-    good.seal.salt.fill(5);
+    good.cipher = Cipher::kAes256Gcm;
+    good.cipher_fields.salt.fill(5);
   }
   encode_header(good, page.span());
   for (std::size_t i = 0; i < size && i < kRecordHeaderBytes; ++i) page.data()[i] ^= std::byte{data[i]};

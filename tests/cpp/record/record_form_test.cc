@@ -5,7 +5,7 @@
 #include <random>
 
 #include "record/record_bytes.h"
-#include "tier/sealed_medium.h"
+#include "tier/encrypted_medium.h"
 #include "tier/tier_driver.h"
 
 namespace kv_offload {
@@ -48,16 +48,16 @@ TEST(RecordFormTest, a_raw_unencrypted_record_uses_no_intermediate_buffer) {
   }
 }
 
-#ifdef KV_OFFLOAD_SEALING
+#ifdef KV_OFFLOAD_ENCRYPTION
 
-class SealedRecordTest : public ::testing::Test {
+class EncryptedRecordTest : public ::testing::Test {
  protected:
-  SealedRecordTest() { row_.fill(1); }
+  EncryptedRecordTest() { row_.fill(1); }
   RecordForm form_{{.keys = keys_of({1})}};
   Row row_{kRowSizes}, other_{kRowSizes};
 };
 
-TEST_F(SealedRecordTest, decrypts_to_the_same_bytes_and_reveals_none_of_them) {
+TEST_F(EncryptedRecordTest, decrypts_to_the_same_bytes_and_reveals_none_of_them) {
   const Bytes bytes = bytes_of(form_, op_of(row_));
   EXPECT_EQ(bytes.size(), kRecordHeaderBytes + 4 * kPageBytes);
   const Shard shard = row_.shards()[0];
@@ -73,7 +73,7 @@ TEST_F(SealedRecordTest, decrypts_to_the_same_bytes_and_reveals_none_of_them) {
 }
 
 // Also when the attacker corrected the checksums afterwards.
-TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_detected) {
+TEST_F(EncryptedRecordTest, every_flipped_byte_of_the_header_is_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   for (std::size_t at = 0; at < kRecordHeaderBytes; ++at) {
     Bytes bad = good;
@@ -89,7 +89,7 @@ TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_detected) {
   }
 }
 
-TEST_F(SealedRecordTest, a_forged_payload_is_detected_under_correct_checksums) {
+TEST_F(EncryptedRecordTest, a_forged_payload_is_detected_under_correct_checksums) {
   const Bytes good = bytes_of(form_, op_of(row_));
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {
@@ -101,7 +101,7 @@ TEST_F(SealedRecordTest, a_forged_payload_is_detected_under_correct_checksums) {
   }
 }
 
-TEST_F(SealedRecordTest, a_truncated_or_extended_record_is_detected) {
+TEST_F(EncryptedRecordTest, a_truncated_or_extended_record_is_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   for (const std::size_t size : {std::size_t{0}, std::size_t{100}, kRecordHeaderBytes, good.size() - 1,
                                  good.size() - kPageBytes, good.size() + 1, good.size() + kPageBytes}) {
@@ -111,7 +111,7 @@ TEST_F(SealedRecordTest, a_truncated_or_extended_record_is_detected) {
   }
 }
 
-TEST_F(SealedRecordTest, bytes_of_another_record_namespace_or_key_are_detected) {
+TEST_F(EncryptedRecordTest, bytes_of_another_record_namespace_or_key_are_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   EXPECT_EQ(read_bytes(form_, op_of(other_, 2), good).kind(), StatusKind::kCorrupt) << "of another key";
   EXPECT_EQ(read_bytes(form_, op_of(other_), good, space_of(2)).kind(), StatusKind::kCorrupt);
@@ -133,17 +133,17 @@ TEST_F(SealedRecordTest, bytes_of_another_record_namespace_or_key_are_detected) 
   EXPECT_EQ(read_bytes(form_, op_of(other_), spliced).kind(), StatusKind::kCorrupt);
 }
 
-TEST_F(SealedRecordTest, a_form_with_keys_rejects_plain_records_and_one_without_rejects_encrypted_ones) {
+TEST_F(EncryptedRecordTest, a_form_with_keys_rejects_plain_records_and_one_without_rejects_encrypted_ones) {
   RecordForm plain({}), rotated({.keys = keys_of({2, 1})}), foreign({.keys = keys_of({2})});
   EXPECT_EQ(read_bytes(form_, op_of(other_), bytes_of(plain, op_of(row_))).kind(), StatusKind::kCorrupt);
-  const Bytes sealed = bytes_of(form_, op_of(row_));
-  EXPECT_EQ(read_bytes(plain, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
-  EXPECT_EQ(read_bytes(foreign, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
-  EXPECT_TRUE(read_bytes(rotated, op_of(other_), sealed));
+  const Bytes encrypted = bytes_of(form_, op_of(row_));
+  EXPECT_EQ(read_bytes(plain, op_of(other_), encrypted).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(foreign, op_of(other_), encrypted).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(read_bytes(rotated, op_of(other_), encrypted));
   EXPECT_TRUE(other_.holds(1));
 }
 
-TEST_F(SealedRecordTest, records_larger_than_one_step_are_encrypted_completely) {
+TEST_F(EncryptedRecordTest, records_larger_than_one_step_are_encrypted_completely) {
   const ShardSizes sizes = {RecordForm::kStepBytes * 2 + 1000, RecordForm::kStepBytes};
   Row large(sizes), found(sizes);
   large.fill(4);

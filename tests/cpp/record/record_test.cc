@@ -23,10 +23,10 @@ RecordHeader some_header() {
   header.element = Element::kFp16;
   header.stored_bytes = 9000;
   header.checksum = 0x1234567890ABCDEFull;
-  header.sealing = Sealing::kAes256Gcm;
-  header.seal.key_id.fill(0x21);
-  header.seal.salt.fill(0x22);
-  header.seal.tag.fill(0x23);
+  header.cipher = Cipher::kAes256Gcm;
+  header.cipher_fields.key_id.fill(0x21);
+  header.cipher_fields.salt.fill(0x22);
+  header.cipher_fields.tag.fill(0x23);
   header.created_unix_nanos = 99;
   return header;
 }
@@ -46,8 +46,8 @@ TEST(Record, the_header_decodes_to_the_same_values) {
   EXPECT_EQ(found.element, header.element);
   EXPECT_EQ(found.stored_bytes, header.stored_bytes);
   EXPECT_EQ(found.checksum, header.checksum);
-  EXPECT_EQ(found.sealing, header.sealing);
-  EXPECT_EQ(found.seal, header.seal);
+  EXPECT_EQ(found.cipher, header.cipher);
+  EXPECT_EQ(found.cipher_fields, header.cipher_fields);
   EXPECT_EQ(found.created_unix_nanos, header.created_unix_nanos);
 }
 
@@ -145,13 +145,13 @@ TEST(Record, an_encoded_record_that_saves_no_page_is_rejected) {
 TEST(Record, the_authenticated_fields_exclude_only_those_computed_after_them) {
   const AlignedBuffer fields(kRecordHeaderBytes), others(kRecordHeaderBytes);
   RecordHeader header = some_header();
-  encode_sealed_fields(header, fields.span());
+  encode_authenticated_fields(header, fields.span());
   header.checksum ^= 1;
-  header.seal.tag.fill(9);
-  encode_sealed_fields(header, others.span());
+  header.cipher_fields.tag.fill(9);
+  encode_authenticated_fields(header, others.span());
   EXPECT_EQ(std::memcmp(fields.data(), others.data(), kRecordHeaderBytes), 0);
   header.created_unix_nanos ^= 1;
-  encode_sealed_fields(header, others.span());
+  encode_authenticated_fields(header, others.span());
   EXPECT_NE(std::memcmp(fields.data(), others.data(), kRecordHeaderBytes), 0);
 }
 

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "cache/cache_fixture.h"
-#include "cache/requests.h"
+#include "cache/request_table.h"
 #include "steps/counted_store.h"
 #include "steps/steps.h"
 #include "tier/io_pool.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 #include "with_threads.h"
 
 namespace kv_offload::testing {
@@ -45,11 +45,11 @@ class Engine {
     options.tier = size.tier;
     if (size.tier) {
       options.make_tier = [this, size](const Clock& clock) {
-        PooledTierOptions tier;
+        ThreadPoolTierOptions tier;
         tier.name = "counted";
         tier.clock = &clock;
         tier.driven_by_hand = &pool_;
-        return make_pooled_tier(std::make_unique<CountedStore>(kRecords, size.reads_end), tier);
+        return make_thread_pool_tier(std::make_unique<CountedStore>(kRecords, size.reads_end), tier);
       };
     }
     world_ = std::make_unique<World>(options);
@@ -252,7 +252,7 @@ TEST(CacheSteps, a_request_that_ends_while_its_chunks_are_read_costs_the_same_a_
     engine.expect_reads(chunks);
     const RequestHandle request = engine.ask(Engine::keys(100'000, chunks));
     const std::uint64_t took = steps_of([&] { engine.cache().end_request(request); });
-    for (std::size_t i = 0; i < chunks / Requests::kReadsGivenBackAtOnce; ++i) engine.cache().end_step();
+    for (std::size_t i = 0; i < chunks / RequestTable::kReadsGivenBackAtOnce; ++i) engine.cache().end_step();
     EXPECT_EQ(engine.pool().depth(Lane::kRead).queued, chunks);
     return took / chunks;
   });

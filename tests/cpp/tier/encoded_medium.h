@@ -17,8 +17,8 @@ inline std::shared_ptr<CompressionChoice> always_encoded(Element element = Eleme
 class EncodedMedium final : public Medium {
  public:
   explicit EncodedMedium(std::unique_ptr<Medium> medium) : medium_(std::move(medium)) {}
-  std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
-    PooledTierOptions encoded = options;
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& options) override {
+    ThreadPoolTierOptions encoded = options;
     encoded.form.compression = always_encoded();
     return medium_->open(encoded);
   }

@@ -9,7 +9,7 @@
 #include "record/record_bytes.h"
 #include "record/record_form.h"
 #include "tier/encoded_medium.h"
-#include "tier/sealed_medium.h"
+#include "tier/encrypted_medium.h"
 #include "tier/tier_conformance.h"
 #include "tier/tier_driver.h"
 #include "with_threads.h"
@@ -197,25 +197,25 @@ TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
   EXPECT_EQ(read_bytes(form_, op_on(other_), bad).kind(), StatusKind::kCorrupt);
 }
 
-#ifdef KV_OFFLOAD_SEALING
+#ifdef KV_OFFLOAD_ENCRYPTION
 TEST_F(EncodedRecord, may_be_encrypted_as_well) {
-  RecordForm sealing({.compression = choice_, .keys = testing::keys_of({1})});
-  const Bytes bytes = bytes_of(sealing, op_on(row_));
+  RecordForm encryption({.compression = choice_, .keys = testing::keys_of({1})});
+  const Bytes bytes = bytes_of(encryption, op_on(row_));
   EXPECT_EQ(header_of(bytes).codec, Codec::kSplitZstd);
   EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
-  ASSERT_TRUE(read_bytes(sealing, op_on(other_), bytes));
+  ASSERT_TRUE(read_bytes(encryption, op_on(other_), bytes));
   EXPECT_TRUE(same(other_, row_));
   Bytes bad = bytes;
   bad[kRecordHeaderBytes + 5000] ^= std::byte{1};
   make_sums_right(&bad);
-  EXPECT_EQ(read_bytes(sealing, op_on(other_), bad).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(encryption, op_on(other_), bad).kind(), StatusKind::kCorrupt);
 }
 #endif
 
 // A tier reserves and counts the stored bytes.
 TEST(EncodedTier, space_is_counted_by_stored_size) {
   testing::FsMedium medium;
-  PooledTierOptions options;
+  ThreadPoolTierOptions options;
   options.name = "fs";
   options.form.compression = always_encoded();
   testing::TierDriver user(medium.open(options));
@@ -229,7 +229,7 @@ TEST(EncodedTier, space_is_counted_by_stored_size) {
   EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
   EXPECT_LT(stats.encoded_stored_bytes, kRaw / 3);
   EXPECT_TRUE(user.read(1, {kRaw}));
-  EXPECT_EQ(user.tier().about_codec(), "on: compress is zstd");
+  EXPECT_EQ(user.tier().codec_reason(), "on: compress is zstd");
 }
 
 // The choice compares codec time with the time of successful ops, so it must not count failed ones.
@@ -238,7 +238,7 @@ TEST(EncodedTier, failed_writes_do_not_reach_the_choice) {
   testing::MemoryMedium memory;
   for (testing::Medium* medium :
        {static_cast<testing::Medium*>(&files), static_cast<testing::Medium*>(&memory)}) {
-    PooledTierOptions options;
+    ThreadPoolTierOptions options;
     options.name = "tier";
     options.form.compression = always_encoded();
     testing::TierDriver user(medium->open(options));
@@ -252,18 +252,18 @@ TEST(EncodedTier, failed_writes_do_not_reach_the_choice) {
 
 TEST(EncodedTier, ops_report_the_tiers_speed_to_the_choice) {
   testing::MemoryMedium medium;
-  PooledTierOptions options;
+  ThreadPoolTierOptions options;
   options.name = "memory";
   options.form.compression = std::make_shared<CompressionChoice>(
       CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}});
   testing::TierDriver user(medium.open(options));
-  EXPECT_THAT(user.tier().about_codec(), StartsWith("off: too little"));
+  EXPECT_THAT(user.tier().codec_reason(), StartsWith("off: too little"));
   for (std::uint32_t i = 0; i < CompressionChoice::kOpsToKnow; ++i) {
     ASSERT_TRUE(user.write(i));
     ASSERT_TRUE(user.read(i));
   }
   user.poll();
-  EXPECT_THAT(user.tier().about_codec(), ::testing::HasSubstr(": a read of 1 MiB takes "));
+  EXPECT_THAT(user.tier().codec_reason(), ::testing::HasSubstr(": a read of 1 MiB takes "));
 }
 
 }  // namespace

@@ -109,7 +109,7 @@ class MemoryServer {
     const std::lock_guard lock(mutex_);
     return asked_;
   }
-  void note_maintained() {
+  void on_maintained() {
     (void)before(Verb::kMaintain);
     const std::lock_guard lock(mutex_);
     ++maintained_;
@@ -213,7 +213,7 @@ class MemoryStore final : public RecordStore {
   }
   std::size_t keys_per_locate(KeyOrder) const override { return keys_per_locate_; }
 
-  void maintain() override { server_->note_maintained(); }
+  void maintain() override { server_->on_maintained(); }
   Status begin_epoch() override {
     if (epoch()) return Status::ok();
     std::uint64_t number = 0;

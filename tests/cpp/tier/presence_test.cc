@@ -17,7 +17,7 @@ class PresenceCacheTest : public ::testing::Test {
  protected:
   static std::vector<ChunkKey> ask(PresenceCache& cache, const std::vector<ChunkKey>& keys) {
     std::vector<ChunkKey> asked;
-    cache.begin_asking(keys, cache.era(), &asked);
+    cache.begin_asking(keys, cache.epoch_number(), &asked);
     return asked;
   }
   Presence of(std::uint32_t number) const { return cache_.contains(key_of(number)); }
@@ -35,7 +35,7 @@ class PresenceCacheTest : public ::testing::Test {
 TEST_F(PresenceCacheTest, a_key_is_looked_up_once_until_there_is_an_answer) {
   EXPECT_EQ(of(1), Presence::kUnknown);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2), key_of(1)}).size(), 2u);
-  EXPECT_EQ(of(1), Presence::kAsked);
+  EXPECT_EQ(of(1), Presence::kLookupPending);
   EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
   cache_.answered(key_of(1), true, 0);
   cache_.answered(key_of(2), false, 0);
@@ -52,7 +52,7 @@ TEST_F(PresenceCacheTest, absence_expires_and_presence_does_not) {
   clock_.advance(milliseconds(999));
   EXPECT_EQ(of(2), Presence::kAbsent);
   clock_.advance(milliseconds(1));
-  EXPECT_EQ(of(2), Presence::kWasAbsent);
+  EXPECT_EQ(of(2), Presence::kStaleMiss);
   EXPECT_EQ(of(1), Presence::kPresent);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2)}), std::vector<ChunkKey>{key_of(2)});
 }
@@ -66,7 +66,7 @@ TEST_F(PresenceCacheTest, absence_expires_sooner_when_the_store_answers_fast) {
     clock_.advance(milliseconds(absent) - Nanos(1));
     EXPECT_EQ(cache.contains(key_of(1)), Presence::kAbsent) << took;
     clock_.advance(Nanos(1));
-    EXPECT_EQ(cache.contains(key_of(1)), Presence::kWasAbsent) << took;
+    EXPECT_EQ(cache.contains(key_of(1)), Presence::kStaleMiss) << took;
   }
 }
 
@@ -87,9 +87,9 @@ TEST_F(PresenceCacheTest, nothing_learnt_before_a_reset_counts_after_it) {
   cache_.answered(key_of(2), true, 0);
   cache_.written(key_of(3), 0);
   cache_.gone(key_of(4), TierRemoval::Reason::kVanished, 0);
-  EXPECT_EQ(of(2), Presence::kAsked);
+  EXPECT_EQ(of(2), Presence::kLookupPending);
   for (const std::uint32_t number : {3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
-  cache_.answered(key_of(2), true, cache_.era());
+  cache_.answered(key_of(2), true, cache_.epoch_number());
   EXPECT_EQ(of(2), Presence::kPresent);
 }
 
@@ -118,18 +118,18 @@ TEST_F(PresenceCacheTest, a_key_that_a_read_missed_is_soon_looked_up_again) {
   cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   clock_.advance(PresenceCache::kLeastAbsent);
-  EXPECT_EQ(of(1), Presence::kWasAbsent);
+  EXPECT_EQ(of(1), Presence::kStaleMiss);
 }
 
 TEST_F(PresenceCacheTest, an_abandoned_lookup_counts_as_absent_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
-  EXPECT_EQ(of(1), Presence::kAsked) << "that lookup belongs to another epoch";
+  EXPECT_EQ(of(1), Presence::kLookupPending) << "that lookup belongs to another epoch";
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being looked up";
   clock_.advance(milliseconds(1000));
-  EXPECT_EQ(of(1), Presence::kWasAbsent);
+  EXPECT_EQ(of(1), Presence::kStaleMiss);
 }
 
 TEST_F(PresenceCacheTest, abandoning_lookups_needs_no_memory) {
@@ -163,7 +163,7 @@ TEST_F(PresenceCacheTest, a_reset_that_runs_out_of_memory_changes_nothing) {
     std::vector<TierRemoval> removals;
     cache.take_removals(&removals);
     cache.answered(key_of(6), true, 0);
-    EXPECT_EQ(cache.era(), failed ? 0u : 1u) << after;
+    EXPECT_EQ(cache.epoch_number(), failed ? 0u : 1u) << after;
     EXPECT_EQ(removals.size(), failed ? 0u : 6u) << after;
     for (std::uint32_t i = 0; i < 7; ++i)
       EXPECT_EQ(cache.contains(key_of(i)), failed ? Presence::kPresent : Presence::kUnknown) << after;

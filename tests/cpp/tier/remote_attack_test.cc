@@ -61,7 +61,7 @@ class AttackedEngine {
   ~AttackedEngine() { close(); }
 
   void open() {
-    PooledTierOptions options;
+    ThreadPoolTierOptions options;
     options.name = "tier";
     options.clock = &clock_;
     options.op_deadline = milliseconds(250);

@@ -10,9 +10,9 @@
 #include "backends/fs/fixture.h"
 #include "backends/mooncake/medium.h"
 #include "backends/redis/medium.h"
+#include "tier/encrypted_key_tier.h"
 #include "tier/memory_store.h"
-#include "tier/pooled_tier.h"
-#include "tier/sealed_names.h"
+#include "tier/thread_pool_tier.h"
 #ifdef KV_OFFLOAD_S3
 #include "backends/s3/medium.h"
 #endif
@@ -22,9 +22,9 @@ namespace kv_offload::testing {
 
 class FsMedium final : public Medium {
  public:
-  std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& options) override {
     FsTierOptions fs_options = options_for(root_);
-    static_cast<PooledTierOptions&>(fs_options) = options;
+    static_cast<ThreadPoolTierOptions&>(fs_options) = options;
     fs_options.file_ops = &ops_;
     return make_fs_tier(fs_options);
   }
@@ -67,11 +67,11 @@ class MemoryMedium final : public Medium {
  public:
   using Verb = MemoryServer::Verb;
 
-  std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& options) override {
     NamespaceId id{};
     id.fill(0x11);
-    return with_sealed_names(
-        make_pooled_tier(std::make_unique<MemoryStore>(server, id, 64, false, options.form), options),
+    return with_encrypted_keys(
+        make_thread_pool_tier(std::make_unique<MemoryStore>(server, id, 64, false, options.form), options),
         options.form.keys, id);
   }
   void lose(const ChunkKey& key) override { server->lose(key); }

@@ -6,11 +6,11 @@
 #include <functional>
 #include <random>
 
-#include "tier/breaker.h"
+#include "tier/circuit_breaker.h"
 #include "tier/encoded_medium.h"
+#include "tier/encrypted_medium.h"
 #include "tier/io_pool.h"
 #include "tier/loopback_server.h"
-#include "tier/sealed_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -26,14 +26,14 @@ struct Kind {
 
 class TierConformance : public ::testing::TestWithParam<Kind> {
  protected:
-  PooledTierOptions options() {
-    PooledTierOptions options;
+  ThreadPoolTierOptions options() {
+    ThreadPoolTierOptions options;
     options.name = "tier";
     options.clock = &clock_;
     return options;
   }
-  PooledTierOptions by_hand(IoPool** pool) {
-    PooledTierOptions chosen = options();
+  ThreadPoolTierOptions by_hand(IoPool** pool) {
+    ThreadPoolTierOptions chosen = options();
     chosen.driven_by_hand = pool;
     return chosen;
   }
@@ -74,7 +74,7 @@ TEST_P(TierConformance, reads_return_the_written_bytes) {
 }
 
 TEST_P(TierConformance, codec_work_is_counted_for_ops_that_succeed) {
-  PooledTierOptions encoded = options();
+  ThreadPoolTierOptions encoded = options();
   encoded.form.compression = always_encoded();
   TierDriver user(medium_->open(encoded));
   user.wait_for_scan();
@@ -92,12 +92,12 @@ TEST_P(TierConformance, codec_work_is_counted_for_ops_that_succeed) {
 }
 
 TEST_P(TierConformance, record_bytes_are_counted_as_stored) {
-  PooledTierOptions encoded = options();
+  ThreadPoolTierOptions encoded = options();
   encoded.form.compression = always_encoded();
   constexpr std::uint64_t kPayload = 16 * kPageBytes, kRaw = kPayload + kRecordHeaderBytes;
   std::uint64_t written[2], read[2];
   std::uint32_t number = 1;
-  for (PooledTierOptions chosen : {options(), encoded}) {
+  for (ThreadPoolTierOptions chosen : {options(), encoded}) {
     TierDriver user(medium_->open(chosen));
     user.wait_for_scan();
     const OpId op = user.start(OpKind::kWrite, number, {kPayload});
@@ -332,12 +332,12 @@ TEST_P(TierConformance, a_device_that_keeps_failing_is_switched_off_for_a_while)
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_->fail_transfers(true);
-  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i)
+  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i)
     EXPECT_EQ(user.write(10 + i).kind(), StatusKind::kIo);
   EXPECT_EQ(user.write(30).kind(), StatusKind::kUnavailable);
   EXPECT_FALSE(user.tier().stats().writable);
   EXPECT_TRUE(user.tier().stats().readable) << "reads have their own breaker";
-  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) {
+  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) {
     EXPECT_FALSE(user.read(1));
   }
   EXPECT_FALSE(user.tier().stats().readable);
@@ -351,7 +351,7 @@ TEST_P(TierConformance, a_device_that_keeps_failing_is_switched_off_for_a_while)
 }
 
 TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_no_caller) {
-  PooledTierOptions chosen = options();
+  ThreadPoolTierOptions chosen = options();
   chosen.n_read_threads = chosen.n_write_threads = 1;  // both take reads
   TierDriver user(medium_->open(chosen));
   ASSERT_TRUE(user.write(1));
@@ -396,7 +396,7 @@ TEST_P(TierConformance, after_close_nothing_is_accepted_and_queued_ops_have_ende
 }
 
 TEST_P(TierConformance, close_during_a_hanging_op_returns_and_frees_no_memory_in_use) {
-  PooledTierOptions chosen = options();
+  ThreadPoolTierOptions chosen = options();
   chosen.close_wait = std::chrono::milliseconds(10);
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   std::unique_ptr<Tier> tier = medium_->open(chosen);
@@ -431,8 +431,8 @@ Kind kind(std::string name) {
   return {std::move(name), [] { return std::make_unique<OneMedium>(); }};
 }
 template <typename OneMedium>
-Kind sealed(std::string name) {
-  return {std::move(name), [] { return std::make_unique<SealedMedium>(std::make_unique<OneMedium>()); }};
+Kind encrypted(std::string name) {
+  return {std::move(name), [] { return std::make_unique<EncryptedMedium>(std::make_unique<OneMedium>()); }};
 }
 
 template <typename OneMedium>
@@ -459,13 +459,14 @@ INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                                                ),
                          [](const auto& info) { return info.param.name; });
 
-#ifdef KV_OFFLOAD_SEALING
-INSTANTIATE_TEST_SUITE_P(SealedKinds, TierConformance,
-                         ::testing::Values(sealed<FsMedium>("fs"), sealed<MemoryMedium>("memory"),
-                                           sealed<MooncakeMedium>("mooncake"), sealed<RedisMedium>("redis")
+#ifdef KV_OFFLOAD_ENCRYPTION
+INSTANTIATE_TEST_SUITE_P(EncryptedKinds, TierConformance,
+                         ::testing::Values(encrypted<FsMedium>("fs"), encrypted<MemoryMedium>("memory"),
+                                           encrypted<MooncakeMedium>("mooncake"),
+                                           encrypted<RedisMedium>("redis")
 #ifdef KV_OFFLOAD_S3
-                                                                                   ,
-                                           sealed<S3Medium>("s3")
+                                               ,
+                                           encrypted<S3Medium>("s3")
 #endif
                                                ),
                          [](const auto& info) { return info.param.name; });

@@ -135,9 +135,9 @@ class TierDriver {
       const bool idle = tier_->stats().queued_reads == 0;  // before contains(), to see ended lookups
       presence = tier_->contains(key_of(number));
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
-      if (presence == Presence::kWasAbsent && asked) return true;
-      if (presence == Presence::kAsked || (asked && !idle)) return false;  // a lookup is pending
-      if (presence == Presence::kWasAbsent) tier_->forget_absence(key_of(number));
+      if (presence == Presence::kStaleMiss && asked) return true;
+      if (presence == Presence::kLookupPending || (asked && !idle)) return false;  // a lookup is pending
+      if (presence == Presence::kStaleMiss) tier_->forget_absence(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       asked = true;
       return false;

@@ -4,14 +4,14 @@
 
 #include <memory>
 
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload::testing {
 
 class Medium {
  public:
   virtual ~Medium() = default;
-  virtual std::unique_ptr<Tier> open(const PooledTierOptions& options) = 0;
+  virtual std::unique_ptr<Tier> open(const ThreadPoolTierOptions& options) = 0;
   virtual void lose(const ChunkKey& key) = 0;
   virtual void damage(const ChunkKey& key) = 0;
   virtual void fail_transfers(bool fail) = 0;

@@ -7,7 +7,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
 #include "tier/memory_store.h"
-#include "tier/pooled_tier.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 namespace {
@@ -28,10 +28,10 @@ std::shared_ptr<MemoryServer> server_of(const std::string& name) {
 struct ToyTierSpec final : bindings::TierSpec {
   std::shared_ptr<MemoryServer> server;
   NamespaceId namespace_id{};
-  PooledTierOptions options;
+  ThreadPoolTierOptions options;
 
   std::unique_ptr<Tier> open() const override {
-    return make_pooled_tier(std::make_unique<testing::MemoryStore>(server, namespace_id), options);
+    return make_thread_pool_tier(std::make_unique<testing::MemoryStore>(server, namespace_id), options);
   }
 };
 

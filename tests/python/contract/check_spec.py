@@ -138,11 +138,11 @@ def test_a_kept_region_is_found_by_the_weights_name_not_by_their_path() -> None:
 def test_a_region_that_cannot_be_kept_is_not_logged_as_kept(caplog: pytest.LogCaptureFixture) -> None:
     stats = {"taken_over_chunks": 3, "resident_bytes": 12288}
     with caplog.at_level("INFO", logger="vllm.kv_offload"):
-        spec._tell_kept(stats | {"is_kept": False})
+        spec._log_kept(stats | {"is_kept": False})
         assert "ends with it" in caplog.text
         assert "outlives" not in caplog.text
         caplog.clear()
-        spec._tell_kept(stats | {"is_kept": True})
+        spec._log_kept(stats | {"is_kept": True})
         assert "found 3 chunks" in caplog.text
 
 

@@ -18,7 +18,7 @@ class Looked:
     def __init__(self, *sights: tuple[int, int], longest_prompt: int = 100) -> None:
         self._sights, self._longest_prompt = list(sights), longest_prompt
 
-    def sights(self) -> list[tuple[int, int]]:
+    def lookup_counts(self) -> list[tuple[int, int]]:
         return self._sights
 
     def stats(self) -> dict[str, int]:
@@ -29,15 +29,15 @@ class Tiers:
     """The tier statistics of a cache."""
 
     def __init__(self, *apart: bool) -> None:
-        self.apart = list(apart)
+        self.diverged = list(apart)
         self.encodes = [False] * len(apart)
 
     def tier_stats(self, position: int) -> dict[str, Any]:
         encodes = self.encodes[position]
         return {
-            "apart": self.apart[position],
+            "diverged": self.diverged[position],
             "encodes": encodes,
-            "about_codec": "on: it pays" if encodes else "off",
+            "codec_reason": "on: it pays" if encodes else "off",
         }
 
 
@@ -136,7 +136,7 @@ def test_each_tier_with_diverged_replicas_is_named_once(caplog: pytest.LogCaptur
     watch = DivergenceWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
     watch.look()
     assert not caplog.records
-    tiers.apart = [False, True]
+    tiers.diverged = [False, True]
     for _ in range(3):
         watch.look()
     (record,) = caplog.records

@@ -18,7 +18,7 @@ int bounced_of(FasterPath& paths, int count, Nanos in_place, Nanos bounced) {
   for (int i = 0; i < count; ++i) {
     const Path path = paths.pick();
     picked += path == Path::kBounced;
-    paths.note(path, 1, path == Path::kBounced ? bounced : in_place);
+    paths.observe(path, 1, path == Path::kBounced ? bounced : in_place);
   }
   return picked;
 }

@@ -36,13 +36,13 @@ FsTierOptions options_on(testing::SimDisk& disk) {
 // Corrects the checksum, so that the fuzzer gets past it.
 void plant_page(testing::SimDisk& disk, const std::uint8_t* data, std::size_t size) {
   testing::SimDisk::Bytes bytes = disk.content("/root/ledger");
-  if (bytes.size() != SpacePage::kBytes) std::abort();
-  SpacePage page;
+  if (bytes.size() != LedgerPage::kBytes) std::abort();
+  LedgerPage page;
   std::memcpy(&page, bytes.data(), sizeof(page));
   std::memcpy(reinterpret_cast<char*>(&page) + sizeof(page.magic), data,
-              std::min(size, offsetof(SpacePage, checksum) - sizeof(page.magic)));
+              std::min(size, offsetof(LedgerPage, checksum) - sizeof(page.magic)));
   std::memcpy(page.magic, bytes.data(), sizeof(page.magic));
-  page.checksum = XXH3_64bits(&page, offsetof(SpacePage, checksum));
+  page.checksum = XXH3_64bits(&page, offsetof(LedgerPage, checksum));
   if (!page.valid()) std::abort();
   std::memcpy(bytes.data(), &page, sizeof(page));
   disk.replace("/root/ledger", bytes);
@@ -50,9 +50,9 @@ void plant_page(testing::SimDisk& disk, const std::uint8_t* data, std::size_t si
 
 void use(const FsTierOptions& options, testing::SimDisk& disk) {
   try {
-    std::shared_ptr<Generation> generation;
-    const OpenRoot open = open_root(options, disk, &generation);
-    Space& space = *open.space;
+    std::shared_ptr<FsEpoch> epoch;
+    const OpenRoot open = open_root(options, disk, &epoch);
+    SpaceLedger& space = *open.space;
     {
       Reservation reservation(space);
       std::uint64_t missing = 0;
@@ -66,7 +66,7 @@ void use(const FsTierOptions& options, testing::SimDisk& disk) {
     SpaceFigures figures;
     std::uint64_t number = 0;
     // A page full of slots has no slot for us until the dead owners are detected.
-    if (!space.look(Nanos{0}, &figures) || !space.look(Space::kDeadAfter, &figures)) std::abort();
+    if (!space.look(Nanos{0}, &figures) || !space.look(SpaceLedger::kDeadAfter, &figures)) std::abort();
     if (!space.begin_count(&number) || !space.finish_count(number, 8192)) std::abort();
     if (space.total() < 8192 || figures.state == SpaceState::kNotExclusive) std::abort();
   } catch (const InvalidArgument&) {  // another format, another namespace
@@ -78,8 +78,8 @@ void parse_names(const std::string& name) {
   if (const auto record = layout::parse_record(name)) {
     if (layout::record_name(record->key, record->file_bytes) != name) std::abort();
   }
-  if (const auto generation = layout::parse_generation(name)) {
-    if (layout::generation_name(*generation) != name) std::abort();
+  if (const auto epoch = layout::parse_epoch(name)) {
+    if (layout::epoch_directory_name(*epoch) != name) std::abort();
   }
   (void)layout::is_temporary(name);
   (void)layout::is_namespace_name(name);
@@ -96,8 +96,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   testing::SimDisk disk;
   const FsTierOptions options = options_on(disk);
   {
-    std::shared_ptr<Generation> generation;
-    const OpenRoot made = open_root(options, disk, &generation);
+    std::shared_ptr<FsEpoch> epoch;
+    const OpenRoot made = open_root(options, disk, &epoch);
   }
   // With a second namespace, opening does not count the root.
   if (disk.mkdir(AT_FDCWD, "/root/" + std::string(64, '2'), 0700) != 0) std::abort();

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "backends/fs/known_records.h"
+#include "backends/fs/record_index.h"
 #include "rounds.h"
 #include "step_watch.h"
 #include "tier/presence.h"
@@ -33,11 +33,11 @@ ChunkKey held_key(std::uint64_t number) {
 
 class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
  protected:
-  std::shared_ptr<Generation> begin(std::uint64_t number) {
-    auto generation = std::make_shared<Generation>();
-    generation->number = number;
-    EXPECT_TRUE(records_.begin(generation, *records_.next(), KnownRecords::Extent::kSome));
-    return generation;
+  std::shared_ptr<FsEpoch> begin(std::uint64_t number) {
+    auto epoch = std::make_shared<FsEpoch>();
+    epoch->number = number;
+    EXPECT_TRUE(records_.begin(epoch, *records_.next(), RecordIndex::Extent::kSome));
+    return epoch;
   }
   static std::vector<FoundRecord> found(std::uint64_t count) {
     std::vector<FoundRecord> found;
@@ -47,37 +47,37 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
   // The most steps in one hold while this many records are found by a scan, used, reported and forgotten.
   std::uint64_t most_of_a_life(std::uint64_t count) {
     const StepWatch watch;
-    const auto generation = begin(count);
+    const auto epoch = begin(count);
     const std::vector<FoundRecord> all = found(count);
-    records_.adopt_names(generation, all, false, go_on_);
-    std::vector<KnownRecords::LastUse> order;
+    records_.adopt_names(epoch, all, false, go_on_);
+    std::vector<RecordIndex::LastUse> order;
     for (std::uint32_t i = 0; i < count; ++i) order.push_back({i, i});
-    records_.adopt_in_order(generation, all, order, true, go_on_);
+    records_.adopt_in_order(epoch, all, order, true, go_on_);
     EXPECT_TRUE(records_.unknown_of(all).empty());
     for (std::uint64_t i = 0; i < count; i += 2) records_.touch(held_key(i));
-    std::shared_ptr<Generation> of;
+    std::shared_ptr<FsEpoch> of;
     EXPECT_EQ(records_.take_touched(&of).size(), (count + 1) / 2);
     auto uses = std::make_shared<std::vector<TierUse>>();
     for (std::uint64_t i = 0; i < count; ++i) uses->push_back({held_key(i), {.request = 1}});
     records_.used(uses);
     records_.apply_uses();
     for (std::uint64_t i = 0; i < count; i += 10)
-      records_.remove(held_key(i), generation, TierRemoval::Reason::kCorrupt);
+      records_.remove(held_key(i), epoch, TierRemoval::Reason::kCorrupt);
     EXPECT_LT(steps_of([&] { records_.reset(); }), kMostSteps);
     std::vector<TierRemoval> removals;
     for (std::size_t before = 1; before != removals.size();) {
       before = removals.size();
       records_.take_removals(&removals);
-      EXPECT_LE(removals.size() - before, KnownRecords::kMostRemovals);
+      EXPECT_LE(removals.size() - before, RecordIndex::kMostRemovals);
     }
     EXPECT_EQ(removals.size(), count) << "each once";
     records_.free_unused();
-    EXPECT_GT(watch.holds(), 3 * count / KnownRecords::kRecordsPerLock);
+    EXPECT_GT(watch.holds(), 3 * count / RecordIndex::kRecordsPerLock);
     return watch.most();
   }
 
   FakeClock clock_;
-  KnownRecords records_{GetParam(), clock_};
+  RecordIndex records_{GetParam(), clock_};
   const std::atomic<bool> go_on_{false};
 };
 
@@ -92,13 +92,13 @@ INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "pr
 // The scheduler's thread adds uses and takes removals; other threads may be late to apply them.
 TEST(HeldUsesTest, uses_that_nobody_applies_are_dropped_a_few_at_a_time) {
   FakeClock clock;
-  KnownRecords records("lru", clock);
+  RecordIndex records("lru", clock);
   const auto one = std::make_shared<std::vector<TierUse>>(1, TierUse{held_key(1), {}});
-  for (std::size_t step = 0; step < KnownRecords::kMostUses - 1; ++step) {
+  for (std::size_t step = 0; step < RecordIndex::kMostUses - 1; ++step) {
     ASSERT_LT(steps_of([&] { records.used(one); }), kMostSteps);
   }
-  const auto many = std::make_shared<std::vector<TierUse>>(KnownRecords::kMostUses, TierUse{held_key(2), {}});
-  EXPECT_LE(steps_of([&] { records.used(many); }), KnownRecords::kMostUseLists);
+  const auto many = std::make_shared<std::vector<TierUse>>(RecordIndex::kMostUses, TierUse{held_key(2), {}});
+  EXPECT_LE(steps_of([&] { records.used(many); }), RecordIndex::kMostUseLists);
 }
 
 TEST(HeldPresenceTest, no_hold_of_the_lock_grows_with_more_keys) {

@@ -6,7 +6,7 @@
 #include <functional>
 #include <thread>
 
-#include "backends/fs/known_records.h"
+#include "backends/fs/record_index.h"
 #include "tier/tier_driver.h"
 #include "with_threads.h"
 
@@ -59,12 +59,12 @@ class Turns final : public Mutex::Watcher {
 
 TEST(LetInTest, a_waiting_thread_gets_the_lock_before_the_next_piece_of_a_long_list) {
   constexpr std::uint32_t kPieces = 20;
-  constexpr auto kCount = kPieces * static_cast<std::uint32_t>(KnownRecords::kRecordsPerLock);
+  constexpr auto kCount = kPieces * static_cast<std::uint32_t>(RecordIndex::kRecordsPerLock);
   FakeClock clock;
-  KnownRecords records("lru", clock);
-  auto generation = std::make_shared<Generation>();
-  generation->number = 1;
-  ASSERT_TRUE(records.begin(generation, *records.next(), KnownRecords::Extent::kOrder));
+  RecordIndex records("lru", clock);
+  auto epoch = std::make_shared<FsEpoch>();
+  epoch->number = 1;
+  ASSERT_TRUE(records.begin(epoch, *records.next(), RecordIndex::Extent::kOrder));
   std::vector<FoundRecord> found;
   auto uses = std::make_shared<std::vector<TierUse>>();
   for (std::uint32_t i = 0; i < kCount; ++i) {
@@ -79,9 +79,9 @@ TEST(LetInTest, a_waiting_thread_gets_the_lock_before_the_next_piece_of_a_long_l
     while (!done.load()) (void)records.contains(found[0].key);
   });
   const std::atomic<bool> to_the_end{false};
-  std::shared_ptr<Generation> of;
+  std::shared_ptr<FsEpoch> of;
   const std::array<std::function<void()>, 3> long_lists{
-      [&] { records.adopt_names(generation, found, true, to_the_end); },
+      [&] { records.adopt_names(epoch, found, true, to_the_end); },
       [&] {
         records.used(uses);
         records.apply_uses();

@@ -231,7 +231,7 @@ TEST_F(FsMisleading, the_order_of_use_survives_a_restart_where_the_file_system_c
   } recorded(ops);
   const auto store = open(recorded);
   for (std::uint32_t i = 0; i < 5; ++i) ASSERT_TRUE(write(*store, i));
-  store->catalogue()->touch(key_of(0));
+  store->catalog()->touch(key_of(0));
   tick(*store, std::chrono::minutes(2));
   ASSERT_FALSE(recorded.set.empty());
   EXPECT_GT(recorded.set.back(), start + kAhead - std::int64_t{60} * 1'000'000'000);

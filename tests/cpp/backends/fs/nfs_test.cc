@@ -8,7 +8,7 @@
 #include <random>
 #include <thread>
 
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -58,12 +58,12 @@ struct NfsUser {
   }
   bool finds(std::uint32_t number) {
     std::vector<ChunkKey> keys;
-    store->catalogue()->begin_asking(std::vector{key_of(number)}, 0, &keys);
+    store->catalog()->begin_asking(std::vector{key_of(number)}, 0, &keys);
     std::vector<bool> present(keys.size());
     if (!keys.empty()) {
       EXPECT_TRUE(store->locate(keys, KeyOrder::kNone, store->epoch(), &present));
     }
-    return store->catalogue()->contains(key_of(number)) == Presence::kPresent;
+    return store->catalog()->contains(key_of(number)) == Presence::kPresent;
   }
   Status reset(std::uint32_t new_weights) {
     store->forget();
@@ -119,10 +119,10 @@ TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_cached_its_absence) {
   ASSERT_TRUE(b_->finds(1)) << "the size of its group is known from here on";
   for (std::uint32_t i = 2; i < 20; ++i) {  // in leaves that exist, and in leaves that do not
     ASSERT_FALSE(b_->finds(i));
-    clock_.advance(KnownRecords::kAskAgainAfter);
+    clock_.advance(RecordIndex::kAskAgainAfter);
     ASSERT_FALSE(b_->finds(i)) << "the host caches the absence now";
     ASSERT_TRUE(a_->write(i));
-    clock_.advance(KnownRecords::kAskAgainAfter);
+    clock_.advance(RecordIndex::kAskAgainAfter);
     EXPECT_TRUE(b_->finds(i)) << i;
     EXPECT_TRUE(b_->read(i)) << i;
   }
@@ -131,10 +131,10 @@ TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_cached_its_absence) {
 TEST_F(FsNfsTest, the_first_record_of_a_group_is_found_in_a_leaf_that_did_not_exist) {
   settle({a_.get(), b_.get()});
   ASSERT_FALSE(b_->finds(1));
-  clock_.advance(KnownRecords::kAskAgainAfter);
+  clock_.advance(RecordIndex::kAskAgainAfter);
   ASSERT_FALSE(b_->finds(1));
   ASSERT_TRUE(a_->write(1));
-  clock_.advance(KnownRecords::kAskAgainAfter);
+  clock_.advance(RecordIndex::kAskAgainAfter);
   EXPECT_TRUE(b_->finds(1));
 }
 
@@ -194,7 +194,7 @@ TEST_F(FsNfsTest, a_record_evicted_by_another_host_is_a_miss_at_any_moment) {
     const Status status = meanwhile(n, 10, [](const fs::path& path) { fs::remove(path); });
     EXPECT_EQ(status.kind(), StatusKind::kNotFound) << n << ": " << status.to_string();
     ASSERT_EQ(a_->read(10).kind(), StatusKind::kNotFound);
-    clock_.advance(KnownRecords::kAskAgainAfter);
+    clock_.advance(RecordIndex::kAskAgainAfter);
   }
   const auto recycle = [&](const fs::path& path) {
     const fs::path temporary = path.parent_path() / "recycled";
@@ -351,8 +351,8 @@ TEST_F(FsNfsTest, any_order_of_operations_keeps_the_bytes_and_the_bound) {
 
 class SpaceOnNfs : public ::testing::Test {
  protected:
-  std::unique_ptr<Space> open(std::uint64_t writer, FileOps& ops) {
-    return std::make_unique<Space>(ops, root_.get(), dir_.path(), kBound, writer, writer);
+  std::unique_ptr<SpaceLedger> open(std::uint64_t writer, FileOps& ops) {
+    return std::make_unique<SpaceLedger>(ops, root_.get(), dir_.path(), kBound, writer, writer);
   }
   // Replaces the page as a process does that finds it locked for too long.
   void replace_the_page(FileOps& ops) {
@@ -364,7 +364,7 @@ class SpaceOnNfs : public ::testing::Test {
     ASSERT_EQ(ops.rename(root_.get(), "new", name, false), 0);
   }
   std::size_t seen_by(FileOps& ops) {
-    const std::unique_ptr<Space> third = open(99, ops);
+    const std::unique_ptr<SpaceLedger> third = open(99, ops);
     SpaceFigures figures;
     EXPECT_TRUE(third->look(Nanos{0}, &figures));
     third->close();
@@ -379,7 +379,7 @@ class SpaceOnNfs : public ::testing::Test {
 };
 
 TEST_F(SpaceOnNfs, all_users_move_to_a_page_that_replaced_theirs) {
-  const std::unique_ptr<Space> one = open(1, host_), two = open(3, another_);
+  const std::unique_ptr<SpaceLedger> one = open(1, host_), two = open(3, another_);
   for (NfsHost* by : {&host_, &another_}) {
     replace_the_page(*by);
     for (int change = 0; change < 2; ++change) {  // the other host may see the replacement one change late
@@ -394,7 +394,7 @@ TEST_F(SpaceOnNfs, all_users_move_to_a_page_that_replaced_theirs) {
 }
 
 TEST_F(SpaceOnNfs, a_process_that_its_own_host_took_for_dead_becomes_visible_again) {
-  const std::unique_ptr<Space> one = open(1, host_);
+  const std::unique_ptr<SpaceLedger> one = open(1, host_);
   const std::string presence = layout::presence_name(1);
   ASSERT_EQ(host_.unlink(root_.get(), presence), 0);
   SpaceFigures figures;

@@ -181,7 +181,7 @@ INSTANTIATE_TEST_SUITE_P(all, FsOutsideChange,
                                                   [](const std::string&, const std::string& space) {
                                                     fs::remove_all(space);
                                                   }},
-                                           Change{"the_generation",
+                                           Change{"the_epoch",
                                                   [](const std::string&, const std::string& space) {
                                                     fs::remove_all(space + "/g1");
                                                   }},
@@ -244,7 +244,7 @@ TEST_F(FsOutsideChanges, the_mark_of_an_epoch_in_use_is_created_again) {
   ASSERT_TRUE(fs::exists(space() + "/g1.open"));
   int error = 0;
   const Fd directory = open_fd(posix_file_ops(), AT_FDCWD, space(), O_RDONLY | O_DIRECTORY, 0, &error);
-  EXPECT_TRUE(generation_is_open(posix_file_ops(), directory.get(), 1)) << "others would reclaim it";
+  EXPECT_TRUE(epoch_is_open(posix_file_ops(), directory.get(), 1)) << "others would reclaim it";
   store->close();
 }
 
@@ -262,7 +262,7 @@ TEST_F(FsOutsideChanges, servers_that_shared_records_share_them_again) {
   clock_.advance(std::chrono::seconds(1));
   other->maintain();
   EXPECT_TRUE(read(*other, 2));
-  EXPECT_FALSE(stats_of(*one).apart || stats_of(*other).apart);
+  EXPECT_FALSE(stats_of(*one).diverged || stats_of(*other).diverged);
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 

@@ -75,9 +75,9 @@ class PromptServer {
     TierOp op;
     op.kind = OpKind::kWrite;
     op.key = chunk_of(prompt, chunk);
-    op.about.depth = chunk + 1;
-    op.about.request = prompt + 1;
-    if (chunk > 0) op.about.parent = chunk_id(chunk_of(prompt, chunk - 1));
+    op.entry_info.depth = chunk + 1;
+    op.entry_info.request = prompt + 1;
+    if (chunk > 0) op.entry_info.parent = chunk_id(chunk_of(prompt, chunk - 1));
     op.may_decline = true;  // like a chunk that was just stored
     op.shards = row_.shards();
     std::uint64_t moved = 0;

@@ -281,14 +281,14 @@ TEST_F(FsReclaimTest, an_older_epoch_in_use_is_listed_and_evicted_by_age) {
   changed.weights = 1;
   ASSERT_TRUE(changed.write(20));
   FsRoot root(root_);
-  std::set<std::uint64_t> generations;
+  std::set<std::uint64_t> epochs;
   std::size_t records = 0;
   FsRoot::Cursor cursor = root.records(std::string(64, '1'));
   while (const auto record = cursor.next()) {
-    generations.insert(record->generation);
+    epochs.insert(record->epoch);
     ++records;
   }
-  EXPECT_EQ(generations, (std::set<std::uint64_t>{1, 2}));
+  EXPECT_EQ(epochs, (std::set<std::uint64_t>{1, 2}));
   EXPECT_EQ(records, 7u);
   EXPECT_EQ(root.stat().records, 13u);
   const fs::path damaged = records_in(root_ + "/" + std::string(64, '1') + "/g1")[0];

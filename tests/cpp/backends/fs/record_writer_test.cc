@@ -56,7 +56,7 @@ TEST(RecordWriterTest, a_write_that_would_evict_its_own_prompt_is_declined_with_
   op.shards = row.shards();
   const auto write = [&](std::uint32_t number, std::uint32_t request, bool may_decline) {
     op.key = key_of(number);
-    op.about = {.parent = chunk_id(key_of(number - 1)), .depth = number, .request = request};
+    op.entry_info = {.parent = chunk_id(key_of(number - 1)), .depth = number, .request = request};
     op.may_decline = may_decline;
     return store.write(op, store.epoch(), &moved);
   };
@@ -74,8 +74,8 @@ TEST(RecordWriterTest, a_write_that_would_evict_its_own_prompt_is_declined_with_
   EXPECT_TRUE(temporaries_in(root).empty());
   // A write of another request evicts records of the first request if it must.
   EXPECT_TRUE(write(100, 2, true));
-  EXPECT_EQ(store.catalogue()->contains(key_of(1)), Presence::kAbsent);
-  for (std::uint32_t used = 2; used < number; ++used) store.catalogue()->touch(key_of(used));
+  EXPECT_EQ(store.catalog()->contains(key_of(1)), Presence::kAbsent);
+  for (std::uint32_t used = 2; used < number; ++used) store.catalog()->touch(key_of(used));
   EXPECT_EQ(write(number + 1, 1, true).kind(), StatusKind::kDeclined)
       << "it could evict a record of the other request, but its parent chunk is missing";
   EXPECT_TRUE(write(number + 1, 3, true)) << "a later request is not bound by that decision";

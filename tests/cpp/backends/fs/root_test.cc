@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "fixture.h"
-#include "tier/sealed_medium.h"
+#include "tier/encrypted_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -44,7 +44,7 @@ TEST_F(FsRootTest, stat_reports_the_content) {
   ASSERT_EQ(info.namespaces.size(), 2u);
   EXPECT_EQ(info.namespaces[0].id, std::string(64, '1'));
   EXPECT_EQ(info.namespaces[0].records, 6u);
-  EXPECT_EQ(info.namespaces[0].generation, 1u);
+  EXPECT_EQ(info.namespaces[0].epoch, 1u);
   EXPECT_NE(info.namespaces[0].json.find("bf16"), std::string::npos);
   EXPECT_LE(info.namespaces[0].oldest_unix_nanos, info.namespaces[0].newest_unix_nanos);
   EXPECT_FALSE(info.namespaces[0].open);
@@ -157,9 +157,9 @@ TEST_F(FsRootTest, verify_keeps_records_of_another_version) {
   EXPECT_TRUE(fs::exists(path));
 }
 
-#ifdef KV_OFFLOAD_SEALING
+#ifdef KV_OFFLOAD_ENCRYPTION
 
-TEST(FsRootSealedTest, verify_checks_encryption_with_the_key_and_everything_else_without) {
+TEST(FsRootEncryptedTest, verify_checks_encryption_with_the_key_and_everything_else_without) {
   const TempDir dir;
   const std::string path = dir.path() + "/root";
   FsTierOptions options = options_for(path);
@@ -195,7 +195,7 @@ TEST(FsRootSealedTest, verify_checks_encryption_with_the_key_and_everything_else
   EXPECT_FALSE(fs::exists(forged));
 }
 
-TEST(FsRootSealedTest, no_name_in_an_encrypted_root_is_that_of_a_chunk) {
+TEST(FsRootEncryptedTest, no_name_in_an_encrypted_root_is_that_of_a_chunk) {
   const TempDir dir;
   const std::string path = dir.path() + "/root";
   FsTierOptions options = options_for(path);

@@ -39,8 +39,8 @@ class FsShares : public ::testing::TestWithParam<const char*> {
     server.tick();
   }
   void second() { clock_.advance(std::chrono::seconds(1)); }
-  Held held(unsigned char namespace_byte, const PromptServer& server, const std::string& generation = "") {
-    return held_in(disk_, name(namespace_byte) + generation, server.prompts());
+  Held held(unsigned char namespace_byte, const PromptServer& server, const std::string& epoch = "") {
+    return held_in(disk_, name(namespace_byte) + epoch, server.prompts());
   }
   // At most `useless` of the held records cannot be loaded.
   void expect_usable(const Held& found, std::size_t useless, const std::string& when) {
@@ -183,7 +183,7 @@ TEST_F(FsShares, space_granted_to_a_server_that_ended_is_free_again) {
     first->tick();
     SpaceFigures figures;
     const Fd root(disk_, disk_.open(AT_FDCWD, "/root", O_RDONLY | O_DIRECTORY, 0));
-    Space looks(disk_, root.get(), "/root", kSharedBound, 99, 0);
+    SpaceLedger looks(disk_, root.get(), "/root", kSharedBound, 99, 0);
     ASSERT_TRUE(looks.look(clock_.now(), &figures));
     EXPECT_GE(figures.reserved, 8 * kPromptRecord);
     looks.close();

@@ -171,12 +171,12 @@ TEST_F(FsTierHostile, foreign_files_that_look_like_temporary_files_stay) {
 TEST_F(FsTierHostile, a_write_to_an_occupied_path_is_no_success) {
   TierUser user(options_for(root_));
   user.wait_for_scan();
-  const std::string generation = space_ + "/g1/";
-  const fs::path taken = generation + layout::record_path(key_of(1), 4096 + 8192);
+  const std::string epoch = space_ + "/g1/";
+  const fs::path taken = epoch + layout::record_path(key_of(1), 4096 + 8192);
   fs::create_directories(taken);
   EXPECT_EQ(user.write(1).kind(), StatusKind::kIo);
   EXPECT_FALSE(user.has(1));
-  const fs::path incomplete = generation + layout::record_path(key_of(2), 4096 + 8192);
+  const fs::path incomplete = epoch + layout::record_path(key_of(2), 4096 + 8192);
   fs::create_directories(incomplete.parent_path());
   std::ofstream(incomplete) << "short";
   EXPECT_TRUE(user.write(2));

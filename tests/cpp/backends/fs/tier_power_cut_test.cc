@@ -6,7 +6,7 @@
 #include "record/record.h"
 #include "rounds.h"
 #include "sim_disk.h"
-#include "tier/sealed_medium.h"
+#include "tier/encrypted_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -42,7 +42,7 @@ struct Plan {
   FsyncMode fsync = FsyncMode::kNone;
   std::uint64_t max_bytes = std::uint64_t{64} << 20;
   bool resets = false;
-  bool sealed = false;
+  bool encrypted = false;
 };
 
 // Many lives of a process on one disk, each of which ends during a write.
@@ -53,7 +53,7 @@ class Lives {
     options_.file_ops = &disk_;
     options_.clock = &clock_;
     options_.fsync = plan.fsync;
-    if (plan.sealed) options_.form.keys = keys_of({1});
+    if (plan.encrypted) options_.form.keys = keys_of({1});
   }
   void live(int lives, unsigned most_changes) {
     for (int life = 0; life < lives; ++life) {
@@ -173,11 +173,12 @@ TEST(PowerCut, the_next_start_finds_complete_records_and_no_wrong_byte) {
   RecordProperty("torn", static_cast<int>(lives.corrupt));
 }
 
-#ifdef KV_OFFLOAD_SEALING
+#ifdef KV_OFFLOAD_ENCRYPTION
 
 TEST(PowerCut, the_next_start_finds_complete_encrypted_records) {
   SimDisk disk;
-  Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true, .sealed = true});
+  Lives lives(disk,
+              {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true, .encrypted = true});
   lives.live_until([&] { return lives.found > 0 && lives.corrupt > 0; }, rounds(100), 100);
   EXPECT_EQ(lives.wrong + lives.old + lives.above, 0u);
   EXPECT_GT(lives.found, 0u);
@@ -186,7 +187,7 @@ TEST(PowerCut, the_next_start_finds_complete_encrypted_records) {
 
 TEST(Kill, at_any_call_loses_no_encrypted_record) {
   SimDisk disk;
-  Lives lives(disk, {.power = false, .sealed = true});
+  Lives lives(disk, {.power = false, .encrypted = true});
   lives.live_until([&] { return lives.promises > 10; }, rounds(50), 60);
   EXPECT_GT(lives.promises, 10u);
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);

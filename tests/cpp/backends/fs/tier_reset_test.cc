@@ -6,9 +6,9 @@
 #include <set>
 #include <thread>
 
-#include "backends/fs/generation.h"
+#include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -33,19 +33,19 @@ class FsTierReset : public ::testing::Test {
     clock_.advance(seconds(1));
     user.poll();
   }
-  bool lies_in(std::uint32_t number, const std::string& generation) {
+  bool lies_in(std::uint32_t number, const std::string& epoch) {
     bool found = false;
     for (const fs::path& path : records_in(root_)) {
-      found |= path.string().find("/" + generation + "/") != std::string::npos &&
+      found |= path.string().find("/" + epoch + "/") != std::string::npos &&
                path.filename().string().starts_with(key_of(number).hex());
     }
     return found;
   }
-  std::set<std::string> generations() {
+  std::set<std::string> epochs() {
     std::set<std::string> found;
     walk(root_, [&](const fs::path& path) {
       const std::string name = path.filename().string();
-      if (layout::parse_generation(name)) found.insert(name);
+      if (layout::parse_epoch(name)) found.insert(name);
     });
     return found;
   }
@@ -90,7 +90,7 @@ TEST_F(FsTierReset, a_queued_op_that_was_not_cancelled_leaves_nothing_after_a_re
   EXPECT_EQ(user.finish(read).status.kind(), StatusKind::kCancelled);
 }
 
-// PooledTier checks the epoch before and after a call; during the call, the store must check it.
+// ThreadPoolTier checks the epoch before and after a call; during the call, the store must check it.
 TEST_F(FsTierReset, a_write_that_a_reset_overtakes_inside_the_store_leaves_nothing) {
   FsStore store(timed_options(), ops_, clock_);
   const RecordStore::EpochPtr before = store.epoch();
@@ -137,9 +137,9 @@ TEST_F(FsTierReset, a_reset_of_one_server_leaves_the_other_its_own_records) {
   for (int i = 0; i < 3; ++i) {
     tick(a);
     tick(b);
-    ASSERT_TRUE(a.until([&] { return b.tier().stats().apart; }));
+    ASSERT_TRUE(a.until([&] { return b.tier().stats().diverged; }));
   }
-  EXPECT_FALSE(a.tier().stats().apart);
+  EXPECT_FALSE(a.tier().stats().diverged);
   EXPECT_TRUE(b.read(1)) << "its own";
   EXPECT_TRUE(a.read(1));
   EXPECT_FALSE(b.has(2)) << "of other weights";
@@ -159,19 +159,19 @@ TEST_F(FsTierReset, records_that_others_still_use_are_not_reclaimed_until_those_
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(a->tier().reset());  // a has the lease, and reclaims after each
   EXPECT_TRUE(a->until([&] {
     tick(*a);
-    return generations() == std::set<std::string>{"g1", "g4"};
+    return epochs() == std::set<std::string>{"g1", "g4"};
   }));
   EXPECT_TRUE(b.read(1));
   ASSERT_TRUE(b.tier().reset());
   EXPECT_TRUE(a->until([&] {
     tick(*a);
-    return generations() == std::set<std::string>{"g4", "g5"};
+    return epochs() == std::set<std::string>{"g4", "g5"};
   }));
   EXPECT_FALSE(b.has(1));
   a.reset();
   EXPECT_TRUE(b.until([&] {
     tick(b);
-    return generations() == std::set<std::string>{"g5"};
+    return epochs() == std::set<std::string>{"g5"};
   }));
 }
 
@@ -234,7 +234,7 @@ TEST_F(FsTierReset, records_of_a_reset_process_are_reclaimed_after_it_ended) {
   // The marks of an epoch are removed after its directory.
   EXPECT_TRUE(c.until([&] {
     tick(c);
-    return generations() == std::set<std::string>{"g3"} && marks() == std::set<std::string>{"g3.open"};
+    return epochs() == std::set<std::string>{"g3"} && marks() == std::set<std::string>{"g3.open"};
   }));
 }
 
@@ -260,14 +260,14 @@ TEST_F(FsTierReset, hosts_that_were_each_reset_do_not_affect_one_another) {
   for (std::uint32_t i = 0; i < users.size(); ++i) {
     ASSERT_TRUE(users[i]->tier().reset());
     ASSERT_TRUE(users[i]->write(i));
-    expected.insert(layout::generation_name(i + 2));
+    expected.insert(layout::epoch_directory_name(i + 2));
   }
   for (int round = 0; round < 3; ++round) {
     for (const auto& user : users) tick(*user);
   }
   EXPECT_TRUE(users[0]->until([&] {
     tick(*users[0]);
-    return generations() == expected;
+    return epochs() == expected;
   }));
   for (std::uint32_t i = 0; i < users.size(); ++i) EXPECT_TRUE(users[i]->read(i)) << i;
 }
@@ -310,7 +310,7 @@ TEST_F(FsTierReset, files_of_processes_that_start_after_resets_are_in_the_total_
   for (int i = 0; i < 8; ++i) ASSERT_TRUE(TierUser(timed_options()).tier().reset());
   EXPECT_TRUE(b.until([&] {
     tick(b);
-    return generations() == std::set<std::string>{"g1", "g16"};
+    return epochs() == std::set<std::string>{"g1", "g16"};
   }));
   // Reads the current ledger page: b last looked at it some time ago.
   const Fd root(posix_file_ops(), ::open(root_.c_str(), O_RDONLY | O_DIRECTORY));
@@ -325,7 +325,7 @@ TEST_F(FsTierReset, an_epoch_directory_removed_while_in_use_is_replaced) {
     if (path.filename() == "g1") fs::remove_all(path);
   });
   tick(user);
-  EXPECT_TRUE(user.until([&] { return generations() == std::set<std::string>{"g2"}; }));
+  EXPECT_TRUE(user.until([&] { return epochs() == std::set<std::string>{"g2"}; }));
   EXPECT_TRUE(user.until([&] { return user.tier().stats().writable; }));
   EXPECT_FALSE(user.has(1));
   EXPECT_TRUE(user.write(1));
@@ -359,9 +359,9 @@ TEST_F(FsTierReset, an_epoch_replaced_after_anothers_reset_is_not_shared) {
       if (removed.contains(std::string(64, '1'))) other.maintain();  // creates its own again
       for (int again = 0; again < 2; ++again) {
         store.maintain();
-        const auto own = std::static_pointer_cast<Generation>(store.epoch());
+        const auto own = std::static_pointer_cast<FsEpoch>(store.epoch());
         ASSERT_TRUE(own);
-        const std::string name = layout::generation_name(own->number);
+        const std::string name = layout::epoch_directory_name(own->number);
         EXPECT_EQ(marks().contains(name + ".reset"), reset) << removed.size() << " " << again << " " << name;
         remove({name});
       }
@@ -385,7 +385,7 @@ TEST_F(FsTierReset, a_reset_while_upkeep_creates_an_epoch_creates_its_own) {
   EXPECT_TRUE(store.begin_epoch());
   std::set<std::string> names;
   walk(root_, [&](const fs::path& path) { names.insert(path.filename().string()); });
-  EXPECT_TRUE(names.contains(*generations().rbegin() + ".reset")) << "a new process must not share it";
+  EXPECT_TRUE(names.contains(*epochs().rbegin() + ".reset")) << "a new process must not share it";
 }
 
 TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_left) {
@@ -477,7 +477,7 @@ TEST_F(FsTierReset, a_server_that_was_reset_itself_is_not_asked_to_reset) {
     TierStats stats;
     store.figures(&stats);
     store.close();
-    return stats.apart;
+    return stats.diverged;
   };
   EXPECT_FALSE(is_apart(a));
   EXPECT_FALSE(is_apart(b));

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "backends/fs/root.h"
-#include "backends/fs/space.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/walk.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -41,13 +41,13 @@ class FsTierReuse : public ::testing::Test {
   }
   void recount(TierUser& user) {
     const Fd root(posix_file_ops(), ::open(root_.c_str(), O_RDONLY | O_DIRECTORY));
-    Space space(posix_file_ops(), root.get(), root_);
-    const Space::Finished before = space.finished();
+    SpaceLedger space(posix_file_ops(), root.get(), root_);
+    const SpaceLedger::Finished before = space.finished();
     space.remove(1, before + 1);  // of another count: the total is in doubt
     EXPECT_TRUE(user.until([&] {
       clock_.advance(std::chrono::seconds(1));
       user.poll();
-      return Space(posix_file_ops(), root.get(), root_).finished() > before;
+      return SpaceLedger(posix_file_ops(), root.get(), root_).finished() > before;
     }));
   }
   std::set<std::uint64_t> inodes() const {
@@ -289,8 +289,8 @@ TEST_P(FsTierReuseEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   TierUser user(options_);
   fill(user);
   // Writes until no directory is created any more: then each write reuses one file and evicts nothing else.
-  const fs::path generation = root_ + "/" + std::string(64, '1') + "/g1";
-  while (std::distance(fs::directory_iterator(generation), {}) < std::ptrdiff_t{layout::kLeaves})
+  const fs::path epoch = root_ + "/" + std::string(64, '1') + "/g1";
+  while (std::distance(fs::directory_iterator(epoch), {}) < std::ptrdiff_t{layout::kLeaves})
     ASSERT_TRUE(user.write(next_++, kReuseShards));
   ASSERT_TRUE(user.write(next_++, kReuseShards));
   int steps = 0;

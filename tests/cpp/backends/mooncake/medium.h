@@ -17,9 +17,9 @@ class MooncakeMedium final : public RemoteMedium {
  public:
   using Verb = FakeMooncake::Verb;
 
-  MooncakeTierOptions options(const PooledTierOptions& pooled = {}) {
+  MooncakeTierOptions options(const ThreadPoolTierOptions& pooled = {}) {
     MooncakeTierOptions options;
-    static_cast<PooledTierOptions&>(options) = pooled;
+    static_cast<ThreadPoolTierOptions&>(options) = pooled;
     options.client.launch = store.launch();
     options.client.setup = "{}";
     options.client.shortest_pause = options.client.longest_pause = std::chrono::milliseconds(1);
@@ -27,7 +27,7 @@ class MooncakeMedium final : public RemoteMedium {
     options.namespace_id.fill(0x11);
     return options;
   }
-  std::unique_ptr<Tier> open(const PooledTierOptions& pooled) override {
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& pooled) override {
     return make_mooncake_tier(options(pooled));
   }
 

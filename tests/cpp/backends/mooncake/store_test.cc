@@ -26,8 +26,8 @@ using Verb = FakeMooncake::Verb;
 
 class MooncakeTier : public ::testing::Test {
  protected:
-  PooledTierOptions options(Nanos op_deadline = seconds(60)) {
-    PooledTierOptions options;
+  ThreadPoolTierOptions options(Nanos op_deadline = seconds(60)) {
+    ThreadPoolTierOptions options;
     options.name = "mooncake";
     options.clock = &clock_;
     options.op_deadline = op_deadline;
@@ -87,7 +87,7 @@ TEST_F(MooncakeTier, the_names_of_all_keys_of_one_lookup_fit) {
 }
 
 TEST_F(MooncakeTier, records_of_any_size_share_the_memory_of_a_channel) {
-  PooledTierOptions chosen = options();
+  ThreadPoolTierOptions chosen = options();
   chosen.n_read_threads = chosen.n_write_threads = 1;
   TierDriver user(medium_.open(chosen));
   for (const std::uint64_t bytes : {std::uint64_t{100}, std::uint64_t{3} << 20, std::uint64_t{8192}}) {
@@ -109,7 +109,7 @@ TEST_F(MooncakeTier, one_engine_reads_what_another_wrote) {
 // is unknown.
 TEST_F(MooncakeTier, the_process_receives_the_expected_size_of_a_record) {
   constexpr std::uint64_t kBytes = 16384, kRaw = kRecordHeaderBytes + kBytes;
-  PooledTierOptions encoding = options();
+  ThreadPoolTierOptions encoding = options();
   encoding.form.compression = always_encoded();
   TierDriver raw(open()), encoded(medium_.open(encoding));
   ASSERT_TRUE(raw.write(1, {kBytes}));
@@ -151,7 +151,7 @@ TEST_F(MooncakeTier, an_invalid_epoch_value_is_replaced) {
     store_.set_value(at, strange);
     TierDriver user(open());
     EXPECT_TRUE(user.write(1)) << strange.size();
-    EXPECT_EQ(store_.value(at).size(), NamedEpochs::kNameDigits);
+    EXPECT_EQ(store_.value(at).size(), EpochRegistry::kNameDigits);
   }
 }
 
@@ -234,7 +234,8 @@ TEST_F(MooncakeTier, a_record_written_by_another_is_not_sent_again) {
 TEST_F(MooncakeTier, a_write_after_a_failed_one_checks_first) {
   TierDriver user(open()), other(open());
   ASSERT_TRUE(user.write(1000));
-  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) ASSERT_TRUE(other.write(i));  // no longer checks first
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kRun; ++i)
+    ASSERT_TRUE(other.write(i));  // no longer checks first
   store_.faults.fail(Verb::kWrite, true);
   EXPECT_FALSE(other.write(2000));
   store_.faults.fail(Verb::kWrite, false);
@@ -250,8 +251,8 @@ TEST_F(MooncakeTier, few_writes_check_first_where_nobody_else_writes) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
     return store_.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, AskFirst::kRun), AskFirst::kRun);
-  EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
 }
 
 TEST_F(MooncakeTier, a_write_to_a_record_that_another_writer_left_incomplete_is_no_success) {

@@ -138,7 +138,7 @@ TEST(RedisConnectionTest, a_value_of_another_length_has_its_own_reply_kind) {
 
 TEST(RedisConnectionTest, an_observer_sees_each_byte_once_in_order_and_one_piece_at_a_time) {
   static constexpr std::size_t kLength = 600'000;
-  struct Observer final : FillObserver {
+  struct Observer final : ReadProgressSink {
     void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
       EXPECT_EQ(offset, seen.size());
       EXPECT_EQ(announced, kLength);

@@ -17,14 +17,14 @@ class RedisMedium final : public RemoteMedium {
  public:
   using Verb = RedisProxy::Verb;
 
-  RedisTierOptions options(const PooledTierOptions& pooled = {}) const {
+  RedisTierOptions options(const ThreadPoolTierOptions& pooled = {}) const {
     RedisTierOptions options;
-    static_cast<PooledTierOptions&>(options) = pooled;
+    static_cast<ThreadPoolTierOptions&>(options) = pooled;
     options.server = proxy.address();
     options.namespace_id.fill(0x11);
     return options;
   }
-  std::unique_ptr<Tier> open(const PooledTierOptions& pooled) override {
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& pooled) override {
     return make_redis_tier(options(pooled));
   }
 

@@ -80,8 +80,8 @@ TEST_F(RedisTierTest, few_writes_check_first_where_nobody_else_writes) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
     return medium_.proxy.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, AskFirst::kRun), AskFirst::kRun);
-  EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
 }
 
 TEST_F(RedisTierTest, large_records_and_many_shards_are_read_back) {
@@ -213,11 +213,11 @@ TEST_F(RedisTierTest, an_engine_and_one_that_was_reset_share_nothing) {
   ASSERT_TRUE(reset.tier().reset());
   reset.weights = 1;
   ASSERT_TRUE(reset.write(1));
-  EXPECT_TRUE(eventually(other, [&] { return other.tier().stats().apart; }));
+  EXPECT_TRUE(eventually(other, [&] { return other.tier().stats().diverged; }));
   EXPECT_FALSE(other.has(1));
   ASSERT_TRUE(other.write(2));
   EXPECT_FALSE(reset.has(2));
-  EXPECT_FALSE(reset.tier().stats().apart);
+  EXPECT_FALSE(reset.tier().stats().diverged);
   TierDriver later(open());
   EXPECT_FALSE(later.has(1) || later.has(2)) << "older weights, and weights of one process";
 }

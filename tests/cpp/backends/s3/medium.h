@@ -19,15 +19,15 @@ class S3Medium final : public RemoteMedium {
  public:
   using Verb = S3Server::Verb;
 
-  S3TierOptions options(const PooledTierOptions& pooled = {}) const {
+  S3TierOptions options(const ThreadPoolTierOptions& pooled = {}) const {
     S3TierOptions options;
-    static_cast<PooledTierOptions&>(options) = pooled;
+    static_cast<ThreadPoolTierOptions&>(options) = pooled;
     options.bucket = server.address();
     options.namespace_id.fill(0x11);
     options.pause = [held = held_](Nanos) {};
     return options;
   }
-  std::unique_ptr<Tier> open(const PooledTierOptions& pooled) override {
+  std::unique_ptr<Tier> open(const ThreadPoolTierOptions& pooled) override {
     return make_s3_tier(options(pooled));
   }
 

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "backends/s3/tier_fixture.h"
-#include "tier/sealed_medium.h"
+#include "tier/encrypted_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -116,10 +116,10 @@ TEST_F(S3TierTest, an_invalid_answer_is_a_failure) {
 // Otherwise the request would be sent again, and an authentication tag would cover parts of two bodies while
 // the row holds one of them.
 TEST_F(S3TierTest, bytes_after_a_body_do_not_change_the_answer) {
-  for (const bool sealed : {false, true}) {
+  for (const bool encrypted : {false, true}) {
     S3TierOptions chosen = options();
-    chosen.prefix = sealed ? "sealed" : "plain";
-    if (sealed) chosen.form.keys = keys_of({1});
+    chosen.prefix = encrypted ? "encrypted" : "plain";
+    if (encrypted) chosen.form.keys = keys_of({1});
     s3::S3Store store(chosen);
     Row row({12288}), into({12288});
     row.fill(1);
@@ -146,13 +146,13 @@ TEST_F(S3TierTest, few_writes_check_first_where_nobody_else_writes) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(write(store, first + i));
     return server_.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, AskFirst::kRun), AskFirst::kRun);
-  EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
-  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) EXPECT_TRUE(read(store, i));
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kRun; ++i) EXPECT_TRUE(read(store, i));
   s3::S3Store other(options());
-  for (std::uint32_t i = 0; i < AskFirst::kEvery; ++i) ASSERT_TRUE(write(other, 2000 + i));
-  questions(2000, AskFirst::kEvery);  // one of them finds a record of the other
-  EXPECT_EQ(questions(3000, AskFirst::kRun), AskFirst::kRun);
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kEvery; ++i) ASSERT_TRUE(write(other, 2000 + i));
+  questions(2000, ExistenceCheckPolicy::kEvery);  // one of them finds a record of the other
+  EXPECT_EQ(questions(3000, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
 }
 
 TEST_F(S3TierTest, a_record_that_replaced_a_damaged_one_stays) {
@@ -242,7 +242,7 @@ TEST_F(S3TierTest, keys_without_prefix_order_are_each_looked_up) {
 
 // For example the keys of a sliding window: each is a request, and takes its time.
 TEST_F(S3TierTest, keys_without_prefix_order_are_looked_up_concurrently) {
-  PooledTierOptions pooled;
+  ThreadPoolTierOptions pooled;
   pooled.n_read_threads = 4;
   const auto tier = medium_.open(pooled);
   server_.faults.block(Verb::kLocate);
@@ -319,7 +319,7 @@ TEST_F(S3TierTest, an_epoch_from_before_a_reset_never_replaces_the_new_one) {
   EXPECT_EQ(server_.get(epoch), after);
   TierStats stats;
   store.figures(&stats);
-  EXPECT_TRUE(stats.apart);
+  EXPECT_TRUE(stats.diverged);
 }
 
 // If it were sent twice, it could replace the epoch that another reset has written since.

@@ -1,0 +1,215 @@
+#include "backends/fs/catalog.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/steps.h"
+#include "policy/id_table.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr int kMostFailures = 8;  // after this many doublings the back-off is at its maximum
+
+std::uint32_t tag_of(const ChunkKey& key) { return IdTable::tag(chunk_id(key)); }
+
+}  // namespace
+
+FsCatalog::FsCatalog(std::string policy_name)
+    : policy_name_(std::move(policy_name)), policy_(make_eviction_policy(policy_name_)) {}
+
+Slot FsCatalog::find(const ChunkKey& key) const { return table_.find(tag_of(key), is(key)); }
+
+bool FsCatalog::offers(const ChunkKey& key, Nanos now) const {
+  const Slot slot = find(key);
+  if (slot == kNone) return false;
+  return entries_[slot].failures == 0 || entries_[slot].offered_from <= now;
+}
+
+std::optional<std::uint64_t> FsCatalog::file_bytes_of(std::uint32_t group) const {
+  const auto found = file_bytes_of_.find(group);
+  if (found == file_bytes_of_.end()) return std::nullopt;
+  return found->second;
+}
+
+bool FsCatalog::insert(const Record& record, const EntryInfo& entry_info) {
+  const Slot known = find(record.key);
+  if (known != kNone) {
+    bytes_ += record.file_bytes - entries_[known].file_bytes;
+    entries_[known].file_bytes = record.file_bytes;
+    make_known(known);
+    return false;
+  }
+  EntryInfo info = entry_info;
+  info.id = chunk_id(record.key);
+  add(record, info);
+  return true;
+}
+
+// The policy gets no chunk id yet: insert_in_order() reports the same record again, and the policy must not
+// count that as a return.
+void FsCatalog::insert_unordered(const Record& record) {
+  if (!holds(record.key)) entries_[add(record, {})].unordered = true;
+}
+
+bool FsCatalog::insert_in_order(const Record& record) {
+  const Slot slot = find(record.key);
+  if (slot == kNone) {
+    add(record, {.id = chunk_id(record.key)});
+    return true;
+  }
+  Entry& entry = entries_[slot];
+  if (!entry.unordered || entry.readers > 0) return false;
+  make_known(slot);
+  return true;
+}
+
+// Gives the policy the chunk id of an unordered record; the record takes the place of one inserted now.
+void FsCatalog::make_known(Slot slot) {
+  Entry& entry = entries_[slot];
+  if (!entry.unordered) return;
+  entry.unordered = false;
+  policy_->erase(slot);
+  policy_->insert(slot, {.id = chunk_id(entry.key)});
+  if (entry.readers > 0) policy_->pin(slot);
+}
+
+Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
+  // Calls that may throw come first.
+  const Slot slot = first_free_ == kNone ? static_cast<Slot>(entries_.size()) : first_free_;
+  entries_.grow_to(std::size_t{slot} + 1);
+  Slot& cell = table_.at(tag_of(record.key), is(record.key));
+  cell = slot;
+  Entry& entry = entries_[slot];
+  if (slot == first_free_) first_free_ = entry.next_free;
+  entry = {};
+  entry.key = record.key;
+  entry.file_bytes = record.file_bytes;
+  entry.serial = next_serial_++;
+  entry.request = entry_info.request;
+  entry.used = true;
+  bytes_ += record.file_bytes;
+  const std::uint32_t group = record.key.group_id();
+  if (file_bytes_of_.size() < kMostGroups || file_bytes_of_.contains(group))
+    file_bytes_of_[group] = record.file_bytes;
+  policy_->insert(slot, entry_info);
+  return slot;
+}
+
+void FsCatalog::drop(Slot slot) {
+  Entry& entry = entries_[slot];
+  table_.erase(tag_of(entry.key), [slot](Slot other) { return other == slot; });
+  policy_->erase(slot);
+  entry.used = false;
+  bytes_ -= entry.file_bytes;
+  entry.next_free = first_free_;
+  first_free_ = slot;
+}
+
+bool FsCatalog::erase(const ChunkKey& key) {
+  const Slot slot = find(key);
+  if (slot == kNone) return false;
+  drop(slot);
+  return true;
+}
+
+std::optional<FsCatalog::Record> FsCatalog::take_victim() {
+  const std::optional<Slot> slot = policy_->victim();
+  if (!slot) return std::nullopt;
+  const Record record{entries_[*slot].key, entries_[*slot].file_bytes};
+  drop(*slot);
+  return record;
+}
+
+bool FsCatalog::next_is_of(std::uint32_t request) {
+  const std::optional<Slot> slot = policy_->victim();
+  return slot && entries_[*slot].request == request;
+}
+
+Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* records) const {
+  const std::size_t end = std::min(entries_.size(), std::size_t{first} + most);
+  for (std::size_t slot = first; slot < end; ++slot) {
+    if (entries_[slot].used) records->push_back({entries_[slot].key, entries_[slot].file_bytes});
+  }
+  return static_cast<Slot>(std::max<std::size_t>(end, first));
+}
+
+void FsCatalog::hand_over(FsCatalog* all) {
+  std::swap(*this, *all);
+  next_serial_ = all->next_serial_;
+}
+
+std::optional<FsCatalog::Ref> FsCatalog::begin_read(const ChunkKey& key) {
+  const Slot slot = find(key);
+  if (slot == kNone) return std::nullopt;
+  Entry& entry = entries_[slot];
+  if (entry.readers++ == 0) policy_->pin(slot);
+  return Ref{slot, entry.serial, entry.file_bytes};
+}
+
+void FsCatalog::end_read(const Ref& ref) {
+  if (ref.slot >= entries_.size()) return;
+  Entry& entry = entries_[ref.slot];
+  // The entry may have been erased meanwhile, and its slot reused.
+  if (!entry.used || entry.serial != ref.serial) return;
+  if (--entry.readers == 0) policy_->unpin(ref.slot);
+}
+
+void FsCatalog::read_failed(const ChunkKey& key, Nanos now) {
+  const Slot slot = find(key);
+  if (slot == kNone) return;
+  Entry& entry = entries_[slot];
+  entry.offered_from = now + std::min(kFirstBackOff * (std::int64_t{1} << entry.failures), kLastBackOff);
+  entry.failures = static_cast<std::uint8_t>(std::min(entry.failures + 1, kMostFailures));
+}
+
+void FsCatalog::read_succeeded(const ChunkKey& key) {
+  const Slot slot = find(key);
+  if (slot != kNone) entries_[slot].failures = 0;
+}
+
+void FsCatalog::touch(const ChunkKey& key, Nanos now) {
+  const Slot slot = find(key);
+  if (slot == kNone) return;
+  make_known(slot);
+  policy_->refresh(slot, {.id = chunk_id(key)});
+  on_touched(slot, now);
+}
+
+void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now) {
+  const Slot slot = find(key);
+  if (slot == kNone) return;
+  EntryInfo info = entry_info;
+  info.id = chunk_id(key);
+  make_known(slot);
+  entries_[slot].request = entry_info.request;
+  policy_->access(slot, info);
+  on_touched(slot, now);
+}
+
+void FsCatalog::on_touched(Slot slot, Nanos now) {
+  Entry& entry = entries_[slot];
+  const auto second =
+      static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());
+  constexpr auto kEvery =
+      static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(kTouchEvery).count());
+  if (entry.touched || (entry.touched_second != 0 && second - entry.touched_second < kEvery)) return;
+  entry.touched = true;
+  entry.touched_second = second;
+  touched_.push_back({slot, entry.serial, entry.file_bytes});
+}
+
+bool FsCatalog::take_touched(std::size_t most, std::vector<Record>* records) {
+  for (; most > 0 && !touched_.empty(); --most) {
+    count_steps(1);
+    const Ref ref = touched_.front();
+    touched_.pop_front();
+    Entry& entry = entries_[ref.slot];
+    if (!entry.used || entry.serial != ref.serial) continue;
+    entry.touched = false;
+    records->push_back({entry.key, entry.file_bytes});
+  }
+  return !touched_.empty();
+}
+
+}  // namespace kv_offload

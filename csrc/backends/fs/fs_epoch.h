@@ -1,0 +1,81 @@
+// The epochs of a namespace: directories g<N>. Each process reads and writes in one epoch; a reset creates
+// the next one. Functions only.
+//
+// A process that uses an epoch holds a shared flock on its mark, a file next to the directory: g<N>.open, or
+// g<N>.reset if a reset created the epoch. (Locks on directories would not reach other hosts on NFS.) An
+// epoch without a lock is reclaimed, unless it is the newest.
+//
+// A process that starts uses the newest epoch, or creates the next one if a reset created the newest. Records
+// of a reset epoch belong to weights that one process had in memory, and no starting process has those.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backends/fs/file_ops.h"
+#include "backends/fs/leaf_directories.h"
+#include "base/status.h"
+#include "tier/record_store.h"
+
+namespace kv_offload {
+
+// Shared by the ops in flight, so that a reset does not close descriptors that they use.
+struct FsEpoch : RecordStore::Epoch {
+  std::uint64_t number = 0;
+  Fd mark;  // holds the lock
+  Fd directory;
+  std::string path;
+  bool made = false;      // by this process
+  bool by_reset = false;  // as its mark says
+  LeafDirectories leaves;
+};
+
+enum class Generate : std::uint8_t {
+  kNot,      // open an existing epoch
+  kAtStart,  // shared by every process that starts
+  kByReset,  // for this process only
+};
+// Opens or creates an epoch. Returns 0 or -errno: ENOENT if it was removed or is being removed; EEXIST if it
+// was to be created and exists.
+int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
+               Generate make, std::shared_ptr<FsEpoch>* epoch);
+// Opens the epoch for a process that starts. Returns 0 or -errno.
+int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
+                      std::shared_ptr<FsEpoch>* epoch);
+
+// Creates the mark of an epoch in use again if it was removed, and locks it. Returns 0 or -errno.
+int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch);
+// True if a reset created this epoch, and also if that cannot be determined.
+bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number);
+// True if a reset created an epoch of this number or above: its mark exists, its directory may be missing.
+// Also true if the namespace cannot be listed.
+bool reset_made_any_from(FileOps& ops, int namespace_directory, std::uint64_t least);
+
+// Lists the epochs in ascending order.
+Status list_epochs(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* epochs);
+// True if some process uses the epoch, this one included, or if that cannot be determined.
+bool epoch_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
+// Lists the epochs whose records some process may hit, in ascending order: those in use, and the newest
+// unless a reset created it.
+std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory);
+
+// Removes what no process can hit any more: all epochs that are neither in use, nor `own`, nor the newest.
+// Also removes the records of the newest if a reset created it and its process has ended. Ends once `enough`
+// bytes are freed. Returns the bytes freed on disk; calls `gone` with the bytes of each removed file.
+std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
+                                    std::uint64_t enough, const std::atomic<bool>& stop,
+                                    const std::function<void(std::uint64_t)>& gone);
+inline constexpr std::uint64_t kAllUnused = std::numeric_limits<std::uint64_t>::max();
+// Returns the bytes that reclaim_unused_epochs() would remove.
+std::uint64_t count_unused_epochs(FileOps& ops, int namespace_directory);
+// Removes the marks that `which` selects; for marks without an epoch. Returns the bytes freed.
+std::uint64_t remove_marks(FileOps& ops, int namespace_directory,
+                           const std::function<bool(std::uint64_t number)>& which);
+
+}  // namespace kv_offload

@@ -1,0 +1,166 @@
+#include "cache/device_loads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/status.h"
+#include "cache/key_history.h"
+
+namespace kv_offload {
+namespace {
+
+std::uint64_t fingerprint_of(std::span<const ChunkKey> keys) {
+  std::uint64_t sum = keys.size();
+  for (const ChunkKey& key : keys) sum += KeyHistory::fingerprint(key);
+  return sum;
+}
+
+}  // namespace
+
+DeviceLoads::DeviceLoads(const Context& context, const CacheOptions& options)
+    : groups_(context.groups),
+      chunks_(context.chunks),
+      write_back_(context.write_back),
+      tickets_(context.tickets),
+      costs_(context.costs),
+      metrics_(context.metrics),
+      clock_(context.clock),
+      cache_blocks_(options.cache_blocks),
+      blocks_per_chunk_(options.blocks_per_chunk) {}
+
+// Returns an upper bound of the blocks that vLLM allocates for a request's whole prompt. Adds one chunk for
+// the partial chunk at the end, and one block per group for draft tokens.
+std::uint64_t DeviceLoads::cache_blocks_of(std::uint32_t last_end) const {
+  if (last_end == 0) return cache_blocks_;
+  std::uint64_t blocks = 0;
+  for (const ChunkGroups::Group& group : groups_) {
+    blocks += (last_end / group.tokens + 1) * std::uint64_t{blocks_per_chunk_} + 1;
+  }
+  return blocks;
+}
+
+// vLLM admits a load next to running ones if that leaves enough free blocks for the rest of their prompts.
+// For a window group it counts blocks that were already freed as still held, so it leaves too few. Then
+// requests whose loads have ended hold all blocks, none of them gets its next blocks, nothing runs that could
+// free any, and the engine hangs for good (vLLM 0.31 to 0.33, Scheduler._request_remaining_blocks). Therefore
+// loads run concurrently only while all of their requests fit into the cache, whatever vLLM counts. A request
+// whose load has ended needs no tracking: vLLM runs it before it asks about another.
+bool DeviceLoads::must_hold_back(std::uint32_t last_end) const {
+  if (!groups_.has_windows() || cache_blocks_ == 0) return false;
+  if (loading_blocks_ == 0) return false;
+  return loading_blocks_ + cache_blocks_of(last_end) >= cache_blocks_;  // one block is vLLM's own
+}
+
+DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load& load) {
+  Begun begun;
+  RowTransfer& transfer = begun.transfer;
+  transfer.group_rows.assign(groups_.size(), 0);
+  transfer.rows.reserve(keys.size());
+  Job job;
+  job.slots.reserve(keys.size());
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) {
+    group = groups_.require_position(key, group);
+    const ChunkEntry* entry = chunks_.find_resident(key);
+    if (entry == nullptr) {
+      throw_invalid(
+          "cannot load chunk {}: it is not in host memory; load only chunks that were hits in this step",
+          key.hex());
+    }
+    job.slots.push_back(chunks_.slot_of(entry));
+    transfer.rows.push_back(entry->row);
+    ++transfer.group_rows[group];
+  }
+  // From the last to the first, so that the head of a prefix is evicted last.
+  for (std::size_t i = job.slots.size(); i-- > 0;) {
+    const Slot slot = job.slots[i];
+    const auto fetched_from = chunks_.begin_load(slot);
+    chunks_.access(slot, load.request, load.priority);
+    const ChunkEntry& entry = chunks_.at(slot);
+    const ChunkGroups::Group& of = groups_[entry.group];
+    const std::uint32_t part = entry.depth % of.tokens;  // depth: where the chunk ends
+    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += part == 0 ? of.tokens : part;
+    job.bytes += static_cast<double>(of.bytes);
+    write_back_.on_used(slot);
+  }
+  // A window's chunks stand for the whole prefix, so the widest group determines the token count.
+  double tokens = 0;
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
+    tokens = std::max<double>(tokens, std::uint64_t{transfer.group_rows[g]} * groups_[g].tokens);
+  }
+  const std::uint32_t first_group = chunks_.at(job.slots.front()).group;
+  job.compute_seconds = costs_.prefill.seconds(tokens, groups_.tokens_before(first_group, load.first_end));
+  job.waited_seconds = load.waited_seconds;
+  job.cache_blocks = cache_blocks_of(load.last_end);
+  job.began = load.began;
+  job.ticket = transfer.ticket = tickets_.next();
+  loading_blocks_ += job.cache_blocks;
+  running_.emplace(fingerprint_of(keys), std::move(job));
+  return begun;
+}
+
+void DeviceLoads::complete(std::span<const ChunkKey> keys) {
+  const auto [first, last] = running_.equal_range(fingerprint_of(keys));
+  const auto found =
+      std::find_if(first, last, [&](const auto& one) { return one.second.slots.size() == keys.size(); });
+  if (found == last) return;
+  Job job = std::move(found->second);
+  running_.erase(found);
+  loading_blocks_ -= job.cache_blocks;
+  on_outcome(job);
+  if (!release(job)) completed_.push_back(std::move(job));
+}
+
+void DeviceLoads::on_outcome(const Job& job) {
+  const double copied = to_seconds(clock_.now() - job.began);
+  costs_.on_copy(job.bytes, copied);
+  const double took = job.waited_seconds + copied;
+  metrics_.observe("kv_offload_load_seconds", {}, took);
+  if (job.compute_seconds <= 0) return;
+  const double saved = job.compute_seconds - took;
+  metrics_.add(saved > 0 ? "kv_offload_saved_seconds_total" : "kv_offload_lost_seconds_total", {},
+               std::abs(saved));
+}
+
+bool DeviceLoads::release(const Job& job) {
+  if (!is_reported(job.ticket)) return false;
+  for (const Slot slot : job.slots) chunks_.end_load(slot);
+  return true;
+}
+
+// vLLM processes what a step reported before it asks again in the next step.
+void DeviceLoads::poll() {
+  std::erase_if(completed_, [&](const Job& job) { return release(job); });
+  std::erase_if(forgotten_, [&](const ForgottenJob& job) {
+    if (!is_reported(job.ticket)) return false;
+    loading_blocks_ -= job.cache_blocks;
+    return true;
+  });
+}
+
+void DeviceLoads::forget() {
+  for (const auto& [fingerprint, job] : running_) {
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+    forget(job);
+  }
+  for (const Job& job : completed_) forget(job);
+  running_.clear();
+  completed_.clear();
+}
+
+void DeviceLoads::forget(const Job& job) {
+  if (is_reported(job.ticket)) return;
+  for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
+}
+
+void DeviceLoads::abandon() {
+  for (auto& [fingerprint, job] : running_) {
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+    completed_.push_back(std::move(job));
+  }
+  running_.clear();
+  poll();
+}
+
+}  // namespace kv_offload

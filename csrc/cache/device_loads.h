@@ -1,0 +1,105 @@
+// DeviceLoads: the copies from rows to the device: which loads run, and which may run concurrently.
+//
+// Invariant: a load pins each of its chunks from begin() until complete() was called for it AND its ticket is
+// reported. complete() means that vLLM is done with the load; the report means that no rank reads its rows
+// any more. vLLM reports the keys that ended, not the load. Two loads may share keys, so a load is identified
+// by all of its keys.
+//
+// Threads: one (the scheduler's).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "base/clock.h"
+#include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/host_chunks.h"
+#include "cache/tickets.h"
+#include "cache/write_back.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class DeviceLoads {
+ public:
+  // Dependencies; all of them outlive this.
+  struct Context {
+    const ChunkGroups& groups;
+    HostChunks& chunks;
+    WriteBack& write_back;
+    Tickets& tickets;
+    CostModel& costs;
+    Metrics& metrics;
+    const Clock& clock;
+  };
+  // Properties of the request that loads.
+  struct Load {
+    std::uint32_t request = 0;  // request number
+    std::int8_t priority = 0;
+    std::uint32_t first_end = 0, last_end = 0;  // span in tokens; 0 = unknown
+    double waited_seconds = 0;                  // wait before the load could begin
+    Nanos began{0};
+  };
+  struct Begun {
+    RowTransfer transfer;
+    RequestReport::Places hit_tokens{};  // by source of the bytes
+  };
+
+  DeviceLoads(const Context& context, const CacheOptions& options);
+
+  // Throws InvalidArgument if a key is not resident, has an unknown group or is out of order; nothing has
+  // changed then. REQUIRES: at least one key.
+  Begun begin(std::span<const ChunkKey> keys, const Load& load);
+  // vLLM is done with the load of these keys, given in any order. Unknown loads are ignored: they began
+  // before a reset.
+  void complete(std::span<const ChunkKey> keys);
+  // Releases completed loads whose tickets have been reported.
+  void poll();
+  // Forgets all loads. Rows that ranks may still read are quarantined, and these loads still hold back
+  // others.
+  void forget();
+  // vLLM will not report the end of the loads begun so far. Their chunks stay, pinned until the ranks have
+  // reported.
+  void abandon();
+
+  // True if a load of a request that ends at `last_end` must wait until other loads have ended.
+  bool must_hold_back(std::uint32_t last_end) const;
+
+ private:
+  struct Job {
+    Ticket ticket = kNoTicket;
+    std::uint64_t cache_blocks = 0;  // needed by the request for its whole prompt
+    std::vector<Slot> slots;
+    // For the outcome that is recorded when the load ends.
+    Nanos began{0};
+    double waited_seconds = 0, compute_seconds = 0, bytes = 0;
+  };
+  struct ForgottenJob {  // forgotten while it ran: vLLM does not report its end
+    Ticket ticket;
+    std::uint64_t cache_blocks;
+  };
+
+  bool is_reported(Ticket ticket) const { return tickets_.is_reported(ticket, TicketKind::kLoad); }
+  std::uint64_t cache_blocks_of(std::uint32_t last_end) const;
+  bool release(const Job& job);  // false: a rank may still read its rows
+  void on_outcome(const Job& job);
+  void forget(const Job& job);  // quarantines its rows
+
+  const ChunkGroups& groups_;
+  HostChunks& chunks_;
+  WriteBack& write_back_;
+  Tickets& tickets_;
+  CostModel& costs_;
+  Metrics& metrics_;
+  const Clock& clock_;
+  const std::uint32_t cache_blocks_, blocks_per_chunk_;  // see CacheOptions
+  std::multimap<std::uint64_t, Job> running_;  // not completed; by a fingerprint of the keys, in any order
+  std::vector<Job> completed_;                 // completed but not reported yet
+  std::vector<ForgottenJob> forgotten_;
+  std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and forgotten_
+};
+
+}  // namespace kv_offload

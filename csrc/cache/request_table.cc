@@ -1,0 +1,279 @@
+// Live requests, waiting and admission. See lookup.cc for the lookup of one key.
+#include "cache/request_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/status.h"
+
+namespace kv_offload {
+
+RequestTable::RequestTable(const Context& context, const CacheOptions& options)
+    : groups_(context.groups),
+      chunks_(context.chunks),
+      memory_(context.memory),
+      costs_(context.costs),
+      ops_(context.ops),
+      device_loads_(context.device_loads),
+      metrics_(context.metrics),
+      clock_(context.clock),
+      load_policy_(options.load_policy),
+      lookup_deadline_(options.lookup_deadline),
+      idle_since_(clock_.now()),
+      lookup_counts_(groups_.size()) {}
+
+// ---- live requests
+
+RequestHandle RequestTable::begin(const RequestOptions& options) {
+  if (free_.empty()) {
+    free_.push_back(static_cast<RequestHandle>(requests_.size()));
+    requests_.emplace_back();
+  }
+  if (live() == 0) costs_.prefill.on_idle(idle_since_, clock_.now());
+  const RequestHandle handle = free_.back();
+  free_.pop_back();
+  if (++last_number_ == 0) ++last_number_;
+  requests_[handle].begin(last_number_, options, options.load_policy.value_or(load_policy_), groups_.size());
+  return handle;
+}
+
+const RequestState& RequestTable::require_live(RequestHandle request) const {
+  if (request >= requests_.size() || !requests_[request].live) {
+    throw_invalid("request handle {} is not live; the number of live requests is {}", request, live());
+  }
+  return requests_[request];
+}
+
+void RequestTable::end(RequestHandle handle) {
+  require_live(handle);
+  RequestState& request = requests_[handle];
+  count_pass(request);
+  stop_waiting(request);
+  request.end();
+  free_.push_back(handle);
+  if (live() == 0) idle_since_ = clock_.now();
+}
+
+void RequestTable::set_span(RequestHandle handle, std::uint32_t first_end, std::uint32_t last_end) {
+  require_live(handle);
+  RequestState& request = requests_[handle];
+  request.knows_span = true;
+  request.first_end = first_end;
+  request.last_end = last_end;
+  longest_prompt_ = std::max<std::uint64_t>(longest_prompt_, last_end);
+}
+
+// ---- waiting
+
+void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
+  if (request.waiting || request.expired) return;
+  request.waiting = true;
+  request.waits_since = request.reads_since = request.pass.time;
+  request.deadline = request.pass.time + lookup_deadline_;
+  request.waits_at = waiting_.size();
+  waiting_.push_back(handle);
+}
+
+void RequestTable::stop_waiting(RequestState& request) {
+  for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
+  if (!request.awaited.empty()) {
+    left_.push_back({std::exchange(request.waiter, 0), std::exchange(request.awaited, {})});
+    give_back_reads();
+  }
+  if (request.waiting) {
+    waiting_[request.waits_at] = waiting_.back();
+    requests_[waiting_.back()].waits_at = request.waits_at;
+    waiting_.pop_back();
+  }
+  request.waiting = false;
+}
+
+void RequestTable::give_back_reads() {
+  for (std::size_t i = 0; i < kReadsGivenBackAtOnce && !left_.empty(); ++i) {
+    LeftReads& left = left_.front();
+    ops_.stop_awaiting(left.reads.begin()->first, left.waiter);
+    left.reads.erase(left.reads.begin());
+    if (left.reads.empty()) left_.pop_front();
+  }
+}
+
+void RequestTable::end_step() {
+  ++step_;
+  give_back_reads();
+}
+
+void RequestTable::expire(RequestHandle handle, MissReason reason) {
+  RequestState& request = requests_[handle];
+  stop_waiting(request);
+  request.expired = true;
+  request.expired_for = reason;
+}
+
+std::vector<RequestHandle> RequestTable::take_pending() {
+  std::vector<RequestHandle> pending = std::exchange(pending_, {});
+  std::erase_if(pending, [&](RequestHandle handle) {
+    const RequestState& request = requests_[handle];
+    return !request.live || !request.waiting || request.pass.step != step_;
+  });
+  std::sort(pending.begin(), pending.end(),
+            [&](RequestHandle a, RequestHandle b) { return requests_[a].number < requests_[b].number; });
+  return pending;
+}
+
+void RequestTable::hold(RequestHandle handle, std::span<const Slot> hits) {
+  RequestState& request = requests_[handle];
+  ++hold_call_;
+  const auto is_new = [&](Slot slot) {
+    if (slot >= seen_in_.size()) seen_in_.resize(std::size_t{slot} + 1, 0);
+    return std::exchange(seen_in_[slot], hold_call_) != hold_call_;
+  };
+  for (const Slot slot : request.held) is_new(slot);
+  for (const Slot slot : hits) {
+    // It may have been evicted since the lookup.
+    if (chunks_.at(slot).state != ChunkState::kResident || !is_new(slot)) continue;
+    chunks_.pin(slot);
+    request.held.push_back(slot);
+  }
+}
+
+void RequestTable::remove_held(RequestHandle handle, std::span<const Slot> slots) {
+  if (slots.empty()) return;
+  ++hold_call_;
+  for (const Slot slot : slots) {
+    if (slot < seen_in_.size()) seen_in_[slot] = hold_call_;
+  }
+  std::erase_if(requests_[handle].held,
+                [&](Slot slot) { return slot < seen_in_.size() && seen_in_[slot] == hold_call_; });
+}
+
+void RequestTable::await(RequestHandle handle, Slot slot) {
+  RequestState& request = requests_[handle];
+  if (request.awaited.empty()) request.waiter = std::uint64_t{++last_wait_} << 32 | handle;
+  const std::optional<OpId> read = ops_.await(slot, request.waiter);
+  if (!read) return;
+  request.awaited.emplace(*read, slot);
+  ++request.fetched_for;
+}
+
+void RequestTable::leave_probes(RequestHandle handle, std::size_t most, Nanos now) {
+  std::size_t left = 0;
+  std::erase_if(requests_[handle].awaited, [&](const auto& read) {
+    if (left == most || !ops_.leave_as_probe(read.second, now)) return false;
+    ++left;
+    return true;
+  });
+}
+
+void RequestTable::close_group(RequestHandle handle, std::uint32_t group, MissReason reason) {
+  requests_[handle].closed[group] = reason;
+}
+
+void RequestTable::close_all(RequestHandle handle, MissReason reason) {
+  for (auto& closed : requests_[handle].closed) closed = reason;
+}
+
+void RequestTable::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {
+  RequestReport& report = requests_[handle].report;
+  report.choice = choice;
+  report.load_seconds = decision.load_seconds;
+  report.compute_seconds = decision.compute_seconds;
+}
+
+void RequestTable::set_load_budget(RequestHandle handle, Nanos budget, Nanos end) {
+  requests_[handle].load_budget = budget;
+  requests_[handle].load_budget_end = end;
+}
+
+void RequestTable::restart_load_budget(RequestHandle handle) {
+  RequestState& request = requests_[handle];
+  request.reads_since = request.pass.time;
+  if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
+}
+
+void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
+  RequestState& request = requests_[static_cast<RequestHandle>(waiter)];
+  if (request.waiter != waiter) return;  // the request has stopped waiting
+  request.awaited.erase(end.op);
+  if (end.arrived) {
+    chunks_.pin(end.slot);
+    request.held.push_back(end.slot);
+  } else if (end.failed && !(end.failed == MissReason::kEvicted && request.awaits_records())) {
+    request.failed.try_emplace(KeyHistory::fingerprint(end.key), *end.failed);
+  }
+}
+
+bool RequestTable::has_pending_work() const {
+  if (!left_.empty()) return true;  // else these reads would run on while no request arrives
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle handle) {
+    const RequestState& request = requests_[handle];
+    if (!request.awaited.empty()) return true;
+    // Looked up in this step and not planned yet.
+    const LookupPass& pass = request.pass;
+    return pass.pending && pass.step == step_ &&
+           std::any_of(pass.lookups.begin(), pass.lookups.end(), [](const Lookup& lookup) {
+             return lookup.kind == Lookup::Kind::kRecorded || lookup.kind == Lookup::Kind::kUnknown;
+           });
+  });
+}
+
+void RequestTable::forget() {
+  for (RequestState& request : requests_) {
+    request.knows_span = false;
+    request.failed.clear();
+    request.offers.forget_declined();
+    request.clear_wait();
+    request.pass.release();
+  }
+  waiting_.clear();
+  pending_.clear();
+  left_.clear();
+}
+
+// ---- admission
+
+void RequestTable::admit(RequestHandle handle) {
+  RequestState& request = requests_[handle];
+  count_pass(request);
+  request.pass.release();
+  decltype(request.asked)().swap(request.asked);  // frees its buckets, too
+  request.knows_span = false;                     // vLLM may ask about it again from another position
+  if (!request.waiting && !request.expired) return;
+  request.report.waited_seconds += request.waited_seconds();
+  stop_waiting(request);
+  request.clear_wait();
+}
+
+DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
+  const RequestState& request = requests_[handle];
+  DeviceLoads::Load load;
+  load.request = request.number;
+  load.priority = request.priority();
+  load.first_end = request.first_end;
+  load.last_end = request.last_end;
+  load.waited_seconds = request.waited_seconds();
+  load.began = request.pass.step == step_ ? request.pass.time : clock_.now();
+  return load;
+}
+
+void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> keys,
+                              const DeviceLoads::Begun& load) {
+  RequestState& request = requests_[handle];
+  std::size_t end = 0;
+  for (std::uint32_t group = 0; group < groups_.size(); ++group) {
+    if (load.transfer.group_rows[group] == 0) continue;
+    end += load.transfer.group_rows[group];
+    const ChunkKey& last = keys[end - 1];
+    request.offers.on_loaded(group, last, chunks_.find(last)->depth);
+  }
+  for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
+    const std::uint64_t tokens = load.hit_tokens[place];
+    if (tokens == 0) continue;
+    const std::string_view tier = place == 0 ? "cpu" : ops_.name(place - 1);
+    request.report.hit_tokens[place] += tokens;
+    metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
+    metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+  }
+  admit(handle);
+}
+
+}  // namespace kv_offload

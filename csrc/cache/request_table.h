@@ -1,0 +1,164 @@
+// RequestTable: the live requests, the results of their last lookup passes, and what they wait for.
+//
+// Invariant: a waiting request has a deadline; chunks that are not resident by then are kMiss with a reason.
+// It holds one pin on each chunk in `held` and is a waiter of exactly the reads in `awaited`. Both are
+// released when it is admitted (its load or store begins), expires or ends. Reads are cancelled in bounded
+// batches, over the following calls and steps; until then their waiter number belongs to no request. Each
+// chunk that was looked up is counted once per admission, as a hit or as a miss with its reason.
+//
+// Threads: one (the scheduler's).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/clock.h"
+#include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/device_loads.h"
+#include "cache/host_chunks.h"
+#include "cache/key_history.h"
+#include "cache/request_state.h"
+#include "cache/tier_io.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class RequestTable {
+ public:
+  // Reads cancelled per call or step. To cancel all reads of a prompt of a million tokens at once would block
+  // the scheduler for tenths of a second. The oldest are cancelled first, so that few reads begin meanwhile.
+  static constexpr std::size_t kReadsGivenBackAtOnce = 2048;
+  // Dependencies; all of them outlive this.
+  struct Context {
+    const ChunkGroups& groups;
+    HostChunks& chunks;
+    KeyHistory& memory;
+    CostModel& costs;
+    TierIo& ops;
+    DeviceLoads& device_loads;
+    Metrics& metrics;
+    const Clock& clock;
+  };
+  RequestTable(const Context& context, const CacheOptions& options);
+
+  // ---- live requests
+  RequestHandle begin(const RequestOptions& options);
+  void end(RequestHandle request);
+  void set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end);
+  // REQUIRES: a handle returned by begin(), ended or not.
+  const RequestState& at(RequestHandle request) const { return requests_[request]; }
+  // Throws InvalidArgument if the request is not live.
+  const RequestState& require_live(RequestHandle request) const;
+  bool is_handle(RequestHandle request) const { return request < requests_.size(); }
+
+  // ---- lookup of one key
+  // part_tokens: not 0 for a part of a chunk. Parts are looked up after all whole chunks and count only if
+  // they are loaded.
+  LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);
+
+  // ---- admission: vLLM schedules the request, with or without a load, and its wait ends
+  DeviceLoads::Load load_of(RequestHandle request) const;
+  void admit_load(RequestHandle request, std::span<const ChunkKey> keys, const DeviceLoads::Begun& load);
+  // The request was scheduled: counts its lookup results and stops waiting.
+  void admit(RequestHandle request);
+  Offers& offers(RequestHandle request) { return requests_[request].offers; }
+
+  // ---- plans: see Planner
+  // Returns the requests that got kPending or kRetry in this step and still wait, oldest first. Each is
+  // returned once.
+  std::vector<RequestHandle> take_pending();
+  const std::vector<RequestHandle>& waiting() const { return waiting_; }
+  // Pins the hits until the request is admitted. Chunks that are no longer resident are skipped.
+  void hold(RequestHandle request, std::span<const Slot> hits);
+  // Removes chunks from `held` without unpinning them. O(n) in the size of `held`.
+  void remove_held(RequestHandle request, std::span<const Slot> slots);
+  // Waits for the read of this chunk, unless the request already does.
+  void await(RequestHandle request, Slot slot);
+  // Turns up to `most` of the reads that only this request awaits into probes, and stops waiting for them.
+  void leave_probes(RequestHandle request, std::size_t most, Nanos now);
+  // Nothing (more) is fetched for the request, in one group or in all groups.
+  void close_group(RequestHandle request, std::uint32_t group, MissReason reason);
+  void close_all(RequestHandle request, MissReason reason);
+  void set_decided(RequestHandle request) { requests_[request].decided = true; }
+  void report_decision(RequestHandle request, std::string_view choice, const Decision& decision);
+  // The request waits for its reads until `end` at the latest. `budget`: the time that the decision allowed.
+  void set_load_budget(RequestHandle request, Nanos budget, Nanos end);
+  // Chunks that the request is to load are not written yet: restarts the time for its reads at this pass.
+  void restart_load_budget(RequestHandle request);
+  // Stops waiting: chunks that are not resident miss, with this reason.
+  void expire(RequestHandle request, MissReason reason);
+
+  // A read that the request awaited has ended.
+  void read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end);
+  void end_step();
+  // True if some request waits for a read or a plan.
+  bool has_pending_work() const;
+  // Drops all holds and waits; requests stay live. REQUIRES: pins and reads were released.
+  void forget();
+
+  // ---- statistics
+  const std::vector<LookupCounts>& lookup_counts() const { return lookup_counts_; }  // by group position
+  std::size_t live() const { return requests_.size() - free_.size(); }
+  std::uint64_t longest_prompt() const { return longest_prompt_; }
+
+ private:
+  void begin_pass(RequestState& request);
+  LookupResult lookup_unready(RequestHandle handle, RequestState& request, const ChunkKey& key,
+                              const ChunkEntry* entry);
+  LookupResult lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
+                           const ChunkEntry& entry);
+  LookupResult lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
+                               const ChunkKey& key);
+  struct TierAnswers;
+  TierAnswers ask_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
+                           std::optional<bool> asked) const;
+  void ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key, const TierAnswers& answers);
+  LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);
+  LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
+  std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
+  void start_waiting(RequestHandle handle, RequestState& request);
+  void stop_waiting(RequestState& request);  // releases pins and reads
+  void give_back_reads();                    // cancels some of left_
+  // Counts the misses of the last pass, once.
+  void count_pass(RequestState& request);
+  void count_scan(RequestState& request, std::span<const Lookup> scan, bool first);
+  void count_misses(RequestState& request, MissReason reason, std::uint64_t tokens);
+  MissReason why_missed(const RequestState& request, const Lookup& lookup) const;
+
+  const ChunkGroups& groups_;
+  HostChunks& chunks_;
+  KeyHistory& memory_;
+  CostModel& costs_;
+  TierIo& ops_;
+  DeviceLoads& device_loads_;
+  Metrics& metrics_;
+  const Clock& clock_;
+  const LoadPolicy load_policy_;
+  const Nanos lookup_deadline_;
+
+  std::vector<RequestState> requests_;  // by handle
+  std::vector<RequestHandle> free_;
+  std::uint32_t last_number_ = 0;
+  std::uint32_t last_wait_ = 0;
+  // Reads of requests that stopped waiting, oldest first. They are cancelled in batches.
+  struct LeftReads {
+    TierIo::Waiter waiter;
+    std::map<OpId, Slot> reads;
+  };
+  std::deque<LeftReads> left_;
+  Nanos idle_since_;  // start of the time without live requests
+  std::uint64_t step_ = 1;
+  std::vector<RequestHandle> pending_;  // got kPending or kRetry in this step
+  std::vector<RequestHandle> waiting_;
+  std::uint64_t longest_prompt_ = 0;
+  std::vector<LookupCounts> lookup_counts_;
+  std::vector<std::uint64_t> seen_in_;  // by slot, scratch of hold(): the last call that saw it
+  std::uint64_t hold_call_ = 0;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,76 @@
+#include "cache/row_provider.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kScatteredShare = 50;  // of the area, free in slabs that are not empty
+
+}  // namespace
+
+RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
+  bool may_evict_slabs = !chunks_.has_one_row_size();
+  bool may_write = true;
+  for (;;) {
+    const RowId row = chunks_.allocate(group);
+    if (row != kNoRow) return row;
+    if (write_back_.writes_ahead()) ops_.poll_once_a_step();  // chunks written ahead may be evicted now
+    // Free rows of other sizes are scattered over slabs that are not empty. If there are many, empty a slab
+    // instead of evicting further single chunks.
+    if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {
+      may_evict_slabs = evict_slab(group, request, evicted);
+      if (may_evict_slabs) continue;
+    }
+    if (evict_one(request, may_write, evicted)) continue;
+    if (may_evict_slabs) {
+      may_evict_slabs = evict_slab(group, request, evicted);
+      if (may_evict_slabs) continue;
+    }
+    if (!ops_.shed_writes()) return kNoRow;
+    may_write = false;  // else the cancelled writes would be queued again
+  }
+}
+
+bool RowProvider::evict_one(std::uint32_t request, bool may_write, std::vector<ChunkKey>* evicted) {
+  for (;;) {
+    const auto victim = chunks_.victim(request);
+    if (!victim) return false;
+    if (may_write && write_back_.write_before_eviction(*victim)) continue;  // pinned now: take the next one
+    evict(*victim, evicted);
+    return true;
+  }
+}
+
+bool RowProvider::evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
+  const std::vector<Slot> slots = chunks_.slab_to_evict(group, request);
+  for (const Slot slot : slots) {
+    write_back_.on_going(slot);  // a slab that is needed now waits for no write
+    evict(slot, evicted);
+  }
+  return !slots.empty();
+}
+
+void RowProvider::give_up(Slot slot) {
+  write_back_.on_going(slot);
+  evict(slot, nullptr);
+}
+
+void RowProvider::evict(Slot slot, std::vector<ChunkKey>* evicted) {
+  const ChunkEntry& entry = chunks_.at(slot);
+  const ChunkKey key = entry.key;
+  chunks_.prefetch_eviction(slot);
+  memory_.prefetch(key);
+  evicted_bytes_ += groups_[entry.group].bytes;
+  // The chunk was in use here until now, so its records count as used until now.
+  ops_.touch(key);
+  if (evicted != nullptr) evicted->push_back(key);
+  chunks_.discard(slot);
+  memory_.on_gone(key, static_cast<std::uint8_t>(MissReason::kEvicted));
+}
+
+void RowProvider::flush_metrics() {
+  if (evicted_bytes_ == 0) return;
+  metrics_.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(evicted_bytes_));
+  evicted_bytes_ = 0;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,55 @@
+// RowProvider: finds a row for a chunk. It tries, in order:
+// - a free row;
+// - the row of the next chunk to evict, or a slab of several rows where groups differ in row size;
+// - rows of queued writes, which are cancelled.
+// Chunks in use and chunks of the requesting request are never taken.
+//
+// It owns no rows: a row is free, owned by a chunk, or owned by the caller.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cache/chunk_groups.h"
+#include "cache/host_chunks.h"
+#include "cache/key_history.h"
+#include "cache/tier_io.h"
+#include "cache/write_back.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class RowProvider {
+ public:
+  RowProvider(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops,
+              WriteBack& write_back, Metrics& metrics)
+      : groups_(groups),
+        chunks_(chunks),
+        memory_(memory),
+        ops_(ops),
+        write_back_(write_back),
+        metrics_(metrics) {}
+
+  // Returns a row for a chunk of this group; kNoRow if there is none. `request`: number of the request that
+  // asks. Appends the evicted keys to `evicted` unless it is nullptr. Keys stay evicted if this throws.
+  RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
+  // Evicts this chunk, even one of the requesting request. REQUIRES: resident, without pins.
+  void give_up(Slot slot);
+  // Adds the evictions since the last call to the metrics.
+  void flush_metrics();
+
+ private:
+  bool evict_one(std::uint32_t request, bool may_write, std::vector<ChunkKey>* evicted);
+  bool evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
+  void evict(Slot slot, std::vector<ChunkKey>* evicted);
+
+  const ChunkGroups& groups_;
+  HostChunks& chunks_;
+  KeyHistory& memory_;
+  TierIo& ops_;
+  WriteBack& write_back_;
+  Metrics& metrics_;
+  std::uint64_t evicted_bytes_ = 0;  // not in the metrics yet
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,203 @@
+#include "cache/store_path.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/refused_chunks.h"
+#include "base/status.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kAhead = 8;  // prefetch distance in chunks
+
+// Rows that prepare() took and has not returned yet. No rank knows them, so if prepare() throws they are free
+// at once and their keys absent.
+class TakenRows {
+ public:
+  TakenRows(HostChunks& chunks, std::size_t most) : chunks_(chunks) { slots_.reserve(most); }
+  ~TakenRows() {
+    if (row_ != kNoRow) chunks_.free(row_);
+    for (const Slot slot : slots_) chunks_.discard(slot);
+  }
+  TakenRows(const TakenRows&) = delete;
+  TakenRows& operator=(const TakenRows&) = delete;
+  void hold(RowId row) { row_ = row; }
+  void hold_as(Slot slot) {  // the chunk that now owns the row
+    row_ = kNoRow;
+    slots_.push_back(slot);
+  }
+  void hand_out() { slots_.clear(); }
+
+ private:
+  HostChunks& chunks_;
+  RowId row_ = kNoRow;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace
+
+StoreGrant StorePath::prepare(RequestHandle handle, std::span<const ChunkKey> keys,
+                              std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.require_live(handle);
+  if (!depths.empty() && depths.size() != keys.size()) {
+    throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
+  }
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) group = with_.groups.require_position(key, group);
+  with_.requests.admit(handle);
+  if (closed_ || request.options.skip_store) return {};
+  learn_prefill(handle, keys, depths);
+  return take_rows(handle, keys, depths);
+}
+
+StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> keys,
+                                std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.at(handle);
+  Offers& offers = with_.requests.offers(handle);
+  StoreGrant grant;
+  grant.transfer.group_rows.assign(with_.groups.size(), 0);
+  grant.accepted.reserve(keys.size());
+  grant.transfer.rows.reserve(keys.size());
+  std::vector<std::uint64_t> new_chunks(with_.groups.size(), 0);
+  TakenRows taken(with_.chunks, keys.size());
+  std::uint32_t group = 0;
+  for (std::uint32_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) with_.chunks.prefetch(keys[i + kAhead]);
+    const ChunkKey& key = keys[i];
+    group = with_.groups.require_position(key, group);
+    const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+    // Only chunks of full-attention groups form a chain and have a parent.
+    const ChunkId parent =
+        with_.groups[group].full_attention ? offers.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+    // Already has a row in some state: a use, and neither accepted nor declined.
+    if (const ChunkEntry* known = with_.chunks.find(key)) {
+      const Slot slot = with_.chunks.slot_of(known);
+      with_.chunks.access(slot, request.number, request.priority());
+      if (known->state == ChunkState::kResident) with_.write_back.on_used(slot);
+      continue;
+    }
+    ++new_chunks[group];
+    // After the first decline of a group, its later keys are declined too, which avoids holes.
+    if (offers.is_declined(group, key)) continue;
+    const RowId row = with_.row_provider.take(group, request.number, &grant.evicted);
+    if (row == kNoRow) {
+      offers.decline(group, key);
+      continue;
+    }
+    taken.hold(row);
+    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = with_.tickets.next();
+    const bool first = grant.transfer.group_rows[group] == 0;
+    taken.hold_as(with_.chunks.insert_filling(key, group, row, request.entry_info(parent, depth),
+                                              grant.transfer.ticket, first));
+    grant.accepted.push_back(i);
+    grant.transfer.rows.push_back(row);
+    ++grant.transfer.group_rows[group];
+  }
+  count_declined(grant, new_chunks);
+  with_.row_provider.flush_metrics();
+  taken.hand_out();
+  return grant;
+}
+
+void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks) {
+  for (std::uint32_t g = 0; g < with_.groups.size(); ++g) {
+    const std::uint64_t declined = new_chunks[g] - grant.transfer.group_rows[g];
+    if (declined == 0) continue;
+    with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
+                      static_cast<double>(declined * with_.groups[g].bytes));
+  }
+}
+
+// Chunks offered now are computed in this step, except those that the GPU's prefix cache had and those that
+// vLLM offers again (after a reset). The group with the most tokens determines the amount.
+void StorePath::learn_prefill(RequestHandle handle, std::span<const ChunkKey> keys,
+                              std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.at(handle);
+  double most = 0, context_of_most = 0;
+  for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
+    const std::uint32_t id = keys[begin].group_id();
+    while (end < keys.size() && keys[end].group_id() == id) ++end;
+    const auto group = with_.groups.position_of(keys[begin]);
+    if (!group) return;
+    const std::uint32_t chunk = with_.groups[*group].tokens;
+    const std::uint32_t offered = request.offers.end(*group);
+    double tokens = 0, token_context = 0;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+      // Offered before, or a hit of the prefix cache: not computed in this step. Without a span, chunks that
+      // already have a row count as not computed.
+      const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
+      if (before || (request.first_end == 0 && with_.chunks.find(keys[i]) != nullptr)) continue;
+      tokens += chunk;
+      token_context += depth > chunk ? static_cast<double>(chunk) * (depth - 0.5 * chunk) : 0;
+    }
+    if (!depths.empty()) with_.requests.offers(handle).extend(*group, depths[end - 1]);
+    if (tokens <= most) continue;
+    most = tokens;
+    context_of_most = token_context / tokens;
+  }
+  if (most > 0) with_.costs.prefill.observe(most, context_of_most);
+}
+
+void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
+  std::vector<Slot> stored;
+  stored.reserve(keys.size());
+  Ticket known = kNoTicket;
+  TicketResult result = TicketResult::kPending;
+  std::uint64_t failed_groups = 0;
+  for (const ChunkKey& key : keys) {
+    const ChunkEntry* entry = with_.chunks.find(key);
+    if (entry == nullptr || entry->state != ChunkState::kFilling) continue;
+    if (entry->ticket != known) {
+      known = entry->ticket;
+      failed_groups = 0;
+      result = with_.tickets.store_result(known, &failed_groups);
+    }
+    const Slot slot = with_.chunks.slot_of(entry);
+    if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {
+      fail(slot);
+    } else if (is_refused(failed_groups, entry->group, entry->first)) {
+      refuse(slot);
+    } else {
+      stored.push_back(slot);
+    }
+  }
+  // Deepest first, so that the head of a prefix is evicted last.
+  std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
+    const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
+    return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;
+  });
+  double tokens = 0, bytes = 0;
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    if (i + kAhead < stored.size()) with_.chunks.prefetch(stored[i + kAhead]);
+    with_.chunks.finish_store(stored[i]);
+    const auto& group = with_.groups[with_.chunks.at(stored[i]).group];
+    tokens += group.tokens;
+    bytes += static_cast<double>(group.bytes);
+  }
+  if (!stored.empty()) {
+    with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+    with_.metrics.add("kv_offload_stored_bytes_total", {}, bytes);
+  }
+  std::reverse(stored.begin(), stored.end());
+  with_.write_back.on_stored(stored);
+}
+
+void StorePath::fail(Slot slot) {
+  with_.metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
+  drop(slot, MissReason::kIoError);
+}
+
+void StorePath::refuse(Slot slot) {
+  with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "incomplete"},
+                    static_cast<double>(with_.groups[with_.chunks.at(slot).group].bytes));
+  drop(slot, MissReason::kIncomplete);
+}
+
+void StorePath::drop(Slot slot, MissReason reason) {
+  with_.memory.on_gone(with_.chunks.at(slot).key, static_cast<std::uint8_t>(reason));
+  with_.chunks.discard_store(slot);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,64 @@
+// StorePath: moves chunks from the ranks to host memory: allocates rows for offered chunks, and makes them
+// resident or discards them when the ranks have reported.
+//
+// Invariant: a chunk becomes resident only if every rank reported its ticket and none refused it
+// (base/refused_chunks.h). prepare() accepts a prefix of each group's new chunks: the first key without a row
+// ends it, so that there are no holes. If prepare() throws, it has accepted nothing.
+//
+// Threads: one (the scheduler's).
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/host_chunks.h"
+#include "cache/key_history.h"
+#include "cache/request_table.h"
+#include "cache/row_provider.h"
+#include "cache/tickets.h"
+#include "cache/write_back.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class StorePath {
+ public:
+  // Dependencies; all of them outlive this.
+  struct Context {
+    const ChunkGroups& groups;
+    HostChunks& chunks;
+    KeyHistory& memory;
+    Tickets& tickets;
+    CostModel& costs;
+    RowProvider& row_provider;
+    WriteBack& write_back;
+    RequestTable& requests;
+    Metrics& metrics;
+  };
+  explicit StorePath(const Context& context) : with_(context) {}
+
+  // See TieredCache::prepare_store. Throws InvalidArgument, before any change, if keys have an unknown group
+  // or are out of order, or if depths are not one per key.
+  StoreGrant prepare(RequestHandle request, std::span<const ChunkKey> keys,
+                     std::span<const std::uint32_t> depths);
+  // See TieredCache::complete_store.
+  void complete(std::span<const ChunkKey> keys, bool success);
+  void close() { closed_ = true; }  // nothing is accepted after this
+
+ private:
+  void learn_prefill(RequestHandle request, std::span<const ChunkKey> keys,
+                     std::span<const std::uint32_t> depths);
+  StoreGrant take_rows(RequestHandle request, std::span<const ChunkKey> keys,
+                       std::span<const std::uint32_t> depths);
+  void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks);
+  void fail(Slot slot);    // the device did not copy it
+  void refuse(Slot slot);  // vLLM offered it without some of its blocks
+  void drop(Slot slot, MissReason reason);
+
+  const Context with_;
+  bool closed_ = false;
+};
+
+}  // namespace kv_offload

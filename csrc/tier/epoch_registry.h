@@ -1,0 +1,71 @@
+// EpochRegistry: epochs (see record_store.h) for a store that many engines share and that may lose any key.
+//
+// An epoch is a random name, never a count. A store may forget any key (it evicts, it restarts empty), and a
+// count that restarts would name an epoch a second time. The store keeps one name for newly started
+// processes: the first process sets it, the others adopt it. A reset puts a new name there and uses another
+// one itself that is stored nowhere, so that no newly started process finds what it writes. Processes that
+// keep running in the old epoch no longer share records with newly started ones.
+//
+// Any thread. The store accesses its server in callbacks, and no lock is held during them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "base/status.h"
+#include "base/thread_annotations.h"
+#include "tier/record_store.h"
+
+namespace kv_offload {
+
+class EpochRegistry {
+ public:
+  using EpochPtr = RecordStore::EpochPtr;
+  static constexpr std::size_t kNameDigits = 32;  // hexadecimal
+
+  static std::string new_name();  // throws ResourceError: the system has no random numbers
+  static bool is_name(std::string_view text);
+  // REQUIRES: an epoch of a EpochRegistry, not null.
+  static const std::string& name_of(const EpochPtr& epoch);
+
+  // Sets the name that the store had at our start; empty: none, and begin() sets one later.
+  void start_with(const std::string& kept) EXCLUDES(mutex_);
+  // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
+  // reset. The caller may put it back if the store lost it.
+  std::string startup_epoch() const EXCLUDES(mutex_);
+  // Reports an upkeep check: the store keeps `kept`, and startup_epoch() was `known` before the check.
+  // With read_only, joins an epoch that another process made since we started.
+  void on_kept(const std::string& known, const std::string& kept, bool read_only) EXCLUDES(mutex_);
+  // RecordStore::begin_epoch. ask: reads the name that the store keeps, or sets one. put: replaces any stored
+  // name with this new one.
+  Status begin(const std::function<Status(std::string* kept)>& ask,
+               const std::function<Status(const std::string& name)>& put) EXCLUDES(mutex_);
+  EpochPtr current() const EXCLUDES(mutex_);
+  void forget() EXCLUDES(mutex_);
+  bool diverged() const EXCLUDES(mutex_);  // the store keeps a name other than that of our epoch
+  // True if one of our resets ended this epoch. A store that still keeps its name has lost later changes (a
+  // replica that had not received them took over, or another process put the name back) and must be updated
+  // again.
+  bool has_ended(std::string_view name) const EXCLUDES(mutex_);
+
+ private:
+  struct Named;
+
+  void set_start(const std::string& name) REQUIRES(mutex_);
+
+  mutable Mutex mutex_;
+  EpochPtr epoch_ GUARDED_BY(mutex_);
+  std::string start_ GUARDED_BY(mutex_);
+  // The values of start_ since our last reset. All of them are older than our next reset, which ends them
+  // all.
+  std::deque<std::string> starts_ GUARDED_BY(mutex_);
+  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
+  bool diverged_ GUARDED_BY(mutex_) = false;
+  std::deque<std::string> ended_ GUARDED_BY(mutex_);  // the last epochs that our resets ended
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,277 @@
+#include "tier/presence_lookup.h"
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <utility>
+
+#include "base/thread_annotations.h"
+#include "tier/circuit_breaker.h"
+
+namespace kv_offload {
+
+// Keys of a prompt that are looked up together. Everything except the atomics is written before other threads
+// see it.
+struct PresenceLookup::Window {
+  // Keys of one store call.
+  struct Part {
+    std::size_t first = 0, count = 0;  // range in `unknown`
+    std::optional<CircuitBreaker::Pass> pass;
+  };
+
+  std::vector<ChunkKey> unknown;  // the keys that this window looks up
+  std::vector<Part> parts;
+  std::vector<std::atomic<bool>> ended;    // of the admitted parts: answered or given up
+  std::atomic<std::size_t> unanswered{0};  // admitted parts, plus one while they are handed out
+  std::atomic<bool> failed{false};         // a part was given up
+
+  std::span<const ChunkKey> keys_of(std::size_t part) const {
+    return std::span(unknown).subspan(parts[part].first, parts[part].count);
+  }
+};
+
+struct PresenceLookup::Prompt {
+  const std::shared_ptr<const Context> context;
+  const std::vector<ChunkKey> keys;
+  const KeyOrder order;
+  const Submitted submitted;
+  // A thread will pick the keys from here on, or find that they are not needed. Only one thread at a time
+  // changes it.
+  std::atomic<std::size_t> next{0};
+  Mutex mutex;
+  WindowPtr window GUARDED_BY(mutex);  // the last one begun
+
+  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
+      : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
+
+  // True if a thread will look these keys up, or find that their lookups are pending. REQUIRES: both lists
+  // end with the same key.
+  bool stands_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
+    if (order != others_order || submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number)
+      return false;
+    return others.size() <= keys.size() - next.load() &&
+           std::equal(others.rbegin(), others.rend(), keys.rbegin());
+  }
+  void give_up_rest() { next.store(keys.size()); }
+};
+
+PresenceLookup::PresenceLookup(std::shared_ptr<TierRuntime> shared, const ThreadPoolTierOptions& options,
+                               IoPool::Submitter submit)
+    : context_(std::make_shared<const Context>(
+          Context{std::move(shared), &clock_of(options), options.op_deadline, std::move(submit)})) {}
+
+void PresenceLookup::ask(std::vector<ChunkKey> keys, KeyOrder order) {
+  const Submitted now(*context_->shared);
+  if (prompts_.size() >= most_prompts_) {
+    std::erase_if(prompts_, [](const auto& prompt) { return prompt.second.expired(); });
+    most_prompts_ = 2 * prompts_.size() + kFewPrompts;
+  }
+  const auto [first, last] = prompts_.equal_range(keys.back());
+  for (auto one = first; one != last; ++one) {
+    const auto prompt = one->second.lock();
+    if (prompt && prompt->stands_for(keys, order, now)) return;
+  }
+  const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
+  prompts_.emplace(prompt->keys.back(), prompt);
+  std::vector<IoPool::Op> ops;
+  ops.push_back(op_that_goes_on(prompt));
+  context_->submit(std::move(ops));
+}
+
+// Lookups that have not begun find the breaker open and give up by themselves.
+void PresenceLookup::give_up_all() {
+  for (const auto& [last_key, one] : prompts_) {
+    const auto prompt = one.lock();
+    if (!prompt) continue;
+    WindowPtr window;
+    {
+      const MutexLock lock(prompt->mutex);
+      window = prompt->window;
+    }
+    for (std::size_t part = 0; window && part < window->parts.size(); ++part) {
+      if (window->ended[part].load()) continue;
+      give_up(*prompt, window->keys_of(part));
+      window->failed.store(true);
+      window->ended[part].store(true);
+    }
+  }
+}
+
+IoPool::Op PresenceLookup::op_of(const Context& context, std::function<Status()> run,
+                                 std::function<void(const Status&)> end) {
+  IoPool::Op op;
+  op.tag = kTag;
+  op.urgent = true;  // short, and the request may be waiting for nothing else
+  op.deadline = context.clock->now() + context.op_deadline;
+  op.run = std::move(run);
+  op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };
+  return op;
+}
+
+IoPool::Op PresenceLookup::op_that_goes_on(const PromptPtr& prompt) {
+  return op_of(
+      *prompt->context,
+      [prompt] {
+        go_on(prompt);
+        return Status::ok();
+      },
+      [](const Status&) {});  // an op that never ran has begun no lookup
+}
+
+// Picks keys until some of them are unknown, and looks those up.
+void PresenceLookup::go_on(const PromptPtr& prompt) {
+  const TierRuntime& shared = *prompt->context->shared;
+  while (prompt->next.load() < prompt->keys.size()) {
+    WindowPtr window;
+    std::vector<IoPool::Op> ops;
+    const Status prepared = contained([&] {
+      window = std::make_shared<Window>();
+      if (!prompt->submitted.epoch || prompt->submitted.epoch != shared.store->epoch()) {
+        prompt->give_up_rest();
+        return Status::ok();
+      }
+      const std::size_t at_once = std::max<std::size_t>(shared.store->keys_per_locate(prompt->order), 1);
+      const std::size_t next = prompt->next.load(), all = prompt->keys.size();
+      const std::size_t wanted = std::max({kFirstWindow, at_once, next});
+      const std::size_t end = prompt->order == KeyOrder::kPrefix ? std::min(all, next + wanted) : all;
+      pick(*prompt, end, window.get());
+      ops = divide(prompt, window, at_once);
+      prompt->next.store(end);
+      return Status::ok();
+    });
+    if (!prepared) {
+      prompt->give_up_rest();
+      if (window) give_up(*prompt, window->unknown);
+      return;
+    }
+    if (!ops.empty()) return ask(prompt, window, std::move(ops));
+  }
+}
+
+// The thread that picked the keys looks up the first part itself.
+void PresenceLookup::ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops) {
+  const Context& context = *prompt->context;
+  CircuitBreaker& breaker = context.shared->breaker(Lane::kRead);
+  const Nanos now = context.clock->now();
+  std::optional<std::size_t> own;
+  std::size_t let_through = 0;
+  for (std::size_t part = 0; part < ops.size(); ++part) {
+    // The breaker admits each part separately; this thread keeps the first one admitted.
+    window->parts[part].pass = breaker.admit(now, CircuitBreaker::Kind::kQuestion);
+    if (!window->parts[part].pass) continue;
+    ++let_through;
+    if (!own) own = part;
+  }
+  // The extra one keeps the window from ending while its parts are handed out.
+  window->unanswered.store(let_through + 1);
+  {
+    const MutexLock lock(prompt->mutex);
+    prompt->window = window;
+  }
+  const Status shared = contained([&] {
+    std::vector<IoPool::Op> others;
+    for (std::size_t part = 0; part < ops.size(); ++part) {
+      // All admitted parts but its own are queued for other threads.
+      if (part != own && window->parts[part].pass) others.push_back(std::move(ops[part]));
+    }
+    context.submit(std::move(others));
+    return Status::ok();
+  });
+  for (std::size_t part = 0; part < ops.size(); ++part) {
+    // A part that was refused, or that could not be queued, is given up.
+    if (!window->parts[part].pass) {
+      window->failed.store(true);
+      give_up(*prompt, window->keys_of(part));
+    } else if (part != own && !shared) {
+      end_part(prompt, *window, part, shared);
+    }
+  }
+  if (own) end_part(prompt, *window, *own, ask_part(*prompt, *window, *own));
+  if (window->unanswered.fetch_sub(1) == 1) end_window(prompt, *window);
+}
+
+void PresenceLookup::give_up(const Prompt& prompt, std::span<const ChunkKey> keys) {
+  (void)contained([&] {
+    Catalog& catalog = prompt.context->shared->catalog();
+    for (std::size_t first = 0; first < keys.size(); first += kKeysPerLock) {
+      const std::size_t count = std::min(kKeysPerLock, keys.size() - first);
+      catalog.give_up_asking(keys.subspan(first, count), prompt.submitted.epoch_number);
+    }
+    return Status::ok();
+  });
+}
+
+// Marks the unknown keys up to `end` as pending in the catalog.
+void PresenceLookup::pick(Prompt& prompt, std::size_t end, Window* window) {
+  TierRuntime& shared = *prompt.context->shared;
+  const std::span<const ChunkKey> keys(prompt.keys);
+  std::size_t first = prompt.next.load();
+  window->unknown.reserve(end - first);  // whatever throws, it holds every key that the catalog was given
+  for (std::size_t count = 0; first < end; first += count) {
+    count = std::min(kKeysPerLock, end - first);
+    shared.catalog().begin_asking(keys.subspan(first, count), prompt.submitted.epoch_number,
+                                  &window->unknown);
+  }
+}
+
+// Returns one op per store call.
+std::vector<IoPool::Op> PresenceLookup::divide(const PromptPtr& prompt, const WindowPtr& window,
+                                               std::size_t at_once) {
+  std::vector<IoPool::Op> ops;
+  for (std::size_t first = 0; first < window->unknown.size(); first += at_once) {
+    const std::size_t part = window->parts.size();
+    window->parts.push_back({first, std::min(at_once, window->unknown.size() - first), std::nullopt});
+    ops.push_back(op_of(
+        *prompt->context, [prompt, window, part] { return ask_part(*prompt, *window, part); },
+        [prompt, window, part](const Status& status) { end_part(prompt, *window, part, status); }));
+  }
+  window->ended = std::vector<std::atomic<bool>>(window->parts.size());
+  return ops;
+}
+
+Status PresenceLookup::ask_part(Prompt& prompt, Window& window, std::size_t part) {
+  return contained([&] {
+    TierRuntime& shared = *prompt.context->shared;
+    // The device may have become stuck after the part was admitted.
+    if (!shared.breaker(Lane::kRead).stands(*window.parts[part].pass)) return off();
+    return run_locate(shared, window.keys_of(part), prompt.order, prompt.submitted);
+  });
+}
+
+void PresenceLookup::end_part(const PromptPtr& prompt, Window& window, std::size_t part,
+                              const Status& status) {
+  TierRuntime& shared = *prompt->context->shared;
+  CircuitBreaker& breaker = shared.breaker(Lane::kRead);
+  const CircuitBreaker::Pass& pass = *window.parts[part].pass;
+  if (device_failed(status)) {
+    breaker.failed(pass, prompt->context->clock->now());
+  } else if (status) {
+    shared.answered(Lane::kRead, pass);
+  } else {
+    breaker.not_tried(pass);
+  }
+  // Last: a thread that sees the lookup end also sees its effect on the breaker. A part that was given up
+  // while stuck may have a new lookup by now, so it is not given up twice.
+  if (!status && !window.ended[part].load()) give_up(*prompt, window.keys_of(part));
+  if (!status) window.failed.store(true);
+  window.ended[part].store(true);
+  if (window.unanswered.fetch_sub(1) == 1) end_window(prompt, window);
+}
+
+// All parts have ended, and no thread is picking keys.
+void PresenceLookup::end_window(const PromptPtr& prompt, const Window& window) {
+  const std::size_t next = prompt->next.load();
+  if (next >= prompt->keys.size()) return;
+  const Presence last = prompt->context->shared->catalog().contains(prompt->keys[next - 1]);
+  const bool is_missing = last == Presence::kAbsent || last == Presence::kStaleMiss;
+  if (window.failed.load() || is_missing) return prompt->give_up_rest();
+  const Status submitted = contained([&] {
+    std::vector<IoPool::Op> ops;
+    ops.push_back(op_that_goes_on(prompt));
+    prompt->context->submit(std::move(ops));
+    return Status::ok();
+  });
+  if (!submitted) prompt->give_up_rest();
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,88 @@
+"""What the kinds that encrypt their records have in common: ``encryption_key_file``."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from kv_offload.tiers.base import Answer
+from kv_offload.tiers.compression import CompressedTierConfig
+
+if TYPE_CHECKING:
+    from kv_offload._core import TierSpec
+    from kv_offload.namespace import NamespaceIdentity
+
+_MOST_KEYS = 8  # EncryptionKeys::kMostKeys in csrc/record/encryption.h
+_SHOWN_ID = 8  # digits of a key's id
+
+
+_Keys = Annotated[tuple[str, ...], Field(max_length=_MOST_KEYS)]
+
+
+def _paths(given: object) -> object:
+    if given is None:
+        return None
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(path, str) for path in listed):
+        raise ValueError("give the path of a file with 32 random bytes, or a list of them, newest first")
+    if not listed or not all(path.strip() for path in listed):
+        raise ValueError("is empty; name a file with 32 random bytes, or leave encryption_key_file out")
+    return tuple(os.path.abspath(os.path.expanduser(path)) for path in listed)
+
+
+def key_ids(paths: tuple[str, ...]) -> list[str]:
+    """The id of each file's key, which tells nothing of the key. ValueError that says what to change."""
+    from kv_offload import _core
+
+    try:
+        return _core.encryption_key_ids(list(paths))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+class EncryptedTierConfig(CompressedTierConfig):
+    """A tier whose records are encrypted and named by keyed digests if ``encryption_key_file`` is given."""
+
+    encryption_key_file: Annotated[_Keys | None, BeforeValidator(_paths)] = Field(
+        default=None,
+        description="file with 32 random bytes, or a list of such files. Records are encrypted and "
+        "authenticated (AES-256-GCM), and record names reveal nothing about prompts. The first key "
+        "encrypts, all keys decrypt. Each file must be owned by the user that runs vLLM or by root, with "
+        "mode 0600 or 0400",
+    )
+
+    def key_problems(self) -> list[str]:
+        """Why the keys cannot be used."""
+        if self.encryption_key_file is None:
+            return []
+        try:
+            key_ids(self.encryption_key_file)
+        except ValueError as error:
+            return [f"{self.label()}: {error}"]
+        return []
+
+    def findings(self) -> list[Answer]:
+        """Which key encrypts, and which others open; nothing where none is used."""
+        if self.encryption_key_file is None:
+            return []
+        try:
+            first, *others = (key[:_SHOWN_ID] for key in key_ids(self.encryption_key_file))
+        except ValueError as error:
+            return [Answer("refused", str(error))]
+        also = f"; records of {', '.join(others)} can be decrypted too" if others else ""
+        return [Answer("ok", f"records are encrypted with key {first} ({self.encryption_key_file[0]}){also}")]
+
+    def traits(self) -> list[str]:
+        """And whether it is encrypted."""
+        return [*super().traits(), *(["encrypted"] if self.encryption_key_file else [])]
+
+    def portable(self) -> dict[str, Any]:
+        """Absolute paths of the keys: a server is started in another directory."""
+        keys = self.encryption_key_file
+        return super().portable() | ({} if keys is None else {"encryption_key_file": list(keys)})
+
+    def spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
+        """With the keys, which are read when the tier is opened."""
+        spec = super().spec(name, bound, identity)
+        spec.encryption_key_files = list(self.encryption_key_file or ())
+        return spec

@@ -1,0 +1,265 @@
+// All knowledge belongs to one epoch, whichever thread adds it, and whenever.
+#include "backends/fs/record_index.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "backends/fs/layout.h"
+#include "tier/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using Extent = RecordIndex::Extent;
+
+class RecordIndexTest : public ::testing::Test {
+ protected:
+  static std::shared_ptr<FsEpoch> epoch(std::uint64_t number) {
+    auto epoch = std::make_shared<FsEpoch>();
+    epoch->number = number;
+    return epoch;
+  }
+  void begin(const std::shared_ptr<FsEpoch>& epoch, Extent extent = Extent::kOrder) {
+    const auto next = records_.next();
+    ASSERT_TRUE(next);
+    ASSERT_TRUE(records_.begin(epoch, *next, extent));
+  }
+  static std::vector<FoundRecord> found(std::uint32_t first, std::uint32_t count) {
+    std::vector<FoundRecord> found;
+    for (std::uint32_t i = first; i < first + count; ++i) found.push_back({key_of(i), 8192, 8192, 0});
+    return found;
+  }
+  static TierUses uses_of(const std::vector<std::uint32_t>& numbers) {
+    auto uses = std::make_shared<std::vector<TierUse>>();
+    for (const std::uint32_t number : numbers) uses->push_back({key_of(number), {.request = 1}});
+    return uses;
+  }
+  bool has(std::uint32_t number) { return records_.contains(key_of(number)) == Presence::kPresent; }
+  TierStats figures() {
+    TierStats stats;
+    records_.figures(&stats);
+    return stats;
+  }
+
+  FakeClock clock_;
+  RecordIndex records_{"lru", clock_};
+  const std::atomic<bool> go_on_{false};
+};
+
+TEST_F(RecordIndexTest, knowledge_from_an_ended_epoch_changes_nothing) {
+  const auto old = epoch(1), now = epoch(2);
+  begin(old, Extent::kSome);
+  const auto victim_of_old = [&] {
+    EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, old));
+    return *records_.take_victim();
+  }();
+  records_.reset();
+  begin(now, Extent::kSome);
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, now));
+
+  EXPECT_EQ(records_.written({key_of(3), 8192}, {}, old).kind(), StatusKind::kCancelled);
+  records_.put_back(victim_of_old);
+  records_.adopt_names(old, found(10, 5), true, go_on_);
+  const auto late = found(20, 5);
+  const std::vector<RecordIndex::LastUse> order = {{1, 0}, {2, 1}, {3, 2}, {4, 3}, {5, 4}};
+  records_.adopt_in_order(old, late, order, true, go_on_);
+  records_.remove(key_of(2), old, TierRemoval::Reason::kCorrupt);
+  records_.on_extent(old, Extent::kOrder);
+  records_.on_newer(old, true);
+  records_.drop(old);
+
+  EXPECT_TRUE(has(2));
+  EXPECT_EQ(figures().chunks, 1u);
+  EXPECT_EQ(records_.extent(), Extent::kSome);
+  EXPECT_FALSE(figures().diverged);
+  bool present = false, replace = false;
+  RecordIndex::Pin pin;
+  EXPECT_EQ(records_.begin_write(key_of(2), old, &present, &replace).kind(), StatusKind::kCancelled);
+  EXPECT_EQ(records_.begin_read(key_of(2), old, &pin).kind(), StatusKind::kCancelled);
+}
+
+TEST_F(RecordIndexTest, the_next_epoch_is_above_ours_and_knows_whether_a_reset_began_it) {
+  begin(epoch(7));
+  EXPECT_FALSE(records_.next()) << "there is one";
+  records_.drop(records_.epoch());
+  EXPECT_EQ(records_.next()->least_number, 8u);
+  EXPECT_FALSE(records_.next()->by_reset);
+  const RecordIndex::Next before = *records_.next();
+  records_.reset();
+  EXPECT_TRUE(records_.next()->by_reset);
+  EXPECT_FALSE(records_.begin(epoch(8), before, Extent::kOrder)) << "it was prepared before the reset";
+  EXPECT_EQ(records_.epoch(), nullptr);
+}
+
+// The scheduler's thread resets and copies data to compare, while closing an epoch may wait for a server.
+TEST_F(RecordIndexTest, only_upkeep_closes_an_ended_epoch) {
+  auto used_by_an_op = epoch(1);
+  const std::weak_ptr<FsEpoch> watched = used_by_an_op;
+  begin(used_by_an_op);
+  records_.reset();
+  records_.free_unused();
+  used_by_an_op.reset();
+  EXPECT_FALSE(watched.expired()) << "an op ended, on any thread";
+  records_.free_unused();
+  EXPECT_TRUE(watched.expired());
+
+  begin(epoch(2));
+  const std::weak_ptr<FsEpoch> next = records_.epoch();
+  records_.reset();
+  EXPECT_FALSE(next.expired()) << "a reset closes nothing";
+  records_.close();
+  EXPECT_TRUE(next.expired());
+}
+
+TEST_F(RecordIndexTest, a_record_that_was_written_again_is_not_reported_as_evicted) {
+  begin(epoch(1));
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.epoch()));
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, records_.epoch()));
+  const auto first = *records_.take_victim(), second = *records_.take_victim();
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.epoch()));
+  records_.evicted(first);
+  records_.evicted(second);
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals[0].key, key_of(2));
+  EXPECT_TRUE(has(1));
+}
+
+TEST_F(RecordIndexTest, a_directory_that_could_not_be_read_is_looked_up_again_later) {
+  begin(epoch(1), Extent::kSome);
+  const std::vector<ChunkKey> keys = {key_of(1)};
+  std::vector<ChunkKey> asked;
+  records_.begin_asking(keys, 0, &asked);
+  ASSERT_EQ(asked, keys);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kLookupPending);
+  records_.give_up_asking(keys, 0);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
+  records_.begin_asking(keys, 0, &asked);
+  EXPECT_EQ(asked.size(), 1u) << "not in a loop";
+  clock_.advance(RecordIndex::kAskAgainAfter);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  records_.begin_asking(keys, 0, &asked);
+  EXPECT_EQ(asked.size(), 2u);
+  records_.on_listed(records_.epoch(), layout::leaf_of(key_of(1)));
+  records_.give_up_asking(keys, 0);
+  clock_.advance(RecordIndex::kAskAgainAfter);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
+}
+
+TEST_F(RecordIndexTest, without_an_epoch_every_record_is_absent) {
+  begin(epoch(1), Extent::kSome);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.epoch()));
+  records_.reset();
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
+  EXPECT_FALSE(records_.take_victim());
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals[0].reason, TierRemoval::Reason::kReset);
+}
+
+// A record whose chunk is in use in host memory is not old.
+TEST_F(RecordIndexTest, uses_elsewhere_count_before_anything_is_evicted) {
+  const auto now = epoch(1);
+  begin(now);
+  for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  records_.used(uses_of({2, 1, 99}));
+  std::vector<ChunkKey> gone;
+  while (const auto victim = records_.take_victim()) gone.push_back(victim->record.key);
+  EXPECT_EQ(gone, (std::vector<ChunkKey>{key_of(3), key_of(2), key_of(1)}));
+}
+
+TEST_F(RecordIndexTest, uses_from_before_a_reset_change_nothing_after_it) {
+  begin(epoch(1));
+  records_.used(uses_of({1}));
+  records_.reset();
+  const auto now = epoch(2);
+  begin(now);
+  for (const std::uint32_t number : {1, 2}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
+}
+
+TEST_F(RecordIndexTest, the_oldest_of_too_many_uses_are_dropped) {
+  const auto now = epoch(1);
+  begin(now);
+  for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  records_.used(uses_of({1}));
+  records_.used(uses_of({2}));
+  const std::vector<std::uint32_t> others(RecordIndex::kMostUses - 1, 99);
+  records_.used(uses_of(others));  // together with the use of 2, as many as are kept
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(3));
+}
+
+TEST_F(RecordIndexTest, the_next_victim_stays_if_it_belongs_to_the_spared_request) {
+  const auto now = epoch(1);
+  begin(now);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, now));
+  bool own = false;
+  EXPECT_FALSE(records_.take_victim(5, &own));
+  EXPECT_TRUE(own);
+  EXPECT_TRUE(has(1));
+  own = false;
+  EXPECT_TRUE(records_.take_victim(6, &own));
+  EXPECT_FALSE(own);
+}
+
+TEST_F(RecordIndexTest, a_declined_write_is_remembered_for_its_request_until_it_is_written_or_reset) {
+  begin(epoch(1));
+  const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
+  records_.on_declined(key_of(1), 5, records_.epoch());
+  EXPECT_TRUE(records_.is_declined(one, 5));
+  EXPECT_FALSE(records_.is_declined(one, 6)) << "a later request is judged separately";
+  EXPECT_FALSE(records_.is_declined(two, 5));
+  EXPECT_FALSE(records_.is_declined(0, 5)) << "it has no parent chunk";
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, records_.epoch()));
+  EXPECT_FALSE(records_.is_declined(one, 5));
+  const auto before = records_.epoch();
+  records_.on_declined(key_of(1), 5, before);
+  records_.reset();
+  EXPECT_FALSE(records_.is_declined(one, 5));
+  begin(epoch(2));
+  records_.on_declined(key_of(1), 5, before);
+  EXPECT_FALSE(records_.is_declined(one, 5)) << "that was decided before the reset";
+}
+
+// A removal that is reported late must not hide a record that was written since.
+TEST_F(RecordIndexTest, a_record_written_again_after_a_reset_is_not_reported_as_removed) {
+  begin(epoch(1));
+  const auto many = static_cast<std::uint32_t>(RecordIndex::kMostRemovals) + 10;
+  for (std::uint32_t i = 0; i < many; ++i)
+    EXPECT_TRUE(records_.written({key_of(i), 8192}, {}, records_.epoch()));
+  records_.reset();
+  begin(epoch(2));
+  EXPECT_TRUE(records_.written({key_of(many - 1), 8192}, {}, records_.epoch()));
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), RecordIndex::kMostRemovals);
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), many - 1);
+  for (const TierRemoval& removal : removals) EXPECT_NE(removal.key, key_of(many - 1));
+  EXPECT_TRUE(has(many - 1));
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), many - 1) << "once";
+}
+
+TEST_F(RecordIndexTest, a_read_from_before_a_reset_does_not_unpin_a_record_read_after_it) {
+  begin(epoch(1));
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.epoch()));
+  auto before = std::make_unique<RecordIndex::Pin>();
+  ASSERT_TRUE(records_.begin_read(key_of(1), records_.epoch(), before.get()));
+  records_.reset();
+  begin(epoch(2));
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, records_.epoch()));
+  RecordIndex::Pin after;
+  ASSERT_TRUE(records_.begin_read(key_of(2), records_.epoch(), &after));
+  before.reset();
+  EXPECT_FALSE(records_.take_victim()) << "it is being read";
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,122 @@
+#include "cache/device_loads.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+
+class DeviceLoadsTest : public ::testing::Test {
+ protected:
+  void make(PartsOptions options) { parts_ = std::make_unique<LoadParts>(std::move(options)); }
+  LoadParts& parts() {
+    if (!parts_) make({});
+    return *parts_;
+  }
+  DeviceLoads& jobs() { return parts().device_loads; }
+  static std::vector<ChunkKey> keys(const Names& names) {
+    std::vector<ChunkKey> result;
+    for (const auto& name : names) result.push_back(key_of(name));
+    return result;
+  }
+  DeviceLoads::Begun begin(const Names& names, const DeviceLoads::Load& load = {}) {
+    return jobs().begin(keys(names), load);
+  }
+
+  std::unique_ptr<LoadParts> parts_;
+};
+
+TEST_F(DeviceLoadsTest, ALoadHasItsRowsUntilItIsCompletedAndReported) {
+  const Slot a = parts().resident("a");
+  const auto load = begin({"a"});
+  EXPECT_THAT(load.transfer.rows, ElementsAre(parts().chunks.at(a).row));
+  jobs().complete(keys({"a"}));
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "a rank may still copy";
+  parts().report(load.transfer.ticket);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(DeviceLoadsTest, AReportAloneEndsNoLoad) {
+  parts().resident("a");
+  parts().report(begin({"a"}).transfer.ticket);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 1u);
+  jobs().complete(keys({"a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(DeviceLoadsTest, LoadsAreIdentifiedByAllTheirKeysInAnyOrder) {
+  parts().resident("a");
+  parts().resident("b");
+  const auto both = begin({"a", "b"});
+  const auto one = begin({"a"});
+  parts().report(both.transfer.ticket);
+  parts().report(one.transfer.ticket);
+  jobs().complete(keys({"b", "a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 1u);
+  jobs().complete(keys({"b"}));
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "no load has these keys";
+  jobs().complete(keys({"a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(DeviceLoadsTest, ALoadThatIsRefusedChangesNothing) {
+  parts().resident("a");
+  parts().fetching("b");
+  EXPECT_THROW(begin({"a", "b"}), InvalidArgument);
+  EXPECT_THROW(begin({"a", "absent"}), InvalidArgument);
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the pin of the fetch";
+  EXPECT_EQ(begin({"a"}).hit_tokens[0], ChunkParts::kTokens);
+}
+
+TEST_F(DeviceLoadsTest, HitsCountForTheTierThatTheBytesCameFrom) {
+  parts().resident("a");
+  parts().fetched("b");
+  const auto first = begin({"a", "b"});
+  EXPECT_EQ(first.hit_tokens[0], 16u);
+  EXPECT_EQ(first.hit_tokens[1], 16u);
+  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load counts as a hit in host memory";
+}
+
+TEST_F(DeviceLoadsTest, APartialChunkHitsItsTokens) {
+  for (const auto& [name, end] : {std::pair("whole", 32u), std::pair("part", 36u)}) {
+    const Slot slot =
+        parts().chunks.insert_filling(key_of(name), 0, parts().take(0), {.depth = end}, kNoTicket);
+    parts().chunks.finish_store(slot);
+  }
+  EXPECT_EQ(begin({"whole", "part"}).hit_tokens[0], 16u + 4u);
+}
+
+TEST_F(DeviceLoadsTest, RowsOfForgottenLoadsStayOutOfUseUntilReported) {
+  parts().resident("a");
+  const auto load = begin({"a"});
+  jobs().forget();
+  parts().chunks.forget();
+  EXPECT_EQ(parts().free_rows(), 3u);
+  parts().report(load.transfer.ticket);
+  parts().chunks.poll();
+  EXPECT_EQ(parts().free_rows(), 4u);
+}
+
+TEST_F(DeviceLoadsTest, WithWindowsLoadsRunConcurrentlyOnlyIfTheirRequestsFit) {
+  PartsOptions options;
+  options.shard_bytes = {300, 300};
+  options.cache.full_attention = {true, false};
+  options.cache.cache_blocks = 12;
+  make(std::move(options));
+  parts().resident("a");
+  EXPECT_FALSE(jobs().must_hold_back(16)) << "no load is in flight";
+  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: 2 chunks and a draft in each group
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6 blocks, plus one that vLLM reserves";
+  jobs().forget();
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "the load may still run";
+  parts().report(load.transfer.ticket);
+  jobs().poll();
+  EXPECT_FALSE(jobs().must_hold_back(16));
+}
+
+}  // namespace
+}  // namespace kv_offload

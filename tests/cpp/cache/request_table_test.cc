@@ -1,0 +1,230 @@
+#include "cache/request_table.h"
+
+#include <fmt/format.h>
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class RequestTableTest : public ::testing::Test {
+ protected:
+  void SetUp() override { a_ = requests_.begin({}); }
+  TierIo::Read fetch(const std::string& name) {
+    const TierIo::Read read{parts_.fetching(name), 0};
+    parts_.ops.read({&read, 1}, Nanos(0), false);
+    return read;
+  }
+
+  RequestParts parts_;
+  RequestTable& requests_ = parts_.requests;
+  RequestHandle a_ = 0;
+};
+
+TEST_F(RequestTableTest, HandlesAreReusedAndNumbersAreNot) {
+  const std::uint32_t number = requests_.at(a_).number;
+  requests_.end(a_);
+  EXPECT_EQ(requests_.begin({}), a_);
+  EXPECT_GT(requests_.at(a_).number, number);
+  EXPECT_EQ(requests_.live(), 1u);
+  EXPECT_THROW(requests_.require_live(a_ + 1), InvalidArgument);
+}
+
+TEST_F(RequestTableTest, ARecordedChunkIsPendingAndAwaitsAPlanOnce) {
+  parts_.record("x");
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  EXPECT_EQ(parts_.lookup(a_, "absent"), LookupResult::kMiss);
+  EXPECT_TRUE(requests_.has_pending_work());
+  EXPECT_THAT(requests_.take_pending(), ElementsAre(a_));
+  EXPECT_THAT(requests_.take_pending(), IsEmpty());
+}
+
+TEST_F(RequestTableTest, TheOldestRequestIsPlannedFirstInAnyLookupOrder) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  parts_.lookup(b, "x");
+  parts_.lookup(a_, "x");
+  EXPECT_THAT(requests_.take_pending(), ElementsAre(a_, b));
+}
+
+TEST_F(RequestTableTest, ARequestThatEndedOrStoppedWaitingGetsNoPlan) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  parts_.lookup(b, "x");
+  requests_.end(a_);
+  requests_.expire(b, MissReason::kDeadline);
+  EXPECT_THAT(requests_.take_pending(), IsEmpty());
+}
+
+TEST_F(RequestTableTest, AHitIsPinnedOnceUntilAdmission) {
+  const Slot slot = parts_.resident("x");
+  const Slot twice[] = {slot, slot};
+  requests_.hold(a_, twice);
+  requests_.hold(a_, twice);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
+  parts_.record("y");
+  parts_.lookup(a_, "y");  // the request now waits
+  requests_.admit(a_);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
+}
+
+TEST_F(RequestTableTest, AChunkEvictedSinceTheLookupIsNotPinned) {
+  const Slot slot = parts_.resident("x");
+  parts_.chunks.discard(slot);
+  requests_.hold(a_, {&slot, 1});
+  EXPECT_THAT(requests_.at(a_).held, IsEmpty());
+}
+
+TEST_F(RequestTableTest, ACompletedReadIsPinnedByAllItsWaiters) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  const Slot slot = fetch("x").slot;
+  requests_.await(a_, slot);
+  requests_.await(b, slot);
+  requests_.await(b, slot);
+  EXPECT_EQ(requests_.at(b).fetched_for, 1u);
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 2u);
+  EXPECT_THAT(requests_.at(a_).awaited, IsEmpty());
+  requests_.end(a_);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
+}
+
+class ManyReads : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kMany = 2 * RequestTable::kReadsGivenBackAtOnce + 10;
+
+  void await_all(RequestHandle request) {
+    for (const TierIo::Read& read : reads_) parts_.requests.await(request, read.slot);
+  }
+  void SetUp() override {
+    for (std::size_t i = 0; i < kMany; ++i) {
+      const std::string name = fmt::format("{}", i);
+      parts_.record(name);
+      reads_.push_back({parts_.fetching(name), 0});
+    }
+    parts_.ops.read(reads_, Nanos(0), false);
+  }
+
+  RequestParts parts_{PartsOptions{.rows = kMany}};
+  std::vector<TierIo::Read> reads_;
+};
+
+TEST_F(ManyReads, OfAnEndedRequestAreCancelledInBatchesOldestFirst) {
+  const RequestHandle request = parts_.requests.begin({});
+  await_all(request);
+  parts_.requests.end(request);
+  EXPECT_EQ(parts_.tier->queued_reads(), kMany - RequestTable::kReadsGivenBackAtOnce);
+  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine must continue to step";
+  parts_.ops.poll();
+  EXPECT_FALSE(parts_.has("0"));
+  EXPECT_EQ(parts_.chunks.at(reads_.back().slot).state, ChunkState::kFetching);
+  parts_.requests.end_step();
+  parts_.requests.end_step();
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u);
+  EXPECT_FALSE(parts_.requests.has_pending_work());
+}
+
+TEST_F(ManyReads, OfAnEndedRequestDoNotBelongToTheNextOwnerOfItsHandle) {
+  const RequestHandle first = parts_.requests.begin({});
+  await_all(first);
+  parts_.requests.end(first);
+  const RequestHandle next = parts_.requests.begin({});
+  ASSERT_EQ(next, first);
+  const Slot last = reads_.back().slot;
+  parts_.requests.await(next, last);
+  EXPECT_EQ(parts_.requests.at(next).fetched_for, 1u);
+  parts_.requests.end_step();
+  parts_.requests.end_step();
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "the read is needed";
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(last).pins, 1u);
+  EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
+}
+
+TEST_F(ManyReads, ThatCompleteForAnEndedRequestArePinnedByNoRequest) {
+  const RequestHandle request = parts_.requests.begin({});
+  await_all(request);
+  parts_.requests.end(request);
+  ASSERT_EQ(parts_.requests.begin({}), request);
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(reads_.back().slot).pins, 0u);
+  EXPECT_THAT(parts_.requests.at(request).held, IsEmpty());
+}
+
+TEST_F(RequestTableTest, AFailedReadIsAMissForItsWaitersAndIsNotRetried) {
+  parts_.record("x");
+  requests_.await(a_, fetch("x").slot);
+  parts_.tier->fail(StatusKind::kIo);
+  parts_.finish();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "a miss, although the tier still has the record";
+  EXPECT_EQ(parts_.lookup(requests_.begin({}), "x"), LookupResult::kPending);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("io_error"), 16);
+}
+
+TEST_F(RequestTableTest, AnExpiredRequestHasNothingPending) {
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  requests_.await(a_, fetch("x").slot);
+  requests_.expire(a_, MissReason::kRecomputeCheaper);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "no request waits for the read";
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("recompute_cheaper"), 16);
+}
+
+TEST_F(RequestTableTest, ALookupPastTheDeadlineIsAMiss) {
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  parts_.clock.advance(parts_.options.lookup_deadline);
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+}
+
+TEST_F(RequestTableTest, AClosedGroupIsAMissWithItsReason) {
+  parts_.record("x");
+  requests_.close_group(a_, 0, MissReason::kPressure);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("pressure"), 16);
+}
+
+TEST_F(RequestTableTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
+  parts_.lookup(a_, "x");
+  requests_.end_step();
+  parts_.lookup(a_, "x");
+  EXPECT_EQ(parts_.missed("not_stored"), 0);
+  requests_.admit(a_);
+  requests_.admit(a_);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("not_stored"), 16);
+}
+
+TEST_F(RequestTableTest, PartsOfAChunkAreNotMisses) {
+  requests_.set_span(a_, 16, 160);
+  parts_.lookup(a_, "x");
+  for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), 4);
+  requests_.admit(a_);
+  EXPECT_EQ(parts_.missed("not_stored"), 160);
+}
+
+TEST_F(RequestTableTest, AbandonedProbesAreNotAwaited) {
+  parts_.record("x");
+  parts_.record("y");
+  const Slot x = fetch("x").slot, y = fetch("y").slot;
+  requests_.await(a_, x);
+  requests_.await(a_, y);
+  requests_.leave_probes(a_, 1, Nanos(0));
+  EXPECT_THAT(requests_.at(a_).awaited, ElementsAre(::testing::Pair(::testing::_, y)));
+  EXPECT_TRUE(parts_.ops.is_probe(x));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,101 @@
+#include "cache/row_provider.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class RowProviderTest : public ::testing::Test {
+ protected:
+  void make(PartsOptions options) { parts_ = std::make_unique<SupplyParts>(std::move(options)); }
+  SupplyParts& parts() {
+    if (!parts_) make({});
+    return *parts_;
+  }
+  void fill() {
+    for (const char* name : {"a", "b", "c", "d"}) slots_[name] = parts().resident(name);
+  }
+  RowId take(std::uint32_t request = 1) { return parts().row_provider.take(0, request, &evicted_); }
+
+  std::unique_ptr<SupplyParts> parts_;
+  std::map<std::string, Slot> slots_;
+  std::vector<ChunkKey> evicted_;
+};
+
+TEST_F(RowProviderTest, AFreeRowComesFirst) {
+  parts().resident("a");
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, IsEmpty());
+}
+
+TEST_F(RowProviderTest, TheNextChunkToEvictGivesItsRow) {
+  fill();
+  parts().chunks.pin(slots_["a"]);
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, ElementsAre(key_of("b")));
+  EXPECT_EQ(parts().memory.eviction_reason(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
+  parts().row_provider.flush_metrics();
+  parts().row_provider.flush_metrics();
+  EXPECT_EQ(parts().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), kPageBytes);
+}
+
+TEST_F(RowProviderTest, ARequestDoesNotEvictItsOwnChunks) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().chunks.access(slot, 1, 0);
+  EXPECT_EQ(take(1), kNoRow);
+  EXPECT_NE(take(2), kNoRow);
+}
+
+TEST_F(RowProviderTest, AnEvictionReportsTheLastUseToTheTier) {
+  parts().record("a");
+  fill();
+  take();
+  EXPECT_GT(parts().tier->records.at(key_of("a")).used, 0u);
+}
+
+TEST_F(RowProviderTest, QueuedWritesAreCancelledWhenNothingElseIsLeft) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_EQ(parts().tier->queued_writes(), 0u);
+}
+
+TEST_F(RowProviderTest, RunningWritesAreNotAwaited) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
+  for (int i = 0; i < 4; ++i) parts().tier->start(OpKind::kWrite);
+  EXPECT_EQ(take(), kNoRow);
+}
+
+TEST_F(RowProviderTest, ChunksBeingWrittenBeforeEvictionAreSkipped) {
+  PartsOptions options;
+  options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+  make(std::move(options));
+  fill();
+  // Writes pin all chunks. The writes are shed and not queued again.
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, ElementsAre(key_of("a")));
+  EXPECT_EQ(parts().tier->queued_writes(), 0u);
+}
+
+TEST_F(RowProviderTest, UnwrittenEvictedChunksAreCountedEvenForAWholeSlab) {
+  PartsOptions options{.rows = 64, .shard_bytes = {4096, 65536}};
+  options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+  make(std::move(options));
+  for (RowId row = parts().chunks.allocate(0); row != kNoRow; row = parts().chunks.allocate(0)) {
+    const ChunkKey key = key_of(fmt::format("s{}", row));
+    parts().chunks.finish_store(parts().chunks.insert_filling(key, 0, row, {}, kNoTicket));
+  }
+  parts().tier->switch_off();
+  parts().ops.poll();
+  EXPECT_NE(parts().row_provider.take(1, 1, &evicted_), kNoRow);
+  EXPECT_GT(evicted_.size(), 1u);
+  EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}),
+            static_cast<double>(evicted_.size()) * 4096);
+}
+
+}  // namespace
+}  // namespace kv_offload

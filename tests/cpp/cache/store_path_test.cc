@@ -1,0 +1,89 @@
+#include "cache/store_path.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class StorePathTest : public ::testing::Test {
+ protected:
+  StorePathTest()
+      : stores_({parts_.groups, parts_.chunks, parts_.memory, parts_.tickets, parts_.costs,
+                 parts_.row_provider, parts_.write_back, parts_.requests, parts_.metrics}) {}
+  static std::vector<ChunkKey> keys(const Names& names) {
+    std::vector<ChunkKey> result;
+    for (const auto& name : names) result.push_back(key_of(name));
+    return result;
+  }
+  StoreGrant prepare(const Names& names) { return stores_.prepare(request_, keys(names), {}); }
+
+  RequestParts parts_;
+  StorePath stores_;
+  const RequestHandle request_ = parts_.requests.begin({});
+};
+
+TEST_F(StorePathTest, AChunkIsResidentWhenAllRanksReportedIt) {
+  const StoreGrant grant = prepare({"a"});
+  EXPECT_THAT(grant.accepted, ElementsAre(0));
+  EXPECT_EQ(parts_.chunks.resident(), 0u);
+  parts_.report(grant.transfer.ticket);
+  stores_.complete(keys({"a"}), true);
+  EXPECT_EQ(parts_.chunks.resident(), 1u);
+  EXPECT_EQ(parts_.tier->queued_writes(), 1u);
+}
+
+TEST_F(StorePathTest, ARefusedFirstChunkKeepsTheOthersOfItsJob) {
+  const StoreGrant grant = prepare({"a", "b"});
+  parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
+  stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order
+  EXPECT_EQ(parts_.chunks.find(key_of("a")), nullptr);
+  EXPECT_NE(parts_.chunks.find(key_of("b")), nullptr);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 0);
+}
+
+TEST_F(StorePathTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
+  const StoreGrant grant = prepare({"a", "b"});
+  stores_.complete(keys({"a"}), true);  // no report yet
+  parts_.report(grant.transfer.ticket, 1);
+  stores_.complete(keys({"b"}), true);  // its group failed
+  EXPECT_EQ(parts_.chunks.resident(), 0u);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 1);
+  EXPECT_GT(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "incomplete"}), 0);
+  EXPECT_EQ(parts_.free_rows(), 3u);
+  parts_.chunks.poll();
+  EXPECT_EQ(parts_.free_rows(), 4u);
+}
+
+TEST_F(StorePathTest, TheFirstKeyWithoutARowEndsWhatIsAcceptedUntilItIsOfferedAgain) {
+  EXPECT_THAT(prepare({"a", "b", "c", "d", "e", "f"}).accepted, ElementsAre(0, 1, 2, 3));
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "pressure"}), 2 * kPageBytes);
+  stores_.complete(keys({"a", "b"}), false);
+  parts_.report(1);
+  parts_.chunks.poll();
+  EXPECT_THAT(prepare({"f"}).accepted, IsEmpty()) << "without e there would be a gap";
+  EXPECT_THAT(prepare({"e", "f"}).accepted, ElementsAre(0, 1));
+}
+
+TEST_F(StorePathTest, AnOfferThatThrowsHasAcceptedNothing) {
+  for (const char* name : {"w", "x", "y", "z"}) parts_.resident(name);
+  int calls = 0;
+  parts_.tier->on_touch = [&] {
+    if (++calls == 3) throw std::runtime_error("planted");
+  };
+  EXPECT_THROW(prepare({"a", "b", "c"}), std::runtime_error);
+  EXPECT_FALSE(parts_.has("a"));
+  EXPECT_FALSE(parts_.has("b"));
+  EXPECT_EQ(parts_.free_rows(), 2u);
+  EXPECT_TRUE(parts_.has("z"));
+}
+
+TEST_F(StorePathTest, NothingIsAcceptedAfterClose) {
+  stores_.close();
+  EXPECT_THAT(prepare({"a"}).accepted, IsEmpty());
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,63 @@
+// Stand-in for what nvcc adds to the runtime's header: enough to compile a .cu
+// file as C++ and to run its kernels as loops over grid and block. A kernel must
+// not synchronise its threads: they run one after the other.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+
+#include "cuda_runtime_api.h"
+
+#define __global__
+#define __host__
+#define __device__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+// Of the thread of a grid that this thread plays.
+extern thread_local uint3 blockIdx, threadIdx;
+extern thread_local dim3 gridDim, blockDim;
+
+namespace fake_cuda {
+// `run` plays one thread of the grid; `check` says what is wrong with the
+// arguments on that device, "" for nothing. `parameter_bytes`: of all arguments together.
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::size_t parameter_bytes,
+                   std::function<const char*(int device)> check, std::function<void()> run);
+cudaError_t load_kernel(cudaFuncAttributes* attributes, const void* kernel);
+}  // namespace fake_cuda
+
+template <typename... Declared, typename... Given>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Declared...),
+                               Given&&... arguments) {
+  // Arguments are taken when the kernel is launched, as CUDA takes them.
+  auto taken = std::make_shared<std::tuple<std::decay_t<Declared>...>>(std::forward<Given>(arguments)...);
+  const auto check = [taken](int device) -> const char* {
+    return std::apply(
+        [device](const auto&... values) -> const char* {
+          (void)device;
+          // Found beside the arguments' types, where somebody wrote one.
+          if constexpr (requires { wrong_with_kernel_arguments(device, values...); }) {
+            return wrong_with_kernel_arguments(device, values...);
+          }
+          return "";
+        },
+        *taken);
+  };
+  return fake_cuda::launch(*config, reinterpret_cast<const void*>(kernel),
+                           (std::size_t{0} + ... + sizeof(std::decay_t<Declared>)), check,
+                           [taken, kernel] { std::apply(kernel, *taken); });
+}
+
+template <typename... Declared>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(Declared...)) {
+  return fake_cuda::load_kernel(attributes, reinterpret_cast<const void*>(kernel));
+}
