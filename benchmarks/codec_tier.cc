@@ -45,7 +45,7 @@ class Way {
         (2 + kTimesToLearn) * chunks * (kChunk + (std::size_t{64} << 10)) + (std::size_t{64} << 20);
     options.namespace_json = "{}";
     options.o_direct = DirectMode::kOn;
-    options.op_deadline = std::chrono::minutes(5);
+    options.op_timeout = std::chrono::minutes(5);
     CompressionOptions choice{.compress = compress, .elements = {Element::kBf16}};
     choice.idle_cores = [cores = std::make_shared<IdleCores>(clock_)] { return cores->now(); };
     options.form.compression = std::make_shared<CompressionChoice>(choice);

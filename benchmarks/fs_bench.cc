@@ -55,7 +55,7 @@ FsTierOptions options_for(const std::string& root) {
   options.root_dir = root;
   options.max_bytes = std::uint64_t{1} << 40;
   options.namespace_json = "{}";
-  options.op_deadline = std::chrono::minutes(10);  // a busy machine is no broken device here
+  options.op_timeout = std::chrono::minutes(10);  // a busy machine is no broken device here
   return options;
 }
 

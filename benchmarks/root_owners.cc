@@ -83,7 +83,7 @@ FsTierOptions options_for(const std::string& root, std::uint64_t max_bytes, std:
   options.namespace_id.fill(model);
   options.namespace_json = "{}";
   options.eviction_policy = "prefix";
-  options.op_deadline = std::chrono::minutes(10);  // a busy machine is not a broken device
+  options.op_timeout = std::chrono::minutes(10);  // a busy machine is not a broken device
   return options;
 }
 

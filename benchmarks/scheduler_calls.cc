@@ -201,7 +201,7 @@ void measure_end(std::uint64_t reads) {
   ThreadPoolTierOptions options;
   options.name = "fs";
   options.clock = &standing_clock;
-  options.op_deadline = std::chrono::hours(1);
+  options.op_timeout = std::chrono::hours(1);
   options.driven_by_hand = &pool;
   std::vector<std::unique_ptr<Tier>> tiers;
   tiers.push_back(make_thread_pool_tier(std::make_unique<EndlessStore>(), options));

@@ -172,10 +172,10 @@ def main() -> None:
             "environment": environment(),
         }
         with SlowDisk(folder / "directory", folder / "mounted", build(folder)) as disk:
-            common: dict[str, Any] = {"eviction_policy": "lru", "lookup_deadline_ms": PATIENT_MS}
+            common: dict[str, Any] = {"eviction_policy": "lru", "lookup_timeout_ms": PATIENT_MS}
             tiered = kv_transfer_config(host_bytes, disk.mountpoint, **common)
             extra = tiered["kv_connector_extra_config"]
-            extra["secondary_tiers"][0]["op_deadline_ms"] = PATIENT_MS
+            extra["secondary_tiers"][0]["op_timeout_ms"] = PATIENT_MS
             plain = kv_transfer_config(host_bytes, **common)
             say("starting both servers")
             with (

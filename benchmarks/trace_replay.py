@@ -79,7 +79,7 @@ def host_rows(trace: Trace, core: Any, capacity: int, speed: float, with_vllm: b
 
 def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> list[dict[str, Any]]:
     rows = []
-    for write_policy in ("through", "on_evict", "reuse:2"):
+    for write_policy in ("write_through", "on_evict", "reuse:2"):
         for policy, below in PAIRS:
             row = replay(core, trace, Setting(policy, host, tier, below, write_policy), speed)
             row["write_policy"] = write_policy

@@ -28,8 +28,8 @@ from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
 CELLS = ((500, 2_500), (500, 10_000), (2_000, 10_000), (5_000, 5_000))  # host memory, disk
 # What is written, what goes first on the disk, whether host memory outlives a kill.
 RULES = (
-    ("through", "lru", False),
-    ("through", "prefix", False),
+    ("write_through", "lru", False),
+    ("write_through", "prefix", False),
     ("on_evict", "lru", False),
     ("on_evict", "prefix", False),
     ("on_evict", "prefix", True),

@@ -52,7 +52,7 @@ class Engine:
             shard_bytes=[[row_bytes]],
             tiers=[tier.make_spec(tier.type, None, identity)],
             load_policy="always",
-            lookup_deadline_seconds=60.0,
+            lookup_timeout_seconds=60.0,
         )
 
     def store(self, key: bytes) -> None:

@@ -117,7 +117,7 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         blocks=tokens // BLOCK + 8,
         # A machine that is busy with something else may make computing look quicker, or the disk slow.
         kv_transfer=kv_transfer_config(
-            "1GiB", directory / "kv", "4GiB", load_policy="always", lookup_deadline_ms=60_000
+            "1GiB", directory / "kv", "4GiB", load_policy="always", lookup_timeout_ms=60_000
         ),
         max_model_len=tokens + BLOCK,
     )

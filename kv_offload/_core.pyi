@@ -107,7 +107,7 @@ class HostRegion:
 class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
-    write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
+    write_policy: str  # write_through | on_evict | reuse:N | read_only; "write_through" until it is set
     encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first encrypts, all open
     compress: str  # auto | none | zstd; "none" until it is set
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
@@ -143,9 +143,9 @@ class FsTier(TierSpec):
         o_direct: str = "auto",  # auto | on | off
         n_read_threads: int = 4,
         n_write_threads: int = 2,
-        op_deadline_seconds: float = 10.0,
+        op_timeout_seconds: float = 10.0,
         eviction_policy: str = "lru",
-        write_policy: str = "through",  # through | on_evict | reuse:N | never
+        write_policy: str = "write_through",  # write_through | on_evict | reuse:N | read_only
     ) -> None: ...
 
 class RedisServer:
@@ -165,7 +165,8 @@ class RedisServer:
     ) -> None: ...
 
 class RedisTier(TierSpec):
-    """A tier of records on a Redis or Valkey server. write_policy "never": it also removes nothing there."""
+    """A tier of records on a Redis or Valkey server. write_policy "read_only": it also removes nothing
+    there."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class RedisTier(TierSpec):
         ttl_seconds: int = 0,  # 0: for ever
         n_read_threads: int = 4,
         n_write_threads: int = 2,
-        op_deadline_seconds: float = 10.0,
+        op_timeout_seconds: float = 10.0,
         other_nodes: Sequence[RedisServer] = (),  # of the same cluster
     ) -> None: ...
 
@@ -272,7 +273,7 @@ class S3Renewer:
     def set(self, access_key: str, secret_key: str, session_token: str = "") -> None: ...
 
 class S3Tier(TierSpec):
-    """A tier of records in a bucket. write_policy "never": it also removes nothing there."""
+    """A tier of records in a bucket. write_policy "read_only": it also removes nothing there."""
 
     def __init__(
         self,
@@ -283,7 +284,7 @@ class S3Tier(TierSpec):
         prefix: str = "kv_offload",
         n_read_threads: int = 8,
         n_write_threads: int = 4,
-        op_deadline_seconds: float = 10.0,
+        op_timeout_seconds: float = 10.0,
     ) -> None: ...
 
 def probe_s3(
@@ -297,7 +298,7 @@ def ask_s3_bucket(bucket: S3Bucket, query: str, deadline_seconds: float) -> tupl
 
 class MooncakeTier(TierSpec):
     """A tier of objects in a Mooncake Store, by a process beside this one: ``command``, told ``setup`` first.
-    write_policy "never": it also removes nothing there."""
+    write_policy "read_only": it also removes nothing there."""
 
     def __init__(
         self,
@@ -310,7 +311,7 @@ class MooncakeTier(TierSpec):
         key_prefix: str = "kv_offload",
         n_read_threads: int = 4,
         n_write_threads: int = 2,
-        op_deadline_seconds: float = 10.0,
+        op_timeout_seconds: float = 10.0,
     ) -> None: ...
 
 def probe_mooncake(
@@ -346,7 +347,7 @@ class TieredCache:
         tiers: Sequence[TierSpec] = (),
         eviction_policy: str = "lru",
         load_policy: str = "auto",
-        lookup_deadline_seconds: float = 5.0,
+        lookup_timeout_seconds: float = 5.0,
         keep_events: bool = False,
         cache_blocks: int = 0,  # of the cache that vLLM computes in; 0: unknown
         blocks_per_chunk: int = 1,
@@ -362,7 +363,7 @@ class TieredCache:
         skip_store: bool = False,
         load_policy: str | None = None,
         priority: int = 0,
-        await_records_seconds: float = 0.0,
+        remote_wait_seconds: float = 0.0,
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
     def admit(self, request: int) -> None:
@@ -436,7 +437,7 @@ class Trace:
         tier_chunks: int = 0,
         eviction_policy: str = "lru",
         tier_eviction_policy: str = "lru",
-        write_policy: str = "through",
+        write_policy: str = "write_through",
         kill_after: int = 0,
         recent_requests: int = 50,
         keep_host_memory: bool = False,

@@ -26,7 +26,7 @@ from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 logger = get_logger(__name__)
 
 MAX_TIERS = 8
-MOST_AWAIT_RECORDS_MS = 3_600_000  # lookup_deadline_ms ends a wait sooner
+MAX_REMOTE_WAIT_MS = 3_600_000  # lookup_timeout_ms ends a wait sooner
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
@@ -77,13 +77,13 @@ class OffloadConfig(BaseModel):
         description="auto: load where loading is faster than computing; always: load every hit; never: "
         "load nothing",
     )
-    lookup_deadline_ms: int = Field(
+    lookup_timeout_ms: int = Field(
         default=5_000, ge=1, description="longest wait of a request for a tier, in ms"
     )
-    await_records_ms: int = Field(
+    remote_wait_ms: int = Field(
         default=0,
         ge=0,
-        le=MOST_AWAIT_RECORDS_MS,
+        le=MAX_REMOTE_WAIT_MS,
         description="how long a request waits for chunks that another server is still writing, in ms. For "
         "servers that decode what other servers prefill",
     )
@@ -200,12 +200,12 @@ class OffloadConfig(BaseModel):
         return config, notes
 
     @property
-    def lookup_deadline_seconds(self) -> float:
-        return self.lookup_deadline_ms / 1000
+    def lookup_timeout_seconds(self) -> float:
+        return self.lookup_timeout_ms / 1000
 
     @property
-    def await_records_seconds(self) -> float:
-        return self.await_records_ms / 1000
+    def remote_wait_seconds(self) -> float:
+        return self.remote_wait_ms / 1000
 
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""

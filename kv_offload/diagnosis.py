@@ -47,7 +47,7 @@ REASONS = {
         "use larger records (blocks_per_chunk), or force it with load_policy always",
     ),
     "deadline": (
-        "the tier did not deliver within lookup_deadline_ms",
+        "the tier did not deliver within lookup_timeout_ms",
         "the tier is slow or stuck: check kv_offload_oldest_op_seconds and the device",
     ),
     "corrupt": (

@@ -91,7 +91,7 @@ def cautions(config: OffloadConfig) -> list[str]:
         )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
-        if bound is not None and tier.write_policy == "through":
+        if bound is not None and tier.write_policy == "write_through":
             texts += smaller_than_memory(tier.label(), bound, config.cpu_bytes_to_use)
     return texts
 

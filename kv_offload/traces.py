@@ -89,7 +89,7 @@ class Setting:
     host_blocks: int
     tier_blocks: int = 0
     tier_policy: str = "prefix"
-    write_policy: str = "through"
+    write_policy: str = "write_through"
     kill_after: int = 0  # requests; 0: nobody is killed
     recent: int = 50  # requests before the kill
     keep_host_memory: bool = False  # it outlives the kill

@@ -34,7 +34,7 @@ class ManagerOptions:
     self_evicting_tiers: Set[str] = frozenset()  # names of those whose servers evict records without notice
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
-    await_records_seconds: float = 0.0  # of a request that does not say
+    remote_wait_seconds: float = 0.0  # of a request that does not say
     fixed_weights: bool = False  # a cache reset keeps the cache
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
@@ -114,7 +114,7 @@ class KVOffloadManager(OffloadingManager):
         allowed = {
             "load_from_cpu": load_from_cpu,
             "load_tiers": load_tiers,
-            "await_records_seconds": self._options.await_records_seconds,
+            "remote_wait_seconds": self._options.remote_wait_seconds,
         }
         hints = self._hints.read(req_context.kv_transfer_params)
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))

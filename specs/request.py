@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_offload.config import MOST_AWAIT_RECORDS_MS
+from kv_offload.config import MAX_REMOTE_WAIT_MS
 from kv_offload.log import get_logger
 
 logger = get_logger(__name__)
@@ -15,8 +15,12 @@ _LOG_SECONDS = 60.0
 # Several connectors and routers read the same dictionary, so that each of our keys has our prefix.
 _PREFIX = "kv_offload_"
 _LOAD_POLICY, _PRIORITY = "kv_offload_load_policy", "kv_offload_priority"
-_SKIP_LOAD, _SKIP_STORE, _AWAIT = "kv_offload_skip_load", "kv_offload_skip_store", "kv_offload_await_ms"
-_HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _AWAIT)
+_SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT = (
+    "kv_offload_skip_load",
+    "kv_offload_skip_store",
+    "kv_offload_remote_wait_ms",
+)
+_HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT)
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class HintReader:
 
         ``kv_offload_load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``:
         bool; ``kv_offload_priority``: int, below 0: what the request stores is evicted first, above 0: last;
-        ``kv_offload_await_ms``: int, how long chunks that no tier has are waited for.
+        ``kv_offload_remote_wait_ms``: int, how long chunks that no tier has are waited for.
         """
         if not self._allowed or not isinstance(params, dict):
             return {}
@@ -66,11 +70,11 @@ class HintReader:
             hints["priority"] = max(-1, min(1, priority))
         elif priority is not None:
             self._ignored(_PRIORITY, priority, "an integer")
-        wait = params.get(_AWAIT)
+        wait = params.get(_REMOTE_WAIT)
         if type(wait) is int and wait >= 0:
-            hints["await_records_seconds"] = min(wait, MOST_AWAIT_RECORDS_MS) / 1000
+            hints["remote_wait_seconds"] = min(wait, MAX_REMOTE_WAIT_MS) / 1000
         elif wait is not None:
-            self._ignored(_AWAIT, wait, "an integer from 0")
+            self._ignored(_REMOTE_WAIT, wait, "an integer from 0")
         for name in params:
             if isinstance(name, str) and name.startswith(_PREFIX) and name not in _HINTS:
                 known = ", ".join(_HINTS)

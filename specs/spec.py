@@ -172,7 +172,7 @@ class KVOffloadSpec(OffloadingSpec):
             self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
             info=self._info(merged, identity),
             request_hints=options.request_hints == "allow",
-            await_records_seconds=options.await_records_seconds,
+            remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
             describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
             surroundings=Surroundings(
@@ -260,7 +260,7 @@ class KVOffloadSpec(OffloadingSpec):
             tiers=tiers,
             eviction_policy=self._options.eviction_policy,
             load_policy=self._options.load_policy,
-            lookup_deadline_seconds=self._options.lookup_deadline_seconds,
+            lookup_timeout_seconds=self._options.lookup_timeout_seconds,
             keep_events=self.kv_events_config.enable_kv_cache_events,
             cache_blocks=merged["cache_blocks"],
             blocks_per_chunk=self.config.cache.blocks_per_chunk,

@@ -20,7 +20,7 @@ _REASONS = {
     "evicted": "chunks are evicted before they are asked for again: raise cpu_bytes_to_use or max_bytes",
     "recompute_cheaper": "computing was always estimated to be faster than loading: the tier is slow, see "
     "kv_offload_read_seconds; load_policy always loads anyway",
-    "deadline": "reads take longer than lookup_deadline_ms: the tier is slow or stuck",
+    "deadline": "reads take longer than lookup_timeout_ms: the tier is slow or stuck",
     "corrupt": "records do not verify: run kv-offload verify on the root",
     "incomplete": "vLLM offers chunks without some of their blocks: lower blocks_per_chunk until a chunk is "
     "not longer than the sliding window",
@@ -193,7 +193,7 @@ class HitWatch:
         if reuse and misses["evicted"] > 0:
             return (
                 f"write_policy {reuse[0]} records only chunks that were asked for that often while in host "
-                "memory, and they are evicted before that: raise cpu_bytes_to_use, or use through"
+                "memory, and they are evicted before that: raise cpu_bytes_to_use, or use write_through"
             )
         return _REASONS[reason]
 

@@ -45,7 +45,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::uint32_t>& tokens_per_chunk,
                  const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
-                 const std::string& load_policy, double lookup_deadline_seconds, bool keep_events,
+                 const std::string& load_policy, double lookup_timeout_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
                  std::string keep_identity) {
   CacheOptions options;
@@ -54,7 +54,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   options.full_attention = std::move(full_attention);
   options.eviction_policy = std::move(eviction_policy);
   options.load_policy = load_policy_of(load_policy);
-  options.lookup_deadline = to_nanos(lookup_deadline_seconds, "lookup_deadline_seconds");
+  options.lookup_timeout = to_nanos(lookup_timeout_seconds, "lookup_timeout_seconds");
   options.keep_events = keep_events;
   options.cache_blocks = cache_blocks;
   options.blocks_per_chunk = blocks_per_chunk;
@@ -77,14 +77,14 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
 RequestHandle begin_request(const Cache& self, const std::string& request_id, bool load_from_cpu,
                             std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
-                            double await_records_seconds) {
+                            double remote_wait_seconds) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
   options.load_tiers = load_tiers;
   options.skip_store = skip_store;
   if (load_policy) options.load_policy = load_policy_of(*load_policy);
   options.priority = priority;
-  options.await_records = to_nanos(await_records_seconds, "await_records_seconds");
+  options.remote_wait = to_nanos(remote_wait_seconds, "remote_wait_seconds");
   const RequestHandle handle = self->cache->begin_request(request_id, options);
   self->handles = std::max(self->handles, std::uint64_t{handle} + 1);
   return handle;
@@ -191,13 +191,13 @@ void bind_cache(py::module_& module) {
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
            py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = py::tuple(),
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
-           py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false,
+           py::arg("lookup_timeout_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "")
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
-           py::arg("await_records_seconds") = 0.0)
+           py::arg("remote_wait_seconds") = 0.0)
       .def(
           "end_request",
           [](const Cache& self, RequestHandle request) {

@@ -42,8 +42,8 @@ void bind_replay(py::module_& module) {
       .def("__len__", &Trace::size)
       .def("replay", &replay_trace, py::kw_only(), py::arg("host_chunks"), py::arg("tier_chunks") = 0,
            py::arg("eviction_policy") = "lru", py::arg("tier_eviction_policy") = "lru",
-           py::arg("write_policy") = "through", py::arg("kill_after") = 0, py::arg("recent_requests") = 50,
-           py::arg("keep_host_memory") = false)
+           py::arg("write_policy") = "write_through", py::arg("kill_after") = 0,
+           py::arg("recent_requests") = 50, py::arg("keep_host_memory") = false)
       .def("optimal_hits", &optimal_hits, py::arg("capacity"), py::call_guard<py::gil_scoped_release>());
 }
 

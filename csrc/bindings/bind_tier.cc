@@ -11,12 +11,12 @@ namespace {
 
 std::string write_policy_text(const TierSlotOptions& slot) {
   switch (slot.write_policy) {
-    case WritePolicy::kThrough:
-      return "through";
+    case WritePolicy::kWriteThrough:
+      return "write_through";
     case WritePolicy::kOnEvict:
       return "on_evict";
-    case WritePolicy::kNever:
-      return "never";
+    case WritePolicy::kReadOnly:
+      return "read_only";
     case WritePolicy::kReuse:
       return fmt::format("reuse:{}", slot.reuse_threshold);
   }
@@ -65,10 +65,10 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
     throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy, KeyHistory::kMaxUses);
   }
   return {one_of<WritePolicy>("write_policy", write_policy,
-                              {{"through", WritePolicy::kThrough},
+                              {{"write_through", WritePolicy::kWriteThrough},
                                {"on_evict", WritePolicy::kOnEvict},
                                {"reuse:N", WritePolicy::kReuse},
-                               {"never", WritePolicy::kNever}})};
+                               {"read_only", WritePolicy::kReadOnly}})};
 }
 
 void bind_tier(py::module_& module) {

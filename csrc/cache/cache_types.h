@@ -29,10 +29,10 @@ enum class MissReason : std::uint8_t {
 };
 std::string_view to_string(MissReason reason);
 
-enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse, kNever /* others fill it */ };
+enum class WritePolicy : std::uint8_t { kWriteThrough, kOnEvict, kReuse, kReadOnly /* others fill it */ };
 
 struct TierSlotOptions {
-  WritePolicy write_policy = WritePolicy::kThrough;
+  WritePolicy write_policy = WritePolicy::kWriteThrough;
   std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyHistory::kMaxUses
 };
 
@@ -44,7 +44,7 @@ struct CacheOptions {
   std::uint32_t blocks_per_chunk = 1;
   std::string eviction_policy = "lru";
   LoadPolicy load_policy = LoadPolicy::kAuto;
-  Nanos lookup_deadline{std::chrono::seconds(5)};
+  Nanos lookup_timeout{std::chrono::seconds(5)};
   std::vector<TierSlotOptions> tiers{};  // one per tier
   bool keep_events = false;
   // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
@@ -61,7 +61,7 @@ struct RequestOptions {
   std::int32_t priority = 0;
   // How long after the first lookup the request waits for chunks that no tier has, because another server may
   // still be writing them.
-  Nanos await_records{0};
+  Nanos remote_wait{0};
 };
 
 // Outcome for one request's prompt, summed over all its admissions.

@@ -109,7 +109,7 @@ RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request
                                                      const ChunkKey& key, std::optional<bool> asked) const {
   const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
   // A chunk that would not be loaded anyway is not waited for.
-  const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
+  const bool awaits = request.waits_for_remote() && !request.closed[group] && !may_not_wait(request, true);
   TierAnswers found;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);

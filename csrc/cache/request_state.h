@@ -159,7 +159,7 @@ struct RequestState {
     return {0, parent, depth, number, priority()};
   }
   // True while absent chunks may still be written by another server.
-  bool awaits_records() const { return pass.time - *first_lookup < options.await_records; }
+  bool waits_for_remote() const { return pass.time - *first_lookup < options.remote_wait; }
   double waited_seconds() const {  // in this wait
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }

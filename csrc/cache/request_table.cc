@@ -18,7 +18,7 @@ RequestTable::RequestTable(const Context& context, const CacheOptions& options)
       metrics_(context.metrics),
       clock_(context.clock),
       load_policy_(options.load_policy),
-      lookup_deadline_(options.lookup_deadline),
+      lookup_timeout_(options.lookup_timeout),
       idle_since_(clock_.now()),
       lookup_counts_(groups_.size()) {}
 
@@ -69,7 +69,7 @@ void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
   if (request.waiting || request.expired) return;
   request.waiting = true;
   request.waits_since = request.reads_since = request.pass.time;
-  request.deadline = request.pass.time + lookup_deadline_;
+  request.deadline = request.pass.time + lookup_timeout_;
   request.waits_at = waiting_.size();
   waiting_.push_back(handle);
 }
@@ -197,7 +197,7 @@ void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end)
   if (end.arrived) {
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);
-  } else if (end.failed && !(end.failed == MissReason::kEvicted && request.awaits_records())) {
+  } else if (end.failed && !(end.failed == MissReason::kEvicted && request.waits_for_remote())) {
     request.failed.try_emplace(KeyHistory::fingerprint(end.key), *end.failed);
   }
 }

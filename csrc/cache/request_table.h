@@ -139,7 +139,7 @@ class RequestTable {
   Metrics& metrics_;
   const Clock& clock_;
   const LoadPolicy load_policy_;
-  const Nanos lookup_deadline_;
+  const Nanos lookup_timeout_;
 
   std::vector<RequestState> requests_;  // by handle
   std::vector<RequestHandle> free_;

@@ -32,7 +32,7 @@ void WriteBack::on_stored(std::span<const Slot> slots) {
 
 void WriteBack::write_through(std::span<const Slot> slots) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (is(tier, WritePolicy::kThrough)) {
+    if (is(tier, WritePolicy::kWriteThrough)) {
       ops_.write(static_cast<std::uint8_t>(tier), slots, true);
     } else {
       ops_.on_recorded(tier, slots);
@@ -65,7 +65,7 @@ void WriteBack::publish_uses() {
 
 void WriteBack::on_fetched(Slot slot, std::uint8_t from) {
   for (std::uint8_t tier = 0; tier < from; ++tier) {
-    if (is(tier, WritePolicy::kThrough)) ops_.write(tier, {&slot, 1});
+    if (is(tier, WritePolicy::kWriteThrough)) ops_.write(tier, {&slot, 1});
   }
 }
 

@@ -1,6 +1,6 @@
 // WriteBack: decides which chunks of host memory are written to which tier, and when. Write policies:
 //
-//   through    stored chunks, at once; a full tier may decline the end of a prompt. Also chunks
+//   write_through    stored chunks, at once; a full tier may decline the end of a prompt. Also chunks
 //              that the previous engine left in host memory, when they are used: that engine may
 //              have been killed before it wrote them
 //   reuse      chunks that were offered or loaded reuse_threshold times

@@ -166,7 +166,7 @@ class Replayer {
     for (const Slot slot : stored_) {
       if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
     }
-    if (options_.tier.write_policy == WritePolicy::kThrough) write_stored(number);
+    if (options_.tier.write_policy == WritePolicy::kWriteThrough) write_stored(number);
     for (const Slot slot : stored_) see_again(slot);
   }
 
@@ -242,7 +242,7 @@ class Replayer {
   void use(Slot slot) {
     ChunkEntry& entry = index_->at(slot);
     if (std::exchange(entry.origin, ChunkOrigin::kStore) == ChunkOrigin::kBefore) {
-      if (options_.tier.write_policy == WritePolicy::kThrough) write(slot, entry.holder);
+      if (options_.tier.write_policy == WritePolicy::kWriteThrough) write(slot, entry.holder);
       index_->set_recorded(slot, recorded(entry.key));
     }
     if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);

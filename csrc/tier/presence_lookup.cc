@@ -58,7 +58,7 @@ struct PresenceLookup::Prompt {
 PresenceLookup::PresenceLookup(std::shared_ptr<TierRuntime> shared, const ThreadPoolTierOptions& options,
                                IoPool::Submitter submit)
     : context_(std::make_shared<const Context>(
-          Context{std::move(shared), &clock_of(options), options.op_deadline, std::move(submit)})) {}
+          Context{std::move(shared), &clock_of(options), options.op_timeout, std::move(submit)})) {}
 
 void PresenceLookup::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
@@ -102,7 +102,7 @@ IoPool::Op PresenceLookup::op_of(const Context& context, std::function<Status()>
   IoPool::Op op;
   op.tag = kTag;
   op.urgent = true;  // short, and the request may be waiting for nothing else
-  op.deadline = context.clock->now() + context.op_deadline;
+  op.deadline = context.clock->now() + context.op_timeout;
   op.run = std::move(run);
   op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };
   return op;

@@ -49,7 +49,7 @@ class PresenceLookup {
   struct Context {
     std::shared_ptr<TierRuntime> shared;
     const Clock* clock;
-    Nanos op_deadline;
+    Nanos op_timeout;
     IoPool::Submitter submit;
   };
   struct Prompt;

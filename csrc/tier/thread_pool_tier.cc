@@ -158,11 +158,11 @@ void ThreadPoolTier::submit(std::vector<TierOp> ops) {
   for (const auto& in_flight : not_let_through) in_flight->end(refused, 0, 0, clock_);
 }
 
-// A thread is stuck if its op has been running longer than op_deadline. That trips both lanes, except a lane
+// A thread is stuck if its op has been running longer than op_timeout. That trips both lanes, except a lane
 // in which the device has answered since.
 void ThreadPoolTier::watch() {
   const Nanos now = clock_.now();
-  const Nanos too_long_ago = now - options_.op_deadline;
+  const Nanos too_long_ago = now - options_.op_timeout;
   bool stuck[2] = {};
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
@@ -269,7 +269,7 @@ Status ThreadPoolTier::reset() {
   // Waits, unlike everything else here: after a change of weights the caller must know that no older record
   // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
   // until upkeep, or the call that timed out, has begun one.
-  Status status = keep_and_wait(options_.op_deadline, [](RecordStore& store) { return store.begin_epoch(); });
+  Status status = keep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
   keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
   look_for_epoch();
   return status;

@@ -19,7 +19,7 @@ struct ThreadPoolTierOptions {
   std::string name;
   unsigned n_read_threads = 4;
   unsigned n_write_threads = 2;
-  Nanos op_deadline{std::chrono::seconds(10)};  // an op that runs longer trips the breakers
+  Nanos op_timeout{std::chrono::seconds(10)};  // an op that runs longer trips the breakers
   // How long close() waits, in real time, for a stuck thread. After that the thread is detached with
   // everything it needs (see tier.h).
   Nanos close_wait{std::chrono::seconds(10)};

@@ -155,7 +155,7 @@ def token_plan(
             "prefill_tokens_per_second": prefill,
             "break_even_bytes_per_second": needed,
             "tier_pays": read >= MARGIN * needed,
-            "write_policy": "through" if write >= needed else "reuse:2",
+            "write_policy": "write_through" if write >= needed else "reuse:2",
         }
     return plan
 
@@ -169,7 +169,7 @@ def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -
     if plan.get("tier_pays", True):
         (bound,) = tier_bounds(OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,)))
         entry = tier.entry(tier.place, bound)
-        if plan.get("write_policy", "through") != "through":
+        if plan.get("write_policy", "write_through") != "write_through":
             entry["write_policy"] = plan["write_policy"]
         extra["secondary_tiers"] = [entry]
     return transfer_config(extra)
@@ -214,7 +214,7 @@ def _print(report: dict[str, Any], prefill: float | None) -> None:
 def _verdict(plan: dict[str, Any]) -> str:
     factor = plan["tier_tokens_per_second"] / plan["prefill_tokens_per_second"]
     policy = {
-        "through": "it can write everything that is computed (write_policy through)",
+        "write_through": "it can write everything that is computed (write_policy write_through)",
         "reuse:2": "it cannot write everything that is computed: write_policy reuse:2",
     }[plan["write_policy"]]
     if plan["tier_pays"]:

@@ -55,7 +55,8 @@ def config(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Chunks to write to the tiers: through (all), on_evict (those that host memory evicts), "
+            help="Chunks to write to the tiers: write_through (all), on_evict (those that host memory "
+            "evicts), "
             "reuse:N (at their Nth request; reduces SSD wear), never (other servers fill the tier).",
         ),
     ] = None,
@@ -100,7 +101,7 @@ def config(
         typer.Option(
             "--set",
             metavar="KEY=JSON",
-            help="Set any other key: --set lookup_deadline_ms=2000. May be repeated.",
+            help="Set any other key: --set lookup_timeout_ms=2000. May be repeated.",
         ),
     ] = None,
     shell: Annotated[

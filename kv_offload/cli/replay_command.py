@@ -36,8 +36,9 @@ def replay(
         str, typer.Option(metavar="POLICY", help="Eviction policy of the disk.")
     ] = "prefix",
     write_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="Write policy of the disk: through, on_evict or reuse:N.")
-    ] = "through",
+        str,
+        typer.Option(metavar="POLICY", help="Write policy of the disk: write_through, on_evict or reuse:N."),
+    ] = "write_through",
     kill_after: Annotated[
         int,
         typer.Option(metavar="N", min=0, help="Simulate a kill and restart after N requests; 0: none."),

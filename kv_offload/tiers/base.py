@@ -125,14 +125,15 @@ class TierConfig(BaseModel):
 
     type: str = Field(description="type of the tier; required, as in vLLM's own configuration")
     write_policy: str = Field(
-        default="through",
-        description='"through": write every stored chunk, and chunks read from a slower tier; "on_evict": '
+        default="write_through",
+        description='"write_through": write every stored chunk, and chunks read from a slower tier; '
+        '"on_evict": '
         'write chunks that host memory evicts; "reuse:N": write chunks at their Nth request, which reduces '
-        'SSD wear; "never": only read',
+        'SSD wear; "read_only": only read',
     )
     n_read_threads: Threads = Field(default=4, description="reader threads, for the whole engine")
     n_write_threads: Threads = Field(default=2, description="writer threads, for the whole engine")
-    op_deadline_ms: int = Field(
+    op_timeout_ms: int = Field(
         default=10_000,
         ge=1,
         description="time limit of a read or write, in ms. A tier that exceeds it is taken out of service "
@@ -151,18 +152,18 @@ class TierConfig(BaseModel):
     @classmethod
     def _known_write_policy(cls, value: str) -> str:
         reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
-        if value not in ("through", "on_evict", "never") and (
+        if value not in ("write_through", "on_evict", "read_only") and (
             reuse is None or not 1 <= int(reuse.group(1)) <= MAX_REUSE
         ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: at "
+                f"is {value!r}; possible: write_through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: at "
                 "the Nth request), never"
             )
         return value
 
     @property
-    def op_deadline_seconds(self) -> float:
-        return self.op_deadline_ms / 1000
+    def op_timeout_seconds(self) -> float:
+        return self.op_timeout_ms / 1000
 
     @property
     def events_locality(self) -> str:

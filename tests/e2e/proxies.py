@@ -57,7 +57,7 @@ DEMO = Protocol("demo", lambda _: {}, lambda *_: {}, has_id=False)
 NIXL = Protocol("nixl", _nixl, _given_back)
 # A custom proxy, in front of servers that both prefill and decode.
 AWAITING = Protocol(
-    "awaiting", lambda _: {}, lambda *_: {"kv_transfer_params": {"kv_offload_await_ms": 60_000}}
+    "awaiting", lambda _: {}, lambda *_: {"kv_transfer_params": {"kv_offload_remote_wait_ms": 60_000}}
 )
 P2P = Protocol("p2p", lambda name: {"kv_transfer_params": {"remote_decoder": {"kv_request_id": name}}}, _peer)
 

@@ -39,6 +39,6 @@ def patient_config(cpu_bytes: str, root: Path, **tier: Any) -> dict[str, Any]:
     """Returns a configuration for tests that count hits: it loads every chunk that exists, and a machine that
     stalls for a minute changes nothing. ``tier`` holds further options of the disk tier.
     """
-    config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_deadline_ms=240_000)
-    config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_deadline_ms": 240_000, **tier}
+    config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_timeout_ms=240_000)
+    config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_timeout_ms": 240_000, **tier}
     return config

@@ -25,7 +25,7 @@ def sleeps_while_waiting(start: Serve, model: Path, root: Path, how: str) -> int
         warm_up, prompt = make_prompts(2, 1)
         server.ask(warm_up, max_tokens=1)
         before = times_slept(server)
-        answer = server.ask(prompt, max_tokens=1, kv_transfer_params={"kv_offload_await_ms": AWAIT_MS})
+        answer = server.ask(prompt, max_tokens=1, kv_transfer_params={"kv_offload_remote_wait_ms": AWAIT_MS})
         assert answer.seconds >= AWAIT_MS / 1000
         assert answer.cached_tokens == 0
         return times_slept(server) - before

@@ -166,8 +166,8 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def start_over(
     start: Serve, model: Path, store: Store, tier: dict[str, Any], host_memory: str, **options: Any
 ) -> LocalServer:
-    tier = {**tier, "op_deadline_ms": 30_000}
-    config = kv_transfer_config(host_memory, secondary_tiers=[tier], lookup_deadline_ms=60_000, **options)
+    tier = {**tier, "op_timeout_ms": 30_000}
+    config = kv_transfer_config(host_memory, secondary_tiers=[tier], lookup_timeout_ms=60_000, **options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in store.environment.items():
             patch.setenv(name, value)
@@ -276,7 +276,7 @@ def test_a_proxy_that_does_not_wait_for_records_costs_only_time(
     ask_at_once(DEMO, servers, reference)
 
 
-def test_a_server_that_awaits_records_loads_whole_prompts_if_the_proxy_does_not_wait(
+def test_a_server_that_waits_for_remote_loads_whole_prompts_if_the_proxy_does_not_wait(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
     answers = ask_at_once(AWAITING, servers, reference)

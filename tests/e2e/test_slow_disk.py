@@ -20,7 +20,7 @@ from setting import PROMPT_BLOCKS, Reference, Serve
 from slow_disk import NoFuseError, SlowDisk, build
 
 HOST_MEMORY = "56MiB"  # two of the six prompts: a prompt that repeats in turn is loaded from disk
-LOOKUP_DEADLINE_MS = 3000
+LOOKUP_TIMEOUT_MS = 3000
 OP_DEADLINE_MS = 4000
 # Three records are read concurrently, so each arrives within the deadline of its op; a prompt takes 13 s.
 THROTTLED = 2_000_000
@@ -97,10 +97,10 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowDisk]:
 def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> Iterator[Setting]:
     """Records all prompts; the disk is still fast and in use."""
     kv_transfer = kv_transfer_config(
-        HOST_MEMORY, disk.mountpoint, eviction_policy="lru", lookup_deadline_ms=LOOKUP_DEADLINE_MS
+        HOST_MEMORY, disk.mountpoint, eviction_policy="lru", lookup_timeout_ms=LOOKUP_TIMEOUT_MS
     )
     tier = kv_transfer["kv_connector_extra_config"]["secondary_tiers"][0]
-    tier |= {"op_deadline_ms": OP_DEADLINE_MS, "n_read_threads": 2, "n_write_threads": 1}
+    tier |= {"op_timeout_ms": OP_DEADLINE_MS, "n_read_threads": 2, "n_write_threads": 1}
     with start(model, kv_transfer) as server:
         setting = Setting(server, disk, reference)
         try:

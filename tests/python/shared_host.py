@@ -38,14 +38,14 @@ class Host:
             max_bytes=max_bytes,
             namespace_id=bytes(range(32)),
             namespace_json='{"model": "small"}',
-            op_deadline_seconds=PATIENCE_SECONDS,
+            op_timeout_seconds=PATIENCE_SECONDS,
         )
         self.cache = make_cache(
             self.region,
             self.metrics,
             tiers=[tier],
             load_policy="always",
-            lookup_deadline_seconds=PATIENCE_SECONDS,
+            lookup_timeout_seconds=PATIENCE_SECONDS,
         )
         self.requests = 0
 

@@ -24,7 +24,7 @@ def root(tmp_path):
 
 def tier(root, **options):
     given = {"root_dir": str(root), "max_bytes": 64 << 20, "namespace_id": NAMESPACE, "namespace_json": JSON}
-    given["op_deadline_seconds"] = 240.0
+    given["op_timeout_seconds"] = 240.0
     return _core.FsTier(**{**given, **options})
 
 
@@ -57,7 +57,7 @@ def recorded(root, region):
 
 
 def test_a_new_cache_loads_chunks_from_the_root(root, region, recorded):
-    cache = make_cache(region[0], tiers=[tier(root)], load_policy="always", lookup_deadline_seconds=240.0)
+    cache = make_cache(region[0], tiers=[tier(root)], load_policy="always", lookup_timeout_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, k) == HIT for k in recorded))
     assert cache.load_source(recorded[0]) == 0
@@ -157,12 +157,12 @@ def test_another_directory_is_no_root(tmp_path):
         ({"namespace_id": b"short"}, "namespace_id has 5 bytes: give 32"),
         ({"fsync": "often"}, 'fsync="often".*none, data, full'),
         ({"o_direct": "maybe"}, 'o_direct="maybe".*auto, on, off'),
-        ({"write_policy": "later"}, 'write_policy="later".*through, on_evict, reuse:N'),
+        ({"write_policy": "later"}, 'write_policy="later".*write_through, on_evict, reuse:N'),
         ({"write_policy": "reuse:N"}, "reuse:N with N from 1 to 127"),
         ({"write_policy": "reuse:0"}, "reuse:N with N from 1 to 127"),
         ({"write_policy": "reuse:128"}, "reuse:N with N from 1 to 127"),
         ({"write_policy": "reuse:2x"}, "reuse:N with N from 1 to 127"),
-        ({"op_deadline_seconds": -1}, "op_deadline_seconds=-1"),
+        ({"op_timeout_seconds": -1}, "op_timeout_seconds=-1"),
     ],
 )
 def test_an_invalid_option_is_refused_by_name(root, change, match):
@@ -171,7 +171,7 @@ def test_an_invalid_option_is_refused_by_name(root, change, match):
 
 
 def test_valid_options_are_accepted(root):
-    for policy in ("through", "on_evict", "reuse:1", "reuse:127"):
+    for policy in ("write_through", "on_evict", "reuse:1", "reuse:127"):
         tier(root, write_policy=policy, fsync="full", o_direct="off", n_read_threads=1)
     assert not root.exists()
 

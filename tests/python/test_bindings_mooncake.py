@@ -70,7 +70,7 @@ def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 240.0, **given: Any) -> Any:
     config = MooncakeTierConfig(
-        master=master or "etcd://127.0.0.1:2379", op_deadline_ms=int(deadline * 1000), **given
+        master=master or "etcd://127.0.0.1:2379", op_timeout_ms=int(deadline * 1000), **given
     )
     return config.make_spec("mooncake", None, Namespace(request.node.nodeid))  # type: ignore[arg-type]
 
@@ -115,7 +115,7 @@ def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[byt
 
 
 def reader(region: Any, opened: Any, metrics: Any | None = None) -> Any:
-    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=240.0)
+    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_timeout_seconds=240.0)
 
 
 def looked_up(cache: Any, wanted: list[bytes]) -> Callable[[], list[int]]:
@@ -240,7 +240,7 @@ def test_the_process_ends_with_the_engine_after_any_exit(request, region, object
             "from test_bindings_mooncake import *\n"
             "import tempfile\n"
             "region = attach(Path(tempfile.mkdtemp(dir=sys.argv[2])))\n"
-            "config = MooncakeTierConfig(master='etcd://127.0.0.1:2379', op_deadline_ms=60000)\n"
+            "config = MooncakeTierConfig(master='etcd://127.0.0.1:2379', op_timeout_ms=60000)\n"
             "cache = make_cache(region[0], tiers=[config.make_spec('mooncake', None, Namespace('n'))])\n"
             "print(processes()[0], flush=True); time.sleep(10000)",
             str(Path(__file__).parent),

@@ -48,7 +48,7 @@ def bucket(server: S3Server, **given: Any) -> _core.S3Bucket:
 
 
 def s3_tier(**given: Any) -> _core.S3Tier:
-    return _core.S3Tier(**given, op_deadline_seconds=240.0)
+    return _core.S3Tier(**given, op_timeout_seconds=240.0)
 
 
 def step_until(cache: Any, done: Callable[[], bool]) -> None:
@@ -82,7 +82,7 @@ def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> N
     }[style]
     spec = s3_tier(bucket=bucket(server, **given), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
-    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_deadline_seconds=240.0)
+    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_timeout_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
     assert cache.load_source(wanted[0]) == 0
@@ -131,8 +131,8 @@ def test_a_tier_that_only_reads_needs_no_permission_to_write(server, region, nam
     spec = s3_tier(bucket=bucket(server), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
     reads = s3_tier(bucket=bucket(server, access_key=READER), namespace_id=namespace)
-    reads.write_policy = "never"
-    cache = make_cache(region[0], tiers=[reads], load_policy="always", lookup_deadline_seconds=240.0)
+    reads.write_policy = "read_only"
+    cache = make_cache(region[0], tiers=[reads], load_policy="always", lookup_timeout_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
     cache.close()
@@ -188,7 +188,7 @@ def test_a_record_damaged_in_the_store_is_a_miss_and_removed(server, region, nam
     content = bytearray(server.read(damaged))
     content[5000] ^= 1
     server.overwrite(damaged, bytes(content))
-    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_deadline_seconds=240.0)
+    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_timeout_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: [cache.lookup(request, key) for key in wanted] == [HIT, HIT, 0, HIT, HIT])
     step_until(cache, lambda: damaged not in server.records())

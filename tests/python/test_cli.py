@@ -147,7 +147,7 @@ def test_config_output_is_parsed_back_to_the_given_options():
             "config", "--cpu", "2GiB", "--disk", "/fast", "--disk", "/slow", "--disk-size", "500GiB",
             "--write-policy", "reuse:2", "--fsync", "data", "--o-direct", "off", "--read-threads", 8,
             "--write-threads", 3, "--load-policy", "always", "--blocks-per-chunk", 4,
-            "--metrics-port", 9400, "--set", "lookup_deadline_ms=2000", "--set", "metrics_host=0.0.0.0",
+            "--metrics-port", 9400, "--set", "lookup_timeout_ms=2000", "--set", "metrics_host=0.0.0.0",
         )
     )  # fmt: skip
     config, notes = OffloadConfig.parse(extra)
@@ -157,7 +157,7 @@ def test_config_output_is_parsed_back_to_the_given_options():
     for tier in config.secondary_tiers:
         assert (tier.write_policy, tier.fsync, tier.o_direct) == ("reuse:2", "data", "off")
         assert (tier.n_read_threads, tier.n_write_threads) == (8, 3)
-    assert (config.load_policy, config.lookup_deadline_ms) == ("always", 2000)
+    assert (config.load_policy, config.lookup_timeout_ms) == ("always", 2000)
     assert (config.metrics_port, config.metrics_host) == (9400, "0.0.0.0")
     assert extra["blocks_per_chunk"] == 4
 
@@ -183,7 +183,7 @@ def test_config_for_a_shell_is_quoted():
         (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
         (["--cpu", "1GiB", "--tier", '{"type": ["fs"]}', "--fsync", "data"], "no tier here has it"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
-        (["--cpu", "1GiB", "--set", "lookup_deadline=1"], "did you mean 'lookup_deadline_ms'?"),
+        (["--cpu", "1GiB", "--set", "lookup_timeout=1"], "did you mean 'lookup_timeout_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
         (["--cpu", "1GiB", "--shell", "--json"], "exclude each other"),
     ],
@@ -193,7 +193,7 @@ def test_an_invalid_config_command_is_refused(arguments, part):
 
 
 def test_config_accepts_tiers_of_any_kind():
-    as_table = '{"type": "fs", "root_dir": "/c", "fsync": "full", "op_deadline_ms": 5}'
+    as_table = '{"type": "fs", "root_dir": "/c", "fsync": "full", "op_timeout_ms": 5}'
     extra = extra_of(
         as_json(
             "config", "--cpu", "1GiB", "--tier", "fs=/b", "--disk", "/a=1", "--tier", as_table,
@@ -235,7 +235,7 @@ def test_doctor_on_a_suitable_machine(core, vllm, tmp_path):
         "10.0 GiB/s with 2 threads",
         "effective plan",
         "fs.max_bytes",
-        "lookup_deadline_ms 5000 default",
+        "lookup_timeout_ms 5000 default",
     ):
         assert part in text
     assert list(tmp_path.iterdir()) == [], "the measurement left files"

@@ -64,14 +64,14 @@ def test_the_plan_for_a_fast_disk():
     plan = token_plan(speeds(2 * GIB, 4 * GIB), 128 << 10, prefill=8192)
     assert plan["tier_tokens_per_second"] == 32_768
     assert plan["break_even_bytes_per_second"] == GIB
-    assert (plan["tier_pays"], plan["write_policy"]) == (True, "through")
+    assert (plan["tier_pays"], plan["write_policy"]) == (True, "write_through")
 
 
 @pytest.mark.parametrize(
     ("write", "read", "pays", "policy"),
     [
-        (2 * GIB, 1.1 * GIB, False, "through"),  # faster than computing, but barely
-        (2 * GIB, 1.3 * GIB, True, "through"),
+        (2 * GIB, 1.1 * GIB, False, "write_through"),  # faster than computing, but barely
+        (2 * GIB, 1.3 * GIB, True, "write_through"),
         (0.9 * GIB, 2 * GIB, True, "reuse:2"),  # slower than prefill produces chunks
     ],
 )

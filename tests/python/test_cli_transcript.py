@@ -81,7 +81,7 @@ def place(tmp_path, monkeypatch):
     """
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "kv.json").write_text(
-        json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "4GiB", "lookup_deadline": 2000})
+        json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "4GiB", "lookup_timeout": 2000})
     )
     write_root(tmp_path / "used")
     monkeypatch.chdir(tmp_path)

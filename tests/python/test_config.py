@@ -101,7 +101,7 @@ def test_unknown_key_names_the_nearest_and_all():
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_teirs": []})
     assert "'secondary_teirs' is not known" in problem
     assert "did you mean 'secondary_tiers'?" in problem
-    assert "lookup_deadline_ms" in problem
+    assert "lookup_timeout_ms" in problem
     assert "blocks_per_chunk" in problem
 
 
@@ -132,7 +132,7 @@ def test_all_problems_are_reported_at_once():
         "cpu_bytes_to_use is required",
         "secondary_tiers[0].root_dir is required",
         "secondary_tiers[1].fsync is 'maybe'; it should be 'none', 'data' or 'full'",
-        "secondary_tiers[1].write_policy: is 'reuse:0'; possible: through, on_evict, reuse:N",
+        "secondary_tiers[1].write_policy: is 'reuse:0'; possible: write_through, on_evict, reuse:N",
     ):
         assert part in text
 
@@ -599,4 +599,4 @@ def test_a_disk_smaller_than_host_memory_is_a_caution_with_the_consequence(tmp_p
     (caution,) = said(max_bytes="3GiB")
     assert caution.startswith(f"disk {tmp_path} holds 3.0 GiB, host memory 4.0 GiB: ")
     assert "only its chunks survive a restart" in caution
-    assert said(max_bytes="4GiB") == said() == said(max_bytes="3GiB", write_policy="never") == []
+    assert said(max_bytes="4GiB") == said() == said(max_bytes="3GiB", write_policy="read_only") == []

@@ -25,7 +25,7 @@ COUNT = 5
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises timeouts: the store runs on a slow disk, next to other tests."""
-    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 
 
 def run(*arguments: Any, status: int = 0, width: int | None = None) -> Any:
@@ -78,7 +78,7 @@ class Redis:
     def spec(self, namespace: bytes, prefix: str = "kv_offload") -> Any:
         server = _core.RedisServer(unix_socket=str(self._socket))
         return _core.RedisTier(
-            server=server, namespace_id=namespace, key_prefix=prefix, op_deadline_seconds=240.0
+            server=server, namespace_id=namespace, key_prefix=prefix, op_timeout_seconds=240.0
         )
 
     def names(self, start: str = "kv_offload") -> list[str]:
@@ -114,7 +114,7 @@ class Bucket:
             access_key=ACCESS,
             secret_key=SECRET,
         )
-        return _core.S3Tier(bucket=bucket, namespace_id=namespace, prefix=prefix, op_deadline_seconds=240.0)
+        return _core.S3Tier(bucket=bucket, namespace_id=namespace, prefix=prefix, op_timeout_seconds=240.0)
 
     def names(self, start: str = "kv_offload") -> list[str]:
         return sorted(self.server.records(start))

@@ -33,7 +33,7 @@ def test_the_setting_reaches_the_core(kind, compress, tmp_path):
     tier = tier_of(kind, tmp_path, compress=compress)
     spec = tier.spec("tier", 1 << 30, FACTS)
     assert spec.compress == compress
-    assert tier.traits() == ["through", *([] if compress == "none" else [f"compress {compress}"])]
+    assert tier.traits() == ["write_through", *([] if compress == "none" else [f"compress {compress}"])]
 
 
 def test_auto_is_the_default(tmp_path):

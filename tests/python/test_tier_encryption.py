@@ -41,7 +41,7 @@ def credentials(monkeypatch):
 def test_a_good_key_reaches_the_core_and_is_named_by_its_id(kind, tmp_path, key):
     tier = tier_of(kind, tmp_path, encryption_key_file=str(key))
     assert tier.key_problems() == []
-    assert tier.traits() == ["through", "compress auto", "encrypted"]
+    assert tier.traits() == ["write_through", "compress auto", "encrypted"]
     spec = tier.spec("tier", 1 << 30, FACTS)
     assert spec.encryption_key_files == [str(key)]
     told = tier.findings()[0]
@@ -54,7 +54,7 @@ def test_a_good_key_reaches_the_core_and_is_named_by_its_id(kind, tmp_path, key)
 def test_without_a_key_records_are_not_encrypted(kind, tmp_path):
     tier = tier_of(kind, tmp_path)
     assert tier.key_problems() == []
-    assert tier.traits() == ["through", "compress auto"]
+    assert tier.traits() == ["write_through", "compress auto"]
     assert tier.spec("tier", 1 << 30, FACTS).encryption_key_files == []
 
 

@@ -40,7 +40,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Provides a fake package of Mooncake's interface to its processes."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
     monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
-    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_process_gets_all_its_settings() -> None:
         "local_host": "10.0.0.7",
         "patience_seconds": 90.0,
     }
-    assert json.loads(tier(op_deadline_ms=100_000)._setup())["patience_seconds"] == 200.0
+    assert json.loads(tier(op_timeout_ms=100_000)._setup())["patience_seconds"] == 200.0
 
 
 def test_config_writes_the_tier_and_the_startup_summary_names_it() -> None:
@@ -96,7 +96,7 @@ def test_config_writes_the_tier_and_the_startup_summary_names_it() -> None:
     line = startup_summary(
         config(), (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"
     )
-    assert "mooncake mooncake.internal:50051 bounded by its server (through, compress auto)" in line
+    assert "mooncake mooncake.internal:50051 bounded by its server (write_through, compress auto)" in line
 
 
 def test_without_the_package_doctor_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

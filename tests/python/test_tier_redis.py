@@ -30,7 +30,7 @@ SECRET = "hunter2-never-shown"
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises timeouts: the machine is busy with other tests."""
     monkeypatch.setattr("kv_offload.tiers.redis.config._LOOK_SECONDS", 240.0)
-    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 
 
 def config(**given: Any) -> OffloadConfig:
@@ -272,7 +272,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
 
 
 def test_doctor_reports_a_cluster_and_names_the_nodes(cluster: str) -> None:
-    (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
+    (tier,) = config(url=cluster, op_timeout_ms=240_000).secondary_tiers
     (looked,) = place(tier)
     assert looked.state == "ok"
     assert "cluster of 1 node, answers" in looked.text
@@ -289,7 +289,7 @@ def test_doctor_reports_a_cluster_and_names_the_nodes(cluster: str) -> None:
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
     """As the adapter opens it: the next process finds the records of the first."""
-    (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
+    (tier,) = config(url=cluster, op_timeout_ms=240_000).secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     assert tier._others() == []
     found = tier._look(1)

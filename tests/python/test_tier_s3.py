@@ -153,7 +153,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns tier options for a machine that is busy with other tests."""
     monkeypatch.setattr("kv_offload.tiers.s3.config._LOOK_SECONDS", 240.0)
-    return {"op_deadline_ms": 240_000}
+    return {"op_timeout_ms": 240_000}
 
 
 def with_keys(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
@@ -293,7 +293,7 @@ def test_an_invalid_variable_is_refused_by_name(
     assert SECRET not in told
 
 
-@pytest.mark.parametrize(("write_policy", "state"), [("through", "refused"), ("never", "note")])
+@pytest.mark.parametrize(("write_policy", "state"), [("write_through", "refused"), ("read_only", "note")])
 def test_doctor_reports_missing_write_permission(
     monkeypatch: pytest.MonkeyPatch,
     server: S3Server,

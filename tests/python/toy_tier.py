@@ -52,7 +52,7 @@ class ToyTierConfig(TierConfig):
             name=name,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
-            op_deadline_ms=self.op_deadline_ms,
+            op_timeout_ms=self.op_timeout_ms,
         )
         return spec
 

@@ -37,7 +37,7 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
         max_bytes=max_bytes,
         namespace_id=identity.namespace_id(),
         namespace_json=identity.readable_json(),
-        op_deadline_seconds=240.0,
+        op_timeout_seconds=240.0,
     )
     cache = core.TieredCache(
         region,

@@ -26,7 +26,7 @@ std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max
                                          const py::bytes& namespace_id, std::string namespace_json,
                                          std::string name, const std::string& fsync,
                                          const std::string& o_direct, unsigned n_read_threads,
-                                         unsigned n_write_threads, double op_deadline_seconds,
+                                         unsigned n_write_threads, double op_timeout_seconds,
                                          std::string eviction_policy, const std::string& write_policy) {
   auto spec = std::make_shared<FsTierSpec>();
   spec->slot = write_policy_of(write_policy);
@@ -43,7 +43,7 @@ std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max
                          {{"auto", DirectMode::kAuto}, {"on", DirectMode::kOn}, {"off", DirectMode::kOff}});
   options.n_read_threads = n_read_threads;
   options.n_write_threads = n_write_threads;
-  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  options.op_timeout = to_nanos(op_timeout_seconds, "op_timeout_seconds");
   options.eviction_policy = std::move(eviction_policy);
   return spec;
 }
@@ -137,8 +137,8 @@ void bind_fs(py::module_& module) {
       .def(py::init(&fs_tier_spec), py::kw_only(), py::arg("root_dir"), py::arg("max_bytes"),
            py::arg("namespace_id"), py::arg("namespace_json"), py::arg("name") = "fs",
            py::arg("fsync") = "none", py::arg("o_direct") = "auto", py::arg("n_read_threads") = 4,
-           py::arg("n_write_threads") = 2, py::arg("op_deadline_seconds") = 10.0,
-           py::arg("eviction_policy") = "lru", py::arg("write_policy") = "through")
+           py::arg("n_write_threads") = 2, py::arg("op_timeout_seconds") = 10.0,
+           py::arg("eviction_policy") = "lru", py::arg("write_policy") = "write_through")
       .def("__repr__", [](const FsTierSpec& self) {
         return fmt::format("<FsTier {:?} at {:?}>", self.options.name, self.options.root_dir);
       });

@@ -13,7 +13,7 @@ struct MooncakeTierSpec final : TierSpec {
   std::unique_ptr<Tier> open() const override {
     MooncakeTierOptions chosen = options;
     chosen.form = form();
-    chosen.read_only = slot.write_policy == WritePolicy::kNever;
+    chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
     return make_mooncake_tier(chosen);
   }
 };
@@ -30,7 +30,7 @@ std::shared_ptr<MooncakeTierSpec> mooncake_tier_spec(std::vector<std::string> co
                                                      const py::bytes& namespace_id, std::string name,
                                                      std::string place, std::string key_prefix,
                                                      unsigned n_read_threads, unsigned n_write_threads,
-                                                     double op_deadline_seconds) {
+                                                     double op_timeout_seconds) {
   auto spec = std::make_shared<MooncakeTierSpec>();
   MooncakeTierOptions& options = spec->options;
   options.client = client_of(std::move(command), std::move(setup));
@@ -40,7 +40,7 @@ std::shared_ptr<MooncakeTierSpec> mooncake_tier_spec(std::vector<std::string> co
   options.key_prefix = std::move(key_prefix);
   options.n_read_threads = n_read_threads;
   options.n_write_threads = n_write_threads;
-  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  options.op_timeout = to_nanos(op_timeout_seconds, "op_timeout_seconds");
   return spec;
 }
 
@@ -67,7 +67,7 @@ void bind_mooncake(py::module_& module) {
       .def(py::init(&mooncake_tier_spec), py::kw_only(), py::arg("command"), py::arg("setup"),
            py::arg("namespace_id"), py::arg("name") = "mooncake", py::arg("place") = "",
            py::arg("key_prefix") = "kv_offload", py::arg("n_read_threads") = 4,
-           py::arg("n_write_threads") = 2, py::arg("op_deadline_seconds") = 10.0)
+           py::arg("n_write_threads") = 2, py::arg("op_timeout_seconds") = 10.0)
       .def("__repr__", [](const MooncakeTierSpec& self) {
         return fmt::format("<MooncakeTier {:?} at {}>", self.options.name, self.options.place);
       });

@@ -101,7 +101,7 @@ std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) co
 
 Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
                            std::uint64_t object_bytes, Deadline until, Answer* answer) {
-  Status status = client_.call(**channel, verb, names, object_bytes, until, options_.op_deadline, answer);
+  Status status = client_.call(**channel, verb, names, object_bytes, until, options_.op_timeout, answer);
   if (!status || leaves_memory_in_use(answer->result)) channel->reset();
   return status;
 }
@@ -198,7 +198,7 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
 bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                                  std::span<const std::byte> header_page, ChannelPtr channel) {
   Answer answer;
-  if (Client::is_little(until, options_.op_deadline)) {
+  if (Client::is_little(until, options_.op_timeout)) {
     client_.give_back(std::move(channel));
     return false;
   }

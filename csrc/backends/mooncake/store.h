@@ -41,7 +41,7 @@ class MooncakeStore final : public RecordStore {
  private:
   using ChannelPtr = std::unique_ptr<Channel>;
 
-  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_timeout; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   // Like Client::call. Drops the channel and sets *channel to null if Mooncake may still use its memory.
   // Mooncake's negative codes are returned in *answer.

@@ -16,7 +16,7 @@ struct RedisTierSpec final : TierSpec {
   std::unique_ptr<Tier> open() const override {
     RedisTierOptions chosen = options;
     chosen.form = form();
-    chosen.read_only = slot.write_policy == WritePolicy::kNever;
+    chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
     return make_redis_tier(chosen);
   }
 };
@@ -39,7 +39,7 @@ redis::Server server_of(std::string host, std::uint16_t port, std::string unix_s
 std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, const py::bytes& namespace_id,
                                                std::string name, std::string key_prefix,
                                                std::uint64_t ttl_seconds, unsigned n_read_threads,
-                                               unsigned n_write_threads, double op_deadline_seconds,
+                                               unsigned n_write_threads, double op_timeout_seconds,
                                                std::vector<redis::Server> other_nodes) {
   auto spec = std::make_shared<RedisTierSpec>();
   RedisTierOptions& options = spec->options;
@@ -51,7 +51,7 @@ std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, cons
   options.ttl_seconds = ttl_seconds;
   options.n_read_threads = n_read_threads;
   options.n_write_threads = n_write_threads;
-  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  options.op_timeout = to_nanos(op_timeout_seconds, "op_timeout_seconds");
   return spec;
 }
 
@@ -106,7 +106,7 @@ void bind_redis(py::module_& module) {
       .def(py::init(&redis_tier_spec), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
            py::arg("name") = "redis", py::arg("key_prefix") = "kv_offload", py::arg("ttl_seconds") = 0,
            py::arg("n_read_threads") = 4, py::arg("n_write_threads") = 2,
-           py::arg("op_deadline_seconds") = 10.0, py::arg("other_nodes") = std::vector<redis::Server>())
+           py::arg("op_timeout_seconds") = 10.0, py::arg("other_nodes") = std::vector<redis::Server>())
       .def("__repr__", [](const RedisTierSpec& self) {
         return fmt::format("<RedisTier {:?} at {}>", self.options.name,
                            redis::address_of(self.options.server));

@@ -18,7 +18,7 @@ constexpr std::array kMeanings{
             "the server is full (maxmemory) and evicts nothing (maxmemory-policy noeviction)"},
     Meaning{"WRONGTYPE", StatusKind::kCorrupt, false, "the key holds a value that is not a record"},
     Meaning{"READONLY", StatusKind::kIo, false,
-            "the server is a read-only replica: give the address of its primary, or write_policy never. "
+            "the server is a read-only replica: give the address of its primary, or write_policy read_only. "
             "After a failover behind one address, the next operation opens a new connection"},
     Meaning{"LOADING", StatusKind::kIo, false, "the server is still loading its data"},
     Meaning{"MASTERDOWN", StatusKind::kIo, false, "the server is a replica that has lost its primary"},

@@ -77,7 +77,7 @@ std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const
 // whole device as stuck.
 Deadline RedisStore::deadline() const {
   return std::chrono::steady_clock::now() +
-         (cluster_.is_cluster() ? options_.op_deadline / 2 : options_.op_deadline);
+         (cluster_.is_cluster() ? options_.op_timeout / 2 : options_.op_timeout);
 }
 
 Status RedisStore::call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply) {

@@ -16,7 +16,7 @@ struct S3TierSpec final : TierSpec {
   std::unique_ptr<Tier> open() const override {
     S3TierOptions chosen = options;
     chosen.form = form();
-    chosen.read_only = slot.write_policy == WritePolicy::kNever;
+    chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
     return make_s3_tier(chosen);
   }
 };
@@ -54,7 +54,7 @@ class S3Renewer {
 
 std::shared_ptr<S3TierSpec> s3_tier_spec(const s3::Bucket& bucket, const py::bytes& namespace_id,
                                          std::string name, std::string prefix, unsigned n_read_threads,
-                                         unsigned n_write_threads, double op_deadline_seconds) {
+                                         unsigned n_write_threads, double op_timeout_seconds) {
   auto spec = std::make_shared<S3TierSpec>();
   S3TierOptions& options = spec->options;
   options.bucket = bucket;
@@ -63,7 +63,7 @@ std::shared_ptr<S3TierSpec> s3_tier_spec(const s3::Bucket& bucket, const py::byt
   options.prefix = std::move(prefix);
   options.n_read_threads = n_read_threads;
   options.n_write_threads = n_write_threads;
-  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  options.op_timeout = to_nanos(op_timeout_seconds, "op_timeout_seconds");
   return spec;
 }
 
@@ -118,7 +118,7 @@ void bind_s3(py::module_& module) {
   py::class_<S3TierSpec, TierSpec, std::shared_ptr<S3TierSpec>>(module, "S3Tier")
       .def(py::init(&s3_tier_spec), py::kw_only(), py::arg("bucket"), py::arg("namespace_id"),
            py::arg("name") = "s3", py::arg("prefix") = "kv_offload", py::arg("n_read_threads") = 8,
-           py::arg("n_write_threads") = 4, py::arg("op_deadline_seconds") = 10.0)
+           py::arg("n_write_threads") = 4, py::arg("op_timeout_seconds") = 10.0)
       .def("__repr__", [](const S3TierSpec& self) {
         return fmt::format("<S3Tier {:?} at {}>", self.options.name, s3::address_of(self.options.bucket));
       });

@@ -36,7 +36,7 @@ class S3Store final : public RecordStore {
   void figures(TierStats* stats) const override;
 
  private:
-  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_timeout; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   Status is_there(const std::string& key, Deadline until, bool* there);
   bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);

@@ -236,6 +236,6 @@ class FsTierConfig(EncryptedTierConfig):
             o_direct=self.o_direct,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
-            op_deadline_seconds=self.op_deadline_seconds,
+            op_timeout_seconds=self.op_timeout_seconds,
             eviction_policy=self.eviction_policy,
         )

@@ -109,7 +109,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
     def _setup(self) -> str:
         """What the process is told first (kv_offload/tiers/mooncake/client.py)."""
         names = ("master", "metadata", "protocol", "devices", "local_host")
-        patience = max(_LEAST_PATIENCE_SECONDS, 2 * self.op_deadline_seconds)
+        patience = max(_LEAST_PATIENCE_SECONDS, 2 * self.op_timeout_seconds)
         return json.dumps({name: getattr(self, name) for name in names} | {"patience_seconds": patience})
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
@@ -132,7 +132,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
             key_prefix=self.key_prefix,
             record_bytes=_PROBE_RECORD,
             records=records,
-            deadline_seconds=self.op_deadline_seconds,
+            deadline_seconds=self.op_timeout_seconds,
         )
 
     def cautions(self) -> list[str]:
@@ -171,7 +171,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:
-            state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            state: Literal["note", "refused"] = "note" if self.write_policy == "read_only" else "refused"
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
         write, read = (
             f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
@@ -192,5 +192,5 @@ class MooncakeTierConfig(EncryptedTierConfig):
             key_prefix=self.key_prefix,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
-            op_deadline_seconds=self.op_deadline_seconds,
+            op_timeout_seconds=self.op_timeout_seconds,
         )

@@ -116,7 +116,7 @@ class RedisTierConfig(EncryptedTierConfig):
         "password_env",
         "password_file",
         "ca_file",
-        "op_deadline_ms",
+        "op_timeout_ms",
     )
 
     type: Literal["redis"] = Field(
@@ -246,7 +246,7 @@ class RedisTierConfig(EncryptedTierConfig):
         mark = "&" if "?" in self.url else "?"
         where = self.url if self.key_prefix == default else f"{self.url}{mark}key_prefix={self.key_prefix}"
         records = _core.redis_records(
-            self._server(), key_prefix=self.key_prefix, deadline_seconds=self.op_deadline_seconds
+            self._server(), key_prefix=self.key_prefix, deadline_seconds=self.op_timeout_seconds
         )
         return RemoteRoot(records, where)
 
@@ -271,7 +271,7 @@ class RedisTierConfig(EncryptedTierConfig):
         """What the server is; RuntimeError when it does not answer, ValueError when it refuses us."""
         from kv_offload import _core
 
-        seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
+        seconds = min(self.op_timeout_seconds, _LOOK_SECONDS) if records == 0 else self.op_timeout_seconds
         return _core.probe_redis(
             self._server(), self.key_prefix, _PROBE_RECORD, records, seconds, self._others()
         )
@@ -304,9 +304,9 @@ class RedisTierConfig(EncryptedTierConfig):
         if found["failure"]:
             return [f"its records are not used until it answers: {found['failure']}"]
         texts = []
-        if found["role"] == "slave" and self.write_policy != "never":
+        if found["role"] == "slave" and self.write_policy != "read_only":
             texts.append(
-                'it is a read-only replica: give the address of its primary, or set write_policy "never"'
+                'it is a read-only replica: give the address of its primary, or set write_policy "read_only"'
             )
         if found["eviction_policy"] and not found["max_bytes"]:
             texts.append("maxmemory is not set, so it may use all memory of its host; set it")
@@ -360,7 +360,9 @@ class RedisTierConfig(EncryptedTierConfig):
             return Answer("refused", str(error))
         notes = self._cautions_of(found)
         if found["write_refused"]:
-            state: Literal["ok", "note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            state: Literal["ok", "note", "refused"] = (
+                "note" if self.write_policy == "read_only" else "refused"
+            )
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
         if not found["records"]:
             return self._without_room(found, notes)
@@ -381,7 +383,7 @@ class RedisTierConfig(EncryptedTierConfig):
             node["eviction_policy"] == "noeviction" for node in found["nodes"]
         )
         text = f"not measured, it could evict records: {format_bytes(free)} free; {self._described(found)}"
-        if full and self.write_policy != "never":
+        if full and self.write_policy != "read_only":
             return Answer("refused", "; ".join((text, *notes)), found)
         return Answer("note", "; ".join((text, *notes)), found)
 
@@ -397,6 +399,6 @@ class RedisTierConfig(EncryptedTierConfig):
             ttl_seconds=self.ttl_seconds or 0,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
-            op_deadline_seconds=self.op_deadline_seconds,
+            op_timeout_seconds=self.op_timeout_seconds,
             other_nodes=self._others(),
         )

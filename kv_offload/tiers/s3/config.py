@@ -49,7 +49,7 @@ class S3TierConfig(EncryptedTierConfig):
         "path_style",
         "profile",
         "ca_file",
-        "op_deadline_ms",
+        "op_timeout_ms",
     )
 
     type: Literal["s3"] = Field(
@@ -161,7 +161,7 @@ class S3TierConfig(EncryptedTierConfig):
         found = find_credentials(self.profile)
         bucket = self._bucket(found)
         Renewal(found, bucket.renewer(), self.label()).start()
-        records = _core.s3_records(bucket, prefix=self.prefix, deadline_seconds=self.op_deadline_seconds)
+        records = _core.s3_records(bucket, prefix=self.prefix, deadline_seconds=self.op_timeout_seconds)
         return RemoteRoot(records, f"s3://{self.bucket}/{self.prefix}{self._at()}", f"s3://{self.bucket}/")
 
     def _bucket(self, found: Found) -> "S3Bucket":
@@ -205,7 +205,7 @@ class S3TierConfig(EncryptedTierConfig):
         from kv_offload import _core
 
         bucket = self._bucket(find_credentials(self.profile))
-        seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
+        seconds = min(self.op_timeout_seconds, _LOOK_SECONDS) if records == 0 else self.op_timeout_seconds
         return _core.probe_s3(bucket, self.prefix, _PROBE_RECORD, records, seconds)
 
     def cautions(self) -> list[str]:
@@ -238,7 +238,7 @@ class S3TierConfig(EncryptedTierConfig):
 
         try:
             bucket = self._bucket(find_credentials(self.profile))
-            seconds = min(self.op_deadline_seconds, _LOOK_SECONDS)
+            seconds = min(self.op_timeout_seconds, _LOOK_SECONDS)
             lifecycle = _core.ask_s3_bucket(bucket, "lifecycle=", seconds)
             if not is_about_bucket(lifecycle):
                 return []
@@ -262,7 +262,7 @@ class S3TierConfig(EncryptedTierConfig):
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:
-            state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            state: Literal["note", "refused"] = "note" if self.write_policy == "read_only" else "refused"
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
         write, read = (
             f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
@@ -284,5 +284,5 @@ class S3TierConfig(EncryptedTierConfig):
             prefix=self.prefix,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
-            op_deadline_seconds=self.op_deadline_seconds,
+            op_timeout_seconds=self.op_timeout_seconds,
         )

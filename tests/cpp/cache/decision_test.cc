@@ -172,7 +172,7 @@ TEST_F(DecisionTest, AwaitedChunksAreLoadedInWhateverOrderTheyAreWritten) {
   TieredCache& cache = *engine().cache;
   for (const int steps : {5, 400}) {  // steps of 1 ms until the other records exist; computing takes 0.5 s
     const auto prompt = engine().new_prompt(kChunks);
-    const RequestHandle request = cache.begin_request("r", {.await_records = std::chrono::seconds(2)});
+    const RequestHandle request = cache.begin_request("r", {.remote_wait = std::chrono::seconds(2)});
     cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);
     const auto hits = [&] {
       std::uint32_t count = 0;

@@ -343,7 +343,7 @@ TEST_F(FetchFakeTest, ARepeatedLookupWaitsForItsReply) {
 
 TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitWhenAnotherLooksUpAgain) {
   fake().is_sure = false;
-  const RequestHandle patient = begin({.await_records = seconds(4)}), other = begin();
+  const RequestHandle patient = begin({.remote_wait = seconds(4)}), other = begin();
   EXPECT_EQ(scan(patient, {"a"}), "R");
   EXPECT_EQ(scan(other, {"a"}), "R");
   for (int i = 0; i < 5; ++i) {
@@ -389,7 +389,7 @@ TEST_F(FetchFakeTest, ARequestWithTheReplyOfOneTierWaitsForTheOtherTier) {
 TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));
-  const RequestHandle request = begin({.await_records = seconds(2)});
+  const RequestHandle request = begin({.remote_wait = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PR");
   step();
   EXPECT_TRUE(fake().asked.empty()) << "the tier knows which records are absent";
@@ -408,7 +408,7 @@ TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) 
 
 TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
   fake().is_sure = false;
-  const RequestHandle request = begin({.await_records = seconds(2)});
+  const RequestHandle request = begin({.remote_wait = seconds(2)});
   for (std::size_t asked = 1; asked <= 3; ++asked) {
     EXPECT_EQ(scan(request, {"a"}), "R");
     step();
@@ -420,7 +420,7 @@ TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
 
 TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
   record({"a", "b"});
-  const RequestHandle request = begin({.await_records = seconds(2)});
+  const RequestHandle request = begin({.remote_wait = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
   step();
   auto written_later = fake().records.extract(key_of("b"));
@@ -430,25 +430,25 @@ TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
 }
 
 TEST_F(FetchFakeTest, ARecordIsNotAwaitedPastTheDeadlineOrIfLoadsAreExcluded) {
-  const RequestHandle patient = begin({.await_records = seconds(600)});
+  const RequestHandle patient = begin({.remote_wait = seconds(600)});
   EXPECT_EQ(scan(patient, {"a"}), "R");
   pass_time(seconds(6));
   step();
   EXPECT_EQ(scan(patient, {"a"}), "M");
-  EXPECT_EQ(scan(begin({.load_tiers = 0, .await_records = seconds(600)}), {"a"}), "M");
-  EXPECT_EQ(scan(begin({.load_policy = LoadPolicy::kNever, .await_records = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_tiers = 0, .remote_wait = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_policy = LoadPolicy::kNever, .remote_wait = seconds(600)}), {"a"}), "M");
   fake().switch_off();
   step();
-  EXPECT_EQ(scan(begin({.await_records = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.remote_wait = seconds(600)}), {"a"}), "M");
 }
 
 // After a reset the tier is in an epoch that no other server writes to.
 TEST_F(FetchFakeTest, ARecordIsNotAwaitedOnATierThatWasReset) {
   cache().reset();
   step();
-  EXPECT_EQ(scan(begin({.await_records = seconds(2)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.remote_wait = seconds(2)}), {"a"}), "M");
   fake().is_sure = false;
-  const RequestHandle request = begin({.await_records = seconds(2)});
+  const RequestHandle request = begin({.remote_wait = seconds(2)});
   EXPECT_EQ(scan(request, {"b"}), "R") << "looked up once, as by every request";
   step();
   EXPECT_EQ(scan(request, {"b"}), "M");
@@ -458,7 +458,7 @@ TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
   make({.rows = 1});
   record({"a"});
   record({"b"});
-  const RequestHandle request = begin({.await_records = seconds(2)});
+  const RequestHandle request = begin({.remote_wait = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
   step();
   EXPECT_EQ(scan(request, {"a", "b"}), "PM") << "only one row is free";
@@ -470,7 +470,7 @@ TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
 TEST_F(FetchFakeTest, ARecordAwaitedInVainIsCountedAsNotStoredHoweverTheWaitEnded) {
   fake().is_sure = false;
   for (const Nanos await : {seconds(2), seconds(600)}) {
-    const RequestHandle request = begin({.await_records = await});
+    const RequestHandle request = begin({.remote_wait = await});
     EXPECT_EQ(scan(request, {"a"}), "R");
     step();
     pass_time(seconds(6));
@@ -625,7 +625,7 @@ class HybridVerbs : public CacheTest {
                    const Names& prompt = {"a", "b", "c"}) {
     make({.rows = rows,
           .shard_bytes = {300, 300},
-          .cache = {.full_attention = std::move(full_attention), .lookup_deadline = deadline_}});
+          .cache = {.full_attention = std::move(full_attention), .lookup_timeout = deadline_}});
     for (const std::string& name : prompt) {
       for (const std::uint32_t group : {0u, 1u}) {
         const RequestHandle request = begin();

@@ -92,7 +92,7 @@ TEST_P(HoldBackTest, NoLoadIsHeldBackPastTheDeadline) {
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
   EXPECT_EQ(told(b, prompt_b_), 'P');
   step();
-  pass_time(world().options().cache.lookup_deadline);
+  pass_time(world().options().cache.lookup_timeout);
   step();
   EXPECT_EQ(told(b, prompt_b_), 'M');
   end(b);

@@ -12,7 +12,7 @@ WorldOptions world_of(const ModelOptions& options) {
   WorldOptions world{.rows = options.rows, .shard_bytes = options.shard_bytes};
   world.cache.full_attention = options.full_attention;
   world.cache.tiers = {options.tier};
-  world.cache.lookup_deadline = kDeadline;
+  world.cache.lookup_timeout = kDeadline;
   world.cache.keep_events = true;
   world.cache.load_policy = options.load_policy;
   world.cache.eviction_policy = options.eviction_policy;

@@ -39,7 +39,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
       options.make_tier = [this](const Clock& clock) {
         ThreadPoolTierOptions pooled;
         pooled.name = GetParam().name;
-        pooled.op_deadline = seconds(60);
+        pooled.op_timeout = seconds(60);
         pooled.clock = &clock;
         return medium_->open(pooled);
       };

@@ -73,7 +73,7 @@ TEST_F(PlannerTest, TwoRequestsShareARead) {
 TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
   scan({"a"});
   plan();
-  parts_.clock.advance(parts_.options.lookup_deadline);
+  parts_.clock.advance(parts_.options.lookup_timeout);
   plan();
   EXPECT_TRUE(parts_.requests.at(request_).expired);
   EXPECT_EQ(parts_.requests.at(request_).expired_for, MissReason::kDeadline);

@@ -100,7 +100,7 @@ TEST_F(PromotionTest, AChunkFetchedFromTheFasterTierIsNotWrittenToTheSlowerOne) 
 }
 
 TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
-  make_with({.write_policy = WritePolicy::kNever}, {}, 2);
+  make_with({.write_policy = WritePolicy::kReadOnly}, {}, 2);
   store({"a"});
   finish_all();
   EXPECT_FALSE(fake().holds(key_of("a")));

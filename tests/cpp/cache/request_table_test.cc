@@ -183,7 +183,7 @@ TEST_F(RequestTableTest, AnExpiredRequestHasNothingPending) {
 TEST_F(RequestTableTest, ALookupPastTheDeadlineIsAMiss) {
   parts_.record("x");
   parts_.lookup(a_, "x");
-  parts_.clock.advance(parts_.options.lookup_deadline);
+  parts_.clock.advance(parts_.options.lookup_timeout);
   requests_.end_step();
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
 }

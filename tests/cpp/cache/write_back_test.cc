@@ -24,7 +24,7 @@ class WriteBackTest : public ::testing::Test {
 };
 
 TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
-  make(WritePolicy::kThrough);
+  make(WritePolicy::kWriteThrough);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 1u);
   parts().write_back.on_used(slot);
@@ -34,7 +34,7 @@ TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
 
 // A chunk in use in host memory must not look old on the tier.
 TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
-  make(WritePolicy::kThrough);
+  make(WritePolicy::kWriteThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
   parts().write_back.on_used(b);
@@ -61,7 +61,7 @@ TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
 
 // Applies to policies that do not write a chunk when it is stored.
 TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
-  for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kNever}) {
+  for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kReadOnly}) {
     make(policy, 5);
     parts().record("a");
     EXPECT_TRUE(parts().chunks.at(stored("a")).recorded);
@@ -71,7 +71,7 @@ TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
 }
 
 TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
-  make(WritePolicy::kThrough);
+  make(WritePolicy::kWriteThrough);
   stored("a");
   EXPECT_TRUE(parts().tier->writes().back().may_decline);
   make(WritePolicy::kOnEvict);
@@ -80,7 +80,7 @@ TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
 }
 
 TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
-  make(WritePolicy::kThrough);
+  make(WritePolicy::kWriteThrough);
   parts().tier->fail(StatusKind::kDeclined);
   stored("a");
   parts().finish();

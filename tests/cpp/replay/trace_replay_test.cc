@@ -87,7 +87,7 @@ TEST(TraceReplay, AKillKeepsOnlyTheRecordsOnTheTier) {
                           .kill_after = 3,
                           .recent_requests = 2});
   };
-  const ReplayResult through = killed(WritePolicy::kThrough);
+  const ReplayResult through = killed(WritePolicy::kWriteThrough);
   EXPECT_EQ(through.killed_with, 5u);
   EXPECT_EQ(through.recent_blocks, 5u);
   EXPECT_EQ(through.recent_hits, 5u);
@@ -173,7 +173,7 @@ TEST(TraceReplay, ARecordMayBeEvictedWhileItsChunkIsStored) {
   ReplayOptions options{.host_chunks = 6, .tier_chunks = 8};
   for (const std::string& policy : eviction_policy_names()) {
     options.eviction_policy = options.tier_eviction_policy = policy;
-    for (const WritePolicy write_policy : {WritePolicy::kThrough, WritePolicy::kOnEvict}) {
+    for (const WritePolicy write_policy : {WritePolicy::kWriteThrough, WritePolicy::kOnEvict}) {
       options.tier.write_policy = write_policy;
       const ReplayResult result = replay(trace_of(requests), options);
       EXPECT_GT(result.tier_hits, 0u);

@@ -64,7 +64,7 @@ class AttackedEngine {
     ThreadPoolTierOptions options;
     options.name = "tier";
     options.clock = &clock_;
-    options.op_deadline = milliseconds(250);
+    options.op_timeout = milliseconds(250);
     for (int tries = 0; !tier_; ++tries) {
       ASSERT_LT(tries, 1000) << "every attempt to open was refused";
       try {

@@ -247,7 +247,7 @@ TEST_F(ThreadPoolTierTest, a_lookup_admitted_before_the_device_got_stuck_is_not_
   pool->begin_next(Lane::kRead)();
   const auto stuck = pool->begin_next(Lane::kRead), later = pool->begin_next(Lane::kRead);
   ASSERT_TRUE(stuck && later);
-  clock_.advance(options().op_deadline + seconds(1));
+  clock_.advance(options().op_timeout + seconds(1));
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
   tier->poll(&done, &removals);
@@ -442,7 +442,7 @@ TEST_F(ThreadPoolTierTest, a_stuck_lookup_switches_the_tier_off) {
   user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
   server_->wait_for_blocked();
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kLookupPending);
-  clock_.advance(options().op_deadline + seconds(1));
+  clock_.advance(options().op_timeout + seconds(1));
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
@@ -466,7 +466,7 @@ TEST_F(ThreadPoolTierTest, a_stuck_write_switches_reads_off_unless_a_read_succee
     start(*tier, OpKind::kWrite, 1);
     const auto stuck = pool->begin_next(Lane::kWrite);
     run_reads(pool);  // nobody polls, as in an idle engine
-    clock_.advance(options().op_deadline - seconds(1));
+    clock_.advance(options().op_timeout - seconds(1));
     if (since) {
       start_read(*tier, 2);
       EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk);
@@ -496,7 +496,7 @@ TEST_F(ThreadPoolTierTest, the_keys_of_a_stuck_lookup_are_looked_up_again_once_t
   pool->begin_next(Lane::kRead)();
   const auto stuck = pool->begin_next(Lane::kRead);  // looks up key 1
   ASSERT_TRUE(stuck);
-  clock_.advance(options().op_deadline + seconds(1));
+  clock_.advance(options().op_timeout + seconds(1));
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
   tier->poll(&done, &removals);
@@ -524,7 +524,7 @@ TEST_F(ThreadPoolTierTest, the_end_of_a_stuck_lookup_is_not_that_of_a_newer_one)
     return pool->begin_next(Lane::kRead);  // looks up key 3
   };
   const auto stuck = ask();
-  clock_.advance(options().op_deadline + seconds(1));
+  clock_.advance(options().op_timeout + seconds(1));
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
   tier->poll(&done, &removals);

@@ -358,7 +358,7 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_no_cal
   medium_->block(OpKind::kRead);
   const OpId stuck = read(user, 1), as_well = read(user, 1), behind = read(user, 1);
   medium_->wait_for_blocked(2);
-  clock_.advance(chosen.op_deadline + seconds(1));
+  clock_.advance(chosen.op_timeout + seconds(1));
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable || user.tier().stats().writable);
   EXPECT_EQ(user.tier().stats().read_timeouts, 2u);

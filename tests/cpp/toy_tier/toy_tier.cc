@@ -37,14 +37,14 @@ struct ToyTierSpec final : bindings::TierSpec {
 
 std::shared_ptr<ToyTierSpec> toy_tier(const std::string& server, const py::bytes& namespace_id,
                                       std::string name, unsigned n_read_threads, unsigned n_write_threads,
-                                      unsigned op_deadline_ms) {
+                                      unsigned op_timeout_ms) {
   auto spec = std::make_shared<ToyTierSpec>();
   spec->server = server_of(server);
   spec->namespace_id = bindings::namespace_id_of(namespace_id);
   spec->options.name = std::move(name);
   spec->options.n_read_threads = n_read_threads;
   spec->options.n_write_threads = n_write_threads;
-  spec->options.op_deadline = std::chrono::milliseconds(op_deadline_ms);
+  spec->options.op_timeout = std::chrono::milliseconds(op_timeout_ms);
   return spec;
 }
 
@@ -57,7 +57,7 @@ PYBIND11_MODULE(kv_offload_toy_tier, module) {
   py::module_::import("kv_offload._core");  // has the class that it derives from
   py::class_<ToyTierSpec, kv_offload::bindings::TierSpec, std::shared_ptr<ToyTierSpec>>(module, "ToyTier")
       .def(py::init(&kv_offload::toy_tier), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
-           py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"), py::arg("op_deadline_ms"));
+           py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"), py::arg("op_timeout_ms"));
   module.def(
       "records", [](const std::string& server) { return kv_offload::server_of(server)->size(); },
       py::arg("server"));

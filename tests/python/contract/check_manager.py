@@ -473,19 +473,19 @@ def test_request_hints_can_be_disabled_and_priorities_are_bounded() -> None:
 
 def test_a_request_may_set_its_wait_for_remote_records() -> None:
     read = HintReader().read
-    assert read({"kv_offload_await_ms": 250}) == {"await_records_seconds": 0.25}
-    assert read({"kv_offload_await_ms": 0}) == {"await_records_seconds": 0.0}
-    assert read({"kv_offload_await_ms": 10**30}) == {"await_records_seconds": 3600.0}
+    assert read({"kv_offload_remote_wait_ms": 250}) == {"remote_wait_seconds": 0.25}
+    assert read({"kv_offload_remote_wait_ms": 0}) == {"remote_wait_seconds": 0.0}
+    assert read({"kv_offload_remote_wait_ms": 10**30}) == {"remote_wait_seconds": 3600.0}
     for nonsense in (-1, 0.5, True, "1"):
-        assert read({"kv_offload_await_ms": nonsense}) == {}
+        assert read({"kv_offload_remote_wait_ms": nonsense}) == {}
 
 
 @pytest.mark.usefixtures("vllm_config")
 def test_a_request_that_waits_for_remote_records_is_retried(tmp_path: Any) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path)}
-    waiting = Engine(await_records_ms=60_000, secondary_tiers=[tier], model_id="m")
+    waiting = Engine(remote_wait_ms=60_000, secondary_tiers=[tier], model_id="m")
     try:
-        impatient = waiting.request("b", {"kv_offload_await_ms": 0})
+        impatient = waiting.request("b", {"kv_offload_remote_wait_ms": 0})
         until = time.monotonic() + 60
         while waiting.look(keys(1), impatient) == [RETRY] and time.monotonic() < until:
             waiting.end_step()  # wait until the directory scan is complete
@@ -517,7 +517,7 @@ def test_invalid_hints_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture
 def test_a_misspelt_hint_is_reported_with_the_valid_names(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = {"kv_offload_priority": 1, "kv_offload_await_ms": 5, "kv_offload_skip_load": False}
+    known = {"kv_offload_priority": 1, "kv_offload_remote_wait_ms": 5, "kv_offload_skip_load": False}
     # valid keys that are not ours
     others = {"kv_offload": {}, "do_remote_prefill": True, "kv_load_tiers": []}
     expected = HintReader().read({**known, **others})

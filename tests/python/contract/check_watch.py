@@ -59,7 +59,7 @@ def test_it_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) ->
         watch.look(now)
     (record,) = caplog.records
     assert "none was ever hit" in record.getMessage()
-    assert "(deadline): reads take longer than lookup_deadline_ms" in record.getMessage()
+    assert "(deadline): reads take longer than lookup_timeout_ms" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_no_warning_where_misses_are_expected(
 
 
 NEVER = (("not_stored", 2_000_000),)
-DISKS = {"write_policies": ("through",)}
+DISKS = {"write_policies": ("write_through",)}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ ROOMY = replace(
     FULL,
     layers=2,
     # Every stored chunk is loaded; its cost on a busy machine must not influence the result.
-    extra={"cpu_bytes_to_use": "32MiB", "load_policy": "always", "lookup_deadline_ms": PATIENT_MS},
+    extra={"cpu_bytes_to_use": "32MiB", "load_policy": "always", "lookup_timeout_ms": PATIENT_MS},
     num_blocks=200,
     max_model_len=1100,
     max_batched_tokens=512,

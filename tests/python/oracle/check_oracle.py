@@ -206,8 +206,8 @@ def _step_until_none(engine: Engine, figures: Callable[[], dict[str, Any]], name
 
 def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
     """Returns the same engine over a tier; it loads every stored chunk, so that all are checked."""
-    tiers = [{"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_deadline_ms": PATIENT_MS, **tier}]
-    extra = {"secondary_tiers": tiers, "load_policy": "always", "lookup_deadline_ms": PATIENT_MS}
+    tiers = [{"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_timeout_ms": PATIENT_MS, **tier}]
+    extra = {"secondary_tiers": tiers, "load_policy": "always", "lookup_timeout_ms": PATIENT_MS}
     return replace(setup, extra={**setup.extra, **extra})
 
 

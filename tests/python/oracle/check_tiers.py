@@ -33,12 +33,12 @@ from oracle.engine import Engine  # noqa: E402
 
 
 def with_tiers(setup: Setup, *tiers: dict[str, Any]) -> Setup:
-    extra = {"secondary_tiers": list(tiers), "load_policy": "always", "lookup_deadline_ms": PATIENT_MS}
+    extra = {"secondary_tiers": list(tiers), "load_policy": "always", "lookup_timeout_ms": PATIENT_MS}
     return replace(setup, extra={**setup.extra, **extra})
 
 
 def toy(**more: Any) -> dict[str, Any]:
-    return {"type": "toy", "server": uuid.uuid4().hex, "op_deadline_ms": PATIENT_MS, **more}
+    return {"type": "toy", "server": uuid.uuid4().hex, "op_timeout_ms": PATIENT_MS, **more}
 
 
 def live_over(*tiers: dict[str, Any], kind: str = "full attention", seed: int) -> Engine:
@@ -89,7 +89,7 @@ def test_a_read_only_tier_is_read_and_never_written() -> None:
     _check_at_rest(first)
     first.shutdown()
     recorded = toy_tier.extension().records(shelf["server"])
-    reader = with_tiers(FULL, {**shelf, "write_policy": "never"})
+    reader = with_tiers(FULL, {**shelf, "write_policy": "read_only"})
     second = Engine(reader, f"oracle-{uuid.uuid4()}", first.model_dir)
     assert sum(ask_again(second, prompts)) > 0
     ask_again(second, others)
@@ -103,7 +103,7 @@ def test_a_read_only_tier_is_read_and_never_written() -> None:
 def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Yields a tier on this test's own server."""
     with redis_server(tmp_path) as socket:
-        yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": PATIENT_MS}
+        yield {"type": "redis", "url": f"unix://{socket}", "op_timeout_ms": PATIENT_MS}
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     try:
         server.start()
-        yield {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint, "op_deadline_ms": PATIENT_MS}
+        yield {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint, "op_timeout_ms": PATIENT_MS}
     finally:
         server.kill()
 
@@ -124,7 +124,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
 def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Yields a tier with this test's own master and storage process."""
     with mooncake_store(tmp_path) as running:
-        yield {"type": "mooncake", "master": running.address, "op_deadline_ms": PATIENT_MS}
+        yield {"type": "mooncake", "master": running.address, "op_timeout_ms": PATIENT_MS}
 
 
 @pytest.mark.parametrize("server", ["redis", "s3", "mooncake"])
@@ -153,7 +153,7 @@ def test_every_byte_from_an_encrypted_directory_is_right(tmp_path: Path) -> None
         key.write_bytes(bytes([number]) * 32)
         key.chmod(0o600)
     root = tmp_path / "root"
-    disk = {"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
+    disk = {"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_timeout_ms": 60_000}
     old = {**disk, "encryption_key_file": str(keys[1])}
     engine = live_over(old, seed=13)
     assert total(engine, "kv_offload_hit_tokens_total", "fs") > 0
@@ -182,7 +182,7 @@ def test_two_kinds_of_tiers_serve_together_under_their_own_names(tmp_path: Path)
         "type": "fs",
         "root_dir": str(tmp_path / "root"),
         "max_bytes": "4MiB",
-        "op_deadline_ms": PATIENT_MS,
+        "op_timeout_ms": PATIENT_MS,
     }
     engine = live_over(disk, toy(), seed=12)
     for name in ("fs", "toy"):

@@ -21,7 +21,7 @@ class FsLiveness : public ::testing::Test {
   FsTierOptions timed_options() {
     FsTierOptions options = options_for(root_, kLivenessBound);
     options.clock = &clock_;
-    options.op_deadline = std::chrono::hours(24);
+    options.op_timeout = std::chrono::hours(24);
     return options;
   }
   void fill(TierUser& user, std::uint32_t first = 0) {

@@ -182,7 +182,7 @@ TEST_F(FsTierBound, a_namespace_that_a_process_has_open_is_not_garbage) {
 
 TEST_F(FsTierBound, two_servers_that_share_a_root_stay_below_the_bound_together) {
   FsTierOptions options = timed_options();
-  options.op_deadline = std::chrono::hours(24);  // the clock runs fast here
+  options.op_timeout = std::chrono::hours(24);  // the clock runs fast here
   TierUser a(options), b(options);
   a.wait_for_scan();
   b.wait_for_scan();

@@ -215,7 +215,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_no_caller) {
   ops_.wait_for_blocked(4);
   EXPECT_TRUE(user.tier().stats().readable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent);
-  clock_.advance(options_.op_deadline + std::chrono::seconds(1));
+  clock_.advance(options_.op_timeout + std::chrono::seconds(1));
   user.poll();
   const TierStats stats = user.tier().stats();
   EXPECT_FALSE(stats.writable);

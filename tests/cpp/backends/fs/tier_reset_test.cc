@@ -428,7 +428,7 @@ TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_
 
 TEST_F(FsTierReset, a_reset_that_takes_too_long_ends_later_by_itself) {
   FsTierOptions options = timed_options();
-  options.op_deadline = std::chrono::milliseconds(20);  // real time here
+  options.op_timeout = std::chrono::milliseconds(20);  // real time here
   TierUser user(options);
   ASSERT_TRUE(user.write(1));
   ops_.block(Call::kMkdir);

@@ -257,7 +257,7 @@ TEST_F(FsTierReuse, verify_alongside_a_server_finds_no_damage) {
 }
 
 TEST_F(FsTierReuse, a_count_during_a_reuse_is_exact) {
-  options_.op_deadline = std::chrono::hours(24 * 365);  // the clock moves while the write is blocked
+  options_.op_timeout = std::chrono::hours(24 * 365);  // the clock moves while the write is blocked
   TierUser user(options_);
   fill(user);
   ops_.block(Call::kPwritev, 2 * kPageBytes);

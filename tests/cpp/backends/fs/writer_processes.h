@@ -34,7 +34,7 @@ class WriterProcesses {
     FakeClock clock;
     if (time == Time::kFast) {
       options.clock = &clock;
-      options.op_deadline = std::chrono::hours(24 * 365);
+      options.op_timeout = std::chrono::hours(24 * 365);
     }
     TierUser user(options);
     if (time == Time::kReal) user.wait_for_scan();

@@ -26,11 +26,11 @@ using Verb = FakeMooncake::Verb;
 
 class MooncakeTier : public ::testing::Test {
  protected:
-  ThreadPoolTierOptions options(Nanos op_deadline = seconds(60)) {
+  ThreadPoolTierOptions options(Nanos op_timeout = seconds(60)) {
     ThreadPoolTierOptions options;
     options.name = "mooncake";
     options.clock = &clock_;
-    options.op_deadline = op_deadline;
+    options.op_timeout = op_timeout;
     return options;
   }
   std::unique_ptr<Tier> open() { return medium_.open(options()); }

@@ -34,10 +34,10 @@ Answers node(const Answers& others = {}) {
   answers.insert({{"INFO", kNode}, {"CLUSTER", "*1\r\n" + range(0, kSlots - 1, "@PORT@")}});
   return RedisScript::usual(answers);
 }
-RedisTierOptions options_of(const RedisScript& script, Nanos op_deadline = std::chrono::seconds(60)) {
+RedisTierOptions options_of(const RedisScript& script, Nanos op_timeout = std::chrono::seconds(60)) {
   RedisTierOptions options;
   options.server = script.address();
-  options.op_deadline = op_deadline;
+  options.op_timeout = op_timeout;
   return options;
 }
 // The deadline of tests that wait for a deadline.

@@ -40,7 +40,7 @@ class RedisClusterTest : public ::testing::Test {
     options.server = servers_->address(seed);
     options.namespace_id = namespace_id_;
     options.clock = &clock_;
-    options.op_deadline = seconds(60);
+    options.op_timeout = seconds(60);
     return options;
   }
   std::string prefix() const { return "kv_offload:" + hex_of(namespace_id_) + ":"; }

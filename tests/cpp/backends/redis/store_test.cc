@@ -18,7 +18,7 @@ using namespace testing;
 using std::chrono::seconds;
 using Verb = RedisProxy::Verb;
 
-// An op_deadline that a test waits for. It is real time, and also bounds ops that must succeed.
+// An op_timeout that a test waits for. It is real time, and also bounds ops that must succeed.
 constexpr Nanos kShort{seconds(2)};
 
 class RedisTierTest : public ::testing::Test {
@@ -28,7 +28,7 @@ class RedisTierTest : public ::testing::Test {
     RedisTierOptions chosen = medium_.options();
     chosen.name = "redis";
     chosen.clock = &clock_;
-    chosen.op_deadline = seconds(60);
+    chosen.op_timeout = seconds(60);
     return chosen;
   }
   // Builds an op as a pool does, without threads.
@@ -385,7 +385,7 @@ TEST_F(RedisTierTest, a_truncated_value_is_a_failure_and_the_next_read_uses_anot
 TEST_F(RedisTierTest, a_reply_that_arrives_byte_by_byte_ends_with_the_deadline) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   RedisTierOptions chosen = options();
-  chosen.op_deadline = kShort;
+  chosen.op_timeout = kShort;
   TierDriver user(make_redis_tier(chosen));
   ASSERT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
   medium_.proxy.faults.trickle(Verb::kRead, true);  // 12 s in total
@@ -397,7 +397,7 @@ TEST_F(RedisTierTest, a_reply_that_arrives_byte_by_byte_ends_with_the_deadline) 
 TEST_F(RedisTierTest, a_stopped_server_costs_each_op_in_flight_a_deadline_and_later_ops_none) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   RedisTierOptions chosen = options();
-  chosen.op_deadline = kShort;
+  chosen.op_timeout = kShort;
   chosen.n_read_threads = 12;  // all reads wait at the same time
   TierDriver user(make_redis_tier(chosen));
   ASSERT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
@@ -557,7 +557,7 @@ TEST(RedisOneNodeTest, a_one_node_cluster_behind_a_socket_is_used_once_it_has_it
   FakeClock clock;
   options.server = node.address();
   options.clock = &clock;
-  options.op_deadline = seconds(60);
+  options.op_timeout = seconds(60);
   TierDriver user(make_redis_tier(options));
   EXPECT_EQ(user.write(1).kind(), StatusKind::kUnavailable);
   node.call({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"});

@@ -75,7 +75,7 @@ class RedisTlsTest : public ::testing::Test {
     options.server.port = port_;
     options.server.tls = true;
     options.server.ca_file = trusted.empty() ? "" : file(trusted, "pem");
-    options.op_deadline = std::chrono::seconds(60);
+    options.op_timeout = std::chrono::seconds(60);
     return options;
   }
   static std::string refused(const RedisTierOptions& options) {

@@ -20,7 +20,7 @@ using Verb = S3Server::Verb;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// kShort: an op_deadline that a test waits for. kOfTier: one that also bounds ops that must succeed.
+// kShort: an op_timeout that a test waits for. kOfTier: one that also bounds ops that must succeed.
 constexpr Nanos kShort{milliseconds(200)}, kOfTier{seconds(2)};
 
 // ---- overload, failures, hangs
@@ -57,7 +57,7 @@ TEST_F(S3TierTest, retry_after_is_respected_up_to_the_deadline) {
 
 TEST_F(S3TierTest, a_store_that_does_not_answer_costs_one_deadline) {
   S3TierOptions chosen = options();
-  chosen.op_deadline = kShort;
+  chosen.op_timeout = kShort;
   s3::S3Store patient(options()), store(chosen);  // this one may be too late for its epoch already
   Row row({8192});
   row.fill(1);
@@ -71,7 +71,7 @@ TEST_F(S3TierTest, a_store_that_does_not_answer_costs_one_deadline) {
 
 TEST_F(S3TierTest, an_answer_that_arrives_byte_by_byte_ends_with_the_deadline) {
   S3TierOptions chosen = options();
-  chosen.op_deadline = kShort;
+  chosen.op_timeout = kShort;
   s3::S3Store patient(options()), store(chosen);
   ASSERT_TRUE(write(patient, 1));
   Row row({8192});
@@ -100,7 +100,7 @@ TEST_F(S3TierTest, a_store_that_was_killed_and_returns_empty_is_used_again) {
 TEST_F(S3TierTest, a_stopped_store_costs_each_op_in_flight_a_deadline_and_later_ops_none) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   S3TierOptions chosen = options();
-  chosen.op_deadline = kOfTier;
+  chosen.op_timeout = kOfTier;
   chosen.n_read_threads = 12;  // all reads wait at the same time
   TierDriver user(make_s3_tier(chosen));
   const auto later = [&](const std::function<bool()>& condition) {

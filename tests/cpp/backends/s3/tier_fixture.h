@@ -29,7 +29,7 @@ class S3TierTest : public ::testing::Test {
     S3TierOptions chosen = medium_.options();
     chosen.name = "s3";
     chosen.clock = &clock_;
-    chosen.op_deadline = std::chrono::seconds(60);
+    chosen.op_timeout = std::chrono::seconds(60);
     chosen.pause = [this](Nanos time) {
       const std::lock_guard lock(mutex_);
       pauses_.push_back(time);
