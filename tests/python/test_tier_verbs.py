@@ -3,16 +3,16 @@
 import re
 from pathlib import Path
 
-STORAGE = Path(__file__).resolve().parents[2] / "csrc" / "storage"
+TIER = Path(__file__).resolve().parents[2] / "csrc" / "tier"
 
 
 def verbs() -> list[str]:
-    text = re.sub(r"//.*", "", (STORAGE / "tier.h").read_text())
+    text = re.sub(r"//.*", "", (TIER / "tier.h").read_text())
     return re.findall(r"virtual [^;{~]*?(\w+)\(", text[text.index("class Tier {") :])
 
 
 def test_encrypted_names_forward_every_method() -> None:
-    text = (STORAGE / "encrypted_key_tier.cc").read_text()
+    text = (TIER / "encrypted_key_tier.cc").read_text()
     names = verbs()
     assert {"codec_reason", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
     for name in names:
