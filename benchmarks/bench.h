@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the C++ benchmarks share: the clock, medians, and keys as vLLM makes them.
 #pragma once
 

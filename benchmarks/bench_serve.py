@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own ``bench serve`` over more prefixes than host memory holds: the first pass, and those after it.
 
     python benchmarks/bench_serve.py [--rounds 5] [--prefixes 8] [--prefix 3072] [--size 128MiB]

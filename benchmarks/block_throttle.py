@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds what some processes move from and to the device of a directory to so many bytes a second.
 
 By the kernel's block I/O controller (root only): ``blkio.throttle.*`` of cgroup v1, ``io.max`` of v2. It

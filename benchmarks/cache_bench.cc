@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Does a verb of the cache cost the same with a million chunks as with four
 // thousand? Nanoseconds a key of lookup (a prompt's prefix, and in random order),
 // prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the connector cost anything while it is not needed?
 
     python benchmarks/closed_loop.py [--rounds 12] [--seconds 8] [--clients 4] [--frozen-disk]

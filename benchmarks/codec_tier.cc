@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long does a prompt of 8,192 tokens take from a directory: raw, encoded, and as `auto` decides?
 //
 //   codec_tier ROUNDS TOKEN_BYTES DIRECTORY FILE...      files of K/V in bf16 (payload_codec.py makes them)

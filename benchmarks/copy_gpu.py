@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How near do copies come to the link, for every way vLLM lays out a cache, and what do they cost a model?
 
 Baselines, in the same run: the link (one big cudaMemcpyAsync each way, and both at once), each path alone,

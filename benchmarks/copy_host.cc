@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Does the host copier move bytes as fast as memcpy can with the same threads?
 // The baseline is plain memcpy over the very same segments, shared out evenly to
 // as many threads, in the same run, round by round. Of the canonical layout, whose

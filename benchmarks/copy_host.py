@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the host copier move bytes as fast as memcpy can with the same threads?
 
 Baseline: plain memcpy over the very same segments with as many threads, alternated round by round in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much faster is a prompt's KV loaded from host memory than computed again?
 
     python benchmarks/copy_prefill.py                  # on a GPU: Llama 8B's shape, 1K-64K tokens

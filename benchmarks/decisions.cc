@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How good is the choice between loading and computing, and what does it cost?
 //
 // A real TieredCache, an engine and tiers in virtual time (tests/cpp/cache/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How good is the choice between loading and computing, and what does it cost the scheduler's thread?
 
     python benchmarks/decisions.py --program build/decisions

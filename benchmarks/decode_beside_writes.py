@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What do the running requests pay while a prompt is stored?
 
     python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]

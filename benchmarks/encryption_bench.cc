@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Does a record's encryption cost more than the cipher alone, and what does the digest of a name cost?
 // The baseline is OpenSSL's EVP AES-256-GCM over as many bytes, in the same run, round by round; the cipher
 // and XXH3-64 of what it gives, for a record has that sum with a tag and without; and memcpy with XXH3-64,

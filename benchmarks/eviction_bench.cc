@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What does a policy cost with many chunks? Nanoseconds of one eviction (victim,
 // erase) together with the insert that needed it, and of an access; the median
 // and the worst of many, for every policy, lru being the baseline. One JSON

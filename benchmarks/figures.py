@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures of README and documentation, drawn from benchmarks/results.
 
     python benchmarks/figures.py [--check]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast are records written, read back from a cold cache, written into a full
 // root, and found again at start? One JSON object per line on stdout. fs_bench.py
 // runs it beside fio, full_root.py runs `full` beside `replace`.

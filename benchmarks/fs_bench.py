@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Are records written and read as fast as the device allows, and found again quickly at start?
 
 Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,

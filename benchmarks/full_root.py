@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a record cost once the directory is full, when each one takes the place of another?
 
 Baseline, in the same run, on the same path and with as many threads: plain calls that remove the oldest file,

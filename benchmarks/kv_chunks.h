@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the benchmarks of the codec share: chunks of real K/V in bf16, from files that payload_codec.py makes.
 #pragma once
 

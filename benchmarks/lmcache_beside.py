@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMCache's server above the same Redis or S3, for comparison: its connector starts it, it ends with vLLM.
 
 It asks for other versions of packages that vLLM has too, so it goes into a directory of its own:

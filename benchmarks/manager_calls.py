@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler thread pays for our calls: 4,096 keys, against vLLM's CPUOffloadingManager.
 
     python benchmarks/manager_calls.py [--resident 8192 1000000] [--rounds 15] [--eviction-policy prefix]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake's own client in a loop, for mooncake_bench.
 
     python mooncake_alone.py MASTER plain|sessions WRITERS READERS BYTES RECORDS

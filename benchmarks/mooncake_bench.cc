@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records to and from a Mooncake Store: the tier against Mooncake's own client in a loop, in the same run.
 //
 //   mooncake_bench --python PATH --alone benchmarks/mooncake_alone.py --master HOST:PORT  [--threads 1,2,4,8]

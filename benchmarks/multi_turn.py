@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations and agents that come back: how long until the first token, how long for all of it?
 
     python benchmarks/multi_turn.py [--rounds 5] [--sizes 64MiB 192MiB 512MiB] [--sessions 6] [--turns 5]

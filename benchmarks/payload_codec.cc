@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast is the codec of payloads beside what its parts take at best, and what does it gain?
 //
 //   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does the codec of payloads gain on K/V of a real model, and how fast is it?
 
     python benchmarks/payload_codec.py [--build build/cpp] [--tokens 1536] [--rounds 9] [--directory .]

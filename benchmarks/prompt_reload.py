@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much faster is a prompt reloaded than computed again?
 
     python benchmarks/prompt_reload.py [--tokens 8192] [--prompts 3]

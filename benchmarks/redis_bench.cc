@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records to and from a Redis or Valkey server: the tier against the client library alone, in the same run.
 //
 //   redis_bench --socket PATH | --port N  [--threads 1,2,4] [--sizes 512,2048,8192 (KiB)] [--rounds 6]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How soon does the first token of a prompt come that was computed before, on a GPU?
 
     python benchmarks/reload_gpu.py                                  # Llama 8B's shape, 2K-32K tokens

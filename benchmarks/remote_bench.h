@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the benchmarks of tiers beyond the host share: a tier against its client library alone, in the same
 // run.
 #pragma once

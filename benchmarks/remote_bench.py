@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a tier beyond the host reads and writes a second, against its client library alone.
 
     python benchmarks/remote_bench.py KIND --programs build/bench [--keep] [options]

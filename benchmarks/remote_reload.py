@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much faster is a prompt reloaded from a server or a bucket than computed again?
 
     python benchmarks/remote_reload.py --tier redis|s3|mooncake|KIND=PLACE|JSON [--tier ...] [--prompts 3]

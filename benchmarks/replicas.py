@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two replicas, and conversations that move between them: what does a tier that both use save?
 
     python benchmarks/replicas.py [--rounds 3] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every benchmark here prints and keeps: the machine, progress, results as JSON and as a picture."""
 
 from __future__ import annotations

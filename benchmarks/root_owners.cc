@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A full directory whose space others have: what a write costs there, and what is left of the others'
 // prompts. Prints one JSON object per line. root_owners.py runs it several times, for two builds by turns.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A full directory whose space others have: what does a write cost there, and what is left of their prompts?
 
 ``dead``: a write into a full root that holds the records of a namespace that no server has open, against a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Records to and from a bucket: the tier against libcurl alone, in the same run.
 //
 //   s3_bench --endpoint http://HOST:PORT --bucket NAME [--threads 1,4] [--sizes 512,2048,8192 (KiB)]

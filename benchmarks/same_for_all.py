@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What servers that are compared have in common, so that only the connector differs: what they are started
 with, that nobody still writes when the next is asked, and what is counted of them."""
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long may a call hold up the scheduler's thread? Each command prints one JSON object per sample.
 //
 //   scheduler_calls rows ROUNDS

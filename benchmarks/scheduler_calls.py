@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long may a call hold up the scheduler's thread, in host memory of two row sizes, at the end of a long
 request, and at the lock of an index of a million records?
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Three servers on one full root, of which one idles, is stopped or is killed: how long the others go without
 // a write, how far above its bound the root is, how late they find what one of them recorded. Prints JSON.
 //

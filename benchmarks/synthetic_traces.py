@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request traces of other shapes than the recorded one, made from a seed: chats that come back after
 minutes, agents that come back after seconds among one-off prompts and popular documents, and both in turns.
 

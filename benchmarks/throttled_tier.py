@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a tier cost that is slower than computing?
 
     python benchmarks/throttled_tier.py [--tokens 3072] [--rounds 2] [--speeds 20 5]

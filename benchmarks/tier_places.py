@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiers beyond the host as a benchmark's ``--tier`` names them, and servers of its own."""
 
 from __future__ import annotations

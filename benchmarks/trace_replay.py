@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which policy keeps what comes back? A trace of requests through the index and the policies of the core,
 at several capacities of host memory and of a tier below it.
 

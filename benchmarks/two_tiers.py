@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What do host memory and a disk below it hit together, what is written, and what does a kill leave?
 
 For each pair of capacities and each rule (what is written, what goes first on the disk, and whether host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How soon does one server hit what another has computed?
 
     python benchmarks/visibility.py [--records 500] [--kib 2048] [--tier redis=URL | --tier JSON ...]

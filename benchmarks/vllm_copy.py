@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own copies between a cache on the GPU and pinned host memory, from the release that is installed.
 
 Its worker chooses between a batched DMA call and a Triton kernel by direction and page size; the functions

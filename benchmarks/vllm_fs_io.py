@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes records and reads them back with vLLM's own batch calls; fs_bench.py runs it beside ours.
 
     python benchmarks/vllm_fs_io.py DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS MEMORY

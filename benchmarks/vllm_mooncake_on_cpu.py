@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own MooncakeStoreConnector on the CPU platform, for comparison.
 
 It runs as it is but for one thing: before it reads vLLM's cache it waits for an event of CUDA. On CPU the

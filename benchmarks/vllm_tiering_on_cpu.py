@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own TieringOffloadingSpec on the CPU platform, for comparison.
 
 Its manager, region and file-system tier run as they are; only the worker, which refuses anything but a GPU,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the parts of the documentation that come from the code: settings, metrics, commands, releases.
 
     python docs/generate.py            write every such part

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Called by mkdocs: adds the pages and pictures that are outside of docs/ to the site."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole way in five minutes: prompts that vLLM's cache has lost come back from host memory, and from disk
 after a restart.
 

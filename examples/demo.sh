@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Sets up everything on a fresh Debian 12 (or Ubuntu) with Python 3.11 and runs the demonstration:
 #   bash examples/demo.sh [options of examples/demo.py]
 # Installs the missing Debian packages with apt-get and makes .venv in the checkout (2 GB, with vLLM for CPU):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Prometheus on this machine that scrapes one address every second, as a context manager.
 
     with prometheus("127.0.0.1:8000", folder) as base:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM OpenAI server on this machine, as a context manager: start, ask, read metrics, stop or kill.
 
     with LocalServer(model, log_file, blocks=40, kv_transfer=kv_transfer_config("1GiB", root)) as server:

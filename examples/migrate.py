@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From vLLM's own CPUOffloadingSpec or TieringOffloadingSpec: the same configuration, another spec name.
 
     python examples/migrate.py < before.json > after.json

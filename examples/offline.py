@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offline inference with vLLM's ``LLM``: a prompt that its cache has forgotten comes back from host memory,
 and from disk when the script runs again on the same directory.
 

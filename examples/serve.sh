@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # vLLM with its KV cache kept in host memory and on disk:
 #   bash examples/serve.sh MODEL [options of vllm serve]
 # KV_MEMORY, KV_DIRECTORY, KV_DISK_SIZE: how much memory, where and how much on disk.

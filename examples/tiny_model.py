@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a small language model on the spot: config, tokenizer and weights, nothing downloaded.
 
 The weights are random, but scaled so that the answers depend on every cached token: each projection keeps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV-cache offloading for vLLM.
 
 Importing this package loads neither the C++ core nor numpy; its modules do so when they need to.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ core. No logic lives in the bindings; every call that can take time releases the GIL.
 
 Errors: ValueError for what the caller got wrong, ResourceError for what the machine does not have.

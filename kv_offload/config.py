@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator may set: ``kv_connector_extra_config`` of ``--kv-transfer-config``.
 
 Everything wrong with a configuration is reported at once, in one text that names each key, what was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations written for others: vLLM's own offloading specs and the llm-d backend."""
 
 import difflib

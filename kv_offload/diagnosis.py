@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why nothing, or little, was loaded: what a server's metrics or its log say, in sentences.
 
 Importing this module loads neither the C++ core nor vLLM. Names of metrics: csrc/metrics/definitions.cc;

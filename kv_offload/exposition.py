@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a server's /metrics page, asked by name and label. prometheus_client parses it."""
 
 import math

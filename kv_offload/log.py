@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loggers under vLLM's own, so that our lines carry its format, level and destination.
 
 vLLM configures the logger ``vllm`` and no other; a child of it needs no import of vLLM, and outside

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine can give: asked before anything is allocated."""
 
 import re

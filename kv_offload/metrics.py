@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of the core, by name. Their only list is csrc/metrics/metrics.h."""
 
 from typing import TYPE_CHECKING

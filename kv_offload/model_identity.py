@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights a model has, without reading all of them.
 
 A local directory is identified by its contents, not by its path: a copy elsewhere keeps its hits, weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one token of a model takes in its KV cache, read from the model's config.json.
 
 No weights and no vLLM are needed. The arithmetic is vLLM's (vllm/v1/kv_cache_interface.py): a layer keeps

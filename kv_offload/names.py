@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names under which vLLM finds the spec. This module imports nothing: every process of vLLM loads it."""
 
 SPEC_NAME = "KVOffloadSpec"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The namespace of records: a digest of everything that changes the bytes of a chunk or their meaning.
 
 Two engines share records exactly when their namespaces are equal. What does not change the bytes (the

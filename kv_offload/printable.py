@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text that others wrote, for a terminal: metric labels, namespace.json, file names, replies of servers."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What disk and memory give without us: the limits that ``kv-offload bench`` compares with.
 
 Plain system calls and memcpy from Python threads; both release the GIL for as long as bytes move.

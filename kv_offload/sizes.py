@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes as people write them: ``32GiB``, ``32Gi``, ``500 GB``. The C++ core reads and writes them; the
 configuration, the command line and the server all come here.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens of this model a number of bytes holds, and the one line at boot that says so."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer keeps of a whole sequence (Mamba, linear attention, short convolution): its state.
 
 The arithmetic is vLLM's (vllm/model_executor/layers/mamba/mamba_utils.py), without speculative decoding; a

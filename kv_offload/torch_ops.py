@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.ops.kv_offload``: pack the blocks of several caches into one stretch of bytes, and back.
 
 The operators live in a library of their own, which is loaded by the first call of ``load()`` (or of one

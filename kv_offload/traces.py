@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request traces: one JSON object a line, as the Mooncake traces are written.
 
 ``hash_ids``: numbers of the prompt's blocks, in order; equal numbers are equal prefixes. ``input_length``:

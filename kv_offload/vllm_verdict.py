@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM says of a ``--kv-transfer-config``.
 
 Where vLLM is installed, its own parser and its own factories are asked, in a process of their own: importing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which vLLM releases are supported and which one is installed, found out without importing it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A digest of weight files that reads a few MiB of them, and some of every tensor.
 
 A fine-tune, or an adapter merged into its model, may change a few tensors and leave names, sizes and most of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM adapter: the only code of this project that imports vLLM. Installed as ``kv_offload.specs``.
 
 ``spec_module_path: kv_offload.specs`` makes vLLM ask this module for ``KVOffloadSpec``; vLLM and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The canonical layout: records that are the same for every tensor-parallel size.
 
 A shard of a record is then one KV head of a chunk, in all layers of the group (several heads, where a model

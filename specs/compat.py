@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one place that knows how vLLM's offloading interface differs between releases.
 
 Supported are 0.31, 0.32 and 0.33, distinguished by what they have, not by their number. Any other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingConnector, with a report in each response.
 
 vLLM lets only a connector put something into a response's ``kv_transfer_params``, and its OffloadingConnector

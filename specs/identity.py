@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What identifies this engine's cache: each rank publishes what it knows of it in the region, as JSON.
 
 vLLM sets its VllmConfig in the workers but not around the manager, and there is no channel from worker to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM's Worker does to a rank between requests: it sleeps, and its weights change in place.
 
 Sleep unmaps the KV cache. vLLM waits for the connector's jobs first, unless the engine runs in the caller's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels from the scheduler to the workers with each job."""
 
 from dataclasses import dataclass

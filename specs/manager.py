@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How vLLM's processes wait for each other's messages while a request waits for records of a tier.
 
 Its engine core steps once a millisecond then, and core and ranks spin for a second after each message, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the threads with which vLLM's ranks compute on CPU spin when they have no work.
 
 vLLM loads GNU's OpenMP, whose threads spin for up to 3 ms before they sleep (GOMP_SPINCOUNT, 300,000 unless

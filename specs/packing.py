@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of this release and this machine decides how vLLM packs the pages of a cache.
 
 Workers only; vLLM must have set its configuration.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``vllm.general_plugins`` entry point: makes ``spec_name: KVOffloadSpec`` known in every process."""
 
 import contextlib

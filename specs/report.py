@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What became of one request, in a line for the log."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request may ask of us in its ``kv_transfer_params``."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of one process that are part of the namespace, as texts: vLLM's resolved configuration and its
 environment, filtered by ``identity_table``.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The spec: what vLLM makes in every process, to ask it for a manager (scheduler) or a worker (each rank).
 
 Importing this module starts nothing and loads no extension: the API server asks it for metric names only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warnings logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks of a chunk are kept of sliding-window groups, and what to log about it at start.
 
 vLLM frees the blocks behind a window. When a conversation goes on, it therefore offers a chunk that is longer

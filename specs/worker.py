@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker side: one rank's copies between its cache blocks and its area of the host region."""
 
 import os

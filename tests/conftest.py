@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups tests for pytest-xdist: tests that share a server, a process or files run on one worker.
 
 The end-to-end tests form one group, except the demonstration, which shares nothing with them. The checks that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fails when a source file does not name its licence.
 
     python tests/license_headers.py          lists the files that lack the line

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # After a change, in seconds:
 #
 #   bash tests/loop.sh core [GTEST_FILTER]       the core's unit tests; needs neither Python's packages nor vLLM
@@ -34,5 +35,5 @@ adapter() {
 
 case ${1:-} in
   core | adapter) "$@" ;;
-  *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+  *) sed -n '3,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
 esac

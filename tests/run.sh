@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Sets up everything that the tests need, then runs all of them:
 #
 #   bash tests/run.sh                 everything; about half an hour on two cores, installing included
@@ -12,7 +13,7 @@
 #   tsan     those of them that begin threads under ThreadSanitizer, by g++ (Python does not start with clang's loaded
 #            first); a test that begins threads and is not among them fails
 #   fuzz     libFuzzer on what is read from files, a bounded time
-#   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
+#   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code and source files name their licence
 #   cpp      what does less under a sanitizer, without one (with --long: all of the core's tests); the benchmarks compile
 #   oracle   the byte oracle over cores with each of the sanitizers
 #   cuda     the CUDA copier runs on a CUDA runtime of threads, with each of the sanitizers; where nvcc is, it and torch's
@@ -208,6 +209,7 @@ stage_lint() {
   .venv/bin/ruff check --quiet . || status=1
   .venv/bin/ruff format --check --quiet . || status=1
   .venv/bin/python tests/mutants/run.py --list >/dev/null || status=1
+  .venv/bin/python tests/license_headers.py || status=1
   wait $types || status=1
   cat build/mypy.log
   return $status

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How near do copies come to the link, for every way that vLLM lays out a cache?
 // One JSON object per line; the link is measured in the same run, and so is each
 // path alone ("dma" at runs of 1: a descriptor per page, as vLLM's own copies).

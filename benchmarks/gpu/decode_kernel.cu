@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kernel that is bound by device memory, as decoding is.
 #include "decode_kernel.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stand-in for a decode step: reads `bytes` of device memory with every SM.
 #pragma once
 

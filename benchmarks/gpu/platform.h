@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the questions of copy_gpu.cc need of a GPU: memory, copiers, the link's
 // own speed, and a step of a model that decodes.
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that is to be learnt of the copier on a machine with a GPU, in at most nine minutes on 16 cores: builds the CUDA copier
 # for that machine, runs its tests, holds the kernels under compute-sanitizer, and measures.
 #

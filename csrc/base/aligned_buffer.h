@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AlignedBuffer: page-aligned memory that O_DIRECT accepts. Move-only.
 #pragma once
 

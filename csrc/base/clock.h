@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time as a parameter: every deadline and every measured duration uses a Clock, so that tests control time.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns a write to a closed connection into an error instead of a SIGPIPE that ends the process.
 #pragma once
 

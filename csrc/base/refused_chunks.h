@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The word in which a rank reports the chunks of a store job that must never become a hit. The words of all
 // ranks are combined with |.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SegmentedVector: a vector whose elements never move. It grows by segments, each as long as all previous
 // ones together. So adding one element costs the same at any size, also under a lock and on the scheduler
 // thread. An element that was never written is all zero bytes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SplitTable: a hash table of small numbers that grows in steps of bounded work (extendible hashing). The
 // owner stores the keys. It passes a 32-bit tag of each key, and a predicate that decides whether a value is
 // the one searched for.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Status: the result of every operation that can fail at run time.
 //
 // A Status holds a kind, the errno that caused it (0 if none), the path or object concerned, and a sentence.

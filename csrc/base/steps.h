@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps: counts work whose amount must not depend on the size of a table: cells moved, records visited,
 // digests computed. Each thread has its own count. Tests compare the counts of single calls, and of single
 // lock holds, at two sizes (tests/cpp/step_watch.h).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TableVector: a vector for tables with random access. Large ones use huge pages where the system offers them
 // (madvise): with millions of entries on 4 KiB pages, every probe would also walk the page tables.
 #pragma once

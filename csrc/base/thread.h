@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first call of each of our threads: sets its name and its share of the CPU.
 #pragma once
 

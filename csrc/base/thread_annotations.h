@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lock annotations checked by Clang's -Wthread-safety, and the mutex that
 // carries them (names from Clang's documentation of the analysis).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Types that all layers share: chunk keys, rows, shards, sizes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // XXH3 from libxxhash. If the library was built with its dispatcher (csrc/cmake/dependencies.cmake checks),
 // the first call selects the widest vectors of the CPU.
 #pragma once

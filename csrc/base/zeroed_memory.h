@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ZeroedMemory: memory that is initially all zero bytes. Allocating a large piece takes the same time
 // whatever its size, because its pages are created on first touch. Large pieces are offered huge pages: with
 // millions of entries on 4 KiB pages, every probe would also walk the page tables.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
 #include "tier/remote_records.h"

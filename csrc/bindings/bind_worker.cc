@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/bindings.h"
 #include "copy/block_copier.h"
 #include "copy/measure_copy.h"

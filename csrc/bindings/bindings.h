@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by all binding files: conversions between Python objects and the types of base/types.h, and the
 // registration function of each file.
 //

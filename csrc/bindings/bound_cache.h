@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BoundCache: a TieredCache together with the objects that must outlive it.
 //
 // Threads: one, which holds the GIL.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The lookup function that vLLM calls once per key of every waiting request. It is a builtin that bypasses
 // pybind11, so that a key costs one hash probe.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The extension module kv_offload._core; kv_offload/_core.pyi declares its Python interface.
 #include "bindings/bindings.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TierSpec: a tier for TieredCache's constructor to open. Each kind of tier binds its own derived class.
 #pragma once
 

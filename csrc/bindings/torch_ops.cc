@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torch.ops.kv_offload.pack_blocks / unpack_blocks: the schemas and the CPU implementation. torch_ops_cuda.cc
 // has the CUDA implementation; kv_offload/torch_ops.py has the meta one.
 #include "bindings/torch_pages.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA implementation of the operators in torch_ops.cc. It is a separate library, so that the CPU one
 // loads where torch has no CUDA. The operators launch on torch's current stream and do not wait. The caller
 // must keep pinned memory alive until they have run (kv_offload/torch_ops.py), because torch does not know

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by both implementations of the torch operators: checks the tensors and lists the pages of the
 // blocks. The pages are in the order of a row (copy/copy_plan.h): by block, and within a block by cache. Uses
 // only libtorch's stable ABI, so that one binary works with every torch from 2.11 on.

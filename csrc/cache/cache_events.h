@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CacheEvents: records which chunks host memory and the tiers gained and lost, until the caller takes the
 // events. Consecutive changes of the same kind share one event. Records nothing unless `keep` is set.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ChunkGroups: the chunk groups of one cache, by position. Immutable after construction; every other class of
 // the cache reads group sizes and names from here.
 #pragma once

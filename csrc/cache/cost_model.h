@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CostModel: decides whether loading a prefix is faster than recomputing it, and how much of it to load. Pure
 // arithmetic on reported measurements; it has no clock and no tiers.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeviceLoads: the copies from rows to the device: which loads run, and which may run concurrently.
 //
 // Invariant: a load pins each of its chunks from begin() until complete() was called for it AND its ticket is

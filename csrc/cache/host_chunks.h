@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostChunks: the chunks in host memory and the rows that store them. Tracks the owner of each row and when a
 // row may be reused.
 //

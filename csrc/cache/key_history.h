@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // KeyHistory: remembers why keys that are not here were evicted or lost, and how often they were used.
 // Bounded: a direct-mapped table of fingerprints. A key may overwrite the entry of another key, but is
 // mistaken for it only with probability 2^-53.

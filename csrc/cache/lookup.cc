@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lookup of one key: the result for the request, and how it is counted.
 //
 // The reason for an absent chunk is looked up when it is counted, not here: vLLM asks again in each step for

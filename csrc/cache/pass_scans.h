@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scans of a lookup pass: what the outcome of each group depends on, and which chunks could be fetched.
 // Pure: reads a pass and changes nothing.
 #pragma once

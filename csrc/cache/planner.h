@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Planner: decides what is fetched for waiting requests and how long each of them waits: load or recompute.
 // It plans once per step, for all requests that got kPending.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PrefillModel: estimates how long the engine needs to compute tokens. Prefill time is not linear in the
 // prompt length, because attention grows with the context:
 //

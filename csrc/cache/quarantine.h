@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quarantine: rows without an owner that may still be touched: a rank copies under an unreported ticket, or a
 // tier op still runs. A row is freed when its last hold ends.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State of one live request in RequestTable: the results of its last lookup pass, what it waits for and
 // holds, and what it offered for storing. Plain data: other classes only read it, and Requests alone changes
 // it. The exception is Offers, which Stores updates.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Live requests, waiting and admission. See lookup.cc for the lookup of one key.
 #include "cache/request_table.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestTable: the live requests, the results of their last lookup passes, and what they wait for.
 //
 // Invariant: a waiting request has a deadline; chunks that are not resident by then are kMiss with a reason.

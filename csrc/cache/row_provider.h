@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RowProvider: finds a row for a chunk. It tries, in order:
 // - a free row;
 // - the row of the next chunk to evict, or a slab of several rows where groups differ in row size;

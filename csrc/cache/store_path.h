@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StorePath: moves chunks from the ranks to host memory: allocates rows for offered chunks, and makes them
 // resident or discards them when the ranks have reported.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tickets: job numbers, and what the ranks reported for them. A number is used once and ascends over stores
 // and loads alike, as the region's result ring requires.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TierIo: reads from tiers and writes to tiers, from submission to completion, and what the tiers report
 // meanwhile.
 //

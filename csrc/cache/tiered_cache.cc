@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of the cache, and which part handles each call.
 #include "cache/tiered_cache.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TieredCache: the scheduler-side cache that implements vLLM's OffloadingManager verbs. Combines the index,
 // the region and the tiers.
 //

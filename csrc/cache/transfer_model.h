@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TransferModel: seconds until a transfer has arrived = latency + bytes / rate, where the bytes include
 // everything that waits before it. Uses only the latest samples of each size: small and large samples
 // separate latency from rate, and new samples of a size replace the device's older behaviour.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // WriteBack: decides which chunks of host memory are written to which tier, and when. Write policies:
 //
 //   write_through    stored chunks, at once; a full tier may decline the end of a prompt. Also chunks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The CUDA copier: a shared library next to the extension, loaded only when a CUDA cache is registered. cudart
 # is linked statically, so that a node without CUDA imports and runs everything else.
 string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds libraries with find_package or find_library. A missing library stops the build with the name of its
 # Debian package. With KV_OFFLOAD_FETCH=ON (as in pip's builds, see pyproject.toml), git fetches it at a
 # pinned commit and checks the hash.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Record encryption (csrc/record/encryption.h), based on OpenSSL.
 set(KV_OFFLOAD_ENCRYPTION AUTO CACHE STRING "Encryption of records: AUTO (when OpenSSL is found), ON, OFF")
 string(TOUPPER "${KV_OFFLOAD_ENCRYPTION}" encryption_wanted)

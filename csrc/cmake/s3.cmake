@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The s3 tier: OpenSSL signs requests. libcurl transfers them; it is loaded at run time
 # (csrc/backends/s3/libcurl.h), so the build does not need it.
 set(KV_OFFLOAD_S3 AUTO CACHE STRING "The s3 tier: AUTO (when OpenSSL is found), ON, OFF")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # KV_OFFLOAD_SANITIZE=address,undefined | thread: applies to the whole build, core and tests.
 if(KV_OFFLOAD_SANITIZE)
   string(REPLACE "," ";" kinds "${KV_OFFLOAD_SANITIZE}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # torch.ops.kv_offload: a library on libtorch's stable ABI, so that one binary works with torch 2.11 and
 # newer. Built if the build's Python has torch. Any such version will do: only its headers are used, and its
 # libtorch_cpu for linking.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # KV_OFFLOAD_UNITY compiles several sources of a folder as one file, with precompiled headers:
 # kv_offload_unity(TARGET [HEADER...]).
 #

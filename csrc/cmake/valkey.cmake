@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # libvalkey 0.5, the client library of the redis tier (BSD-3-Clause). No current distribution packages it. Its
 # C sources are part of the source distribution of the Python package libvalkey. pip downloads that from its
 # configured index, pinned by hash (libvalkey.txt); without pip it comes from PyPI directly. It is compiled

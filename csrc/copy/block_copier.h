@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BlockCopier: copies bytes asynchronously between a rank's cache blocks and its area of the region. There
 // are two implementations with byte-identical results: host_copier (threads and memcpy) and cuda_copier
 // (streams and DMA), which is a separate library.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds and loads the library with the CUDA copier. It is in the directory of the binary that contains this
 // code. Nothing of CUDA is loaded before the first use.
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CopyDevice: the minimal interface that DeviceCopier needs from an accelerator, so that jobs, scheduling and
 // failures can be tested without one.
 //

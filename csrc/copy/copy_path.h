@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Selects how bytes travel between device memory and pinned host memory, per job, from a table of measured
 // rates. Pure: calibration gets its timings from a function, so tests can simulate any machine.
 #pragma once

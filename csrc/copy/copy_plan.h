@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CopyPlan: converts block ids and rows to merged byte segments. All functions here are pure.
 //
 // A job names, per group position, block ids (in request order), the logical index of the first block, and

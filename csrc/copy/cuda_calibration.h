@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures the copy paths of a device on its own scratch memory; touches neither the caches nor the area.
 // CUDA only.
 #pragma once

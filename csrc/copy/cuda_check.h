@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Converts CUDA error codes to Status. CUDA only.
 #pragma once
 

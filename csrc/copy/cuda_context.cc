@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "copy/cuda_context.h"
 
 #include "copy/cuda_check.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CudaContext: holds a device's primary context for its lifetime and makes it current when a foreign thread
 // calls CUDA. The runtime's way, cudaSetDevice and back, would create a context on device 0 (about 0.5 GB of
 // device memory) if the thread had none. CUDA only.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CUDA copier: a DeviceCopier over a CudaDevice over a pinned area, and the C symbols through which the
 // core finds it (cuda_library.h).
 #include <algorithm>

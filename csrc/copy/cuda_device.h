@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CudaDevice: CopyDevice on one GPU. A lane is our own non-blocking stream for DMA and kernels, plus a second
 // one for the kernels of staged copies if there is staging. A slot has an end event and its own staging
 // buffer. Only a failed issue() or query() synchronises with the host. CUDA only.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The interface between the core and the CUDA copier library: four C symbols. Needs no CUDA header.
 //
 // C++ structs cross this interface, so core and library must come from the same build. Both contain

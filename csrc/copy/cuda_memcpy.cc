@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "copy/cuda_memcpy.h"
 
 #if CUDART_VERSION < 12080

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Batched DMA: one call for many copies if the driver supports it (CUDA 12.8 and newer), else one call per
 // copy. CUDA only.
 #pragma once

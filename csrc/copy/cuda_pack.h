@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pack kernels: copy between cache pages (device memory) and pinned host memory or a staging buffer. CUDA
 // only. All index arithmetic is in pack_index.h, which the host tests run too.
 //

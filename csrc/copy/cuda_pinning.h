@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PinnedArea: registers a rank's area with CUDA for its lifetime. Several threads register the area in pieces
 // concurrently. Registering also populates pages that are not populated yet, on the NUMA node given by the
 // memory's own policy (HostRegion::prefer_node). CUDA only.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "copy/device_copier.h"
 
 #include <sys/prctl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeviceCopier: BlockCopier on top of a CopyDevice. submit() plans the job, marks the compute stream and
 // queues the job. A dedicated thread issues the copies and polls for their end, so the model runner's thread
 // neither waits nor pays for descriptors.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostCopier: BlockCopier for caches in host memory. A small thread pool processes the jobs in slices. It
 // always takes the most urgent job: awaited jobs, expedited loads, loads, stores; by order of submission
 // within a class. A more urgent job runs between two slices, so that a short load overtakes a long store.

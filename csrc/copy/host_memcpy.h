@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // copy_bytes: the memcpy of the host copier. Long runs bypass the CPU caches (non-temporal stores) if the
 // machine supports it: a row is next read by a device or a disk, and a cache block by another core.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures the speed of the host copier; for kv-offload doctor.
 #pragma once
 

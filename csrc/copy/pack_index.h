@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The index arithmetic of the pack kernels, shared by device and host: the tests run the same code on the
 // host, thread by thread.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the pack kernels on the caller's stream. Needs no CUDA header.
 #pragma once
 

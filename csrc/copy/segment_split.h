@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Splits a plan's segments: into sub-jobs for a queue, into pieces that a thread block copies at a time, and
 // into row runs for one DMA each. Pure.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ChunkIndex: maps a key to the state of every chunk that has a host memory row, or is being loaded into one.
 // (Chunks that are only on a tier are known to that tier: see Tier::contains.)
 //

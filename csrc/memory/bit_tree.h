@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BitTree: a set of small integers that finds the first member at or after i in O(log64 n). Bitmap words,
 // with bitmaps above them that mark the non-empty words.
 //

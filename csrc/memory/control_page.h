@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ControlPage: the head of the shared mapping, before the areas. The processes exchange data here, only with
 // lock-free atomics and with bytes that are written before a flag.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HostRegion: the host memory of one engine, shared by its scheduler process and its workers (design: one
 // mapping, one area per rank, one control page).
 //

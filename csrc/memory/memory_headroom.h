@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The data sources of memory_headroom() (host_region.h). Private to memory/ and its tests.
 #pragma once
 

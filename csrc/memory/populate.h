@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Allocates the pages of a shared mapping before anything depends on them. A store to a full tmpfs raises
 // SIGBUS; here it becomes a Status.
 //

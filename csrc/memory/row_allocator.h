@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RowAllocator: allocates the rows of an area to size classes.
 //
 // One class per group (groups of equal row size share one). The area is cut into slabs. A slab belongs to one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RowTable: what each row of a region holds, in shared memory after the areas, so that the next engine can
 // reuse the rows that this one leaves (HostRegion::keep).
 //

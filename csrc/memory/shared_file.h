@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SharedFile: the shared memory object of one engine, by name in a tmpfs.
 //
 // The name appears only when the file is complete: the file is created under a private name, locked, filled

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How an area is cut into slabs. Private to RowAllocator.
 #pragma once
 

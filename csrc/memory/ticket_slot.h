@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One slot of a ticket ring: a worker writes the results of successive tickets into it while the scheduler
 // reads. Private to memory/ and its tests.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The list of metrics. Names and labels are a public interface: alerts and dashboards (examples/monitoring)
 // use them.
 #include "metrics/metrics.h"

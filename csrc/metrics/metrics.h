@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Metrics: the single list of metric names. Counters, gauges and histograms live in a prometheus-cpp
 // registry. drain() passes their changes to vLLM's /metrics; an optional exposer serves this process's
 // registry itself.

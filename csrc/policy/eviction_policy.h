@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EvictionPolicy: decides which chunk to evict next. One small interface for host memory and for each tier;
 // it sees slots (dense numbers chosen by its owner), not keys.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // IdTable: ChunkId -> a small number, for policies. Open addressing in flat blocks (SplitTable), because a
 // hash map with a node per entry costs an allocation and two cache misses for each chunk inserted and
 // removed. The owner stores the ids: `id_of(value)` returns the id of a value. Every call is O(1), growth

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Least recently used: one intrusive list of slots, most recent first.
 //
 // A pinned slot keeps its place. victim() parks pinned slots that it meets at the cold end, once per pin, so

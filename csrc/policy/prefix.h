@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // This project's own policy: `prefix`. It keeps what is most likely to be reused soon, based on what only a
 // KV cache knows:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PrefixTree: which known entry directly follows which in a prefix. Entries arrive and leave in any order: an
 // unknown parent is a placeholder as long as it has children. Every call is O(1).
 //

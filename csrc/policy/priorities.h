@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prioritised: applies any policy in three levels of EntryInfo::priority. Entries of requests with a priority
 // below 0 are evicted first, those that a request above 0 brought or hit last. Within a level the policy
 // decides. To keep requests above 0 from filling the cache for good, their level gives up entries before

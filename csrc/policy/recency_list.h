@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecencyList: a list of a table's nodes in the order in which they were linked. The nodes belong to the
 // owner and carry the links: members `newer` and `older`, positions in the table or kNone. Every call is
 // O(1). REQUIRES for each call: the same table.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RequestClasses: what the entries of one request have in common: whether the request reused earlier entries
 // (a continued conversation), and how much new prompt it brought, in octaves. A request's record lives as
 // long as entries or samples refer to it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ReusePredictor: how soon entries are reused, learned while serving, by class and age of the entry. Age is
 // the number of entries stored since the last use, in half octaves: the model knows no unit of time and no
 // capacity.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ReuseSampler: when entries were last used, for a sample of all entries seen in a long while, whether they
 // are still here or not. Feeds a ReusePredictor: at which age entries were reused, and which age they reached
 // without reuse.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CompressionChoice: decides whether to encode the next record of a tier (payload_codec.h). The setting says
 // yes, no or auto. Auto compares the measured time of a raw read with the estimated time of an encoded read,
 // decoding included. Reads decide, because requests wait for them; writes may become slower by at most

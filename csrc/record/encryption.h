@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encryption: records are encrypted and authenticated with keys that their owner keeps in files.
 //
 // A master key of 32 bytes is never used on data. HMAC-SHA256 derives three values from it: the encryption

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // HugeBuffer: buffer for a record in transit, in huge pages where the system has them. A device accepts it in
 // few pieces.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // IdleCores: measures how many of the cores that this process may run on were idle lately. Reads /proc/stat,
 // which covers the whole machine and ignores a container's CPU quota.
 //

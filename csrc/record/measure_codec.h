@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures the codec's speed on this machine and predicts the compression choice for a tier of a given speed.
 // For commands that run before a server does.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "record/payload_codec.h"
 
 // For ZSTD_c_literalCompressionMode, whose name may change in any release: so the library is linked

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PayloadCodec: a lossless codec for the payload of a record. Floating-point K/V hardly compress directly,
 // because their mantissas are noise. Their exponents do compress: they are split off and entropy-coded, and
 // the rest is stored unchanged.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Record: a chunk's bytes on a tier. A 4 KiB header, then the stored payload: raw (the shards in rank order,
 // each zero-padded to 4 KiB) or encoded (payload_codec.h, zero-padded to 4 KiB as a whole); encrypted or not
 // (encryption.h). All integers are little-endian.

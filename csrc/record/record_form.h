@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The transformation between the shards of an op and the stored bytes of its record, for all kinds of stores:
 //
 //   RecordForm       how a store writes: raw or encoded, encrypted or not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordOp: the record that an operation reads or writes.
 #pragma once
 

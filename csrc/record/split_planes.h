@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Splits 16-bit floating-point numbers (the exponent follows the sign bit) into two byte planes, and joins
 // them again. Each number is rotated left by one bit. Its upper byte is then the exponent of a bf16, or the
 // exponent of an fp16 and three bits of its mantissa. Its lower byte is the rest, with the sign in the lowest

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checksums or decrypts a record while it arrives: each part is still in the CPU's cache then.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replays request traces through the index, the eviction policies and a tier's catalog, without any data in
 // memory or storage. Reports what would have been hit, stored and written at given capacities. Requests run
 // one after the other, so a request may hit what an earlier one stored. One block of the trace is one chunk.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tier/circuit_breaker.h"
 
 #include <algorithm>

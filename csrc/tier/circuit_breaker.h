@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CircuitBreaker: circuit breaker for one direction of a tier, for a device that is stuck or keeps failing.
 // Closed
 // -> (trip) open -> after a cool-down it admits one probe op -> its success closes the breaker; its failure

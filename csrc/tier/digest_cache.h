@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DigestCache: a bounded cache of the names (encrypted_key_tier.h) of recent keys. Keys mostly arrive in the
 // order of their prompt, repeatedly. So entries are stored in the order of their first arrival, and the entry
 // after the last one found is checked first.

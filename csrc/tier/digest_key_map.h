@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DigestKeyMap: maps digests (encrypted_key_tier.h) back to a bounded number of keys. Each digest hashes to
 // two sets of cells and its key is put into the emptier one, so sets are full only when nearly all cells are
 // used. With three quarters of the cells in use hardly any key is forgotten; with all of them some 4 in 100

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tier/encrypted_key_tier.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EncryptedKeyTier: a tier that names its records by keyed digests. Chunk keys are hashes of prompts: anyone
 // who can list a directory or a server could learn from them which prompts were seen. This layer sits between
 // the cache and a tier of encrypted records and replaces each key by a digest. The digest is 16 bytes:

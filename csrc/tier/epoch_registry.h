@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EpochRegistry: epochs (see record_store.h) for a store that many engines share and that may lose any key.
 //
 // An epoch is a random name, never a count. A store may forget any key (it evicts, it restarts empty), and a

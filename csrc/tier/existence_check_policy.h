@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ExistenceCheckPolicy: decides whether to check that a record is missing before writing it.
 //
 // The check saves the transfer of a record that another process wrote since the lookup, and costs a round

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // IoPool: threads that run ops in two lanes. Reads run first; writes never starve. Read threads run only
 // reads. Write threads also run reads if more reads wait than there are free read threads, but they start one
 // write for every kReadsPerWrite reads started meanwhile. Write threads have a background share of the CPU

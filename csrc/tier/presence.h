@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Presence: which keys a store has records for, as far as this process knows. Catalog is the interface that
 // ThreadPoolTier queries. PresenceCache implements it for stores without a catalog of their own, which other
 // processes write to and which drop records by their own rules.

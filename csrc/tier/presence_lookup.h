@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PresenceLookup: looks up which keys of prompts a store has records for, on the threads of a pool.
 //
 // The scheduler's thread only hands the keys over. An I/O thread picks the keys that are unknown and have no

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordStore: the synchronous half of a tier, implemented once per kind of tier. ThreadPoolTier is the
 // shared asynchronous half: threads, deadlines, breakers, completions, presence, speed.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RemoteRecords: access to the records under the prefix of a server or a bucket without a tier, for the
 // commands stat, ls, verify and purge. RecordCheck: checks that the bytes under a name are the record that
 // the name claims; for directories, too.

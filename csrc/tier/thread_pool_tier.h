@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ThreadPoolTier: the shared asynchronous half of tiers whose store blocks the calling thread (see
 // record_store.h). It owns a pool of I/O threads, each op's deadline, completions, presence and the speed of
 // recent reads. Reads and writes have a breaker each, because a full disk must not stop reads. Upkeep runs on

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ticker: calls a function on its own thread, about once a second of real time, until it is stopped. For
 // work that must continue while the engine is idle.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tier: a storage level below host memory that keeps records. Batched asynchronous verbs; every op ends in
 // exactly one Completion with one Status.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The work of a ThreadPoolTier's ops on its I/O threads: the layer between the pool and the store.
 //
 // TierRuntime is shared by the tier and every op, so that it outlives a detached thread.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RankWorker: the worker-side counterpart of TieredCache. Connects one rank's copier to its area of the
 // region: it accepts jobs and returns results. Every ticket is reported in the control page exactly once,
 // failed or not, before its result is returned.

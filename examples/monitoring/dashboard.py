@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the Grafana dashboard (dashboard.json) of the plugin.
 
 The dashboard is code so that its queries can be tested: ``panels()`` is the one list of titles and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands and the options they share.
 
 A command's module is imported when that command is called, or its own help or completion is asked for:

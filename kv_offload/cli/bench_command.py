@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload bench ROOT``: a tier and memory copies on this machine, beside their raw speed."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``kv-offload doctor`` says of a configuration: does vLLM take it, and does this plugin then serve."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload config``: the JSON of ``--kv-transfer-config``."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``kv-offload doctor`` asks of this machine: each question gives checks, none prints."""
 
 import os

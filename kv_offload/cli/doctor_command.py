@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload doctor``: what would keep a server from starting here, or what a running one reports."""
 
 from collections.abc import Callable, Iterable

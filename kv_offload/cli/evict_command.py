@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload evict ROOT``: keeps a root below a bound from outside, once or for as long as it runs."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model as a command is given it: a path, or a name of the Hugging Face hub."""
 
 import re

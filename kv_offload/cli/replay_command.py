@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload replay TRACE``: what caches of several sizes and policies would have hit."""
 
 from pathlib import Path

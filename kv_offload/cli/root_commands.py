@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload stat|ls|verify|purge ROOT``: inspect and repair a root of any kind, without vLLM."""
 
 import heapq

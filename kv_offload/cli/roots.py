@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opening a root for a command: a directory, or an address of any kind of tier."""
 
 from typing import TYPE_CHECKING

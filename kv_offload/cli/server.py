@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A running server, as a command is given it: its address, and its metrics page."""
 
 from typing import TYPE_CHECKING

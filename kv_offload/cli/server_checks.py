@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``kv-offload doctor URL`` says of a running server, from its metrics page."""
 
 from collections.abc import Iterator

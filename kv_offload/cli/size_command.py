@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload size``: how large a model's KV cache is, and how fast a tier must be to pay off."""
 
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every command does the same way: errors in one sentence, tables, JSON.
 
 Importing this module loads neither rich nor the C++ core: ``--help`` and completion need none of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload top URL``: what a serving engine's tiers do, from its /metrics."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``kv-offload why URL|LOG``: why nothing, or little, was loaded."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that every kind of tier has, and the interface that a kind implements.
 
 All differences between kinds are behind this interface: the adapter, the command line and the sizing name no

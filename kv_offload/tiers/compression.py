@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kinds that encode their records have in common: ``compress``."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kinds that encrypt their records have in common: ``encryption_key_file``."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds of tiers. To add one: a class in a file of its own, and a line at the end of this one."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records on a server or in a bucket, for the commands that manage them.
 
 Memory use is bounded regardless of the number of records, because records are read one page at a time. Only a

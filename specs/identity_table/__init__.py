@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which settings of vLLM are part of the namespace, and why each of the others is not.
 
 A setting counts if two of its values give pages that are laid out differently, or that hold values computed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of vLLM's configuration of the cache, attention, states, kernels and connectors."""
 
 from .decision import Decision, counts, elsewhere, same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tables say of a field: whether it is part of the namespace, and why."""
 
 from dataclasses import dataclass

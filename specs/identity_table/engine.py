@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of vLLM's configuration of the engine: ranks, scheduler, compiler."""
 
 from .decision import Decision, counts, elsewhere, same

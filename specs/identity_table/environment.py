@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables of vllm/envs.py."""
 
 from .decision import Decision, counts, elsewhere, same

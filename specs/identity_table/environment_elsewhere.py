@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environment variables that vLLM reads outside vllm/envs.py, or that its libraries read."""
 
 from .decision import Decision, counts, elsewhere, same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fields of vLLM's configuration of the model, its adapters and its drafter."""
 
 from .decision import Decision, counts, elsewhere, like, same

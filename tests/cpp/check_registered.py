@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fails when a test that is written in tests/cpp is not in the test program.
 
     check_registered.py PROGRAM DIRECTORY            all of them

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An allocation that fails, for tests of the state that remains when memory runs out.
 #pragma once
 

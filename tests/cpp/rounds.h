@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long random tests run: shorter under a sanitizer, whose steps cost ten times
 // as much; longer or shorter with KV_OFFLOAD_SOAK=<factor> in the environment.
 #pragma once

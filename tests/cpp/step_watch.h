@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StepWatch: the most steps (base/steps.h) that any hold of any mutex took while it lives: what another
 // thread may have to wait for. steps_of() counts those of one call.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "with_threads.h"
 
 #include <dlfcn.h>

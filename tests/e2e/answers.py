@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts with known prefixes, and a comparison that separates right answers from wrong ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the end-to-end tests: models, reference answers, and servers that are always stopped.
 
 Servers are forks of one process that has imported vLLM (zygote.py): a fork takes seconds, a separate start

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts servers and scripts in seconds, as forks of a process that has imported vLLM (zygote.py)."""
 
 from __future__ import annotations

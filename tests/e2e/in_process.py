@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs one engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) as a JSON job describes it.
 
     python in_process.py JOB ANSWERS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy in front of a prefill server and a decode server, with the two calls of vLLM's own proxies.
 
 vLLM ships its proxies as examples and tests, outside its wheel. This one makes the same calls with the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a disk tier from outside: its sizes, and records that a test damages on purpose."""
 
 from __future__ import annotations

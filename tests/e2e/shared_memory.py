@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the files in /dev/shm that processes share, by inode: concurrent tests have their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to a server that can be throttled to a number of bytes per second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our connector under vLLM's MultiConnector, next to a connector that keeps its own copy of every prompt."""
 
 from __future__ import annotations

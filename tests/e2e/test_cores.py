@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CPU use of a server's processes while a request waits for records."""
 
 from __future__ import annotations

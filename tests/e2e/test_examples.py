@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files in examples/ run unmodified. (serve.sh and the live dashboard: test_serving.)
 
 The demonstration starts vLLM as users do, twice: the second start loads the records of the first.

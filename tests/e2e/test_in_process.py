@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines in the caller's process, as in scripts: resets, and two engines over kept memory and a disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory over three lives of a server of two ranks without a tier: killed, reset, empty."""
 
 from __future__ import annotations

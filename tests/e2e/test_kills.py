@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server with two ranks and encrypted records reloads from both tiers. One of its processes is killed
 (SIGKILL) while it writes; the next server must find every record. One test repeats this with records that are
 compressed as well.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model with sliding windows instead of full attention. (Two ranks: test_kills.)
 
 Host memory is smaller than the working set, so that prompts are loaded from both tiers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two servers share one store, for each kind of remote tier. One loads the chunks that the other computes,
 also with one prefill and one decode server. A slow store is bypassed by recomputing. The store dies and
 returns empty while requests run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One directory through four lives of a server: written, reloaded after damage, killed while writing, reset.
 
 Each life is a fixture that starts where the previous one ended; the tests check the result of each life.

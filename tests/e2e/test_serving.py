@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server with both tiers, started by examples/serve.sh as a user starts it. Prompts that vLLM's cache
 evicted are loaded again, a real Prometheus scrapes the server, and the queries of examples/monitoring find
 its metrics.

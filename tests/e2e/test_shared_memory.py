@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check for leftover files in /dev/shm ignores concurrent tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two servers with one and two ranks share a directory in the canonical layout: each loads the other's
 records, also while an evictor runs.
 

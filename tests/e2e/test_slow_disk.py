@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server over a disk that is throttled, frozen, and fails to read: answers stay right, and the tier
 recovers.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bounded directory and a full file system: the bound holds, and the answers do not change."""
 
 from __future__ import annotations

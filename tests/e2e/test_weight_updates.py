@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sleep, pause and weight updates of a real server: the records that stay valid, and those that must not.
 
 On CPU vLLM frees no memory when it sleeps, but it pauses, resets and wakes up as on a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounded polling for the actions of another process."""
 
 from __future__ import annotations

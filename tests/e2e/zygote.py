@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports vLLM, but nothing of this project, and forks: each child becomes a server or a script.
 
     python zygote.py <requests >replies

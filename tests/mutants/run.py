@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plants faults (mutants), one at a time, and checks that the tests detect them.
 
     python tests/mutants/run.py                  all of tests/mutants/*.toml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``kv_offload.specs`` importable from a checkout, for checks that run under any vLLM."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs checks that each need their own vLLM release, concurrently: one per processor.
 
 A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``minor``, gets the output of that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for the core, for tests that choose the state of the machine."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists the files under a root that is in use.
 
 ``Path.rglob`` does not work here: it raises when a directory is removed during the walk, and a reset removes

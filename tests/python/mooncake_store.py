@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a Mooncake master and storage process, and makes a fake package of their interface."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a test's redis-server, on a socket of its own."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third-party store for tests of ``s3`` tiers: SeaweedFS, which verifies signatures itself."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One of several hosts that share a directory: a cache over it, driven by JSON lines on standard input.
 
     python shared_host.py ROOT MAX_BYTES

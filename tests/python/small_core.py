@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small real core: a region of one rank, a cache over it, and keys."""
 
 import uuid

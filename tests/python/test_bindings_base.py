@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/bind_base.cc: sizes, policies, errors, and the interface that _core.pyi declares."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/bind_cache.cc: the manager's methods over a real region."""
 
 import gc

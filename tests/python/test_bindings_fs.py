@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/backends/fs/bind_fs.cc: an fs tier under a cache, and its root read and repaired afterwards."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/lookup.cc: the builtin that vLLM calls once per key."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/bind_metrics.cc"""
 
 import socket

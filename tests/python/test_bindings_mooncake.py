@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/backends/mooncake/bind_mooncake.cc and kv_offload/tiers/mooncake/client.py: a mooncake tier under a
 cache, with its client process. It runs over a real Mooncake master and storage process, and over a fake
 package that needs neither.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/backends/s3/bind_s3.cc: an s3 tier under a cache, with a third-party store that verifies
 signatures."""
 

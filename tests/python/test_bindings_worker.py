@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/bind_worker.cc: copies between a cache tensor and the region."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command kv-offload: its output and its exit statuses."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload bench: the measurements, and the plan that follows from them."""
 
 import json

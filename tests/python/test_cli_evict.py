@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload evict: order, marks, statuses, and the watch mode as a process of its own."""
 
 import json

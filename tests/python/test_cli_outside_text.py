@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text from outside is escaped on a terminal: metric labels, namespace.json, names, server replies."""
 
 import io

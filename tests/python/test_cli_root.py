@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload on a root that the core itself has written; the fake core of test_cli.py must agree with it."""
 
 import json

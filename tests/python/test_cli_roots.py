@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths given to commands: errors for paths that are not a root, ownership, and relative paths."""
 
 import json

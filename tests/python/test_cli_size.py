@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload size: the bytes per token of a model, against known figures of real models."""
 
 import json

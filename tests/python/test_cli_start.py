@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The start of the command: the modules that help and completion load, and the completions."""
 
 import json

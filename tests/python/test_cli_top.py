@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload top: rates from two scrapes of a page that a small HTTP server serves."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A new user's first session, stored as it looks in a terminal of 80 columns (transcripts/new_user.txt).
 
 KV_OFFLOAD_WRITE_TRANSCRIPT=1 writes it again; review the differences before committing it.

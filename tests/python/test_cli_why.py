@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload why, and doctor URL: the meaning of metrics and log lines, for each cause."""
 
 import json

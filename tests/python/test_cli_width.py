@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables in a terminal of 80 columns: one line per row, and no header broken inside a word."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An unsupported vLLM: other specs still work, ours is refused with one sentence."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/compose: its parts fit together, and a server accepts its configuration."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration: accepted values, refused values, and the errors for the operator."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs contract/check_*.py: the adapter against the real base classes of each supported vLLM."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation builds with all its links, is complete, and quotes the code correctly.
 
 docs/generate.py writes the reference pages. They are committed, and these tests read them as a code host

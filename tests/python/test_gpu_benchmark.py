@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/gpu/run.sh and copy_gpu.py, with fakes for CMake, CUDA and the measuring programs."""
 
 import json

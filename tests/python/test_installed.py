@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A source checkout on the path, without the compiled core."""
 
 import shutil

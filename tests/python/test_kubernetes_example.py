@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/kubernetes: valid by Kubernetes' own schemas; its sizes, paths and commands fit together."""
 
 import copy

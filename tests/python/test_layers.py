@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers: which folder, and where folders are too coarse which file, may include or import which other.
 
 base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, replay <- bindings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/license_headers.py, which the lint stage runs: a source file without its licence is reported."""
 
 import importlib.util

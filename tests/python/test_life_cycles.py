@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resets, sleep, weight updates and event payloads, through vLLM's real scheduler, for each release."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/monitoring: rules pass their unit tests, every dashboard query runs on a live Prometheus."""
 
 from __future__ import annotations

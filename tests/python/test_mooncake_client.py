@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv_offload/tiers/mooncake/client.py in isolation: each operation, and the messages where a dependency is
 missing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv_offload/tiers/mooncake/records.py: records by sessions and by plain calls, over Mooncake's own store
 and over a scripted store.
 """

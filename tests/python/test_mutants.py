@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/mutants/run.py: its parts cover all mutants."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The namespace id: equal exactly when the bytes have the same meaning."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks every byte that a request reads, through vLLM's real scheduler, for each release."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/cpp/check_registered.py: no test of the core is left out, with or without sanitizers."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/reload_gpu.py without a GPU and without servers: stored results, checks and comparisons."""
 
 import json

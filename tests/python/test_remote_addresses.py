@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses given to kv-offload stat|ls|verify|purge, and the handling of server replies."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv-offload stat|ls|verify|purge of a Redis server and of a bucket that a tier of the core has filled."""
 
 import json

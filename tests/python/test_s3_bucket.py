@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv_offload/tiers/s3/bucket.py: the effect of a bucket's lifecycle rules and versions on its records."""
 
 import pytest

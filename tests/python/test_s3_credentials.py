@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """kv_offload/tiers/s3/credentials.py: the sources of keys, and the renewal of temporary keys."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts and one directory, through real mounts. Each host has its own file system over the directory
 (tests/slow_disk, FUSE), its own boot id and its own process. tests/cpp/.../nfs_test.cc simulates the worst
 behaviour of NFS; this test runs through the kernel, and needs root.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/conftest.py: all tests run, even if one of them crashes its worker."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``compress`` of every kind of tier: refused values, messages, and the options that reach the core."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``encryption_key_file`` of every kind of tier: refused files, messages, and the core's keys."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``mooncake``: accepted values, refused values with their errors, and the output of commands."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``redis``: accepted values, refused values with their errors; no password is shown."""
 
 import json

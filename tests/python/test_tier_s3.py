@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``s3``: accepted values, refused values with their errors; no key is shown."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tier wrappers forward every method of a tier: a forgotten method with a default would go unnoticed."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of tiers: the registry, the properties of a kind, and a newly added kind."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.ops.kv_offload: equal to plain indexing over many layouts, and well-behaved operators."""
 
 from __future__ import annotations

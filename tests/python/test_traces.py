@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Request traces, read and replayed through the core: directly and with ``kv-offload replay``."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doctor, vLLM's parser and vLLM's factories agree: oracle/check_transfer_configs.py under each release."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The supported releases of vLLM: every list of them is the same."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The digest of weights covers every tensor, and reads few bytes."""
 
 import json

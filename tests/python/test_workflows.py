@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """.github/workflows: their scripts exist, no stage is left out, and their permissions are minimal.
 
 Also the hooks of .pre-commit-config.yaml and the presets of CMakePresets.json, which repeat settings of other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the vLLM releases to test against, and runs a test file under each of them.
 
 The installed vLLM is one release. Unpacked wheels of others (their pure-Python part is enough) are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root that the core itself has written, for tests of the code that reads and repairs roots."""
 
 import contextlib

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A directory seen through a disk that is as bad as it is told to be:
 //
 //   slow_disk DIRECTORY MOUNTPOINT [locks]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory seen through a disk that is slow, frozen or broken on demand: slow_disk.cc, built and run.
 
     with SlowDisk(directory, mountpoint, program=build(folder)) as disk:

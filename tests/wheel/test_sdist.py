@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of the source distribution and the build of release wheels."""
 
 import json

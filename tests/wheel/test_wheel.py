@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel that .ci/wheel makes, in an environment without other parts of the project.
 
 The tests check the contents of the wheel and the libraries that it finds, which do not depend on

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BounceBuffers: moves a record's bytes between the device and the host memory row, either directly or
 // through a bounce buffer of huge pages. A device takes a list of physically contiguous pieces: 2 MiB are 512
 // pieces in 4 KiB pages and one piece in a huge page. On a virtual disk this is the difference between 1 and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FsCatalog: what this process knows about the records of one epoch: key, file size, eviction order, reads
 // in flight, back-off. No I/O and no lock: the owner serialises the calls. Every call is O(1) or costs what
 // the eviction policy costs, table growth included. So the owner holds its lock for a time that does not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Charges: how many bytes a new record counts against the bound while the file system does not report its
 // blocks yet (ZFS: a few seconds), and how much of that charge may still change.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // EpochManager: manages the epoch that this process uses from one reset to the next. It creates the next
 // epoch when there is none, and detects that the current one was removed.
 //

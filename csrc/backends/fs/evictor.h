@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Evictor: makes space for a record in a full root: which files are removed, and in which order.
 //
 // Invariant: the bytes freed for a write become the reservation of that write, so no other write gets them in

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FileOps: every file system call of the fs tier, so that tests can inject failures, blocking and short
 // transfers.
 //

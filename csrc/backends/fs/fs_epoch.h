@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epochs of a namespace: directories g<N>. Each process reads and writes in one epoch; a reset creates
 // the next one. Functions only.
 //

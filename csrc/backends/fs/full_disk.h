@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FullDisk: tracks a file system that is full although the tier is below its bound.
 //
 // Threads: any.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The names inside a root (see fs/tier.h), built and parsed in one place. Only files whose names parse here
 // are counted as ours or removed. All other files under the root count against the bound and are left
 // unchanged.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LeafDirectories: the state of the leaf directories of one epoch: the disk space of each, and whether its
 // name is durable.
 //

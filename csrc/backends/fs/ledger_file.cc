@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SpaceLedger: the file that holds the page, and its locking.
 #include <fcntl.h>
 #include <sys/file.h>

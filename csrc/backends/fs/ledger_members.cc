@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SpaceLedger: the processes that have the root open, and which of them are dead.
 #include <fcntl.h>
 #include <sys/file.h>

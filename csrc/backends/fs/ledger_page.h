@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // LedgerPage: the content of ROOT/ledger, and the rules for changing it. One page of 4 KiB, read and written
 // under its lock (see space_ledger.h). No I/O here.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OldestRecords: removes the least recently used records of epochs that this process does not use, ordered by
 // file times, as many as are needed now.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // open_root(): creates an OpenRoot. Every check that must fail at start runs here, before the first request
 // is served.
 //

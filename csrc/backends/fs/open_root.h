@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OpenRoot: a root and a namespace in it, as opened by open_root() (open.h).
 //
 // Invariant: from open_root() to close() no member changes. The locks that it holds keep other servers from

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // OutsideChanges: signs that another program changed a root while servers use it: known records that are
 // missing or incomplete. Readers and the evictor report them; UsageScanner counts the root.
 //

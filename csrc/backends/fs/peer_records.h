@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PeerRecords: finds the records that other processes write into our epoch. The ledger page shows at no
 // extra cost that another process wrote; then the changed directories are listed.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PendingRecord: a record that is being written. Owned by one thread, from the reservation of its bytes until
 // the record has its name.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recency: writes the time of last use into the file times, so that the eviction order survives a restart and
 // other processes see it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Frees space in a root while servers use it: whole namespaces, and the least recently used records of all
 // namespaces together. Functions only; used by the tier's evictor and by FsRoot.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transfers a record's bytes to and from a file: vectored transfers that continue after short counts and
 // EINTR. Any thread; no state.
 #pragma once

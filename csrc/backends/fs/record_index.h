@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordIndex: the epoch that this process uses, and what it knows of the records in it: the catalog, the
 // listed leaf directories, and the removals not yet reported to the cache.
 //

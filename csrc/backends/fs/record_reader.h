@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordReader: reads a record's bytes from its file into the shards of an op, and verifies them.
 //
 // Invariant: ok means that the shards hold the record's bytes: length, header, key and checksum match, and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RecordWriter: writes a record from the shards of an op into a file: reserves its bytes, writes a temporary
 // (a new file, or the file of an evicted record), renames it, and adds the record to the catalog.
 //

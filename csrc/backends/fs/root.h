@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FsRoot: inspects and repairs a root without a tier (for the CLI). A serving process may have the root open:
 // no lock is held for long, and removed bytes are subtracted from the shared ledger.
 //

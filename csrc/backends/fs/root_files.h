@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files and directories that turn a directory into a root, and that hold a namespace in it: created if
 // missing, checked if present. Used at start, and by RootRepairer while the root is served.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "backends/fs/root_repairer.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RootRepairer: restores what another program removes from a root while it is served: the root directory,
 // kv_offload.json, the namespace directory and the files in it. (EpochManager creates the epoch again, Space
 // the ledger.)

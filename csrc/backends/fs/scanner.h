@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scanner: brings the records on disk of our epoch into RecordIndex. It lists a directory or looks for
 // single names while a request waits for them, and walks the whole epoch, which also returns its disk space.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shares: how the servers that have a full root open divide it. Servers that share records (one epoch of one
 // namespace) are one sharer, and each sharer may hold an equal part of max_bytes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SpaceLedger: how many bytes a root takes, shared by every process that has it open. The state is one page
 // in ROOT/ledger, changed under an flock, so it also works on a shared file system. Each process has a slot
 // in the page (ledger_page.h).

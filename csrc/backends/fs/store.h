@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FsStore: the record store of the fs tier. An epoch is a g<N> directory. The class implements RecordStore
 // with these parts, in the order in which each may use those before it:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Temporary files of a root: files being written, locked by their writer while it lives.
 #pragma once
 

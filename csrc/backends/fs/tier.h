@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fs tier: records as files under one root directory, bounded, shared by several processes (replicas on
 // one host, hosts on a shared file system).
 //

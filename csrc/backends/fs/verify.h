@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks record files against their names, for FsRoot::verify. Functions only; they block on storage.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Walks a root: counts what `du` counts, finds records, removes garbage. Used by the tier's upkeep and by
 // FsRoot. Functions only. They may take long, and stop between directories once *stop is true.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Channel: a connection to the Mooncake client process (client.h), for one thread at a time. It consists of a
 // socket for requests and replies, and a shared memory area for names and one record.
 //

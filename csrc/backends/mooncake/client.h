@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Client: keeps the Mooncake client process running and manages the channels to it.
 //
 // Mooncake has no library that a C++ program can load, only a Python package, and no core thread runs Python

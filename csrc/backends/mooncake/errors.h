@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The meaning of Mooncake's error codes for a tier. The codes are those of its ErrorCode, which its clients
 // return unchanged.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measurements of a Mooncake Store for `kv-offload doctor` and `bench`, in a separate client process.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Process: a child process that never outlives the engine. The kernel kills it when the thread that started
 // it ends (mooncake/client.py sets PR_SET_PDEATHSIG). It also holds one end of a socket pair that no other
 // process has, so it sees the engine's end.

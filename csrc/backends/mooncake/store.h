@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MooncakeStore: the synchronous half of the mooncake tier (tier.h documents the objects in the store).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mooncake tier stores records as objects of a Mooncake Store. All engines that use the store share them.
 //
 //   PREFIX:<namespace, 64 hex digits>:epoch                    the startup epoch: new processes join it

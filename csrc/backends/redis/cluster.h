@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cluster: the servers that keep the records, and the owner of each key. A standalone server is a cluster of
 // one node that owns every key; the server reports which of the two it is.
 //

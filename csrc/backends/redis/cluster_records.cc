@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The records of all masters of a cluster. Lists go from one master to the next; operations on a record run
 // on the owner of its slot.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A connection to a Redis or Valkey server: sends commands and reads replies, each within a deadline.
 // libvalkey parses the replies. Record bytes move directly between the socket and the host memory rows,
 // without an extra copy.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A pool of idle connections to one server. It grows to the largest number of connections in use at once.
 // Thread-safe.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cluster::at_each: looks up many keys on their owners, on all nodes concurrently.
 #include <poll.h>
 

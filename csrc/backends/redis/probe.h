@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures what a server is and how fast it responds, with a few temporary records.
 #pragma once
 

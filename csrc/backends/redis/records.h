@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The records under a prefix of a Redis or Valkey server, or of all nodes of a cluster, for the command-line
 // tools (remote_records.h).
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Replies of a Redis or Valkey server, and the meaning of its error replies.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Resolver: looks up the addresses of a host, with a deadline.
 //
 // getaddrinfo() has no deadline: with an unresponsive name server it blocks its thread for half a minute or

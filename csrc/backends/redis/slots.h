@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parses what cluster nodes report about key placement: slots, the slot map, redirects. The parsers trust no
 // input to be well formed.
 #pragma once

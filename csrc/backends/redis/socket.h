@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A byte stream to a server, with or without TLS. No call waits past its deadline, even if the peer sends or
 // receives slowly. After a call that is not ok, the stream position is unknown.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RedisStore: the synchronous half of the redis tier (tier.h documents the keys on the server).
 #pragma once
 

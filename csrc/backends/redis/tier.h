@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The redis tier stores records as values of a Redis or Valkey server. All engines that use the server share
 // them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TLS for connections, based on OpenSSL. Certificates and names are always verified.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Requests to a bucket of an S3 store, each within a deadline. We sign them; libcurl transfers them. Record
 // bytes move directly between libcurl and the host memory rows.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libcurl, loaded from the system when the first bucket is opened. Builds need no libcurl headers. Wheels do
 // not bundle libcurl, because it depends on about thirty libraries.
 //

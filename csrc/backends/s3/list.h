@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parses a page of object names (ListObjectsV2). The page is untrusted: parsing never uses more memory than
 // the page itself has.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Measures how fast a bucket responds, with a few temporary records.
 #pragma once
 

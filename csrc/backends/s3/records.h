@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The records under a prefix of a bucket, for the command-line tools (remote_records.h). Read operations
 // change nothing.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Request signatures (AWS Signature Version 4, in headers). libcurl's own implementation cannot sign S3
 // requests before 7.87, and most distributions ship an older version.
 // https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html

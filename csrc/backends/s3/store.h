@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // S3Store: the synchronous half of the s3 tier (tier.h documents the objects in the bucket).
 #pragma once
 

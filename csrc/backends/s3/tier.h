@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The s3 tier stores records as objects of a bucket, in AWS S3 or an S3-compatible store. All engines that
 // use the bucket share them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transfer: the bytes of one request and its response, in the form of libcurl's callbacks.
 //
 // The callbacks run inside libcurl, so no exception may escape them. They do not allocate. Only observers and

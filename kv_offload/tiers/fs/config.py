@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``fs``: records as files below a directory."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root of the kind ``fs`` as the commands look after it: what keeps a directory from being one, who may
 change it, its records and the descriptions of its namespaces.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Mooncake client process: talks to Mooncake Store on behalf of the core.
 
 Only the core starts it (csrc/backends/mooncake/client.h), talks to it over descriptor 3 and ends it. So no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``mooncake``: records as objects of a Mooncake Store."""
 
 import importlib.util

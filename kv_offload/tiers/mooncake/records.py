@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts records into Mooncake Store and gets them, for the Mooncake client process (mooncake/client.py).
 
 Mooncake has two interfaces. A plain call does the whole transfer, while one of its threads spins until the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``redis``: records as values of a Redis or Valkey server or cluster."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a bucket says of itself: whether something bounds it, and whether what is removed stays."""
 
 import xml.etree.ElementTree as ElementTree

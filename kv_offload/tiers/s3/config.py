@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kind ``s3``: records as objects of a bucket, in AWS S3 or a store that speaks as it does."""
 
 import os

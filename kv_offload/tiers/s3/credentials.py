@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Credentials for a bucket: the source of the keys, and the renewal of keys that expire."""
 
 import configparser

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a bucket is: endpoint and region, from the configuration or from where AWS's own tools look."""
 
 import os

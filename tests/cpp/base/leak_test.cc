@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The control of the leak check at the end of the asan stage (tests/run.sh), which
 // runs this test, disabled elsewhere, and must see it fail.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory bounds: any mix of groups fills host memory to the last percent, and memory use does not
 // grow with the number of served requests.
 #include <gtest/gtest.h>

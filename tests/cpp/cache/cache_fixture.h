@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A TieredCache whose whole environment the test controls: a region with real rows, ranks that
 // copy on demand, a tier (fake, or the real store on a directory) whose ops end on demand, and
 // a manual clock. Chunks have names; the last digit-free word is the group's.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Load-or-recompute decisions and their effect on TTFT, with fast, throttled, failing and recovering
 // tiers, in virtual time.
 #include <gmock/gmock.h>

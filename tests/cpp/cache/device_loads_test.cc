@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cache/device_loads.h"
 
 #include "cache/parts.h"

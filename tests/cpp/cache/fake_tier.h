@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An in-memory tier that the test drives. Ops wait until the test finishes them, and end with
 // kOk or with the result that `verdict` returns. Records hold real bytes, so tests can compare
 // what they read with what they wrote.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fetches from a tier: which chunks are read, when, and how failures are handled.
 #include <algorithm>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cache/host_chunks.h"
 
 #include "cache/parts.h"

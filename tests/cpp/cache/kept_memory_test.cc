@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory that outlives its cache, and the chunks that the next cache finds in it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

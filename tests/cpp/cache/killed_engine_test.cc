@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs fifty engines one after the other and kills each at a random moment. Shared memory holds only
 // 1.2 regions. Every engine must start, find all records and read no wrong byte.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tier that a test controls: the test starts and ends ops one by one, removes or damages
 // records, and makes calls fail. There are two implementations: FakeTier (in memory) and
 // SteppedStore (the real fs tier on a directory). The cache tests run on both.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cache/model_run.h"
 
 namespace kv_offload {

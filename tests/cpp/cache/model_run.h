@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs random operations on a TieredCache: a scheduler that behaves like vLLM's, ranks that copy
 // late, fail or do not report, a tier whose ops end in any order with any result, and resets
 // that change the weights. A simple reference model defines the allowed behavior; deviations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the cache with a simple reference model in at least 10^5 random calls. Also checks that
 // the model detects every injected fault.
 #include "cache/model_run.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cache on a real directory whose file system fails, hangs and recovers. Checks the lookup
 // results and counters, and that the scheduler never waits.
 #include <gtest/gtest.h>

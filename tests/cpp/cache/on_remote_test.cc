@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Caches that share one server, for each kind of remote tier. One cache hits the records of another at once,
 // and each record is read once, regardless of the number of requests.
 #include <gtest/gtest.h>

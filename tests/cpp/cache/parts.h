@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fixtures that build the cache component by component, for the unit tests of each header.
 // They use a region with real rows, ranks that report when the test calls report(), a fake
 // tier and a manual clock. Each fixture adds one layer to the previous one.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Promotion between two tiers: which chunks fetched from one tier are written to the other.
 #include "cache/cache_fixture.h"
 

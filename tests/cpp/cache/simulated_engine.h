@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Simulates a serving engine and its tiers in virtual time around a real TieredCache. TTFT
 // follows from a cost law that the test sets, so tests can compare loading with recomputing.
 // No bytes are copied and no call waits.

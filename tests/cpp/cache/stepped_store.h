@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The real fs tier on a directory. Its ops run on the test's thread when the test calls for
 // them. Maintenance still runs on the tier's own thread; the test's calls wait for it to end,
 // so results are deterministic.

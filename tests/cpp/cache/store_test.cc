@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // StorePath: which chunks are accepted, and when they become hits.
 #include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random copy jobs over random layouts, and the plain reference that every
 // copier must agree with: one block, one page, one byte at a time.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A device whose copies end when the test says so, or at once. It moves the
 // bytes at that moment, by the very pieces and runs the CUDA device uses, with
 // the kernels' host twin.

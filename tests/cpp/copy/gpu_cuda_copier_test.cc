@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // On a GPU: the CUDA copier moves the bytes the plain reference moves, in the
 // order the compute stream demands. Without one every test skips and says so.
 // The same tests run on the CUDA runtime on threads (tests/cpp/fake_cuda).

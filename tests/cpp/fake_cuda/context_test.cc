@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Devices, contexts, captures: what a process with several GPUs and a model that
 // captures graphs sees of us.
 #include <thread>

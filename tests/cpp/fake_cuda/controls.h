@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CUDA runtime on threads: the copier's own sources, unmodified, run on it
 // without a GPU, a driver or a toolkit. It is as unkind as the contract allows:
 // a stream is a thread with random delays, the copies of a batch run in any

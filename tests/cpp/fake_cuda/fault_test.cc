@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every call fails once; the context is lost; the driver is not what we hoped.
 #include "copy/cuda_check.h"
 #include "fake_cuda/world.h"

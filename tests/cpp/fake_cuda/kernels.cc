@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pack kernels' own source, compiled as C++; each launch looks at its pieces
 // first.
 #include "copy/cuda_pack.h"

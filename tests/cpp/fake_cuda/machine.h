@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inside of the runtime on threads; controls.h says what it is.
 //
 // Locks, taken in this order: the machine's, a stream's. What runs inside a

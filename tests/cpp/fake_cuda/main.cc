@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A fresh machine for each test; the seed changes with --gtest_repeat.
 #include <gtest/gtest.h>
 

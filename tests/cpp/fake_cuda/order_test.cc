@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In which order things happen on the device, and what a copy asks of it.
 #include "fake_cuda/world.h"
 

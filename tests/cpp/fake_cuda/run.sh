@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds and runs the CUDA copier on the CUDA runtime of threads. Needs g++ (sanitized: clang, which is twice as
 # quick there), CMake and the libraries of the core; no CUDA toolkit, no GPU.
 #

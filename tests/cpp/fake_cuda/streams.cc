@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams, events, kernels and captures of the runtime on threads.
 #include <cuda_runtime.h>
 #include <fmt/format.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A cache on device 1 of the runtime on threads, an area, and a copier between
 // them. Blocks lie in the area in another order than in the cache, so that
 // nothing merges, and each has bytes of its own.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a region gets its memory, and what happens where there is too little.
 #include <fcntl.h>
 #include <fmt/format.h>

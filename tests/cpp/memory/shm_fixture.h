@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A shared memory directory of the test's own, gone afterwards.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "memory/ticket_slot.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "policy/reuse_predictor.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for encoded payloads. Whatever is stored, decoding ends in the bytes of some payload or in
 // kCorrupt. Decoded bytes survive encode() and decode() unchanged. Clang only (CMake: fuzz_payload). The
 // first bytes of an input choose the element and the lengths of two shards.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for the record header. Whatever a file holds, decoding ends in a header that encodes to
 // the same page, or in kCorrupt. Clang only (CMake: fuzz_record). The harness corrects the checksum, so that
 // the fuzzer gets past it.

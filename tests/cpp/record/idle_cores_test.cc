@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "record/idle_cores.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Payloads for tests: typical K and V values, and values that should never occur.
 #pragma once
 

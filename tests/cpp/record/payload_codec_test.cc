@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "record/payload_codec.h"
 
 #include <gtest/gtest.h>

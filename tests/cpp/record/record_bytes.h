@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A record as bytes: what an op stores and reads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a verb of the cache costs for each chunk does not grow: not with what is in host memory, on the tier,
 // in flight or asked for by others. Each test does the same work in a small world and in one that is ten
 // times as large, and compares steps. A tier of 10 million records stands below where one is needed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A store of as many records as a test likes, which takes no memory: it has those whose number, which is in
 // the key, is below `records`. Nothing is read or written.
 #pragma once

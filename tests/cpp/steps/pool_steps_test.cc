@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cost of an I/O pool call does not grow with the number of ops that wait in it.
 #include <gtest/gtest.h>
 

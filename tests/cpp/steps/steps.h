@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps of the core, counted. The core of this program is compiled with a call at the beginning of each basic
 // block (-fsanitize-coverage=trace-pc): each turn of each loop is a step, in the core's own code and in the
 // templates of the standard library that it uses. Blocks of memory that are moved or filled count by the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tier/digest_key_map.h"
 
 #include <gtest/gtest.h>

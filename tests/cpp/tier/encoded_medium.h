@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Wraps a medium: records are encoded where that saves space.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encoded records, from the shards of an op to the bytes in a store and back.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

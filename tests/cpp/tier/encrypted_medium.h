@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys for the tests of encrypted records, and a medium that uses them.
 #pragma once
 

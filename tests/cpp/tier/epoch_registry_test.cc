@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epoch that an engine uses, and the epoch that it publishes for others.
 #include "tier/epoch_registry.h"
 

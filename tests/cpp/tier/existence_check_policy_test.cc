@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When a store checks for a record before it writes one.
 #include "tier/existence_check_policy.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared base of the test servers and proxies. Each connection is served on its own thread. A test can make
 // requests fail or wait, and have their answers cut, garbled or slowed down.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tier kind that is a dictionary in memory: the smallest RecordStore, for the tests that all kinds share.
 // MemoryServer stands for a remote server. Stores open and close, several may use it at once, and it keeps
 // its records. It drops records by itself, and fails or hangs as a test configures it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two engines share one server that suffers every fault, for each remote tier kind. No byte may be wrong,
 // every op ends once, nothing hangs, nothing grows, and the server works again afterwards.
 #include <gtest/gtest.h>

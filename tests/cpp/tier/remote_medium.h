@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server as a medium that several tiers share, with the faults that any kind of server may suffer.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ThreadPoolTier over a store without a catalog: batched presence lookups, upkeep, failures.
 #include "tier/thread_pool_tier.h"
 

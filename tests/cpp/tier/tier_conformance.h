@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The media of each tier kind, for the tests that check every kind against tier.h.
 #pragma once
 

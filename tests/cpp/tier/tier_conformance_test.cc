@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks the promises of tier.h for every tier kind. A kind that is added here must keep all of them.
 #include "tier/tier_conformance.h"
 

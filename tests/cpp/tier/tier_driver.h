@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by the tests of all tier kinds: rows with known bytes, and blocking calls.
 #pragma once
 

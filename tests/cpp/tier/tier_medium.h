@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The interface of a medium, for the tests that check every tier kind against tier.h. A medium outlives the
 // tiers on it, and can be made to fail.
 #pragma once

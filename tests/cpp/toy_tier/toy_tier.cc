@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A kind of tier of its own, as somebody would add one: the store (memory_store.h) and what Python makes of
 // it. An extension beside kv_offload._core, for tests/python/test_tiers.py.
 #include <chrono>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py under each vLLM release: the conditions for the canonical layout."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py under each vLLM release: interface changes that must be refused."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py under each vLLM release: the connector that reports in responses."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py under each vLLM release: the KV events of our tiers, as vLLM's subscribers get
 them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py under each vLLM release: every method and state of the manager.
 
 Chunks become hits as in production: a worker's job reports its ticket.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wait between vLLM's processes while records are in flight: vLLM's own loop, with our sleep."""
 
 import time

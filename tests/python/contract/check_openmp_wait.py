@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wait of OpenMP threads in CPU ranks: the environment in which vLLM's own manager starts a rank."""
 
 import contextlib

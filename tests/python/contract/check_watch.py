@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py: the one warning when no lookup ever hits."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py: the order in which a rank's host memory is placed and populated."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small parts of an engine for the contract checks: configs, contexts, caches."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines with different numbers of ranks share one root. In the canonical layout they write the same records
 and load each other's; where it is not possible they keep theirs apart and log the reason.
 

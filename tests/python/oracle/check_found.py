@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the number of tokens found, in addition to their bytes.
 
 For every model class, chunk size and window, the chunks that vLLM offers are found as often as with a manager

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines that differ in one property share one root: the second loads the first one's records exactly
 when its bytes are the same.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_oracle.py under each vLLM release: images, prompt embeddings, layers that share a cache."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_life_cycles.py under each vLLM release: resets, sleep, weight updates, event payloads.
 
 The methods of vLLM's Scheduler, connector and Worker are real; memory that Worker.sleep unmaps is overwritten

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_oracle.py under each vLLM release. KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS and
 KV_OFFLOAD_ORACLE_DEVICE (cuda: caches on a GPU) extend it.
 """

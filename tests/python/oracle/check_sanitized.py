@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs some kinds of the oracle with a core that was built with sanitizers.
 
 The stages ``asan`` and ``tsan`` of tests/run.sh run this: they preload the sanitizer libraries, name the core

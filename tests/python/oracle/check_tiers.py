@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_tiers.py: tiers of other kinds than fs under vLLM's scheduler; every byte is checked."""
 
 import random

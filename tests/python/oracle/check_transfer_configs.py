@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run by test_transfer_configs.py under each vLLM release: compares doctor's verdicts on the configurations
 of data/transfer_configs.json with the results of vLLM's own parser and factories.
 """

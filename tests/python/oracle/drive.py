@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drives an engine with random requests: conversations, shared prefixes, aborts, resets, hints."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's real Scheduler and OffloadingConnector, all ranks in one process, and a fake model.
 
 This module does the work of EngineCore, the executor and the model runner in the same way; where releases

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted around our worker and manager; the oracle must detect each of them."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a prompt that are not tokens: images at placeholder tokens, and embeddings."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manager that keeps all chunks that vLLM offers, and a worker that copies as vLLM's own does.
 
 The worker places blocks by vLLM's rule (gpu_worker.py): consecutively, from the slot of the first listed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the oracle: each token's KV bytes follow from its whole prefix, so all can be checked.
 
 A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t); a position that an image

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Victim selection for a write. A write of an ended epoch evicts nothing, and records that can no longer be
 // hit are evicted first.
 #include <gtest/gtest.h>

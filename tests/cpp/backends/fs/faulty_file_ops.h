@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FileOps that forwards all calls, except those that a test makes fail, block or shorten.
 #pragma once
 

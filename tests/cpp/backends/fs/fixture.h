@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared by the tests of the fs tier: temporary roots, and access to their content.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for the other files of a root: the ledger page, the readable description files, file
 // names. Whatever they contain, opening the root ends in a usage total that keeps the bound, or in one error
 // message. Clang only (CMake: fuzz_root).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Limits the work under the lock of the records: the scheduler's thread waits for that lock.
 #include <gtest/gtest.h>
 

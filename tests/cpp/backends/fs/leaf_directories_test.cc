@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Directory growth, reported once.
 #include "backends/fs/leaf_directories.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread that waits for the lock of the records gets it before the next piece of a long list.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several servers on one full root: each makes progress, whatever the others do.
 #include <gtest/gtest.h>
 #include <signal.h>

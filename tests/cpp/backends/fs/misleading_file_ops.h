@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // File systems with misleading metadata. Blocks are reported late (ZFS), never, or in another amount than the
 // size. Times are coarse or in the future. The disk is full although the bound is not reached.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bound and the lookups on file systems with misleading metadata.
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>

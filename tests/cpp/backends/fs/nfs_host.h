@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One host's view of a directory that several hosts mount over NFS, in the worst case: no cached state
 // expires by time. A change by another host becomes visible where Linux's client asks the server:
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hosts that share a directory over NFS (nfs_host.h). Cached state never causes a wrong answer, a byte above
 // the bound, or a record that is reported as present and is missing.
 #include <gtest/gtest.h>

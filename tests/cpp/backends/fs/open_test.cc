@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts on a root whose own files are damaged.
 #include "backends/fs/open.h"
 

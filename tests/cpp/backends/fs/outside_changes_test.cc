@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Other programs change a root in use: they remove, truncate, replace, chmod. The tier detects that by
 // itself, logs one line, and continues.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two processes share one root: each finds the other's records without a restart.
 #include <gtest/gtest.h>
 

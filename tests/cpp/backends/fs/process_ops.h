@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FileOps of one process among several in a test. It can die (its locks are released, and it cleans nothing
 // up), run on another host, or use a mount whose locks do not reach other hosts.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prompts on a shared root. An eviction is judged by the prompts that it leaves: a chunk can be loaded only
 // if all earlier chunks are stored.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All knowledge belongs to one epoch, whichever thread adds it, and whenever.
 #include "backends/fs/record_index.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A read that ends with an exception.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A write that ends with an exception, and writes that compete for one record.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Servers that share a full root: the share that each gets, and the loss of the others, measured by the
 // prompts that can still be loaded from their first chunk on.
 #include "backends/fs/shares.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An in-memory disk behind FileOps that loses data as a real disk does: a power cut drops or tears everything
 // that was not synced, in any order. It also allows damaging tens of thousands of records without a real file
 // system.

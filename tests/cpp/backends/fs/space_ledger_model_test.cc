@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random operations of several processes on one ledger page: they reserve, write, evict, count, reset, die
 // and restart, and calls fail. After each step, every byte is used or reserved, and the bound holds.
 #include <gtest/gtest.h>

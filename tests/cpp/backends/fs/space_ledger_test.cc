@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The usage total of a root that several processes have open.
 #include "backends/fs/space_ledger.h"
 

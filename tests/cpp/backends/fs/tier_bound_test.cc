@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bound holds with any writers and any deaths.
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ten thousand damaged records: each is detected before a byte of it is used, counted as corrupt and removed.
 #include <gtest/gtest.h>
 #include <xxhash.h>

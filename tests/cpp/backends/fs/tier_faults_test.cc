@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // File system faults: every call fails once, short transfers, signals, damaged and strange files, a device
 // that does not answer.
 #include <fcntl.h>

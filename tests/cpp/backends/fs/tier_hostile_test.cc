@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A hostile root: links, foreign files, files of absurd size. Nothing outside the root is touched, nothing is
 // trusted, no resource is exhausted.
 #include <fcntl.h>

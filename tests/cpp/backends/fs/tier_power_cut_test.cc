@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A process that ends at any moment, by SIGKILL or a power cut. The next start opens the root, finds the
 // complete records, and never reads a wrong byte.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Resets during ops in flight, alongside other processes, and on a device that fails or hangs.
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A full root writes into the files of evicted records. That must be invisible to a reader that has the file
 // open, to the ledger, and to a process that has another name for the file.
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts that end with an exception, or that a reset overtakes.
 #include <fcntl.h>
 #include <gtest/gtest.h>

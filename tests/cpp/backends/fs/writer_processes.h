@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processes that write to a root until they are stopped or killed.
 #pragma once
 

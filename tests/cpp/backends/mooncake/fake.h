@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Mooncake Store for these tests, and its client process as threads of this process. The client follows the
 // protocol of csrc/backends/mooncake/channel.h like kv_offload/tiers/mooncake/client.py, and can be killed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Properties of the mooncake tier alone: the process next to the engine, its end, and a store that loses its
 // content.
 #include "backends/mooncake/store.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scripted cluster nodes that redirect without end, send invalid slot maps, stay silent, or are not cluster
 // nodes.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A real cluster for the tests: three masters and a replica of the last one, as processes on loopback ports.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A real cluster: placement of records, a slot that moves, a node that dies and is replaced.
 #include "backends/redis/cluster.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Connections to servers that answer late, too much, without end, or with something else.
 #include "backends/redis/connection.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The medium of the redis tier, for the tests that all tier kinds pass: a separate server behind a proxy.
 #pragma once
 

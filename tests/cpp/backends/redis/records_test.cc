@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Administration of records from outside: concurrent changes, and servers with arbitrary answers.
 #include "backends/redis/records.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A real server for the tests, and a proxy in front of it that fails and hangs as configured.
 //
 // The server is Debian's redis-server: a child process with its own directory, on a unix socket or, for TLS,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Server faults, and the reaction of the redis tier.
 #include "backends/redis/store.h"
 

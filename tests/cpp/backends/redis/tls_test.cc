@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TLS against a real server: trusted certificates are accepted, and all others are refused.
 #include "backends/redis/tls.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Credentials that are replaced while a client is in use, and signals.
 #include "backends/s3/client.h"
 

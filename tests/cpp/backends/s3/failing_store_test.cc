@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores that are overloaded, fail, hang or refuse, and the reaction of the s3 tier.
 #include "backends/s3/store.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Our declarations of libcurl agree with its header, and an unusable libcurl is reported.
 #include "backends/s3/libcurl.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The medium of the s3 tier, for the tests that all tier kinds pass: the tests' own small store.
 #pragma once
 

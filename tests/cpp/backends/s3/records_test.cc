@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Administration of a bucket's records from outside: listings, concurrent writes, and stores that misbehave.
 #include "backends/s3/records.h"
 

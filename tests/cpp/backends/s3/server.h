@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small S3 store for the tests: objects in memory, on a loopback port, with failures, hangs and wrong
 // answers as configured. It checks each request's signature (AWS SigV4) with its own code.
 #pragma once

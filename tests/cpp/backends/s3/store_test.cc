@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The objects in a bucket, and the s3 tier's handling of them.
 #include "backends/s3/store.h"
 

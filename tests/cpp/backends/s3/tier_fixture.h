@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores and tiers that use the S3 server of the tests.
 #pragma once
 

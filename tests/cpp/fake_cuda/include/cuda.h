@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stand-in for the CUDA driver API's header: the few types that csrc/copy uses.
 #pragma once
 

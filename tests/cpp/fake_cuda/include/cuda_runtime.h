@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stand-in for what nvcc adds to the runtime's header: enough to compile a .cu
 // file as C++ and to run its kernels as loops over grid and block. A kernel must
 // not synchronise its threads: they run one after the other.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stand-in for the CUDA runtime's header, so that the CUDA copier is compiled and
 // run where no CUDA toolkit is. It declares what csrc/copy, the gpu_* tests and
 // benchmarks/gpu use, and nothing else; names, values and signatures are those of
