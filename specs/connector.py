@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingConnector, with a report in each response.
 
-vLLM lets only a connector put something into a response's ``kv_transfer_params``, and its OffloadingConnector
-puts nothing there (0.31 to 0.33). This one does nothing else differently. It is asked for by
+Only a connector can add data to a response's ``kv_transfer_params``, and vLLM's OffloadingConnector adds none
+(0.31 to 0.33). This connector adds the report and changes nothing else. To use it, set
 
     "kv_connector": "ReportingConnector", "kv_connector_module_path": "kv_offload.specs.connector"
 
-and a response then carries {"kv_offload": {"hit_tokens": {"fs": 3072}, "miss_tokens": {"not_stored": 512},
+Each response then carries {"kv_offload": {"hit_tokens": {"fs": 3072}, "miss_tokens": {"not_stored": 512},
 "choice": "load", "load_seconds": ..., "compute_seconds": ..., "waited_seconds": ...}}.
 """
 
@@ -18,14 +18,14 @@ Answer = tuple[bool, dict[str, Any] | None]
 
 
 class ReportingConnector(OffloadingConnector):
-    """OffloadingConnector; what our manager says of a request goes into its response."""
+    """OffloadingConnector that adds the manager's report on a request to its response."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Answer:
-        """As vLLM's, with the report."""
+        """Returns vLLM's answer, with the report added."""
         return self._with_report(request, super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Answer:
-        """As vLLM's, with the report."""
+        """Returns vLLM's answer, with the report added."""
         return self._with_report(request, super().request_finished_all_groups(request, block_ids))
 
     def _with_report(self, request: Any, answer: Answer) -> Answer:

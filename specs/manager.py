@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
+"""The scheduler side: vLLM's OffloadingManager on top of the core's TieredCache. Thin; no loop over keys."""
 
 import logging
 import time
@@ -26,16 +26,16 @@ _GAUGE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """What the manager needs beside the cache and its metrics."""
+    """Settings of the manager, in addition to the cache and its metrics."""
 
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
-    parts_of: int | None = None  # tokens of a chunk, where vLLM asks for parts of one (--prefix-match-unit)
-    resumed_is_new: bool = False  # vLLM schedules a preempted request as a new one (its second model runner)
-    event_tiers: Set[str] = frozenset()  # names of those that publish KV events
-    self_evicting_tiers: Set[str] = frozenset()  # names of those whose servers evict records without notice
+    parts_of: int | None = None  # tokens per chunk if vLLM looks up partial chunks (--prefix-match-unit)
+    resumed_is_new: bool = False  # vLLM schedules a preempted request as new (its second model runner)
+    event_tiers: Set[str] = frozenset()  # names of the tiers that publish KV events
+    self_evicting_tiers: Set[str] = frozenset()  # names of the tiers whose servers evict without notice
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
-    request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
-    remote_wait_seconds: float = 0.0  # of a request that does not say
+    request_hints: bool = True  # requests may set load_policy, priority, a wait and the skip flags
+    remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
@@ -44,10 +44,10 @@ class ManagerOptions:
 
 
 class KVOffloadManager(OffloadingManager):
-    """Every decision is the core's; here vLLM's words become its calls.
+    """Translates vLLM's calls into calls of the core, which makes every decision.
 
-    One thread (the scheduler's). ``lookup`` is a builtin of the core set on the instance, because vLLM calls
-    it for each key of each waiting request in each step.
+    Single-threaded (the scheduler's thread). Each instance has a builtin of the core as its ``lookup``,
+    because vLLM calls it for each key of each waiting request in each step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KVOffloadManager(OffloadingManager):
         self._live: dict[str, RequestState] = {}
         self._epoch = 0
         self._closed = False
-        self.at_shutdown: Callable[[], None] = lambda: None  # first
+        self.at_shutdown: Callable[[], None] = lambda: None  # called first, before the cache is closed
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
@@ -79,19 +79,19 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
-        self._unstored: list[bytes] = []  # keys of chunks whose payloads vLLM may track for nothing
+        self._unstored: list[bytes] = []  # vLLM may track payloads of these, although they are absent
         if self._options.describes_events and compat.tracks_pending_hits():
             self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
 
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> Any:
-        """A request arrived. Its id may have been used before; its context has not."""
+        """Begins a request. A request ID may be reused; its context is always new."""
         self._begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """No more lookups or offers of this request; completions of its jobs may still come."""
+        """Ends a request: no more lookups or offers. Its jobs may still complete later."""
         state = req_context.get_state(RequestState)
         if state is None or state.handle < 0:
             return
@@ -106,7 +106,7 @@ class KVOffloadManager(OffloadingManager):
         self._cache.forget_context()
 
     def report_of(self, request_id: str) -> dict[str, Any] | None:
-        """What became of a request so far (TieredCache.report); None when it is not known any more."""
+        """Returns the report on a request so far (TieredCache.report); None if the request has ended."""
         state = self._live.get(request_id)
         return None if state is None else self._cache.report(state.handle)
 
@@ -131,7 +131,10 @@ class KVOffloadManager(OffloadingManager):
         return state
 
     def _handle_of(self, req_context: Any) -> int:
-        """Of a request that is looked up. After a reset this is asked for each, even if it was known."""
+        """Returns the core's handle of a looked-up request, and records the current epoch in its state.
+
+        After a reset the core calls this for each request again, including those that it knew.
+        """
         state = self._state(req_context)
         state.epoch = self._epoch
         return state.handle
@@ -139,11 +142,11 @@ class KVOffloadManager(OffloadingManager):
     # ---- lookup and load
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Is this chunk loadable now. Each instance has the core's builtin under this name instead."""
+        """Returns whether a chunk is loadable now. Instances replace this method by the core's builtin."""
         return self._results[self._cache.lookup(self._handle_of(req_context), key)]
 
     def _noting_pending_hits(self, lookup: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
-        """``lookup``, noting the keys of pending hits: what is pending may never come."""
+        """Wraps ``lookup`` to record the keys of pending hits, because their chunks may never arrive."""
         pending = LookupResult.HIT_PENDING
 
         def noting(key: bytes, req_context: Any) -> Any:
@@ -155,25 +158,27 @@ class KVOffloadManager(OffloadingManager):
         return noting
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Where the bytes of a hit came from: host memory, or the disk they were fetched from."""
-        assert self._sources is not None  # vLLM 0.31 does not ask
+        """Returns the source of a hit: host memory, or the disk that the bytes were read from."""
+        assert self._sources is not None  # vLLM 0.31 does not call this
         host, disk = self._sources
         return host if self._cache.load_source(key) < 0 else disk
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
-        """Pin chunks that all were hits in this step, and name their rows."""
+        """Pins the chunks and returns their rows. All of them must have been hits in this step."""
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """All ranks have loaded."""
+        """Ends a load after all ranks have finished it."""
         self._cache.complete_load(keys)  # type: ignore[arg-type]
 
     # ---- store
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        """Rows for the chunks of ``keys`` that are new, as many from the left as fit. Never None: what does
-        not fit now is not worth a warning in each step."""
+        """Allocates rows for the new chunks of ``keys``, as many from the left as fit.
+
+        Never returns None: vLLM would log a warning in each step in which not all chunks fit.
+        """
         state = self._state(req_context)
         offered = _sequence(keys)
         if not offered or not self._may_store(state):
@@ -184,22 +189,25 @@ class KVOffloadManager(OffloadingManager):
         return PrepareStoreOutput(accepted, RowLoadStoreSpec(ticket, rows, group_rows), evicted)
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """All ranks have reported. Whether the copies succeeded stands in the region, under the ticket."""
+        """Ends a store after all ranks have reported. The region holds the copies' results, by ticket."""
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
         if self._options.describes_events:
             self._unstored += self._cache.absent(keys)
 
     def _may_store(self, state: RequestState) -> bool:
-        """A request that ran, or loaded, when a reset came was computed with what was reset, the weights
-        perhaps; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
-        and hold other bytes now included. vLLM looks a request up when none of it is computed: one that
-        waited or was preempted may store."""
+        """True if no reset happened since the request was last looked up.
+
+        A request that was running or loading during a reset used the state from before it, possibly the old
+        weights. Also, vLLM 0.32 and 0.33 offer all its chunks again, including those whose blocks left a
+        window and now hold other bytes. vLLM looks up a request when none of it is computed, so a request
+        that was waiting or preempted may store.
+        """
         return state.epoch == self._epoch
 
     # ---- step, reset, end
 
     def on_schedule_end(self, context: Any) -> None:
-        """Poll the tiers, make plans for waiting requests, let deadlines pass."""
+        """Ends a step: admits the scheduled requests, polls the tiers, plans loads, applies deadlines."""
         if self._options.resumed_is_new:
             for request_id in context.preempted_req_ids:
                 if (state := self._live.get(request_id)) is not None:
@@ -213,22 +221,26 @@ class KVOffloadManager(OffloadingManager):
         self._cache.end_step()
 
     def _turn_away(self, request_id: str, state: RequestState) -> None:
-        """The request stores and loads nothing more: a session of streaming input that goes on, which is new
-        once more though it was not resumed. vLLM 0.31 and 0.32 offer its chunks with blocks that hold others,
-        from this step on; in 0.31 its keys may be another prompt's, too."""
+        """Stops all stores and loads of a request: a resumed streaming-input session.
+
+        vLLM schedules that session as new again although it was not preempted. From this step on, vLLM 0.31
+        and 0.32 offer its chunks with blocks that hold other chunks. In 0.31 its keys may also belong to
+        another prompt.
+        """
         self._cache.end_request(state.handle)
         state.handle = self._cache.begin_request(
             request_id, load_from_cpu=False, load_tiers=0, skip_store=True
         )
 
     def has_pending_work(self) -> bool:
-        """Whether a request waits for us: keeps an idle engine stepping."""
+        """True if a request waits for us; vLLM then keeps stepping an idle engine."""
         return self._cache.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forget everything, in memory and on every tier; with fixed weights only the jobs, which vLLM drops.
+        """Invalidates all chunks in memory and on every tier.
 
-        vLLM asks for it before weights change, and for sleep and pause, and does not say which.
+        With fixed weights it only abandons the jobs, which vLLM drops. vLLM calls it before weight changes,
+        sleep and pause, and does not report the reason.
         """
         self._epoch += 1
         if self._options.fixed_weights:
@@ -241,10 +253,13 @@ class KVOffloadManager(OffloadingManager):
         self._unstored.clear()  # vLLM drops all payloads itself
 
     def on_reset_flushed(self) -> None:
-        """vLLM 0.33: the jobs of before the reset ended. The ranks say so themselves, by ticket."""
+        """Does nothing. vLLM 0.33 calls it when the jobs from before the reset have ended.
+
+        The ranks report that too, by ticket.
+        """
 
     def shutdown(self) -> None:
-        """Shed queued writes, let what runs end, close the tiers. Idempotent."""
+        """Drops queued writes, waits for running operations and closes the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
             self.at_shutdown()
@@ -253,8 +268,8 @@ class KVOffloadManager(OffloadingManager):
     # ---- reports
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of host memory and of every tier that publishes them."""
-        if unstored := self._cache.absent(self._unstored):  # others may have been stored since
+        """Yields the KV events of host memory and of every tier that publishes them."""
+        if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()
         for keys, on_storage, removed, tier in self._cache.take_events():
@@ -270,7 +285,7 @@ class KVOffloadManager(OffloadingManager):
                 )
 
     def get_stats(self) -> Any | None:
-        """Changes of our metrics since the last call, None when there are none. Called in every step."""
+        """Returns the changes of our metrics since the last call, or None. Called in every step."""
         now = self._clock()
         if now >= self._next_gauges:
             self._next_gauges = now + _GAUGE_SECONDS
@@ -293,7 +308,7 @@ class KVOffloadManager(OffloadingManager):
         return stats
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
-        """Labels of ``vllm:kv_offload_config_info`` (0.33)."""
+        """Returns the labels of ``vllm:kv_offload_config_info`` (0.33)."""
         return [dict(self._options.info)]
 
 
@@ -302,13 +317,16 @@ def _sequence(keys: Collection[bytes]) -> Sequence[bytes]:
 
 
 def _part_of(chunk_tokens: int | None) -> Callable[[Any, bytes], int] | None:
-    """Tokens of the part of a chunk that a key is of, 0 of a whole one: a part ends where no chunk does."""
+    """Returns a function from a key to the tokens of its partial chunk; 0 for a whole chunk.
+
+    A partial chunk is detected by its end, which is not a chunk boundary.
+    """
     if chunk_tokens is None:
         return None
     return lambda req_context, key: (req_context.get_offload_key_position(key) or 0) % chunk_tokens
 
 
 def _depths(keys: Sequence[bytes], req_context: Any) -> list[int] | None:
-    """How many tokens of prefix each key stands for, where vLLM knows it of all of them."""
+    """Returns the prefix length of each key in tokens; None unless vLLM knows it for all keys."""
     depths = list(map(req_context.get_offload_key_position, keys))
     return None if None in depths else depths

@@ -7,16 +7,16 @@ from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
 
 def register() -> None:
-    """Register the spec with vLLM's factory, and what sets up ranks on CPU; idempotent.
+    """Registers the spec with vLLM's factory, and the setup of CPU ranks. Idempotent.
 
-    Never raises and never judges the release: a vLLM that we do not support must go on serving its other
-    specs. Whether this one is supported is said when the spec is used (compat.py).
+    Never raises and does not check the release: an unsupported vLLM must keep serving its other specs. The
+    check runs when the spec is used (compat.py).
     """
     try:
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     except ImportError:
-        return  # no offloading specs in this vLLM at all
-    with contextlib.suppress(ValueError, AttributeError, TypeError):  # already, or a factory of another shape
+        return  # this vLLM has no offloading specs
+    with contextlib.suppress(ValueError, AttributeError, TypeError):  # already registered, or unknown factory
         OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     try:
         from vllm.utils.ompmultiprocessing import OMPProcessManager

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of one request, in a line for the log."""
+"""Formats the report on one request as a log line."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """``report``: of TieredCache.report.
+    """Returns ``report``, a result of TieredCache.report, as one line of text.
 
-    For example: 3072 tokens from fs, 128 from cpu, 512 missing (not_stored); load estimated at 0.120 s
-    against 0.800 s of computing, waited 0.131 s
+    For example: 3072 tokens from fs, 128 tokens from cpu, 512 tokens missing (not_stored); load: loading
+    estimated at 0.120 s against 0.800 s of computing; waited 0.131 s
     """
     found = [f"{tokens} tokens from {tier}" for tier, tokens in report["hit_tokens"].items()]
     missing = [f"{tokens} tokens missing ({reason})" for reason, tokens in report["miss_tokens"].items()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of one process that are part of the namespace, as texts: vLLM's resolved configuration and its
-environment, filtered by ``identity_table``.
+"""The settings of one process that are part of the namespace, as text.
 
-Values that equal the default of their field are left out. The namespace holds vLLM's version, so a default
-means the same wherever two namespaces agree.
+They are vLLM's resolved configuration and its environment, filtered by ``identity_table``. Values that equal
+the default of their field are omitted. The namespace includes vLLM's version, so a default is the same
+wherever two namespaces are equal.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from .identity_table import CONFIGURATION, ENVIRONMENT, Decision
 
 # Kinds of rotary embedding whose angles do not depend on max_model_len.
 _FIXED_ROTATIONS = {None, "default", "linear", "yarn", "deepseek_yarn", "llama3", "mrope", "proportional"}
-# Models that read max_model_len when they compute: attention temperature (Llama 4), length of the rotation.
+# Models whose computation reads max_model_len: attention temperature (Llama 4), rotation length.
 _READS_MAX_MODEL_LEN = ("llama4", "minimax_m2", "cohere_compass")
-# Models of an engine, by their path: the model and its drafter.
+# Configuration paths of an engine's models: the model and its drafter.
 _MODELS = ("model_config", "speculative_config.draft_model_config")
 _MAX_DEPTH = 8
 
 
 def configured(vllm_config: Any) -> dict[str, str]:
-    """Returns {path of a field: text} for every field that counts and is not at its default."""
+    """Returns {field path: text} for every field that counts and differs from its default."""
     found = dict(_walk(vllm_config, "", ""))
     for path in _MODELS:
         if _length_is_free(_at(vllm_config, path)):
@@ -43,7 +43,7 @@ def environment(
 ) -> dict[str, str]:
     """Returns {variable: text} for every variable that counts and is set.
 
-    ``known``: the variables of vllm/envs.py (its ``environment_variables``). One that no table names counts.
+    ``known``: the variables of vllm/envs.py (its ``environment_variables``). A variable in no table counts.
     """
     if known is None:
         from vllm.envs import environment_variables
@@ -55,7 +55,7 @@ def environment(
 
 
 def decision_for(path: str, table: Mapping[str, Decision] = CONFIGURATION) -> Decision | None:
-    """Returns the line for ``path`` or for a configuration around it; None for an unknown field."""
+    """Returns the table entry for ``path`` or for an enclosing configuration; None for an unknown field."""
     while path:
         if path in table:
             return table[path]
@@ -64,7 +64,11 @@ def decision_for(path: str, table: Mapping[str, Decision] = CONFIGURATION) -> De
 
 
 def _walk(value: Any, path: str, section: str) -> Iterator[tuple[str, str]]:
-    """``path`` names the field in the namespace, ``section`` its lines in the table."""
+    """Yields (path, text) of the fields below ``value`` that count.
+
+    ``path``: the prefix of their names in the namespace. ``section``: the prefix of their entries in the
+    table.
+    """
     for name, field, default in _fields(value):
         inner = f"{path}.{name}".lstrip(".")
         line = f"{section}.{name}".lstrip(".")
@@ -79,7 +83,7 @@ def _walk(value: Any, path: str, section: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_configuration(value: Any) -> bool:
-    """True for vLLM's configuration classes, whose fields the table names one by one."""
+    """True for instances of vLLM's configuration classes, whose fields have their own table entries."""
     is_class = isinstance(value, type)
     return not is_class and (dataclasses.is_dataclass(value) or type(value).__name__ == "SimpleNamespace")
 
@@ -95,13 +99,13 @@ def _fields(config: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _default(field: Any) -> Any:
-    """Returns the default of a dataclass field, pydantic's included; a new object where there is none."""
-    for source in (field, field.default):  # pydantic puts a FieldInfo in the place of the default
+    """Returns the default of a dataclass or pydantic field; a new object if there is none."""
+    for source in (field, field.default):  # pydantic stores a FieldInfo as the default
         factory = getattr(source, "default_factory", None)
         if callable(factory) and factory is not dataclasses.MISSING:
             try:
                 return factory()
-            except Exception:  # a factory that needs arguments: the value is always named
+            except Exception:  # the factory needs arguments: always include the value
                 return object()
     default = getattr(field.default, "default", field.default)
     missing = default is dataclasses.MISSING or type(default).__name__ == "PydanticUndefinedType"
@@ -115,11 +119,11 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Returns ``value`` as tables, lists and texts that are equal in every process.
+    """Returns ``value`` as dicts, lists and scalars that are equal in every process.
 
-    A path of a file becomes a digest of the file, which may change in place. ``depth`` counts objects: beyond
-    _MAX_DEPTH, which an object that contains itself reaches, the type stands for the value. Raises OSError
-    when a file cannot be read.
+    Replaces a file path by a digest of the file, because the file may change in place. ``depth`` is the
+    nesting of objects: beyond _MAX_DEPTH, for example in an object that contains itself, the type replaces
+    the value. Raises OSError if a file cannot be read.
     """
     if isinstance(value, (str, Path)) and _may_name_a_file(str(value)) and os.path.isfile(value):
         return f"file {weights_digest([Path(value)])}"
@@ -137,7 +141,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return sorted((plain(part, depth) for part in value), key=setting_text)
     if depth >= _MAX_DEPTH:
         return type(value).__qualname__
-    if hasattr(value, "to_dict") and not isinstance(value, type):  # a configuration of transformers
+    if hasattr(value, "to_dict") and not isinstance(value, type):  # a transformers configuration
         return _digest(_without_bookkeeping(plain(value.to_dict(), depth + 1)))
     if isinstance(value, type) or callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
@@ -153,7 +157,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _may_name_a_file(text: str) -> bool:
-    """False for words such as "auto": a file of that name in the working directory is not meant."""
+    """False for words such as "auto", even if the working directory has a file of that name."""
     return os.sep in text or "." in text
 
 
@@ -174,7 +178,7 @@ def _at(config: Any, path: str) -> Any:
 
 
 def _length_is_free(model: Any) -> bool:
-    """True if max_model_len changes no byte: neither the model nor its rotations depend on it.
+    """True if max_model_len does not change the cache's bytes: neither model nor rotations depend on it.
 
     ``model``: a ModelConfig.
     """
@@ -186,7 +190,7 @@ def _length_is_free(model: Any) -> bool:
 
 
 def _rotations(text_config: Any) -> set[Any]:
-    """Returns the kinds of rotary embedding that a text configuration names, one a kind of layer."""
+    """Returns the kinds of rotary embedding in a text configuration, which may have one per kind of layer."""
     found: set[Any] = set()
     for name in ("rope_parameters", "rope_scaling"):
         scaling = getattr(text_config, name, None)
