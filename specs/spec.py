@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec: what vLLM makes in every process, to ask it for a manager (scheduler) or a worker (each rank).
+"""The spec. vLLM creates it in every process and gets from it a manager (scheduler) or a worker (each rank).
 
-Importing this module starts nothing and loads no extension: the API server asks it for metric names only.
+Importing this module starts nothing and loads no extension, because the API server needs only metric names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class KVOffloadSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Every metric that ``get_stats`` may report, as vLLM's /metrics declares them."""
+        """Returns the metadata of every metric that ``get_stats`` may report, for vLLM's /metrics."""
         return {
             definition.name: _metric_metadata(definition.type, definition)
             for definition in metric_definitions()
@@ -45,20 +45,20 @@ class KVOffloadSpec(OffloadingSpec):
 
     @classmethod
     def config_info_keys(cls, extra_config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Labels of ``vllm:kv_offload_config_info`` that the manager fills (0.33)."""
+        """Returns the labels of ``vllm:kv_offload_config_info`` that the manager sets (0.33)."""
         return INFO_LABELS
 
     def __init__(self, config: Any) -> None:
-        """Raises ValueError, with all that is wrong with the configuration in one text."""
+        """Raises ValueError with one text that lists all errors in the configuration."""
         super().__init__(config)
         self._options = OffloadConfig.from_extra_config(config.extra_config)
-        # With a replicated cache (pure MLA under TP) only rank 0 stores, and all load from one area.
+        # With a replicated cache (pure MLA under TP) only rank 0 stores, and all ranks load from one area.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     def get_worker(self, kv_caches: Any) -> "KVOffloadWorker":
-        """This rank's worker. Raises ValueError or ResourceError, naming what to change."""
+        """Returns this rank's worker. Raises ValueError or ResourceError; the text says what to change."""
         if self._worker is None:
             from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
             from .worker import make_worker
@@ -70,7 +70,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._worker
 
     def get_manager(self) -> "KVOffloadManager":
-        """The scheduler's manager; waits for the ranks. Raises ValueError or ResourceError."""
+        """Returns the scheduler's manager. Waits for the ranks. Raises ValueError or ResourceError."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager
@@ -92,7 +92,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
-        # Before any tier is opened: records that cannot be told apart must never be written.
+        # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
         if seed_is_random and _outlives(options):
@@ -121,7 +121,10 @@ class KVOffloadSpec(OffloadingSpec):
         merged: Mapping[str, Any],
         identity: NamespaceIdentity,
     ) -> int:
-        """Serves the metrics and logs the setup. Returns the tokens that all tiers hold; 0: unknown."""
+        """Serves the metrics and logs the startup summary.
+
+        Returns the capacity of host memory and all tiers in tokens; 0: unknown.
+        """
         options = self._options
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
@@ -132,7 +135,7 @@ class KVOffloadSpec(OffloadingSpec):
         tokens = geometry.tokens_by_tier(options, bounds)
         for name, held in tokens.items():
             metrics.set("kv_offload_tier_capacity_tokens", [name], held)
-        # A tier without a bound of its own, such as a bucket, may hold anything.
+        # The capacity of a tier without its own bound, such as a bucket, is unknown.
         capacity = 0 if None in bounds else sum(tokens.values())
         warning = small_capacity_warning(capacity, merged.get("max_model_len") or 0)
         if warning is not None:
@@ -169,7 +172,7 @@ class KVOffloadSpec(OffloadingSpec):
             resumed_is_new=bool(merged.get("resumed_is_new")),
             tiers={name: tier.events_locality for name, tier in tiers.items()},
             event_tiers=frozenset(name for name, tier in tiers.items() if tier.enable_kv_events),
-            # Their servers evict, so that no removal is ever reported.
+            # The servers of these tiers evict records, so no removal is ever reported.
             self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
             info=self._info(merged, identity),
             request_hints=options.request_hints == "allow",
@@ -208,7 +211,7 @@ class KVOffloadSpec(OffloadingSpec):
         return region
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
-        """([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
+        """Returns ([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
         merged = merge_fingerprints([text for _, text in ranks])
@@ -228,7 +231,7 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_tiers(
         self, bounds: Sequence[int | None], identity: NamespaceIdentity, elements: Sequence[str]
     ) -> "list[TierSpec]":
-        """``elements``: what each group's bytes are."""
+        """Returns the specs of the tiers. ``elements``: the element type of each group, for the codec."""
         options = self._options
         tiers = [
             tier.spec(name, bound, identity)
@@ -270,8 +273,11 @@ class KVOffloadSpec(OffloadingSpec):
         )
 
     def _parts_of(self) -> int | None:
-        """Tokens of a chunk where vLLM asks for parts of one: chunks of one block, all of one size, in which
-        prompts are compared by smaller units."""
+        """Returns the tokens per chunk if vLLM looks up partial chunks; otherwise None.
+
+        vLLM does that if chunks have one block, all chunks have the same size, and tokens are hashed in
+        smaller units.
+        """
         tokens = set(self._tokens_per_chunk())
         cache = self.config.cache
         if cache.blocks_per_chunk != 1 or len(tokens) != 1 or cache.tokens_per_hash in tokens:
@@ -296,14 +302,14 @@ def _shards_per_area(merged: Mapping[str, Any]) -> int:
 
 
 def _layout_words(merged: Mapping[str, Any]) -> list[str]:
-    """For kv_offload_info, which doctor reads."""
+    """Returns the words about the layout in kv_offload_info, which doctor reads."""
     if merged.get("canonical"):
         return ["canonical"]
     return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
 
 
 def _log_layout(merged: Mapping[str, Any]) -> None:
-    """Whether servers of another tensor-parallel size share the records, where that was asked for."""
+    """Logs whether servers of other tensor-parallel sizes share the records, if canonical_layout is set."""
     if merged.get("canonical"):
         shards = merged["canonical"]["shards"]
         sizes = "" if shards == 1 else f" that divides {shards}"
@@ -317,7 +323,7 @@ def _log_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
-    """Raises ValueError when the cache outlives the server and part of its identity is not known."""
+    """Raises ValueError if the cache outlives the server and part of its identity is unknown."""
     if not _outlives(options):
         return
     what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
@@ -334,7 +340,7 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
-    """Raises ValueError when the cache outlives the server and the weights cannot be identified."""
+    """Raises ValueError if the cache outlives the server and the weights cannot be identified."""
     problem = weights_problem(identity.model)
     if problem is None or not _outlives(options):
         return
@@ -366,7 +372,7 @@ def _log_kept(stats: Mapping[str, int]) -> None:
 
 
 def small_capacity_warning(capacity_tokens: int, max_model_len: int) -> str | None:
-    """What to tell an operator whose longest prompt does not fit; None where it does, or is not known."""
+    """Returns a warning if the longest prompt does not fit; None if it fits or the sizes are unknown."""
     if not 0 < capacity_tokens < max_model_len:
         return None
     return (

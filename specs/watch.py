@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
+"""Watches that log once: no hits at all; a cache reset; a reset of one replica only. Also codec decisions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LOOK_SECONDS = 30.0
-_ENOUGH_STORED = 100_000  # tokens missed though they had been stored once
-_ENOUGH_ASKED = 1_000_000  # tokens missed, whatever the reason
+_ENOUGH_STORED = 100_000  # missed tokens that had been stored before
+_ENOUGH_ASKED = 1_000_000  # missed tokens, for any reason
 _REASONS = {
     "not_stored": "the prompts asked for were never stored: no prompt shares a prefix of a whole chunk with "
     "an earlier one, or what makes prefixes equal differs (cache_salt, LoRA, images)",
@@ -33,25 +33,25 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What may keep chunks from being found, as far as it is known at start."""
+    """Possible causes of misses that are known at start."""
 
-    random_seed: str = ""  # the hash algorithm, when each process draws another seed
-    other_namespaces: tuple[str, ...] = ()  # in the roots: what is different in each
-    group_ids: tuple[int, ...] = ()  # vLLM's, by position
-    capacity_tokens: int = 0  # of host memory and all tiers; 0: not known
+    random_seed: str = ""  # the hash algorithm, if each process draws its own seed; otherwise ""
+    other_namespaces: tuple[str, ...] = ()  # how each other namespace in the tiers differs
+    group_ids: tuple[int, ...] = ()  # vLLM's group IDs, by position
+    capacity_tokens: int = 0  # of host memory and all tiers; 0: unknown
     write_policies: tuple[str, ...] = ()  # of each tier
 
 
 class DivergenceWatch:
-    """Checks whether a tier's records are still shared with the other replicas on it, and warns once."""
+    """Checks whether the replicas on a tier still share its records; warns once per tier."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
-        """``tiers``: their names, in the order of the cache's."""
+        """``tiers``: the tier names, in the cache's order."""
         self._cache = cache
         self._unwarned = dict(enumerate(tiers))
 
     def look(self) -> None:
-        """Ask each tier that was not warned of yet."""
+        """Checks each tier without a warning so far."""
         for position, name in list(self._unwarned.items()):
             if self._cache.tier_stats(position)["diverged"]:
                 del self._unwarned[position]
@@ -65,16 +65,16 @@ class DivergenceWatch:
 
 
 class ResetWatch:
-    """Reports the first cache reset from vLLM: what it forgot, and how to keep the cache."""
+    """Reports vLLM's first cache reset: the invalidated chunks and tiers, and how to keep the cache."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
-        """``tiers``: their names, in the order of the cache's."""
+        """``tiers``: the tier names, in the cache's order."""
         self._cache = cache
         self._tiers = tiers
         self._reported = False
 
     def report_forgotten(self) -> None:
-        """Warns once, before a reset that forgets something."""
+        """Warns once. Call it before a reset; it does nothing if no chunk or tier is affected."""
         chunks = self._cache.stats()["resident_chunks"]
         if self._reported or not (chunks or self._tiers):
             return
@@ -90,7 +90,7 @@ class ResetWatch:
         )
 
     def report_kept(self) -> None:
-        """Says once that a reset keeps the cache."""
+        """Logs once that a reset keeps the cache."""
         if self._reported:
             return
         self._reported = True
@@ -102,16 +102,16 @@ class ResetWatch:
 
 
 class CodecWatch:
-    """Says what is decided on encoding a tier's records, when that changes."""
+    """Logs each change of the decision whether a tier's records are encoded."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
-        """``tiers``: their names, in the order of the cache's."""
+        """``tiers``: the tier names, in the cache's order."""
         self._cache = cache
         self._encodes = dict.fromkeys(range(len(tiers)), False)
         self._tiers = tiers
 
     def look(self) -> None:
-        """Ask each tier."""
+        """Checks each tier."""
         for position, before in self._encodes.items():
             now = self._cache.tier_stats(position)
             if now["encodes"] != before:
@@ -120,7 +120,7 @@ class CodecWatch:
 
 
 class HitWatch:
-    """Checks the counters now and then, and warns once."""
+    """Checks the counters every 30 s and warns once if there are no hits."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class HitWatch:
         cache: "TieredCache | None" = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        """``tiers``: every label that a hit can have. ``cache``: asked for what lookups found, if given."""
+        """``tiers``: every label that a hit can have. ``cache``: source of the lookup counts, if given."""
         self._metrics = metrics
         self._tiers = tiers
         self._cache = cache
@@ -138,8 +138,11 @@ class HitWatch:
         self._done = False
 
     def look(self, now: float) -> None:
-        """Warn when chunks are stored, much was asked for (100,000 tokens that had been stored, or a million
-        that had not) and nothing was hit. ``now`` in seconds of any steady clock."""
+        """Warns if chunks are stored, but none was hit despite many lookups.
+
+        "Many" is 100,000 missed tokens that had been stored before, or 1,000,000 missed tokens in total.
+        ``now``: seconds of any monotonic clock.
+        """
         if self._done or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
@@ -166,7 +169,7 @@ class HitWatch:
         )
 
     def _cause(self, reason: str, misses: Mapping[str, float]) -> str:
-        """The most specific cause that fits; otherwise what the most frequent reason means."""
+        """Returns the most specific matching cause; otherwise the meaning of the most frequent reason."""
         around = self._surroundings
         veto = self._vetoing_groups()
         if veto:
@@ -199,7 +202,10 @@ class HitWatch:
         return _REASONS[reason]
 
     def _vetoing_groups(self) -> str:
-        """Groups of which no chunk is ever found, while chunks of others are: a hit needs all groups."""
+        """Returns a text on groups without hits while other groups have hits; "" if there are none.
+
+        A hit needs chunks of all groups.
+        """
         lookups = self._cache.lookup_counts() if self._cache is not None else []
         ids = self._surroundings.group_ids or tuple(range(len(lookups)))
         found = [str(ids[position]) for position, (hits, _) in enumerate(lookups) if hits]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of vLLM are part of the namespace, and why each of the others is not.
+"""The tables that decide which vLLM settings are part of the namespace, with a reason for each decision.
 
-A setting counts if two of its values give pages that are laid out differently, or that hold values computed
-by another function, from other inputs, or in another precision. A setting does not count if it only changes
-the order of sums, the choice between equivalent kernels, a size, a place or a label.
+A setting counts if two of its values give pages with different layouts, or with values computed by another
+function, from other inputs, or in another precision. A setting does not count if it only changes the order of
+sums, the choice between equivalent kernels, a size, a place or a label.
 
 The tables name every field of VllmConfig and every environment variable that vLLM reads, in all supported
-releases; tests/python/contract/check_identity_table.py compares them with the installed release. A field that
-no table names counts: a new release is safe before anybody has read it.
+releases; tests/python/contract/check_identity_table.py compares them with the installed release. A field in
+no table counts, so a new release is safe before its settings have been reviewed.
 """
 
 from .cache import CACHE

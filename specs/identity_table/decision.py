@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables say of a field: whether it is part of the namespace, and why."""
+"""The entries of the tables: whether a field is part of the namespace, and why."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One line of a table."""
+    """One entry of a table."""
 
     counts: bool  # its value is part of the namespace
     reason: str
-    like: str = ""  # the section whose lines decide for the fields below this one
+    like: str = ""  # the section whose entries also apply to the fields below this one
 
 
 def counts(reason: str) -> Decision:
@@ -24,7 +24,7 @@ def same(reason: str) -> Decision:
 
 
 def elsewhere(where: str) -> Decision:
-    """Returns the decision for a field that the part ``where`` of the namespace covers."""
+    """Returns the decision for a field that another part of the namespace, ``where``, covers."""
     return Decision(False, f"covered by {where}")
 
 
