@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own ``bench serve`` over more prefixes than host memory holds: the first pass, and those after it.
+"""Runs vLLM's ``bench serve`` over more prefixes than fit in host memory: a first and later passes.
 
     python benchmarks/bench_serve.py [--rounds 5] [--prefixes 8] [--prefix 3072] [--size 128MiB]
 
-Serves one model, made on the spot, with vLLM on CPU three times, side by side: without a connector, with
-this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own
-refuses CPU), the latter two with a disk below their host memory. Each round has prefixes of its own, of
-vLLM's data set ``prefix_repetition``, and plays the same requests in four passes: `new` computes the
-prefixes, while what the rounds before left is pushed out of host memory; `first` is the first over them;
-`second` and `third` come after it. Servers take turns in each pass, in another order each time, and one is
-asked only when the writes of all are done.
+Serves one generated model with vLLM on CPU in three servers that run at the same time: without a connector,
+with this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py,
+because its own worker does not support CPU). The latter two have a disk below their host memory. Each round
+uses new prefixes from vLLM's data set ``prefix_repetition`` and sends the same requests in four passes. Pass
+`new` computes the prefixes and evicts those of earlier rounds from host memory; `first` is the first pass
+that reuses them, followed by `second` and `third`. In each pass the servers take turns in random order. A
+server gets requests only after all servers have finished writing.
 
-It reports, of each pass, how long it took, the median time to the first token, the mean time per token after
-it, and the CPU seconds of the server's threads; with ratios to vLLM's tiering in the same round.
+Reports for each pass: its duration, the median TTFT, the mean time per output token after the first, and the
+CPU seconds of the server's threads; with ratios to vLLM's tiering in the same round.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from tiny_model import make_model
 from kv_offload.exposition import Page
 
 PASSES = ("new", "first", "second", "third")
-FIGURES = {  # of vLLM's result: how it is called here, its unit
+FIGURES = {  # key in vLLM's result -> our label, unit
     "duration": ("all of it", "s"),
     "median_ttft_ms": ("median first token", "ms"),
     "mean_tpot_ms": ("mean token after it", "ms"),
 }
-COUNTERS = {  # and the label by which they are told apart
+COUNTERS = {  # counter -> the label that distinguishes its values
     "kv_offload_decisions_total": "choice",
     "kv_offload_hit_tokens_total": "tier",
     "kv_offload_miss_tokens_total": "reason",
 }
-SUFFIX = 64  # tokens of a request that are its own
+SUFFIX = 64  # tokens of a request after the shared prefix
 
 
 def ask_all(server: LocalServer, model: Path, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """One run of ``vllm bench serve``; its result."""
+    """Runs ``vllm bench serve`` once and returns its result."""
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -97,7 +97,7 @@ def ask_all(server: LocalServer, model: Path, seed: int, arguments: argparse.Nam
 
 
 def counts(server: LocalServer) -> dict[str, float]:
-    """What the connector has counted so far; of other connectors nothing."""
+    """Returns our connector's counters so far; an empty dict for other connectors."""
     page = Page(server.get("/metrics"))
     found = {}
     for counter, label in COUNTERS.items():
@@ -141,7 +141,7 @@ def main() -> None:
         contextlib.ExitStack() as running,
     ):
         model = make_model(Path(directory) / "model", arguments.kind)
-        # Decoding and encoding again makes some prompts longer than asked for.
+        # Some prompts become longer than requested when they are decoded and encoded again.
         longest = arguments.prefix + SUFFIX + arguments.tokens + 2 * BLOCK
         servers, roots = {}, {name: Path(directory) / f"root-{name}" for name in arguments.only}
         for name in arguments.only:
@@ -165,7 +165,7 @@ def main() -> None:
                     for other, root in roots.items():
                         if other != "none":
                             wait_for_writes(root, 1)
-                    if number >= 0:  # vLLM compiles its helpers at the first requests
+                    if number >= 0:  # warm-up: vLLM compiles helpers during the first requests
                         rounds[name][which].append(taken)
                         say(f"round {number}, {which}, {name}: {taken['duration']:.2f} s")
     report(rounds, arguments)

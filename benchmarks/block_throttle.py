@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds what some processes move from and to the device of a directory to so many bytes a second.
+"""Limits the bandwidth of processes to the block device of a directory, in bytes per second.
 
-By the kernel's block I/O controller (root only): ``blkio.throttle.*`` of cgroup v1, ``io.max`` of v2. It
-counts what reaches the device, so nothing that the page cache answers.
+Uses the kernel's block I/O controller (root only): ``blkio.throttle.*`` of cgroup v1, ``io.max`` of v2. The
+limit applies to I/O that reaches the device, not to page cache hits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def device_of(directory: Path) -> str:
-    """MAJOR:MINOR of the whole disk that the directory lies on.
+    """Returns MAJOR:MINOR of the whole disk that contains the directory.
 
-    Raises SystemExit where that is no block device (tmpfs, overlay, a network file system).
+    Raises SystemExit if the directory is not on a block device (tmpfs, overlay, a network file system).
     """
     number = directory.stat().st_dev
     found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
@@ -31,9 +31,9 @@ def device_of(directory: Path) -> str:
 
 @contextmanager
 def throttled(directory: Path, bytes_per_second: int | None) -> Iterator[list[str]]:
-    """The words to put before a command that hold it to that speed, reads and writes each; None: to none.
+    """Yields a command prefix that limits reads and writes to that speed each; None: no limit.
 
-    Raises SystemExit without a controller, or without the right to use it.
+    Raises SystemExit if there is no controller, or no permission to use it.
     """
     if bytes_per_second is None:
         yield []

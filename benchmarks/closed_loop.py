@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the connector cost anything while it is not needed?
+"""Measures the connector's overhead when all prompts hit vLLM's own cache.
 
     python benchmarks/closed_loop.py [--rounds 12] [--seconds 8] [--clients 4] [--frozen-disk]
 
-Two servers of one model, one with the connector (host memory and disk), one without. The working set fits
-into vLLM's own cache, so nothing is ever reloaded. Clients in a closed loop (each sends its next request when
-it has the answer) load one server, then the other, round after round, in alternating order. Reported is the
-ratio of requests per second, with against without: the median over the rounds and the interval that holds it
-with 95% confidence (bootstrap); and the ratios of the mean and of the 99th percentile of the request times.
+Runs two servers of one model, one with the connector (host memory and disk) and one without. The working set
+fits in vLLM's own cache, so nothing is ever reloaded. Closed-loop clients (each sends its next request after
+the response) load one server, then the other, in alternating order from round to round. Reports the ratio of
+requests per second, with to without the connector: the median over the rounds and its 95% confidence interval
+(bootstrap). Also reports the ratios of the mean and the 99th percentile of the request times.
 
-With --frozen-disk each request ends in a block of its own, which is stored, and the tier's disk
-(tests/slow_disk, FUSE) answers nothing all the while: storing must not hold anybody up.
+With --frozen-disk each request ends in a unique block, which is stored, while the tier's disk
+(tests/slow_disk, FUSE) does not respond at all: stores must not block requests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = ("without", "with")
 
 @dataclass
 class Round:
-    """One server under load for a while."""
+    """Results of one server under load in one round."""
 
     requests_per_second: float
     latencies: list[float] = field(repr=False)
@@ -51,9 +51,9 @@ class Round:
 def load(
     server: LocalServer, prompts: Sequence[Sequence[int]], own: int, clients: int, seconds: float, seed: int
 ) -> Round:
-    """``clients`` threads ask prompts of the working set for ``seconds``; all requests are finished then.
+    """Sends prompts of the working set from ``clients`` threads for ``seconds``; waits for all responses.
 
-    own: tokens at a request's end that no other has; they are computed, and 24 more generated.
+    ``own``: unique tokens at the end of each request. The server computes them and generates 24 more.
     """
     latencies: list[list[float]] = [[] for _ in range(clients)]
     errors: list[BaseException] = []
@@ -128,7 +128,7 @@ def measure(
                 environment=environment(),
             )
             servers[name].start()
-            for prompt in prompts:  # into the cache, and vLLM's helpers compiled
+            for prompt in prompts:  # fills the cache and makes vLLM compile its helpers
                 servers[name].ask(prompt, max_tokens=2)
             load(servers[name], prompts, own, clients, seconds, seed=-1)
         if disk is not None:
@@ -147,7 +147,7 @@ def measure(
             assert disk.tell()["held"] > 0, "nobody was inside the frozen disk"
     finally:
         if disk is not None:
-            disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
+            disk.tell(frozen=0)  # a process in a frozen call cannot be killed
         for server in servers.values():
             server.stop()
     return taken

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near do copies come to the link, for every way vLLM lays out a cache, and what do they cost a model?
+"""Compares copy bandwidth to the link, for every cache layout of vLLM, and measures the cost to a model.
 
-Baselines, in the same run: the link (one big cudaMemcpyAsync each way, and both at once), each path alone,
-and vLLM's own copies, taken from the release that is installed: its batched call, and for small pages its
-Triton kernel, as its worker would choose. Where no vLLM with CUDA is, that column is missing and a line says
-so. Copies are asked for until they are over, as an engine that serves asks; "waited" is ours for one that
-stands still until then. "decode" runs steps of a model (small copies both ways around kernels that fill every
-SM) alone and beside copies that last through the loop, by what may be in flight. A row that misses its aim
+Baselines, in the same run: the link (one big cudaMemcpyAsync in each direction, and in both at once), each
+path alone, and the copies of the installed vLLM: its batched call, and its Triton kernel for small pages, as
+its worker would choose. Without a vLLM with CUDA, that column is missing and a line says so. Copies are
+polled until they end, as a serving engine does; "waited" is our rate for a caller that blocks until then.
+"decode" runs steps of a model (small copies in both directions around kernels that fill every SM), alone and
+during copies that last for the whole loop, by the limit of copies in flight. A row that misses its target
 says so.
 
-Results are written after each question, into a file named ``...-incomplete`` until the last: what was
-measured before the benchmark was cut off is not lost, and what an earlier run measured neither.
+Results are written after each question, into a file named ``...-incomplete`` until the last one. An
+interrupted benchmark therefore keeps its own results so far and those of an earlier run.
 
     bash benchmarks/gpu/run.sh                        # builds, tests and measures
     bash benchmarks/gpu/run.sh --on-threads           # tries all of it without a GPU
@@ -29,7 +29,7 @@ from reporting import say, write_results
 from vllm_copy import VllmCopies
 
 QUESTIONS = ("decode", "one_way", "layer_major", "both_ways", "submit")
-# The settings of decode that serve.
+# The settings of "decode" that are used for serving.
 SERVING = {
     "ours": "as it serves",
     "dma": "4 MiB, 2 in flight",
@@ -42,7 +42,7 @@ COLUMNS = ("ours", "waited", "dma", "kernel", "staged", "vllm", "vllm_dma", "lin
 
 
 def aim(row: dict[str, Any]) -> tuple[str, bool] | None:
-    """What the row should show, and whether it does; None where nothing was promised."""
+    """Returns (the row's target, True if the row meets it); None if the row has no target."""
     question = row["question"]
     if question == "one_way" and row["page_bytes"] == 2 << 20:
         return ">= 0.95 of the link", row["ratio"] >= 0.95
@@ -51,7 +51,7 @@ def aim(row: dict[str, Any]) -> tuple[str, bool] | None:
     if question == "both_ways":
         return ">= 0.95 of the link", row["ratio"] >= 0.95
     if question == "layer_major" and row["page_bytes"] == 16 << 10 and row["run"] == 1:
-        # Stores that nobody waits for are not copied in the fastest way.
+        # Stores without a waiting caller do not use the fastest way to copy.
         rate = row["waited"] if row["direction"] == "store" else row["ours"]
         return ">= 0.85 of the link", rate >= 0.85 * row["link"]
     if question == "decode" and row["setting"] == SERVING[row["path"]]:
@@ -140,7 +140,8 @@ def main() -> int:
             write_results(name, results, lambda path: draw(rows, header["device"], path))
             partly.unlink()
 
-    # Before the program: a size that does not fit is told at once. Measured after it: they share the link.
+    # Create it before the program starts, so that a size that does not fit fails at once. Measure it after
+    # the program, because both use the link.
     vllm = VllmCopies() if not options.quick else None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the host copier move bytes as fast as memcpy can with the same threads?
+"""Compares the speed of the host copier to memcpy with the same threads.
 
-Baseline: plain memcpy over the very same segments with as many threads, alternated round by round in
-the same run; medians are compared. Of the canonical layout: the same copier on the same pages in the plain
-layout.
+Baseline: plain memcpy of the same segments with as many threads. Rounds alternate in the same run, and
+medians are compared. Baseline of the canonical layout: the same copier on the same pages in the plain layout.
 
     python benchmarks/copy_host.py --program build/copy_host
 """

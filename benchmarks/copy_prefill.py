@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster is a prompt's KV loaded from host memory than computed again?
+"""Measures how much faster a prompt's KV is loaded from host memory than recomputed.
 
     python benchmarks/copy_prefill.py                  # on a GPU: Llama 8B's shape, 1K-64K tokens
     python benchmarks/copy_prefill.py --device cpu     # tries the benchmark with a small model on the host
 
 Baseline, in the same run: prefill by transformers' Llama with random weights (bfloat16, scaled dot-product
-attention, chunks of 8K tokens), without the rest that a server adds. Beside it the load of the same prompt's
-KV by this project's copier, layer-major as vLLM lays it out (one page per layer and 16-token block, blocks
-shuffled), from pinned host memory. Rounds alternate; medians are compared. After the last round of a length
-the loaded bytes are compared with what was stored.
+attention, chunks of 8K tokens), without the overhead of a server. The comparison is the load of the same
+prompt's KV by this project's copier from pinned host memory, in vLLM's layer-major layout (one page per layer
+and 16-token block, blocks shuffled). Rounds alternate, and medians are compared. After the last round of a
+length, the benchmark compares the loaded bytes with the stored bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kv_offload import _core
 
 BLOCK = 16  # tokens
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-CHUNK = 8192  # tokens of prefill at once
+CHUNK = 8192  # tokens per prefill chunk
 SHAPES = {
     # The published shape of Llama 3.1 8B.
     "8b": LlamaConfig(
@@ -58,13 +58,13 @@ SHAPES = {
 
 
 def page_bytes(shape: LlamaConfig) -> int:
-    """Keys and values of one layer and block."""
+    """Returns the bytes of keys and values of one layer and block."""
     head = shape.hidden_size // shape.num_attention_heads
     return int(BLOCK * 2 * shape.num_key_value_heads * head * 2)
 
 
 class Cache:
-    """A KV cache on the device, its twin in host memory, and the copier between them."""
+    """A KV cache on the device, its copy in host memory, and the copier between them."""
 
     def __init__(self, shape: LlamaConfig, tokens: int, device: torch.device) -> None:
         self.page = page_bytes(shape)
@@ -97,7 +97,7 @@ class Cache:
         self.ids = np.array(random.Random(1).sample(range(self.blocks), self.blocks), dtype=np.int64)
 
     def copy(self, tokens: int, store: bool) -> float:
-        """Seconds until the prompt's blocks are copied, from the call."""
+        """Copies the prompt's blocks and returns the seconds that this took."""
         count = tokens // BLOCK
         self.job += 1
         rows = (np.arange(count) * self.step).astype(np.uint32)
@@ -111,7 +111,7 @@ class Cache:
         return seconds
 
     def digest(self, tokens: int) -> list[int]:
-        """Of the blocks of the prompt, per layer."""
+        """Returns a checksum of the prompt's blocks per layer."""
         ids = torch.from_numpy(self.ids[: tokens // BLOCK]).to(self.tensors[0].device)
         weights = torch.arange(1, self.page // 8 + 1, device=ids.device)
         return [int((tensor[ids].view(torch.int64) * weights).sum()) for tensor in self.tensors]
@@ -122,7 +122,7 @@ class Cache:
 
 
 def prefill(model: LlamaModel, tokens: torch.Tensor, synchronize: Callable[[], None]) -> float:
-    """Seconds of the whole prompt's prefill, logits left out."""
+    """Returns the seconds of the whole prompt's prefill, without logits."""
     synchronize()
     began = time.perf_counter()
     past = DynamicCache()
@@ -210,7 +210,7 @@ def main() -> int:
             f"{length:6} tokens: prefill {seconds[0] * 1e3:9.1f} ms, load {seconds[1] * 1e3:8.2f} ms "
             f"({load_bytes / seconds[1] / 1e9:.1f} GB/s), {seconds[0] / seconds[1]:.1f} times faster"
         )
-        for tensor in cache.tensors:  # the next length starts from other bytes
+        for tensor in cache.tensors:  # the next length must start from different bytes
             tensor.random_(0, 256)
     if not on_gpu:
         say("tried only: nothing is kept")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good is the choice between loading and computing, and what does it cost the scheduler's thread?
+"""Measures the quality of the choice between loading and computing, and its cost to the scheduler thread.
 
     python benchmarks/decisions.py --program build/decisions
 
 The program (benchmarks/decisions.cc) serves requests in virtual time through the real cache, with tiers of
-many speeds, in three ways: our choice, always loading, never loading. The oracle takes the better of the
-latter two for each request. Regret is how much longer our choice took; learning is part of it. The cost of
-deciding is real time, and is compared with a step of 5 ms.
+many speeds and three policies: our choice, always load, never load. The oracle takes the better of the latter
+two for each request. Regret is the additional time of our choice over the oracle, including learning. The
+cost of a decision is real time and is compared with a 5 ms step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ STEP_NS = 5_000_000
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Regret of each kind of tier, over all cells and of the worst. A part that is loaded can beat both."""
+    """Returns the regret per kind of tier, over all cells and for the worst cell.
+
+    Loading a part of a prompt can beat both policies of the oracle.
+    """
     kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for cell in cells:
         kinds[cell["what"]].append(cell)

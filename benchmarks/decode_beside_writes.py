@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do the running requests pay while a prompt is stored?
+"""Measures the cost of storing a prompt to running requests.
 
     python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
 
-Serves one model, made on the spot, with vLLM on CPU four times, side by side: without a connector, with this
-one and host memory alone, with this one above a disk, and with vLLM's TieringOffloadingSpec above a disk (its
-worker is that of vllm_tiering_on_cpu.py: its own refuses CPU). One request at a time: each round every server
-gets the same new prompt and then generates tokens, so that the blocks of the prompt are copied to host
-memory and written to disk while tokens are generated. In every round the servers come in another order, and a
-server is asked only when all earlier writes are done and no other computes.
+Serves one generated model with vLLM on CPU in four servers that run at the same time: without a connector,
+with this one and host memory only, with this one and a disk, and with vLLM's TieringOffloadingSpec and a disk
+(with the worker of vllm_tiering_on_cpu.py, because its own worker does not support CPU). There is one request
+at a time. In each round every server gets the same new prompt and then generates tokens, so that the prompt's
+blocks are copied to host memory and written to disk during decoding. The order of the servers changes from
+round to round. A server gets a request only after all earlier writes are done and no other server computes.
 
-It reports the seconds between two tokens, by round and as a ratio in the same round: to the server without a
-connector, and of this connector with a disk to the one without. Over all tokens of an answer, over the first
-eight, which the copies and the first writes meet, and the longest. And the CPU seconds of the threads of the
-server by name, per round.
+Reports the inter-token latency (ITL) per round, and ratios within a round: to the server without a connector,
+and of this connector with a disk to the same without a disk. ITL is reported over all tokens of a response,
+over the first eight, which coincide with the copies and the first writes, and as a maximum. Also reports the
+CPU seconds of the server's threads by name, per round.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FIRST = 8  # tokens
 
 
 def token_times(server: LocalServer, prompt: Sequence[int], tokens: int) -> list[float]:
-    """Seconds from the request to each token of a greedy answer."""
+    """Returns the seconds from the request to each token of a greedy response."""
     body = {
         "model": "tiny",
         "prompt": list(prompt),
@@ -139,7 +139,7 @@ def main() -> None:
             for name in make.sample(arguments.only, len(arguments.only)):
                 wait_until_quiet(servers.values())
                 taken = play(servers[name], roots[name], prompt, arguments.tokens)
-                if number >= 0:  # vLLM compiles its helpers at the first requests
+                if number >= 0:  # warm-up: vLLM compiles helpers during the first requests
                     rounds[name].append(taken)
     report(rounds, arguments)
 

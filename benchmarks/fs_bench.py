@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are records written and read as fast as the device allows, and found again quickly at start?
+"""Compares record I/O with the speed of the device, and measures how fast a root opens at start.
 
-Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,
-the same bytes, one new file per record where the record size allows it, the same number in flight; and
-vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Ours and vLLM's use the same memory, a file
-in /dev/shm as in serving: how its pages lie in the machine is half of the speed here. Each round runs all of
-them, another one first each time; a ratio is the median of the rounds' ratios, because the device's speed
-wanders by more from minute to minute than any of them differ. Nothing is removed before a size is done: for
-minutes after a removal ext4 looks past each inode that was freed whenever a file is made, and neither a
-growing root nor a full one (full_root.py) removes files.
+Baselines, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT (the
+same bytes, one new file per record if the record size allows it, the same number in flight), and vLLM's batch
+calls (vllm_fs_io.py), which compute no checksums. Our runs and vLLM's use the same memory, a file in /dev/shm
+as in serving, because the placement of its pages decides half of the speed here. Each round runs all of them,
+each time with another one first. A ratio is the median of the rounds' ratios, because the device's speed
+varies more from minute to minute than the programs differ. Nothing is removed before a size is done: for
+minutes after a removal, ext4 skips each freed inode whenever it creates a file, and neither a growing root
+nor a full one (full_root.py) removes files.
 
     python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -30,17 +30,17 @@ from reporting import describe_machine, interval_of_median, write_results
 
 ENGINES = ("libaio", "io_uring")
 ALL = ("ours", "vllm", *ENGINES)
-ROWS = 8  # of memory for each thread
+ROWS = 8  # host memory rows per thread
 
 
 def file_system(directory: Path) -> str:
-    """The kind of file system that is measured."""
+    """Returns the file system type of the directory."""
     command = ["stat", "-f", "-c", "%T", str(directory)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def fio(directory: Path, engine: str, direction: str, record: int, total: int, in_flight: int) -> float:
-    """Bytes per second of fio's whole run, files of one record each."""
+    """Returns the bytes per second of a whole fio run, with one file per record."""
     jobs = [
         "fio",
         "--name=records",
@@ -64,14 +64,14 @@ def fio(directory: Path, engine: str, direction: str, record: int, total: int, i
 
 
 def fill(memory: Path, size: int) -> None:
-    """A file of noise."""
+    """Writes ``size`` random bytes to the file ``memory``."""
     with memory.open("wb") as file:
         for start in range(0, size, 1 << 20):
             file.write(os.urandom(min(1 << 20, size - start)))
 
 
 def check_space(directory: Path, total: int, rounds: int) -> None:
-    """Ends the program when the files of one size do not fit."""
+    """Exits the program if the files of one size do not fit."""
     needed, free = total * rounds * len(ALL) * 11 // 10, shutil.disk_usage(directory).free
     if needed > free:
         sys.exit(
@@ -83,7 +83,7 @@ def check_space(directory: Path, total: int, rounds: int) -> None:
 def measure(
     program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
 ) -> dict[str, Any]:
-    """Medians of each, and the ratios to the better engine of fio's and to vLLM's."""
+    """Returns the medians of all programs, and our ratios to fio's better engine and to vLLM."""
     samples: dict[str, list[float]] = {}
     vllm_program = Path(__file__).parent / "vllm_fs_io.py"
     for done in range(rounds):
@@ -130,7 +130,7 @@ def measure(
 
 
 def measure_start(program: Path, directory: Path, records: int) -> dict[str, Any]:
-    """Seconds until a root of so many records is open, answers, is complete."""
+    """Returns the seconds until a root with ``records`` records is open, answers lookups, and is complete."""
     print(f"  start with {records} records", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         command = [str(program), "start", str(Path(scratch) / "root"), str(records)]
@@ -140,7 +140,7 @@ def measure_start(program: Path, directory: Path, records: int) -> dict[str, Any
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Throughput against record size, ours beside fio's engines."""
+    """Plots throughput against record size, for ours, vLLM's and fio's engines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a record cost once the directory is full, when each one takes the place of another?
+"""Measures the cost of writing a record to a full directory, where each record replaces another.
 
-Baseline, in the same run, on the same path and with as many threads: plain calls that remove the oldest file,
-write a new one with O_DIRECT and rename it, without a checksum. Each round runs both, in turns first; a ratio
-is the median of the rounds' ratios.
+Baseline, in the same run, on the same path and with as many threads: plain system calls that remove the
+oldest file, write a new one with O_DIRECT and rename it, without a checksum. Each round runs both, in
+alternating order. A ratio is the median of the rounds' ratios.
 
     python benchmarks/full_root.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -22,13 +22,13 @@ from typing import Any
 from fs_bench import ROWS, file_system, fill
 from reporting import describe_machine, interval_of_median, write_results
 
-WAYS = {"ours": "full", "plain": "replace"}  # to the program's commands
+WAYS = {"ours": "full", "plain": "replace"}  # name -> command of the program
 
 
 def measure(
     program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
 ) -> dict[str, Any]:
-    """Medians of both, and their ratio."""
+    """Returns the medians of both, and their ratio."""
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     for done in range(rounds):

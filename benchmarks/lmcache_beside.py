@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's server above the same Redis or S3, for comparison: its connector starts it, it ends with vLLM.
+"""LMCache's server with the same Redis or S3 tier, for comparison.
 
-It asks for other versions of packages that vLLM has too, so it goes into a directory of its own:
+LMCache's connector starts the server, which ends with vLLM.
+LMCache needs other versions of packages that vLLM also uses, so install it into a separate directory:
 
     pip install --no-deps --target DIRECTORY lmcache==0.5.6 aiofile aiofiles awscrt boto3 botocore caio \\
         jmespath nvtx opentelemetry-exporter-prometheus python-dateutil redis s3transfer six sortedcontainers
@@ -26,7 +27,7 @@ def is_installed() -> bool:
 
 
 class LMCacheServer:
-    """What vLLM is told of it, and what it tells. ValueError for a place that it cannot use."""
+    """vLLM's configuration for LMCache, and LMCache's status. Raises ValueError for an unsupported tier."""
 
     def __init__(self, entry: dict[str, Any], host_bytes: int) -> None:
         self._status_port = free_port()
@@ -47,17 +48,18 @@ class LMCacheServer:
         }
 
     def has_written(self) -> bool:
-        """Nothing that is in its host memory waits to be written below it."""
+        """True if no writes from its host memory to the tier below are pending."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._status_port}/status", timeout=30) as answer:
             stores = json.load(answer)["storage_manager"]["store_controllers"].values()
         return not any(each["pending_keys_count"] or each["in_flight_task_count"] for each in stores)
 
 
 def model_named(entry: dict[str, Any], model: Path, directory: Path) -> Path:
-    """The path of the model, from ``directory``, under which LMCache keeps what it stores at this place.
+    """Returns the model's path, relative to ``directory``, that LMCache uses as the prefix of its keys.
 
-    It has S3's buckets in the host's name only, which not every name on loopback can hold. As its keys begin
-    with the model's path, one that begins with the bucket makes its requests those of a bucket in the path.
+    LMCache supports S3 buckets only in the host name, which not every loopback name can contain. Its keys
+    begin with the model's path. A path that begins with the bucket therefore turns its requests into
+    path-style ones.
     """
     if entry["type"] != "s3":
         return model
@@ -68,7 +70,7 @@ def model_named(entry: dict[str, Any], model: Path, directory: Path) -> Path:
 
 
 def _adapter(entry: dict[str, Any]) -> dict[str, Any]:
-    """Its tier below host memory. The keys of S3 are those of the environment."""
+    """Returns LMCache's settings for its tier below host memory. S3 credentials are in the environment."""
     url = urlsplit(entry.get("url") or entry.get("endpoint") or "")
     if entry["type"] == "redis" and url.scheme == "redis":
         return {"type": "resp", "host": url.hostname, "port": url.port or 6379}

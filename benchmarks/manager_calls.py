@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler thread pays for our calls: 4,096 keys, against vLLM's CPUOffloadingManager.
+"""Compares the scheduler thread's time in our calls with vLLM's CPUOffloadingManager, for 4,096 keys.
 
     python benchmarks/manager_calls.py [--resident 8192 1000000] [--rounds 15] [--eviction-policy prefix]
 
-Both managers hold the same number of resident chunks, are full, and are asked the same in turns, in one
-process: lookup of hits and of misses, prepare_load, complete_load, prepare_store (which evicts as many) and
-complete_store. The median of the rounds counts. Host memory is mapped and not touched.
+Both managers run in one process, hold the same number of resident chunks and are full. They get the same
+calls in turns: lookup of hits and of misses, prepare_load, complete_load, prepare_store (which evicts as many
+chunks) and complete_store. The result is the median of the rounds. Host memory is mapped but not touched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_keys(first: int, count: int = KEYS) -> list[bytes]:
 
 
 class Ours:
-    """KVOffloadManager over the core; a worker's part is its report."""
+    """KVOffloadManager on the core. A worker is reduced to its job reports."""
 
     name = "KVOffloadManager"
 
@@ -77,7 +77,7 @@ class Ours:
 
 
 class Theirs:
-    """vLLM's manager of host memory (always LRU)."""
+    """vLLM's host memory manager (always LRU)."""
 
     name = "CPUOffloadingManager"
 
@@ -98,7 +98,7 @@ def milliseconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Side:
-    """One manager, filled, and the time of each call."""
+    """One full manager and the times of its calls."""
 
     def __init__(self, made: Any, resident: int) -> None:
         self.made, self.manager = made, made.manager
@@ -130,7 +130,7 @@ class Side:
         return keys, prepared, completed
 
     def round(self) -> None:
-        """Each call once, in the order of a request's life."""
+        """Makes each call once, in the order of a request's life cycle."""
         request, hits, misses = self._request(), self.last, make_keys(1 << 40)
         lookup = self.manager.lookup
 
@@ -156,7 +156,7 @@ class Side:
 
 
 def measure(resident: int, rounds: int, eviction_policy: str) -> dict[str, Any]:
-    """Medians in milliseconds of both, and how many times faster ours is."""
+    """Returns the medians of both in milliseconds, and our speedup."""
     sides = []
     for kind in (Ours, Theirs):
         say(f"filling {kind.name} with {resident:,} chunks")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's own client in a loop, for mooncake_bench.
+"""Runs Mooncake's own client in a loop, for mooncake_bench.
 
     python mooncake_alone.py MASTER plain|sessions WRITERS READERS BYTES RECORDS
 
-By put_from and get_into, or by sessions (kv_offload/tiers/mooncake/records.py says what these are). Prints
-GB/s of puts and of gets, and the processor time of this process for a GB of each. Records lie in as many
-buffers as the tier has rows, registered; nothing looks at the bytes. Removes all objects of the store before
-and after; RECORDS 0: that alone.
+Uses put_from and get_into (plain), or sessions (described in kv_offload/tiers/mooncake/records.py). Prints
+GB/s of puts and of gets, and this process's CPU time per GB of each. The records are in registered buffers,
+as many as the tier has rows; the bytes are not checked. Removes all objects of the store before and after the
+run. With RECORDS 0 it only removes them.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ from typing import Any
 
 
 def timed(threads: int, records: int, work: Callable[[int], None]) -> float:
-    """Seconds that ``work(record)`` took over all records."""
+    """Returns the seconds that ``work(record)`` took for all records."""
 
-    left = iter(range(records))  # next() of it is atomic under the interpreter's lock
+    left = iter(range(records))  # its next() is atomic under the interpreter lock
 
     def some() -> None:
         for record in left:
@@ -43,7 +43,7 @@ def main() -> None:
     buffers = max(2 * readers, 32)  # bench::at_once
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)  # Mooncake logs to both
+    os.dup2(1, 2)  # Mooncake logs to stdout and stderr
     from mooncake.store import MooncakeDistributedStore
 
     store: Any = MooncakeDistributedStore()

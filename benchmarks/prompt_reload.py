@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster is a prompt reloaded than computed again?
+"""Measures how much faster a prompt is reloaded than recomputed.
 
     python benchmarks/prompt_reload.py [--tokens 8192] [--prompts 3]
 
-Serves a model made on the spot with vLLM on CPU and asks prompts of 8K tokens: computed, reloaded from host
-memory after vLLM's own cache lost them, reloaded from disk after a restart. Without a connector, with this
-one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
-CPU). All in one run on one machine; times are whole requests for one token, medians over the prompts. The
-files of both disk tiers are dropped from the page cache before the restart. remote_reload.py has servers and
-buckets in place of the disk.
+Serves a generated model with vLLM on CPU and sends 8K-token prompts in three cases: computed, reloaded from
+host memory after vLLM's own cache evicted them, and reloaded from disk after a restart. The systems are:
+without a connector, with this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of
+vllm_tiering_on_cpu.py, because its own worker does not support CPU). All run on one machine in one run. Times
+are whole requests for one token, medians over the prompts. The files of both disk tiers are dropped from the
+page cache before the restart. remote_reload.py uses servers and buckets instead of the disk.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from same_for_all import BLOCK, environment
 from tiny_model import make_model
 
 HOST_BYTES = 2 * 1024**3
-WAIT_SECONDS = 180  # for what was computed to be written
+WAIT_SECONDS = 180  # timeout for writing the computed chunks
 SYSTEMS = ("none", "kv_offload", "vllm")
 
 
 @dataclass
 class Times:
-    """Seconds of each prompt; tokens that were not computed, in the reloading runs."""
+    """Seconds per prompt; for reloads also the tokens that were not computed."""
 
     compute: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     disk: list[float] = field(default_factory=list)
     host_tokens: list[int] = field(default_factory=list)
     disk_tokens: list[int] = field(default_factory=list)
-    worst_difference: float = 0.0  # of log-probabilities, reloaded against computed; bfloat16 rounding: 0.04
+    worst_difference: float = 0.0  # of log-probabilities, reloaded vs. computed; bfloat16 rounding: 0.04
 
     def medians(self) -> dict[str, float]:
         rows = {"compute": self.compute, "host": self.host, "disk": self.disk}
@@ -64,7 +64,7 @@ class Setup:
         return LocalServer(
             self.model,
             self.directory / f"{name}.log",
-            blocks=tokens // BLOCK + 8,  # one prompt: the next pushes it out
+            blocks=tokens // BLOCK + 8,  # room for one prompt: the next one evicts it
             kv_transfer=kv_transfer,
             max_model_len=tokens + BLOCK,
             environment=environment() | self.more_environment,
@@ -87,12 +87,12 @@ def connector(name: str, root: Path | None) -> dict[str, Any] | None:
     config = kv_transfer_config(HOST_BYTES, root)
     extra = config["kv_connector_extra_config"]
     extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
-    del extra["secondary_tiers"][0]["max_bytes"]  # it knows no bound
+    del extra["secondary_tiers"][0]["max_bytes"]  # vLLM's tier has no size limit
     return config
 
 
 def wait_until_written(root: Path, records: int, server: LocalServer) -> None:
-    """Until it has as many files of a chunk's size as there are chunks, and no longer grows."""
+    """Waits until ``root`` has one file of a chunk's size per record and no longer grows."""
     deadline, before = time.monotonic() + WAIT_SECONDS, -1
     while time.monotonic() < deadline:
         found = sum(1 for path in root.rglob("*") if path.is_file() and path.stat().st_size > 65536)
@@ -117,24 +117,24 @@ class Directory:
         wait_until_written(self.root, records, server)
 
     def forget(self) -> None:
-        """What it has is no longer in memory."""
+        """Drops its records from the page cache."""
         drop_from_page_cache(self.root)
 
 
 class Place(Protocol):
-    """What is below host memory."""
+    """A tier below host memory."""
 
     label: str
 
     def wait_until_written(self, records: int, server: LocalServer) -> None:
-        """Until what was computed is there, ``records`` at least."""
+        """Waits until the computed chunks are written: at least ``records`` records."""
 
     def forget(self) -> None:
-        """What it has is no longer in memory."""
+        """Drops its records from memory."""
 
 
 def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: Place | None) -> Times:
-    """Computes all prompts; with a connector reloads them from host memory and, restarted, from below it."""
+    """Computes all prompts. With a connector, also reloads them from host memory and, restarted, from below."""
     times = Times()
     say(f"{name}: starting")
     with setup.serve(name, kv_transfer) as server:
@@ -145,7 +145,7 @@ def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: 
         if place is None:
             return times
         host = setup.ask_all(server, f"{name}: from host memory")
-        prompts = len(setup.prompts) + 1  # that of the warm-up, too
+        prompts = len(setup.prompts) + 1  # including the warm-up prompt
         place.wait_until_written(prompts * (len(setup.prompts[0]) // BLOCK), server)
     place.forget()
     say(f"{name}: starting again")
@@ -170,7 +170,7 @@ def make_prompts(count: int, tokens: int) -> list[list[int]]:
 
 
 def warm_up(server: LocalServer, setup: Setup) -> None:
-    """vLLM compiles its helpers at the first request; one block is too short to be stored and found again."""
+    """Makes vLLM compile its helpers. The first prompt is shorter than a block, so it is never stored."""
     server.ask([2] * (BLOCK - 1), max_tokens=4)
     server.ask([random.randrange(2, 2048) for _ in setup.prompts[0]], max_tokens=1)
 

@@ -102,7 +102,7 @@ def _check_certified(name: str, ref: Any) -> None:
 def _check_whole(name: str, ref: Any) -> None:
     if ref.mapping.canonical_page_size_bytes == ref.page_size_bytes:
         return
-    # The plain layout is no way out: rank 0 would still store its part for all ranks.
+    # The plain layout would be wrong too: rank 0 would store its part for all ranks.
     raise _NotWholeError(
         "canonical_layout cannot be used: vLLM says that every rank holds the whole cache, and "
         f"{name} is a part of it; start without canonical_layout"
