@@ -134,7 +134,7 @@ class Place(Protocol):
 
 
 def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: Place | None) -> Times:
-    """Computes all prompts. With a connector, also reloads them from host memory and, restarted, from below."""
+    """Computes all prompts. With a connector, reloads them from host memory and after a restart."""
     times = Times()
     say(f"{name}: starting")
     with setup.serve(name, kv_transfer) as server:

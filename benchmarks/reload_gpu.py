@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon does the first token of a prompt come that was computed before, on a GPU?
+"""Measures the TTFT of previously computed prompts on a GPU.
 
     python benchmarks/reload_gpu.py                                  # Llama 8B's shape, 2K-32K tokens
-    python benchmarks/reload_gpu.py --only kv_offload                # one system; joins what is kept already
-    python benchmarks/reload_gpu.py --model small --only kv_offload  # compares the answers
+    python benchmarks/reload_gpu.py --only kv_offload                # one system; joined with earlier results
+    python benchmarks/reload_gpu.py --model small --only kv_offload  # compares the responses
     python benchmarks/reload_gpu.py --device cpu --model small       # tries the benchmark without a GPU
 
 Serves a model with vLLM, one server after the other: without a connector, with this plugin and with vLLM's
 TieringOffloadingSpec. On a GPU all servers capture full CUDA graphs for decoding (--graphs NONE turns them
-off). Each prompt is computed; requested again after vLLM's own cache was emptied, so that host memory serves
-it; and requested again after a restart, from disk, with the page cache dropped. Nothing is written during a
-measurement. Times are whole requests for one token. "together" are prompts that are requested at once, with
-64 tokens of answer each.
+off). Each prompt is computed, then requested again after vLLM's own cache was emptied, so that host memory
+serves it. After a restart it is requested again from disk, with the page cache dropped. Nothing is written
+during a measurement. Times are whole requests for one token. "together" prompts are requested at the same
+time, with 64-token responses.
 
-The 8B model has dummy weights, with which any cache gives much the same text: it is for times. The answers of
-"small" depend on every cached token: there the log-probabilities of the first token are compared. On a GPU it
-is served in bfloat16, as real models are, so that vLLM picks the same attention backend.
+The 8B model has dummy weights, with which any cache content gives similar text, so it is only for times. The
+responses of "small" depend on every cached token, so the log-probabilities of its first token are compared.
+On a GPU it is served in bfloat16, as real models are, so that vLLM picks the same attention backend.
 
-Results are written after each system and joined with those of earlier runs of the same setup, so that a run
-that is cut off keeps what it measured. Before the first server starts, the benchmark checks that /dev/shm and
-the disk have room.
+Results are written after each system and joined with those of earlier runs of the same setup, so an
+interrupted run keeps its measurements. Before the first server starts, the benchmark checks that /dev/shm and
+the disk have enough space.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from tiny_model import make_model
 
 from kv_offload.sizes import parse_byte_size
 
-SHM = Path("/dev/shm")  # where both connectors keep host memory
-WAIT_SECONDS = 60  # for copies that are under way
+SHM = Path("/dev/shm")  # both connectors' host memory
+WAIT_SECONDS = 60  # timeout for copies in flight
 GIB = 2**30
-SHM_RESERVE = GIB  # bytes of /dev/shm left to vLLM's own queues
-# Decoding is captured as a whole, so that neither inductor nor a compiler is needed on the machine.
+SHM_RESERVE = GIB  # bytes of /dev/shm reserved for vLLM's own queues
+# Full graphs of decoding, so that the machine needs neither inductor nor a compiler.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-ANSWER = 64  # tokens, of prompts that are asked together
+ANSWER = 64  # tokens per response of "together" prompts
 VOCABULARY = 2048  # of the tokenizer of both models
 # The published shape of Llama 3.1 8B: 128 KiB of KV per token.
 SHAPE_8B = {
@@ -72,12 +72,12 @@ SHAPE_8B = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
-# Tokens of a prompt: how many of them.
+# Tokens of a prompt -> number of prompts.
 PROMPTS = {"8b": {2048: 3, 8192: 3, 32768: 2}, "small": {1024: 3, 4096: 3}}
 TOGETHER = {"8b": (8192, 8), "small": (2048, 4)}
-# Bytes of KV per token, in the type that a GPU or a CPU serves.
+# Bytes of KV per token, in the dtype that is served on a GPU or a CPU.
 KV_BYTES = {"8b": 128 * 1024, "small": 8 * 1024}
-WARM_UP_TOKENS = (512, 1024)  # short, so that little of them is stored
+WARM_UP_TOKENS = (512, 1024)  # short, so that they store little
 
 
 @dataclass
@@ -93,18 +93,18 @@ class Setup:
     graphs: bool
 
     def written_bytes(self) -> int:
-        """An upper bound on the bytes of KV that one system writes to its directory."""
+        """Returns an upper bound on the KV bytes that one system writes to its directory."""
         tokens, count = TOGETHER[self.kind]
         together = count * (tokens + ANSWER)
         single = sum(tokens * count for tokens, count in PROMPTS[self.kind].items())
         return (together + single + sum(WARM_UP_TOKENS)) * KV_BYTES[self.kind]
 
     def max_bytes(self) -> int:
-        """The bound of a directory: a quarter more than is written, so that nothing is evicted."""
+        """Returns the size limit of a directory: 25% more than is written, so that nothing is evicted."""
         return max(GIB, self.written_bytes() * 5 // 4)
 
     def missing_room(self, systems: Sequence[str]) -> str | None:
-        """What is too small for the run and how to change it; None if all of it fits."""
+        """Returns a text on the space that is too small and how to change it; None if everything fits."""
         if not any(system != "none" for system in systems):
             return None
         wanted, free = parse_byte_size(self.host_bytes) + SHM_RESERVE, shutil.disk_usage(SHM).free
@@ -140,8 +140,8 @@ class Setup:
             return None
         extra = config["kv_connector_extra_config"]
         if name == "kv_offload" and self.kind == "8b":
-            extra["model_id"] = "made-up weights"  # which have no name of their own
-        if name == "vllm" and self.device == "cuda":  # where its own worker runs
+            extra["model_id"] = "made-up weights"  # dummy weights have no identity of their own
+        if name == "vllm" and self.device == "cuda":  # its own worker supports CUDA
             extra["spec_name"] = "TieringOffloadingSpec"
             del extra["spec_module_path"]
         return config
@@ -154,7 +154,7 @@ class Setup:
             max_model_len=max(PROMPTS[self.kind]) + 128,
             arguments=self.arguments,
             eager=not self.graphs,
-            # So that a prompt has the same name after a restart; and vLLM's cache can be emptied.
+            # PYTHONHASHSEED keeps block hashes equal after a restart. Dev mode allows resetting vLLM's cache.
             environment=environment() | {"PYTHONHASHSEED": "0", "VLLM_SERVER_DEV_MODE": "1"},
             start_seconds=self.start_seconds,
         )
@@ -162,17 +162,17 @@ class Setup:
 
 @dataclass
 class Times:
-    """Seconds of each request for one token, and its tokens that were not computed, by what was to do."""
+    """Seconds of each one-token request and its tokens that were not computed, by kind of measurement."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     together: dict[str, float] = field(default_factory=dict)
-    # Of the first token's log-probabilities, reloaded against computed (RMS); None: no answers were compared.
+    # RMS difference of the first token's log-probabilities, reloaded vs. computed; None: not compared.
     worst_difference: float | None = None
-    other_tokens: int = 0  # answers whose token differs; near-ties of made-up weights flip now and then
+    other_tokens: int = 0  # responses with another token; near-ties of dummy weights flip occasionally
     start_seconds: list[float] = field(default_factory=list)
     written_bytes: int = 0
-    beside_writes: bool = False  # something was still being written while it was measured
+    beside_writes: bool = False  # writes were still running during the measurement
     copier: str = ""
 
 
@@ -195,7 +195,7 @@ def ask_together(server: LocalServer, prompts: list[list[int]], what: str, times
 
 
 def empty_its_cache(server: LocalServer) -> None:
-    """vLLM's own prefix cache; refused while blocks are being stored."""
+    """Empties vLLM's own prefix cache. vLLM refuses that while blocks are being stored, so it retries."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not server.post("/reset_prefix_cache")["success"]:
         if time.monotonic() > deadline:
@@ -204,15 +204,17 @@ def empty_its_cache(server: LocalServer) -> None:
 
 
 def wait_until_written(root: Path, server: LocalServer, seconds: float, times: Times) -> int:
-    """Until nothing was added for two seconds. Returns the bytes; after ``seconds`` as many as there are, and
-    notes it."""
+    """Waits until nothing was added for two seconds, and returns the bytes below ``root``.
+
+    After ``seconds`` it returns the bytes so far and records in ``times`` that writes were still running.
+    """
     deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
     while time.monotonic() - since < 2:
         if time.monotonic() > deadline:
             say(f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that")
             times.beside_writes = True
             break
-        server.ask([2] * 8, max_tokens=1)  # vLLM reports what ended in its steps
+        server.ask([2] * 8, max_tokens=1)  # vLLM reports ended jobs only in its steps
         if (now := bytes_below(root)) != last:
             last, since = now, time.monotonic()
         time.sleep(0.1)
@@ -220,7 +222,7 @@ def wait_until_written(root: Path, server: LocalServer, seconds: float, times: T
 
 
 def warm_up(server: LocalServer, setup: Setup) -> None:
-    """Compiles the kernels. The prompts are the same in each server: after a restart they are loaded."""
+    """Makes vLLM compile its kernels. All servers get the same prompts, so a restarted one loads them."""
     draw = random.Random(3)
     for tokens in WARM_UP_TOKENS:
         server.ask([draw.randrange(2, VOCABULARY) for _ in range(tokens)], max_tokens=4)
@@ -255,7 +257,7 @@ def measure(setup: Setup, name: str) -> Times:
         wait_until_written(root, server, setup.write_seconds, times)
         disk = ask_all(server, prompts, "disk", times)
         (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
-    shutil.rmtree(root)  # room for the next system
+    shutil.rmtree(root)  # free the space for the next system
     compare(computed * 2, host + disk, times)
     say(
         f"{name}: log-probabilities after a reload differ by at most {times.worst_difference}, "
@@ -265,9 +267,9 @@ def measure(setup: Setup, name: str) -> Times:
 
 
 def compare(computed: Sequence[Answer], reloaded: Sequence[Answer], times: Times) -> None:
-    """Records how far reloaded answers are from computed ones.
+    """Records how much reloaded responses differ from computed ones.
 
-    Only first tokens are compared: their candidates depend on the same prompt, whichever of them won.
+    Compares only first tokens: their candidates depend on the same prompt, whichever candidate was chosen.
     """
     differences = []
     for one, other in zip(computed, reloaded, strict=True):
@@ -281,7 +283,7 @@ def compare(computed: Sequence[Answer], reloaded: Sequence[Answer], times: Times
 
 
 def make_8b(directory: Path) -> Path:
-    """The shape alone, and the small model's tokenizer; vLLM makes the weights up (--load-format dummy)."""
+    """Writes the 8B config and the small model's tokenizer. vLLM makes the weights (--load-format dummy)."""
     make_model(directory, "small")
     (directory / "model.safetensors").unlink()
     path = directory / "config.json"
@@ -290,7 +292,7 @@ def make_8b(directory: Path) -> Path:
 
 
 def medians(setup: Setup, times: Times) -> dict[str, dict[str, float]]:
-    """Seconds by what was done and the prompt's length."""
+    """Returns the median seconds by kind of measurement and prompt length."""
     lengths = [len(prompt) for prompt in setup.prompts(1)]
     return {
         what: {
@@ -322,7 +324,7 @@ def vllm_version() -> str:
 
 
 def keep(setup: Setup, device: str, measured: Mapping[str, Times]) -> Path:
-    """Writes what was measured so far, joined with the systems that an earlier run of the same setup kept."""
+    """Writes the results so far, joined with those of earlier runs of the same setup."""
     header = {
         "device": device,
         "vllm": vllm_version(),
@@ -376,7 +378,7 @@ def main() -> int:
         if options.model == "8b":
             model, dummy = make_8b(directory / "model"), ["--load-format", "dummy"]
         else:
-            # As real models are served; a CPU has no other backend for it.
+            # Real models are served in bfloat16. On a CPU the dtype does not change the backend.
             dtype = torch.bfloat16 if options.device == "cuda" else None
             model, dummy = make_model(directory / "model", options.model, dtype=dtype), []
         setup = Setup(

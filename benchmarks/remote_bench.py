@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier beyond the host reads and writes a second, against its client library alone.
+"""Compares the read and write throughput of a remote tier with its client library alone.
 
     python benchmarks/remote_bench.py KIND --programs build/bench [--keep] [options]
 
-Starts a server of its own on loopback, and redis_bench, s3_bench or mooncake_bench from this directory, to
-which it hands on the other options; each tells what it compares. ``--keep`` keeps what it prints under
+Starts its own server on loopback, then redis_bench, s3_bench or mooncake_bench from the directory of
+``--programs``, with the other options. Each program prints its comparison. ``--keep`` saves its output under
 results/.
 """
 
@@ -33,7 +33,7 @@ def redis_options() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def s3_options(tls: bool = False) -> Iterator[list[str]]:
-    """Both sign the bytes that they send where that has to be: without TLS."""
+    """Yields the program's options. Without TLS, both clients must sign the payloads that they send."""
     with own_s3(tls) as tier:
         entry = json.loads(tier)
         how = ["--ca-file", entry["ca_file"]] if tls else ["--signed", "1"]

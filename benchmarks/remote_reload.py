@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster is a prompt reloaded from a server or a bucket than computed again?
+"""Measures how much faster a prompt is reloaded from a server or a bucket than recomputed.
 
     python benchmarks/remote_reload.py --tier redis|s3|mooncake|KIND=PLACE|JSON [--tier ...] [--prompts 3]
 
-As prompt_reload.py, with these tiers in place of the disk: "redis", "s3" and "mooncake" alone are servers
-that are started here, JSON is a table of secondary_tiers. At the same place also LMCache, where it is
-installed (lmcache_beside.py tells how), at one of S3 vLLM's own tier of objects, where NIXL is installed, and
-at one of Mooncake vLLM's own connector, which has no host memory of its own. On a server that is not started
-here records stay, under a prefix of their own, which is told: `kv-offload purge` takes it.
+Works like prompt_reload.py, with these tiers instead of the disk. For "redis", "s3" and "mooncake" alone it
+starts a server; JSON is a table of secondary_tiers. The same place is also measured with LMCache if it is
+installed (see lmcache_beside.py), on S3 with vLLM's own object tier if NIXL is installed, and on Mooncake
+with vLLM's own connector, which has no host memory. Records remain on servers that this benchmark did not
+start, under a prefix of their own that it prints: `kv-offload purge` accepts it.
 
-vLLM's processes sleep where they would spin, for all alike (same_for_all.py says why); --spin leaves them be.
+In all systems vLLM's processes sleep instead of spinning (see same_for_all.py); --spin turns this off.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from same_for_all import sleep_where_vllm_spins
 from tier_places import OWN, entry_of
 from tiny_model import make_model
 
-OTHERS_WAIT_SECONDS = 30  # for what was computed to be written, by those who do not tell
+OTHERS_WAIT_SECONDS = 30  # time for writes, for systems that do not report their end
 
 
 class Remote:
-    """A server below host memory, whose memory is its own.
+    """A server below host memory, with its own memory.
 
-    ``is_written``: as many records as this are; None for those who do not tell, who are given a time.
+    ``is_written``: returns True if that many records are written; None for systems that do not report it, for
+    which we wait a fixed time.
     """
 
     def __init__(self, label: str, is_written: Callable[[LocalServer, int], bool] | None) -> None:
@@ -65,7 +66,7 @@ class Remote:
 
 
 def vllm_objects(entry: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's own tier of objects at the same place, with its keys from the environment."""
+    """Returns the configuration of vLLM's own object tier at this place; credentials in the environment."""
     config = kv_transfer_config(HOST_BYTES)
     endpoint = str(entry.get("endpoint", ""))
     scheme, _, host = endpoint.partition("://")
@@ -99,7 +100,7 @@ def inside(directory: Path) -> Iterator[None]:
 
 
 def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
-    """None where it is not installed, or cannot be given this place."""
+    """Measures LMCache. Returns None if it is not installed or does not support this place."""
     kind = entry["type"]
     if not lmcache_beside.is_installed():
         say(f"LMCache {kind}: not measured, as LMCache is not installed")
@@ -116,17 +117,18 @@ def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
 
 
 def measure_objects(setup: Setup, entry: dict[str, Any]) -> Times | None:
-    """None where NIXL is not installed."""
+    """Measures vLLM's own object tier. Returns None if NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
         say("vllm obj: not measured, as NIXL is not installed")
         return None
-    # Its tier reads NIXL's telemetry, which is off unless asked for: the engine ends at the first transfer.
+    # vLLM's tier reads NIXL's telemetry, which is off by default: without it the first transfer ends the
+    # engine.
     with_telemetry = replace(setup, more_environment={"NIXL_TELEMETRY_ENABLE": "y"})
     return measure(with_telemetry, "vllm obj", vllm_objects(entry), Remote("obj", None))
 
 
 def measure_mooncake_connector(setup: Setup, entry: dict[str, Any]) -> Times:
-    """vLLM's own connector, which stores to Mooncake from its cache and loads into it."""
+    """Measures vLLM's own connector, which copies directly between vLLM's cache and Mooncake."""
     config = setup.directory / "mooncake.json"
     config.write_text(
         json.dumps(
@@ -164,7 +166,7 @@ def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Time
 
 
 def tell(results: dict[str, Times], arguments: argparse.Namespace) -> None:
-    """Says it, and keeps it unless it was only tried out."""
+    """Prints the results, and saves them unless this is a trial run."""
     medians = {name: times.medians() for name, times in results.items()}
     baseline = medians["none"]["compute"]
     say(f"machine: {describe_machine()['text']}")

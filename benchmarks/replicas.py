@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two replicas, and conversations that move between them: what does a tier that both use save?
+"""Measures the benefit of a shared tier if conversations move between two replicas.
 
     python benchmarks/replicas.py [--rounds 3] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]
 
-Serves a model made on the spot with vLLM on CPU. Clients play conversations (multi_turn.py: each turn is all
-that was said before and a new question), and send each turn to a replica drawn at random, from a seed: the
-same turn goes to the same replica in all settings but two.
+Serves a generated model with vLLM on CPU. Clients play conversations (see multi_turn.py: a turn's prompt is
+the whole session so far and a new question). Each turn is sent to a replica drawn from a seeded generator:
+the same turn is sent to the same replica in all settings except "one" and "sticky".
 
     one        one server with a directory, the cores and the memory of two replicas
-    apart      two replicas, each with a directory of its own: the baseline
-    sticky     these two replicas, but a conversation stays where it began
+    apart      two replicas, each with its own directory: the baseline
+    sticky     the same two replicas, but all turns of a conversation use one replica
     directory  two replicas that share a directory
     redis, s3  two replicas that share a server on this machine (redis-server, SeaweedFS)
 
-All servers run all the time, and the settings take turns, round after round, each round with conversations
-that are new. A replica computes on its half of the cores. What is below host memory shares the cores, the
-memory and the disk of this machine. Tokens are what the servers' own counters say.
+All servers run all the time. The settings take turns in each round, and each round uses new conversations. A
+replica computes on its half of the cores. The tiers below host memory share this machine's cores, memory and
+disk. Token counts come from the servers' own counters.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from tiny_model import make_model
 from kv_offload.exposition import Page
 
 LOOP = Loop("chat", shared=0, first=1024, more=256, answer=16)
-REPLICA_BYTES = 64 * 1024**2  # of host memory, a quarter of what the conversations of a round need
+REPLICA_BYTES = 64 * 1024**2  # host memory: a quarter of the size of a round's conversations
 BASELINE = "apart"
 SETTINGS = ("one", BASELINE, "sticky", "directory", "redis", "s3")
-SERVERS_OF = {"sticky": BASELINE}  # those that have none of their own
+SERVERS_OF = {"sticky": BASELINE}  # settings without their own servers
 SETTLE_SECONDS = 120
 
 HITS, MISSES = "kv_offload_hit_tokens_total", "kv_offload_miss_tokens_total"
 DECISIONS, SOURCES = "kv_offload_decisions_total", "vllm:prompt_tokens_by_source_total"
-COMPARED = ("total_seconds", "first_token_p50", "first_token_p90", "computed_tokens")  # with the baseline
+COMPARED = ("total_seconds", "first_token_p50", "first_token_p90", "computed_tokens")  # to the baseline
 COUNTED = {HITS: "tier", MISSES: "reason", DECISIONS: "choice", SOURCES: "source"}
 
 
 @dataclass
 class Round:
-    """One setting with the conversations of one round. All tokens are of prompts."""
+    """Results of one setting in one round. All token counts are prompt tokens."""
 
     total_seconds: float
     first_token_seconds: list[float]
     prompt_tokens: int
     computed_tokens: int
-    device_tokens: int  # that vLLM's own cache had
-    hit_tokens: dict[str, int]  # by the tier that their bytes came from
+    device_tokens: int  # hits in vLLM's own cache
+    hit_tokens: dict[str, int]  # by the tier that served them
     miss_tokens: dict[str, int]  # by reason
     decisions: dict[str, int]
 
@@ -78,12 +78,12 @@ class Round:
             "first_token_p90": percentile(self.first_token_seconds, 0.9),
             "computed_tokens": self.computed_tokens,
             "all_hit_tokens": sum(self.hit_tokens.values()),
-            "reused_share": 1 - self.computed_tokens / self.prompt_tokens,  # vLLM's own cache included
+            "reused_share": 1 - self.computed_tokens / self.prompt_tokens,  # includes vLLM's own cache
         }
 
 
 def counters(servers: Sequence[LocalServer]) -> dict[str, dict[str, float]]:
-    """Of all the servers together: metric, value of its label, count."""
+    """Returns the counters summed over all servers: metric -> label value -> count."""
     pages = [Page(server.get("/metrics")) for server in servers]
     return {
         metric: {
@@ -95,7 +95,7 @@ def counters(servers: Sequence[LocalServer]) -> dict[str, dict[str, float]]:
 
 
 def grown(servers: Sequence[LocalServer], before: dict[str, dict[str, float]]) -> dict[str, dict[str, int]]:
-    """What was counted since; without what was not."""
+    """Returns the counts since ``before``, without zeros."""
     return {
         metric: {
             value: int(count - before[metric].get(value, 0))
@@ -107,7 +107,7 @@ def grown(servers: Sequence[LocalServer], before: dict[str, dict[str, float]]) -
 
 
 def settle(servers: Sequence[LocalServer]) -> None:
-    """Until they have nothing left to write. A server that is idle publishes nothing: it is asked."""
+    """Waits until no server has pending writes. Sends requests, because idle servers publish no metrics."""
     for server in servers:
         give_up, quiet = time.monotonic() + SETTLE_SECONDS, 0
         while quiet < 10:
@@ -119,7 +119,7 @@ def settle(servers: Sequence[LocalServer]) -> None:
 
 
 def router(name: str, servers: Sequence[LocalServer], seed: int) -> Callable[[int, int], LocalServer]:
-    """Where a conversation's turn goes; the same for every setting but ``sticky`` and ``one``."""
+    """Returns the routing function of a setting; the same for every setting but ``sticky`` and ``one``."""
 
     def route(session: int, turn: int) -> LocalServer:
         if name == "sticky":
@@ -155,7 +155,7 @@ def play_round(name: str, servers: Sequence[LocalServer], arguments: argparse.Na
 
 
 class Setup:
-    """The model, and how servers of it are started."""
+    """The model, and the configuration of its servers."""
 
     def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
         self.directory, self.clients = directory, arguments.clients
@@ -163,7 +163,10 @@ class Setup:
         self.longest = LOOP.first + (arguments.turns - 1) * (LOOP.more + LOOP.answer) + LOOP.answer
 
     def servers(self, name: str, tier: dict[str, Any] | None) -> list[LocalServer]:
-        """Of one setting, not started. ``tier``: below host memory; None: a directory each."""
+        """Returns the servers of one setting, not started.
+
+        ``tier``: the tier below host memory; None: a directory for each server.
+        """
         if name == "one":
             return [self._server(name, 2, slice(None), self._config(2, tier or self._disk(name)))]
         labels = [f"{name}-{number}" for number in range(2)]
@@ -199,7 +202,7 @@ def start(server: LocalServer) -> None:
 
 
 def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> dict[str, list[LocalServer]]:
-    """The servers of each setting, all of them started; ended with ``stack``."""
+    """Starts the servers of all settings and returns them by setting. ``stack`` ends them."""
     found: dict[str, list[LocalServer]] = {}
     for name in dict.fromkeys(SERVERS_OF.get(name, name) for name in names):
         tier = setup.shared_disk() if name == "directory" else None
@@ -226,7 +229,7 @@ def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> 
 
 
 def summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """Per setting its rounds, their medians, and each round against the same round of the baseline."""
+    """Returns per setting: its rounds, their medians, and ratios to the baseline in the same round."""
     results: dict[str, Any] = {}
     for name, taken in rounds.items():
         figures = [each.figures() for each in taken]
@@ -300,7 +303,7 @@ def main() -> None:
         servers = prepare(names, Setup(Path(directory), arguments), stack)
         for number in range(arguments.rounds):
             for name in names if number % 2 == 0 else names[::-1]:
-                seed = 2 * number + (name in SERVERS_OF)  # the same servers have played the other one
+                seed = 2 * number + (name in SERVERS_OF)  # both settings use the same servers
                 taken = play_round(name, servers[name], arguments, seed)
                 rounds[name].append(taken)
                 say(
@@ -308,7 +311,7 @@ def main() -> None:
                     f"{taken.computed_tokens} of {taken.prompt_tokens}, hit {taken.hit_tokens}"
                 )
             if not arguments.dry:
-                keep(rounds, arguments)  # whoever ends it here has what was measured so far
+                keep(rounds, arguments)  # an interrupted run keeps the results so far
     tell(summary(rounds))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark here prints and keeps: the machine, progress, results as JSON and as a picture."""
+"""Output shared by all benchmarks: the machine, progress, and results as JSON and as a chart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEGAN = time.monotonic()
 
 
 def describe_machine() -> dict[str, Any]:
-    """name: short, usable in file names; text: one line; and the figures it is made of."""
+    """Returns ``name`` (short, usable in file names), ``text`` (one line), and the underlying values."""
     cpu = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -39,19 +39,19 @@ def describe_machine() -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """A line of progress with the seconds since the start."""
+    """Prints a progress line with the seconds since the start."""
     print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Between which the median lies with 95% confidence (bootstrap)."""
+    """Returns the 95% confidence interval of the median (bootstrap)."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[-51]
 
 
 def median_with_interval(ratios: Sequence[float]) -> dict[str, float]:
-    """As results keep it: the median of ``ratios`` and its interval."""
+    """Returns the median of ``ratios`` and its interval, in the format of the results."""
     low, high = interval_of_median(ratios)
     return {"median": statistics.median(ratios), "low": low, "high": high}
 
@@ -63,10 +63,9 @@ def draw_bars(
     title: str,
     marks: Mapping[float, str] | None = None,
 ) -> None:
-    """One horizontal bar a row, from the top: its label, its value, what is written beside it.
+    """Draws one horizontal bar per row, from the top. A row: label, value, text next to the bar.
 
-    ``marks``: values at which a dashed line stands, and its color; the scale is logarithmic then, as they are
-    ratios.
+    ``marks``: value -> color of dashed lines. They mark ratios, so the scale is then logarithmic.
     """
     import matplotlib
 
@@ -90,18 +89,17 @@ def draw_bars(
 
 
 def read_results(name: str) -> dict[str, Any] | None:
-    """What ``write_results`` kept under ``name`` on this machine; None if there is nothing."""
+    """Returns the results that ``write_results`` saved as ``name`` on this machine, or None."""
     path = RESULTS / f"{name}-{describe_machine()['name']}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], None] | None = None) -> Path:
-    """Keeps ``results`` (and the picture that ``draw`` saves at the path it is given) under results/. Returns
-    the path of the results."""
+    """Saves ``results`` under results/ and returns their path. ``draw(path)`` saves a chart next to them."""
     machine = describe_machine()
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{name}-{machine['name']}"
-    written = stem.with_suffix(".new")  # a benchmark that is ended here leaves what was there before
+    written = stem.with_suffix(".new")  # an interruption here keeps the previous results
     # NaN and Infinity are not JSON: other programs cannot read them.
     written.write_text(json.dumps({"machine": machine, **results}, indent=2, allow_nan=False) + "\n")
     kept = written.replace(stem.with_suffix(".json"))

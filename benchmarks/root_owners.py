@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full directory whose space others have: what does a write cost there, and what is left of their prompts?
+"""Measures writes to a full directory with other owners' records, and how many of those stay usable.
 
-``dead``: a write into a full root that holds the records of a namespace that no server has open, against a
-write into a full root of one's own records, by turns in one process.
-``models``: two servers with different models on one full root; the baseline is a server alone on half of the
-size. "held" is the part of a server's share that its records take. "usable" is the part of its records that
-can be loaded, as no chunk before them is missing.
+``dead``: writes to a full root that holds records of a namespace that no server has open, compared with
+writes to a full root of the writer's own records. Both alternate in one process. ``models``: two servers with
+different models on one full root. The baseline is one server on a root of half the size. "held" is the part
+of a server's share that its records use. "usable" is the part of its records that can be loaded because no
+earlier chunk is missing.
 
-Where ``--before`` names the same program built from another commit, the builds take turns.
+If ``--before`` names the same program built from another commit, the builds take turns.
 
     python benchmarks/root_owners.py --program build/root_owners --directory /path/on/the/disk
 """
@@ -31,7 +31,7 @@ Lines = list[dict[str, Any]]
 
 
 def run(program: Path, command: str, directory: Path, *words: object) -> Lines:
-    """The lines that the program printed."""
+    """Runs the program and returns the lines that it printed."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         call = [str(program), command, f"{scratch}/{command}", *map(str, words)]
         answer = subprocess.run(call, capture_output=True, text=True, timeout=3600)
@@ -51,7 +51,7 @@ def summary(values: Iterable[float]) -> dict[str, Any]:
 
 
 def measure_dead(program: Path, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Figures of each batch, and ratios of the two roots."""
+    """Returns the figures of each batch, and the ratios of the two roots."""
     lines = run(
         program,
         "dead",
@@ -75,7 +75,7 @@ def measure_dead(program: Path, options: argparse.Namespace) -> dict[str, list[f
 
 
 def measure_models(program: Path, options: argparse.Namespace) -> tuple[dict[str, list[float]], Lines]:
-    """Figures of the last quarter of the samples, and all samples."""
+    """Returns the figures of the last quarter of the samples, and all samples."""
     lines = run(
         program,
         "models",

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What servers that are compared have in common, so that only the connector differs: what they are started
-with, that nobody still writes when the next is asked, and what is counted of them."""
+"""The common setup of compared servers, so that only the connector differs.
+
+It covers their environment and configuration, waiting for the end of writes before the next server gets a
+request, and CPU accounting.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from local_server import LocalServer, kv_transfer_config
 
 SYSTEMS = ("none", "kv_offload", "vllm")
 BLOCK = 128
-SPINS = "1000"  # as this plugin has it for its own ranks
+SPINS = "1000"  # the plugin's value for its own ranks
 TICKS = os.sysconf("SC_CLK_TCK")
-QUIET_SECONDS, QUIET_SHARE = 0.4, 0.1  # so long no more than this share of one core
+QUIET_SECONDS, QUIET_SHARE = 0.4, 0.1  # quiet: at most this share of one core for so long
 
 SLEEP_INSTEAD = """\
 import os, time
@@ -29,17 +32,19 @@ os.sched_yield = lambda: time.sleep(0.0002)
 
 
 def environment(spins: str = SPINS) -> dict[str, str]:
-    """For one rank on CPU; ``spins``: GOMP_SPINCOUNT, empty for what each server's connector makes of it.
+    """Returns the environment of a server with one rank on CPU.
 
-    vLLM keeps one core free for its scheduler, and one more when there is a connector, unless none would be
-    left (its ompmultiprocessing.py): of two cores a server with a connector computes on both, one without on
-    one. Here all compute on all.
+    ``spins``: GOMP_SPINCOUNT; empty: each server's connector decides.
 
-    Threads of OpenMP that wait for work then keep the cores from the rest of the server, unless they spin for
-    a short time only. This plugin sees to that for its own ranks (``openmp_wait``); here all servers have it.
+    vLLM keeps one core free for its scheduler, and one more if there is a connector, unless no core would be
+    left (its ompmultiprocessing.py). With two cores, a server with a connector computes on both and a server
+    without one on a single core. Here all servers compute on all cores.
 
-    The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so is what PYTHONPATH names here.
-    Nobody reports its use to anybody.
+    Idle OpenMP threads then take the cores from the rest of the server unless they spin only briefly. This
+    plugin limits spinning for its own ranks (``openmp_wait``); here the limit applies to all servers.
+
+    The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so are the entries of the current
+    PYTHONPATH. vLLM's usage reports are off.
     """
     importable = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     return {
@@ -51,21 +56,23 @@ def environment(spins: str = SPINS) -> dict[str, str]:
 
 
 def connector(name: str, size: str, root: Path, max_bytes: int | str = "8GiB") -> dict[str, Any] | None:
-    """For ``--kv-transfer-config``: one of SYSTEMS with host memory of ``size`` ("64MiB") above ``root``,
-    where it keeps up to ``max_bytes`` ("vllm": any number)."""
+    """Returns the ``--kv-transfer-config`` of one of SYSTEMS; None for "none".
+
+    Host memory has ``size`` ("64MiB"). Below it, ``root`` holds up to ``max_bytes`` ("vllm": no limit).
+    """
     if name == "none":
         return None
     config = kv_transfer_config(size, root, max_bytes)
     if name == "vllm":
         extra = config["kv_connector_extra_config"]
         extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
-        extra["cpu_bytes_to_use"] = int(size.removesuffix("MiB")) * 1024**2  # it knows only numbers
-        del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
+        extra["cpu_bytes_to_use"] = int(size.removesuffix("MiB")) * 1024**2  # vLLM accepts only numbers
+        del extra["secondary_tiers"][0]["max_bytes"]  # its tier has no size limit
     return config
 
 
 def cpu_by_thread(server: LocalServer) -> dict[str, float]:
-    """CPU seconds of all threads of the server that live, by the thread's name."""
+    """Returns the CPU seconds of all live threads of the server, by thread name."""
     seconds: dict[str, float] = defaultdict(float)
     for process in server.processes():
         for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
@@ -77,8 +84,11 @@ def cpu_by_thread(server: LocalServer) -> dict[str, float]:
 
 
 def wait_until_quiet(servers: Iterable[LocalServer]) -> None:
-    """Until none of them computes, before one is asked alone: vLLM's processes spin for a second after their
-    last message (its SpinCondition), on the cores of whoever is asked next. TimeoutError after 30 s."""
+    """Waits until none of the servers computes, so that the next request is measured alone.
+
+    vLLM's processes spin for a second after their last message (its SpinCondition), on cores that the next
+    server needs. Raises TimeoutError after 30 s.
+    """
     servers = list(servers)
     deadline, busiest = time.monotonic() + 30, float("inf")
     while busiest > QUIET_SHARE * QUIET_SECONDS:
@@ -95,7 +105,10 @@ def wait_until_quiet(servers: Iterable[LocalServer]) -> None:
 
 
 def mean_cpu_by_thread(played: Sequence[Mapping[str, Any]], least: float = 0.01) -> dict[str, float]:
-    """Of several rounds, each with its ``cpu`` by thread: the mean, the busiest first, from ``least`` on."""
+    """Returns the mean CPU seconds by thread over rounds with a ``cpu`` entry each.
+
+    The busiest thread is first; threads below ``least`` seconds are omitted.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for one in played:
         for thread, used in one["cpu"].items():
@@ -105,14 +118,14 @@ def mean_cpu_by_thread(played: Sequence[Mapping[str, Any]], least: float = 0.01)
 
 
 def add_spins(parser: argparse.ArgumentParser) -> None:
-    """``--spins``: see environment()."""
+    """Adds the option ``--spins``; see environment()."""
     parser.add_argument(
         "--spins", default=SPINS, help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
     )
 
 
 def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """By how much each of what is counted grew."""
+    """Returns the positive differences of the counters, rounded to 0.001."""
     more = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {name: round(value, 3) for name, value in more.items() if value > 0}
 
@@ -127,7 +140,7 @@ def bytes_below(root: Path) -> int:
 
 
 def wait_for_writes(root: Path, least: int) -> float:
-    """Seconds until `least` bytes more were below `root` and nothing was added for half a second."""
+    """Waits until ``root`` has ``least`` more bytes and none was added for 0.5 s. Returns the seconds."""
     began, last, since = time.perf_counter(), -1, time.perf_counter()
     while time.perf_counter() - began < 30:
         now = bytes_below(root)
@@ -140,12 +153,14 @@ def wait_for_writes(root: Path, least: int) -> float:
 
 
 def sleep_where_vllm_spins(directory: Path) -> None:
-    """For servers that are started from now on; ``directory`` is empty, and stays as long as they run.
+    """Makes all servers that are started from now on sleep where vLLM would spin.
 
-    vLLM's processes spin with sched_yield while they wait for each other. On two cores that leaves none to
-    what reads, nor to a store that runs beside them, for seconds at times (docs/troubleshooting.md): whoever
-    is compared then is compared by that. This plugin has them sleep while it loads; here they always do, and
-    for everybody.
+    ``directory`` must be empty and must exist as long as the servers run.
+
+    vLLM's processes spin with sched_yield while they wait for each other. On two cores that can leave no CPU
+    to reader threads, or to a store on the same machine, for seconds (docs/troubleshooting.md), and would
+    dominate the comparison. This plugin makes them sleep during its loads; here they always sleep, in all
+    systems.
     """
     (directory / "sitecustomize.py").write_text(SLEEP_INSTEAD)
     before = os.environ.get("PYTHONPATH", "")

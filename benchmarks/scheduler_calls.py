@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long may a call hold up the scheduler's thread, in host memory of two row sizes, at the end of a long
-request, and at the lock of an index of a million records?
+"""Measures how long single calls block the scheduler thread.
 
-Baselines in the same run: rows of one size; a request with a tenth of the reads; an index with a tenth of the
-records; and the same program built from another commit, where ``--before`` names it. Builds take turns. All
-times are CPU time of the calling thread.
+The cases are: host memory with two row sizes, the end of a long request, and the lock of an index of a
+million records. Baselines in the same run: rows of one size, a request with a tenth of the reads, an index
+with a tenth of the records, and the same program built from another commit if ``--before`` names it. Builds
+take turns. All times are CPU time of the calling thread.
 
     python benchmarks/scheduler_calls.py --program build/scheduler_calls [--before OTHER/scheduler_calls]
 """
@@ -26,14 +26,14 @@ Samples = dict[str, list[float]]
 
 
 def run(program: Path, *words: object) -> list[dict[str, Any]]:
-    """The lines that the program printed."""
+    """Runs the program and returns its output lines as JSON objects."""
     command = [str(program), *map(str, words)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
     return [json.loads(line) for line in answer.stdout.splitlines()]
 
 
 def measure(program: Path, rounds: int, reads: Sequence[int], records: Sequence[int]) -> dict[str, float]:
-    """One repetition: each figure by its name, times in milliseconds."""
+    """Returns the figures of one repetition by name, times in milliseconds."""
     figures: dict[str, float] = {}
     seconds = defaultdict(list)
     for line in run(program, "rows", rounds):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces of other shapes than the recorded one, made from a seed: chats that come back after
-minutes, agents that come back after seconds among one-off prompts and popular documents, and both in turns.
+"""Generates request traces of other shapes than the recorded one, from a seed.
+
+Chats continue after minutes. Agents continue after seconds, among one-off prompts and popular documents. The
+shape "mixed" alternates between both.
 
     python benchmarks/synthetic_traces.py agents > agents.jsonl
 """
@@ -20,7 +22,7 @@ SHAPES = ("chats", "agents", "mixed")
 
 
 def make(shape: str, requests: int = 12_000, seed: int = 1) -> list[list[int]]:
-    """Prompts as block numbers, in the order in which they come."""
+    """Returns prompts as block numbers, in the order of their arrival."""
     rng = random.Random(f"{shape} {seed}")
     numbers = itertools.count()
     sessions = {"chats": _chats, "agents": _agents, "mixed": _mixed}[shape](rng, numbers)
@@ -48,7 +50,7 @@ def _new(numbers: Iterator[int], count: float) -> list[int]:
 def _talk(
     rng: random.Random, numbers: Iterator[int], prompt: list[int], turns: int, median: float, spread: float
 ) -> Iterator[tuple[float, list[int]]]:
-    """(seconds until the next turn, prompt) of each turn; the prompt grows."""
+    """Yields (seconds until the next turn, prompt) for each turn; the prompt grows."""
     for turn in range(turns):
         prompt = prompt + _new(numbers, rng.lognormvariate(0.8, 0.8))
         yield (math.inf if turn + 1 == turns else rng.lognormvariate(math.log(median), spread)), prompt
@@ -76,7 +78,7 @@ def _agents(rng: random.Random, numbers: Iterator[int]) -> Iterator[Iterator[tup
 
 
 def _mixed(rng: random.Random, numbers: Iterator[int]) -> Iterator[Iterator[tuple[float, list[int]]]]:
-    """What comes changes every 500 sessions: nothing that was learned holds for long."""
+    """Switches between chats and agents every 500 sessions, so that learned statistics become stale."""
     kinds = itertools.cycle([_chats(rng, numbers), _agents(rng, numbers)])
     while True:
         yield from itertools.islice(next(kinds), 500)

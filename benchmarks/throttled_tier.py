@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a tier cost that is slower than computing?
+"""Measures the cost of a tier that is slower than computing.
 
     python benchmarks/throttled_tier.py [--tokens 3072] [--rounds 2] [--speeds 20 5]
 
-Prompts return, in turn, to two servers with the same little host memory: one has no tier below it and
-computes them again, the other has all of them on a disk (tests/slow_disk, FUSE) that is fast, then throttled
-to so many MB/s. Each request is asked of both, one after the other: that is the baseline of that moment.
-`auto` is the default, measured once it has learnt (what learning cost is told apart), `always` loads whatever
-it takes. Times are whole requests for one token. The aim: `auto` at most 10% above no tier.
+Prompts are repeated in turn on two servers with the same small host memory. One has no tier below it and
+recomputes them. The other has all of them on a disk (tests/slow_disk, FUSE) that is fast at first and then
+throttled to the given MB/s. Each request is sent to both servers, one after the other, so every measurement
+has its own baseline. `auto` is the default policy, measured after it has learned the speed (the cost of
+learning is reported separately); `always` loads at any cost. Times are whole requests for one token. The
+target: `auto` is at most 10% slower than no tier.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from slow_disk import SlowDisk, build
 from tiny_model import SHAPES, make_model
 
 AIM = 1.10
-LEARNING = 3  # requests that are not measured after the disk has changed
-PATIENT_MS = 120_000  # deadlines that do not end a slow load: its price is the question
+LEARNING = 3  # unmeasured requests after each change of the disk speed
+PATIENT_MS = 120_000  # timeouts that do not cancel a slow load, because its cost is measured
 CHOICES = ("load", "partial", "recompute", "give_up", "probe")
 LOAD_POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -44,13 +45,13 @@ LOAD_POLICIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """Seconds of each request with the tier and, in the same order, without; what was decided on it."""
+    """Seconds of each request with the tier and, in the same order, without it; and the decisions."""
 
     name: str
     with_tier: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
     decisions: dict[str, int] = field(default_factory=dict)
-    learning: list[float] = field(default_factory=list)  # requests before it was measured
+    learning: list[float] = field(default_factory=list)  # seconds of the unmeasured requests
 
     def summary(self) -> dict[str, Any]:
         pairs = [slow / plain for slow, plain in zip(self.with_tier, self.without, strict=True)]
@@ -85,7 +86,7 @@ class Bench:
 
     def ask(self, case: Case, policy: str) -> None:
         prompt = next(self.turns)
-        if len(case.without) % 2 == 0:  # either goes first as often: the other then rests
+        if len(case.without) % 2 == 0:  # each goes first equally often; the other one is idle
             computed = self.plain.ask(prompt, max_tokens=1)
         answer = self.tiered.ask(prompt, max_tokens=1, **LOAD_POLICIES[policy])
         if len(case.without) % 2 != 0:
@@ -96,10 +97,13 @@ class Bench:
         case.without.append(computed.seconds)
 
     def learn(self, case: Case) -> None:
-        """What it makes of the disk as it is now is its choice: load, if that is still faster."""
+        """Sends LEARNING requests, so that the policy learns the current speed of the disk.
+
+        The policy decides each of them: it loads if it still expects that to be faster.
+        """
         for _ in range(LEARNING):
             prompt = next(self.turns)
-            self.plain.ask(prompt, max_tokens=1)  # both keep to the same turns
+            self.plain.ask(prompt, max_tokens=1)  # both servers get the same sequence
             case.learning.append(self.tiered.ask(prompt, max_tokens=1).seconds)
 
     def measure(self, name: str, policy: str, requests: int) -> Case:
@@ -119,7 +123,7 @@ class Bench:
 
 
 def run(bench: Bench, records: int, speeds: list[float]) -> list[Case]:
-    """From fast to slow, so that no case waits for a probe."""
+    """Measures the cases from fast to slow, so that no case has to wait for a probe."""
     each = bench.rounds * len(bench.prompts)
     for number, prompt in enumerate(bench.prompts, 1):
         for server in (bench.plain, bench.tiered):
@@ -163,7 +167,7 @@ def main() -> None:
     prompts = [[generator.randrange(2, 2048) for _ in range(tokens + 5)] for _ in range(arguments.prompts)]
     shape = SHAPES[arguments.kind]
     prompt_bytes = tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-    host_bytes = int(prompt_bytes * 2.3)  # fewer than there are: in turn, each comes from the tier
+    host_bytes = int(prompt_bytes * 2.3)  # fewer than all prompts, so each one comes from the tier
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="throttled-tier-") as name:
         folder = Path(name)
         model = make_model(folder / "model", arguments.kind)
@@ -184,7 +188,7 @@ def main() -> None:
                 LocalServer(model, folder / "tiered.log", kv_transfer=tiered, **options) as with_tier,
             ):
                 for server in (without, with_tier):
-                    server.ask([2] * (BLOCK - 1), max_tokens=4)  # vLLM compiles its helpers
+                    server.ask([2] * (BLOCK - 1), max_tokens=4)  # warm-up: vLLM compiles helpers
                 bench = Bench(with_tier, without, disk, prompts, arguments.rounds)
                 cases = run(bench, tokens // BLOCK, arguments.speeds)
     report(cases, bench, arguments, tokens)

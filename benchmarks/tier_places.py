@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers beyond the host as a benchmark's ``--tier`` names them, and servers of its own."""
+"""Parses the remote tiers of a benchmark's ``--tier``, and starts local servers for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from kv_offload.tiers.registry import entry_at, kinds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
-_PREFIX_KEYS = ("key_prefix", "prefix")  # of the kinds that have one
+_PREFIX_KEYS = ("key_prefix", "prefix")  # setting names, depending on the kind of tier
 
 
 def entry_of(text: str) -> dict[str, Any]:
-    """``KIND=PLACE`` or a table of secondary_tiers as JSON, with a prefix that no run before had: what is
-    computed first must not be found. SystemExit for a kind that has none."""
+    """Parses ``KIND=PLACE`` or a table of secondary_tiers as JSON, and adds a new, unique prefix.
+
+    The prefix prevents hits on records of earlier runs. Raises SystemExit for a kind without a prefix
+    setting.
+    """
     entry: dict[str, Any] = json.loads(text) if text.startswith("{") else entry_at(text)
     kind = kinds().get(entry.get("type", ""))
     keys = [key for key in _PREFIX_KEYS if kind is not None and key in kind.model_fields]
@@ -37,7 +40,7 @@ def entry_of(text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def own_redis() -> Iterator[str]:
-    """A redis-server on loopback, which all can be pointed at, and its ``--tier``."""
+    """Starts a redis-server on loopback for all systems, and yields its ``--tier``."""
     from redis_server import redis_server
     from s3_server import free_ports
 
@@ -52,7 +55,7 @@ def own_redis() -> Iterator[str]:
 
 @contextlib.contextmanager
 def own_s3(tls: bool = False) -> Iterator[str]:
-    """SeaweedFS on loopback, and its ``--tier``; its keys are in the environment from here on."""
+    """Starts SeaweedFS on loopback, and yields its ``--tier``. Puts its credentials in the environment."""
     from s3_server import ACCESS, BUCKET, SECRET, S3Server, certificate
 
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -73,7 +76,7 @@ def own_s3(tls: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def own_mooncake() -> Iterator[str]:
-    """Mooncake's master and a holder of 2 GiB on loopback, and their ``--tier``."""
+    """Starts Mooncake's master and a 2 GiB storage process on loopback, and yields their ``--tier``."""
     from mooncake_store import mooncake_store
 
     with (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policy keeps what comes back? A trace of requests through the index and the policies of the core,
-at several capacities of host memory and of a tier below it.
+"""Compares eviction policies by their hits on a request trace.
 
-Baselines, on the same trace: LRU of the same core; vLLM's own manager with its lru and its arc
-policy; and the optimum that knows the future. Hits count from the left of each prompt.
+Replays the trace through the core's index and policies, at several capacities of host memory and of a tier
+below it. Baselines, on the same trace: the core's LRU, vLLM's own manager with its lru and arc policies, and
+the optimum that knows the future. Hits are counted from the left of each prompt.
 
     python benchmarks/trace_replay.py [TRACE.jsonl] [--shape agents]
 """
@@ -28,7 +28,7 @@ PAIRS = (("lru", "lru"), ("prefix", "lru"), ("prefix", "prefix"))  # host, disk
 
 
 def vllm_hits(trace: Trace, policy: str, capacity: int) -> int:
-    """Blocks hit by vLLM's own manager with one of its policies."""
+    """Returns the blocks hit by vLLM's own manager with one of its policies."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -48,7 +48,7 @@ def vllm_hits(trace: Trace, policy: str, capacity: int) -> int:
             manager.prepare_load(keys[:found], context)
             manager.complete_load(keys[:found], context)
         output = manager.prepare_store(keys, context)
-        if output is not None:  # None: no room for all of it, nothing is stored
+        if output is not None:  # None: not everything fits, so nothing is stored
             manager.complete_store(output.keys_to_store, context)
         manager.on_request_finished(context)
     return hits
@@ -95,7 +95,7 @@ def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> li
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Hit ratio against capacity, and against what LRU hits."""
+    """Plots the hit rate against capacity, and relative to LRU."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do host memory and a disk below it hit together, what is written, and what does a kill leave?
+"""Measures hits and writes of host memory with a disk below it, and the hits after a kill.
 
-For each pair of capacities and each rule (what is written, what goes first on the disk, and whether host
-memory outlives a kill): blocks hit; records written, and declined for being worth less than what would go for
-them; and, of kills after several shares of the trace, how much of the last 50 prompts hits then and how much
-of all that comes after.
-Host memory evicts by prefix. Baselines: a disk that evicts by LRU, one cache of both capacities, and one that
-knows the future.
+Reports for each pair of capacities and each rule (write policy, the disk's eviction policy, and whether host
+memory outlives a kill): blocks hit, records written, and records declined because they are worth less than
+the records that they would evict. For kills after several fractions of the trace, it also reports the hit
+rate of the last 50 prompts and of the whole rest of the trace. Host memory evicts by prefix. Baselines: a
+disk that evicts by LRU, one cache with the sum of both capacities, and an optimum that knows the future.
 
     python benchmarks/two_tiers.py [TRACE.jsonl] [--shape agents] [--second-half]
 """
@@ -27,7 +26,7 @@ from trace_replay import CONVERSATIONS
 from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
 
 CELLS = ((500, 2_500), (500, 10_000), (2_000, 10_000), (5_000, 5_000))  # host memory, disk
-# What is written, what goes first on the disk, whether host memory outlives a kill.
+# Write policy, the disk's eviction policy, True if host memory outlives a kill.
 RULES = (
     ("write_through", "lru", False),
     ("write_through", "prefix", False),
@@ -41,7 +40,7 @@ PREFILL = 10_000  # tokens/s
 def measured(
     trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str, bool], kills: list[float]
 ) -> Any:
-    """One rule in one cell, unharmed and killed."""
+    """Measures one rule in one cell, without and with kills."""
     write_policy, policy, kept = rule
     setting = Setting("prefix", host, disk, policy, write_policy, keep_host_memory=kept)
     began = time.monotonic()
@@ -75,7 +74,7 @@ def mean(row: dict[str, Any], figure: str) -> float:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Blocks hit against records written, a line a cell; and what is hit after a kill."""
+    """Plots blocks hit against records written, one line per cell, and the hits after a kill."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,7 +139,7 @@ def main() -> None:
                 f"after a kill {mean(row, 'recent_hit_ratio'):.0%} of the last prompts, "
                 f"{mean(row, 'hit_ratio_after'):.1%} hit"
             )
-        for policy in ("prefix", OPTIMUM):  # one cache of both
+        for policy in ("prefix", OPTIMUM):  # one cache with both capacities
             rows.append(
                 replay(core, trace, Setting(policy, host + disk), PREFILL) | {"one_cache_of": [host, disk]}
             )

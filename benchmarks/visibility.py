@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon does one server hit what another has computed?
+"""Measures how soon one server hits records that another server has stored.
 
     python benchmarks/visibility.py [--records 500] [--kib 2048] [--tier redis=URL | --tier JSON ...]
 
-Two caches over one server, in one process and without vLLM; without ``--tier`` a redis-server and SeaweedFS
-on this machine, one after the other. For each record the time from the end of A's store (from then on A hits
-it) until B hits it, its bytes in B's host memory and verified. Two kinds of B: one that is asked for it when
-A has written it; and one that is asked again and again from the start, so that it was told "not there" a
-moment before. Steps of both schedulers are 0.2 ms apart. On a server that is not started here records stay,
-under a prefix of their own, which is told: `kv-offload purge` takes it.
+Runs two caches, A and B, on one store server, in one process and without vLLM. Without ``--tier`` it uses a
+redis-server and SeaweedFS on this machine, one after the other. For each record it measures the time from the
+end of A's store (from then on A hits it) until B hits it, with the bytes verified in B's host memory. There
+are two variants of B: in one, B looks up the record when A has written it; in the other, B looks it up
+repeatedly from the start, so that its latest result was a miss. Steps of both schedulers are 0.2 ms apart.
+Records remain on servers that this benchmark did not start, under a prefix of their own that it prints:
+`kv-offload purge` accepts it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROWS = 64
 
 
 class Engine:
-    """A cache with one rank, whose part is its report."""
+    """A cache with one rank, which is reduced to its job reports."""
 
     def __init__(self, entry: dict[str, Any], row_bytes: int) -> None:
         engine, size = f"benchmark-{uuid.uuid4()}", ROWS * row_bytes
@@ -69,15 +70,18 @@ class Engine:
 
 @dataclass
 class Taken:
-    """Seconds from the end of A's store, of each record."""
+    """Seconds from the end of A's store, per record."""
 
-    written: list[float] = field(default_factory=list)  # A knows that it lies on the server
-    hit: list[float] = field(default_factory=list)  # B was asked then, for the first time
+    written: list[float] = field(default_factory=list)  # A knows that the server has it
+    hit: list[float] = field(default_factory=list)  # B hit it, first looked up after A's write
     hit_when_asked_before: list[float] = field(default_factory=list)
 
 
 def hit_by(reader: Engine, writer: Engine, key: bytes, give_up: float) -> None:
-    """Requests for the key, each as long as it waits, until one hits."""
+    """Looks the key up until it hits, with a new request after each miss.
+
+    Raises TimeoutError at ``give_up``.
+    """
     request = reader.cache.begin_request("b")
     while (answer := reader.cache.lookup(request, key)) != HIT:
         if answer == MISS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own copies between a cache on the GPU and pinned host memory, from the release that is installed.
+"""The copies of the installed vLLM between a cache on the GPU and pinned host memory.
 
-Its worker chooses between a batched DMA call and a Triton kernel by direction and page size; the functions
-used here are the worker's own, and so is the choice.
+vLLM's worker chooses between a batched DMA call and a Triton kernel by direction and page size. This module
+uses the worker's own functions and its own choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROUNDS = 6  # the first one compiles and is not counted
 
 
 class VllmCopies:
-    """``missing`` says why there is nothing to measure, "" where there is."""
+    """Measures vLLM's copies. ``missing``: the reason why it cannot; "" if it can."""
 
     def __init__(self) -> None:
         self.missing = ""
@@ -38,7 +38,7 @@ class VllmCopies:
         self._rows: Any = None
 
     def rates(self, row: dict[str, Any]) -> dict[str, float]:
-        """Bytes per second of the row: as vLLM's worker would copy ("vllm"), and batched ("vllm_dma")."""
+        """Returns bytes per second for a row: with the worker's choice ("vllm"), and batched ("vllm_dma")."""
         store = row["direction"] == "store"
         src, dst, sizes = self._descriptors(row, store)
         refs = [[SimpleNamespace(page_size_bytes=row["page_bytes"])]]
@@ -59,7 +59,10 @@ class VllmCopies:
         return time.perf_counter() - begun
 
     def _descriptors(self, row: dict[str, Any], store: bool) -> tuple[Any, Any, Any]:
-        """One per page, as vLLM makes them; blocks in runs of ``row["run"]`` (0: all in order), shuffled."""
+        """Returns vLLM's copy descriptors, one per page.
+
+        Blocks are in shuffled runs of ``row["run"]`` (0: all in order).
+        """
         torch = self._torch
         page, layers, blocks = row["page_bytes"], row["layers"], row["blocks"]
         self._make_room(page * layers * blocks)

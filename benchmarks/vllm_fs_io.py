@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes records and reads them back with vLLM's own batch calls; fs_bench.py runs it beside ours.
+"""Writes records and reads them back with vLLM's own batch calls, for comparison in fs_bench.py.
 
     python benchmarks/vllm_fs_io.py DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 
-One JSON object on stdout: bytes per second. ``vllm.v1.kv_offload.tiering.fs.io`` as vLLM's tier calls it: a
-batch per thread (its C implementation where the installed vLLM has it), O_DIRECT, no checksums, no bound on
-the directory. The files are dropped from the page cache between writing and reading.
+Prints one JSON object on stdout: bytes per second. Calls ``vllm.v1.kv_offload.tiering.fs.io`` as vLLM's tier
+does: a batch per thread (the C implementation if the installed vLLM has it), O_DIRECT, no checksums, no size
+limit on the directory. The files are dropped from the page cache between writing and reading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.tiering.fs import io
 
-WARM_UP = 32  # records, as ours
+WARM_UP = 32  # records, as in our program
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     count = total // record
     with Path(sys.argv[5]).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    rows = len(memory) // record // threads  # used over and over: a batch is one call
+    rows = len(memory) // record // threads  # rows are reused; a batch is one call
     view = memoryview(memory)
     parts = [range(number, count, threads) for number in range(threads)]
 
@@ -48,7 +48,7 @@ def main() -> None:
                 done.result()
             return count * record / (time.perf_counter() - began)
 
-    for number in range(256):  # as ours: a directory in use has them
+    for number in range(256):  # as in our program: a directory in use has these subdirectories
         (directory / f"{number:02x}").mkdir(exist_ok=True)
     paths = [str(directory / "00" / f"other-{index}.bin") for index in range(WARM_UP)]
     io.batch_store_block(paths, view, [index % rows * record for index in range(WARM_UP)], record, True)

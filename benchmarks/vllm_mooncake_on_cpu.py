@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own MooncakeStoreConnector on the CPU platform, for comparison.
 
-It runs as it is but for one thing: before it reads vLLM's cache it waits for an event of CUDA. On CPU the
-forward pass has ended by then, so there is nothing to wait for. Used by remote_reload.py through
+It is unchanged except for one thing: before it reads vLLM's cache, it waits for a CUDA event. On CPU the
+forward pass has ended by then, so the wait is not necessary. remote_reload.py uses it through
 ``kv_connector_module_path``.
 """
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector impor
 
 
 class NothingToWaitFor:
-    """In the place of torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def record(self) -> None:
         pass
@@ -23,6 +23,6 @@ class NothingToWaitFor:
 
 
 class CpuMooncakeStoreConnector(MooncakeStoreConnector):  # type: ignore[misc]
-    """MooncakeStoreConnector where no event of CUDA can be made."""
+    """MooncakeStoreConnector for platforms without CUDA events."""
 
     torch.cuda.Event = NothingToWaitFor

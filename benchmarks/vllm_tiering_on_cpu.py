@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own TieringOffloadingSpec on the CPU platform, for comparison.
 
-Its manager, region and file-system tier run as they are; only the worker, which refuses anything but a GPU,
-is replaced by one that copies with memcpy in a thread. Used by prompt_reload.py through ``spec_module_path``.
+Its manager, region and file-system tier are unchanged. Only the worker, which supports only GPUs, is replaced
+by one that copies with memcpy in a thread. prompt_reload.py uses it through ``spec_module_path``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies whole blocks between the cache tensors and the region, one job after the other in one thread.
 
-    By numpy: a copy by torch would make threads of OpenMP for this one, which are then more than there are
-    cores, and OpenMP would let those that compute spin less than in the servers that it is compared with.
+    It uses numpy. A copy by torch would create OpenMP threads for this thread. There would then be more
+    OpenMP threads than cores, and OpenMP would let the compute threads spin less than in the other servers.
     """
 
     def __init__(self, kv_caches: Any, region: SharedOffloadRegion) -> None:
@@ -86,7 +86,8 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             assert self.blocks_per_chunk == 1
             assert all(torch.int8 == cache.tensor.dtype for cache in kv_caches.tensors)
-            # As TieringOffloadingSpec.create_worker: no barrier, or the scheduler would map another region.
+            # As in TieringOffloadingSpec.create_worker: no barrier. With one, the scheduler would map another
+            # region.
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
