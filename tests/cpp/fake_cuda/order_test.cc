@@ -172,7 +172,7 @@ TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
   EXPECT_EQ(fake_cuda::made_streams().size(), before + 3 * kCopyLanes);
 }
 
-// Uses the production limits and memory of its own.
+// Uses the production limits and separate memory.
 class Limits : public World {
  protected:
   void hold_a_load(std::uint64_t page, std::uint64_t count, const std::function<void()>& look) {

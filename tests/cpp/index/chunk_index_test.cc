@@ -424,7 +424,7 @@ INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-// Prompts with shared heads, stored and hit in the same order as by the cache.
+// Prompts with shared heads, stored and hit in the same way as in the cache.
 class NextVictimsTest : public testing::TestWithParam<std::string> {
  protected:
   static constexpr std::size_t kChunks = 60;

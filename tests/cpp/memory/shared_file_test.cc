@@ -28,7 +28,7 @@ class SharedFileTest : public ShmTest {
     }
     return times;
   }
-  // Creates a foreign file at path_ and locks it.
+  // Opens or creates the file at path_, as another process would, and locks it.
   int hold(int lock) {
     const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     EXPECT_EQ(::flock(fd, lock), 0);
