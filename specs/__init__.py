@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM adapter: the only code of this project that imports vLLM. Installed as ``kv_offload.specs``.
 
-``spec_module_path: kv_offload.specs`` makes vLLM ask this module for ``KVOffloadSpec``; vLLM and the
-adapter are imported only then, so that the plugin entry point costs nothing where it is not used.
+With ``spec_module_path: kv_offload.specs``, vLLM looks up ``KVOffloadSpec`` in this module. Only that lookup
+imports vLLM and the adapter, so the plugin entry point is free if unused.
 """
 
 from typing import TYPE_CHECKING, Any

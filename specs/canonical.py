@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canonical layout: records that are the same for every tensor-parallel size.
 
-A shard of a record is then one KV head of a chunk, in all layers of the group (several heads, where a model
-has more than 64); a rank's row holds the shards of the heads that it has, one after the other. A cache that
-every rank holds whole (MLA) has one shard as it is.
+A shard of a record is one KV head of a chunk, in all layers of the group (several heads if a model has more
+than 64). A rank's row holds the shards of its heads, one after the other. A cache that every rank holds whole
+(MLA) has one shard, unchanged.
 
-Two witnesses must agree before anything is laid out so: what vLLM certifies of a layer (the mapping of its
-CanonicalKVCacheRef, the same in 0.31, 0.32 and 0.33), and how the layer's cache lies in memory. The mapping
-alone does not do: with one rank it is one run over the whole page, and does not say where a head begins.
+vLLM's declared layout of a layer (the mapping of its CanonicalKVCacheRef, the same in 0.31, 0.32 and 0.33)
+must match the actual memory layout of its cache. The mapping alone is not enough: with one rank it is one run
+over the whole page, and does not show where a head begins.
 """
 
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ MOST_SHARDS = 64  # of a record
 class CanonicalPages:
     """How the caches of one rank are laid out in records of the canonical layout."""
 
-    shards: int  # of a record, whatever the number of ranks
-    shards_per_area: int  # of them in this rank's rows
+    shards: int  # of a record, for any number of ranks
+    shards_per_area: int  # of these, in this rank's rows
     pages: tuple[tuple[int, ...], ...]  # bytes of a block without parallelism, per group position and layer
 
 
 class _KeptApartError(Exception):
-    """Why this cache has no canonical layout."""
+    """This cache has no canonical layout; the text is the reason."""
 
 
 class _NotWholeError(ValueError):
-    """One rank's bytes would be taken for all ranks'."""
+    """The bytes of one rank would be stored as those of all ranks."""
 
 
 def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages | str:
-    """The canonical layout of this rank's caches, or in one clause why they have none.
+    """Returns the canonical layout of this rank's caches, or one clause why they have none.
 
-    ``config``: the OffloadingConfig; ``replicated``: every rank holds all bytes, and one area keeps them.
-    ValueError: a layer contradicts that.
+    ``config``: the OffloadingConfig; ``replicated``: every rank holds all bytes, and one area stores them.
+    Raises ValueError if a layer contradicts ``replicated``.
     """
     try:
         return _pages(config, kv_caches, replicated)
@@ -47,12 +47,12 @@ def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalP
         return str(reason)
     except _NotWholeError:
         raise
-    except Exception as error:  # of a layer of a kind that we do not know: it serves in the plain layout
+    except Exception as error:  # an unknown kind of layer uses the plain layout
         return f"its layers cannot be looked at ({type(error).__name__}: {error})"
 
 
 def record_shards(heads: int) -> int:
-    """The shards of a record of so many KV heads: a divisor of them, as many as a record may have."""
+    """Returns the shards of a record with ``heads`` KV heads: their largest divisor up to MOST_SHARDS."""
     return max(shards for shards in range(1, MOST_SHARDS + 1) if heads % shards == 0)
 
 
@@ -102,7 +102,7 @@ def _check_certified(name: str, ref: Any) -> None:
 def _check_whole(name: str, ref: Any) -> None:
     if ref.mapping.canonical_page_size_bytes == ref.page_size_bytes:
         return
-    # Kept apart it would still be stored by rank 0 for all of them.
+    # In the plain layout, rank 0 would still store this part for all ranks.
     raise _NotWholeError(
         "canonical_layout cannot be used: vLLM says that every rank holds the whole cache, and "
         f"{name} is a part of it; start without canonical_layout"
@@ -110,8 +110,8 @@ def _check_whole(name: str, ref: Any) -> None:
 
 
 def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_config: Any) -> int:
-    """The KV heads of a layer on all ranks together. Each must be one run of bytes of a page, in the order of
-    ranks and heads."""
+    """Returns the KV heads of a layer over all ranks. Each head must be one run of bytes in a page, in the
+    order of ranks and heads."""
     mapping, page = ref.mapping, ref.page_size_bytes
     if mapping.num_writers > 1:
         raise _KeptApartError(
@@ -121,7 +121,7 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     cache = compat.layer_cache(layer)
     spec = None if layer is None else layer.get_kv_cache_spec(vllm_config)
     heads = getattr(spec, "num_kv_heads", 0)
-    # A backend that packs a page in its own way says so here; two planes of K and V look like two heads.
+    # A backend with its own page packing declares it here; two planes of K and V would look like two heads.
     packed = ("num_head_slots", "state_content_bytes")
     if any(getattr(spec, field, None) is not None for field in packed):
         raise _KeptApartError(f"the backend of {name} packs its pages in its own way")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that knows how vLLM's offloading interface differs between releases.
+"""The differences of vLLM's offloading interface between releases; all of them are in this module.
 
-Supported are 0.31, 0.32 and 0.33, distinguished by what they have, not by their number. Any other
-interface is refused here, in one sentence, when the spec is first used: importing this module raises
-UnsupportedVllmError (an ImportError). What differs:
+Supports 0.31, 0.32 and 0.33, distinguished by their features, not by their number. Importing this module, at
+the first use of the spec, refuses any other interface with UnsupportedVllmError (an ImportError).
+Differences:
 
                                     0.31   0.32   0.33
     get_load_source, CacheHitSource  -      x      x
@@ -27,11 +27,11 @@ from kv_offload.vllm_versions import SUPPORTED, version_problem
 
 
 class UnsupportedVllmError(ImportError):
-    """This vLLM has no offloading interface that we know; the text names what was found."""
+    """This vLLM has an unknown offloading interface; the text names the difference."""
 
 
 def vllm_version() -> str:
-    """The version that vLLM gives itself, or "unknown"."""
+    """Returns vLLM's version, or "unknown"."""
     try:
         import vllm
 
@@ -41,7 +41,7 @@ def vllm_version() -> str:
 
 
 def refusal(version: str, found: str) -> str:
-    """The one sentence for a vLLM that is not supported."""
+    """Returns the error for an unsupported vLLM."""
     return (
         f"KVOffloadSpec supports vLLM {SUPPORTED}, and this is vLLM {version}, where {found}; "
         "install a supported vLLM or another version of vllm-kv-offload"
@@ -49,7 +49,7 @@ def refusal(version: str, found: str) -> str:
 
 
 def shape_problems(base: Any, config: Any) -> list[str]:
-    """How vLLM's modules ``kv_offload.base`` and ``kv_offload.config`` differ from all that we know."""
+    """Returns how vLLM's ``kv_offload.base`` and ``kv_offload.config`` differ from all known interfaces."""
     problems: list[str] = []
     for name, methods in (
         ("OffloadingManager", {"on_new_request", "lookup", "prepare_load", "prepare_store"}),
@@ -86,7 +86,8 @@ def shape_problems(base: Any, config: Any) -> list[str]:
 
 
 def _key_problems(base: Any) -> list[str]:
-    """Keys are taken apart in the core (csrc/base/types.h): a block hash, then the group in four bytes."""
+    """Checks the format of keys, which the core parses (csrc/base/types.h): a block hash, then four bytes of
+    group."""
     try:
         key = bytes(base.make_offload_key(b"\x01\x02\x03", 0x04050607))
     except Exception as error:
@@ -96,7 +97,7 @@ def _key_problems(base: Any) -> list[str]:
     return [f"a key is made as {key.hex()} of the hash 010203 and the group 04050607"]
 
 
-# What vLLM passes to each of our methods, in this order; after the bar, what only some releases pass.
+# Arguments that vLLM passes to each of our methods, in order; only some releases pass those after the bar.
 _PASSED = {
     "OffloadingManager": {
         "on_new_request": "req_context",
@@ -115,13 +116,13 @@ _PASSED = {
         "wait": "job_ids",
     },
     "OffloadingSpec": {"get_manager": "", "get_worker": "kv_caches"},
-    # Called by us.
+    # Methods that we call.
     "ReqContext": {"set_state": "val", "get_state": "cls", "get_offload_key_position": "key"},
 }
 
 
 def _signature_problems(base: Any) -> list[str]:
-    """Methods that are called with other arguments than ours take, or that take others than we give."""
+    """Returns methods whose arguments differ from those that we accept or pass."""
     problems = []
     for name, methods in _PASSED.items():
         for method, text in methods.items():
@@ -154,7 +155,7 @@ def _parameters(kind: Any) -> set[str]:
 
 
 def _supported_modules() -> tuple[Any, Any]:
-    """vLLM's ``kv_offload.base`` and ``kv_offload.config``; raises UnsupportedVllmError."""
+    """Returns vLLM's ``kv_offload.base`` and ``kv_offload.config``. Raises UnsupportedVllmError."""
     version = vllm_version()
     problem = version_problem(version)
     if problem is not None:
@@ -187,7 +188,7 @@ _EVENT_FIELDS = _field_names(OffloadingEvent)
 
 
 def load_sources() -> tuple[Any, Any] | None:
-    """(host memory, disk) as vLLM names where a hit came from; None before 0.32."""
+    """Returns vLLM's names of the hit sources (host memory, disk); None before 0.32."""
     if not hasattr(OffloadingManager, "get_load_source"):
         return None
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -196,8 +197,8 @@ def load_sources() -> tuple[Any, Any] | None:
 
 
 def message_queues() -> Any | None:
-    """The module of the queues between engine core and ranks, whose ``sched_yield`` is called in turns while
-    one waits for a message; None where it is not that."""
+    """Returns the module of the queues between engine core and ranks, which call its ``sched_yield``
+    repeatedly while they wait for a message; None if this vLLM has no such module."""
     try:
         from vllm.distributed.device_communicators import shm_broadcast
     except ImportError:
@@ -206,19 +207,21 @@ def message_queues() -> Any | None:
 
 
 def mistakes_blocks_of_sessions() -> bool:
-    """Whether the connector adds all blocks of a request that is scheduled anew to those that it knows of it
-    already (0.31, 0.32): a session of streaming input that goes on, whose chunks are then looked for in other
-    blocks."""
-    return not has_config_info()  # both came with 0.33, which takes the blocks as all there are
+    """True if the connector appends all blocks of a rescheduled request to the blocks it already knows (0.31,
+    0.32).
+
+    This affects a session of streaming input that continues: its chunks are then read from the wrong blocks.
+    """
+    return not has_config_info()  # both came with 0.33, which replaces the known blocks
 
 
 def has_config_info() -> bool:
-    """Whether vLLM publishes ``vllm:kv_offload_config_info`` (0.33)."""
+    """True if vLLM publishes ``vllm:kv_offload_config_info`` (0.33)."""
     return hasattr(OffloadingManager, "config_info")
 
 
 def new_stats() -> Any:
-    """An empty OffloadingConnectorStats."""
+    """Returns an empty OffloadingConnectorStats."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
     return OffloadingConnectorStats()
@@ -230,10 +233,10 @@ def tracks_pending_hits() -> bool:
 
 
 def untrack_events(keys: list[bytes]) -> list[Any]:
-    """Events that make vLLM drop the payloads of chunks that never came to host memory.
+    """Returns events that make vLLM drop the payloads of chunks that never reached host memory.
 
-    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block: so
-    the chunks are stored and removed in one batch.
+    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block. So
+    one batch reports each chunk as stored and removed.
     """
     if tracks_pending_hits():
         return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
@@ -248,7 +251,7 @@ def make_event(
     locality: str = "LOCAL",
     removal_expected: bool = True,
 ) -> Any:
-    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it.
+    """Returns an OffloadingEvent of host memory (``tier`` None) or of a tier below it.
 
     ``removal_expected``: vLLM keeps a chunk's payload until the tier reports its removal.
     """
@@ -263,9 +266,9 @@ ALL_TIERS = 255
 
 
 def tiers_allowed(req_context: Any, localities: Sequence[str]) -> tuple[bool, int]:
-    """(host memory, the tiers below it as bits) that a request may load from: its ``kv_load_tiers``.
+    """Returns (host memory, a bit mask of tiers) that a request may load from: its ``kv_load_tiers``.
 
-    ``localities``: LOCAL or REMOTE, of each tier there is.
+    ``localities``: LOCAL or REMOTE of each tier.
     """
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
@@ -278,11 +281,11 @@ def tiers_allowed(req_context: Any, localities: Sequence[str]) -> tuple[bool, in
 
 
 def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
-    """(end of the chunk under ``key``, end of the request's last whole chunk), both in tokens.
+    """Returns (end of the chunk under ``key``, end of the request's last whole chunk), both in tokens.
 
-    vLLM notes the position of every key of a request, group by group, and then those of parts of a chunk that
-    it tries; what it has no public question for is how far they reach. Asked once per pass over a request.
-    None where that is not to be had.
+    vLLM records the position of every key of a request, group by group, then those of the parts of a chunk
+    that it tries. It has no public method for their ends. Called once per pass over a request. Returns None
+    if unavailable.
     """
     positions = getattr(req_context, "_offload_key_positions", None)
     first = req_context.get_offload_key_position(key)
@@ -292,14 +295,14 @@ def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
 
 
 def group_has_window(group: Any) -> bool | None:
-    """Whether a group of the OffloadingConfig forgets blocks behind a window; None before 0.33."""
+    """True if a group of the OffloadingConfig drops blocks before a window; None before 0.33."""
     if not hasattr(group, "sliding_window_size_in_chunks"):
         return None
     return group.sliding_window_size_in_chunks is not None
 
 
 def current_vllm_config() -> Any | None:
-    """The VllmConfig of this process, if it is inside vLLM's context (workers are, the scheduler is not)."""
+    """Returns the VllmConfig of this process if vLLM set it (in workers, not in the scheduler)."""
     try:
         from vllm.config import get_current_vllm_config_or_none
 
@@ -309,32 +312,34 @@ def current_vllm_config() -> Any | None:
 
 
 def layer_has_window(layer: Any, vllm_config: Any) -> bool:
-    """Whether a layer's cache is anything but full attention. Raises what vLLM raises for odd layers."""
+    """True if a layer's cache is not full attention. Raises vLLM's errors for unknown layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
 
 
 def layer_window(layer: Any, vllm_config: Any) -> int | None:
-    """The tokens before a position that vLLM keeps for a sliding-window layer; None for any other layer,
-    subclasses of the spec included. Raises what vLLM raises for odd layers."""
+    """Returns the tokens before a position that vLLM keeps for a sliding-window layer.
+
+    None for any other layer, also for subclasses of the spec. Raises vLLM's errors for unknown layers.
+    """
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     spec = layer.get_kv_cache_spec(vllm_config)
     if type(spec) is not SlidingWindowSpec:
         return None
-    # vLLM sets extra_retained_tokens when it plans the caches, from this, and not in the specs of layers.
+    # vLLM derives extra_retained_tokens from this when it plans the caches; the specs of layers lack it.
     lookahead = int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
     return int(spec.sliding_window) + max(int(getattr(spec, "extra_retained_tokens", 0)), lookahead - 1, 0)
 
 
 def group_drops_blocks(group: Any, vllm_config: Any) -> bool:
-    """True if vLLM is known to drop the blocks of ``group`` that fall out of the window which all its layers
-    on this rank have.
+    """True if vLLM is known to drop the blocks of ``group`` that leave the window of all its layers on this
+    rank.
 
-    False where vLLM keeps all blocks of windowed layers: without its hybrid cache manager, or where it cannot
-    make their pages one size with those of MLA layers. Such a group has full-attention layers too, but in a
-    pipeline they may be on another rank, and only 0.33 names the window of a group.
+    False if vLLM keeps all blocks of windowed layers: without its hybrid cache manager, or if it cannot give
+    their pages the size of MLA pages. Such a group also has full-attention layers, but in a pipeline they may
+    be on another rank, and only 0.33 names the window of a group.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return False
@@ -345,12 +350,14 @@ def group_drops_blocks(group: Any, vllm_config: Any) -> bool:
 
 
 def loads_end_anywhere(layers: Mapping[str, Any], offloaded: Set[str], vllm_config: Any) -> bool:
-    """True if vLLM may end a load inside a chunk although all groups have chunks of one size: it caps a load
-    by what groups that it does not offload hold (HiSparse), and moves its end to a block for layers that
-    recompute their window (prefix replay). Context parallelism is counted in, as windows do not support it.
+    """True if vLLM may end a load inside a chunk although all groups have chunks of one size.
 
-    ``layers``: all of this rank, by name; ``offloaded``: the names of those in the groups that we are given.
-    Raises what vLLM raises for odd layers.
+    vLLM caps a load by the contents of groups that it does not offload (HiSparse), and moves its end to a
+    block for layers that recompute their window (prefix replay). True with context parallelism too, because
+    windows do not support it.
+
+    ``layers``: all layers of this rank, by name; ``offloaded``: the names of layers in our groups. Raises
+    vLLM's errors for unknown layers.
     """
     parallel = vllm_config.parallel_config
     if any(
@@ -368,8 +375,8 @@ def loads_end_anywhere(layers: Mapping[str, Any], offloaded: Set[str], vllm_conf
 
 
 def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
-    """Whether a layer's cache keeps one state a block (Mamba), of which vLLM keeps a chunk's last alone: its
-    mode "align". Raises what vLLM raises for odd layers."""
+    """True if a layer's cache keeps one state per block (Mamba), and vLLM only the last one of a chunk (mode
+    "align"). Raises vLLM's errors for unknown layers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     spec = layer.get_kv_cache_spec(vllm_config)
@@ -377,8 +384,8 @@ def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
 
 
 def layer_element(layer: Any, vllm_config: Any) -> str:
-    """What a layer's cache is made of: "bfloat16" or "float16" where it is plainly that, else "bytes". Raises
-    what vLLM raises for odd layers."""
+    """Returns the element type of a layer's cache: "bfloat16" or "float16" if it is certain, else "bytes".
+    Raises vLLM's errors for unknown layers."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     spec = layer.get_kv_cache_spec(vllm_config)
@@ -389,8 +396,7 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
 
 
 def layer_cache(layer: Any) -> Any | None:
-    """The tensor that a layer computes on, in the shape that its backend sees; None where it has none, or
-    several."""
+    """Returns the cache tensor of a layer in the shape of its backend; None without exactly one."""
     cache: Any = getattr(layer, "kv_cache", None)
     if isinstance(cache, (list, tuple)):
         cache = cache[0] if len(cache) == 1 else None
@@ -398,9 +404,9 @@ def layer_cache(layer: Any) -> Any | None:
 
 
 def block_hash_seed(algorithm: str) -> tuple[str, bool]:
-    """(the seed of vLLM's block hashes in hex or as text, whether each process draws another one).
+    """Returns (the seed of vLLM's block hashes in hex or as text, whether each process draws another one).
 
-    vLLM sets NONE_HASH only after the manager was made, so the seed is resolved as it will do it.
+    vLLM sets NONE_HASH after it creates the manager, so this resolves the seed in the same way.
     """
     try:
         from vllm.utils.hashing import get_hash_fn_by_name

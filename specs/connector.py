@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingConnector, with a report in each response.
 
-vLLM lets only a connector put something into a response's ``kv_transfer_params``, and its OffloadingConnector
-puts nothing there (0.31 to 0.33). This one does nothing else differently. It is asked for by
+In vLLM only a connector can add to a response's ``kv_transfer_params``, and its OffloadingConnector adds
+nothing (0.31 to 0.33). This subclass changes nothing else. Select it with
 
     "kv_connector": "ReportingConnector", "kv_connector_module_path": "kv_offload.specs.connector"
 
@@ -18,7 +18,7 @@ Answer = tuple[bool, dict[str, Any] | None]
 
 
 class ReportingConnector(OffloadingConnector):
-    """OffloadingConnector; what our manager says of a request goes into its response."""
+    """OffloadingConnector that adds our manager's report to each response."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Answer:
         """As vLLM's, with the report."""

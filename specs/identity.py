@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What identifies this engine's cache: each rank publishes what it knows of it in the region, as JSON.
+"""The identity of this engine's cache: each rank publishes its part as JSON in the host memory region.
 
-vLLM sets its VllmConfig in the workers but not around the manager, and there is no channel from worker to
-scheduler; the region's control page carries at most 4095 bytes of text for each rank.
+vLLM sets its VllmConfig in the workers but not for the manager, and has no channel from worker to scheduler.
+The region's control page holds at most 4095 bytes of text for each rank.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from .resolved_settings import configured, environment
 logger = get_logger(__name__)
 
 MAX_FINGERPRINT_BYTES = 4095
-_MAX_SETTINGS_BYTES = 2048  # of those: what else a rank publishes needs room, too
+_MAX_SETTINGS_BYTES = 2048  # of the 4095; the rest of a fingerprint needs space too
 CANONICAL_VERSION = 1  # of the order of bytes in the canonical layout
 UNKNOWN = "unknown"
 
@@ -35,11 +35,11 @@ def worker_fingerprint(
     cache_blocks: int,
     canonical: CanonicalPages | str | None = None,
 ) -> str:
-    """One rank's part of the identity. ``pages``: bytes of one block of each ref, per group position.
-    ``cache_blocks``: how many blocks its cache has. ``canonical``: the canonical layout, or why it has none,
-    where it was asked for.
+    """Returns one rank's part of the identity. ``pages``: bytes of one block of each ref, per group position.
+    ``cache_blocks``: the number of blocks in its cache. ``canonical``: the canonical layout if requested, or
+    why there is none.
 
-    Long values are replaced by their digest, so that the text fits in the control page.
+    Replaces long values with their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
     fingerprint: dict[str, Any] = {
@@ -66,14 +66,14 @@ def worker_fingerprint(
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    # Decided by the settings alone: what else a rank publishes differs between ranks and starts.
+    # Depends only on the settings: the other published values differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
     return json.dumps(fingerprint, sort_keys=True, default=str)
 
 
 def _layout_digest(config: Any, pages: Sequence[Sequence[int]]) -> str:
-    """Of the names of all layers and the bytes of a block of each."""
+    """Returns a digest of the names of all layers and their bytes per block."""
     layout = [
         (list(group.layer_names), list(sizes)) for group, sizes in zip(config.groups, pages, strict=True)
     ]
@@ -85,10 +85,10 @@ def _digest(text: str) -> str:
 
 
 def _weights_source(vllm_config: Any) -> dict[str, Any]:
-    """Where the weights of config.model.name come from, beside that name.
+    """Returns the source of the weights in addition to config.model.name.
 
-    For a model behind s3:// and the like vLLM puts a temporary directory of its configs in the place of the
-    name, and keeps the address in model_weights.
+    For a model at s3:// or similar, vLLM replaces the name with a temporary directory of its configs and
+    keeps the address in model_weights.
     """
     return {
         "revision": getattr(vllm_config.model_config, "revision", None),
@@ -162,7 +162,7 @@ def _settings(vllm_config: Any, config: Any, device_type: str) -> tuple[dict[str
     for name, read in parts.items():
         try:
             settings |= read()
-        except Exception as error:  # any error of vLLM's own: the scheduler refuses tiers
+        except Exception as error:  # any error of vLLM: the scheduler then refuses tiers
             unread.append(f"{name} ({type(error).__name__}: {error})"[:300])
     return {name: text if len(text) <= 128 else _digest(text) for name, text in settings.items()}, unread
 
@@ -173,9 +173,9 @@ def _layers(vllm_config: Any, config: Any) -> list[list[Any]]:
 
 
 def _backends(vllm_config: Any, config: Any, device_type: str) -> dict[str, str]:
-    """Returns the attention backends, and what makes each of them pack its pages as it does here.
+    """Returns the attention backends and the machine properties that decide their page packing.
 
-    Raises what vLLM raises, and ValueError where no layer of this rank is known.
+    Raises vLLM's errors, and ValueError if no layer of this rank is known.
     """
     layers = [layer for layers in _layers(vllm_config, config) for layer in layers]
     if not layers:
@@ -186,7 +186,7 @@ def _backends(vllm_config: Any, config: Any, device_type: str) -> dict[str, str]
 
 
 def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
-    """Per group position whether it forgets blocks behind a window; None when a layer does not say."""
+    """Returns per group position whether it drops blocks before a window; None if unknown."""
     flags = [compat.group_has_window(group) for group in config.groups]
     if None not in flags:
         return [bool(flag) for flag in flags]
@@ -201,7 +201,7 @@ def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
 
 
 def _elements(vllm_config: Any, config: Any) -> list[str]:
-    """Per group position what its bytes are, for their codec; "bytes" where layers differ or do not say."""
+    """Returns the element type per group position, for the codec; "bytes" if layers differ or are unknown."""
     try:
         found = [
             {compat.layer_element(layer, vllm_config) for layer in layers}
@@ -214,9 +214,9 @@ def _elements(vllm_config: Any, config: Any) -> list[str]:
 
 
 def groups_of_states(config: Any) -> list[bool]:
-    """Per group position whether only the last block of each of its chunks is kept (a Mamba cache, "align").
+    """Returns per group position whether only the last block of a chunk is kept (a Mamba cache, "align").
 
-    Asked in the workers; where a layer does not say, its group is taken for one that keeps all blocks.
+    Called in the workers. A group with an unknown layer counts as one that keeps all blocks.
     """
     vllm_config = compat.current_vllm_config()
     try:
@@ -226,15 +226,15 @@ def groups_of_states(config: Any) -> list[bool]:
             bool(layers) and all(compat.layer_holds_states(layer, vllm_config) for layer in layers)
             for layers in _layers(vllm_config, config)
         ]
-    except Exception as error:  # its chunks of several blocks are not stored then, and counted
+    except Exception as error:  # its chunks of several blocks are then not stored, and counted
         logger.warning("which cache groups hold states is not known: %s", error)
         return [False] * len(config.groups)
 
 
 def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
-    """The fingerprints of all ranks as one: rank 0's, with windows that any rank saw.
+    """Merges the fingerprints of all ranks: rank 0's, with the windows of any rank.
 
-    Raises ValueError when two ranks contradict each other in what must be equal.
+    Raises ValueError if two ranks differ in a value that must be equal.
     """
     ranks = [json.loads(text) for text in texts]
     merged = dict(ranks[0])
@@ -248,7 +248,7 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["settings"] = dict(merged["settings"])
     if any(
         fingerprint["settings"] != merged["settings"] for fingerprint in ranks
-    ):  # stages with other backends
+    ):  # pipeline stages with different backends
         merged["settings"]["ranks"] = _digest(
             setting_text([fingerprint["settings"] for fingerprint in ranks])
         )
@@ -266,10 +266,10 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def keep_for(config: Any, options: OffloadConfig) -> str:
-    """What a region of host memory is found by when the next engine starts; "" when it is not kept.
+    """Returns the name by which the next engine finds this region of host memory; "" if it is not kept.
 
-    All processes know it before they attach, and so before the namespace is known, which decides whether
-    the bytes in a region that was found mean the same. Under one ``model_id`` the model's path may change.
+    All processes know it before they attach, and therefore before the namespace, which decides whether the
+    bytes in a found region are valid. With the same ``model_id`` the model's path may change.
     """
     if not options.keep_host_memory:
         return ""
@@ -283,10 +283,10 @@ def namespace_identity(
     replicated: bool,
     model_id: str | None = None,
 ) -> tuple[NamespaceIdentity, bool]:
-    """(everything the records' bytes depend on, whether the hash seed is drawn anew by each process).
+    """Returns (everything the records' bytes depend on, whether each process draws a new hash seed).
 
-    ``shard_bytes``: [group position][area], of one shard. ``merged``: of merge_fingerprints. ``model_id``:
-    the setting. Of the canonical layout the identity does not say how many ranks there are.
+    ``shard_bytes``: [group position][area], of one shard. ``merged``: from merge_fingerprints. ``model_id``:
+    the setting. With the canonical layout the identity excludes the number of ranks.
     """
     algorithm = merged.get("hash_algorithm", UNKNOWN)
     seed, seed_is_random = compat.block_hash_seed(algorithm)

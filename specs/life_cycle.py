@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's Worker does to a rank between requests: it sleeps, and its weights change in place.
+"""Sleep and in-place weight updates of a rank, which vLLM's Worker runs between requests.
 
 Sleep unmaps the KV cache. vLLM waits for the connector's jobs first, unless the engine runs in the caller's
-process (VLLM_ENABLE_V1_MULTIPROCESSING=0). So each connector ends its copies here. vLLM 0.33 tells connectors
-(unregister_kv_caches, which OffloadingConnector leaves empty); before it, the methods that unmap are wrapped.
+process (VLLM_ENABLE_V1_MULTIPROCESSING=0). So this module ends the copies. vLLM 0.33 calls a connector method
+(unregister_kv_caches, empty in OffloadingConnector); in older releases the methods that unmap are wrapped.
 
 With ``fixed_weights`` a cache reset keeps the cache, so weight updates of this engine are refused.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from .worker import KVOffloadWorker
 
-_WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # every platform's Worker inherits from this one's
+_WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # every platform's Worker inherits from the one in this module
 _UNMAPS = ("sleep", "discard")
 _CHANGES_WEIGHTS = (
     "reload_weights",
@@ -31,7 +31,7 @@ _fixed: set[str] = set()  # ids of engines whose weights may not change
 
 
 def finish_copies(connector: Any) -> None:
-    """End every copy of our OffloadingConnector, those of stores that wait for the next step too."""
+    """Finishes every copy of our OffloadingConnector, including stores that wait for the next step."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
     side = getattr(connector, "connector_worker", None)
@@ -43,7 +43,7 @@ def finish_copies(connector: Any) -> None:
 
 
 def finish_copies_before_sleep() -> None:
-    """From now on, this process ends our copies before vLLM unmaps the KV cache. Idempotent."""
+    """Makes this process finish our copies before vLLM unmaps the KV cache. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
     if hasattr(OffloadingConnector, "unregister_kv_caches"):
@@ -69,9 +69,9 @@ def _finish_all_copies(name: str, worker: Any, **arguments: Any) -> None:
 
 
 def refuse_weight_updates(vllm_config: Any) -> None:
-    """With ``fixed_weights``: from now on, this engine's weights cannot be changed through vLLM's Worker.
+    """Makes vLLM's Worker refuse weight updates of this engine, for ``fixed_weights``.
 
-    Raises ValueError where vLLM was set up to change them, or where they cannot be guarded.
+    Raises ValueError if vLLM is configured to update weights, or if updates cannot be refused.
     """
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ValueError(
@@ -107,7 +107,7 @@ def _refuse(name: str, worker: Any, **arguments: Any) -> None:
 
 
 def _refuse_to_drop_weights(name: str, worker: Any, level: int = 1, **arguments: Any) -> None:
-    if level >= 2:  # the caller loads weights again after it, from wherever it likes
+    if level >= 2:  # the caller then reloads weights from any source
         _refuse(f"sleep at level {level}", worker)
 
 
@@ -116,7 +116,7 @@ def _worker_class() -> Any | None:
 
 
 def _call_before(owner: Any, name: str, first: Callable[..., None]) -> None:
-    """Call ``first(name, self, **arguments)`` before a method of a class of vLLM's; once for each of both."""
+    """Wraps a method of a vLLM class to call ``first(name, self, **arguments)`` before it. Idempotent."""
     method = getattr(owner, name)
     before: frozenset[Any] = getattr(method, "kv_offload_calls", frozenset())
     if first in before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels from the scheduler to the workers with each job."""
+"""The message from the scheduler to the workers for each job."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from .compat import LoadStoreSpec
 class RowLoadStoreSpec(LoadStoreSpec):
     """Rows of the host region: one per chunk, in the order of the keys, group after group.
 
-    Pickled to every worker in every step, so arrays and numbers only.
+    Pickled to every worker in every step, so it holds only arrays and numbers.
     """
 
-    ticket: int  # under which each rank reports the job's result in the region; 0 = nothing to do
+    ticket: int  # key of the job's results in the region, from each rank; 0: no work
     rows: npt.NDArray[np.uint32]  # shape (chunks,): first 4 KiB page of each row, equal in every area
     group_rows: tuple[int, ...]  # rows of each selected group, by position
 
 
 def no_rows() -> RowLoadStoreSpec:
-    """The spec of a job without chunks."""
+    """Returns the spec of a job without chunks."""
     return RowLoadStoreSpec(0, np.empty(0, dtype=np.uint32), ())

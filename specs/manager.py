@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
+"""The scheduler side: a thin OffloadingManager over the core's TieredCache, without loops over keys."""
 
 import logging
 import time
@@ -26,16 +26,16 @@ _GAUGE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """What the manager needs beside the cache and its metrics."""
+    """The manager's settings, in addition to the cache and its metrics."""
 
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
-    parts_of: int | None = None  # tokens of a chunk, where vLLM asks for parts of one (--prefix-match-unit)
+    parts_of: int | None = None  # tokens of a chunk if vLLM looks up parts of chunks (--prefix-match-unit)
     resumed_is_new: bool = False  # vLLM schedules a preempted request as a new one (its second model runner)
-    event_tiers: Set[str] = frozenset()  # names of those that publish KV events
-    self_evicting_tiers: Set[str] = frozenset()  # names of those whose servers evict records without notice
+    event_tiers: Set[str] = frozenset()  # names of tiers that publish KV events
+    self_evicting_tiers: Set[str] = frozenset()  # names of tiers whose servers evict records without notice
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
-    request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
-    remote_wait_seconds: float = 0.0  # of a request that does not say
+    request_hints: bool = True  # requests may set load_policy, priority, a wait and the skip flags
+    remote_wait_seconds: float = 0.0  # default for requests that set no wait
     fixed_weights: bool = False  # a cache reset keeps the cache
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
@@ -44,10 +44,10 @@ class ManagerOptions:
 
 
 class KVOffloadManager(OffloadingManager):
-    """Every decision is the core's; here vLLM's words become its calls.
+    """Translates vLLM's calls into calls of the core, which makes every decision.
 
-    One thread (the scheduler's). ``lookup`` is a builtin of the core set on the instance, because vLLM calls
-    it for each key of each waiting request in each step.
+    Runs on the scheduler thread only. ``lookup`` is a builtin of the core, set on the instance, because vLLM
+    calls it for each key of each waiting request in each step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KVOffloadManager(OffloadingManager):
         self._live: dict[str, RequestState] = {}
         self._epoch = 0
         self._closed = False
-        self.at_shutdown: Callable[[], None] = lambda: None  # first
+        self.at_shutdown: Callable[[], None] = lambda: None  # runs first
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
@@ -79,19 +79,19 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
-        self._unstored: list[bytes] = []  # keys of chunks whose payloads vLLM may track for nothing
+        self._unstored: list[bytes] = []  # keys of chunks whose payloads vLLM may track needlessly
         if self._options.describes_events and compat.tracks_pending_hits():
             self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
 
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> Any:
-        """A request arrived. Its id may have been used before; its context has not."""
+        """Starts a request. Its id may be reused; its context is new."""
         self._begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """No more lookups or offers of this request; completions of its jobs may still come."""
+        """Ends a request: no lookups or stores follow, but its jobs may still complete."""
         state = req_context.get_state(RequestState)
         if state is None or state.handle < 0:
             return
@@ -106,7 +106,7 @@ class KVOffloadManager(OffloadingManager):
         self._cache.forget_context()
 
     def report_of(self, request_id: str) -> dict[str, Any] | None:
-        """What became of a request so far (TieredCache.report); None when it is not known any more."""
+        """Returns the report of a request so far (TieredCache.report); None if it is no longer known."""
         state = self._live.get(request_id)
         return None if state is None else self._cache.report(state.handle)
 
@@ -131,7 +131,8 @@ class KVOffloadManager(OffloadingManager):
         return state
 
     def _handle_of(self, req_context: Any) -> int:
-        """Of a request that is looked up. After a reset this is asked for each, even if it was known."""
+        """Returns the handle of a request in a lookup. After a reset, the core calls it for each
+        request, even a known one."""
         state = self._state(req_context)
         state.epoch = self._epoch
         return state.handle
@@ -139,11 +140,12 @@ class KVOffloadManager(OffloadingManager):
     # ---- lookup and load
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Is this chunk loadable now. Each instance has the core's builtin under this name instead."""
+        """Returns whether the chunk can be loaded now. The core's builtin replaces this method on each
+        instance."""
         return self._results[self._cache.lookup(self._handle_of(req_context), key)]
 
     def _noting_pending_hits(self, lookup: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
-        """``lookup``, noting the keys of pending hits: what is pending may never come."""
+        """Wraps ``lookup`` to record the keys of pending hits, which may never complete."""
         pending = LookupResult.HIT_PENDING
 
         def noting(key: bytes, req_context: Any) -> Any:
@@ -155,25 +157,27 @@ class KVOffloadManager(OffloadingManager):
         return noting
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        """Where the bytes of a hit came from: host memory, or the disk they were fetched from."""
-        assert self._sources is not None  # vLLM 0.31 does not ask
+        """Returns the source of a hit: host memory, or the disk that it was fetched from."""
+        assert self._sources is not None  # vLLM 0.31 does not call this
         host, disk = self._sources
         return host if self._cache.load_source(key) < 0 else disk
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
-        """Pin chunks that all were hits in this step, and name their rows."""
+        """Pins chunks that were all hits in this step, and returns their rows."""
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """All ranks have loaded."""
+        """Ends a load: all ranks have loaded the chunks."""
         self._cache.complete_load(keys)  # type: ignore[arg-type]
 
     # ---- store
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        """Rows for the chunks of ``keys`` that are new, as many from the left as fit. Never None: what does
-        not fit now is not worth a warning in each step."""
+        """Returns rows for the new chunks of ``keys``, as many from the left as fit.
+
+        Never returns None, because vLLM would then log a warning in each step.
+        """
         state = self._state(req_context)
         offered = _sequence(keys)
         if not offered or not self._may_store(state):
@@ -184,22 +188,26 @@ class KVOffloadManager(OffloadingManager):
         return PrepareStoreOutput(accepted, RowLoadStoreSpec(ticket, rows, group_rows), evicted)
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """All ranks have reported. Whether the copies succeeded stands in the region, under the ticket."""
+        """Ends a store: all ranks have reported. The region holds the result of the copies under the
+        ticket."""
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
         if self._options.describes_events:
             self._unstored += self._cache.absent(keys)
 
     def _may_store(self, state: RequestState) -> bool:
-        """A request that ran, or loaded, when a reset came was computed with what was reset, the weights
-        perhaps; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
-        and hold other bytes now included. vLLM looks a request up when none of it is computed: one that
-        waited or was preempted may store."""
+        """True if no reset happened since the request was last looked up.
+
+        A request that ran or loaded during a reset was computed with the old state, possibly with old
+        weights. vLLM 0.32 and 0.33 also offer all its chunks again, including chunks whose blocks left a
+        window and now hold other bytes. vLLM looks up a request when none of it is computed, so a request
+        that waited or was preempted may store.
+        """
         return state.epoch == self._epoch
 
     # ---- step, reset, end
 
     def on_schedule_end(self, context: Any) -> None:
-        """Poll the tiers, make plans for waiting requests, let deadlines pass."""
+        """Polls the tiers, plans loads of waiting requests, and ends expired waits."""
         if self._options.resumed_is_new:
             for request_id in context.preempted_req_ids:
                 if (state := self._live.get(request_id)) is not None:
@@ -213,22 +221,22 @@ class KVOffloadManager(OffloadingManager):
         self._cache.end_step()
 
     def _turn_away(self, request_id: str, state: RequestState) -> None:
-        """The request stores and loads nothing more: a session of streaming input that goes on, which is new
-        once more though it was not resumed. vLLM 0.31 and 0.32 offer its chunks with blocks that hold others,
-        from this step on; in 0.31 its keys may be another prompt's, too."""
+        """Stops all stores and loads of a request: a continued session of streaming input, which is scheduled
+        as new although it was not resumed. From this step on, vLLM 0.31 and 0.32 offer its chunks with the
+        blocks of other chunks; in 0.31 its keys may also belong to another prompt."""
         self._cache.end_request(state.handle)
         state.handle = self._cache.begin_request(
             request_id, load_from_cpu=False, load_tiers=0, skip_store=True
         )
 
     def has_pending_work(self) -> bool:
-        """Whether a request waits for us: keeps an idle engine stepping."""
+        """True if a request waits for us, which keeps an idle engine stepping."""
         return self._cache.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forget everything, in memory and on every tier; with fixed weights only the jobs, which vLLM drops.
+        """Invalidates host memory and every tier; with fixed weights only the jobs, which vLLM drops.
 
-        vLLM asks for it before weights change, and for sleep and pause, and does not say which.
+        vLLM calls it before weights change, and for sleep and pause, without giving the reason.
         """
         self._epoch += 1
         if self._options.fixed_weights:
@@ -241,10 +249,11 @@ class KVOffloadManager(OffloadingManager):
         self._unstored.clear()  # vLLM drops all payloads itself
 
     def on_reset_flushed(self) -> None:
-        """vLLM 0.33: the jobs of before the reset ended. The ranks say so themselves, by ticket."""
+        """vLLM 0.33: the jobs from before the reset ended. Needs no action: the ranks report that by
+        ticket."""
 
     def shutdown(self) -> None:
-        """Shed queued writes, let what runs end, close the tiers. Idempotent."""
+        """Drops queued writes, waits for running operations, closes the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
             self.at_shutdown()
@@ -253,7 +262,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- reports
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of host memory and of every tier that publishes them."""
+        """Returns the KV events of host memory and of every tier that publishes them."""
         if unstored := self._cache.absent(self._unstored):  # others may have been stored since
             yield from compat.untrack_events(unstored)
         self._unstored.clear()
@@ -270,7 +279,7 @@ class KVOffloadManager(OffloadingManager):
                 )
 
     def get_stats(self) -> Any | None:
-        """Changes of our metrics since the last call, None when there are none. Called in every step."""
+        """Returns the changes of our metrics since the last call, or None. Called in every step."""
         now = self._clock()
         if now >= self._next_gauges:
             self._next_gauges = now + _GAUGE_SECONDS
@@ -293,7 +302,7 @@ class KVOffloadManager(OffloadingManager):
         return stats
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
-        """Labels of ``vllm:kv_offload_config_info`` (0.33)."""
+        """Returns the labels of ``vllm:kv_offload_config_info`` (0.33)."""
         return [dict(self._options.info)]
 
 
@@ -302,13 +311,14 @@ def _sequence(keys: Collection[bytes]) -> Sequence[bytes]:
 
 
 def _part_of(chunk_tokens: int | None) -> Callable[[Any, bytes], int] | None:
-    """Tokens of the part of a chunk that a key is of, 0 of a whole one: a part ends where no chunk does."""
+    """Returns the tokens in the part of a chunk that a key covers; 0 for a whole chunk. A part ends where no
+    chunk does."""
     if chunk_tokens is None:
         return None
     return lambda req_context, key: (req_context.get_offload_key_position(key) or 0) % chunk_tokens
 
 
 def _depths(keys: Sequence[bytes], req_context: Any) -> list[int] | None:
-    """How many tokens of prefix each key stands for, where vLLM knows it of all of them."""
+    """Returns the prefix length of each key in tokens; None unless vLLM knows all of them."""
     depths = list(map(req_context.get_offload_key_position, keys))
     return None if None in depths else depths

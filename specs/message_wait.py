@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's processes wait for each other's messages while a request waits for records of a tier.
+"""How vLLM's processes wait for messages from each other while a request waits for records of a tier.
 
-Its engine core steps once a millisecond then, and core and ranks spin for a second after each message, with
-``sched_yield``. Where cores are few that leaves none to the threads that read, nor to a store on the same
-host: loads that take 0.2 s took 0.4 to 4.3 s (docs/troubleshooting.md). So they sleep between two looks for a
-message as long as records are on their way, and spin as vLLM does otherwise.
+During such a wait the engine core steps once per millisecond, and core and ranks spin with ``sched_yield``
+for a second after each message. With few cores, that starves the reader threads and a store on the same host:
+loads that take 0.2 s took 0.4 to 4.3 s (docs/troubleshooting.md). So the processes sleep between checks for a
+message while records are being read, and otherwise spin as in vLLM.
 """
 
 import time
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LOOK_EVERY_SECONDS = 0.0002  # a message is seen so much later at most, and by what the system's timer adds
+LOOK_EVERY_SECONDS = 0.0002  # maximum added delay of a message, plus the system's timer slack
 
 
 class SleepWhileFetching:
-    """Takes the place of ``sched_yield`` in the module of vLLM's message queues. Any thread may call it."""
+    """Replaces ``sched_yield`` in the module of vLLM's message queues. Thread-safe."""
 
     def __init__(
         self, region: "HostRegion", queues: Any, sleep: Callable[[float], None] = time.sleep
@@ -44,18 +44,18 @@ class SleepWhileFetching:
             self._spin()
 
     def end(self) -> None:
-        """Give vLLM its own back, and hold the region no longer. Idempotent."""
+        """Restores vLLM's function and releases the region. Idempotent."""
         self._region = None
-        # One that was made later has our place and calls us, until it ends, too.
+        # A later instance may have replaced this one; it calls this one until it ends too.
         while isinstance(now := self._queues.sched_yield, SleepWhileFetching) and now._region is None:
             self._queues.sched_yield = now._spin
 
 
 def wait_for_messages(how: str, copier: str, region: "HostRegion", owner: object) -> Callable[[], None]:
-    """Have this process wait as ``how`` says: ``wait_while_loading`` of the configuration.
+    """Makes this process wait as in ``how``, the setting ``wait_while_loading``.
 
-    ``copier``: "host" or "cuda"; "auto" sleeps where vLLM computes on the cores. Returns what undoes it.
-    Until then it holds the region, but no longer than somebody holds ``owner``.
+    ``copier``: "host" or "cuda"; "auto" sleeps if vLLM computes on the CPU. Returns a function that undoes
+    it. Until then it holds the region, but not longer than ``owner`` is alive.
     """
     if how == "spin" or (how == "auto" and copier != "host"):
         return _nothing

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the threads with which vLLM's ranks compute on CPU spin when they have no work.
+"""The spin time of idle compute threads in vLLM's CPU ranks.
 
 vLLM loads GNU's OpenMP, whose threads spin for up to 3 ms before they sleep (GOMP_SPINCOUNT, 300,000 unless
-set: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). Where ranks compute on all cores, a
-thread that spins keeps a core from vLLM's other processes and from what reads and writes records. Ranks are
-started with fewer spins there. OpenMP reads the variable when it is loaded, so it has to be in a rank's
-environment from the start: it is put there where vLLM's engine core sets up OpenMP for its ranks.
+set: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). If ranks compute on all cores, a
+spinning thread takes a core from vLLM's other processes and from reads and writes of records. Such ranks
+start with fewer spins. OpenMP reads the variable when it is loaded, so a rank needs it in its environment
+from the start: it is set where vLLM's engine core sets up OpenMP for its ranks.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from kv_offload.names import SPEC_NAME
 
 logger = get_logger(__name__)
 
-SPINS = 1000  # some 10 us: parts of a layer follow each other sooner
-VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of them has decided
+SPINS = 1000  # about 10 us; the gaps between parts of a layer are shorter
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a value set by the user takes precedence
 
 
 def tune_ranks(managers: type) -> None:
-    """Have vLLM's ``OMPProcessManager`` set up ranks as our configuration says; idempotent.
+    """Makes vLLM's ``OMPProcessManager`` set up ranks according to our configuration. Idempotent.
 
-    Engines that are not served with our spec are left alone, and so are all if vLLM has changed.
+    Leaves engines without our spec unchanged, and all engines if vLLM's internals have changed.
     """
     own = managers.__init__  # type: ignore[misc]
     if hasattr(own, "tunes_ranks"):
@@ -40,7 +40,7 @@ def tune_ranks(managers: type) -> None:
 
             if current_platform.is_cpu():
                 tune(self, *args, **kwargs)
-        except Exception as error:  # of what vLLM keeps to itself
+        except Exception as error:  # of vLLM's internals
             logger.warning("openmp_wait does nothing: %s: %s", type(error).__name__, error)
 
     init.tunes_ranks = True  # type: ignore[attr-defined]
@@ -57,17 +57,17 @@ def tune(manager: Any, config: Any) -> None:
 
 
 def wanted(manager: Any, config: Any) -> bool:
-    """Whether the threads of this engine's ranks are to sleep; ``manager``: its OMPProcessManager."""
+    """True if the idle threads of this engine's ranks should sleep; ``manager``: its OMPProcessManager."""
     if any(name in os.environ for name in VARIABLES):
         return False
     how = asked_for(config)
-    if how == "spin" or manager.use_iomp:  # Intel's OpenMP has a variable of its own, which vLLM sets
+    if how == "spin" or manager.use_iomp:  # Intel's OpenMP has its own variable, which vLLM sets
         return False
     return how == "sleep" or (how == "auto" and computes_on_all_cores(manager))
 
 
 def asked_for(config: Any) -> str:
-    """``openmp_wait`` of the engine's configuration; "spin" where our spec does not serve."""
+    """Returns ``openmp_wait`` of the engine's configuration; "spin" without our spec."""
     from kv_offload.config_compat import own_extra_config
 
     transfer = config.kv_transfer_config
@@ -85,14 +85,14 @@ def asked_for(config: Any) -> str:
 
 
 def computes_on_all_cores(manager: Any) -> bool:
-    """Whether the ranks of this one engine do, of those that it may use."""
-    if manager.skip_setup:  # whoever runs vLLM binds threads, or nobody does
+    """True if the ranks of this engine compute on all cores that it may use."""
+    if manager.skip_setup:  # the operator binds threads, or they are unbound
         return "OMP_NUM_THREADS" not in os.environ
     return not os.sched_getaffinity(0).difference(*manager.cpu_lists)
 
 
 def with_fewer_spins(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """``configure_omp_envs`` of an OMPProcessManager, with our variable in the environment that it makes."""
+    """Wraps ``configure_omp_envs`` of an OMPProcessManager to add our variable to its environment."""
 
     @contextlib.contextmanager
     def configured(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -101,7 +101,7 @@ def with_fewer_spins(configure: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 yield
             finally:
-                # It was not set before (wanted()), and others may have removed it meanwhile.
+                # It was unset before (wanted()), and other code may have removed it since.
                 os.environ.pop(VARIABLES[0], None)
 
     return configured

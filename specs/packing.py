@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of this release and this machine decides how vLLM packs the pages of a cache.
+"""The properties of this release and this machine that decide how vLLM packs cache pages.
 
 Workers only; vLLM must have set its configuration.
 """
@@ -22,21 +22,21 @@ def bytes_version() -> str:
     return public if ".dev" not in public else compat.vllm_version()
 
 
-# Backends that store plain 16-bit values in one order on every GPU of CUDA.
+# Backends that store plain 16-bit values in the same order on every CUDA GPU.
 _SAME_ON_ALL_GPUS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 
 def layer_backend(layer: Any) -> str:
-    """Returns the name of a layer's attention backend; of its class where it has none (Mamba)."""
+    """Returns the name of a layer's attention backend, or of its class without one (Mamba)."""
     backend = getattr(layer, "attn_backend", None)
     return str(backend.get_name()) if backend is not None else type(layer).__name__
 
 
 def layer_packing(layer: Any, vllm_config: Any, device_type: str) -> str:
-    """Returns what of this machine decides how a layer's pages are packed; "" where nothing does.
+    """Returns the machine properties that decide how a layer's pages are packed; "" if none do.
 
     CPU_ATTN packs K and V for the instruction set that it finds. GPU kernels choose encodings of quantized
-    values by compute capability. Raises what vLLM raises.
+    values by compute capability. Raises vLLM's errors.
     """
     if device_type == "cpu":
         return _cpu_packing(layer, vllm_config)
@@ -49,7 +49,7 @@ def layer_packing(layer: Any, vllm_config: Any, device_type: str) -> str:
     capability = current_platform.get_device_capability()
     if capability is None:
         raise ValueError(f"the compute capability of {device_type} is not known")
-    # ROCm's devices are of type "cuda", too, and number their capabilities in a range that overlaps CUDA's.
+    # ROCm devices also have type "cuda", and their capability numbers overlap CUDA's.
     return f"{current_platform.device_name} {capability.major}.{capability.minor}"
 
 
@@ -64,7 +64,7 @@ def _cpu_packing(layer: Any, vllm_config: Any) -> str:
     )
     if platform.machine() == "x86_64":
         return f"x86_64 {name}"
-    # Elsewhere a name stands for several packings, chosen by features of the processor (neon: with BFMMLA).
+    # On other platforms one name covers several packings, chosen by CPU features (neon: with BFMMLA).
     import torch
 
     return f"{platform.machine()} {name} {torch.backends.cpu.get_cpu_capability()} {_processor_features()}"

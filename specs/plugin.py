@@ -7,16 +7,16 @@ from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
 
 def register() -> None:
-    """Register the spec with vLLM's factory, and what sets up ranks on CPU; idempotent.
+    """Registers the spec with vLLM's factory, and the setup of CPU ranks. Idempotent.
 
-    Never raises and never judges the release: a vLLM that we do not support must go on serving its other
-    specs. Whether this one is supported is said when the spec is used (compat.py).
+    Never raises and never checks the release: an unsupported vLLM must still serve its other specs. The first
+    use of our spec checks the release (compat.py).
     """
     try:
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     except ImportError:
         return  # no offloading specs in this vLLM at all
-    with contextlib.suppress(ValueError, AttributeError, TypeError):  # already, or a factory of another shape
+    with contextlib.suppress(ValueError, AttributeError, TypeError):  # registered, or another factory
         OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     try:
         from vllm.utils.ompmultiprocessing import OMPProcessManager

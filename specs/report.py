@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of one request, in a line for the log."""
+"""Formats the result of one request as a log line."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """``report``: of TieredCache.report.
+    """Formats ``report``, a result of TieredCache.report.
 
     For example: 3072 tokens from fs, 128 from cpu, 512 missing (not_stored); load estimated at 0.120 s
     against 0.800 s of computing, waited 0.131 s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of us in its ``kv_transfer_params``."""
+"""The hints of a request in its ``kv_transfer_params``."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ logger = get_logger(__name__)
 
 LOAD_POLICIES = ("auto", "always", "never")
 _LOG_SECONDS = 60.0
-# Several connectors and routers read the same dictionary, so that each of our keys has our prefix.
+# Several connectors and routers read this dictionary, so each of our keys has our prefix.
 _PREFIX = "kv_offload_"
 _LOAD_POLICY, _PRIORITY = "kv_offload_load_policy", "kv_offload_priority"
 _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT = (
@@ -26,19 +26,19 @@ _HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT)
 
 @dataclass(slots=True)
 class RequestState:
-    """Kept in the ReqContext, so that a request id that is used again is another request."""
+    """Stored in the ReqContext, so that a reused request id is a new request."""
 
     handle: int  # of TieredCache
-    epoch: int  # of the manager: how many resets it had seen when the request was last looked up
+    epoch: int  # the manager's number of resets when the request was last looked up
     started: bool = False  # scheduled as a new one
     pending: set[bytes] = field(
         default_factory=set
-    )  # of pending hits, where vLLM keeps their events' payloads
+    )  # keys of pending hits, if vLLM keeps their event payloads
 
 
 class HintReader:
-    """Reads what requests ask for. Anybody who may send a request may send hints, so nothing in them is an
-    error, and what is wrong with them is logged at most once a minute."""
+    """Reads hints from requests. Any client can send hints, so an invalid hint is not an error, and is logged
+    at most once a minute."""
 
     def __init__(self, *, allowed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         """``allowed`` False: all hints are ignored (the setting ``request_hints``)."""
@@ -51,8 +51,8 @@ class HintReader:
         """Arguments for ``TieredCache.begin_request``.
 
         ``kv_offload_load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``:
-        bool; ``kv_offload_priority``: int, below 0: what the request stores is evicted first, above 0: last;
-        ``kv_offload_remote_wait_ms``: int, how long chunks that no tier has are waited for.
+        bool; ``kv_offload_priority``: int, below 0: chunks that the request stores are evicted first, above
+        0: last; ``kv_offload_remote_wait_ms``: int, how long to wait for chunks that no tier has.
         """
         if not self._allowed or not isinstance(params, dict):
             return {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec: what vLLM makes in every process, to ask it for a manager (scheduler) or a worker (each rank).
+"""The spec, which vLLM creates in every process to get a manager (scheduler) or a worker (each rank).
 
-Importing this module starts nothing and loads no extension: the API server asks it for metric names only.
+Importing this module starts nothing and loads no extension, because the API server needs only metric names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class KVOffloadSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Every metric that ``get_stats`` may report, as vLLM's /metrics declares them."""
+        """Returns every metric that ``get_stats`` may report, in vLLM's form."""
         return {
             definition.name: _metric_metadata(definition.type, definition)
             for definition in metric_definitions()
@@ -45,11 +45,11 @@ class KVOffloadSpec(OffloadingSpec):
 
     @classmethod
     def config_info_keys(cls, extra_config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Labels of ``vllm:kv_offload_config_info`` that the manager fills (0.33)."""
+        """Returns the labels of ``vllm:kv_offload_config_info`` that the manager fills (0.33)."""
         return INFO_LABELS
 
     def __init__(self, config: Any) -> None:
-        """Raises ValueError, with all that is wrong with the configuration in one text."""
+        """Raises ValueError with all problems of the configuration."""
         super().__init__(config)
         self._options = OffloadConfig.from_extra_config(config.extra_config)
         # With a replicated cache (pure MLA under TP) only rank 0 stores, and all load from one area.
@@ -58,7 +58,7 @@ class KVOffloadSpec(OffloadingSpec):
         self._worker: KVOffloadWorker | None = None
 
     def get_worker(self, kv_caches: Any) -> "KVOffloadWorker":
-        """This rank's worker. Raises ValueError or ResourceError, naming what to change."""
+        """Returns this rank's worker. Raises ValueError or ResourceError with the remedy."""
         if self._worker is None:
             from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
             from .worker import make_worker
@@ -70,7 +70,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._worker
 
     def get_manager(self) -> "KVOffloadManager":
-        """The scheduler's manager; waits for the ranks. Raises ValueError or ResourceError."""
+        """Returns the scheduler's manager; waits for the ranks. Raises ValueError or ResourceError."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager
@@ -208,7 +208,7 @@ class KVOffloadSpec(OffloadingSpec):
         return region
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
-        """([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
+        """Returns ([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
         merged = merge_fingerprints([text for _, text in ranks])
@@ -228,7 +228,7 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_tiers(
         self, bounds: Sequence[int | None], identity: NamespaceIdentity, elements: Sequence[str]
     ) -> "list[TierSpec]":
-        """``elements``: what each group's bytes are."""
+        """``elements``: the element type of each group."""
         options = self._options
         tiers = [
             tier.spec(name, bound, identity)
@@ -270,8 +270,8 @@ class KVOffloadSpec(OffloadingSpec):
         )
 
     def _parts_of(self) -> int | None:
-        """Tokens of a chunk where vLLM asks for parts of one: chunks of one block, all of one size, in which
-        prompts are compared by smaller units."""
+        """Returns the tokens of a chunk if vLLM looks up parts of chunks, else None: all chunks are one block
+        of the same size, and vLLM compares prompts in smaller units."""
         tokens = set(self._tokens_per_chunk())
         cache = self.config.cache
         if cache.blocks_per_chunk != 1 or len(tokens) != 1 or cache.tokens_per_hash in tokens:
@@ -296,14 +296,15 @@ def _shards_per_area(merged: Mapping[str, Any]) -> int:
 
 
 def _layout_words(merged: Mapping[str, Any]) -> list[str]:
-    """For kv_offload_info, which doctor reads."""
+    """Returns the layout for kv_offload_info, which doctor reads."""
     if merged.get("canonical"):
         return ["canonical"]
     return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
 
 
 def _log_layout(merged: Mapping[str, Any]) -> None:
-    """Whether servers of another tensor-parallel size share the records, where that was asked for."""
+    """Logs whether servers with another tensor-parallel size share the records, if canonical_layout is
+    set."""
     if merged.get("canonical"):
         shards = merged["canonical"]["shards"]
         sizes = "" if shards == 1 else f" that divides {shards}"
@@ -317,7 +318,7 @@ def _log_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
-    """Raises ValueError when the cache outlives the server and part of its identity is not known."""
+    """Raises ValueError if the cache outlives the server and part of its identity is unknown."""
     if not _outlives(options):
         return
     what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
@@ -334,7 +335,7 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
-    """Raises ValueError when the cache outlives the server and the weights cannot be identified."""
+    """Raises ValueError if the cache outlives the server and the weights cannot be identified."""
     problem = weights_problem(identity.model)
     if problem is None or not _outlives(options):
         return
@@ -366,7 +367,7 @@ def _log_kept(stats: Mapping[str, int]) -> None:
 
 
 def small_capacity_warning(capacity_tokens: int, max_model_len: int) -> str | None:
-    """What to tell an operator whose longest prompt does not fit; None where it does, or is not known."""
+    """Returns a warning if the longest prompt does not fit; None if it fits or is unknown."""
     if not 0 < capacity_tokens < max_model_len:
         return None
     return (

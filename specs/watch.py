@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LOOK_SECONDS = 30.0
-_ENOUGH_STORED = 100_000  # tokens missed though they had been stored once
-_ENOUGH_ASKED = 1_000_000  # tokens missed, whatever the reason
+_ENOUGH_STORED = 100_000  # tokens missed although stored before
+_ENOUGH_ASKED = 1_000_000  # tokens missed for any reason
 _REASONS = {
     "not_stored": "the prompts asked for were never stored: no prompt shares a prefix of a whole chunk with "
     "an earlier one, or what makes prefixes equal differs (cache_salt, LoRA, images)",
@@ -33,12 +33,12 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What may keep chunks from being found, as far as it is known at start."""
+    """Facts known at start that may prevent hits."""
 
-    random_seed: str = ""  # the hash algorithm, when each process draws another seed
-    other_namespaces: tuple[str, ...] = ()  # in the roots: what is different in each
+    random_seed: str = ""  # the hash algorithm, if each process draws another seed
+    other_namespaces: tuple[str, ...] = ()  # differences of each namespace in the roots
     group_ids: tuple[int, ...] = ()  # vLLM's, by position
-    capacity_tokens: int = 0  # of host memory and all tiers; 0: not known
+    capacity_tokens: int = 0  # of host memory and all tiers; 0: unknown
     write_policies: tuple[str, ...] = ()  # of each tier
 
 
@@ -51,7 +51,7 @@ class DivergenceWatch:
         self._unwarned = dict(enumerate(tiers))
 
     def look(self) -> None:
-        """Ask each tier that was not warned of yet."""
+        """Checks each tier without a warning so far."""
         for position, name in list(self._unwarned.items()):
             if self._cache.tier_stats(position)["diverged"]:
                 del self._unwarned[position]
@@ -74,7 +74,7 @@ class ResetWatch:
         self._reported = False
 
     def report_forgotten(self) -> None:
-        """Warns once, before a reset that forgets something."""
+        """Warns once, before a reset that drops chunks."""
         chunks = self._cache.stats()["resident_chunks"]
         if self._reported or not (chunks or self._tiers):
             return
@@ -90,7 +90,7 @@ class ResetWatch:
         )
 
     def report_kept(self) -> None:
-        """Says once that a reset keeps the cache."""
+        """Logs once that a reset keeps the cache."""
         if self._reported:
             return
         self._reported = True
@@ -102,7 +102,7 @@ class ResetWatch:
 
 
 class CodecWatch:
-    """Says what is decided on encoding a tier's records, when that changes."""
+    """Logs changes in the compression decision of a tier."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
         """``tiers``: their names, in the order of the cache's."""
@@ -111,7 +111,7 @@ class CodecWatch:
         self._tiers = tiers
 
     def look(self) -> None:
-        """Ask each tier."""
+        """Checks each tier."""
         for position, before in self._encodes.items():
             now = self._cache.tier_stats(position)
             if now["encodes"] != before:
@@ -120,7 +120,7 @@ class CodecWatch:
 
 
 class HitWatch:
-    """Checks the counters now and then, and warns once."""
+    """Checks the counters periodically, and warns once."""
 
     def __init__(
         self,
@@ -129,7 +129,8 @@ class HitWatch:
         cache: "TieredCache | None" = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        """``tiers``: every label that a hit can have. ``cache``: asked for what lookups found, if given."""
+        """``tiers``: every label that a hit can have. ``cache``: optional source of lookup counts per
+        group."""
         self._metrics = metrics
         self._tiers = tiers
         self._cache = cache
@@ -138,8 +139,8 @@ class HitWatch:
         self._done = False
 
     def look(self, now: float) -> None:
-        """Warn when chunks are stored, much was asked for (100,000 tokens that had been stored, or a million
-        that had not) and nothing was hit. ``now`` in seconds of any steady clock."""
+        """Warns if chunks are stored, many tokens were looked up (100,000 missed tokens that had been stored,
+        or a million missed for any reason), and nothing was hit. ``now``: seconds of any steady clock."""
         if self._done or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
@@ -166,7 +167,7 @@ class HitWatch:
         )
 
     def _cause(self, reason: str, misses: Mapping[str, float]) -> str:
-        """The most specific cause that fits; otherwise what the most frequent reason means."""
+        """Returns the most specific matching cause, else the meaning of the most frequent reason."""
         around = self._surroundings
         veto = self._vetoing_groups()
         if veto:
@@ -199,7 +200,7 @@ class HitWatch:
         return _REASONS[reason]
 
     def _vetoing_groups(self) -> str:
-        """Groups of which no chunk is ever found, while chunks of others are: a hit needs all groups."""
+        """Describes groups without any found chunk while other groups have some: a hit needs all groups."""
         lookups = self._cache.lookup_counts() if self._cache is not None else []
         ids = self._surroundings.group_ids or tuple(range(len(lookups)))
         found = [str(ids[position]) for position, (hits, _) in enumerate(lookups) if hits]

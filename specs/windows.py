@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a chunk are kept of sliding-window groups, and what to log about it at start.
+"""The stored blocks of a chunk in sliding-window groups, and their log lines at start.
 
-vLLM frees the blocks behind a window. When a conversation goes on, it therefore offers a chunk that is longer
-than the window without its leading blocks. A load ends where a chunk ends (or one token before, when the
-prompt ends there), so it reads only the last blocks of a chunk: rows of such a group hold these alone, and
-chunks whose head is missing are stored like all others.
+vLLM frees blocks before the window. When a conversation continues, it therefore offers a chunk longer than
+the window without its leading blocks. A load ends at the end of a chunk (or one token before, if the prompt
+ends there), so it reads only the last blocks of a chunk. Rows of such a group hold only these blocks, and
+chunks without their leading blocks are stored like all others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,16 +21,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Windows:
-    """Per group position; asked in the workers."""
+    """The windows per group position, determined in the workers."""
 
-    tokens: tuple[int | None, ...]  # that vLLM keeps before a position; None: all, a state, or not known
+    tokens: tuple[int | None, ...]  # kept by vLLM before a position; None: all, a state, or unknown
     tail_blocks: tuple[int, ...]  # of a chunk that a row holds; 0: all
 
 
 def windows_of(config: Any) -> Windows:
-    """The windows of this engine's cache groups. ``config``: the OffloadingConfig.
+    """Returns the windows of this engine's cache groups. ``config``: the OffloadingConfig.
 
-    Where a layer does not say, or a load may end inside a chunk, rows hold whole chunks.
+    If a layer is unknown, or a load may end inside a chunk, rows hold whole chunks.
     """
     number = len(config.groups)
     nothing = Windows((None,) * number, (0,) * number)
@@ -44,7 +44,7 @@ def windows_of(config: Any) -> Windows:
         if compat.loads_end_anywhere(known, offloaded, vllm_config):
             return Windows(tokens, nothing.tail_blocks)
         drops = [compat.group_drops_blocks(group, vllm_config) for group in config.groups]
-    except Exception as error:  # of a layer of an unknown kind: it serves, with whole chunks
+    except Exception as error:  # an unknown kind of layer uses whole chunks
         logger.debug("which cache groups have a sliding window is not known: %s", error)
         return nothing
     tails = (_tail(config, tokens, position) if drops[position] else 0 for position in range(number))
@@ -66,12 +66,12 @@ def _tail(config: Any, tokens: Sequence[int | None], position: int) -> int:
 
 
 def log_long_chunks(config: Any, windows: Windows) -> None:
-    """Log each group whose chunks are longer than its window by whole blocks: a warning where conversations
-    lose by it."""
+    """Logs each group whose chunks exceed its window by whole blocks; a warning if conversations lose
+    hits."""
     for group, window, tail in zip(config.groups, windows.tokens, windows.tail_blocks, strict=True):
         blocks = config.cache.blocks_per_chunk
         chunk = group.tokens_per_block * blocks
-        # Longer by less than a block changes nothing: a load reads a part of the chunk's first block too.
+        # An excess below one block has no effect: a load then reads part of the chunk's first block too.
         if window is None or not tail_of_chunk(window, group.tokens_per_block, blocks):
             continue
         layers = (

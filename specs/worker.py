@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side: one rank's copies between its cache blocks and its area of the host region."""
+"""The worker side: copies between one rank's cache blocks and its area of the host region."""
 
 import os
 import time
@@ -29,10 +29,10 @@ _PROGRESS_SECONDS = 3.0
 
 
 class KVOffloadWorker(OffloadingWorker):
-    """Hands jobs to the core and results back. One thread (the model runner's).
+    """Passes jobs to the core and results to vLLM. Runs on the model runner's thread only.
 
-    vLLM allows no failure here. A store that failed is reported under its ticket, in the region, and its
-    chunks never become a hit; a load of a hit reads pinned host memory, where storage cannot fail.
+    vLLM does not accept failures here. The region reports a failed store under its ticket, and its chunks
+    never become hits. A load of a hit reads pinned host memory, so storage cannot fail.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class KVOffloadWorker(OffloadingWorker):
         self._rank_worker = rank_worker
         # False: another rank stores the same bytes; vLLM gives every rank the stores of a canonical layout.
         self._stores = stores
-        self._left_out: list[int] = []  # such jobs, not yet reported
+        self._left_out: list[int] = []  # skipped jobs, not yet reported
         self._running: set[int] = set()  # the core's jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
-        self.at_shutdown: Callable[[], None] = lambda: None  # first; idempotent, as shutdown() is
+        self.at_shutdown: Callable[[], None] = lambda: None  # runs first; idempotent, like shutdown()
         self.region = region
-        self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
+        self.metrics = metrics  # of this process; vLLM cannot collect a worker's metrics
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: RowLoadStoreSpec) -> bool:
-        """Cache blocks -> rows. Never blocks, always True."""
+        """Copies cache blocks to rows. Never blocks; always returns True."""
         if self._stores:
             self._submit(job_id, True, src_spec, dst_spec)
         else:
@@ -64,7 +64,10 @@ class KVOffloadWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: RowLoadStoreSpec, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Rows -> cache blocks. Never blocks, always True. ``expedited``: vLLM waits for it in this step."""
+        """Copies rows to cache blocks. Never blocks; always returns True.
+
+        ``expedited``: vLLM waits for it in this step.
+        """
         self._submit(job_id, False, dst_spec, src_spec, expedited)
         return True
 
@@ -87,7 +90,7 @@ class KVOffloadWorker(OffloadingWorker):
         )
 
     def get_finished(self) -> list[Any]:
-        """TransferResults of jobs that ended since the last call."""
+        """Returns the TransferResults of jobs that ended since the last call."""
         left_out, self._left_out = self._left_out, []
         ended = self._rank_worker.poll()
         self._running.difference_update(job_id for job_id, _, _ in ended)
@@ -96,28 +99,28 @@ class KVOffloadWorker(OffloadingWorker):
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these jobs no longer touch cache memory. Ids may be finished or unknown."""
+        """Waits until these jobs no longer touch cache memory. Ids may be finished or unknown."""
         self._rank_worker.wait(job_ids)
 
     def finish(self) -> None:
-        """Return when no job touches cache memory."""
+        """Waits until no job touches cache memory."""
         self._rank_worker.wait(self._running)
 
     def describe(self) -> str:
-        """Which copier runs and how."""
+        """Returns the copier and its settings."""
         return self._rank_worker.describe()
 
     def shutdown(self) -> None:
-        """Let running copies end and give the memory back. Idempotent."""
+        """Waits for running copies and releases the memory. Idempotent."""
         self.at_shutdown()
         self._rank_worker.close()
 
 
 def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches: Any) -> KVOffloadWorker:
-    """Attach this rank to the engine's region and start its copier.
+    """Attaches this rank to the engine's region and starts its copier.
 
-    Raises ValueError for what is not supported (several hosts, an unknown device), ResourceError for what
-    the machine does not have; each names what to change.
+    Raises ValueError for unsupported setups (several hosts, an unknown device), ResourceError for missing
+    resources; both name the remedy.
     """
     from kv_offload import _core
 
@@ -197,7 +200,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
 
 
 def refuse_several_hosts() -> None:
-    """Raises ValueError when this engine's ranks are on more than one host, as far as vLLM says."""
+    """Raises ValueError if vLLM reports this engine's ranks on more than one host."""
     vllm_config = compat.current_vllm_config()
     hosts = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
     if isinstance(hosts, int) and hosts > 1:
@@ -208,7 +211,7 @@ def refuse_several_hosts() -> None:
 
 
 def refuse_external_launcher() -> None:
-    """Raises ValueError when each rank of this engine has a scheduler of its own (external_launcher)."""
+    """Raises ValueError if each rank of this engine has its own scheduler (external_launcher)."""
     parallel = getattr(compat.current_vllm_config(), "parallel_config", None)
     launcher = getattr(parallel, "distributed_executor_backend", None)
     ranks = getattr(parallel, "world_size", 1)
@@ -220,7 +223,7 @@ def refuse_external_launcher() -> None:
 
 
 def refuse_several_offloading_connectors() -> None:
-    """Raises ValueError when vLLM's MultiConnector has another OffloadingConnector beside this one."""
+    """Raises ValueError if vLLM's MultiConnector has more than one OffloadingConnector."""
     transfer = getattr(compat.current_vllm_config(), "kv_transfer_config", None)
     if getattr(transfer, "kv_connector", None) != "MultiConnector":
         return
@@ -232,7 +235,7 @@ def refuse_several_offloading_connectors() -> None:
 
 
 def log_offloading_size() -> None:
-    """vLLM overwrites parts of --kv-transfer-config for --kv-offloading-size, and says nothing of it."""
+    """Logs the parts of --kv-transfer-config that vLLM overwrites silently for --kv-offloading-size."""
     size = getattr(getattr(compat.current_vllm_config(), "cache_config", None), "kv_offloading_size", None)
     if size is not None:
         logger.info(
@@ -244,7 +247,7 @@ def log_offloading_size() -> None:
 
 
 def choose_copier(tensors: list[Any]) -> tuple[str, int]:
-    """(copier of the core, device ordinal or -1) for these cache tensors. Raises ValueError."""
+    """Returns (copier of the core, device ordinal or -1) for these cache tensors. Raises ValueError."""
     from kv_offload import _core
 
     devices = sorted({str(tensor.device) for tensor in tensors})
@@ -268,7 +271,7 @@ def choose_copier(tensors: list[Any]) -> tuple[str, int]:
 
 
 def _compute_stream_of(copier: str, device: int) -> Callable[[], int] | None:
-    """What gives the handle of the stream that vLLM computes on; asked at every submit."""
+    """Returns a function for the handle of vLLM's compute stream; called at every submit."""
     if copier != "cuda":
         return None
     import torch
@@ -291,11 +294,12 @@ def _prepare_memory(
     prefault: bool,
     first: bool = True,
 ) -> None:
-    """Place this rank's area on its GPU's NUMA node, then populate it: pages stay where they first were.
+    """Places this rank's area on its GPU's NUMA node, then populates it: pages stay where they are first
+    touched.
 
-    Of an area that all ranks share, the first rank populates. The others say where they want pages all the
-    same, before they pin: the policy is the area's, and pages come in when any rank pins them. Which of the
-    GPUs' nodes it is, where there are several, does not matter: some GPUs copy across in any case.
+    Only the first rank populates an area that all ranks share. The others also set the NUMA policy before
+    they pin, because the policy belongs to the area, and any rank's pinning allocates pages. With several
+    NUMA nodes the choice of node does not matter: some GPUs copy across nodes in any case.
     """
     from kv_offload import _core
 
@@ -308,7 +312,7 @@ def _prepare_memory(
 
 
 def _prefault(region: "HostRegion", area: int, world_size: int) -> None:
-    """Touch this rank's area now, so that no store waits for pages; with a line every few seconds."""
+    """Touches this rank's area, so that no store waits for pages. Logs progress every few seconds."""
     threads = max(1, min(8, (os.cpu_count() or 1) // world_size))
     started = time.monotonic()
     region.prefault(area, threads, progress_logger(started))
@@ -323,7 +327,7 @@ def _prefault(region: "HostRegion", area: int, world_size: int) -> None:
 def progress_logger(
     started: float, clock: Callable[[], float] = time.monotonic, what: str = "preparing host memory"
 ) -> Callable[[int, int], None]:
-    """A callback (done, total) in bytes that logs at most once every few seconds."""
+    """Returns a callback (done, total) in bytes that logs at most once every few seconds."""
     next_line = started + _PROGRESS_SECONDS
 
     def progress(done: int, total: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of vLLM are part of the namespace, and why each of the others is not.
+"""The vLLM settings that are part of the namespace, and the reason why each of the others is not.
 
 A setting counts if two of its values give pages that are laid out differently, or that hold values computed
 by another function, from other inputs, or in another precision. A setting does not count if it only changes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables say of a field: whether it is part of the namespace, and why."""
+"""The decision for a field: whether it is part of the namespace, and why."""
 
 from dataclasses import dataclass
 
