@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the parts of the documentation that come from the code: settings, metrics, commands, releases.
+"""Generates the parts of the documentation that come from the code: settings, metrics, commands, releases.
 
-    python docs/generate.py            write every such part
+    python docs/generate.py            write every generated part
     python docs/generate.py --check    write nothing; exit status 1 and the names of the pages that are stale
 
-A page marks such a part with two lines, and everything between them is replaced:
+A page marks a generated part with two lines, and the text between them is replaced:
 
     <!-- generated: NAME -->
     <!-- end of generated -->
@@ -31,7 +31,7 @@ ALL_TIERS = "all"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. Raises ValueError for a row that does not have one cell for each column."""
+    """Returns a Markdown table. Raises ValueError for a row with a wrong number of cells."""
     lines = []
     for cells in (header, ["---"] * len(header), *rows):
         if len(cells) != len(header):
@@ -51,7 +51,7 @@ def code(text: str) -> str:
 
 
 def setting_rows(fields: Mapping[str, FieldInfo]) -> list[list[str]]:
-    """Name, type, default and meaning of each field."""
+    """Returns name, type, default and meaning of each field."""
     return [
         [f"`{name}`", _type(field), _default(field), _sentence(field.description or "")]
         for name, field in fields.items()
@@ -59,7 +59,7 @@ def setting_rows(fields: Mapping[str, FieldInfo]) -> list[list[str]]:
 
 
 def _sentence(text: str) -> str:
-    """With a full stop and a capital letter; words such as vLLM, auto: or https:// keep their form."""
+    """Adds a full stop and a capital letter; words such as vLLM, auto: or https:// keep their form."""
     if re.match("[a-z]+[ ,]", text):
         text = text[0].upper() + text[1:]
     return text + ("" if text.endswith(".") else ".")
@@ -74,7 +74,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """What values a field takes, from its annotation."""
+    """Returns the values that a field accepts, from its annotation."""
     annotation = field.annotation
     if annotation is Any:
         return "not accepted"
@@ -120,7 +120,7 @@ def engine_settings() -> str:
 
 
 def tier_settings() -> str:
-    """What several kinds have, with the kinds that have it, and the rest below the name of each kind."""
+    """Returns the settings that several kinds share, then the others below the name of each kind."""
     from kv_offload.tiers.registry import kinds
 
     shared: dict[tuple[str, ...], list[str]] = {}
@@ -148,7 +148,7 @@ _UNITS = ("bytes_per_second", "tokens_per_second", "bytes", "tokens", "seconds",
 
 
 def unit(name: str) -> str:
-    """The unit of a metric, which its name ends in; "-" for one that counts events or is 0 or 1."""
+    """Returns the unit at the end of a metric's name; "-" for event counts and 0/1 values."""
     stem = name.removesuffix("_total")
     found = next((each for each in _UNITS if stem.endswith(f"_{each}")), "-")
     return found.replace("_per_second", "/s")
@@ -208,7 +208,7 @@ def _command(name: str, command: Any) -> str:
 
 
 def _option(names: str, help_text: str) -> list[str]:
-    """A row, from what --help shows: its text ends in such as [default: 50; x>=0]."""
+    """Returns a row from a --help text, which may end in [default: 50; x>=0]."""
     meaning, default = " ".join(help_text.split()), "-"
     if found := re.search(r"\s*\[([^\[\]]+)\]$", meaning):
         meaning = meaning[: found.start()]
@@ -223,7 +223,7 @@ def _option(names: str, help_text: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A docstring as click has it: paragraphs; one that begins with a backspace keeps its lines."""
+    """Splits a docstring into paragraphs like click: one that starts with a backspace keeps its lines."""
     parts = []
     for paragraph in text.strip().split("\n\n"):
         if paragraph.startswith("\b"):
@@ -267,9 +267,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def regenerated(text: str) -> str:
-    """A page with what the code gives now between its marks.
+    """Returns a page with the current text between its marks.
 
-    Raises ValueError for a mark without its end, and KeyError for a name that is not in GENERATORS.
+    Raises ValueError for a mark without an end, and KeyError for a name that is not in GENERATORS.
     """
     if text.count("<!-- generated: ") != len(PART.findall(text)):
         raise ValueError("a generated part has no end: write <!-- end of generated --> on a line below it")
@@ -277,12 +277,12 @@ def regenerated(text: str) -> str:
 
 
 def pages(docs: Path = DOCS) -> list[Path]:
-    """The pages that have generated parts."""
+    """Returns the pages with generated parts."""
     return [path for path in sorted(docs.rglob("*.md")) if "<!-- generated: " in path.read_text("utf-8")]
 
 
 def stale(docs: Path = DOCS) -> list[Path]:
-    """The pages that are not what the code gives now."""
+    """Returns the pages whose generated parts are out of date."""
     return [path for path in pages(docs) if regenerated(path.read_text("utf-8")) != path.read_text("utf-8")]
 
 

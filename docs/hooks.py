@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by mkdocs: adds the pages and pictures that are outside of docs/ to the site."""
+"""Hooks for mkdocs that add the pages and pictures outside of docs/ to the site."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Pages that are files of the project, and their place in the site.
+# Project files that become pages, and their place in the site.
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -17,7 +17,7 @@ LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are elsewhere in the project."""
+    """Adds the pages that are elsewhere in the project."""
     from mkdocs.structure.files import File
 
     for source, place in PAGES.items():
@@ -27,7 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def relinked(text: str, source: str) -> str:
-    """The text with links to the pages of the site; a file without a page is named without a link."""
+    """Returns the text with links to pages of the site; a file without a page loses its link."""
 
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()

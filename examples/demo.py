@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole way in five minutes: prompts that vLLM's cache has lost come back from host memory, and from disk
-after a restart.
+"""A five-minute demonstration: vLLM reloads evicted prompts from host memory, and from disk after a restart.
 
     python examples/demo.py [--directory DIR] [--prompts 4] [--tokens 8064]
 
-Makes a small model on the spot and serves it with vLLM on CPU. vLLM's own cache is kept so small that it
-holds one prompt, so each prompt pushes out the one before. Needs vLLM and this package in the running Python
+Creates a small model and serves it with vLLM on CPU. vLLM's own cache holds only one prompt, so each prompt
+evicts the previous one. Needs vLLM and this package in the running Python
 (examples/demo.sh sets up both).
 """
 
@@ -31,7 +30,7 @@ console = Console()
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Says what is being done and for how long; the line stays with the time it took."""
+    """Shows the current step and its elapsed time; leaves a line with the total time."""
     began = time.monotonic()
     done = threading.Event()
     status = console.status(what)
@@ -70,7 +69,8 @@ def ask_all(server: LocalServer, prompts: Sequence[Sequence[int]], what: str) ->
 
 
 def wait_until_recorded(server: LocalServer, chunks: int, seconds: float = 120) -> None:
-    """Chunks are written after the answer was given; a server that is stopped drops what is still queued."""
+    """Waits until the chunks are written, which happens after the answer; a stopped server drops queued
+    chunks."""
     deadline = time.monotonic() + seconds
     while server.metric("kv_offload_tier_chunks", tier="fs") < chunks and time.monotonic() < deadline:
         server.ask([2] * 16, max_tokens=1)  # an idle engine publishes no metrics
@@ -78,7 +78,7 @@ def wait_until_recorded(server: LocalServer, chunks: int, seconds: float = 120) 
 
 
 def show(prompts: Sequence[Sequence[int]], runs: Sequence[Sequence[Answer]]) -> bool:
-    """Prints the table; whether every answer was the same in all runs and nothing was computed twice."""
+    """Prints the table. Returns True if all runs gave the same answers and computed nothing twice."""
     table = Table(title=f"Seconds to an answer of 16 tokens, vLLM on CPU ({platform.machine()})")
     table.add_column("prompt tokens", justify="right")
     table.add_column("computed", justify="right")
@@ -116,7 +116,7 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         model,
         directory / "server.log",
         blocks=tokens // BLOCK + 8,
-        # A machine that is busy with something else may make computing look quicker, or the disk slow.
+        # On a busy machine, computing may look faster or the disk slower.
         kv_transfer=kv_transfer_config(
             "1GiB", directory / "kv", "4GiB", load_policy="always", lookup_timeout_ms=60_000
         ),
@@ -130,7 +130,7 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         with step("first request of all (vLLM compiles its helpers)"):
             server.ask([2] * tokens, max_tokens=16)
         computed = ask_all(server, prompts, "computing")
-        host = ask_all(server, prompts, "asking again, vLLM's cache has lost it")
+        host = ask_all(server, prompts, "asking again, evicted from vLLM's cache")
         with step("letting the last records reach the disk"):
             prompts_asked = prompt_count + 1  # with the first request of all
             wait_until_recorded(server, prompts_asked * (tokens // BLOCK))

@@ -24,9 +24,10 @@ START_SECONDS = 120.0
 
 @contextlib.contextmanager
 def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """Its own address, http://127.0.0.1:PORT, once it answers. Configuration, data and log are in ``folder``.
+    """Yields its address, http://127.0.0.1:PORT, once it answers. Configuration, data and log are in
+    ``folder``.
 
-    Raises RuntimeError with the log when it does not come up.
+    Raises RuntimeError with the log if it does not start.
     """
     job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
     file, log = folder / "prometheus.yml", folder / "prometheus.log"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM OpenAI server on this machine, as a context manager: start, ask, read metrics, stop or kill.
+"""A vLLM OpenAI server on this machine, as a context manager: start, request, read metrics, stop or kill.
 
     with LocalServer(model, log_file, blocks=40, kv_transfer=kv_transfer_config("1GiB", root)) as server:
         answer = server.ask(token_ids)
 
-The server runs in a session of its own, so that its API process, engine core and workers can be found and
-ended together, whatever they rename themselves to.
+The server runs in its own session, so that its API process, engine core and workers can be found and ended
+together, even after they rename themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one greedy completion gave.
+    """The result of one greedy completion.
 
     ``top`` holds, per generated token, the log-probabilities of the most likely token ids;
     ``cached_tokens`` how many tokens of the prompt were not computed; ``seconds`` the whole request.
@@ -54,9 +54,9 @@ class Answer:
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """How far two answers to one prompt are apart.
+    """Returns the distance of two answers to one prompt.
 
-    Infinite for other tokens, else the root mean square of the differences of the log-probabilities.
+    Infinite for different tokens, else the root mean square difference of the log-probabilities.
     """
     if one.token_ids != other.token_ids:
         return math.inf
@@ -78,7 +78,7 @@ class Process:
 
 
 class RunningProcess(Protocol):
-    """What is used of subprocess.Popen."""
+    """The part of subprocess.Popen that is used here."""
 
     pid: int
     returncode: int | None
@@ -91,7 +91,8 @@ class RunningProcess(Protocol):
 def kv_transfer_config(
     cpu_bytes: int | str, root_dir: str | Path | None = None, max_bytes: int | str = "4GiB", **extra: Any
 ) -> dict[str, Any]:
-    """The value of ``--kv-transfer-config``: host memory, and a disk tier when ``root_dir`` is given."""
+    """Returns the value of ``--kv-transfer-config``: host memory, and a disk tier if ``root_dir`` is
+    given."""
     tiers = [{"type": "fs", "root_dir": str(root_dir), "max_bytes": max_bytes}] if root_dir else []
     return {
         "kv_connector": "OffloadingConnector",
@@ -182,7 +183,7 @@ class LocalServer:
             HF_HUB_OFFLINE="1",
             TRANSFORMERS_OFFLINE="1",
             TOKENIZERS_PARALLELISM="false",
-            PYTHONSAFEPATH="1",  # started from a checkout: its kv_offload/ is not the one installed
+            PYTHONSAFEPATH="1",  # in a checkout, kv_offload/ would hide the installed package
         )
         environment.update(self.environment)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,7 @@ class LocalServer:
         self.boot_seconds = time.monotonic() - began
 
     def launch(self, environment: dict[str, str]) -> RunningProcess:
-        """The process of ``command``, in a session of its own, its output appended to ``log_file``."""
+        """Starts ``command`` in its own session and appends its output to ``log_file``."""
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
@@ -226,7 +227,7 @@ class LocalServer:
         timeout: float = 300,
         **extra: Any,
     ) -> Answer:
-        """A greedy completion of ``prompt`` (token ids or text)."""
+        """Returns a greedy completion of ``prompt`` (token ids or text)."""
         body = {
             "model": "tiny",
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -273,15 +274,15 @@ class LocalServer:
         return json.loads(text) if text else None
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all series of ``name`` on /metrics that carry ``labels``; 0 when there is none."""
+        """Returns the sum over all series of ``name`` on /metrics with ``labels``; 0 without any."""
         return Page(self.get("/metrics")).sum(name, **labels)
 
     def processes(self) -> list[Process]:
-        """The processes of the server's session that are alive."""
+        """Returns the live processes of the server's session."""
         return session_processes(self.process.pid) if self.process is not None else []
 
     def stop(self, timeout: float = 60) -> None:
-        """Asks the server to end; kills what is left of its session after ``timeout`` seconds."""
+        """Stops the server; kills the rest of its session after ``timeout`` seconds."""
         if self.process is None:
             return
         self.process.terminate()
@@ -290,7 +291,7 @@ class LocalServer:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to every process of the session; returns when all are gone."""
+        """Sends SIGKILL to every process of the session and waits until all have ended."""
         if self.process is None:
             return
         deadline = time.monotonic() + 240
@@ -306,7 +307,7 @@ class LocalServer:
         self.process = None
 
     def log_tail(self, lines: int = 60) -> str:
-        """The end of the log, and before it the errors further up: vLLM's last one is seldom the cause."""
+        """Returns earlier errors and the end of the log, because vLLM's last error is seldom the cause."""
         text = self.log_file.read_text(errors="replace").splitlines()
         errors = [line for line in text[:-lines] if re.search(r"\w(Error|Exception): ", line)]
         causes = [f"--- errors before that in {self.log_file}", *errors[-10:]] if errors else []

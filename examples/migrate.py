@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's own CPUOffloadingSpec or TieringOffloadingSpec: the same configuration, another spec name.
+"""Converts a configuration of vLLM's CPUOffloadingSpec or TieringOffloadingSpec to this plugin.
 
     python examples/migrate.py < before.json > after.json
 
-Reads the value of ``--kv-transfer-config`` and writes the new one. All that changes is ``spec_name`` (and
-``spec_module_path``), and that each directory gets a bound, which vLLM's own tier does not have. What is not
-needed or not known is said on stderr. Exit status: 0 written; 1 the configuration is not valid here.
+Reads the value of ``--kv-transfer-config`` and writes the new one. It changes only ``spec_name`` (and
+``spec_module_path``), and gives each directory a size limit, which vLLM's own tier does not have. Reports
+unneeded and unknown keys on stderr. Exit status: 0 written; 1 the configuration is invalid here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kv_offload.vllm_verdict import read_json
 
 
 def migrate(before: Any, max_bytes: str = "100GiB") -> tuple[dict[str, Any], list[str]]:
-    """(the new configuration, what to know about it). Raises ConfigError for what is not valid here."""
+    """Returns (the new configuration, notes about it). Raises ConfigError if it is invalid here."""
     extra = before.get("kv_connector_extra_config", {}) if isinstance(before, dict) else None
     if not isinstance(extra, dict):
         raise ConfigError(["it is not a table with a table kv_connector_extra_config"])
     extra = extra | {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
     tiers = extra.get("secondary_tiers", [])
-    if isinstance(tiers, list):  # else OffloadConfig says what is wrong
+    if isinstance(tiers, list):  # otherwise OffloadConfig reports the problem
         extra["secondary_tiers"] = [_bounded(tier, max_bytes) for tier in tiers]
     _, notes = OffloadConfig.parse(extra)
     return {**before, "kv_connector_extra_config": extra}, notes

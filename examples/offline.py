@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline inference with vLLM's ``LLM``: a prompt that its cache has forgotten comes back from host memory,
-and from disk when the script runs again on the same directory.
+"""Offline inference with vLLM's ``LLM``: reloads an evicted prompt from host memory, and from disk when the
+script runs again on the same directory.
 
     python examples/offline.py MODEL [--directory /var/cache/kv]
 """
@@ -40,7 +40,7 @@ def main() -> None:
         (output,) = llm.generate([document + question], SamplingParams(temperature=0, max_tokens=16))
         tokens = len(output.prompt_token_ids)
         print(f"{question} {output.num_cached_tokens} of {tokens} tokens were not computed")
-        # Forget vLLM's own cache, so that the next question must come from ours.
+        # Empty vLLM's own cache, so that the next question uses ours.
         llm.reset_prefix_cache()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a small language model on the spot: config, tokenizer and weights, nothing downloaded.
+"""Creates a small language model locally: config, tokenizer and weights, without downloads.
 
 The weights are random, but scaled so that the answers depend on every cached token: each projection keeps
 unit variance, the attention logits have a standard deviation of about two, and the attention output is as
@@ -32,7 +32,7 @@ REPETITION = 2.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model of ours is made of; ``sliding`` makes it Gemma-3-like, with every third layer global."""
+    """The dimensions of a model; ``sliding`` makes it Gemma-3-like, with every third layer global."""
 
     hidden: int
     layers: int
@@ -58,7 +58,7 @@ SHAPES = {
 def make_model(
     directory: str | Path, kind: str = "small", seed: int = 0, dtype: torch.dtype | None = None
 ) -> Path:
-    """Writes the model ``kind`` into ``directory`` (made if missing) and returns it.
+    """Writes the model ``kind`` into ``directory`` (created if missing) and returns it.
 
     The same kind, seed and ``dtype`` (default: the kind's own) give the same bytes. Raises KeyError for an
     unknown kind.
@@ -141,7 +141,7 @@ def _make_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
 
     embedding_gain = 1.0 if shape.sliding else math.sqrt(shape.hidden)  # Gemma multiplies by sqrt(hidden)
     embedding = matrix(VOCABULARY, shape.hidden, embedding_gain)
-    # Less likely to say the same token again: without this the text is one word repeated.
+    # Lowers the probability of repeating a token; otherwise the text is one repeated word.
     head = matrix(VOCABULARY, shape.hidden, HEAD_STD) - embedding * (REPETITION / embedding_gain)
     weights = {
         "model.embed_tokens.weight": embedding,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ core. No logic lives in the bindings; every call that can take time releases the GIL.
 
-Errors: ValueError for what the caller got wrong, ResourceError for what the machine does not have.
+Errors: ValueError for wrong arguments, ResourceError for missing resources of the machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import numpy.typing as npt
 __version__: str
 
 class ResourceError(RuntimeError):
-    """Something the machine does not have: names asked, available and the setting to change."""
+    """A missing resource: names the requested and available amounts and the setting to change."""
 
 class MetricDefinition:
     name: str
@@ -30,13 +30,13 @@ def format_bytes(count: int) -> str: ...
 def metric_definitions() -> list[MetricDefinition]: ...
 def eviction_policy_names() -> list[str]: ...
 def cuda_unavailable_reason() -> str:
-    """ "" when the CUDA copier can run here, else why not (too old a driver, too), in one sentence."""
+    """Returns "" if the CUDA copier can run here, else the reason (such as an old driver) in one sentence."""
 
 def cuda_numa_node(device: int) -> int:
-    """The NUMA node that a CUDA device hangs on; -1 when there is none. Makes no CUDA context."""
+    """Returns the NUMA node of a CUDA device; -1 if unknown. Creates no CUDA context."""
 
 def describe_cuda_copier(device: int = -1) -> str:
-    """Which copy path is taken from which size, as measured now on this device (-1: the current one).
+    """Measures and returns the copy path for each size on this device (-1: the current one).
 
     Raises ResourceError where there is no CUDA.
     """
@@ -109,10 +109,10 @@ class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
     write_policy: str  # write_through | on_evict | reuse:N | read_only; "write_through" until it is set
-    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first encrypts, all open
+    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first encrypts, all decrypt
     compress: str  # auto | none | zstd; "none" until it is set
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
-    memory_outlives: bool  # the region is kept: no read may go on when the process is gone. Default: False
+    memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
 
 def measure_codec() -> tuple[float, float]:
     """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""
@@ -150,7 +150,7 @@ class FsTier(TierSpec):
     ) -> None: ...
 
 class RedisServer:
-    """Where a Redis or Valkey server is, and as whom it is spoken to. Shows neither user nor password."""
+    """Address and credentials of a Redis or Valkey server. Its repr shows neither user nor password."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class RedisTier(TierSpec):
         namespace_id: bytes,  # 32 bytes
         name: str = "redis",
         key_prefix: str = "kv_offload",
-        ttl_seconds: int = 0,  # 0: for ever
+        ttl_seconds: int = 0,  # 0: unlimited
         n_read_threads: int = 4,
         n_write_threads: int = 2,
         op_timeout_seconds: float = 10.0,
@@ -232,10 +232,10 @@ class RemoteRecords:
         """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
 
     def use_keys(self, encryption_key_files: list[str]) -> None:
-        """With these verify() opens what is encrypted."""
+        """Sets the keys with which verify() decrypts records."""
 
     def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
-        """(records, bytes) that are gone by it, and why no more; "" when all are."""
+        """Returns (records, bytes) removed, and the error that stopped it; "" if all were removed."""
 
     @property
     def takes_threads(self) -> bool: ...
@@ -248,7 +248,7 @@ def redis_records(
     """One thread at a time. RuntimeError: the server does not answer, refuses us, or is a cluster's node."""
 
 class S3Bucket:
-    """Where a bucket is, and as whom it is spoken to. Shows no keys."""
+    """Address and credentials of a bucket. Its repr shows no keys."""
 
     def __init__(
         self,
@@ -265,11 +265,11 @@ class S3Bucket:
     def renewer(self) -> S3Renewer: ...
 
 class S3Renewer:
-    """Replaces the keys of a bucket, in whatever uses it. Any thread. Keeps nothing of it."""
+    """Replaces the keys of a bucket in all its users. Thread-safe. Does not keep the bucket alive."""
 
     @property
     def is_used(self) -> bool:
-        """False: nothing uses the bucket any more, and nothing ever will."""
+        """False if nothing uses the bucket any more; it never becomes True again."""
 
     def set(self, access_key: str, secret_key: str, session_token: str = "") -> None: ...
 
@@ -298,8 +298,8 @@ def ask_s3_bucket(bucket: S3Bucket, query: str, deadline_seconds: float) -> tupl
     error, and the text. RuntimeError: nothing."""
 
 class MooncakeTier(TierSpec):
-    """A tier of objects in a Mooncake Store, by a process beside this one: ``command``, told ``setup`` first.
-    write_policy "read_only": it also removes nothing there."""
+    """A tier of objects in a Mooncake Store, through a client process: ``command``, which first receives
+    ``setup``. write_policy "read_only": it also removes nothing there."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ def probe_mooncake(
     records: int,
     deadline_seconds: float,
 ) -> dict[str, Any]:
-    """How a store answers, and how fast it is; records=0: without writing. RuntimeError: no use."""
+    """Probes a store and its speed; records=0: without writing. Raises RuntimeError if it is unusable."""
 
 def s3_unavailable_reason() -> str:
     """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""
@@ -368,7 +368,7 @@ class TieredCache:
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
     def admit(self, request: int) -> None:
-        """It runs: it waits for nothing more. Known by itself once it loads or stores."""
+        """The request was scheduled and waits for no more records. Loads and stores imply it."""
     def make_lookup(
         self,
         results: tuple[Any, Any, Any, Any],
@@ -395,7 +395,7 @@ class TieredCache:
         """(chunks that lookups found, chunks that they missed) of each group position, since the start."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
-        """0 miss, 1 hit, 2 pending, 3 retry. The slow twin of make_lookup's function."""
+        """Returns 0 miss, 1 hit, 2 pending, 3 retry. Slower than make_lookup's function."""
     def load_source(self, key: bytes) -> int:
         """-1: host memory, else the index of the tier whose bytes a hit came from."""
     def prepare_load(
@@ -414,7 +414,7 @@ class TieredCache:
     def abandon_jobs(self) -> None:
         """Discard stores under way; pin chunks being loaded until the ranks have reported; keep the rest."""
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those that are not in host memory and not on their way there."""
+        """Returns the keys that are neither in host memory nor being fetched."""
     def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
         """(keys, on storage, removed, tier name)."""
     def publish_gauges(self) -> None: ...
@@ -449,7 +449,7 @@ class Trace:
         kill killed_with, recent_blocks, recent_hits, blocks_after, hits_after.
         """
     def optimal_hits(self, capacity: int) -> int:
-        """The most that any cache of so many blocks could have hit: it knows the future."""
+        """Returns the hits of an optimal cache of this size, which knows the future."""
 
 class RankWorker:
     def __init__(
@@ -495,7 +495,7 @@ class FsRoot:
     """A root on disk, read and mended without vLLM (the CLI)."""
 
     def __init__(self, root_dir: str) -> None:
-        """ValueError when it is not a root of this project."""
+        """Raises ValueError if it is not a root of this project."""
     def stat(self) -> dict[str, Any]:
         """bytes, records, temporaries, namespaces.
 

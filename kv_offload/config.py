@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator may set: ``kv_connector_extra_config`` of ``--kv-transfer-config``.
+"""The settings: ``kv_connector_extra_config`` in ``--kv-transfer-config``.
 
-Everything wrong with a configuration is reported at once, in one text that names each key, what was
-given and what is possible. Importing this module loads neither the C++ core nor vLLM.
+One error reports all problems of a configuration, each with its key, the given value and the possible values.
+Importing this module loads neither the C++ core nor vLLM.
 """
 
 import json
@@ -33,7 +33,7 @@ AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
 
 class ConfigError(ValueError):
-    """A configuration that is not valid. ``problems`` has one sentence for each thing wrong."""
+    """An invalid configuration. ``problems`` has one sentence for each problem."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
 
 class OffloadConfig(BaseModel):
-    """Everything of ``kv_connector_extra_config`` that is ours. Make it with ``from_extra_config``."""
+    """Our keys in ``kv_connector_extra_config``. Create it with ``from_extra_config``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -153,10 +153,10 @@ class OffloadConfig(BaseModel):
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> "OffloadConfig":
-        """The configuration in vLLM's ``kv_connector_extra_config``.
+        """Returns the configuration in vLLM's ``kv_connector_extra_config``.
 
-        Keys that belong to vLLM are left alone; what vLLM's own specs know and we do not need is ignored
-        with one warning. Raises ConfigError (a ValueError) with every problem in one text.
+        Skips vLLM's own keys. Ignores the keys of vLLM's specs that have no use here, with one warning.
+        Raises ConfigError (a ValueError) with every problem in one text.
         """
         config, notes = cls.parse(extra)
         if notes:
@@ -165,7 +165,7 @@ class OffloadConfig(BaseModel):
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> tuple["OffloadConfig", list[str]]:
-        """As ``from_extra_config``, but gives the warning's sentences instead of logging them."""
+        """Like ``from_extra_config``, but returns the sentences of the warning instead of logging them."""
         if not isinstance(extra, Mapping):
             raise ConfigError([f"it is {type(extra).__name__}, not a table of keys and values"])
         if config_compat.is_llmd_config(extra):
@@ -215,10 +215,10 @@ class OffloadConfig(BaseModel):
     def metrics_address(
         self, rank: int | None, world_size: int = 1, data_parallel_index: int = 0
     ) -> str | None:
-        """host:port of one process's own /metrics, or None when off.
+        """Returns host:port of the /metrics page of one process, or None if it is off.
 
-        ``rank`` None is the scheduler. Replicas of one host follow each other: a replica takes
-        ``1 + world_size`` ports. Raises ConfigError when the port would be above 65535.
+        ``rank`` None is the scheduler. Replicas on one host use consecutive ranges of ``1 + world_size``
+        ports. Raises ConfigError if the port is above 65535.
         """
         if self.metrics_port is None:
             return None
@@ -232,15 +232,15 @@ class OffloadConfig(BaseModel):
 
 
 def tier_at(place: str) -> TierConfig:
-    """The tier at a place as a command is given it (``tiers.entry_at``).
+    """Returns the tier for a place on the command line (``tiers.entry_at``).
 
-    Raises ValueError, which repeats an address only where a kind does: there may be a password in it.
+    Raises ValueError, which shows an address only if its kind does, because it may contain a password.
     """
     entry = entry_at(place)
     try:
         return kinds()[entry["type"]].model_validate(entry)
     except ValidationError as error:
-        plain = not set("@?") & set(place)  # else what was given may be a part of a password
+        plain = not set("@?") & set(place)  # otherwise the input may be part of a password
         problems = (_sentence(detail, entry["type"], plain) for detail in error.errors())
         raise ValueError("; ".join(problems)) from None
 
@@ -255,7 +255,7 @@ def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> Tier
 
 
 def _sentence(detail: Any, where: str = "", shown: bool = True) -> str:
-    """One problem as pydantic found it, in our words: key, what is wrong, what was given if that is shown."""
+    """Rewords a pydantic error: key, problem, and the given value if ``shown``."""
     for part in detail["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if detail["type"] == "missing":

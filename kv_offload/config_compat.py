@@ -13,7 +13,7 @@ from kv_offload.tiers.registry import kind_behind, kinds
 from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 
-_NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
+_NEAR = 0.6  # difflib ratio from which a key counts as misspelled
 
 # Read by vLLM itself (OffloadingConnector, OffloadingSpec, the factory), whatever the spec.
 VLLM_KEYS = (
@@ -26,7 +26,7 @@ VLLM_KEYS = (
     "sync_load_budget_bytes",
     "canonical_layout",
 )
-# Of CPUOffloadingSpec and TieringOffloadingSpec, without an equivalent here: why each can be dropped.
+# Keys of CPUOffloadingSpec and TieringOffloadingSpec without an equivalent here, and why they are not needed.
 IGNORED_KEYS = {
     "cache_policy_module_path": "eviction policies are part of the core",
     "max_tracker_size": "there is no tracker table to size",
@@ -37,7 +37,7 @@ IGNORED_TIER_KEYS = {
     "module_path": "tiers are part of the core",
     "backpressure": IGNORED_KEYS["backpressure"],
 }
-# Words of a key that bounds something; whoever gives it to a tier means how much the tier may hold.
+# Words in the name of a size limit. On a tier, such a key is meant as the size of the tier.
 _OF_A_BOUND = re.compile(
     r"size|quota|capacity|limit|byte|(^|[^a-z])space|budget|watermark|usage|(^|[^a-z])[kmgt]i?b([^a-z]|$)|"
     r"max_?(disk|storage|file|record|entr|block|item|object|chunk)",
@@ -50,7 +50,7 @@ _OF_A_SECRET = re.compile(r"secret|passw|access_?key|session_?token|credential",
 _SHARED = (
     "use mooncake or redis, which hosts share over the network, or fs with a root_dir on a shared file system"
 )
-# vLLM's tier types, and what to do instead of each here.
+# vLLM's tier types, and the replacement for each.
 OTHER_TIERS = {
     "example": "it stores nothing",
     "obj": "use s3, with its bucket, region and endpoint",
@@ -60,7 +60,7 @@ OTHER_TIERS = {
 
 
 def example_tier() -> dict[str, Any]:
-    """An entry of secondary_tiers, of the first kind there is."""
+    """Returns an entry of secondary_tiers, of the first kind."""
     return dict(next(iter(kinds().values())).example)
 
 
@@ -72,7 +72,7 @@ def own_keys(
     notes: list[str],
     problems: list[str],
 ) -> dict[str, Any]:
-    """The top-level keys that are ours. Adds a note per ignored key and a problem per unknown one."""
+    """Returns our top-level keys. Adds a note for each ignored key and a problem for each unknown one."""
     ours: dict[str, Any] = {}
     for key, value in extra.items():
         if key in known:
@@ -100,8 +100,8 @@ def own_keys(
 
 
 def _chunk_problems(extra: Mapping[str, Any]) -> list[str]:
-    """How many blocks a chunk has, as vLLM judges it once the model is loaded; and no chunk without a block,
-    which vLLM lets pass for block_size."""
+    """Checks the blocks per chunk, as vLLM does after loading the model. Also refuses chunks without a block,
+    which vLLM accepts for block_size."""
     if extra.get("block_size") is not None and extra.get("blocks_per_chunk") is not None:
         return ["block_size and blocks_per_chunk are both given: give one of them"]
     problems = []
@@ -130,7 +130,8 @@ def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> 
 
 
 def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) -> dict[str, Any] | None:
-    """The keys of one tier that are its kind's, or None when it is no tier of ours (a problem says why)."""
+    """Returns the keys of one tier that its kind knows; None, with a problem, if it is not one of our
+    tiers."""
     where = f"secondary_tiers[{index}]"
     if not isinstance(tier, Mapping):
         problems.append(f"{where} is {tier!r}; it must be a table such as {json.dumps(example_tier())}")
@@ -160,7 +161,8 @@ def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) 
 
 
 def _unknown_bound(key: str, kind: type[TierConfig], where: str) -> str:
-    """Another name for the bound of a tier: without it the tier would get a bound that nobody chose."""
+    """Refuses another name for the size of a tier: ignoring it would apply a limit that the user did not
+    choose."""
     text, bound_key = f"{where}{key!r} is not known", kind.bound_key
     if bound_key is None:
         return f"{text}: {kind.bounded_by}"
@@ -175,8 +177,7 @@ def _unknown_bound(key: str, kind: type[TierConfig], where: str) -> str:
 def _unknown_key(
     key: object, value: object, possible: Sequence[str], where: str, notes: list[str], problems: list[str]
 ) -> None:
-    """A key that vLLM reads is noted, one near to a known key or with tables in it is a mistake, any other is
-    noted too."""
+    """Handles an unknown key: a problem if it resembles a known key or holds tables, otherwise a note."""
     if key in keys_read_by_vllm():
         notes.append(f"{where}{key} is left to vLLM, which reads it; it has no effect here")
         return
@@ -194,7 +195,7 @@ def _unknown_key(
         problems.append(
             f"{where}{key!r} is not known; did you mean {near[0]!r}? possible: {', '.join(sorted(possible))}"
         )
-    elif _holds_tables(value):  # such as tiers: [{...}]: serving without them is not what was meant
+    elif _holds_tables(value):  # such as tiers: [{...}]: the user did not want to serve without them
         problems.append(f"{where}{key!r} is not known; possible: {', '.join(sorted(possible))}")
     else:
         notes.append(f"{where}{key!r} is not known and is ignored; possible: {', '.join(sorted(possible))}")
@@ -206,14 +207,14 @@ def _holds_tables(value: object) -> bool:
     )
 
 
-# vLLM's connector for specs, and the one of ours that adds a report to each response.
+# vLLM's connector for specs, and ours, which adds a report to each response.
 _CONNECTORS = (CONNECTOR, REPORTING_CONNECTOR)
 
 
 def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Our part of what ``--kv-transfer-config`` gets, and what keeps vLLM from coming to us.
+    """Returns our part of ``--kv-transfer-config``, and the reasons why vLLM would not load this plugin.
 
-    Understood are an OffloadingConnector, a MultiConnector with one among its connectors, and our part alone.
+    Accepts an OffloadingConnector, a MultiConnector that contains one, and our part alone.
     """
     extra = transfer.get("kv_connector_extra_config", transfer)
     extra = extra if isinstance(extra, Mapping) else {}
@@ -231,11 +232,11 @@ def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], li
 
 
 def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
-    """Why a MultiConnector of these connectors cannot serve with ours among them.
+    """Returns why a MultiConnector of these connectors cannot serve with ours.
 
-    vLLM (all supported releases) declares the metrics of the first OffloadingConnector alone and ends with an
-    assertion when another reports its own, or declares them twice and fails, when one of the two is a
-    ReportingConnector; and two of ours would share one region of host memory.
+    All supported vLLM releases declare only the metrics of the first OffloadingConnector, and fail an
+    assertion when another one reports its own. If one of the two is a ReportingConnector, vLLM declares them
+    twice and fails. Two of our connectors would also share one region of host memory.
     """
     offloading = [child for child in _children(transfer) if child.get("kv_connector") in _CONNECTORS]
     if not offloading:
@@ -263,7 +264,7 @@ def _extra_of(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_llmd_config(extra: Mapping[str, Any]) -> bool:
-    """Written for llm-d's file system backend (SharedStorageOffloadingSpec)."""
+    """True if it is written for llm-d's file system backend (SharedStorageOffloadingSpec)."""
     return (
         "shared_storage_path" in extra
         or extra.get("spec_name") == "SharedStorageOffloadingSpec"
@@ -272,7 +273,7 @@ def is_llmd_config(extra: Mapping[str, Any]) -> bool:
 
 
 def llmd_advice(extra: Mapping[str, Any]) -> str:
-    """What to write here instead of a configuration of llm-d's file system backend."""
+    """Returns the equivalent of a configuration of llm-d's file system backend."""
     kind = kind_behind("disk")
     root = extra.get("shared_storage_path", kind.example[kind.place_key])
     tier = kind.entry(str(root), kind.example[str(kind.bound_key)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why nothing, or little, was loaded: what a server's metrics or its log say, in sentences.
+"""Explains why little or nothing was loaded, from a server's metrics or its log.
 
 Importing this module loads neither the C++ core nor vLLM. Names of metrics: csrc/metrics/definitions.cc;
 lines of the log: specs/ (a test makes each of them with the code that logs it).
@@ -16,9 +16,9 @@ from kv_offload.sizes import format_bytes
 if TYPE_CHECKING:
     from kv_offload.exposition import Page
 
-_SMALLEST_SHARE = 0.01  # of the missed tokens: a reason below it explains nothing
+_SMALLEST_SHARE = 0.01  # share of missed tokens below which a reason is not reported
 _STUCK_SECONDS = 10.0
-_MANY = 0.05  # of the bytes that were to be written
+_MANY = 0.05  # share of the bytes to be written
 
 HOST_MEMORY = "cpu"  # the label of host memory among the tiers
 _NOT_WRITTEN = (
@@ -29,7 +29,7 @@ _NO_ROW = (
     "cpu_bytes_to_use, or give the slow tier write_policy reuse:2"
 )
 
-# What each reason of kv_offload_miss_tokens_total means, and what to change.
+# Meaning and remedy of each reason in kv_offload_miss_tokens_total.
 REASONS = {
     "not_stored": (
         "no chunk of these tokens had been stored before",
@@ -75,7 +75,7 @@ REASONS = {
 }
 
 
-# What to do about each kind of kv_offload_failures_total.
+# Remedy for each kind in kv_offload_failures_total.
 _FAILURES = {
     "corrupt": "run kv-offload verify on the root, and check the device or the server",
     "io": "check the device and the permissions of the root; for a server, run kv-offload doctor",
@@ -87,8 +87,8 @@ _FAILURES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps tokens from being loaded. ``cause``: a word for scripts; ``tokens``: how many
-    were missed for it, where that is known."""
+    """One reason why tokens are not loaded. ``cause``: a word for scripts; ``tokens``: the number missed for
+    it, if known."""
 
     cause: str
     text: str
@@ -98,7 +98,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, the largest cause first. Tokens are since the start of the server or of the log."""
+    """The findings, largest cause first. Tokens count from the start of the server or of the log."""
 
     hit_tokens: int
     miss_tokens: int
@@ -123,7 +123,7 @@ def _share(found: Diagnosis) -> str:
 
 
 def from_metrics(page: "Page") -> Diagnosis:
-    """What a metrics page says."""
+    """Diagnoses a metrics page."""
 
     def total(name: str, **labels: str) -> int:
         return round(page.sum(f"kv_offload_{name}", **labels))
@@ -181,7 +181,7 @@ def _missed(missed: Counter[str], estimates: str, capacity: int) -> Iterator[Fin
 
 
 def _estimates(page: "Page") -> str:
-    """What the decisions to compute were based on, on average."""
+    """Returns the average estimates behind decisions to compute."""
     count = page.sum("kv_offload_decisions_total", choice="recompute")
     load, compute = (
         page.sum("kv_offload_estimated_seconds_total", choice="recompute", side=side)
@@ -223,7 +223,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
         dropped = page.sum("kv_offload_dropped_bytes_total", tier=tier)
         dropped -= page.sum(
             "kv_offload_dropped_bytes_total", tier=tier, reason="declined"
-        )  # nothing is amiss
+        )  # no problem found
         is_host_memory = tier == HOST_MEMORY
         written = (
             page.sum("kv_offload_stored_bytes_total")
@@ -241,7 +241,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
 
 
 def _removed(page: "Page", tier: str) -> Iterator[Finding]:
-    """What other programs took from the directory of a tier."""
+    """Reports files that other programs removed from the directory of a tier."""
     rebuilds = round(page.sum("kv_offload_tier_rebuilds_total", tier=tier))
     lost = round(page.sum("kv_offload_tier_lost_bytes_total", tier=tier))
     if not rebuilds and not lost:
@@ -270,7 +270,7 @@ _OUR_LINE = re.compile(
     re.IGNORECASE,
 )
 _PROBLEMS = re.compile(r"kv_connector_extra_config has (?:a problem|\d+ problems):")
-# Lines that name one cause each: pattern, cause, what to change. The line itself is the text.
+# Lines that name one cause each: pattern, cause, remedy. The line itself is the text.
 _LINES = (
     (
         re.compile(r"enable_prefix_caching=False"),
@@ -306,7 +306,7 @@ _LINES = (
 
 
 def from_log(lines: Iterable[str]) -> Diagnosis:
-    """What the log of a server says. With VLLM_LOGGING_LEVEL=DEBUG it has a line for each request."""
+    """Diagnoses the log of a server. With VLLM_LOGGING_LEVEL=DEBUG it has a line for each request."""
     findings: dict[tuple[str, str], Finding] = {}
     missed: Counter[str] = Counter()
     hits, ours, booted, in_problems = 0, False, False, False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a server's /metrics page, asked by name and label. prometheus_client parses it."""
+"""Reads a server's /metrics page and looks up values by name and label. prometheus_client parses it."""
 
 import math
 import time
@@ -22,9 +22,9 @@ _STEP_BYTES = 1 << 16
 def fetch(
     url: str, timeout: float = 10.0, within: float = 60.0, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """The page at ``url``. ``timeout``: seconds of each wait; ``within``: of all of it.
+    """Returns the page at ``url``. ``timeout``: seconds for each wait; ``within``: seconds in total.
 
-    Raises OSError naming the address and what to look at.
+    Raises OSError naming the address and what to check.
     """
     until = clock() + within
     try:
@@ -44,7 +44,7 @@ def fetch(
         raise OSError(
             f"{url} returned {error.code} {error.reason}: give the server's address, or its metrics page"
         ) from error
-    except (URLError, OSError, HTTPException) as error:  # the last: what answers there speaks no HTTP
+    except (URLError, OSError, HTTPException) as error:  # HTTPException: the peer does not speak HTTP
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason).strip() or type(reason).__name__
         raise OSError(
@@ -54,11 +54,11 @@ def fetch(
 
 
 class Page:
-    """One scrape. Series of several engines and models are taken together. Labels are printable: any server
-    can write them."""
+    """One scrape. Series of several engines and models are combined. Labels are made printable, because any
+    server can write them."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError when ``text`` is not in the format of Prometheus."""
+        """Raises ValueError if ``text`` is not in the Prometheus format."""
         from prometheus_client.parser import text_string_to_metric_families
 
         self._by_name: dict[str, list[Sample]] = {}
@@ -72,14 +72,14 @@ class Page:
         return any(name.startswith(prefix) for name in self._by_name)
 
     def sum(self, name: str, **labels: str) -> float:
-        """The sum over all series that carry ``labels``; 0 when there is none."""
+        """Returns the sum over all series with ``labels``; 0 if there are none."""
         return sum(sample.value for sample in self._matching(name, labels))
 
     def max(self, name: str, **labels: str) -> float:
         return max((sample.value for sample in self._matching(name, labels)), default=0.0)
 
     def values_of(self, name: str, label: str) -> list[str]:
-        """What ``label`` is on the series of ``name``, each once, in their order."""
+        """Returns the distinct values of ``label`` in the series of ``name``, in their order."""
         return list(dict.fromkeys(sample.labels.get(label, "") for sample in self._by_name.get(name, ())))
 
     def labels(self, name: str) -> list[dict[str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can give: asked before anything is allocated."""
+"""The resources of this machine, checked before any allocation."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Headroom = Callable[[str], tuple[int, str]]
 
 
 def tier_bounds(config: OffloadConfig) -> tuple[int | None, ...]:
-    """The most bytes that each tier may hold; None: its server bounds itself."""
+    """Returns the size limit of each tier in bytes; None: its server limits itself."""
     return bounds_of(config.secondary_tiers)
 
 
@@ -26,10 +26,10 @@ def check_machine(
     record_bytes: int = 0,
     headroom: Headroom | None = None,
 ) -> list[str]:
-    """Why this machine cannot serve ``config``: one sentence for each reason; none when it can.
+    """Returns why this machine cannot serve ``config``, one sentence for each reason; empty if it can.
 
-    Allocates and writes nothing. ``record_bytes``: of the largest record, header included, when known.
-    ``headroom`` replaces the core's measure of host memory.
+    Allocates and writes nothing. ``record_bytes``: size of the largest record with its header; 0 if unknown.
+    ``headroom`` replaces the core's measurement of host memory.
     """
     if headroom is None:
         headroom = host_memory
@@ -47,7 +47,8 @@ def check_machine(
 
 
 def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """(bytes that a start can have, what limits them): regions that no server holds make way for it."""
+    """Returns (bytes available to a start, what limits them). Counts kept regions that no server holds as
+    free."""
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)
@@ -55,20 +56,20 @@ def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
 
 
 def kept_memory(shm_directory: str = "/dev/shm") -> list[int]:
-    """Bytes of each region that a server which has ended left for the next (``keep_host_memory``)."""
+    """Returns the size of each region that a stopped server kept for the next (``keep_host_memory``)."""
     from kv_offload import _core
 
     return [taken for _, taken, is_held in _core.kept_regions(shm_directory) if not is_held]
 
 
 def gpus(devices: str = "/dev") -> list[str]:
-    """The GPUs of NVIDIA that this machine or container has, by their device files. Starts no driver."""
+    """Returns the NVIDIA GPUs of this machine or container, from their device files. Starts no driver."""
     names = (path.name for path in Path(devices).glob("nvidia*"))
     return sorted(name for name in names if re.fullmatch("nvidia[0-9]+", name))
 
 
 def no_copier(device: str, reason: str) -> str:
-    """Why a KV cache on ``device`` cannot be served: what the server says when it refuses to start."""
+    """Returns why a KV cache on ``device`` cannot be served: the error of a server that refuses to start."""
     return f"the KV cache is on {device}, and this build cannot copy from there: {reason}"
 
 
@@ -81,7 +82,7 @@ def _memory_remedy(limited_by: str) -> str:
 
 
 def cautions(config: OffloadConfig) -> list[str]:
-    """What will work but is probably a mistake."""
+    """Returns settings that work but are probably mistakes."""
     texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
     if config.keep_host_memory and any(
         getattr(tier, "encryption_key_file", None) for tier in config.secondary_tiers
@@ -98,7 +99,7 @@ def cautions(config: OffloadConfig) -> list[str]:
 
 
 def smaller_than_memory(label: str, bound: int, memory: int) -> list[str]:
-    """What follows from a tier that holds less than host memory; nothing for one that does not."""
+    """Returns a warning if a tier is smaller than host memory."""
     if bound >= memory:
         return []
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the core, by name. Their only list is csrc/metrics/metrics.h."""
+"""The metrics of the core. csrc/metrics/metrics.h is the only list of them."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def metric_definitions(worker: bool = False) -> "list[MetricDefinition]":
-    """Definitions of what vLLM's /metrics shows, or of what only a worker's own /metrics does."""
+    """Returns the metrics on vLLM's /metrics page, or those that only a worker's own page has."""
     from kv_offload import _core
 
     return [definition for definition in _core.metric_definitions() if definition.worker == worker]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a model has, without reading all of them.
+"""Identifies the weights of a model without reading all of them.
 
-A local directory is identified by its contents, not by its path: a copy elsewhere keeps its hits, weights
-that were changed do not. A model of the hub is identified by its name and commit. Weights at an address (an
-object store) cannot be identified: only the operator can name them.
+A local directory is identified by its contents, not by its path: a copy elsewhere keeps its hits, changed
+weights do not. A model of the hub is identified by its name and commit. Weights at an address (an object
+store) cannot be identified; only the operator can name them.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from typing import Any
 
 from kv_offload.weights_digest import weights_digest
 
-DIGEST_VERSION = 2  # of weights_digest: every tensor is sampled
+DIGEST_VERSION = 2  # version of weights_digest; in 2 every tensor is sampled
 UNKNOWN = "unknown"
 MODELSCOPE = "modelscope"
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin"}
-# Files of these kinds configure the model, its processors and its code; every such file counts.
+# Files of these types configure the model, its processors and its code; all of them count.
 _CONFIGS = (".json", ".py", ".yaml", ".yml", ".npz", ".npy", ".onnx")
 # Except these: keys are hashes of token ids, so tokenizer files and chat templates change no byte.
 _NOT_CONFIGS = {
@@ -36,7 +36,7 @@ _NOT_CONFIGS = {
     "trainer_state.json",
     "vocab.json",
 }
-# Written by the tools that save a model; they change nothing that is computed.
+# Keys written by tools that save a model; they do not affect computation.
 BOOKKEEPING = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
@@ -54,16 +54,16 @@ def model_identity(
     adapters: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What identifies the weights of ``name``: a directory, a file, or a name of the hub.
+    """Returns the identity of the weights of ``name``: a directory, a file, or a name on the hub.
 
-    ``configured_by``: where its configuration is instead (--hf-config-path). ``code``: hub repositories
-    whose code is run for it, at ``code_revision``. ``draft``: name and revision of a drafter. ``adapters``:
-    LoRA adapters that a kind of input selects; keys do not hold their contents.
+    ``configured_by``: another location of its configuration (--hf-config-path). ``code``: hub repositories
+    whose code it runs, at ``code_revision``. ``draft``: name and revision of a drafter. ``adapters``: LoRA
+    adapters that a kind of input selects; keys do not hold their contents.
 
-    ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
-    a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
-    found. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no
-    network. Raises OSError when a local file cannot be read.
+    ``address``: where vLLM reads the weights (its model_weights, such as s3://...), if ``name`` is a
+    directory with only configs. ``model_id``: the operator's name of the weights, which is added to the
+    identity. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest) and uses
+    no network. Raises OSError if a local file cannot be read.
     """
     environ = os.environ if environ is None else environ
     identity = _found(name, revision, cache_dir, environ)
@@ -90,7 +90,7 @@ def model_identity(
 
 
 def weights_problem(identity: Mapping[str, Any]) -> str | None:
-    """Why ``identity`` does not tell one set of weights from another, or None when it does."""
+    """Returns why ``identity`` does not distinguish sets of weights; None if it does."""
     if identity.get("model_id"):
         return None
     beside = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
@@ -117,7 +117,7 @@ def _found(
 ) -> dict[str, Any]:
     path = Path(name).expanduser()
     snapshot = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)/?", name)
-    if snapshot:  # vLLM started offline puts the cached directory in the place of the name
+    if snapshot:  # offline, vLLM replaces the name with the cached directory
         return {"name": snapshot.group(1).replace("--", "/"), "revision": snapshot.group(2)}
     if path.is_dir():
         return _directory_identity(path)
@@ -195,9 +195,9 @@ def _architecture(config: Path) -> str | None:
 def _hub_commit(
     name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]
 ) -> str | None:
-    """The commit that a branch or tag stands for in the local cache of the hub (its refs/ files).
+    """Returns the commit of a branch or tag in the local cache of the hub (its refs/ files).
 
-    A file of a repository may be chosen behind a colon (vLLM: ``org/name:Q4_K_M``, GGUF).
+    A colon may select a file of the repository (vLLM: ``org/name:Q4_K_M``, GGUF).
     """
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
@@ -209,7 +209,7 @@ def _hub_commit(
 
 
 def _hub_folder(name: str, cache_dir: str | None, environ: Mapping[str, str]) -> Path:
-    # As huggingface_hub.constants has it.
+    # Same as huggingface_hub.constants.
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = (
         cache_dir
@@ -221,7 +221,7 @@ def _hub_folder(name: str, cache_dir: str | None, environ: Mapping[str, str]) ->
 
 
 def hub_snapshot(name: str, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Where the local cache of the hub keeps the main revision of ``name``; None when it does not."""
+    """Returns the directory of the main revision of ``name`` in the hub's local cache; None if missing."""
     environment = os.environ if environ is None else environ
     commit = _hub_commit(name, None, None, environment)
     folder = _hub_folder(name, None, environment) / "snapshots" / (commit or "")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one token of a model takes in its KV cache, read from the model's config.json.
+"""KV cache bytes per token of a model, computed from its config.json.
 
-No weights and no vLLM are needed. The arithmetic is vLLM's (vllm/v1/kv_cache_interface.py): a layer keeps
+Needs neither weights nor vLLM. The arithmetic is vLLM's (vllm/v1/kv_cache_interface.py): a layer keeps
 ``heads * (key size + value size)`` values of each token, an MLA layer one latent vector.
 """
 
@@ -28,7 +28,7 @@ DTYPE_BYTES = {
     "int8": 1,
 }
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Layers that keep a state of fixed size for each sequence instead of something for each token.
+# Layers that keep a fixed-size state for each sequence instead of values for each token.
 _STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "short_conv", "M"}
 _NO_CACHE_LAYERS = {"mlp", "moe", "-", "E"}
 _FULL = {"full_attention", "attention", "hybrid", "*", "global"}
@@ -37,23 +37,24 @@ _WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attent
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of one kind. ``values`` of each token and head, keys and values together."""
+    """Layers of one kind. ``values``: per token and head, keys and values together."""
 
     name: str
     layers: int
     heads: int
     values: int
-    replicated: bool = False  # MLA: every rank holds the same, we keep it once
-    value_bytes: int | None = None  # where the dtype of the cache does not matter
-    window: int | None = None  # tokens that a sliding window looks back
+    replicated: bool = False  # MLA: all ranks hold the same bytes, and one copy is stored
+    value_bytes: int | None = None  # if independent of the dtype of the cache
+    window: int | None = None  # length of the sliding window in tokens
 
     def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
-        """Bytes that the whole engine keeps of one token; heads below the number of ranks are copied."""
+        """Returns the bytes of one token in the whole engine; with fewer heads than ranks, heads are
+        copied."""
         heads = self.heads if self.replicated else self.heads_of_rank(ranks) * ranks
         return self.layers * heads * self.values * (self.value_bytes or DTYPE_BYTES[dtype])
 
     def token_bytes_of_rank(self, dtype: str, ranks: int) -> int:
-        """Bytes that one layer keeps of one token on one rank."""
+        """Returns the bytes of one token in one layer on one rank."""
         return self.heads_of_rank(ranks) * self.values * (self.value_bytes or DTYPE_BYTES[dtype])
 
     def heads_of_rank(self, ranks: int) -> int:
@@ -62,29 +63,29 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model that keep something for each token."""
+    """The layers of a model that have a KV cache."""
 
     name: str
-    dtype: str  # in which vLLM serves it, and keeps its cache unless told otherwise
+    dtype: str  # of the computation, and by default of the cache
     groups: tuple[LayerGroup, ...]
-    notes: tuple[str, ...]  # what the figures leave out
+    notes: tuple[str, ...]  # parts that the figures exclude
     states: tuple[StateLayers, ...] = ()
 
     def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
         return sum(group.bytes_per_token(dtype, ranks) for group in self.groups)
 
     def block_size(self, dtype: str, ranks: int = 1, block_size: int = 16) -> int:
-        """Tokens of a block: what vLLM makes of ``block_size`` where layers keep a state."""
+        """Returns the tokens per block: vLLM raises ``block_size`` if layers keep a state."""
         largest = max((s.state_bytes(DTYPE_BYTES, dtype, ranks) for s in self.states), default=0)
         return raised_block_size(block_size, largest, self._token_bytes(dtype, ranks))
 
     def geometry(
         self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
     ) -> Geometry:
-        """The chunks of this model as ``TieredCache`` gets them.
+        """Returns the chunks of this model for ``TieredCache``.
 
-        Layers with a state count one for each block, in blocks as large as those of the others: that is
-        the space they get, and the most that is stored of them.
+        Layers with a state count one state per block, in blocks as large as those of the other layers. That
+        is the space they use, and the most that is stored for them.
         """
         replicated = all(group.replicated for group in self.groups) and not self.states
         areas = 1 if replicated else ranks
@@ -102,7 +103,7 @@ class ModelShape:
     def long_chunks(
         self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
     ) -> list[str]:
-        """A sentence for each kind of layers whose sliding window is shorter than a chunk by whole blocks."""
+        """Returns a sentence for each kind of layer whose window is shorter than a chunk by whole blocks."""
         block = self.block_size(dtype, ranks, block_size)
         windows = {group.window for group in self.groups if group.window}
         return [
@@ -115,12 +116,12 @@ class ModelShape:
         ]
 
     def _token_bytes(self, dtype: str, ranks: int) -> int:
-        """Of the attention layer that keeps most of a token, on one rank."""
+        """Returns the bytes per token of the largest attention layer on one rank."""
         return max(group.token_bytes_of_rank(dtype, ranks) for group in self.groups)
 
 
 def _as_vllm_groups(layers: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(layers, bytes of each) of every kind, split as vLLM does: every group has about as many layers."""
+    """Splits (layers, bytes of each) like vLLM, into groups of about the same number of layers."""
     counts = [count for count, _ in layers]
     size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     split = []
@@ -131,9 +132,9 @@ def _as_vllm_groups(layers: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def read_model(given: str) -> ModelShape:
-    """The shape of a model directory, a config.json, or a name in the local cache of the Hugging Face hub.
+    """Returns the shape of a model directory, a config.json, or a name in the local Hugging Face cache.
 
-    Raises ValueError, naming what is missing, when the config says too little or is of an unknown kind.
+    Raises ValueError naming the missing part if the config is incomplete or of an unknown kind.
     """
     path = Path(given).expanduser()
     if not path.exists():
@@ -157,12 +158,12 @@ def read_model(given: str) -> ModelShape:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        # Such as a list where a number has to be.
+        # Such as a list instead of a number.
         raise ValueError(f"{file} cannot be interpreted: {error!r}") from error
 
 
 def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape that a parsed config.json describes. Raises ValueError when it says too little."""
+    """Returns the shape for a parsed config.json. Raises ValueError if it is incomplete."""
     text: Mapping[str, Any] = config
     for part in _TEXT_PARTS:  # nested in multimodal models, twice in some
         text = text.get(part) or text
@@ -195,7 +196,7 @@ def _of_known_dtype(state: StateLayers, notes: list[str]) -> StateLayers:
 
 
 def _kept_layers(text: Mapping[str, Any], notes: list[str]) -> list[str]:
-    """One word of each layer that has a cache of its own."""
+    """Returns the kind of each layer that has its own cache."""
     count = _number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     kinds = _listed_layers(text, count)
     shared = int(text.get("num_kv_shared_layers") or 0)

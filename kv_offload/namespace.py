@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespace of records: a digest of everything that changes the bytes of a chunk or their meaning.
+"""The namespace of records: a digest of everything that affects the bytes of a chunk or their meaning.
 
-Two engines share records exactly when their namespaces are equal. What does not change the bytes (the
-directory of a model, sizes of caches, ports) is left out, so that it can change and keep the hits.
+Two engines share records exactly if their namespaces are equal. Settings that do not affect the bytes (the
+directory of a model, cache sizes, ports) are left out, so that changing them keeps the hits.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 2  # of the record format and of what an identity holds
+FORMAT_VERSION = 2  # of the record format and of the fields of an identity
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GroupIdentity:
 
 @dataclass(frozen=True)
 class NamespaceIdentity:
-    """Everything the bytes of a chunk depend on. All values are texts, ints, bools or None; no floats."""
+    """Everything that the bytes of a chunk depend on. All values are str, int, bool or None; no floats."""
 
     model: Mapping[str, Any]  # kv_offload.model_identity.model_identity(...)
     kv_dtype: str
@@ -44,30 +44,31 @@ class NamespaceIdentity:
     dcp_size: int = 1
     world_size: int = 1
     replicated: bool = False  # one area that all ranks read
-    # Version of the layout that is the same for any number of ranks, which then is not in here; 0: the other.
+    # Version of the canonical layout, which excludes the number of ranks from the identity; 0: plain layout.
     canonical_layout: int = 0
-    # Whatever else changes the bytes: compute dtype, quantization, attention backend, platform, overrides
-    # of the model's config. Use setting_text() for anything that is not a plain value.
+    # Everything else that affects the bytes: compute dtype, quantization, attention backend, platform,
+    # overrides of the model's config. Use setting_text() for values that are not plain.
     settings: Mapping[str, str | int | bool | None] = field(default_factory=dict)
 
     def canonical_json(self) -> str:
-        """Sorted keys, no spaces: equal identities give equal text. Raises TypeError on a float."""
+        """Returns JSON with sorted keys and no spaces: equal identities give equal text. Raises TypeError for
+        floats."""
         identity = asdict(self) | {"format_version": FORMAT_VERSION}
-        if not self.canonical_layout:  # so that the namespaces of before there was one stay as they are
+        if not self.canonical_layout:  # keeps namespaces from before this field unchanged
             del identity["canonical_layout"]
         _refuse_floats(identity, "identity")
         return _canonical(identity)
 
     def readable_json(self) -> str:
-        """The same, indented for people: the text of namespace.json."""
+        """Returns the same JSON, indented: the text of namespace.json."""
         return json.dumps(json.loads(self.canonical_json()), sort_keys=True, indent=2) + "\n"
 
     def namespace_id(self) -> bytes:
-        """sha256 of the canonical JSON: 32 bytes."""
+        """Returns the sha256 of the canonical JSON: 32 bytes."""
         return hashlib.sha256(self.canonical_json().encode()).digest()
 
     def short_id(self) -> str:
-        """The first 12 hex digits, for logs and metrics."""
+        """Returns the first 12 hex digits, for logs and metrics."""
         return self.namespace_id().hex()[:12]
 
 
@@ -76,7 +77,7 @@ def _canonical(identity: Mapping[str, Any]) -> str:
 
 
 def described_id(text: str) -> str | None:
-    """The id (hex) of the namespace that a namespace.json describes; None when it is not JSON."""
+    """Returns the id (hex) of the namespace that a namespace.json describes; None if it is not JSON."""
     try:
         return hashlib.sha256(_canonical(json.loads(text)).encode()).hexdigest()
     except ValueError:
@@ -84,9 +85,9 @@ def described_id(text: str) -> str | None:
 
 
 def other_namespaces(root_dir: str, own: NamespaceIdentity, most: int = 3) -> list[str]:
-    """How the newest other namespaces of a root differ: a text each, with the names of the fields.
+    """Returns how the newest other namespaces of a root differ: one text each, with the field names.
 
-    Reads a few small files; what cannot be read is left out.
+    Reads a few small files and skips unreadable ones.
     """
     try:
         found = [
@@ -111,7 +112,7 @@ def other_namespaces(root_dir: str, own: NamespaceIdentity, most: int = 3) -> li
 
 
 def _flat(value: object, name: str = "") -> dict[str, object]:
-    """Nested tables and lists as one table: {"model.revision": ..., "groups.0.num_layers": ...}."""
+    """Flattens nested tables and lists: {"model.revision": ..., "groups.0.num_layers": ...}."""
     if isinstance(value, Mapping):
         parts = list(value.items())
     elif isinstance(value, list):
@@ -126,12 +127,12 @@ def _flat(value: object, name: str = "") -> dict[str, object]:
 
 
 def setting_text(value: object) -> str:
-    """Any setting as one stable text: plain tables with sorted keys, all else by its str()."""
+    """Returns any setting as one stable text: plain tables with sorted keys, other values with str()."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def hash_seed_is_random(hash_algorithm: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether vLLM draws a new seed of its block hashes in each process, so that no record is found again.
+    """True if vLLM draws a new block hash seed in each process, so that no record is found after a restart.
 
     True for the xxhash algorithms without PYTHONHASHSEED (vLLM: init_none_hash).
     """
@@ -140,7 +141,7 @@ def hash_seed_is_random(hash_algorithm: str, environ: Mapping[str, str] | None =
 
 
 def random_seed_warning(hash_algorithm: str) -> str:
-    """What to tell an operator whose tiers can never hit after a restart."""
+    """Returns the warning for operators whose tiers can never hit after a restart."""
     return (
         f"RECORDS WILL NEVER BE FOUND AGAIN AFTER A RESTART: --prefix-caching-hash-algo {hash_algorithm} "
         "draws a new random seed in each process. Set PYTHONHASHSEED to the same value for every start, or "

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that others wrote, for a terminal: metric labels, namespace.json, file names, replies of servers."""
+"""Makes foreign text safe for a terminal: metric labels, namespace.json, file names, server replies."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    """``text`` with each character that is not printed escaped, so that it can neither move the cursor nor
-    begin a line; ``keep``: characters that stay."""
+    """Escapes each unprintable character in ``text``, so that it can neither move the cursor nor start a
+    line.
+
+    ``keep``: characters that are not escaped.
+    """
     return "".join(
         sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode("ascii")
         for sign in text

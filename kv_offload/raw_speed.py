@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What disk and memory give without us: the limits that ``kv-offload bench`` compares with.
+"""The raw speed of disk and memory: the limits that ``kv-offload bench`` compares with.
 
-Plain system calls and memcpy from Python threads; both release the GIL for as long as bytes move.
+Uses plain system calls and memcpy from Python threads; both release the GIL during a transfer.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 BLOCK_BYTES = 2 << 20
-IN_FLIGHT = 8  # as the core's own probe keeps
+IN_FLIGHT = 8  # same as in the core's probe
 _PASSES = 4
 
 
 def raw_disk(directory: str, total_bytes: int) -> dict[str, float | bool]:
-    """Writes and reads one file in blocks of 2 MiB, eight at a time, past the page cache where that works.
+    """Writes and reads one file in blocks of 2 MiB, eight at a time, with O_DIRECT if possible.
 
-    Gives {o_direct, write_bytes_per_second, read_bytes_per_second}. Raises OSError. Leaves nothing.
+    Returns {o_direct, write_bytes_per_second, read_bytes_per_second} and removes the file. Raises OSError.
     """
     blocks = max(IN_FLIGHT, total_bytes // BLOCK_BYTES)
     handle, path = tempfile.mkstemp(prefix=".kv_offload_raw_", dir=directory)
@@ -54,10 +54,10 @@ def _open_direct(path: str) -> tuple[int, bool]:
 
 
 def _speed(blocks: int, transfer: Callable[[mmap.mmap, int], int]) -> float:
-    """Bytes per second of ``transfer(buffer, offset)`` over all blocks."""
+    """Returns the bytes per second of ``transfer(buffer, offset)`` over all blocks."""
 
     def lane(first: int) -> None:
-        with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # page-aligned, as O_DIRECT wants it
+        with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # page-aligned, as O_DIRECT requires
             buffer.write(os.urandom(4096) * (BLOCK_BYTES // 4096))
             for block in range(first, blocks, IN_FLIGHT):
                 if transfer(buffer, block * BLOCK_BYTES) != BLOCK_BYTES:
@@ -70,7 +70,7 @@ def _speed(blocks: int, transfer: Callable[[mmap.mmap, int], int]) -> float:
 
 
 def raw_copy(total_bytes: int, threads: int) -> float:
-    """Bytes per second of memcpy between two buffers of ``total_bytes``, the best of four passes."""
+    """Returns the bytes per second of memcpy between two buffers of ``total_bytes``; best of four passes."""
     source, target = np.ones(total_bytes, np.uint8), np.empty(total_bytes, np.uint8)
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
     best = 0.0

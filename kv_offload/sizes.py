@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write them: ``32GiB``, ``32Gi``, ``500 GB``. The C++ core reads and writes them; the
-configuration, the command line and the server all come here.
+"""Sizes such as ``32GiB``, ``32Gi``, ``500 GB``. The C++ core parses and formats them; the configuration, the
+command line and the server all use this module.
 """
 
 import math
 
 
 def parse_byte_size(value: object) -> int:
-    """Bytes meant by an int, a float or a text such as ``"32GiB"``.
+    """Returns the bytes for an int, a float or a text such as ``"32GiB"``.
 
-    A number without a unit is bytes, and below 1 MiB refused: it was hardly meant so. Raises ValueError
-    naming what was given and what is possible.
+    A number without a unit means bytes. Below 1 MiB it is refused, because it is probably a mistake. Raises
+    ValueError naming the value and the possible forms.
     """
     from kv_offload import _core
 
@@ -25,7 +25,7 @@ def parse_byte_size(value: object) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """``32.0 GiB`` for people; whole bytes below 1 KiB."""
+    """Formats a size, such as ``32.0 GiB``; whole bytes below 1 KiB."""
     from kv_offload import _core
 
     return _core.format_bytes(count)

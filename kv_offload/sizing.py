@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of this model a number of bytes holds, and the one line at boot that says so."""
+"""The number of tokens of this model that fit in a number of bytes, and the startup summary."""
 
 import math
 from collections.abc import Sequence
@@ -8,38 +8,40 @@ from dataclasses import dataclass
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
 
-PAGE_BYTES = 4096  # every shard starts and ends on a page; a record's header is one
+PAGE_BYTES = 4096  # shards are page-aligned; the header of a record is one page
 GIB = 1 << 30
 
 
 def tail_of_chunk(window: int, tokens_per_block: int, blocks_per_chunk: int) -> int:
-    """How many of a chunk's last blocks a load reads that ends with the chunk or one token before it, where
-    layers look back ``window`` tokens; 0 when these are all."""
+    """Returns how many last blocks of a chunk a load reads if it ends with the chunk or one token before.
+
+    ``window``: the sliding window in tokens. Returns 0 if the load reads all blocks.
+    """
     head = max(0, tokens_per_block * blocks_per_chunk - window) // tokens_per_block
     return blocks_per_chunk - head if head else 0
 
 
 @dataclass(frozen=True)
 class GroupSize:
-    """One KV cache group: tokens of a chunk and the bytes of each of its shards, unpadded."""
+    """One KV cache group: tokens per chunk and the unpadded bytes of each of its shards."""
 
     tokens_per_chunk: int
     shard_bytes: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
-        """A chunk in host memory, all areas together, padded."""
+        """Returns the padded bytes of a chunk in host memory, over all areas."""
         return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in self.shard_bytes)
 
     @property
     def record_bytes(self) -> int:
-        """A chunk on a tier, header included."""
+        """Returns the bytes of a chunk on a tier, with its header."""
         return PAGE_BYTES + self.row_bytes
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All groups of a model. A token is held when every group holds its part."""
+    """All groups of a model. A token counts if every group holds its part."""
 
     groups: tuple[GroupSize, ...]
 
@@ -47,13 +49,14 @@ class Geometry:
     def of(
         cls, tokens_per_chunk: Sequence[int], shard_bytes: Sequence[Sequence[int]], shards_per_area: int = 1
     ) -> "Geometry":
-        """From what TieredCache takes: per group position its tokens and the bytes of a shard per area."""
+        """Converts the arguments of TieredCache: per group position, the tokens and the shard bytes per
+        area."""
         pairs = zip(tokens_per_chunk, shard_bytes, strict=True)
         return cls(tuple(GroupSize(tokens, tuple(shards) * shards_per_area) for tokens, shards in pairs))
 
     @property
     def bytes_per_token(self) -> float:
-        """KV bytes of one token, without padding."""
+        """Returns the KV bytes of one token, without padding."""
         return self._per_period([sum(group.shard_bytes) for group in self.groups])
 
     @property
@@ -61,16 +64,18 @@ class Geometry:
         return max((group.record_bytes for group in self.groups), default=0)
 
     def tokens_in_memory(self, size: int) -> int:
-        """Whole tokens that ``size`` bytes of host memory hold."""
+        """Returns the whole tokens that fit in ``size`` bytes of host memory."""
         return self._tokens(size, [group.row_bytes for group in self.groups])
 
     def tokens_on_tier(self, size: int) -> int:
-        """Whole tokens that ``size`` bytes of records hold, headers included."""
+        """Returns the whole tokens that fit in ``size`` bytes of records, with headers."""
         return self._tokens(size, [group.record_bytes for group in self.groups])
 
     def tokens_by_tier(self, config: OffloadConfig, bounds: Sequence[int | None]) -> dict[str, int]:
-        """Whole tokens that each tier holds, by the tier's name; ``bounds``: those of tiers below cpu, of
-        which the ones without are left out."""
+        """Returns the whole tokens that fit in each tier, by name.
+
+        ``bounds``: the limits of the tiers below cpu; tiers without one are left out.
+        """
         tokens = {"cpu": self.tokens_in_memory(config.cpu_bytes_to_use)}
         return tokens | {
             name: self.tokens_on_tier(bound)
@@ -105,10 +110,10 @@ def startup_summary(
     replica: int = 0,
     replicas: int = 1,
 ) -> str:
-    """One line: tiers, capacity in bytes and in tokens of this model, copier, namespace.
+    """Returns the startup summary: tiers, capacity in bytes and tokens, copier, namespace.
 
-    ``bounds``: of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name;
-    ``replica`` of ``replicas``: with data parallelism every engine says its own line, and its own budget.
+    ``bounds``: of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name. ``replica``
+    of ``replicas``: with data parallelism every engine logs its own line with its own memory.
     """
     memory = config.cpu_bytes_to_use
     engine = f" engine {replica + 1} of {replicas}" if replicas > 1 else ""

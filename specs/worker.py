@@ -165,7 +165,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         keep_for=keep_for(config, options),
     )
     for name in region.swept:
-        logger.warning("removed %s from shared memory: left by an engine that is gone", name)
+        logger.warning("removed %s from shared memory: left by an engine that has ended", name)
     first = not replicated or parallel.rank == 0
     _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault, first)
     metrics = _core.Metrics()

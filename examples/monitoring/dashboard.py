@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the Grafana dashboard (dashboard.json) of the plugin.
 
-The dashboard is code so that its queries can be tested: ``panels()`` is the one list of titles and
-PromQL, used by the file that Grafana imports and by the test that runs every query against a live
-Prometheus.
+The dashboard is code so that its queries can be tested. ``panels()`` is the only list of titles and PromQL.
+The file that Grafana imports and the test that runs every query against a live Prometheus both use it.
 
     python dashboard.py > dashboard.json
 """
@@ -32,7 +31,7 @@ class Panel:
 
 
 def panels() -> list[Panel]:
-    """All panels, in the order an operator asks: does it help, why not, where is it full, what is slow."""
+    """Returns all panels: first the benefit, then the causes of misses, capacity, and slow operations."""
 
     def rate(metric: str, by: str) -> str:
         return f"sum by ({by}) (rate({metric}{SELECTOR}[$__rate_interval]))"

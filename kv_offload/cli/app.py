@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands and the options they share.
 
-A command's module is imported when that command is called, or its own help or completion is asked for:
-the list of commands needs none of them.
+A command's module is imported when the command, its help or its completion is requested: the list of commands
+imports none of them.
 """
 
 from importlib import import_module
@@ -33,7 +33,7 @@ _MODULES = {name: module for name, module, _ in COMMANDS}
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # plain help: rich alone takes as long to import as all the rest
+    "rich_markup_mode": None,  # plain help: importing rich takes as long as everything else
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
 
@@ -49,7 +49,7 @@ class LazyGroup(typer.core.TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """The command itself, with its options."""
+    """Imports a command with its options."""
     module = import_module(f"kv_offload.cli.{_MODULES[name]}")
     alone = typer.Typer(**_SETTINGS)
     alone.command(name)(getattr(module, name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload bench ROOT``: a tier and memory copies on this machine, beside their raw speed."""
+"""``kv-offload bench ROOT``: compares a tier and memory copies on this machine with their raw speed."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,9 +24,9 @@ from kv_offload.cli.terminal import (
 if TYPE_CHECKING:
     from kv_offload.tiers.base import TierConfig
 
-# What a token takes in models of today, for those who name none.
+# Typical bytes per token of current models, used without --model.
 TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
-MARGIN = 1.2  # loading must beat computing by so much to be worth a tier
+MARGIN = 1.2  # a tier pays off if loading is this much faster than computing
 
 
 @plain_errors
@@ -115,7 +115,7 @@ def bench(
 
 
 def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
-    """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
+    """Returns, per operation, our bytes per second, the measured limit, and their ratio."""
     from kv_offload.cli import doctor_checks
     from kv_offload.raw_speed import raw_copy
 
@@ -140,7 +140,8 @@ def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str,
 def token_plan(
     speeds: dict[str, dict[str, float]], token_bytes: float, prefill: float | None = None
 ) -> dict[str, Any]:
-    """What these speeds mean for tokens of ``token_bytes``; with ``prefill`` (tokens/s) whether they pay."""
+    """Converts speeds to tokens/s for ``token_bytes``; with ``prefill`` (tokens/s), whether a tier pays
+    off."""
     from kv_offload.cli.size_command import break_even
 
     read = speeds["read"]["bytes_per_second"]
@@ -162,7 +163,7 @@ def token_plan(
 
 
 def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay off."""
+    """Returns the --kv-transfer-config for the plan; without a tier if it does not pay off."""
     from kv_offload.config import OffloadConfig
     from kv_offload.machine import tier_bounds
 

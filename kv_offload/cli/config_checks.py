@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kv-offload doctor`` says of a configuration: does vLLM take it, and does this plugin then serve."""
+"""Configuration checks of ``kv-offload doctor``: vLLM accepts it, and this plugin would serve."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ _PARTIAL = (
 
 @dataclass(frozen=True)
 class Judged:
-    """``config``: our part as it would be in effect; None where it would not be, or is not valid. ``tiers``:
-    the same where only the size of host memory is missing."""
+    """``config``: our part as vLLM would apply it; None if it would not apply or is invalid. ``tiers``: the
+    same, also if only the size of host memory is missing."""
 
     checks: list[Check]
     config: OffloadConfig | None = None
@@ -29,8 +29,8 @@ class Judged:
 
 
 def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judged:
-    """``given``: all of ``--kv-transfer-config``, or our part of it alone; ``offloading_gib``: of
-    ``--kv-offloading-size`` beside it."""
+    """Checks ``given``: all of ``--kv-transfer-config``, or only our part. ``offloading_gib``: the value of
+    ``--kv-offloading-size``."""
     transfer = given
     if not vllm_verdict.is_transfer_config(given):
         transfer = {
@@ -57,7 +57,7 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
         parsed, ignored = OffloadConfig.parse({**extra, **known})
     except ConfigError as error:
         return Judged([*checks, *(Check("config", "refused", text) for text in error.problems)])
-    if refused:  # all of it was looked at, and none of it would be in effect
+    if refused:  # all parts were checked, and none would take effect
         return Judged(checks)
     checks += [Check("config", "note", text) for text in (*ignored, *cautions(parsed))]
     if known:
@@ -66,7 +66,7 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
 
 
 def _not_ours(in_effect: Mapping[str, Any], extra: Mapping[str, Any], refused: list[str]) -> list[str]:
-    """Why vLLM would start, and serve something else."""
+    """Returns why vLLM would start, but serve without this plugin."""
     module = in_effect.get("kv_connector_module_path")
     if in_effect.get("kv_connector") == vllm_verdict.REPORTING_CONNECTOR and not module:
         return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kv-offload doctor`` asks of this machine: each question gives checks, none prints."""
+"""The checks of ``kv-offload doctor`` on this machine. They return results and print nothing."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 @dataclass(frozen=True)
 class Check:
-    """One answer. ``figures`` are for --json: plain numbers in bytes and seconds."""
+    """One result. ``figures`` are for --json: plain numbers in bytes and seconds."""
 
     name: str
     state: State
@@ -32,7 +32,7 @@ class Check:
 
 
 def software() -> Iterator[Check]:
-    """This package, its core, vLLM and whether vLLM will find us."""
+    """Checks this package, its core, vLLM, and whether vLLM finds the plugin."""
     yield Check(
         "kv-offload",
         "ok",
@@ -53,7 +53,7 @@ def software() -> Iterator[Check]:
 
 
 def plugin() -> Check:
-    """Is our entry point installed, and does VLLM_PLUGINS allow it."""
+    """Checks that our entry point is installed and VLLM_PLUGINS allows it."""
     names = [point.name for point in entry_points(group=PLUGIN_GROUP) if "kv_offload" in point.value]
     allowed = os.environ.get("VLLM_PLUGINS")
     needs_path = 'set spec_module_path "kv_offload.specs" next to spec_name'
@@ -67,7 +67,7 @@ def plugin() -> Check:
 
 
 def device() -> Check:
-    """Which copier would be used."""
+    """Returns the copier that would be used."""
     from kv_offload import _core
 
     reason = _core.cuda_unavailable_reason()
@@ -79,7 +79,7 @@ def device() -> Check:
 
 
 def memory(config: OffloadConfig | None) -> Check:
-    """Host memory asked for and available."""
+    """Compares requested with available host memory."""
     available, limited_by = host_memory()
     figures = {"available_bytes": available, "limited_by": limited_by}
     text = f"{format_bytes(available)} available ({limited_by})"
@@ -92,7 +92,7 @@ def memory(config: OffloadConfig | None) -> Check:
 
 
 def kept_memory() -> list[Check]:
-    """What servers that have ended left of their host memory; no check where that is nothing."""
+    """Reports host memory that stopped servers kept; no check if there is none."""
     left = machine.kept_memory()
     if not left:
         return []
@@ -104,7 +104,7 @@ def kept_memory() -> list[Check]:
 
 
 def place(tier: TierConfig) -> list[Check]:
-    """Can this tier be used from here."""
+    """Checks whether this host can use the tier."""
     problems = tier.problems()
     if problems:
         return [Check(tier.label(), "refused", problem) for problem in problems]
@@ -114,7 +114,7 @@ def place(tier: TierConfig) -> list[Check]:
 
 
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
-    """Its speed without vLLM; nothing where it cannot be measured."""
+    """Measures its speed without vLLM; no check if that is not possible."""
     answer = tier.measure(total_bytes)
     if answer is None:
         return []
@@ -123,7 +123,7 @@ def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
 
 
 def copy_speed(threads: int, total_bytes: int) -> Check:
-    """The host copier between two buffers."""
+    """Measures the host copier between two buffers."""
     from kv_offload import _core
 
     speed = _core.measure_copy(total_bytes, threads)
@@ -132,7 +132,7 @@ def copy_speed(threads: int, total_bytes: int) -> Check:
 
 
 def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
-    """Is the port of each process's own /metrics free; no check when they are off."""
+    """Checks that the /metrics port of each process is free; no check if they are off."""
     found = []
     for rank in (None, *range(ranks)):
         try:
@@ -145,7 +145,7 @@ def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
         whose = "the scheduler" if rank is None else f"rank {rank}"
         try:
             with socket.socket() as probe:
-                # As a server does it: the end of an earlier connection is no reason to refuse.
+                # Like a server: a closed earlier connection must not block the port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
@@ -158,7 +158,7 @@ def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
 
 
 def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
-    """The effective settings: (name, value, whether it was given)."""
+    """Returns the effective settings: (name, value, whether it was given)."""
     rows = []
     for name in type(config).model_fields:
         if name == "secondary_tiers":

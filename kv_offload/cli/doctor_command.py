@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload doctor``: what would keep a server from starting here, or what a running one reports."""
+"""``kv-offload doctor``: checks whether a server can start here, or how a running one is doing."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ def doctor(
 
 
 def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
-    """What a running server's metrics answer; it does not tell its settings."""
+    """Checks a running server from its metrics, which do not include its settings."""
     from kv_offload.cli.server import metrics_url, scrape
     from kv_offload.cli.server_checks import server_checks
 
@@ -117,7 +117,7 @@ def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked about this machine."""
+    """The requested checks of this machine."""
 
     config: str | None
     offloading_gib: float | None
@@ -128,7 +128,7 @@ class Asked:
 
 
 def _ask_machine(asked: Asked) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
-    """The answers to all questions about this machine, and the effective settings."""
+    """Returns the results of all checks of this machine, and the effective settings."""
     from kv_offload.cli import doctor_checks as checks
     from kv_offload.cli.config_checks import Judged, judge
     from kv_offload.config import OffloadConfig, tier_at
@@ -174,7 +174,7 @@ def _tier(tier: "TierConfig", measure: bool, total: int) -> "list[Check]":
 
 
 def _answers(name: str, question: "Callable[[], Iterable[Check]]") -> "list[Check]":
-    """A question that fails is an answer too, and the others are still asked."""
+    """Runs a check. A check that fails becomes a result, and the other checks still run."""
     from kv_offload.cli.doctor_checks import Check
 
     try:
@@ -186,7 +186,7 @@ def _answers(name: str, question: "Callable[[], Iterable[Check]]") -> "list[Chec
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """The object in JSON, or in a file's JSON after ``@``."""
+    """Parses a JSON object, or the JSON file named after ``@``."""
     from kv_offload.vllm_verdict import read_json
 
     source = "--config"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload evict ROOT``: keeps a root below a bound from outside, once or for as long as it runs."""
+"""``kv-offload evict ROOT``: keeps a root below a limit from outside, once or continuously."""
 
 import re
 import signal
@@ -24,16 +24,18 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tie
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
 _WALK_EVERY_SECONDS = 3600.0  # in between, the root's own ledger is trusted
-_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the ledger is too high, or no file is ours
+_REST_SECONDS = (
+    60.0  # after a walk that found nothing to remove: the ledger is too high, or the files are not records
+)
 
 
 class Stopped(Exception):
-    """Asked to end."""
+    """A signal requested the end."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """When to start evicting and when to stop, in bytes; and which namespaces are dead."""
+    """Limits in bytes between which eviction starts and stops, and the age of dead namespaces."""
 
     max_bytes: int
     start_above: int
@@ -81,9 +83,9 @@ def evict(
     and that were not used for --dead-after. Then records of all namespaces, least recently used first;
     servers write the time of last use once a minute.
 
-    Servers keep their own bound and need no evictor. It is for volumes that several of them share: one
-    place that sees all their records. It may run on any host that mounts the volume, as the user that the
-    root belongs to, and takes no lock that a server waits for. Give servers a max_bytes at or above this.
+    Servers enforce their own max_bytes and do not need this command. It is for volumes that several servers
+    share, where one process sees all records. Run it on any host that mounts the volume, as the owner of the
+    root. It takes no lock that a server waits for. Give servers a max_bytes at or above this limit.
 
     --watch reads the root's ledger every few seconds, which is cheap, walks the root once an
     hour and when it evicts, and waits for a ROOT that does not exist yet. Each eviction is one line.
@@ -121,7 +123,7 @@ def evict(
 def evict_once(
     root: "FsRoot", bound: Bound, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Brings the root to the low mark if it is above the high one; walks it in any case."""
+    """Evicts down to the low mark if the root is above the high mark. Always walks the root."""
     used = root.evict(target_bytes=_NO_TARGET, dry_run=True)["bytes_before"]
     report: dict[str, Any] = {
         "bytes_before": used, "bytes_freed": 0, "dead_bytes": 0, "records": 0, "dead_namespaces": [],
@@ -169,18 +171,18 @@ class Watch:
         while not self._ended.is_set():
             try:
                 self.look()
-            except ValueError as error:  # no root yet: the first server makes it
+            except ValueError as error:  # no root yet: the first server creates it
                 if not told_waiting:
                     say(f"waiting: {error}")
                 told_waiting = True
             except Stopped:
                 return
-            except (OSError, ResourceError) as error:  # a volume that is away for a while comes back
+            except (OSError, ResourceError) as error:  # the volume may be unavailable for a while
                 say(str(error))
             self._ended.wait(self._interval)
 
     def look(self) -> None:
-        """One turn: only the ledger is read while the root is below its high mark."""
+        """Runs one check. Reads only the ledger while the root is below its high mark."""
         from kv_offload.tiers.fs.config import held_bytes
 
         root = open_root(self._path, changes=True)

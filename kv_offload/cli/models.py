@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as a command is given it: a path, or a name of the Hugging Face hub."""
+"""Finds a model given on the command line: a path, or a name on the Hugging Face hub."""
 
 import re
 from dataclasses import replace
@@ -14,11 +14,11 @@ _HUB_SECONDS = 5.0
 
 
 def find_model(given: str) -> "ModelShape":
-    """The shape of a model directory, a config.json, or a name on the hub.
+    """Returns the shape of a model directory, a config.json, or a name on the hub.
 
-    A name is looked for in the local cache first. Only where it is not there, and huggingface_hub is
-    installed and not set offline, its config.json is downloaded. Raises ValueError or OSError,
-    saying which of these failed.
+    A name is looked up in the local cache first. Its config.json is downloaded only if it is missing there,
+    and huggingface_hub is installed and not set offline. Raises ValueError or OSError, naming the failed
+    step.
     """
     from kv_offload.model_identity import hub_snapshot
     from kv_offload.model_shape import read_model
@@ -41,9 +41,9 @@ def _downloaded_config(name: str) -> str:
     if constants.HF_HUB_OFFLINE:
         raise OSError(f"{missing}; HF_HUB_OFFLINE is set, so it is not downloaded: {remedy}")
     try:
-        # Asked once, and not for long: the download alone tries again for 20 s where there is no network.
+        # One short request first: the download itself retries for 20 s without a network.
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
         return str(hf_hub_download(name, "config.json", etag_timeout=_HUB_SECONDS))
-    except Exception as error:  # whose HTTP library is another one from release to release
+    except Exception as error:  # of an HTTP library that differs between releases
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise OSError(f"{missing}; its config.json cannot be downloaded ({reason}): {remedy}") from error

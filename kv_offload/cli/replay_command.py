@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload replay TRACE``: what caches of several sizes and policies would have hit."""
+"""``kv-offload replay TRACE``: simulates the hits of caches of several sizes and policies."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,8 +74,8 @@ def replay(
     object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks, equal
     numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of each
     prompt up to its first missing block. A kill empties host memory (not with --keep-host-memory) and keeps
-    the disk; "recent after kill" is how much of the last prompts before it hits then, "hits after kill"
-    that of all that come after.
+    the disk. "recent after kill" is the hit rate of the last prompts before the kill, repeated after it;
+    "hits after kill" is the hit rate of all later requests.
 
     \b
     Example:

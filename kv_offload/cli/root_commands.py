@@ -44,19 +44,19 @@ Namespace = Annotated[
 ]
 
 
-_SHORT_ID = 12  # digits of a namespace that are shown
-_MOST_NAMED = 50  # namespaces, in an error
-_SHORT_EPOCH = 4  # of an epoch; one that is a number has fewer
-_LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
+_SHORT_ID = 12  # shown digits of a namespace
+_MOST_NAMED = 50  # namespaces listed in an error
+_SHORT_EPOCH = 4  # shown digits of an epoch; numbers have fewer
+_LS_WITHOUT_KEY = 54  # width of a row of ls without the key
 
 
 @plain_errors
 def stat(root: Root, as_json: Json = False) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
-    Each model, layout and format has its own namespace. With --json each has its description (model,
-    revision, dtype, layout) and its epoch (how often it was reset) as well. A server or a bucket knows
-    neither of them, nor who uses it: "-", null with --json.
+    Each model, layout and format has its own namespace. With --json each one also has its description (model,
+    revision, dtype, layout) and its epoch (the number of resets). For a server or a bucket these and
+    the open state are unknown: "-", or null with --json.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
@@ -106,7 +106,7 @@ def stat(root: Root, as_json: Json = False) -> None:
 
 
 def _beside_records(report: dict[str, Any]) -> str:
-    """A directory has temporary files; under a prefix of others anything may lie."""
+    """Counts temporary files in a directory, or foreign keys under a prefix."""
     if "others" in report:
         return _count(report["others"], "key") + " not from kv-offload"
     return _count(report["temporaries"], "temporary file")
@@ -117,7 +117,7 @@ def _yes_or_no(fact: bool | None) -> str:
 
 
 class Order(str, Enum):
-    """What ``ls --by`` knows."""
+    """The values of ``ls --by``."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
@@ -162,7 +162,8 @@ def ls(
     records with --by hits. The number of hits is not stored. In a narrow terminal keys are shortened.
 
     With --json each record is one line: namespace, epoch, key, bytes, mtime (last use, unix seconds),
-    created, hit, path. With --limit 0 and by newest they come as they are found.
+    created, hit, path. With --limit 0 and --by newest, the order
+    is that in which records are found.
 
     On a server or in a bucket hits are unknown, and epochs have names instead of numbers. A Redis
     server has no last use where its maxmemory-policy is LFU, and a bucket never; unknown values are "-".
@@ -329,7 +330,7 @@ def purge(
 
 
 def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | None) -> str:
-    """What a purge would remove; of a remote root not every namespace may be told apart."""
+    """Describes what a purge would remove; a remote root may not list every namespace."""
     from kv_offload.sizes import format_bytes
 
     further = report.get("records_of_further_namespaces", 0)
@@ -351,7 +352,7 @@ def _tell(notes: Iterable[str]) -> None:
 
 
 def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
-    """The one namespace whose id starts with ``prefix``. Raises ValueError naming those there are."""
+    """Returns the only namespace id that starts with ``prefix``. Raises ValueError listing the ids."""
     if prefix is None:
         return None
     if report.get("records_of_further_namespaces"):
@@ -374,7 +375,7 @@ def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
 
 
 def age(unix_seconds: float | None) -> str:
-    """How long ago, in one unit: 12 s, 5 min, 3 h, 8 d."""
+    """Returns the age in one unit: 12 s, 5 min, 3 h, 8 d."""
     if not unix_seconds:
         return "-"
     seconds = max(0, int(time.time() - unix_seconds))
@@ -385,7 +386,7 @@ def age(unix_seconds: float | None) -> str:
 
 
 def model_name(description: dict[str, Any]) -> str:
-    """The model of a namespace and the dtype of its cache, for people."""
+    """Returns the model of a namespace and the dtype of its cache, for display."""
     model = description.get("model")
     if not isinstance(model, dict):
         model = {}
@@ -396,7 +397,7 @@ def model_name(description: dict[str, Any]) -> str:
 
 
 def _description(text: Any) -> dict[str, Any] | None:
-    """What a namespace.json says; None when it is damaged or missing."""
+    """Parses a namespace.json; None if it is damaged or missing."""
     try:
         parsed = json.loads(text)
     except (TypeError, ValueError):

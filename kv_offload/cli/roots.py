@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def open_root(place: str, *, changes: bool = False) -> "Root":
-    """What lies at ``place``; ``changes``: the command removes records.
+    """Opens the root at ``place``; ``changes``: the command removes records.
 
-    Raises ValueError saying what is there instead, OSError or RuntimeError when it cannot be looked at or
-    may not be changed. An address is never repeated where it is refused: there may be a password in it.
+    Raises ValueError naming what exists there instead, OSError or RuntimeError if it cannot be read or must
+    not be changed. An error never shows a refused address, which may contain a password.
     """
     from kv_offload.config import tier_at
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running server, as a command is given it: its address, and its metrics page."""
+"""The address and the metrics page of a running server given on the command line."""
 
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
@@ -13,7 +13,7 @@ PREFIX = "kv_offload_"
 
 
 def metrics_url(given: str) -> str:
-    """The page that ``given`` means: http:// and /metrics may be left out. Raises ValueError."""
+    """Returns the URL of the metrics page; http:// and /metrics may be omitted. Raises ValueError."""
     parts = urlsplit(given if "://" in given else f"http://{given}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{given} is not a server address; give one such as http://127.0.0.1:8000/metrics")
@@ -21,7 +21,8 @@ def metrics_url(given: str) -> str:
 
 
 def scrape(address: str) -> "Page":
-    """The page at ``address``. Raises OSError; ends the command when it is of another server."""
+    """Returns the page at ``address``. Raises OSError; ends the command if the page has none of our
+    metrics."""
     from kv_offload.exposition import Page, fetch
 
     text = fetch(address)

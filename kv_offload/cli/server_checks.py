@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kv-offload doctor URL`` says of a running server, from its metrics page."""
+"""The checks of ``kv-offload doctor URL`` on the metrics page of a running server."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def server_checks(address: str, page: "Page") -> list[Check]:
-    """Its version, its tiers, what is loaded, and each cause of what is not."""
+    """Returns its version, its tiers, its hits, and the causes of its misses."""
     from kv_offload.diagnosis import from_metrics
 
     diagnosis = from_metrics(page)

@@ -134,7 +134,7 @@ def size(
 
 
 def chosen_dtype(shape: "ModelShape", given: str) -> str:
-    """The dtype of the cache that ``--kv-dtype`` means. Raises ValueError naming those there are."""
+    """Returns the cache dtype for ``--kv-dtype``. Raises ValueError listing the possible ones."""
     from kv_offload.model_shape import DTYPE_BYTES
 
     if given == "auto":
@@ -145,7 +145,7 @@ def chosen_dtype(shape: "ModelShape", given: str) -> str:
 
 
 def break_even(bytes_per_token: float, tokens_per_second: float) -> float:
-    """Bytes per second below which computing a token is faster than loading it."""
+    """Returns the bytes per second below which computing a token is faster than loading it."""
     return bytes_per_token * tokens_per_second
 
 
@@ -176,7 +176,7 @@ def _tiers(
             "tokens": geometry.tokens_in_memory(size) if name == "cpu" else geometry.tokens_on_tier(size),
         }
         if size is not None
-        else {"name": name, "bytes": None, "tokens": None}  # its server bounds itself
+        else {"name": name, "bytes": None, "tokens": None}  # its server limits itself
         for name, size in sizes
     ]
 

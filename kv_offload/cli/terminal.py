@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command does the same way: errors in one sentence, tables, JSON.
+"""Output shared by all commands: one-sentence errors, tables, JSON.
 
-Importing this module loads neither rich nor the C++ core: ``--help`` and completion need none of them.
+Importing this module loads neither rich nor the C++ core, because ``--help`` and completion need neither.
 """
 
 import functools
@@ -29,19 +29,19 @@ _LINE_END = "\n"
 
 
 def fail(sentence: str, status: int) -> NoReturn:
-    """Say what is wrong on stderr and end with ``status``."""
+    """Prints the error on stderr and exits with ``status``."""
     say(sentence)
     raise typer.Exit(status)
 
 
 def say(sentence: str) -> None:
-    """A sentence on stderr."""
+    """Prints a sentence on stderr."""
     typer.echo(f"kv-offload: {printable(sentence, _LINE_END)}", err=True)
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """``command`` with one sentence for each error instead of a traceback. Exit status: 2 for wrong use, 1
-    for what the machine refuses."""
+    """Wraps ``command`` to print one sentence for each error instead of a traceback. Exit status: 2 for wrong
+    use, 1 for errors of the machine."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,14 +60,14 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def sentence(error: Exception) -> str:
-    """What an error says, the file first when it names one."""
+    """Returns the text of an error, after its file if it has one."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def console(stderr: bool = False) -> "Console":
-    """A console as wide as the terminal, or as COLUMNS says; wide where nobody reads it on a terminal."""
+    """Returns a console as wide as the terminal or COLUMNS; wide if the output is not a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or "COLUMNS" in os.environ
     return _console_type()(stderr=stderr, width=None if known else _WIDTH_WITHOUT_TERMINAL, highlight=False)
@@ -75,8 +75,8 @@ def console(stderr: bool = False) -> "Console":
 
 @functools.cache
 def _console_type() -> "type[Console]":
-    """A Console that escapes what a terminal would obey. All output of commands goes through it or ``say``;
-    line ends within outside text are escaped where it is read (``add_row``, ``exposition.Page``)."""
+    """Returns a Console class that escapes terminal control characters. All output goes through it or
+    ``say``. ``add_row`` and ``exposition.Page`` escape line ends within foreign text."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -91,8 +91,8 @@ def _console_type() -> "type[Console]":
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> "Table":
-    """A table. ``right``: columns of numbers. ``fold``: columns of long text, which fold where the terminal
-    is narrow instead of losing their end; all others keep to one line, their header included."""
+    """Returns a table. ``right``: columns of numbers. ``fold``: columns of long text, which wrap in a narrow
+    terminal instead of being cut; all other columns, headers included, stay on one line."""
     from rich.table import Table
 
     made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -107,26 +107,26 @@ def table(title: str, *columns: str, right: tuple[str, ...] = (), fold: tuple[st
 
 
 def add_row(to: "Table", *cells: str) -> None:
-    """A row of plain text: brackets in it are no markup, and a cell is one line."""
+    """Adds a row of plain text: brackets are not markup, and each cell is one line."""
     from rich.markup import escape
 
     to.add_row(*(escape(printable(cell)) for cell in cells))
 
 
 def shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters; an ellipsis in the place of its end."""
+    """Cuts ``text`` to ``width`` characters, with an ellipsis at the end."""
     return text if len(text) <= width else f"{text[: max(1, width - 1)]}…"
 
 
 def escape(text: str) -> str:
-    """``text`` with its brackets kept from being markup."""
+    """Escapes brackets in ``text``, so that they are not markup."""
     from rich.markup import escape as of_rich
 
     return of_rich(text)
 
 
 def rate(bytes_per_second: float) -> str:
-    """A speed for people: 1.2 GiB/s."""
+    """Formats a speed: 1.2 GiB/s."""
     from kv_offload.sizes import format_bytes
 
     return f"{format_bytes(int(bytes_per_second))}/s"

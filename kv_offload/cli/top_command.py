@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload top URL``: what a serving engine's tiers do, from its /metrics."""
+"""``kv-offload top URL``: the activity of a running server's tiers, from its /metrics."""
 
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,10 +33,10 @@ def top(
 ) -> None:
     """Show a running server live: tiers, hits, speeds, misses.
 
-    Reads the server's own /metrics every few seconds; rates are those of the last interval, engines of one
-    server are taken together. On a terminal the page is redrawn until Ctrl-C, elsewhere each interval is
-    printed below the one before. read and write are bytes of records as the tier stores them, encoded.
-    kv-offload why explains what is missed.
+    Reads the server's /metrics every few seconds. Rates cover the last interval and all engines of the
+    server. On a terminal the page is redrawn until Ctrl-C; otherwise each interval is printed below the
+    previous one. read and write count record bytes as stored, after compression. kv-offload why explains
+    misses.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def top(
             except OSError as error:
                 if live is None:
                     raise
-                live.update(Text(f"{address}: {error}"), refresh=True)  # a restart; it comes back
+                live.update(Text(f"{address}: {error}"), refresh=True)  # the server may be restarting
                 continue
             figures = compare(before, page, now - then)
             before, then = page, now
@@ -84,11 +84,11 @@ def top(
 
 
 def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
-    """What happened between two scrapes that are ``seconds`` apart, and what is there now."""
+    """Returns the changes between two scrapes ``seconds`` apart, and the current state."""
 
     def grown(name: str, **labels: str) -> float:
         now, then = page.sum(PREFIX + name, **labels), before.sum(PREFIX + name, **labels)
-        return now if now < then else now - then  # the server began anew
+        return now if now < then else now - then  # the server restarted
 
     def per_second(name: str, **labels: str) -> float:
         return grown(name, **labels) / seconds
@@ -145,7 +145,7 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
 
 
 def view(address: str, figures: dict[str, Any]) -> "RenderableType":
-    """The page for people."""
+    """Returns the page for display."""
     from rich.console import Group
     from rich.text import Text
 

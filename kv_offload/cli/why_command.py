@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv-offload why URL|LOG``: why nothing, or little, was loaded."""
+"""``kv-offload why URL|LOG``: explains why little or nothing was loaded."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def why(
 
 
 def diagnose(source: str) -> "Diagnosis":
-    """What ``source`` says. Raises ValueError when it is neither a file nor an address."""
+    """Diagnoses ``source``. Raises ValueError if it is neither a file nor an address."""
     from kv_offload.diagnosis import from_metrics
 
     if source == "-":
@@ -94,5 +94,5 @@ def _print(found: "Diagnosis") -> None:
 
 
 def as_sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """Adds a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:].rstrip('.')}."

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that every kind of tier has, and the interface that a kind implements.
 
-All differences between kinds are behind this interface: the adapter, the command line and the sizing name no
-kind.
+This interface hides all differences between kinds: the adapter, the command line and the sizing name no kind.
 """
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds that encode their records have in common: ``compress``."""
+"""The setting ``compress``, for kinds that can compress records."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CompressedTierConfig(TierConfig):
-    """A tier whose records may be encoded, without loss."""
+    """A tier whose records may be compressed without loss."""
 
     compress: Literal["auto", "none", "zstd"] = Field(
         default="auto",
@@ -25,11 +25,11 @@ class CompressedTierConfig(TierConfig):
     )
 
     def traits(self) -> list[str]:
-        """And how records are encoded."""
+        """Adds the compression."""
         return [*super().traits(), *([] if self.compress == "none" else [f"compress {self.compress}"])]
 
     def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
-        """Whether "auto" would encode records at such speeds."""
+        """Returns whether "auto" would compress records at these speeds."""
         from kv_offload import _core
 
         speeds = [figures.get(f"{verb}_bytes_per_second", 0.0) for verb in ("read", "write")]
@@ -54,7 +54,7 @@ class CompressedTierConfig(TierConfig):
         ]
 
     def spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
-        """With the setting."""
+        """Adds the setting."""
         spec = super().spec(name, bound, identity)
         spec.compress = self.compress
         return spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kinds that encrypt their records have in common: ``encryption_key_file``."""
+"""The setting ``encryption_key_file``, for kinds that can encrypt records."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +32,8 @@ def _paths(given: object) -> object:
 
 
 def key_ids(paths: tuple[str, ...]) -> list[str]:
-    """The id of each file's key, which tells nothing of the key. ValueError that says what to change."""
+    """Returns the id of each file's key; it reveals nothing about the key. Raises ValueError with the
+    remedy."""
     from kv_offload import _core
 
     try:
@@ -53,7 +54,7 @@ class EncryptedTierConfig(CompressedTierConfig):
     )
 
     def key_problems(self) -> list[str]:
-        """Why the keys cannot be used."""
+        """Returns why the keys cannot be used."""
         if self.encryption_key_file is None:
             return []
         try:
@@ -63,7 +64,7 @@ class EncryptedTierConfig(CompressedTierConfig):
         return []
 
     def findings(self) -> list[Answer]:
-        """Which key encrypts, and which others open; nothing where none is used."""
+        """Returns the key that encrypts and the other keys that decrypt; nothing without encryption."""
         if self.encryption_key_file is None:
             return []
         try:
@@ -74,16 +75,16 @@ class EncryptedTierConfig(CompressedTierConfig):
         return [Answer("ok", f"records are encrypted with key {first} ({self.encryption_key_file[0]}){also}")]
 
     def traits(self) -> list[str]:
-        """And whether it is encrypted."""
+        """Adds whether records are encrypted."""
         return [*super().traits(), *(["encrypted"] if self.encryption_key_file else [])]
 
     def portable(self) -> dict[str, Any]:
-        """Absolute paths of the keys: a server is started in another directory."""
+        """Returns absolute key paths, because the server may start in another directory."""
         keys = self.encryption_key_file
         return super().portable() | ({} if keys is None else {"encryption_key_file": list(keys)})
 
     def spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
-        """With the keys, which are read when the tier is opened."""
+        """Adds the key files, which are read when the tier is opened."""
         spec = super().spec(name, bound, identity)
         spec.encryption_key_files = list(self.encryption_key_file or ())
         return spec

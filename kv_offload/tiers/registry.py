@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of tiers. To add one: a class in a file of its own, and a line at the end of this one."""
+"""The kinds of tiers. A new kind needs a class in its own file and a line at the end of this file."""
 
 import functools
 import operator
@@ -21,13 +21,13 @@ _kinds: dict[str, type[TierConfig]] = {}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _HOST_MEMORY = "cpu"  # the label of host memory
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/?)")
-_LOGIN = re.compile(r"(^|/)[^/]+:[^/@]*@")  # what a mistyped address has, and hardly a directory
+_LOGIN = re.compile(r"(^|/)[^/]+:[^/@]*@")  # common in mistyped addresses, rare in directories
 
 
 def register(kind: type[Kind]) -> type[Kind]:
-    """Make a kind known under the value of its ``type``; one that is known under it is replaced.
+    """Registers a kind under the value of its ``type``; replaces a kind that has the same one.
 
-    Raises ValueError for a name that metrics could not tell from the label of another tier.
+    Raises ValueError for a name that could be the label of another tier in metrics.
     """
     name = str(kind.model_fields["type"].default)
     if name == _HOST_MEMORY or _NAME.fullmatch(name) is None:
@@ -40,20 +40,20 @@ def register(kind: type[Kind]) -> type[Kind]:
 
 
 def kinds() -> dict[str, type[TierConfig]]:
-    """Every kind by its name, in the order in which they were made known."""
+    """Returns every kind by its name, in order of registration."""
     return dict(_kinds)
 
 
 def kind_behind(option: str) -> type[TierConfig]:
-    """The kind whose places an option of the command line takes: of --disk, directories."""
+    """Returns the kind whose places a command-line option takes: directories for --disk."""
     return next(kind for kind in _kinds.values() if kind.option == option)
 
 
 def entry_at(place: str) -> dict[str, Any]:
-    """The entry of secondary_tiers for a place as a command is given it: a directory, an address such as
+    """Returns the entry in secondary_tiers for a place on the command line: a directory, an address such as
     redis://host, or KIND=PLACE.
 
-    Raises ValueError that does not repeat an address: there may be a password in it.
+    Raises ValueError, which does not show an address because it may contain a password.
     """
     name, equals, rest = place.partition("=")
     if equals and name in _kinds:
@@ -80,10 +80,11 @@ def _is_address(text: str) -> bool:
 
 
 def refuse_address(place: str, kind: type[TierConfig]) -> None:
-    """ValueError when it is an address and the kind has directories; it does not repeat it."""
+    """Raises ValueError, which does not show ``place``, if it is an address and the kind takes
+    directories."""
     if kind.option != "disk":
         return
-    texts = (place, place.partition("=")[2])  # the latter of KIND=PLACE, where no kind was looked for
+    texts = (place, place.partition("=")[2])  # the second for KIND=PLACE with an unknown kind
     named = _kinds.get(place.partition("=")[0])
     if any(map(_is_address, texts)) or (named is not None and named.option != "disk"):
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
@@ -95,13 +96,13 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
 
 
 def parse_tier(given: Any) -> TierConfig:
-    """A tier from its table, of the kind that ``type`` names.
+    """Returns the tier for an entry, of the kind that ``type`` names.
 
-    Raises pydantic's ValidationError, which does not show what was given: there may be a password in it.
+    Raises pydantic's ValidationError, which does not show the input because it may contain a password.
     """
     if isinstance(given, TierConfig):
         return given
-    union: Any = functools.reduce(operator.or_, _kinds.values())  # of what is known now
+    union: Any = functools.reduce(operator.or_, _kinds.values())  # of the kinds registered so far
     tagged: Any = Annotated[union, Field(discriminator="type")]
     hidden = ConfigDict(hide_input_in_errors=True)
     tier: TierConfig = TypeAdapter(tagged, config=hidden).validate_python(given)
@@ -109,7 +110,7 @@ def parse_tier(given: Any) -> TierConfig:
 
 
 def labels_of(types: Sequence[str]) -> tuple[str, ...]:
-    """Labels of tiers in metrics and events, by the names of their kinds: fs, fs-2, ... of each kind."""
+    """Returns the labels of tiers in metrics and events, numbered per kind: fs, fs-2, ..."""
     labels: list[str] = []
     for place, name in enumerate(types):
         before = types[:place].count(name)
@@ -118,7 +119,7 @@ def labels_of(types: Sequence[str]) -> tuple[str, ...]:
 
 
 def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:
-    """The most bytes that each tier may hold (TierConfig.bounds), in their order."""
+    """Returns the size limit of each tier in bytes (TierConfig.bounds), in their order."""
     tiers = tuple(tiers)
     bounds: dict[int, int | None] = {}
     for kind in {type(tier) for tier in tiers}:

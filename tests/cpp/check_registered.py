@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails when a test that is written in tests/cpp is not in the test program.
+"""Fails if a test in the sources of tests/cpp is missing from the test program.
 
-    check_registered.py PROGRAM DIRECTORY            all of them
-    check_registered.py PROGRAM DIRECTORY --plain    those of files that ask whether they are sanitized
-    check_registered.py PROGRAM DIRECTORY --threads  those of files that begin threads
+    check_registered.py PROGRAM DIRECTORY            all tests
+    check_registered.py PROGRAM DIRECTORY --plain    tests of files that check for a sanitizer
+    check_registered.py PROGRAM DIRECTORY --threads  tests of files that start threads
 
-Files named gpu_* and fuzz_* are programs of their own, and so are fake_cuda and steps.
+Files named gpu_* and fuzz_*, and the folders fake_cuda and steps, are separate programs.
 
-A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
-by their including rounds.h, so nothing else may ask, and no header and no source without tests may hide it.
+A test may do less, or nothing, under a sanitizer; it must then also run without one. The include of rounds.h
+marks these tests. No other code may check for a sanitizer, and no header or source without tests may hide the
+check.
 
-ThreadSanitizer has nothing to say of a test that begins no thread. Which ones do is known by their including
-with_threads.h; that no other test does is held while they run.
+ThreadSanitizer finds nothing in a test that starts no thread. The include of with_threads.h marks the tests
+that start threads; any other test that starts one fails when it runs.
 """
 
 import re
@@ -38,7 +39,7 @@ def written_tests(sources: dict[Path, str]) -> dict[tuple[str, str], Path]:
 
 
 def hidden_questions(sources: dict[Path, str]) -> list[Path]:
-    """Files that ask whether they are sanitized where it is not known of their tests."""
+    """Returns the files that check for a sanitizer but are not marked by the include of rounds.h."""
     return [
         path
         for path, text in sources.items()
@@ -48,7 +49,7 @@ def hidden_questions(sources: dict[Path, str]) -> list[Path]:
 
 
 def registered_tests(listing: str) -> set[tuple[str, str]]:
-    """Of `--gtest_list_tests`: "Prefix/Suite/0." and below it "  name/param  # comment"."""
+    """Parses the output of `--gtest_list_tests`: "Prefix/Suite/0.", then lines "  name/param  # comment"."""
     tests = set()
     suite: list[str] = []
     for line in listing.splitlines():
@@ -66,7 +67,7 @@ def main() -> int:
     sources = sources_of(Path(directory))
     hidden = hidden_questions(sources)
     for path in hidden:
-        print(f"{path}: asks whether it is sanitized: only a test may, and by including rounds.h itself")
+        print(f"{path}: checks for a sanitizer; only a test file that includes rounds.h may do so")
     for option in options:
         sources = {path: text for path, text in sources.items() if ONLY[option] in text.splitlines()}
     written = written_tests(sources)

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr unsigned kNever = ~0u;
-thread_local unsigned g_left = kNever;  // until one fails
+thread_local unsigned g_left = kNever;  // calls until one fails
 thread_local bool g_failed = false;
 
 void* allocate(std::size_t bytes) {
@@ -21,7 +21,8 @@ void* allocate(std::size_t bytes) {
 
 }  // namespace
 
-// All that are not of arrays and not aligned: what one of them gave, another takes back.
+// Replaces all operators except the array and aligned ones. They share malloc, so that any delete
+// frees memory of any new.
 void* operator new(std::size_t bytes) {
   void* const memory = allocate(bytes);
   if (memory == nullptr) throw std::bad_alloc();

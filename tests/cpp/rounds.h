@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long random tests run: shorter under a sanitizer, whose steps cost ten times
-// as much; longer or shorter with KV_OFFLOAD_SOAK=<factor> in the environment.
+// The length of random tests: shorter under a sanitizer, which makes each step ten times slower;
+// scaled by KV_OFFLOAD_SOAK=<factor> in the environment.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace testing {}
 namespace kv_offload::testing {
-using namespace ::testing;  // testing::Test is gtest's inside kv_offload, too
+using namespace ::testing;  // so that testing::Test is gtest's inside kv_offload
 
-#if !defined(__has_feature)  // Clang's way to say what g++ defines
+#if !defined(__has_feature)  // Clang tests for sanitizers with this; g++ defines macros
 #define __has_feature(feature) 0
 #endif
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) || \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// StepWatch: the most steps (base/steps.h) that any hold of any mutex took while it lives: what another
-// thread may have to wait for. steps_of() counts those of one call.
+// StepWatch: the maximum number of steps (base/steps.h) for which any mutex was held during the
+// watch. Another thread may have to wait that long. steps_of() counts the steps of one call.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace testing {}
 namespace kv_offload::testing {
-using namespace ::testing;  // testing::Test is gtest's inside kv_offload, too
+using namespace ::testing;  // so that testing::Test is gtest's inside kv_offload
 
 template <typename Call>
 std::uint64_t steps_of(Call&& call) {
@@ -22,7 +22,7 @@ std::uint64_t steps_of(Call&& call) {
   return steps_done - before;
 }
 
-// One thread.
+// Watches the thread that created it only.
 class StepWatch final : public Mutex::Watcher {
  public:
   StepWatch() { Mutex::watch(this); }

@@ -17,7 +17,8 @@ using Create = decltype(pthread_create);
 }  // namespace
 
 extern "C" {
-// The sanitizers' own, where they are: theirs gives way to one that a program defines, and keeps this name.
+// The sanitizer's own wrapper, if there is one: a program's pthread_create replaces it, but it
+// keeps this name.
 __attribute__((weak)) Create __interceptor_pthread_create;
 
 int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*),
@@ -32,7 +33,7 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 
 namespace {
 
-bool says_so(std::string_view file) {  // a path as the compiler was given it, ending with tests/cpp/...
+bool says_so(std::string_view file) {  // the path given to the compiler; ends with tests/cpp/...
   constexpr std::string_view kFolder = "tests/cpp/";
   std::ifstream source(
       std::string(KV_OFFLOAD_TESTS_CPP "/").append(file.substr(file.rfind(kFolder) + kFolder.size())));
@@ -44,11 +45,11 @@ bool says_so(std::string_view file) {  // a path as the compiler was given it, e
 
 class Listener final : public testing::EmptyTestEventListener {
   void OnTestEnd(const testing::TestInfo& test) override {
-    // Those of its suite's set-up count as the first test's.
+    // Threads started by the set-up of a suite count for the suite's first test.
     const unsigned before = std::exchange(seen_, g_begun.load());
     if (g_begun == before || says_so(test.file())) return;
     ADD_FAILURE_AT(test.file(), test.line())
-        << "this test begins threads: its file must include with_threads.h, or ThreadSanitizer never runs it";
+        << "this test starts threads: its file must include with_threads.h, or ThreadSanitizer never runs it";
   }
   unsigned seen_ = 0;
 };

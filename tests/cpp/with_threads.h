@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-// Included by each test file whose tests begin threads: those files are what ThreadSanitizer runs. A test
-// that begins one without it fails (with_threads.cc).
+// Test files whose tests start threads include this header; ThreadSanitizer runs exactly those
+// files. A test that starts a thread without it fails (with_threads.cc).
 #pragma once

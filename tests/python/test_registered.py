@@ -68,4 +68,4 @@ def test_unknown_files_must_not_check_for_sanitizers(monkeypatch, sources, capsy
     (sources / name).write_text(text)
     listing = "Asks.\\n  does_less\\n  less\\nOther.\\n  is_there\\n"
     assert check(monkeypatch, sources, listing) == 1
-    assert f"{name}: asks whether it is sanitized" in capsys.readouterr().out
+    assert f"{name}: checks for a sanitizer" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_a_kind_without_these_commands_is_refused() -> None:
         def make_spec(self, name: str, bound: int | None, identity: Any) -> Any:
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match="other x: the records of this kind of tier cannot"):
+    with pytest.raises(ValueError, match="other x: this command does not support"):
         Other().open_root(changes=False)
 
 
@@ -303,7 +303,7 @@ def test_the_confirmation_counts_the_records_to_remove(monkeypatch: pytest.Monke
     monkeypatch.setattr(root_commands, "open_root", lambda place, changes=False: root)
     asked = CliRunner().invoke(app, ["purge", "redis://h"], input="n\n").output
     assert "Remove 5 records (50 B, more than 1 namespace)" in asked
-    assert "4 records of further namespaces" in run("stat", "redis://h").output
+    assert "4 records in further namespaces" in run("stat", "redis://h").output
 
 
 def test_an_empty_tier_is_not_reported_as_verified(monkeypatch: pytest.MonkeyPatch) -> None:

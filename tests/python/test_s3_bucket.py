@@ -98,8 +98,8 @@ def test_a_bucket_without_rules() -> None:
     ("told", "why"),
     [
         ((403, "AccessDenied", b""), "access denied; allow s3:GetLifecycleConfiguration"),
-        ((501, "NotImplemented", b""), "does not say (501, NotImplemented)"),
-        ((405, "", b""), "does not say (405, no code)"),
+        ((501, "NotImplemented", b""), "did not report it (501, NotImplemented)"),
+        ((405, "", b""), "did not report it (405, no code)"),
         ((200, "", b"<html>"), "sent an unexpected reply"),
         ((200, "", b"<html/>"), "sent an unexpected reply"),
     ],

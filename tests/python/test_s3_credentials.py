@@ -151,7 +151,7 @@ def test_a_profile_from_the_environment_is_used(monkeypatch: pytest.MonkeyPatch,
 
 def test_an_invalid_credentials_file_is_not_quoted(files: Files) -> None:
     files.credentials.write_text(f"nonsense {SECRET}")
-    with pytest.raises(NoCredentials, match="cannot be read as a file") as caught:
+    with pytest.raises(NoCredentials, match="cannot be read as a credentials file") as caught:
         find_credentials("default")
     assert SECRET not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_botocore_provides_the_other_sources_if_installed(
     assert found.source is not None
     files.refuse()
     with pytest.raises(
-        NoCredentials, match=r"no credentials of profile default \(CredentialRetr\w+\)"
+        NoCredentials, match=r"no credentials for profile default \(CredentialRetr\w+\)"
     ) as caught:
         find_credentials(None)
     assert SECRET not in str(caught.value)
@@ -206,7 +206,7 @@ def test_a_role_precedes_keys_of_its_profile_and_a_program_follows_them(
     files.config.write_text("[default]\ncredential_process = /bin/x\n")
     assert find_credentials(None).keys.access_key == "static"
     files.config.write_text("[default]\nrole_arn = a\nsource_profile = default\n")
-    with pytest.raises(NoCredentials, match="by role_arn"):
+    with pytest.raises(NoCredentials, match="through role_arn"):
         find_credentials(None)
 
 
@@ -246,7 +246,7 @@ def test_an_expired_sso_session_is_reported_with_the_login_command(
         "[profile worker]\nsso_session = s\nsso_account_id = 1\nsso_role_name = r\n"
         "[sso-session s]\nsso_start_url = https://s\nsso_region = eu-west-1\n"
     )
-    with pytest.raises(NoCredentials, match=r"not signed in.*aws sso login --profile worker"):
+    with pytest.raises(NoCredentials, match=r"no valid sign-in.*aws sso login --profile worker"):
         find_credentials("worker")
 
 
@@ -282,7 +282,7 @@ def test_keys_are_found_if_the_other_file_is_invalid(
 def test_an_invalid_settings_file_is_distinguished_from_a_credentials_file(files: Files) -> None:
     files.write("default", "static")
     files.config.write_text(f"nonsense {SECRET}")
-    with pytest.raises(NoCredentials, match="config cannot be read as a file of settings") as caught:
+    with pytest.raises(NoCredentials, match="config cannot be read as a settings file") as caught:
         find_credentials(None)
     assert SECRET not in str(caught.value)
 
@@ -299,7 +299,7 @@ def test_the_default_profile_may_be_written_like_the_others(
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     files.write("default", "static")
     files.config.write_text("[default]\nregion = eu-west-1\n[profile default]\nrole_arn = a\n")
-    with pytest.raises(NoCredentials, match="by role_arn"):
+    with pytest.raises(NoCredentials, match="through role_arn"):
         find_credentials(None)
 
 
@@ -324,7 +324,7 @@ def test_a_changed_file_is_read_again_and_a_removed_one_keeps_the_keys(
     assert renewal.look()
     assert renewer.keys == ["second"]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [("is gone" in text, "cannot be read" in text) for text in warnings] == [
+    assert [("is missing" in text, "cannot be read" in text) for text in warnings] == [
         (True, False),
         (False, True),
     ]

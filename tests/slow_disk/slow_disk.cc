@@ -1,27 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// A directory seen through a disk that is as bad as it is told to be:
+// A FUSE mount with configurable disk faults:
 //
 //   slow_disk DIRECTORY MOUNTPOINT [locks]
 //
-// mounts DIRECTORY at MOUNTPOINT (FUSE), says "mounted", then obeys the lines of
-// its standard input, "SETTING NUMBER" each, and answers every line with the
-// counts so far ("ok read_bytes=..."):
+// mounts DIRECTORY at MOUNTPOINT and prints "mounted". Each line of standard input
+// is "SETTING NUMBER". The reply to each line is the counts so far
+// ("ok read_bytes=..."):
 //
-//   read_bytes_per_second, write_bytes_per_second   0 = as fast as it goes
-//   latency_ms                                      of every read and write
+//   read_bytes_per_second, write_bytes_per_second   0: unlimited
+//   latency_ms                                      added to every read and write
 //   frozen                                          1: no call returns until 0
-//   read_errors, write_errors                       1: each ends in EIO
-//   remembers_names                                 1: as a client of NFS does, see below
-//   counts                                          changes nothing
+//   read_errors, write_errors                       1: every read or write fails with EIO
+//   remembers_names                                 1: caches names like an NFS client, see below
+//   counts                                          changes no setting
 //
-// Two mounts of one DIRECTORY are two hosts that share it. With "locks" file locks
-// reach from one to the other and, as on NFS, no rename spares what is there; without,
-// they are of one mount, as with the mount option local_lock.
-// What remembers names knows the names that were not there until somebody asks for
-// their directory itself, and the kernel knows those that were: neither expires.
+// Two mounts of one DIRECTORY act as two hosts that share it. With "locks", file locks
+// are shared by both mounts and, as on NFS, rename flags are rejected, so every rename
+// replaces its target. Without it, locks are local to one mount, as with the mount
+// option local_lock.
+// With remembers_names, the mount caches missing names until a process looks up or
+// lists their directory. With "locks", the kernel caches existing names. Neither
+// cache expires.
 //
-// A change is for the calls that wait as well. At the end of the input all calls
-// are let go, it unmounts and ends: whoever started it cannot leave it behind.
+// A change also applies to calls that are already waiting. At the end of the input,
+// the program releases all calls, unmounts and exits, so it never outlives the
+// process that started it.
 #define FUSE_USE_VERSION 312
 #include <fuse.h>
 
@@ -56,7 +59,7 @@ class Disk {
  public:
   enum Direction { kRead, kWrite };
 
-  // False: no such setting.
+  // Returns false if the setting is unknown.
   bool set(const std::string& name, std::uint64_t value) {
     const std::lock_guard lock(mutex_);
     const auto setting = settings_.find(name);
@@ -76,8 +79,8 @@ class Disk {
     return text.str();
   }
 
-  // Of a name that was looked for: true, it is remembered not to be there. Else on_missing() follows or
-  // not.
+  // True if the name is cached as missing. Otherwise the caller looks the name up and calls on_missing() if
+  // it does not exist.
   bool is_missing(const std::string& path) {
     const std::lock_guard lock(mutex_);
     return settings_.at("remembers_names") != 0 && missing_.contains(path);
@@ -86,7 +89,8 @@ class Disk {
     const std::lock_guard lock(mutex_);
     missing_.insert(path);
   }
-  // This mount made it itself; or its directory was asked for.
+  // on_made(): this mount created or opened the name, or renamed a file to it. look_anew(): a process looked
+  // up or listed the directory.
   void on_made(const std::string& path) {
     const std::lock_guard lock(mutex_);
     missing_.erase(path);
@@ -99,20 +103,21 @@ class Disk {
     });
   }
 
-  // Every call comes through here first; waits while the disk is frozen.
+  // Waits while the disk is frozen. Every call starts here, except releases, and reads and writes, which call
+  // transfer().
   void arrive() {
     std::unique_lock lock(mutex_);
     wait_while_frozen(lock);
   }
 
-  // A transfer of so many bytes: waits its turn; false when it must fail.
+  // Waits for the simulated transfer of `bytes`. Returns false if the transfer must fail.
   bool transfer(Direction direction, std::size_t bytes) {
     std::unique_lock lock(mutex_);
     wait_while_frozen(lock);
     const bool reads = direction == kRead;
     const std::uint64_t rate = settings_.at(reads ? "read_bytes_per_second" : "write_bytes_per_second");
     const std::uint64_t change = changes_;
-    // One after another, as on a real device; the latencies overlap.
+    // Transfers run one after another, as on a real device; their latencies overlap.
     Clock::time_point done = Clock::now();
     if (rate > 0) {
       const std::chrono::duration<double> seconds(static_cast<double>(bytes) / static_cast<double>(rate));
@@ -160,8 +165,8 @@ int or_errno(long result) { return result < 0 ? -errno : static_cast<int>(result
 int handle(const fuse_file_info* info) { return static_cast<int>(info->fh); }
 
 void* on_start(fuse_conn_info*, fuse_config* config) {
-  // Nothing is answered from a cache: what a process asks for reaches the disk. Of one that others share the
-  // names are, until somebody asks for what is behind them.
+  // The kernel caches no attributes or missing names, so each of these calls reaches the disk. With shared
+  // locks the kernel caches existing names without expiry.
   constexpr double kForever = 1e6;
   config->use_ino = 1;
   config->hard_remove = 1;
@@ -182,7 +187,7 @@ int on_getattr(const char* path, struct stat* result, fuse_file_info* info) {
 
 int on_open(const char* path, fuse_file_info* info, int flags, mode_t mode) {
   disk.arrive();
-  // The buffers that arrive here are not aligned as theirs were.
+  // O_DIRECT is dropped: FUSE's buffers do not have the alignment of the caller's buffers.
   const int file = openat(base, relative(path), (flags & ~(O_DIRECT | O_NOFOLLOW)) | O_CLOEXEC, mode);
   if (file < 0) return -errno;
   disk.on_made(path);
@@ -239,7 +244,7 @@ int on_rmdir(const char* path) {
 }
 int on_mkdir(const char* path, mode_t mode) {
   disk.arrive();
-  disk.on_made(path);  // also when another has: then it is not asked for by name
+  disk.on_made(path);  // also if another mount has created it: no lookup by name follows EEXIST
   return or_errno(mkdirat(base, relative(path), mode));
 }
 int on_chmod(const char* path, mode_t mode, fuse_file_info*) {
@@ -287,7 +292,7 @@ void obey(fuse* mounted) {
     std::cout << (disk.set(name, value) ? disk.counts() : "unknown setting: " + name) << std::endl;
   }
   fuse_unmount(mounted);
-  std::_Exit(0);  // closes the device: calls that wait end with an error
+  std::_Exit(0);  // closes the device, so waiting calls end with an error
 }
 
 }  // namespace
@@ -298,7 +303,7 @@ int main(int count, char** arguments) {
     std::cerr << "usage: slow_disk DIRECTORY MOUNTPOINT [locks]\n";
     return 2;
   }
-  umask(0);  // the modes that arrive have the caller's applied
+  umask(0);  // the kernel has already applied the caller's umask
   base = open(arguments[1], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (base < 0) {
     std::perror(arguments[1]);
@@ -326,11 +331,11 @@ int main(int count, char** arguments) {
   char* options[] = {arguments[0], nullptr};
   fuse_args given = FUSE_ARGS_INIT(1, options);
   fuse* mounted = fuse_new(&given, &calls, sizeof(calls), nullptr);
-  if (mounted == nullptr || fuse_mount(mounted, arguments[2]) != 0) return 3;  // it has said why
+  if (mounted == nullptr || fuse_mount(mounted, arguments[2]) != 0) return 3;  // FUSE has printed the reason
   std::cout << "mounted" << std::endl;
   std::thread control(obey, mounted);
   fuse_loop_config* threads = fuse_loop_cfg_create();
-  fuse_loop_cfg_set_max_threads(threads, 64);  // frozen calls hold one each
-  fuse_loop_mt(mounted, threads);              // until it is unmounted from outside
+  fuse_loop_cfg_set_max_threads(threads, 64);  // each frozen call occupies a thread
+  fuse_loop_mt(mounted, threads);              // returns after an external unmount
   std::_Exit(0);
 }

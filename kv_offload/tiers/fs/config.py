@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kv_offload.namespace import NamespaceIdentity
     from kv_offload.tiers.fs.root import DirectoryRoot
 
-DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for a tier without max_bytes
+DEFAULT_DISK_SHARE = 0.5  # share of (free + already held) bytes for a tier without max_bytes
 _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 _PROBE_RECORD = 2 << 20
@@ -27,7 +27,7 @@ _SMALLEST_PROBE = 8 * _PROBE_RECORD
 
 
 def existing_part(path: str) -> Path:
-    """The path itself, or its nearest parent that is there."""
+    """Returns the path, or its nearest parent that exists."""
     part = Path(path)
     while not part.exists() and part != part.parent:
         part = part.parent
@@ -35,13 +35,13 @@ def existing_part(path: str) -> Path:
 
 
 def free_bytes(root_dir: str) -> int:
-    """Bytes that this user may still write on the file system of ``root_dir``."""
+    """Returns the bytes that this user may still write on the file system of ``root_dir``."""
     figures = os.statvfs(existing_part(root_dir))
     return figures.f_bavail * figures.f_frsize
 
 
 def held_bytes(root_dir: str) -> int:
-    """Bytes that the files below ``root_dir`` take, about; 0 when it is not there."""
+    """Returns the approximate size of all files below ``root_dir``; 0 if it does not exist."""
     from kv_offload import _core
 
     return _core.directory_usage(root_dir)
@@ -102,13 +102,13 @@ class FsTierConfig(EncryptedTierConfig):
         return f"disk {self.root_dir}"
 
     def portable(self) -> dict[str, Any]:
-        """The absolute path: a server is started in another directory."""
+        """Returns the absolute path, because the server may start in another directory."""
         return super().portable() | {"root_dir": self.root_dir}
 
     @classmethod
     def bounds(cls, tiers: Sequence[TierConfig]) -> list[int | None]:
-        """max_bytes of each. One without it gets half of what is free on its file system plus what it
-        already holds, shared with the other unbounded tiers there; a restart gets the same again."""
+        """Returns max_bytes of each tier. The default is half of the free space of its file system plus the
+        bytes it already holds, split among the tiers there without a limit; so a restart gets the same."""
         own = cast("Sequence[FsTierConfig]", tiers)
         unbounded = Counter(tier._device() for tier in own if tier.max_bytes is None)
         return [
@@ -125,7 +125,7 @@ class FsTierConfig(EncryptedTierConfig):
         return free_bytes(self.root_dir) + held_bytes(self.root_dir)
 
     def problems(self, record_bytes: int = 0) -> list[str]:
-        """The same refusals as the core's when it opens the root, before anything is made."""
+        """Makes the same checks as the core when it opens the root, but creates nothing."""
         root = self.root_dir
         there = existing_part(root)
         asked = f"root_dir {root}"
@@ -168,7 +168,7 @@ class FsTierConfig(EncryptedTierConfig):
         return problems
 
     def cautions(self) -> list[str]:
-        """A bound above what the file system can hold."""
+        """Warns of a limit that exceeds the file system."""
         space = self._space()
         if self.max_bytes is None or self.max_bytes <= space:
             return []
@@ -178,11 +178,11 @@ class FsTierConfig(EncryptedTierConfig):
         ]
 
     def summary(self) -> Answer:
-        """What is free there."""
+        """Returns the free space."""
         return Answer("ok", f"{format_bytes(free_bytes(self.root_dir))} free")
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads temporary records in a directory of their own, which the core removes again."""
+        """Writes and reads temporary records in a separate directory, which the core removes."""
         from kv_offload import _core
 
         total = min(total_bytes, free_bytes(self.root_dir) // 4) // _PROBE_RECORD * _PROBE_RECORD
@@ -204,26 +204,26 @@ class FsTierConfig(EncryptedTierConfig):
         )
 
     def raw_speed(self, total_bytes: int) -> dict[str, Any]:
-        """Of plain system calls on one file there, which is removed again."""
+        """Measures plain system calls on one temporary file."""
         from kv_offload.raw_speed import raw_disk
 
         return raw_disk(str(existing_part(self.root_dir)), total_bytes)
 
     def other_namespaces(self, own: "NamespaceIdentity") -> list[str]:
-        """Of the newest in the root."""
+        """Compares with the newest namespaces in the root."""
         from kv_offload.namespace import other_namespaces
 
         return other_namespaces(self.root_dir, own)
 
     def open_root(self, *, changes: bool, given: str = "") -> "DirectoryRoot":
-        """The directory, called as it was given."""
+        """Opens the directory; output shows it as the user wrote it."""
         from kv_offload.tiers.fs.root import DirectoryRoot
 
         same = bool(given) and os.path.abspath(given) == self.root_dir
         return DirectoryRoot(given if same else self.root_dir, changes=changes)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "FsTier":
-        """A tier of files; ``bound`` is never None."""
+        """Returns a file tier; ``bound`` is never None."""
         from kv_offload import _core
 
         assert bound is not None

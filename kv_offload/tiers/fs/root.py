@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root of the kind ``fs`` as the commands look after it: what keeps a directory from being one, who may
-change it, its records and the descriptions of its namespaces.
+"""A root of the kind ``fs``, for the commands that manage it: checks of the directory and its owner, its
+records and the descriptions of its namespaces.
 """
 
 import os
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
 ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
-_SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
+_SAME_SECONDS = 2.0  # duration of a write: a last use within this time is the write itself
 
 
 class ForeignRootError(RuntimeError):
-    """A root of another user, which the command would have changed."""
+    """The command would change a root of another user."""
 
 
 def open_root(path: str, *, changes: bool = False) -> "FsRoot":
-    """The root at ``path``; ``changes``: the command removes records.
+    """Opens the root at ``path``; ``changes``: the command removes records.
 
-    Raises ValueError saying what is there instead, OSError when it cannot be looked at, ForeignRootError
-    when it would be changed and belongs to another user.
+    Raises ValueError naming what exists there instead, OSError if it cannot be read, ForeignRootError if
+    ``changes`` is set and it belongs to another user.
     """
     from kv_offload import _core
 
@@ -36,7 +36,7 @@ def open_root(path: str, *, changes: bool = False) -> "FsRoot":
 
 
 def what_is_there(path: str) -> str:
-    """Why ``path`` is not a root; empty when it has the file of one. Raises OSError."""
+    """Returns why ``path`` is not a root; empty if it contains the root file. Raises OSError."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def owner_of(path: str) -> int:
 
 
 def refuse_other_user(path: str) -> None:
-    """A file that another user makes here (even root: the ledger) is one that the servers cannot open."""
+    """Refuses other users, even root: servers cannot open files that they create here, such as the ledger."""
     owner = owner_of(path)
     if owner != os.geteuid():
         raise ForeignRootError(
@@ -74,7 +74,7 @@ def refuse_other_user(path: str) -> None:
 
 
 class DirectoryRoot:
-    """A directory behind the interface that all roots have (``kv_offload.tiers.base.Root``)."""
+    """A directory with the interface of all roots (``kv_offload.tiers.base.Root``)."""
 
     knows_hits = True
 
@@ -89,7 +89,7 @@ class DirectoryRoot:
         return iter(self._root.records(namespace))
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
-        """With when it was written, and whether it was used since."""
+        """Adds its creation time and whether it was used since."""
         from kv_offload import _core
 
         created = _core.record_created(record["path"])
@@ -112,7 +112,8 @@ class DirectoryRoot:
 
 
 def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
-    """Namespaces whose id is not the digest of their namespace.json, in the form of ``verify``'s results."""
+    """Returns namespaces whose id is not the digest of their namespace.json, in the form of ``verify``'s
+    results."""
     from kv_offload.namespace import described_id
 
     damaged = []

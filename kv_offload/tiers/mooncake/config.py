@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from kv_offload.namespace import NamespaceIdentity
 
 _PROBE_RECORD = 2 << 20
-_LEAST_PATIENCE_SECONDS = 90.0  # Mooncake itself waits for bytes for 60 s
+_LEAST_PATIENCE_SECONDS = 90.0  # Mooncake waits up to 60 s for bytes
 _MOST_PROBE_BYTES = 64 << 20
 _HOW_TO_GET_IT = (
     "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "
     "mooncake-transfer-engine-non-cuda where there is no CUDA (0.3.13 or newer)"
 )
-# Not by -m, which would look into the engine's working directory for every module, Python's own too, first.
+# Not with -m, which searches the engine's working directory first for every module, even Python's own.
 _PROGRAM = (
     "import sys; sys.path[:1] = [where for where in sys.path[:1] if where]; "
     "from kv_offload.tiers.mooncake.client import main; main()"
@@ -88,7 +88,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
             parts = urlsplit(f"//{rest}")
             found = bool(parts.hostname) and (bool(parts.port) or bool(scheme))
         except ValueError:
-            found = "," in rest or ";" in rest  # several of them
+            found = "," in rest or ";" in rest  # several addresses
         if not found or "@" in value or any(char.isspace() for char in value):
             raise ValueError("is not a master address; write host:port, such as mooncake.internal:50051")
         return value
@@ -105,25 +105,27 @@ class MooncakeTierConfig(EncryptedTierConfig):
             "-c",
             _PROGRAM,
             "kv_offload.tiers.mooncake.client",
-        ]  # the last for those who look
+        ]  # the last is only visible in process lists
 
     def _setup(self) -> str:
-        """What the process is told first (kv_offload/tiers/mooncake/client.py)."""
+        """Returns the setup, the first message to the client process
+        (kv_offload/tiers/mooncake/client.py)."""
         names = ("master", "metadata", "protocol", "devices", "local_host")
         patience = max(_LEAST_PATIENCE_SECONDS, 2 * self.op_timeout_seconds)
         return json.dumps({name: getattr(self, name) for name in names} | {"patience_seconds": patience})
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
-        """There is none."""
+        """Raises ValueError: Mooncake cannot list its objects."""
         raise ValueError(f"{self.label()}: {_CANNOT_BE_LISTED}")
 
     def problems(self, record_bytes: int = 0) -> list[str]:
-        """What is missing on this side; the store is asked when it is opened."""
+        """Returns the problems of this host; the store is contacted when it is opened."""
         missing = importlib.util.find_spec("mooncake") is None
         return [f"{self.label()}: {_HOW_TO_GET_IT}"] * missing + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """How the store answers; RuntimeError when it does not, ValueError when this side lacks something."""
+        """Probes the store. Raises RuntimeError if it does not answer, ValueError for problems of this
+        host."""
         from kv_offload import _core
 
         return _core.probe_mooncake(
@@ -137,19 +139,19 @@ class MooncakeTierConfig(EncryptedTierConfig):
         )
 
     def cautions(self) -> list[str]:
-        """A store that does not answer."""
+        """Warns if the store does not answer."""
         if self.problems():
             return []
         try:
             self._look()
         except ValueError:
-            return []  # refused: summary() says why, and so does the start
+            return []  # refused: summary() and the start report the reason
         except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return []
 
     def summary(self) -> Answer:
-        """How it answers."""
+        """Returns its version, transport and latency."""
         try:
             return Answer("ok", self._described(self._look()))
         except ValueError as error:
@@ -165,7 +167,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         )
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads objects of its own, one at a time, which are removed again."""
+        """Writes and reads temporary objects, one at a time."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
@@ -181,7 +183,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         return Answer("ok", f"writes {write}, reads {read}, {self._described(found)}; {size}", found)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "MooncakeTier":
-        """A tier of a store's objects."""
+        """Returns a Mooncake tier."""
         from kv_offload import _core
 
         return _core.MooncakeTier(

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Url:
-    """Where a server is, and as whom it is spoken to. Never a password."""
+    """Address and user of a server. Never contains a password."""
 
     host: str = ""
     port: int = DEFAULT_PORT
@@ -50,7 +50,7 @@ class Url:
 
 
 def parse_url(text: str) -> Url:
-    """The parts of a server's address; ValueError that never repeats the text, which may hold a password."""
+    """Parses an address. Raises ValueError, which never shows the text because it may hold a password."""
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -90,7 +90,7 @@ def parse_url(text: str) -> Url:
 
 
 def parse_node(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST[:PORT]``; ValueError that never repeats the text."""
+    """Parses ``HOST[:PORT]``. Raises ValueError, which never shows the text."""
     try:
         parts = urlsplit(f"//{text}")
         port = parts.port
@@ -185,11 +185,11 @@ class RedisTierConfig(EncryptedTierConfig):
 
     @property
     def parts(self) -> Url:
-        """Those of ``url``."""
+        """Returns the parts of ``url``."""
         return parse_url(self.url)
 
     def _password(self) -> str:
-        """Read when it is needed and kept nowhere. ValueError that names the setting."""
+        """Reads the password when needed and stores no copy. Raises ValueError naming the setting."""
         if self.password_env is not None:
             value = os.environ.get(self.password_env, "")
             if not value:
@@ -209,7 +209,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return ""
 
     def _server(self, host: str = "", port: int = 0) -> "RedisServer":
-        """That of url, or of another node."""
+        """Returns the server of url, or of another node."""
         from kv_offload import _core
 
         at = self.parts
@@ -229,14 +229,14 @@ class RedisTierConfig(EncryptedTierConfig):
 
     @classmethod
     def entry_of_address(cls, address: str) -> dict[str, Any]:
-        """db of a socket is a part of its url."""
+        """Handles db, which is part of the url of a socket."""
         socket = address.lower().startswith("unix:")
         bare, options = options_of(address, (*(("db",) if socket else ()), *cls.address_options))
         database = options.pop("db", None)
         return cls.entry(bare if database is None else f"{bare}?db={database}") | options
 
     def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
-        """The values under its prefix."""
+        """Opens the records under its prefix."""
         from kv_offload import _core
         from kv_offload.tiers.remote_root import RemoteRoot
 
@@ -252,7 +252,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return RemoteRoot(records, where)
 
     def problems(self, record_bytes: int = 0) -> list[str]:
-        """What is missing on this side; the server is asked when it is opened."""
+        """Returns the problems of this host; the server is contacted when it is opened."""
         from kv_offload import _core
 
         problems = []
@@ -269,7 +269,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """What the server is; RuntimeError when it does not answer, ValueError when it refuses us."""
+        """Probes the server. Raises RuntimeError if it does not answer, ValueError if it refuses access."""
         from kv_offload import _core
 
         seconds = min(self.op_timeout_seconds, _LOOK_SECONDS) if records == 0 else self.op_timeout_seconds
@@ -278,17 +278,17 @@ class RedisTierConfig(EncryptedTierConfig):
         )
 
     def cautions(self) -> list[str]:
-        """A server that does not answer, is a replica, or has no bound or no way to keep one."""
+        """Warns if the server does not answer, is a replica, or has no limit or cannot enforce one."""
         try:
             found = self._look()
         except ValueError:
-            return []  # refused: summary() says why, and so does the start
+            return []  # refused: summary() and the start report the reason
         except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return [f"{self.label()}: {text}" for text in self._cautions_of(found)]
 
     def _cautions_of(self, found: Mapping[str, Any]) -> list[str]:
-        """Of a cluster each names the nodes that it is about."""
+        """Returns the warnings; each one for a cluster names its nodes."""
         about: dict[str, list[str]] = {}
         for node in found["nodes"]:
             for text in self._cautions_of_node(node):
@@ -323,7 +323,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return texts
 
     def summary(self) -> Answer:
-        """What it says of itself."""
+        """Returns its version, memory and latency."""
         try:
             return Answer("ok", self._described(self._look()))
         except ValueError as error:
@@ -352,8 +352,10 @@ class RedisTierConfig(EncryptedTierConfig):
         return ", ".join(part for part in parts if part)
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads records of its own on one connection, which are removed again; at most a quarter
-        of what the server has free, so that it evicts nothing."""
+        """Writes and reads temporary records on one connection.
+
+        Uses at most a quarter of the server's free memory, so that the server evicts nothing.
+        """
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
@@ -378,7 +380,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return Answer("note" if notes else "ok", text, found)
 
     def _without_room(self, found: dict[str, Any], notes: list[str]) -> Answer:
-        """Nothing was written. Refused where the tier could write nothing either."""
+        """Returns the result without a measurement; refused if the tier could not write either."""
         free = min(node["free_bytes"] for node in found["nodes"] if node["free_bytes"] is not None)
         full = free < _PROBE_RECORD and all(
             node["eviction_policy"] == "noeviction" for node in found["nodes"]
@@ -389,7 +391,7 @@ class RedisTierConfig(EncryptedTierConfig):
         return Answer("note", "; ".join((text, *notes)), found)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "RedisTier":
-        """A tier of a server's values."""
+        """Returns a Redis tier."""
         from kv_offload import _core
 
         return _core.RedisTier(

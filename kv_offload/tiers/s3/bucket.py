@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bucket says of itself: whether something bounds it, and whether what is removed stays."""
+"""The settings of a bucket: whether a lifecycle rule limits it, and whether removed objects stay."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -12,20 +12,21 @@ Told = tuple[int, str, bytes]  # status, the code of an error, text
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule of a bucket's lifecycle, as far as it is about whole objects."""
+    """The part of a lifecycle rule that concerns whole objects."""
 
-    prefix: str  # of the names of the objects that it is about
-    narrowed: bool  # only those with a tag, or of some sizes
+    prefix: str  # of the names of its objects
+    narrowed: bool  # limited to objects with a tag or of certain sizes
     days: int | None  # after which objects expire
     at_a_date: bool
-    removes_versions: bool  # that are no longer the newest
+    removes_versions: bool  # expires versions that are no longer the newest
 
     def covers(self, folder: str) -> bool:
         return folder.startswith(self.prefix) and not self.narrowed
 
 
 def _parse(text: bytes, kind: str) -> ElementTree.Element:
-    """Without name spaces, which stores write in several ways. ValueError when it is no ``kind``."""
+    """Parses XML without name spaces, which differ between stores. Raises ValueError if it is not a
+    ``kind``."""
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError:
@@ -42,7 +43,7 @@ def _text(element: ElementTree.Element, where: str) -> str:
 
 
 def rules_of(text: bytes) -> Iterator[Rule]:
-    """Those that are switched on. ValueError when it is no description of a lifecycle."""
+    """Yields the enabled rules. Raises ValueError if the text is not a lifecycle configuration."""
     for rule in _parse(text, "LifecycleConfiguration").iter("Rule"):
         if _text(rule, "Status") != "Enabled":
             continue
@@ -60,14 +61,14 @@ def rules_of(text: bytes) -> Iterator[Rule]:
 
 
 def is_about_bucket(told: Told) -> bool:
-    """False of what the summary says: wrong keys, no such bucket, a bucket elsewhere."""
+    """False for errors that the summary reports: wrong keys, a missing bucket, a bucket in another region."""
     status, code, _ = told
     refused = status in (400, 403) and code != "AccessDenied"
     return not refused and code != "NoSuchBucket" and not 300 <= status < 400
 
 
 def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answer]:
-    """What the answers to "lifecycle=" and "versioning=" mean for objects under ``prefix``."""
+    """Explains the replies to "lifecycle=" and "versioning=" for objects under ``prefix``."""
     folder = f"{prefix}/"
     status, code, text = lifecycle
     rules: list[Rule] = []

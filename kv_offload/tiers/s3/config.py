@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind ``s3``: records as objects of a bucket, in AWS S3 or a store that speaks as it does."""
+"""The kind ``s3``: records as objects of a bucket, in AWS S3 or an S3-compatible store."""
 
 import os
 import re
@@ -108,7 +108,7 @@ class S3TierConfig(EncryptedTierConfig):
         return self
 
     def _misfit(self, endpoint: str | None) -> str | None:
-        """Why other settings do not go with this endpoint."""
+        """Returns why other settings contradict this endpoint."""
         if self.ca_file is not None and (endpoint or "").startswith("http:"):
             return "ca_file is given but endpoint is not https://, so nothing would be verified"
         if self.path_style is False and _is_ip_address(urlsplit(endpoint or "").hostname):
@@ -119,7 +119,7 @@ class S3TierConfig(EncryptedTierConfig):
         return None
 
     def _endpoint(self) -> PlaceFound | None:
-        """In effect; ValueError where that of the environment is none, or does not go with the settings."""
+        """Returns the effective endpoint. Raises ValueError if it is invalid or contradicts the settings."""
         found = endpoint_of(self.endpoint, self.profile)
         if found is not None and (problem := self._misfit(found.value)):
             raise ValueError(f"{problem} ({found.source})")
@@ -129,17 +129,17 @@ class S3TierConfig(EncryptedTierConfig):
         try:
             found = self._endpoint()
         except ValueError:
-            return ""  # problems() says it
+            return ""  # problems() reports it
         return f" at {found.value}" if found else ""
 
     @property
     def place(self) -> str:
-        """The bucket and the prefix, and the store where it is not AWS."""
+        """Returns the bucket and the prefix, and the store if it is not AWS."""
         return f"{self.bucket}/{self.prefix}{self._at()}"
 
     @classmethod
     def entry_of_address(cls, address: str) -> dict[str, Any]:
-        """s3://bucket/prefix; without a prefix that of a tier that names none."""
+        """Parses s3://bucket/prefix; the default prefix applies without one."""
         bare, options = options_of(address, cls.address_options)
         scheme, _, place = bare.partition("://")
         bucket, _, prefix = place.partition("/")
@@ -152,7 +152,7 @@ class S3TierConfig(EncryptedTierConfig):
         return cls.entry(bucket) | ({"prefix": prefix} if prefix else {}) | options
 
     def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
-        """The objects under its prefix."""
+        """Opens the objects under its prefix."""
         from kv_offload import _core
         from kv_offload.tiers.remote_root import RemoteRoot
 
@@ -184,7 +184,7 @@ class S3TierConfig(EncryptedTierConfig):
         )
 
     def problems(self, record_bytes: int = 0) -> list[str]:
-        """What is missing on this side; the store is asked when it is opened."""
+        """Returns the problems of this host; the store is contacted when it is opened."""
         from kv_offload import _core
 
         problems = []
@@ -201,8 +201,8 @@ class S3TierConfig(EncryptedTierConfig):
         return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """How the store answers; RuntimeError when it does not, ValueError when it refuses us or there are no
-        credentials."""
+        """Probes the store. Raises RuntimeError if it does not answer, ValueError if it refuses access or
+        there are no credentials."""
         from kv_offload import _core
 
         bucket = self._bucket(find_credentials(self.profile))
@@ -210,17 +210,17 @@ class S3TierConfig(EncryptedTierConfig):
         return _core.probe_s3(bucket, self.prefix, _PROBE_RECORD, records, seconds)
 
     def cautions(self) -> list[str]:
-        """A store that does not answer."""
+        """Warns if the store does not answer."""
         try:
             self._look()
         except ValueError:
-            return []  # a problem, or refused: summary() says why, and so does the start
+            return []  # a problem, or refused: summary() and the start report the reason
         except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return []
 
     def summary(self) -> Answer:
-        """How it answers."""
+        """Returns its endpoint, region and latency."""
         from kv_offload import _core
 
         try:
@@ -231,7 +231,7 @@ class S3TierConfig(EncryptedTierConfig):
             return Answer("note", f"does not answer: {error}")
 
     def findings(self) -> list[Answer]:
-        """What encrypts its records, whether a lifecycle rule bounds it, and whether older versions stay."""
+        """Returns the encryption key, the limit by a lifecycle rule, and whether older versions stay."""
         return super().findings() + self._bucket_findings()
 
     def _bucket_findings(self) -> list[Answer]:
@@ -245,7 +245,7 @@ class S3TierConfig(EncryptedTierConfig):
                 return []
             versioning = _core.ask_s3_bucket(bucket, "versioning=", seconds)
         except (RuntimeError, ValueError):
-            return []  # which the summary says, too
+            return []  # the summary reports it
         return look_at_bucket(self.prefix, lifecycle, versioning)
 
     def _described(self, found: Mapping[str, Any]) -> str:
@@ -256,7 +256,7 @@ class S3TierConfig(EncryptedTierConfig):
         return f"{told}region {region}, answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads objects of its own on one connection, which are removed again."""
+        """Writes and reads temporary objects on one connection."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
@@ -272,7 +272,7 @@ class S3TierConfig(EncryptedTierConfig):
         return Answer("ok", f"writes {write}, reads {read}, {self._described(found)}; {size}", found)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "S3Tier":
-        """A tier of a bucket's objects, whose keys are renewed while it is used."""
+        """Returns an S3 tier, whose credentials are renewed while it is in use."""
         from kv_offload import _core
 
         found = find_credentials(self.profile)

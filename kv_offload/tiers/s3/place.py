@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a bucket is: endpoint and region, from the configuration or from where AWS's own tools look."""
+"""Endpoint and region of a bucket, from the configuration or from the sources of AWS's tools."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from kv_offload.tiers.s3.credentials import NoCredentials, profile_settings, ser
 
 DEFAULT_REGION = "us-east-1"
 REGION = r"^[A-Za-z0-9_-]{1,40}$"
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts, as in AWS's tools
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first one that is set wins, as in AWS's tools
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 @dataclass(frozen=True)
 class Found:
-    """``source``: where it was found, for people; empty for the configuration and for the default."""
+    """``source``: its origin, for display; empty for the configuration and for the default."""
 
     value: str
     source: str = ""
@@ -27,7 +27,7 @@ class Found:
 
 
 def check_endpoint(value: str) -> str:
-    """The endpoint without what follows its host; ValueError, which repeats nothing of it, if it is none."""
+    """Returns the endpoint up to its host and port. Raises ValueError, which shows no part of it."""
     try:
         parts = urlsplit(value)
         port = parts.port
@@ -51,9 +51,9 @@ def check_endpoint(value: str) -> str:
 
 
 def endpoint_of(given: str | None, profile: str | None) -> Found | None:
-    """The configuration's, else that of the environment, else the profile's; None: AWS's own.
+    """Returns the endpoint of the configuration, the environment or the profile; None: AWS's own.
 
-    Raises ValueError naming the one that is not valid."""
+    Raises ValueError naming the invalid source."""
     if given is not None:
         return Found(given)
     if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
@@ -70,9 +70,9 @@ def endpoint_of(given: str | None, profile: str | None) -> Found | None:
 
 
 def region_of(given: str | None, profile: str | None, *, of_aws: bool) -> Found:
-    """The configuration's, else that of the environment, else the profile's, else AWS's default.
+    """Returns the region of the configuration, the environment, the profile, or AWS's default.
 
-    It is a part of each signature: AWS gets it in lower case, other stores as it is written. ValueError.
+    It is part of each signature: in lower case for AWS, unchanged for other stores. Raises ValueError.
     """
     found = (
         Found(given)
@@ -95,6 +95,6 @@ def _of_profile(profile: str | None, more: Callable[[str], str | None] | None, k
     try:
         settings: Mapping[str, str] = profile_settings(name)
         value = (more(name) if more is not None else None) or settings.get(key)
-    except NoCredentials:  # a file that cannot be read: said where keys are looked for
+    except NoCredentials:  # an unreadable file is reported by the search for keys
         return None
     return Found(value.strip(), f"{key} of profile {name}") if value else None

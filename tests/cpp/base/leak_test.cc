@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The control of the leak check at the end of the asan stage (tests/run.sh), which
-// runs this test, disabled elsewhere, and must see it fail.
+// The control for the leak check at the end of the asan stage (tests/run.sh). The stage runs this
+// test, which is disabled elsewhere, and requires it to fail.
 #include <gtest/gtest.h>
 
 #include <vector>

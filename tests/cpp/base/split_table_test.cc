@@ -15,7 +15,7 @@ namespace {
 
 using namespace testing;
 
-// Some bits of the tags are alike, as with names that somebody has made up.
+// Some tag bits are equal in all tags, as with crafted names.
 class SplitTableTest : public ::testing::TestWithParam<std::uint32_t> {};
 
 TEST_P(SplitTableTest, agrees_with_a_map_whatever_bits_the_tags_have_in_common) {
@@ -59,7 +59,7 @@ TEST(SplitTableGrowthTest, a_call_moves_as_few_cells_with_ten_times_as_many_valu
     all += steps;
   }
   EXPECT_LT(most, SplitTable::kCells);
-  EXPECT_LT(all, 4 * std::uint64_t{many}) << "in the mean";
+  EXPECT_LT(all, 4 * std::uint64_t{many}) << "average cells moved per call";
   EXPECT_LT(table.longest_probe(), 200u);
 }
 
@@ -81,7 +81,7 @@ TEST(SegmentedVectorTest, elements_never_move_and_are_zero_until_they_are_writte
   }
   for (std::uint64_t i = many; i < 10 * many; i += 1000) ASSERT_EQ(vector[i].number + vector[i].other, 0u);
   vector.grow_to(1);
-  EXPECT_EQ(vector.size(), 10 * many) << "it never shrinks";
+  EXPECT_EQ(vector.size(), 10 * many) << "the vector never shrinks";
   SegmentedVector<Element> taken = std::move(vector);
   EXPECT_EQ(&taken[many - 1], places[many - 1]);
 }

@@ -24,7 +24,7 @@ TEST(CopierLoader, says_in_one_line_why_there_is_no_cuda_and_says_the_same_when_
   std::vector<std::byte> area(kPageBytes);
   try {
     (void)make_cuda_copier(valid_options(&cache, &area));
-    FAIL() << "no copier was expected";
+    FAIL() << "make_copier returned without an error";
   } catch (const ResourceError& error) {
     EXPECT_NE(std::string(error.what()).find(reason), std::string::npos) << error.what();
   }
@@ -34,12 +34,13 @@ struct Small {
   bool first;
   std::uint64_t last;
 };
-struct Padded {  // as large as Small
+struct Padded {  // the same size as Small
   bool first, second;
   std::uint64_t last;
 };
 
-// What passes between the core and the library of CUDA has a number of its own for each set of members.
+// The interface number of the core and the CUDA library depends on the members of every shared
+// struct.
 TEST(CopierLoader, a_struct_with_other_members_is_another_interface) {
   using cuda_interface::list;
   const Small small{};
@@ -52,7 +53,7 @@ TEST(CopierLoader, a_struct_with_other_members_is_another_interface) {
       number(list(padded, padded.first, padded.second, std::int64_t{}))};
   EXPECT_EQ(numbers.size(), 5u);
   EXPECT_EQ(number(list(small, small.first, small.last)), number(list(small, small.first, small.last)));
-  EXPECT_GT(kCudaInterface, std::uint64_t{1} << 32) << "a version counted by hand";
+  EXPECT_GT(kCudaInterface, std::uint64_t{1} << 32) << "the interface number looks like a manual version";
 }
 
 TEST(CopierLoader, asking_twice_gives_the_same_answer) {

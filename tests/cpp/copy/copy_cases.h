@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random copy jobs over random layouts, and the plain reference that every
-// copier must agree with: one block, one page, one byte at a time.
+// Random copy jobs over random layouts, and the plain reference for every copier: one block, one
+// page, one byte at a time.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct CopyCase {
   CacheLayout layout;
   CopyJob job;
 
-  // Fresh noise everywhere, so that a byte that was not copied is seen.
+  // Fills all memory with fresh noise, so that a byte that was not copied is detected.
   void fill(std::mt19937_64& random) {
     for (auto& cache : caches) fill(random, cache);
     fill(random, area);
@@ -53,7 +53,7 @@ inline std::vector<std::int64_t> draw_ids(std::mt19937_64& random, std::uint64_t
 struct CaseLimits {
   std::uint64_t max_blocks = 24;    // per group
   std::uint64_t max_page = 700;     // bytes
-  std::uint64_t page_multiple = 1;  // 16: what a cache looks like
+  std::uint64_t page_multiple = 1;  // 16 matches a real cache
   bool whole_chunks_only = false;
   std::uint64_t max_shards = 4;  // per area; more than one in about half of the cases
 };
@@ -76,7 +76,7 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
     layout.tensors.push_back({memory.data() + margin, num_blocks, stride});
     page_limit.push_back(page);
   }
-  // Groups alias the tensors, as those of a hybrid model do.
+  // Groups alias the tensors, as in a hybrid model.
   const std::uint64_t num_groups = pick(1, 3);
   for (std::uint64_t g = 0; g < num_groups; ++g) {
     auto& refs = layout.groups.emplace_back();
@@ -118,7 +118,7 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
         round_up(layout.row_bytes(static_cast<std::uint32_t>(g)), kPageBytes) / kPageBytes;
     rows_pages.insert(rows_pages.end(), rows, row_pages);
   }
-  // Places of the rows: adjacent, with gaps, in any order.
+  // Row places: adjacent, with gaps, in any order.
   std::vector<std::size_t> places(rows_pages.size());
   std::iota(places.begin(), places.end(), 0u);
   if (pick(0, 1) != 0) std::shuffle(places.begin(), places.end(), random);
@@ -133,8 +133,8 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
   return drawn;
 }
 
-// Scalar and slow on purpose; shares nothing with make_copy_plan. `visit` gets
-// (cache byte, row byte) for every byte of the job.
+// Deliberately scalar and slow; shares no code with make_copy_plan. Calls `visit` with (cache byte,
+// row byte) for every byte of the job.
 template <typename Visit>
 void for_each_byte(const CacheLayout& layout, std::span<std::byte> area, const CopyJob& job, Visit visit) {
   std::size_t id_at = 0;
@@ -150,7 +150,7 @@ void for_each_byte(const CacheLayout& layout, std::span<std::byte> area, const C
       const std::uint64_t shards = layout.shards_per_area;
       const std::uint64_t shard_of_block = block_bytes / shards;
       const std::uint64_t shard_pages = (layout.blocks_per_chunk * shard_of_block + 4095) / 4096;
-      std::uint64_t before = 0;  // bytes of a shard in the refs before this one
+      std::uint64_t before = 0;  // bytes of a shard in the previous refs
       for (const GroupRef& ref : layout.groups[g]) {
         const CacheTensor& tensor = layout.tensors[ref.tensor];
         std::byte* page =
@@ -168,7 +168,7 @@ void for_each_byte(const CacheLayout& layout, std::span<std::byte> area, const C
   }
 }
 
-// What memory must look like after the job. Deep copies, same addresses in `c`.
+// The expected memory after the job. Deep copies; `c` keeps its addresses.
 struct Expected {
   std::vector<std::vector<std::byte>> caches;
   std::vector<std::byte> area;
@@ -177,8 +177,7 @@ struct Expected {
 
 inline Expected snapshot(const CopyCase& c) { return {c.caches, c.area}; }
 
-// Runs the reference on the case's own memory, takes a picture, and puts the
-// memory back.
+// Runs the reference on the case's own memory, takes a snapshot, and restores the memory.
 inline Expected expected_after(CopyCase& c) {
   const Expected before = snapshot(c);
   for_each_byte(c.layout, c.area, c.job, [&](std::byte* cache, std::byte* row) {

@@ -9,7 +9,7 @@ namespace {
 using enum CopyDirection;
 constexpr std::uint64_t kMiB = 1 << 20;
 
-// A machine made of three numbers per path.
+// A machine model with three numbers per path.
 struct FakeLink {
   double dma_rate = 50e9, dma_per_segment = 3e-6;
   double kernel_rate = 40e9;
@@ -105,10 +105,10 @@ TEST(CopyTable, is_linear_between_its_columns_and_flat_beyond) {
 TEST(Calibrate, finds_where_dma_overtakes_the_kernel) {
   const CopyTable table = calibrate_for({});
   EXPECT_TRUE(table.measured);
-  // 3 us a segment at 50 GB/s beats 40 / 1.15 GB/s from about 350 KiB on.
+  // 3 us per segment at 50 GB/s is faster than 40 / 1.15 GB/s from about 350 KiB.
   EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (64 << 10)), CopyPath::kKernel);
   EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (1 << 20)), CopyPath::kDma);
-  // A device whose descriptors cost nothing never needs its SMs.
+  // A device whose descriptors cost nothing never needs the SMs.
   const CopyTable fast = calibrate_for({.dma_per_segment = 1e-9});
   for (const std::uint64_t segment : CopyTable::kSegmentBytes) {
     EXPECT_EQ(choose_path(fast, kLoad, 64 * kMiB, 64 * kMiB / segment), CopyPath::kDma);
@@ -124,9 +124,9 @@ TEST(Calibrate, stays_in_its_budget_and_scales_what_it_did_not_reach) {
   double time = 0;
   const FakeLink slow{.dma_rate = 5e9, .kernel_rate = 4e9, .staged_rate = 3e9};
   const CopyTable table = calibrate_for(slow, 0.03, &time);
-  EXPECT_LT(time, 0.06);  // one step over at most
+  EXPECT_LT(time, 0.06);  // exceeds the budget by one step at most
   EXPECT_TRUE(table.measured);
-  // The slow link shows in columns that were never measured.
+  // The slow link also affects columns that were not measured.
   EXPECT_LT(table.rate(kStore, CopyPath::kKernel, 4 << 20), 10e9);
 }
 

@@ -17,7 +17,7 @@ using testing::draw_case;
 using testing::expected_after;
 using testing::snapshot;
 
-// Addresses are only compared here, never read.
+// These addresses are only compared, never dereferenced.
 std::byte* at(std::uint64_t address) { return reinterpret_cast<std::byte*>(address); }
 
 CacheLayout one_tensor(std::uint64_t page, std::uint64_t stride, std::uint32_t blocks_per_chunk) {
@@ -117,14 +117,14 @@ TEST(CopyPlan, a_load_may_start_late_and_end_early) {
   ASSERT_EQ(plan.segments.size(), 3u);
   EXPECT_EQ(plan.segments[0].area_offset, 200u);  // slot 2 of the first chunk
   EXPECT_EQ(plan.segments[1].area_offset, 300u);
-  EXPECT_EQ(plan.segments[2].area_offset, 4096u);  // slot 0 of the second
+  EXPECT_EQ(plan.segments[2].area_offset, 4096u);  // slot 0 of the second chunk
 }
 
 TEST(CopyPlan, a_store_that_does_not_fill_its_chunks_fails_its_group_alone) {
   CacheLayout layout = one_tensor(100, 128, 2);
   layout.groups.push_back({{0, 64}});
   CopyJob job{.id = 1, .direction = CopyDirection::kStore};
-  job.block_ids = {1, 2, 3, 4, 5};  // the first group lacks a (null) block
+  job.block_ids = {1, 2, 3, 4, 5};  // the first group lacks one (null) block
   job.group_sizes = {3, 2};
   job.block_indices = {0, 8};
   job.rows = {0, 1, 2};
@@ -239,10 +239,11 @@ TEST(CopyPlan, a_store_of_states_that_are_not_the_last_of_their_chunks_fails) {
   EXPECT_TRUE(make_copy_plan(layout, 1 << 20, job_of(kLoad, {}, {})).segments.empty());
 }
 
-// A cache of `heads` KV heads shared out to `ranks`; every byte tells its head, layer, block and place.
+// A cache with `heads` KV heads distributed over `ranks`. Every byte encodes its head, layer, block
+// and offset.
 struct SharedOut {
   static constexpr std::uint64_t kHeads = 4, kBlocks = 6, kLayers = 3, kBlocksPerChunk = 2;
-  static constexpr std::uint64_t kHeadBytes = 720;  // of a block in a layer; a shard ends inside a page
+  static constexpr std::uint64_t kHeadBytes = 720;  // per block and layer; a shard ends inside a page
 
   explicit SharedOut(std::uint64_t ranks) : ranks_(ranks), heads_(kHeads / ranks) {
     layout.blocks_per_chunk = kBlocksPerChunk;
@@ -263,7 +264,7 @@ struct SharedOut {
       }
     }
   }
-  // The areas of all ranks, one after the other.
+  // Returns the areas of all ranks, concatenated.
   std::vector<std::byte> copy(CopyDirection direction, std::vector<std::byte> rows = {}) {
     const std::vector<std::int64_t> ids = {5, 0, 3, 2};
     const std::uint64_t chunks = ids.size() / kBlocksPerChunk;
@@ -284,7 +285,7 @@ struct SharedOut {
         row_ids.push_back(static_cast<RowId>(chunk * mine / kPageBytes));
       const CopyPlan plan = make_copy_plan(layout, chunks * mine, job_of(direction, ids, row_ids));
       for (const CopySegment& segment : plan.segments) {
-        // In the record of a chunk the ranks' rows follow each other.
+        // In a chunk's record, the rows of the ranks follow each other.
         const std::uint64_t chunk = segment.area_offset / mine;
         std::byte* in_row = rows.data() + chunk * row + rank * mine + segment.area_offset % mine;
         if (direction == CopyDirection::kStore) {
@@ -302,7 +303,7 @@ struct SharedOut {
 
  private:
   std::uint64_t ranks_;
-  std::uint64_t heads_;  // of a rank
+  std::uint64_t heads_;  // per rank
 };
 
 TEST(CopyPlan, in_the_canonical_layout_all_ranks_rows_are_the_same_for_1_2_and_4_ranks) {
@@ -317,7 +318,8 @@ TEST(CopyPlan, in_the_canonical_layout_all_ranks_rows_are_the_same_for_1_2_and_4
     for (auto& cache : other.caches) std::fill(cache.begin(), cache.end(), std::byte{0});
     EXPECT_FALSE(other.caches == computed);
     (void)other.copy(CopyDirection::kLoad, rows);
-    EXPECT_TRUE(other.copy(CopyDirection::kStore) == rows) << ranks << " ranks load what one stored";
+    EXPECT_TRUE(other.copy(CopyDirection::kStore) == rows)
+        << ranks << " ranks load the rows that one rank stored";
   }
 }
 
@@ -328,7 +330,7 @@ TEST(CopyPlan, in_the_order_of_pages_each_page_is_read_from_its_first_head_to_it
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job, CopyOrder::kPages);
   ASSERT_EQ(plan.segments.size(), 6u);
   for (std::uint64_t s = 0; s < 6; ++s) {
-    const std::uint64_t block = s < 3 ? 2 : 1;  // of the first row of the area
+    const std::uint64_t block = s < 3 ? 2 : 1;  // the first row of the area
     EXPECT_EQ(plan.segments[s].cache, at(0x10000 + block * 512 + s % 3 * 100));
     EXPECT_EQ(plan.segments[s].area_offset, s * 4096);
     EXPECT_EQ(plan.segments[s].bytes, 100u);
@@ -345,7 +347,7 @@ TEST(CopyPlan, a_row_of_several_shards_ends_with_the_last_of_them) {
   };
   EXPECT_EQ(plan(5 * 4096 + 2 * 4096, {0, 3}).segments.size(), 6u);
   EXPECT_THROW(plan(5 * 4096 + 99, {0, 3}), InvalidArgument);
-  EXPECT_THROW(plan(20 * 4096, {0, 2}), InvalidArgument) << "they overlap";
+  EXPECT_THROW(plan(20 * 4096, {0, 2}), InvalidArgument) << "the shards overlap";
 }
 
 TEST(CopyPlan, an_empty_job_is_an_empty_plan) {
@@ -415,7 +417,7 @@ TEST(CacheLayout, refuses_what_is_not_a_cache) {
   layout.groups.resize(32);
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = one_tensor(100, 128, 1);
-  layout.shards_per_area = 3;  // of a page of 100 bytes
+  layout.shards_per_area = 3;  // 3 does not divide a page of 100 bytes
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout.shards_per_area = 0;
   EXPECT_THROW(layout.validate(), InvalidArgument);

@@ -29,7 +29,7 @@ DeviceLimits draw_limits(std::mt19937_64& random, std::uint64_t staged_bytes) {
           .boundary = (1 + random() % 4) * kPageBytes};
 }
 
-// `fast` is four times as fast as DMA, and the third path is not there.
+// `fast` is four times as fast as DMA; the third path is unavailable.
 CopyTable faster_than_dma(CopyPath fast) {
   CopyTable table;
   for (auto& paths : table.rates) {
@@ -70,7 +70,7 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
   }
 }
 
-// Whoever begins to wait in the middle of a job changes its path, and no byte of it.
+// A wait that starts in the middle of a job changes the job's path but none of its bytes.
 TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
   std::mt19937_64 random(23);
   std::map<CopyPath, std::size_t> changed;
@@ -93,7 +93,8 @@ TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
     copier.submit(c.job);
     state.until_issued(std::min<std::size_t>(sub_jobs, limits.in_flight));
     std::thread waiter([&] { copier.wait(Ids{c.job.id}); });
-    if (sub_jobs > limits.in_flight) state.until_issued(limits.in_flight + 1);  // which it waits for
+    if (sub_jobs > limits.in_flight)
+      state.until_issued(limits.in_flight + 1);  // issued only after the wait begins
     state.end_everything();
     waiter.join();
     ASSERT_TRUE(copier.poll().at(0).status.is_ok());
@@ -120,11 +121,11 @@ TEST(SplitLimitsFor, each_path_has_its_own_and_two_have_the_smaller) {
   EXPECT_GT(DeviceLimits{}.dma_bytes, DeviceLimits{}.kernel_bytes);
 }
 
-// One cache of 64 blocks, one block one sub-job; the row of block b is b.
+// One cache of 64 blocks; one block is one sub-job. The row of block b is b.
 class DeviceCopierTest : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kBlocks = 64;
-  static constexpr std::size_t kInFlight = 2;  // of a lane while nobody waits
+  static constexpr std::size_t kInFlight = 2;  // per lane while no thread waits
   DeviceCopierTest() : cache_(kBlocks * kPageBytes), area_(kBlocks * kPageBytes) {
     for (std::size_t i = 0; i < cache_.size(); ++i) cache_[i] = static_cast<std::byte>(i / kPageBytes + 1);
     state_.area = area_;
@@ -153,7 +154,7 @@ class DeviceCopierTest : public ::testing::Test {
     job.block_indices = {0};
     copier_->submit(std::move(job));
   }
-  // Blocks in the order in which their copies were issued.
+  // Returns the blocks in the order in which their copies were issued.
   Ids blocks() {
     std::lock_guard lock(state_.mutex);
     Ids blocks;
@@ -212,7 +213,7 @@ TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
   submit(1, kStore, 0, 10);
   state_.until_issued(kInFlight);
   std::thread waiter([&] { copier_->wait(Ids{1}); });
-  state_.until_issued(kInFlight + kLaneSlots);  // those of the urgent lane
+  state_.until_issued(kInFlight + kLaneSlots);  // the urgent lane's slots
   EXPECT_EQ(blocks(), (Ids{0, 1, 2, 3, 4, 5}));
   state_.end_everything();
   waiter.join();
@@ -234,7 +235,7 @@ TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_someb
   using enum CopyPath;
   for (const CopyPath fast : {kKernel, kStaged}) {
     limits_.staged_bytes = state_.staging_capacity = 2 * kPageBytes;
-    limits_.dma_bytes = 2 * kPageBytes;  // the other path's are smaller
+    limits_.dma_bytes = 2 * kPageBytes;  // the other path has smaller sub-jobs
     start(faster_than_dma(fast));
     submit(1, kStore, 0, 10);
     state_.until_issued(kInFlight);
@@ -294,7 +295,7 @@ TEST_F(DeviceCopierTest, each_store_under_way_counts_with_the_rate_of_its_own_pa
   CopyTable table = faster_than_dma(CopyPath::kKernel);
   auto& dma = table.rates[static_cast<std::size_t>(kStore)][static_cast<std::size_t>(CopyPath::kDma)];
   dma.fill(10e9);
-  dma.front() = 6e9;  // of single pages
+  dma.front() = 6e9;  // for single pages
   limits_.dma_bytes = limits_.kernel_bytes = 1 << 20;
   const double page = kPageBytes / 6e9, pages = 16 * kPageBytes / 10e9;
   for (const bool page_first : {true, false}) {
@@ -349,8 +350,8 @@ TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
   submit(2, kStore, 30, 20);
   state_.until_issued(kInFlight);
   std::thread waiter([&] { copier_->wait(Ids{2}); });
-  // Some plain ones may come in between, until the copier has seen that the compute stream is there for
-  // job 2.
+  // Some plain ones may be issued in between, until the copier sees that the compute stream has
+  // reached job 2's event.
   const std::size_t urgent = state_.nth_issued_from(30 * kPageBytes, 0);
   const std::size_t last = state_.nth_issued_from(30 * kPageBytes, kLaneSlots - 1);
   state_.end(0);  // a slot of the plain lane is free again
@@ -367,13 +368,13 @@ TEST_F(DeviceCopierTest, nothing_is_issued_before_the_compute_stream_is_there) {
   submit(1, kStore, 0, 2);
   state_.until_asked(3);
   EXPECT_TRUE(blocks().empty());
-  cache_[5] = std::byte{0xAB};  // the compute stream is not done with it
+  cache_[5] = std::byte{0xAB};  // the compute stream is still writing it
   state_.reach_events();
   copier_->wait(Ids{1});
   EXPECT_EQ(area_[5], std::byte{0xAB});
 }
 
-// The control of the test above: it must fail when the event is left out.
+// The control for the test above: it must fail without the event.
 TEST_F(DeviceCopierTest, leaving_the_event_out_is_seen) {
   state_.automatic = true;
   state_.compute_runs_ahead = false;
@@ -399,7 +400,7 @@ TEST_F(DeviceCopierTest, an_urgent_job_that_may_not_start_yet_does_not_hold_up_t
 }
 
 TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_job_and_copies_nothing) {
-  state_.automatic = true;  // what is issued all the same ends, and the test says so
+  state_.automatic = true;  // a copy that is issued anyway ends, and the test reports it
   state_.reached_status = Status::error(StatusKind::kDevice, "query: context lost");
   start();
   submit(1, kStore, 0, 2);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A device whose copies end when the test says so, or at once. It moves the
-// bytes at that moment, by the very pieces and runs the CUDA device uses, with
-// the kernels' host twin.
+// A device whose copies end when the test ends them, or at once. It moves the bytes at that moment.
+// It uses the same pieces and runs as the CUDA device, and the host twin of the kernels.
 #pragma once
 
 #include <condition_variable>
@@ -17,7 +16,7 @@
 
 namespace kv_offload::testing {
 
-// What a launch does, one thread after the other.
+// Runs a kernel launch on the host, one thread after the other.
 inline void run_pack_twin(std::span<const PackPiece> pieces, bool to_row, unsigned blocks, unsigned threads) {
   for (unsigned block = 0; block < blocks; ++block) {
     for (unsigned thread = 0; thread < threads; ++thread) {
@@ -55,30 +54,30 @@ inline void run_copy(const DeviceCopy& copy, std::span<std::byte> area, std::uin
   }
 }
 
-// What a test keeps of the device, which the copier owns.
+// State that the test keeps; the copier owns the device itself.
 struct FakeDeviceState {
   std::mutex mutex;
   std::condition_variable changed;
   std::span<std::byte> area;
   std::uint64_t staging_capacity = 0;
-  bool automatic = true;           // copies end when asked about
+  bool automatic = true;           // copies end when queried
   std::vector<DeviceCopy> issued;  // in order
   std::vector<std::uint64_t>
-      offsets;  // of each one's first segment: the segments themselves die with their job
+      offsets;  // of each copy's first segment: the segments themselves die with their job
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t>
       in_flight;                 // (lane, slot) -> index in issued
-  std::set<std::size_t> ended;   // by the test
-  std::set<std::size_t> landed;  // the copier has seen them end
+  std::set<std::size_t> ended;   // by the test's order
+  std::set<std::size_t> landed;  // the copier has seen their end
   DeviceEvent last_event = kNoEvent;
   std::set<DeviceEvent> live_events;
-  std::set<DeviceEvent> reached;   // by the compute stream
+  std::set<DeviceEvent> reached;   // reached by the compute stream
   bool compute_runs_ahead = true;  // events are reached when marked
   int asked = 0;                   // calls of reached()
   int queried = 0;                 // calls of query()
   std::uint64_t refused_batches = 0;
-  bool refuse_batches = false;  // each copy counts as one
-  Status reached_status;        // of the next calls
-  Status issue_status;          // of the next issues
+  bool refuse_batches = false;  // each copy counts as one refused batch
+  Status reached_status;        // result of the next reached() calls
+  Status issue_status;          // result of the next issues
   Status query_status;
   Status mark_status;
 
@@ -86,7 +85,8 @@ struct FakeDeviceState {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return issued.size() >= count; });
   }
-  // Waits for the n-th copy (from 0) that begins at `offset` or behind it; its index in `issued`.
+  // Waits for the n-th copy (from 0) whose offset is at least `offset`; returns its index in
+  // `issued`.
   std::size_t nth_issued_from(std::uint64_t offset, std::size_t n) {
     std::unique_lock lock(mutex);
     std::size_t index = 0;
@@ -99,12 +99,12 @@ struct FakeDeviceState {
     });
     return index;
   }
-  // The copier has looked at the compute stream so many times more.
+  // Returns after `more` further queries of the compute stream by the copier.
   void until_asked(int more) {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&, goal = asked + more] { return asked >= goal; });
   }
-  // It has looked at copies in flight so many times more.
+  // Returns after `more` further queries of copies in flight by the copier.
   void until_queried(int more) {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&, goal = queried + more] { return queried >= goal; });
@@ -117,7 +117,7 @@ struct FakeDeviceState {
     std::lock_guard lock(mutex);
     compute_runs_ahead = false;
   }
-  // What was marked before stays behind.
+  // Events marked earlier remain unreached.
   void run_compute_for_later_marks() {
     std::lock_guard lock(mutex);
     compute_runs_ahead = true;
@@ -162,7 +162,7 @@ class FakeDevice final : public CopyDevice {
   }
   Status reached(DeviceEvent event, bool* done) override {
     std::lock_guard lock(state_.mutex);
-    if (!state_.live_events.contains(event)) throw std::logic_error("the event is not there");
+    if (!state_.live_events.contains(event)) throw std::logic_error("unknown event");
     ++state_.asked;
     state_.changed.notify_all();
     *done = state_.reached.contains(event);

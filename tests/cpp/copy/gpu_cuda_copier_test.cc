@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// On a GPU: the CUDA copier moves the bytes the plain reference moves, in the
-// order the compute stream demands. Without one every test skips and says so.
-// The same tests run on the CUDA runtime on threads (tests/cpp/fake_cuda).
+// Tests on a GPU: the CUDA copier moves the same bytes as the plain reference, in the order that
+// the compute stream requires. On a machine without a GPU every test is skipped with a message. The
+// fake CUDA runtime (tests/cpp/fake_cuda) runs the same tests.
 //
-// KV_OFFLOAD_GPU_SECONDS (default 5) is how long the random test goes on,
-// KV_OFFLOAD_GPU_CASES (default 300) how many cases each path has.
+// KV_OFFLOAD_GPU_SECONDS (default 5) is the duration of the random test; KV_OFFLOAD_GPU_CASES
+// (default 300) is the number of cases per path.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -52,8 +52,8 @@ std::unique_ptr<BlockCopier> make(const CopierOptions& options) {
   return copier;
 }
 
-// A case whose caches live on the device: host memory of the case is the copy
-// that goes up before a job and comes down after it.
+// A case whose caches are on the device. The case's host memory is a copy: it is uploaded before a
+// job and downloaded after it.
 class OnDevice {
  public:
   explicit OnDevice(CopyCase* c) : case_(*c) {
@@ -76,7 +76,8 @@ class OnDevice {
     for (std::size_t t = 0; t < memory_.size(); ++t) {
       check(cudaMemcpy(memory_[t], case_.caches[t].data(), case_.caches[t].size(), cudaMemcpyHostToDevice));
     }
-    check(cudaDeviceSynchronize());  // small ones return before they are there; our streams wait for none
+    check(cudaDeviceSynchronize());  // small copies return before they complete; our streams do not wait for
+                                     // them
   }
   void down() {
     for (std::size_t t = 0; t < memory_.size(); ++t) {
@@ -172,13 +173,12 @@ TEST_F(Gpu, random_jobs_through_the_whole_copier) {
   }
 }
 
-// The compute stream stands still until the test lets it go on: a writer, or a
-// reader, that is as slow as can be.
+// The compute stream is blocked until the test releases it: the slowest possible writer or reader.
 class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
  protected:
   static constexpr std::uint64_t kBlock = 64 << 10;
   static constexpr std::uint64_t kBlocks = 16;
-  static constexpr std::uint64_t kAllBlocks = kBlocks + 1;  // the last is for other jobs
+  static constexpr std::uint64_t kAllBlocks = kBlocks + 1;  // the last block is for other jobs
 
   void SetUp() override {
     Gpu::SetUp();
@@ -196,7 +196,7 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
   void TearDown() override {
     let_go();
     copier_.reset();
-    if (!IsSkipped()) (void)cudaDeviceSynchronize();  // what the test itself has put on its streams
+    if (!IsSkipped()) (void)cudaDeviceSynchronize();  // waits for the operations that the test queued itself
     pinned_.reset();
     if (cache_ != nullptr) (void)cudaFree(cache_);
     if (seen_ != nullptr) (void)cudaFree(seen_);
@@ -230,8 +230,8 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
     }
     submit(std::move(job));
   }
-  // Jobs that may run at once pass through the copier, both ways, one after the
-  // other: it had every chance to issue what must wait, and that to move.
+  // Passes jobs without an event through the copier in both directions, one after the other. This
+  // gives the copier every chance to issue and complete a copy that must wait.
   void let_other_jobs_pass() {
     for (std::uint64_t id = 100; id < 140; ++id) {
       CopyJob job = job_of(id, id % 2 == 0 ? kStore : kLoad, other_);
@@ -240,7 +240,8 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
       submit(std::move(job));
       copier_->wait(Ids{id});
     }
-    for (const CopyResult& result : copier_->poll()) EXPECT_NE(result.job_id, 1u) << "it must not be over";
+    for (const CopyResult& result : copier_->poll())
+      EXPECT_NE(result.job_id, 1u) << "the job ended before its event was reached";
   }
   static CopyJob job_of(std::uint64_t id, CopyDirection direction, cudaStream_t behind) {
     CopyJob job;
@@ -291,7 +292,7 @@ TEST_P(GpuOrder, a_store_reads_what_a_slow_writer_wrote_before_it) {
   EXPECT_EQ(area(), all(9));
 }
 
-// The control: without the event the corruption must be seen.
+// The control: without the event the corruption must be visible.
 TEST_P(GpuOrder, a_store_without_the_event_reads_what_was_there) {
   start(false);
   hold_compute();
@@ -346,7 +347,8 @@ TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) 
   PinnedArea pinned(area, {.piece_bytes = 2 << 20});
   void* cache = nullptr;
   check(cudaMalloc(&cache, 4096));
-  // A thread of its own, as the copier has: enter_thread() leaves its capture mode.
+  // Uses a new thread, as the copier does: enter_thread() changes the capture mode and does not
+  // restore it.
   std::thread([&] {
     CudaDevice device({.area = area, .kernel_blocks = 0});
     device.enter_thread();
@@ -395,7 +397,7 @@ TEST_F(Gpu, calibration_shows_in_the_description) {
                     .blocks_per_chunk = 1};
   options.area = area;
   std::unique_ptr<BlockCopier> copier;
-  for (int i = 0; i < 20; ++i) {  // a machine that stood still has measured nothing
+  for (int i = 0; i < 20; ++i) {  // a stalled machine measures nothing
     copier.reset();
     copier = make(options);
     if (copier->describe().find("the time budget ended") == std::string::npos) break;

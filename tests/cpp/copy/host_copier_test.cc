@@ -38,8 +38,8 @@ TEST(CopyBytes, equals_memcpy_at_every_length_and_alignment) {
   }
 }
 
-// A copier whose every run waits at a gate, and a record of what ran in which
-// order. One cache of 64 blocks of 1 KiB; the row of block b holds block b.
+// A copier whose runs all wait at a gate, and a log of the runs in order. One cache of 16 blocks of
+// one slice each; the row of block b holds block b.
 class HostCopierTest : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kBlock = HostCopier::kSliceBytes;  // one block, one slice
@@ -159,7 +159,7 @@ TEST_F(HostCopierTest, wait_returns_while_unlisted_jobs_are_still_running) {
   submit(3, kStore, {2});
   allow(1);
   copier_->wait(std::vector<std::uint64_t>{2});
-  EXPECT_EQ(ids(copier_->poll()), (Order{2}));  // the others stand at the gate or in the queue
+  EXPECT_EQ(ids(copier_->poll()), (Order{2}));  // the other jobs are at the gate or queued
 }
 
 TEST_F(HostCopierTest, waiting_for_what_is_unknown_or_finished_returns_at_once) {

@@ -100,7 +100,7 @@ TEST(Pieces, that_do_not_fit_are_refused_and_never_written_past) {
   EXPECT_EQ(cut_for_staging(segments, runs, area.data(), pieces.data(), 2), 3u);
 }
 
-// The kernels' indexing, thread by thread, at every alignment of both sides.
+// Tests the kernels' indexing, thread by thread, for every alignment of both sides.
 TEST(PackIndex, moves_each_byte_once_at_any_alignment_and_thread_count) {
   std::mt19937_64 random(10);
   std::vector<std::byte> from(80'000);

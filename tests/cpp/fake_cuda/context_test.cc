@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Devices, contexts, captures: what a process with several GPUs and a model that
-// captures graphs sees of us.
+// Devices, contexts, captures: effects of the copier on a process with several GPUs and on a model
+// that captures graphs.
 #include <thread>
 
 #include "copy/pack_pages.h"
@@ -11,7 +11,7 @@ namespace {
 
 using Devices = std::set<int>;
 
-// A cache and a compute stream on device 1, made by a thread that has exited.
+// A cache and a compute stream on device 1, created by a thread that has exited.
 class Contexts : public World {
  protected:
   void SetUp() override {
@@ -33,14 +33,14 @@ class Contexts : public World {
   }
 };
 
-// What runs here has no context at first and must not have got one of device 0.
+// Runs `body` on a new thread without a context and checks that it gets none on device 0.
 template <typename Body>
 void on_a_fresh_thread(Body body) {
   std::thread([&] {
     body();
     int device = -1;
     check(cudaGetDevice(&device));
-    EXPECT_EQ(device, 0) << "the thread is not as it was";
+    EXPECT_EQ(device, 0) << "the thread's current device has changed";
   }).join();
 }
 
@@ -67,7 +67,7 @@ TEST_F(Contexts, calibration_makes_none_on_another_device) {
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
-// Nor asks the driver for anything but contexts while the thread has none.
+// While the thread has no context, it asks the driver for nothing but contexts.
 TEST_F(Contexts, a_device_makes_none_on_another_device) {
   on_a_fresh_thread([&] {
     const CudaDevice device({.device = kDevice, .area = area_.span()});
@@ -192,7 +192,7 @@ TEST_F(Capture, the_torch_operator_refuses_memory_that_no_kernel_reaches) {
             std::string::npos);
 }
 
-// Either side, and either way: no device has peer access to another's memory.
+// Tests both sides in both directions: no device has peer access to another device's memory.
 TEST_F(Capture, the_torch_operator_refuses_memory_of_another_device) {
   std::byte* other = nullptr;
   std::thread([&] {

@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
-// The benchmark's kernel, compiled as C++.
+// The benchmark's decode kernel, compiled as C++.
 #include "decode_kernel.cu"

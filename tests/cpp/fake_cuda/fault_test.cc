@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every call fails once; the context is lost; the driver is not what we hoped.
+// Fails every call once, loses the context, and tests drivers that lack features.
 #include "copy/cuda_check.h"
 #include "fake_cuda/world.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 class Faults : public World {
  protected:
-  // A store and a load through a copier of their own, whatever fails.
+  // Runs a store and a load through a new copier, and ignores which call fails.
   struct Outcome {
     bool opened = false;
     bool stored = false;
@@ -27,23 +27,23 @@ class Faults : public World {
       copier_->wait(Ids{1});
       outcome.stored = succeeded();
       if (outcome.stored) {
-        EXPECT_TRUE(area_holds(1)) << "a store that failed was reported as done";
+        EXPECT_TRUE(area_holds(1)) << "a failed store was reported as successful";
       }
       fill(area_.span(), 100);
       submit(2, kLoad);
       copier_->wait(Ids{2});
       outcome.loaded = succeeded();
       if (outcome.loaded) {
-        EXPECT_TRUE(cache_holds_the_area()) << "a load that failed was reported as done";
+        EXPECT_TRUE(cache_holds_the_area()) << "a failed load was reported as successful";
       }
     } catch (const ResourceError& error) {
       outcome.why = error.what();
     }
     copier_.reset();
-    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for whoever calls next";
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for the next caller";
     return outcome;
   }
-  // Returns once the copier waits for a stream, or has given the job up without.
+  // Returns true once the copier waits for a stream, false if it fails the job without waiting.
   bool waits_for_a_stream() {
     while (copier_->poll().empty()) {
       if (fake_cuda::calls()["cudaStreamSynchronize"] != 0) return true;
@@ -65,7 +65,7 @@ void leave_captures() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   check(cudaThreadExchangeStreamCaptureMode(&mode));
 }
-// Of this thread; it stays so.
+// Returns this thread's capture mode and leaves it unchanged.
 cudaStreamCaptureMode capture_mode() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   check(cudaThreadExchangeStreamCaptureMode(&mode));
@@ -84,10 +84,10 @@ TEST_F(Faults, a_capture_mode_that_was_not_changed_is_not_restored) {
   fake_cuda::plant("cudaThreadExchangeStreamCaptureMode", 1, cudaErrorUnknown);
   { const CudaCaptureScope scope; }
   EXPECT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
-  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for whoever calls next";
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for the next caller";
 }
 
-// errno values and CUDA's codes overlap: 2 is ENOENT and no memory on the device.
+// errno values and CUDA codes overlap: 2 is ENOENT in errno and "out of memory" in CUDA.
 TEST_F(Faults, a_code_of_cuda_is_no_errno) {
   const Status status = cuda_status(cudaErrorMemoryAllocation, "cudaMalloc");
   EXPECT_EQ(status.error_number(), 0);
@@ -111,18 +111,19 @@ TEST_F(Faults, only_what_ends_the_process_loses_the_context) {
   }
 }
 
-// What may fail without harm: what is asked out of curiosity, and what frees.
+// True for calls that may fail without harm: optional queries and calls that free resources.
 bool may_be_ignored(const std::string& call, std::uint64_t number) {
-  static const std::set<std::string> harmless = {"cudaMemcpyBatchAsync",  // goes one by one instead
-                                                 "cudaHostGetDevicePointer",
-                                                 "cudaGetDriverEntryPointByVersion",
-                                                 "load_kernel",
-                                                 "cudaThreadExchangeStreamCaptureMode",
-                                                 "cudaEventDestroy",
-                                                 "cudaStreamDestroy",
-                                                 "cudaFree",
-                                                 "cudaHostUnregister"};
-  // After opening twice and marking twice they close.
+  static const std::set<std::string> harmless = {
+      "cudaMemcpyBatchAsync",  // copies are issued one by one instead
+      "cudaHostGetDevicePointer",
+      "cudaGetDriverEntryPointByVersion",
+      "load_kernel",
+      "cudaThreadExchangeStreamCaptureMode",
+      "cudaEventDestroy",
+      "cudaStreamDestroy",
+      "cudaFree",
+      "cudaHostUnregister"};
+  // The first four calls belong to opening twice and marking twice; later ones belong to closing.
   return harmless.contains(call) || (call == "cuCtxPushCurrent" && number > 4);
 }
 
@@ -134,25 +135,25 @@ TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
     ASSERT_TRUE(whole.stored && whole.loaded) << whole.why;
     const auto after = fake_cuda::calls();
     for (const auto& [call, count] : after) {
-      // Memory that stays allocated because freeing it failed is not our leak.
+      // Memory that stays allocated after a failed free is not a leak of the copier.
       if (call.ends_with("Destroy") || call == "cudaFree" || call == "cudaHostUnregister") continue;
       const std::uint64_t made = std::min<std::uint64_t>(count - before[call], 12);
       for (std::uint64_t n = 1; n <= made; ++n) {
         const std::uint64_t failures = fake_cuda::planted_failures();
         fake_cuda::plant(call, n, cudaErrorUnknown);
         const Outcome outcome = run(path);
-        if (fake_cuda::planted_failures() == failures) break;  // it was not called so often this time
-        if (call == "cudaThreadExchangeStreamCaptureMode") leave_captures();  // restoring was what failed
+        if (fake_cuda::planted_failures() == failures) break;                 // this run made fewer calls
+        if (call == "cudaThreadExchangeStreamCaptureMode") leave_captures();  // restoring the mode failed
         const bool all_well = outcome.stored && outcome.loaded;
         EXPECT_TRUE(!all_well || may_be_ignored(call, n))
-            << call << " number " << n << " failed, nobody said so";
+            << call << " number " << n << " failed, but no error was reported";
       }
       fake_cuda::plant(call, std::uint64_t{1} << 60, cudaErrorUnknown);
     }
   }
 }
 
-// Two faults in one: a refused batch, and then one of its copies.
+// Two faults at once: a batch is refused, then one of its single copies fails.
 TEST_F(Faults, a_copy_whose_second_half_fails_ends_when_the_first_has) {
   start(CopyPath::kStaged);
   Hold kernels(Work::kKernel);
@@ -181,7 +182,7 @@ TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
   EXPECT_EQ(copier_->poll()[0].status.kind(), StatusKind::kDevice);
 }
 
-// The default stream is the model's: it may be blocked for long.
+// The model uses the default stream: it may be blocked for a long time.
 TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
   start(CopyPath::kDma, {});
   std::promise<void> gate;
@@ -196,7 +197,7 @@ TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
   copier_->wait(Ids{1});
   EXPECT_FALSE(copier_->poll()[0].status.is_ok());
   EXPECT_EQ(fake_cuda::calls()["cudaStreamSynchronize"], before + 1);
-  check(cudaStreamSynchronize(nullptr));  // the gate goes
+  check(cudaStreamSynchronize(nullptr));  // its host function uses the gate
 }
 
 TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
@@ -271,7 +272,7 @@ TEST_F(Opening, an_address_that_is_not_on_the_device_is_refused) {
   wrong = options();
   wrong.device = 0;
   EXPECT_EQ(refusal(wrong), "mistake: cache tensor 0 is not memory of CUDA device 0");
-  EXPECT_EQ(fake_cuda::live_ranges(), 1u) << "the cache and nothing else";
+  EXPECT_EQ(fake_cuda::live_ranges(), 1u) << "only the cache may stay allocated";
 }
 
 TEST_F(Opening, no_blocks_for_kernels_are_refused) {
@@ -292,7 +293,7 @@ TEST_F(Opening, kernels_that_cannot_be_loaded_leave_dma) {
   EXPECT_TRUE(fake_cuda::launches().empty());
 }
 
-// The built-in rates would stage pages of 8 KiB, and kernels would take what cannot be staged.
+// With the built-in rates, pages of 8 KiB are staged, and kernels copy if staging is impossible.
 TEST_F(Opening, what_cannot_be_staged_nor_reached_by_kernels_goes_by_dma) {
   for (const std::uint64_t staging : {0u, 100u, 16u * 4095u}) {
     for (const bool calibrate : {false, true}) {
@@ -314,7 +315,7 @@ TEST_F(Opening, what_cannot_be_staged_nor_reached_by_kernels_goes_by_dma) {
   }
 }
 
-// Calibration takes memory for itself, of a device that the model has filled.
+// Calibration allocates device memory, which fails if the model has filled the device.
 TEST_F(Opening, a_copier_that_cannot_calibrate_opens_with_the_built_in_rates) {
   auto before = fake_cuda::calls();
   (void)make_copier(options());
@@ -322,14 +323,14 @@ TEST_F(Opening, a_copier_that_cannot_calibrate_opens_with_the_built_in_rates) {
   for (const char* call : {"cudaMalloc", "cudaMallocHost", "cudaStreamCreateWithPriority",
                            "cudaEventCreateWithFlags", "cuDevicePrimaryCtxRetain"}) {
     for (const std::uint64_t more : {1, 2}) {
-      // One is all that is certain: the budget may be spent before staging is made.
+      // Only one is certain: the budget may be spent before staging is allocated.
       if (more == 2 && std::string_view(call).starts_with("cudaMalloc")) continue;
       CopierOptions wanted = options();
       wanted.calibrate = true;
       const std::uint64_t failures = fake_cuda::planted_failures();
       std::unique_ptr<BlockCopier> copier;
       std::string said;
-      do {  // once more where the time was over before it came to the call
+      do {  // repeats if the budget ran out before the planted call
         copier.reset();
         fake_cuda::plant(call, opening[call] - before[call] + more, cudaErrorMemoryAllocation);
         copier = make_copier(wanted);
@@ -364,7 +365,7 @@ TEST_F(Opening, calibration_has_staging_for_staged_copies_only) {
   (void)make_copier(wanted);
   const std::uint64_t plain = opening["cudaMalloc"] - before["cudaMalloc"];
   EXPECT_EQ(plain, kCopyLanes * kLaneSlots);
-  // Fewer where the budget is spent before the staged path's turn.
+  // Fewer if the budget is spent before the staged path is measured.
   EXPECT_LE(fake_cuda::calls()["cudaMalloc"] - opening["cudaMalloc"], plain + 1 + kCopyLanes * kLaneSlots);
 }
 
@@ -372,7 +373,7 @@ TEST_F(Opening, the_blocks_of_kernels_are_as_asked) {
   CopierOptions five = options();
   five.kernel_blocks = 5;
   const auto copier = make_copier(five);
-  copier->submit(job(1, kLoad));  // pages of 8 KiB: by kernel
+  copier->submit(job(1, kLoad));  // 8 KiB pages are copied by kernels
   copier->wait(Ids{1});
   ASSERT_FALSE(fake_cuda::launches().empty());
   for (const auto& launch : fake_cuda::launches()) EXPECT_EQ(launch.blocks, 5u);
@@ -423,7 +424,7 @@ TEST_F(Opening, a_copier_that_cannot_be_opened_leaves_nothing) {
       const auto copier = make_copier(wanted);
       if (std::string_view(call) == "cudaHostRegister" && nth == 5) {
         fake_cuda::plant(call, std::uint64_t{1} << 60, cudaErrorUnknown);
-        continue;  // one piece is all there is
+        continue;  // there is only one piece
       }
       EXPECT_EQ(copier, nullptr) << call << nth;
       EXPECT_EQ(fake_cuda::live_ranges(), 1u) << call << nth;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pack kernels' own source, compiled as C++; each launch looks at its pieces
-// first.
+// The source of the pack kernels, compiled as C++. Every launch checks its pieces first.
 #include "copy/cuda_pack.h"
 #include "fake_cuda/machine.h"
 
@@ -14,10 +13,10 @@ const char* wrong_with_kernel_arguments(int device, const Pieces& pieces, const 
     const Memory cache = fake_cuda::memory_at(piece.cache, piece.bytes, device);
     const Memory row = fake_cuda::memory_at(piece.row, piece.bytes, device);
     if (cache == Memory::kOfAnotherDevice || row == Memory::kOfAnotherDevice) {
-      return "a kernel ran on another device's memory";
+      return "a kernel accessed another device's memory";
     }
     if (cache != Memory::kDevice || (row != Memory::kDevice && row != Memory::kPinned)) {
-      return "a kernel ran on memory that is not there (any more)";
+      return "a kernel accessed memory that is not allocated";
     }
   }
   return "";

@@ -9,12 +9,12 @@ namespace fake_cuda {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
-thread_local std::vector<int> context_stack;  // of this thread: devices
+thread_local std::vector<int> context_stack;  // this thread's stack of devices
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 CUctx_st primary_contexts[kDevices] = {{0}, {1}};
 
-// What was planted for this call. Under the machine's lock.
+// Counts the call and returns the planted error, if any. REQUIRES: the machine's lock is held.
 cudaError_t count(const char* call) {
   Machine& m = machine();
   ++m.calls[call];
@@ -27,8 +27,8 @@ cudaError_t count(const char* call) {
   return error;
 }
 
-// The driver's functions that csrc/copy asks for by name. They know nothing of
-// the runtime's last error, and a lost context can still be made current.
+// The driver functions that csrc/copy looks up by name. They do not set the runtime's last error,
+// and a lost context can still be made current.
 CUresult retain(CUcontext* context, CUdevice device) {
   const std::lock_guard lock(machine().mutex);
   if (count("cuDevicePrimaryCtxRetain") != cudaSuccess) return CUDA_ERROR_INVALID_VALUE;
@@ -40,7 +40,7 @@ CUresult retain(CUcontext* context, CUdevice device) {
 CUresult release(CUdevice device) {
   const std::lock_guard lock(machine().mutex);
   if (--machine().retained[static_cast<std::size_t>(device)] < 0) {
-    machine().wrong.push_back("a context was released that nobody had retained");
+    machine().wrong.push_back("a context was released that had not been retained");
   }
   return CUDA_SUCCESS;
 }
@@ -52,7 +52,7 @@ CUresult push(CUcontext context) {
 }
 CUresult pop(CUcontext* context) {
   if (context_stack.empty()) {
-    complain("a context was popped that nobody had pushed");
+    complain("a context was popped that had not been pushed");
     return CUDA_ERROR_INVALID_VALUE;
   }
   *context = &primary_contexts[context_stack.back()];
@@ -151,19 +151,19 @@ std::vector<std::string> end() {
     for (const cudaEvent_t event : m.events) m.dead_events.emplace_back(event);
     m.events.clear();
   }
-  streams.clear();  // what is queued runs first
+  streams.clear();  // queued operations run first
   const std::lock_guard lock(m.mutex);
   m.dead_events.clear();
   const std::unique_lock ranges_lock(m.ranges_mutex);
   if (!m.ranges.empty()) {
-    m.wrong.push_back(fmt::format("{} pieces of memory are still allocated or registered", m.ranges.size()));
+    m.wrong.push_back(fmt::format("{} memory ranges are still allocated or registered", m.ranges.size()));
   }
   for (const auto& [start, range] : m.ranges) {
     if (!range.registered) ::operator delete (reinterpret_cast<void*>(start), std::align_val_t{256});
   }
   m.ranges.clear();
   if (capture_mode != cudaStreamCaptureModeGlobal) {
-    m.wrong.push_back("the test's thread was left with another capture mode");
+    m.wrong.push_back("the capture mode of the test's thread was not restored");
   }
   for (const int count : m.retained) {
     if (count > 0) m.wrong.push_back("a primary context was retained and not released");
@@ -181,7 +181,7 @@ std::uint64_t planted_failures() {
 }
 void lose_context(cudaError_t error) { machine().lost = error; }
 void find_context_again() {
-  settle();  // what was queued is gone
+  settle();  // the queued operations have been dropped
   machine().lost = cudaSuccess;
 }
 void set_driver_version(int version) { machine().driver_version = version; }
@@ -306,7 +306,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   const bool of_contexts = std::string_view(symbol).starts_with("cuCtx") ||
                            std::string_view(symbol).starts_with("cuDevicePrimaryCtx");
   if (context_stack.empty() && !of_contexts) {
-    complain("the driver was asked for a function without a context: nobody says that this makes none");
+    complain("a driver function was looked up without a context: this may create one");
   }
   *function = found == functions.end() ? nullptr : found->second;
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;

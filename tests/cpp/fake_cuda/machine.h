@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inside of the runtime on threads; controls.h says what it is.
+// Internals of the thread-based CUDA runtime; see controls.h for its purpose.
 //
-// Locks, taken in this order: the machine's, a stream's. What runs inside a
-// stream takes neither of them but a reader's lock on the ranges, so that
-// ThreadSanitizer sees two streams as ordered by events only.
+// Lock order: the machine's lock, then a stream's lock. An operation that runs inside a stream
+// takes neither; it only takes a shared lock on the ranges. ThreadSanitizer therefore sees two
+// streams as ordered by events only.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@
 
 namespace fake_cuda {
 
-// A place in a stream that others wait for.
+// A position in a stream that other streams can wait for.
 class Marker {
  public:
   void reach();
   bool reached() const;
   void wait() const;
-  double seconds() const;  // when it was reached
+  double seconds() const;  // the time at which it was reached
 
  private:
   mutable std::mutex mutex_;
@@ -50,11 +50,11 @@ struct Range {
   std::size_t bytes = 0;
   Memory memory = Memory::kDevice;
   int device = 0;
-  bool registered = false;  // by cudaHostRegister: the bytes are somebody else's
+  bool registered = false;  // by cudaHostRegister: the runtime does not own the bytes
 };
 
 struct Plant {
-  std::uint64_t in = 0;  // calls to come, this one included
+  std::uint64_t in = 0;  // remaining calls, including the failing one
   cudaError_t error = cudaSuccess;
 };
 
@@ -69,12 +69,12 @@ struct CUevent_st {
 
 struct CUstream_st {
   CUstream_st(int device_, std::uint64_t seed);
-  ~CUstream_st();  // after what is queued
+  ~CUstream_st();  // runs all queued operations first
   // Waits while the queue is full.
   void push(fake_cuda::Operation operation);
   void drain();
-  void stop();  // after what is queued; does not wait
-  // Idle, or standing at something that is not there yet.
+  void stop();  // ends after all queued operations; does not wait
+  // True if the stream is idle, or blocked by a hold or an unreached event.
   bool settled();
 
   const int device;
@@ -91,8 +91,8 @@ struct CUstream_st {
   bool busy_ = false;
   bool stopping_ = false;
   bool in_host_function_ = false;
-  std::shared_ptr<fake_cuda::Marker> standing_at_;  // an event
-  int standing_for_ = -1;                           // a hold
+  std::shared_ptr<fake_cuda::Marker> standing_at_;  // the event that blocks the stream
+  int standing_for_ = -1;                           // the hold that blocks it
   std::mt19937_64 random_;
   unsigned slowest_us_ = 0;
   std::thread thread_;
@@ -105,7 +105,7 @@ struct CUgraph_st {};
 
 namespace fake_cuda {
 
-// At a hold.
+// State of a hold.
 struct Gate {
   std::mutex mutex{};
   std::condition_variable changed{};
@@ -126,7 +126,7 @@ struct Machine {
   std::vector<MadeStream> made_streams;
   std::vector<Batch> batches;
   std::vector<Launch> launches;
-  std::vector<std::unique_ptr<CUstream_st>> streams;  // destroyed ones too, until end()
+  std::vector<std::unique_ptr<CUstream_st>> streams;  // includes destroyed streams until end()
   std::set<cudaEvent_t> events;
   std::vector<std::unique_ptr<CUevent_st>> dead_events;
   std::set<const void*> loaded_kernels;
@@ -146,17 +146,18 @@ struct Machine {
 Machine& machine();
 
 void complain(std::string what);
-// What every call does first: counts it, and fails as planted or as lost. Calls
-// that may break a capture say so.
+// Every call starts with this: it counts the call, and fails if a failure is planted or the context
+// is lost. `unsafe_in_capture`: the call may break a capture.
 cudaError_t enter(const char* call, bool unsafe_in_capture = false);
-// This call failed: remembered for cudaGetLastError, and returned.
+// Stores the error for cudaGetLastError and returns it.
 cudaError_t fail(cudaError_t error);
 
-// This thread's device; `touch` makes its context, as most calls do.
+// Returns this thread's device. `touch` creates its context, as most calls do.
 int current_device();
 void touch();
 
-// As a kernel of that device sees it, where one is given: nobody has peer access.
+// Returns the kind of memory; with a `device`, as that device's kernels see it. No device has peer
+// access.
 Memory memory_at(const void* address, std::size_t bytes, int device = -1);
 CUstream_st* stream_of(cudaStream_t stream);  // null: the device's default stream
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A fresh machine for each test; the seed changes with --gtest_repeat.
+// Gives each test a fresh machine; --gtest_repeat changes the seed.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

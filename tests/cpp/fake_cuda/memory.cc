@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the CUDA runtime on threads: allocations, registrations and copies.
+// Memory of the fake CUDA runtime: allocations, registrations and copies.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace fake_cuda {
 namespace {
 
-// From the allocator, so that AddressSanitizer sees what goes past an end; full
-// of noise, as device memory is.
+// Uses the host allocator, so that AddressSanitizer sees out-of-bounds accesses. Fills the memory
+// with noise, as device memory is not zeroed.
 cudaError_t allocate(void** address, std::size_t bytes, Memory memory) {
   touch();
   if (bytes == 0) {
@@ -27,7 +27,7 @@ cudaError_t allocate(void** address, std::size_t bytes, Memory memory) {
   return cudaSuccess;
 }
 
-// Waits for nothing: what still runs on it is found when it runs.
+// Does not wait: operations that still use the memory are detected when they run.
 cudaError_t forget(void* address, bool registered, cudaError_t otherwise) {
   if (address == nullptr) return cudaSuccess;
   const std::unique_lock lock(machine().ranges_mutex);
@@ -40,7 +40,7 @@ cudaError_t forget(void* address, bool registered, cudaError_t otherwise) {
 
 bool usable(Memory memory) { return memory == Memory::kDevice || memory == Memory::kPinned; }
 
-// What a stream does when the copy's turn has come.
+// Runs a copy when the stream reaches it.
 void copy_now(void* to, const void* from, std::size_t bytes, const void* taken = nullptr) {
   if (!usable(memory_at(to, bytes)) || !usable(memory_at(from, bytes))) {
     complain("a copy ran after its memory was freed or unregistered");
@@ -53,10 +53,9 @@ cudaError_t enqueue_copy(void* to, const void* from, std::size_t bytes, CUstream
                          bool source_at_any_time) {
   if (bytes == 0) return fail(cudaErrorInvalidValue);
   if (!usable(memory_at(to, bytes)) || !usable(memory_at(from, bytes))) {
-    // CUDA takes it for pageable memory: it reads an address that may not be
-    // there, or waits.
+    // CUDA treats the memory as pageable: it reads an address that may be unmapped, or waits.
     if (memory_at(to, bytes) == Memory::kPageable || memory_at(from, bytes) == Memory::kPageable) {
-      complain("an asynchronous copy from or to memory that is not pinned");
+      complain("an asynchronous copy used memory that is not pinned");
     }
     return fail(cudaErrorInvalidValue);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In which order things happen on the device, and what a copy asks of it.
+// The order of operations on the device, and the attributes of copies.
 #include "fake_cuda/world.h"
 
 namespace kv_offload::on_threads {
@@ -39,7 +39,7 @@ TEST_P(Order, a_load_is_not_issued_before_the_compute_stream_read_its_blocks) {
   EXPECT_TRUE(cache_holds_the_area());
 }
 
-// The control of the two above.
+// Control for the two tests above.
 TEST_P(Order, without_the_event_both_are_issued_at_once) {
   CopierOptions options;
   options.layout = layout();
@@ -73,7 +73,7 @@ TEST_P(Order, a_store_is_not_over_while_a_part_of_it_stands) {
     hold.until_standing(1);
     settle();
     EXPECT_TRUE(copier_->poll().empty());
-    EXPECT_TRUE(area_is_untouched()) << "kernels stand, and the DMA behind them moved";
+    EXPECT_TRUE(area_is_untouched()) << "kernels are held, but the DMA after them copied bytes";
     hold.release();
     copier_->wait(Ids{1});
     EXPECT_EQ(copier_->poll().size(), 1u);
@@ -94,15 +94,15 @@ TEST_P(Order, a_load_is_not_over_while_a_part_of_it_stands) {
     hold.until_standing(1);
     settle();
     EXPECT_TRUE(copier_->poll().empty());
-    EXPECT_TRUE(cache_is_untouched()) << "DMA stands, and the kernel behind it moved";
+    EXPECT_TRUE(cache_is_untouched()) << "DMA is held, but the kernel after it copied bytes";
     hold.release();
     copier_->wait(Ids{1});
     EXPECT_TRUE(cache_holds_the_area());
   }
 }
 
-// With delays and orders of the seed: a slot's staging is not filled again
-// before it was emptied.
+// The seed decides delays and orders. A slot's staging must not be filled again before it is
+// emptied.
 TEST_P(Order, many_jobs_both_ways_leave_what_the_last_of_them_moved) {
   start(GetParam(), {.dma_bytes = 32 << 10, .kernel_bytes = 32 << 10, .staged_bytes = 40 << 10});
   for (std::uint64_t id = 1; id <= 20; ++id) {
@@ -127,7 +127,7 @@ TEST_P(Order, submit_returns_although_the_queues_are_full) {
   EXPECT_TRUE(copier_->poll().empty());
   copies.release();
   kernels.release();
-  // Not wait(): what it moves to another lane would write the same rows beside the rest.
+  // Not wait(): it moves jobs to another lane, which would write the same rows concurrently.
   for (std::size_t over = 0; over < 8; over += copier_->poll().size()) std::this_thread::yield();
 }
 
@@ -158,12 +158,12 @@ TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
   start(CopyPath::kStaged);
   for (const auto& stream : fake_cuda::made_streams()) {
     EXPECT_EQ(stream.device, kDevice);
-    EXPECT_EQ(stream.priority, 0) << "0 is the least";
+    EXPECT_EQ(stream.priority, 0) << "0 is the lowest priority";
     EXPECT_TRUE(stream.non_blocking);
   }
 }
 
-// Connections of the process to a device are few: streams that share one wait for each other.
+// A process has few connections to a device: streams that share one wait for each other.
 TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
   const auto before = fake_cuda::made_streams().size();
   start(CopyPath::kDma, {});
@@ -172,7 +172,7 @@ TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
   EXPECT_EQ(fake_cuda::made_streams().size(), before + 3 * kCopyLanes);
 }
 
-// With the limits that serve, and memory of its own.
+// Uses the production limits and separate memory.
 class Limits : public World {
  protected:
   void hold_a_load(std::uint64_t page, std::uint64_t count, const std::function<void()>& look) {

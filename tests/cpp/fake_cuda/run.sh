@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds and runs the CUDA copier on the CUDA runtime of threads. Needs g++ (sanitized: clang, which is twice as
-# quick there), CMake and the libraries of the core; no CUDA toolkit, no GPU.
+# Builds and runs the CUDA copier on the fake CUDA runtime. Needs g++ (sanitizers: clang, which is
+# twice as fast there), CMake and the libraries of the core. Needs no CUDA toolkit and no GPU.
 #
 #   bash tests/cpp/fake_cuda/run.sh                     once, with three seeds
 #   bash tests/cpp/fake_cuda/run.sh --sanitize thread   under ThreadSanitizer (address,undefined: those)
@@ -30,7 +30,7 @@ if ! cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUD
   [ -z "$mutant" ] || { echo "it does not compile"; exit 0; }
   exit 1
 fi
-# A test that stands still is a failure, and says which one it is.
+# A test that hangs is a failure; the output names it.
 limit=$((mutant ? 60 + 60 * seeds : 180 + 120 * seeds))
 KV_OFFLOAD_GPU_SECONDS=${KV_OFFLOAD_GPU_SECONDS:-1} KV_OFFLOAD_GPU_CASES=${KV_OFFLOAD_GPU_CASES:-40} \
   TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \

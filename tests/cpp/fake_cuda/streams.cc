@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams, events, kernels and captures of the runtime on threads.
+// Streams, events, kernels and captures of the fake CUDA runtime.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
@@ -61,7 +61,7 @@ void Hold::release() {
 }
 
 void settle() {
-  for (int calm = 0; calm < 2;) {  // twice in a row: what one stream reached another may go on from
+  for (int calm = 0; calm < 2;) {  // twice in a row: progress of one stream may unblock another
     std::vector<CUstream_st*> streams;
     {
       const std::lock_guard lock(machine().mutex);
@@ -105,7 +105,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::si
     const std::lock_guard lock(machine().mutex);
     machine().launches.push_back({blocks, threads, parameter_bytes});
     if (machine().loaded_kernels.insert(kernel).second) {
-      machine().wrong.emplace_back("a kernel was loaded by its launch, which may wait for the whole device");
+      machine().wrong.emplace_back(
+          "a kernel was loaded by its launch, which may synchronise the whole device");
     }
   }
   stream->push({Operation::kKernel, [=] {
@@ -116,7 +117,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::si
                   }
                   gridDim = config.gridDim;
                   blockDim = config.blockDim;
-                  // Backwards: nobody may count on an order.
+                  // Backwards: no order may be relied on.
                   for (unsigned block = blocks; block-- > 0;) {
                     for (unsigned thread = threads; thread-- > 0;) {
                       blockIdx = {block, 0, 0};
@@ -144,7 +145,7 @@ CUstream_st::~CUstream_st() {
 }
 
 void CUstream_st::push(Operation operation) {
-  if (capturing != 0) return;  // it would be part of the graph
+  if (capturing != 0) return;  // the operation would be part of the graph
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return queue_.size() < machine().queue_limit; });
   queue_.push_back(std::move(operation));
@@ -224,7 +225,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* made, unsigned flags) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   ENTER();
   stream_of(stream)->destroyed = true;
-  stream->stop();  // what is queued still runs
+  stream->stop();  // queued operations still run
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {

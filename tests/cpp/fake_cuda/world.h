@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cache on device 1 of the runtime on threads, an area, and a copier between
-// them. Blocks lie in the area in another order than in the cache, so that
-// nothing merges, and each has bytes of its own.
+// A cache on device 1 of the fake CUDA runtime, an area, and a copier between them. The area orders
+// the blocks differently from the cache, so that no segments merge. Every block has different
+// bytes.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ using fake_cuda::Hold;
 using fake_cuda::Work;
 using Ids = std::vector<std::uint64_t>;
 
-inline constexpr int kDevice = 1;  // not the one that a fresh thread is on
+inline constexpr int kDevice = 1;  // a new thread is on device 0
 
 inline void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
 
@@ -58,7 +58,7 @@ class World : public ::testing::Test {
   }
   void TearDown() override {
     let_go();
-    (void)cudaStreamSynchronize(compute_);  // what hold_compute() queued uses this object
+    (void)cudaStreamSynchronize(compute_);  // the host function queued by hold_compute() uses this object
     copier_.reset();
     pinned_.reset();
     (void)cudaStreamDestroy(compute_);
@@ -92,7 +92,7 @@ class World : public ::testing::Test {
   }
   void submit(std::uint64_t id, CopyDirection direction) { copier_->submit(job(id, direction)); }
 
-  // The compute stream stands still from here on.
+  // Blocks the compute stream until let_go().
   void hold_compute() {
     check(cudaLaunchHostFunc(
         compute_, [](void* self) { static_cast<World*>(self)->gate_.get_future().wait(); }, this));
@@ -100,22 +100,22 @@ class World : public ::testing::Test {
   void let_go() {
     if (!std::exchange(let_go_, true)) gate_.set_value();
   }
-  // The copier's thread has gone round a few times, and what it issued has run
-  // as far as it can.
+  // Returns after the copier's thread has polled several times and its issued copies have run as
+  // far as they can.
   static void settle() {
     fake_cuda::until_called("cudaEventQuery", 6);
     fake_cuda::settle();
   }
 
   std::span<std::byte> cache() const { return {cache_, kBlock * kBlocks}; }
-  // Block b of memory filled with `value`.
+  // Returns the byte of block b in memory filled with `value`.
   static std::byte byte_of(int value, std::uint64_t b) { return static_cast<std::byte>(value + b); }
   static void fill(std::span<std::byte> memory, int value) {
     for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = byte_of(value, i / kBlock);
   }
   bool area_is_untouched() const { return is_filled(area_.span(), 100); }
   bool cache_is_untouched() const { return is_filled(cache(), 1); }
-  // The area holds what the cache was filled with.
+  // True if the area holds the bytes of a cache filled with `value`.
   bool area_holds(int value) const { return holds(area_.span(), value, true); }
   bool cache_holds_the_area(int value = 100) const { return holds(cache(), value, false); }
 

@@ -36,7 +36,7 @@ class ChunkIndexTest : public testing::Test {
     index_.make_resident(slot, ChunkOrigin::kStore);
     return slot;
   }
-  // And used by this request.
+  // Stores a chunk and records an access by this request.
   Slot store_for(std::uint32_t request, std::string_view name) {
     const Slot slot = store(name);
     index_.access(slot, request, 0);
@@ -176,14 +176,14 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
   EXPECT_EQ(index_.victim(), b);
 }
 
-// victim() against a list that is searched from its cold end.
+// Compares victim() with a list that is searched from its cold end.
 class SparingModel {
  public:
-  // asks: the one request that asks; 0: they take turns.
+  // asks: the one request that asks for room; 0: the requests take turns.
   explicit SparingModel(const std::string& policy, std::uint32_t asks = 0)
       : index_(make_eviction_policy(policy), kChunks), takes_turns_(asks == 0), asks_(asks) {}
 
-  // One random call on both.
+  // Makes one random call on both.
   void step() {
     const auto chosen = chunks_.empty() ? chunks_.end() : std::next(chunks_.begin(), pick(chunks_.size()));
     const std::uint32_t request = 1 + pick(3);
@@ -207,7 +207,7 @@ class SparingModel {
       index_.clear();
       chunks_.clear();
     }
-    if (takes_turns_ && pick(8) == 0) asks_ = pick(4);  // 0: none
+    if (takes_turns_ && pick(8) == 0) asks_ = pick(4);  // 0: no request
   }
   std::optional<Slot> victim() { return index_.victim(asks_); }
   std::optional<Slot> expected() {
@@ -218,7 +218,7 @@ class SparingModel {
     }
     return std::nullopt;
   }
-  // Is there anything that no rule protects?
+  // True if a chunk exists that no rule protects.
   bool must_have_victim() const {
     return std::any_of(chunks_.begin(), chunks_.end(),
                        [&](const Chunk& chunk) { return !is_protected(chunk); });
@@ -268,7 +268,7 @@ class SparingModel {
   }
 
   ChunkIndex index_;
-  std::list<Chunk> chunks_;  // the next to go first
+  std::list<Chunk> chunks_;  // the next victim first
   const bool takes_turns_;
   std::uint32_t asks_;
   RowId last_ = 0;
@@ -283,7 +283,7 @@ TEST(SparingTest, TheVictimIsTheOldestThatIsNotSparedUnderRandomCalls) {
   }
 }
 
-// Memory is full of two long prompts, whose requests ask for room by turns.
+// Memory is full of two long prompts; their requests take turns asking for room.
 double most_steps_by_turns(const std::string& policy, std::uint32_t chunks) {
   ChunkIndex index(make_eviction_policy(policy), chunks);
   std::vector<ChunkId> last(2, 0);
@@ -326,8 +326,8 @@ TEST_P(SparingByPolicyTest, RequestsThatAskByTurnsGoThroughEachOthersChunksOnce)
                                << many;
 }
 
-// A prompt of request 7 behind a head that request 8 used last; both policies that know nothing of prefixes
-// and those that do.
+// A prompt of request 7 after a head that request 8 used last. Tests policies with and without
+// knowledge of prefixes.
 class SharedHeadTest : public SparingByPolicyTest {
  protected:
   Slot store(std::string_view name, std::string_view parent, std::uint32_t request) {
@@ -345,7 +345,7 @@ TEST_P(SharedHeadTest, TheHeadOfTheOwnPromptIsSparedWhoeverUsedItLast) {
   const Slot root = store("root", "", 7), head = store("head", "root", 7);
   store("own", "head", 7);
   for (const Slot slot : {head, root}) index_.access(slot, 8, 0);
-  EXPECT_EQ(index_.victim(7), std::nullopt) << "its own end is worth nothing without the head";
+  EXPECT_EQ(index_.victim(7), std::nullopt) << "the end of the prompt is useless without its head";
   const Slot other = store("other", "head", 8);
   EXPECT_EQ(index_.victim(7), other);
   EXPECT_TRUE(index_.victim(9).has_value());
@@ -360,7 +360,7 @@ TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
   EXPECT_TRUE(index_.victim(8).has_value());
 }
 
-// Prompts of requests with priorities, and eight chunks of others, which are the most recent.
+// Prompts of requests with priorities, and eight more recent chunks of other requests.
 class ImportanceTest : public SharedHeadTest {
  protected:
   Slot store(std::string_view name, std::string_view parent, std::int8_t priority) {
@@ -374,7 +374,7 @@ class ImportanceTest : public SharedHeadTest {
   void store_others() {
     for (int i = 0; i < 8; ++i) SharedHeadTest::store(fmt::format("other{}", i), "", 8);
   }
-  // That are here still when half of the others had to go.
+  // Evicts half as many chunks as there are others, and returns how many of `names` remain.
   std::size_t left_of(const std::vector<std::string>& names) {
     for (int i = 0; i < 4; ++i) index_.erase(index_.victim().value());
     return static_cast<std::size_t>(std::count_if(
@@ -424,7 +424,7 @@ INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-// Prompts that share heads, stored and hit as the cache does it.
+// Prompts with shared heads, stored and hit in the same way as in the cache.
 class NextVictimsTest : public testing::TestWithParam<std::string> {
  protected:
   static constexpr std::size_t kChunks = 60;
@@ -446,7 +446,7 @@ class NextVictimsTest : public testing::TestWithParam<std::string> {
   void serve_at_random() {
     std::vector<std::string> prompt;
     std::string name = "p";
-    for (auto length = 1 + random_() % 7; length > 0; --length) {  // ids are of eight letters
+    for (auto length = 1 + random_() % 7; length > 0; --length) {  // an id has up to eight letters
       name += static_cast<char>('a' + random_() % 2);
       prompt.push_back(name);
     }
@@ -491,7 +491,8 @@ TEST_P(NextVictimsTest, AWholePromptIsSeenBeforeTheEndOfTheNext) {
   EXPECT_EQ(drain(4), next);
 }
 
-// But for lru a look may change what a policy thinks of an entry, as it may with victim().
+// Only lru must evict exactly these: with other policies a look may change the state of an entry,
+// like victim().
 TEST_P(NextVictimsTest, AreWhatGoesNoneBeforeWhatLiesBehindIt) {
   for (int i = 0; i < testing::rounds(2000); ++i) {
     serve_at_random();
@@ -520,7 +521,7 @@ INSTANTIATE_TEST_SUITE_P(ChunkIndex, NextVictimsTest, testing::ValuesIn(eviction
                          [](const auto& info) { return info.param; });
 
 TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
-  // Keys from few hash heads, so that probe runs are long and wrap around.
+  // Uses keys with few distinct hash prefixes, so that probe runs are long and wrap around.
   std::mt19937 random(11);
   std::map<std::string, RowId> model;
   for (int i = 0; i < 200000; ++i) {

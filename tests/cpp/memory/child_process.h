@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Child processes for tests of state that processes share.
+// Child processes for tests of state that several processes share.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace kv_offload {
 
-// Counts across processes: raise() lets one wait() pass. Made before the fork.
+// A counter across processes: each raise() lets one wait() return. Create it before the fork.
 class Signal {
  public:
   Signal() {
@@ -39,19 +39,19 @@ class Signal {
   int ends_[2];
 };
 
-// A forked process that runs `body` and ends with 0, or 1 when an expectation or
-// an exception failed it.
+// A forked process that runs `body`. It exits with 0, or with 1 after a failed expectation or an
+// exception.
 class Child {
  public:
   explicit Child(const std::function<void()>& body) {
-    ::fflush(nullptr);  // or both would print what waits
+    ::fflush(nullptr);  // or both processes would print the buffered output
     pid_ = ::fork();
     if (pid_ != 0) return;
-    ::alarm(60);  // no test hangs for a child
+    ::alarm(60);  // a hung child must not hang the test
     try {
       body();
     } catch (const std::exception& error) {
-      ADD_FAILURE() << "in the child: " << error.what();
+      ADD_FAILURE() << "exception in the child: " << error.what();
     }
     ::fflush(nullptr);
     ::_exit(::testing::Test::HasFailure() ? 1 : 0);
@@ -61,7 +61,7 @@ class Child {
   }
   Child(Child&& other) noexcept : pid_(other.pid_) { other.pid_ = -1; }
   Child(const Child&) = delete;
-  // waitpid's status; 0 is well.
+  // Returns the status of waitpid; 0 means success.
   int wait() {
     int status = -1;
     ::waitpid(pid_, &status, 0);

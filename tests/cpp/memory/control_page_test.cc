@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
 
-// One scheduler and two workers in one process: the mapping is what is shared.
+// One scheduler and two workers in one process; they share the mapping.
 class Tickets : public ShmTest {
  protected:
   TicketResult result(Ticket ticket) { return region_->result(ticket, &failed_); }

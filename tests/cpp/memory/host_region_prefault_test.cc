@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a region gets its memory, and what happens where there is too little.
+// Memory population of a region, and its errors when memory is short.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <linux/mempolicy.h>
@@ -57,7 +57,8 @@ TEST_F(HostRegionMemory, a_progress_callback_may_throw) {
   EXPECT_THROW((void)region->prefault(0, 2, throwing), std::runtime_error);
 }
 
-// The node that the memory policy of an address names; -1: none, -2: not told here.
+// Returns the preferred node in the memory policy of an address; -1: no preference, -2: the policy
+// cannot be read here.
 int preferred_node(const std::byte* address) {
   int mode = 0;
   std::array<unsigned long, 16> mask{};
@@ -77,7 +78,7 @@ TEST_F(HostRegionMemory, an_area_comes_from_its_node_when_that_is_said_before_it
   const Status placed = region->prefer_node(0, 0);
   ASSERT_TRUE(placed.is_ok()) << placed.to_string();
   EXPECT_EQ(preferred_node(region->area(0).data()), 0);
-  EXPECT_EQ(preferred_node(region->area(1).data()), -1) << "another rank's";
+  EXPECT_EQ(preferred_node(region->area(1).data()), -1) << "area 1 belongs to another rank";
   ASSERT_TRUE(region->prefault(0, 1).is_ok());
   EXPECT_FALSE(region->prefer_node(1, 1023).is_ok()) << "no such node";
 }
@@ -87,12 +88,12 @@ TEST_F(HostRegionMemory, an_area_that_is_populated_already_says_that_it_stays) {
   if (preferred_node(region->area(0).data()) == -2) GTEST_SKIP() << "memory policies are not allowed here";
   ASSERT_TRUE(region->prefault(0, 1).is_ok());
   EXPECT_FALSE(region->prefer_node(0, 0).is_ok());
-  EXPECT_TRUE(region->prefer_node(1, 0).is_ok()) << "that one is empty";
+  EXPECT_TRUE(region->prefer_node(1, 0).is_ok()) << "area 1 is not populated";
 }
 
 class HostRegionOnSmallTmpfs : public HostRegionMemory {
  protected:
-  // Skips where mounting is not allowed.
+  // Returns false if mounting is not permitted.
   bool mount_tmpfs(std::uint64_t bytes) {
     mounted_ = ::mount("tmpfs", directory_.c_str(), "tmpfs", 0, fmt::format("size={}", bytes).c_str()) == 0;
     return mounted_;
@@ -135,7 +136,7 @@ TEST_F(HostRegionOnSmallTmpfs, one_that_fills_up_later_fails_the_prefault_and_no
       << status.to_string();
   ::close(fd);
   std::filesystem::remove(hog);
-  EXPECT_TRUE(region->prefault(0, 2).is_ok()) << "room again";
+  EXPECT_TRUE(region->prefault(0, 2).is_ok()) << "there is room again";
 }
 
 TEST_F(HostRegionOnSmallTmpfs, a_tmpfs_without_room_for_the_control_page_is_refused) {

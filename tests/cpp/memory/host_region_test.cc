@@ -121,7 +121,7 @@ TEST_F(HostRegionTest, processes_that_disagree_are_told_both_values) {
 TEST_F(HostRegionTest, a_rank_attaches_once) {
   const auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(1));
   EXPECT_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(9)), ResourceError);
-  EXPECT_EQ(worker->geometry(1).fingerprint, "rank 1") << "the second one changed it";
+  EXPECT_EQ(worker->geometry(1).fingerprint, "rank 1") << "the second attach changed the geometry";
 }
 
 TEST_F(HostRegionTest, more_than_the_machine_has_is_refused_before_anything_is_made) {
@@ -151,7 +151,7 @@ TEST_F(HostRegionTest, a_link_laid_at_our_name_is_not_followed) {
 TEST_F(HostRegionTest, engines_side_by_side_keep_apart) {
   const auto a = HostRegion::attach_scheduler(options(8 * kMiB, 1, "a"));
   const auto b = HostRegion::attach_scheduler(options(16 * kMiB, 1, "b"));
-  EXPECT_TRUE(b->swept().empty()) << "swept a living engine";
+  EXPECT_TRUE(b->swept().empty()) << "b swept the region of a running engine";
   a->area(0)[0] = std::byte{1};
   EXPECT_EQ(b->area(0)[0], std::byte{0});
   const auto worker = HostRegion::attach_worker(options(8 * kMiB, 1, "a"), 0, some_geometry());
@@ -171,7 +171,7 @@ TEST_F(HostRegionTest, areas_are_left_out_of_core_dumps) {
   EXPECT_TRUE(has(line, " dd")) << line;
 }
 
-// ---- what outlives its engine
+// ---- regions that outlive their engine
 
 class KeptRegion : public ShmTest {
  protected:
@@ -231,7 +231,7 @@ TEST_F(KeptRegion, survives_an_engine_that_ends_before_it_knows_what_is_there) {
   Engine engine(kept("fourth"));
   EXPECT_EQ(engine.scheduler->area(0)[7], std::byte{7});
   EXPECT_TRUE(engine.scheduler->keep());
-  EXPECT_EQ(names().size(), 1u) << "it has a name too many";
+  EXPECT_EQ(names().size(), 1u) << "the region has too many names";
 }
 
 TEST_F(KeptRegion, of_other_sizes_or_another_version_is_removed) {
@@ -292,20 +292,20 @@ TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
   ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
   {
     Engine engine(kept("first", 16 * kMiB));
-    std::ranges::fill(engine.worker->area(0), std::byte{1});  // takes its memory
+    std::ranges::fill(engine.worker->area(0), std::byte{1});  // populates all of it
     EXPECT_TRUE(engine.scheduler->keep());
   }
   const std::vector<std::string> before = names();
   {
     const auto small = HostRegion::attach_worker(options(2 * kMiB, 1, "small"), 0, some_geometry());
-    EXPECT_TRUE(small->swept().empty()) << "there was room beside it";
+    EXPECT_TRUE(small->swept().empty()) << "there was room next to the kept region";
   }
   const auto large = HostRegion::attach_worker(options(16 * kMiB, 1, "large"), 0, some_geometry());
   EXPECT_EQ(large->swept(), before);
   ::umount2(directory_.c_str(), MNT_DETACH);
 }
 
-// Its engine was killed before it had touched all of its memory.
+// The engine of the first region was killed before it had touched all of its memory.
 TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refused) {
   ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
   EXPECT_TRUE(Engine(kept("first", 16 * kMiB)).scheduler->keep());
@@ -314,7 +314,7 @@ TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refus
   other.keep_for = "another model";
   {
     Engine engine(other);
-    std::ranges::fill(engine.worker->area(0), std::byte{1});  // takes its memory
+    std::ranges::fill(engine.worker->area(0), std::byte{1});  // populates all of it
     EXPECT_TRUE(engine.scheduler->keep());
     const std::string text = message_of<ResourceError>([&] { Engine{kept("second", 16 * kMiB)}; });
     EXPECT_TRUE(has(text, "cpu_bytes_to_use") && has(text, "available")) << text;
@@ -322,8 +322,8 @@ TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refus
   }
   {
     Engine engine(kept("third", 16 * kMiB));
-    EXPECT_EQ(engine.worker->swept().size(), 1u) << "the other's memory was to be had";
-    std::ranges::fill(engine.worker->area(0), std::byte{1});  // SIGBUS where there is none
+    EXPECT_EQ(engine.worker->swept().size(), 1u) << "the other region's memory was available";
+    std::ranges::fill(engine.worker->area(0), std::byte{1});  // SIGBUS if there is no memory
     EXPECT_TRUE(engine.scheduler->keep());
   }
   EXPECT_EQ(names(), first);
@@ -408,7 +408,7 @@ TEST_F(HostRegionProcesses, what_a_killed_process_left_is_swept_by_the_next_star
     never.wait();
   });
   attached.wait();
-  EXPECT_TRUE(sweep_leftovers(directory_).empty()) << "it lives";
+  EXPECT_TRUE(sweep_leftovers(directory_).empty()) << "the process is alive";
   child.kill();
   child.wait();
   const std::vector<std::string> left = names();

@@ -10,7 +10,7 @@
 namespace kv_offload {
 namespace {
 
-// A system of files: /proc and cgroups under a directory of the test's own.
+// A file system tree in a test directory, with its own /proc and cgroups.
 class Headroom : public ShmTest {
  protected:
   void file(const std::string& path, const std::string& text) {

@@ -24,8 +24,8 @@ const int kOperations = testing::rounds(1'000'000);
 
 bool always(RowId) { return true; }
 
-// An allocator, and beside it a map of who has which bytes: a row that overlaps
-// another, leaves the area or is not aligned is found at once.
+// An allocator and a map of the owner of every byte. The map detects at once a row that overlaps
+// another, exceeds the area or is misaligned.
 class CheckedRows {
  public:
   CheckedRows(std::uint64_t area_bytes, std::vector<std::uint64_t> row_bytes)
@@ -60,7 +60,7 @@ class CheckedRows {
     rows_.free(row);
   }
 
-  // As a cache does it: evict a row of one's own, or empty another size's slab.
+  // Evicts like a cache: a row of the same group, or all rows of a slab of another size.
   RowId allocate_evicting(std::uint32_t group, std::mt19937& random) {
     RowId row = allocate(group);
     if (row != kNoRow) return row;
@@ -88,7 +88,7 @@ class CheckedRows {
     if (found == owners_.end()) found = owners_.begin();
     return page_of(found->first);
   }
-  // A row of the same size as the group's.
+  // Returns any row of the same size as the group's rows.
   std::optional<RowId> any_row_like(std::uint32_t group, std::mt19937& random) const {
     const auto places = places_.find(rows_.row_bytes(group));
     if (places == places_.end() || places->second.empty()) return std::nullopt;
@@ -168,7 +168,7 @@ TEST_P(RowAllocatorOfModel, stays_filled_through_a_million_operations) {
   double sum = 0;
   int samples = 0;
   for (int i = 0; i < kOperations; ++i) {
-    // Demand moves between the groups, so that slabs must move too.
+    // Moves the demand between the groups, so that slabs must move too.
     const std::uint32_t favoured =
         static_cast<std::uint32_t>(i / (kOperations / 10)) % model.row_bytes.size();
     const std::uint32_t group =
@@ -254,9 +254,9 @@ TEST(RowAllocator, rows_of_a_group_follow_each_other) {
       last[group] = row;
     }
   }
-  EXPECT_LE(jumps, 16) << "of 100: one where a slab ends";
+  EXPECT_LE(jumps, 16) << "of 100 steps: a jump only at the end of a slab";
   const RowAllocator fine(64 * kMiB, {100 * kKiB});
-  EXPECT_EQ(fine.capacity_rows(0), 655u) << "one size: nothing is cut";
+  EXPECT_EQ(fine.capacity_rows(0), 655u) << "with one row size the area is one slab";
 }
 
 TEST(RowAllocator, a_freed_run_is_given_out_as_a_run) {
@@ -273,14 +273,14 @@ TEST(RowAllocator, a_row_not_in_use_cannot_be_freed) {
   RowAllocator rows(256 * kMiB, {64 * kKiB, 128 * kKiB});
   const RowId row = rows.allocate(1);
   const RowId neighbour = rows.allocate(1);
-  ASSERT_EQ(neighbour, row + 32) << "in one slab";
+  ASSERT_EQ(neighbour, row + 32) << "both rows are in one slab";
   EXPECT_THROW(rows.free(row + 1), std::logic_error);
   EXPECT_THROW(rows.free(row + 64), std::logic_error);
   EXPECT_THROW(rows.free(kNoRow), std::logic_error);
   rows.free(row);
-  EXPECT_THROW(rows.free(row), std::logic_error) << "its slab is in use";
+  EXPECT_THROW(rows.free(row), std::logic_error) << "double free in a used slab";
   rows.free(neighbour);
-  EXPECT_THROW(rows.free(row), std::logic_error) << "its slab is not";
+  EXPECT_THROW(rows.free(row), std::logic_error) << "double free in a free slab";
 }
 
 TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
@@ -295,7 +295,8 @@ TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
   EXPECT_EQ(count, rows.capacity_rows(1));
 }
 
-// An allocator can claim the rows that another of the same sizes handed out, in any order.
+// An allocator can claim the rows that another allocator with the same row sizes handed out, in any
+// order.
 TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
   std::mt19937 random(11);
   RowAllocator before(GetParam().area_bytes, GetParam().row_bytes),
@@ -308,7 +309,7 @@ TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
   std::shuffle(taken.begin(), taken.end(), random);
   for (const auto& [group, row] : taken) {
     EXPECT_TRUE(after.claim(group, row));
-    EXPECT_FALSE(after.claim(group, row)) << "twice";
+    EXPECT_FALSE(after.claim(group, row)) << "the row was claimed twice";
   }
   EXPECT_EQ(after.bytes_in_use(), before.bytes_in_use());
   for (const auto& [group, row] : taken) after.free(row);
@@ -319,12 +320,12 @@ TEST(RowAllocator, claims_only_what_is_a_free_row_of_the_class) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 128 * kKiB});
   const RowId row = rows.allocate(0);
   EXPECT_FALSE(rows.claim(0, row));
-  EXPECT_FALSE(rows.claim(1, row)) << "its slab is of the other class";
-  EXPECT_FALSE(rows.claim(0, row + 1)) << "inside a row";
-  EXPECT_FALSE(rows.claim(0, 16 * kMiB / kPageBytes)) << "outside";
+  EXPECT_FALSE(rows.claim(1, row)) << "the slab belongs to the other class";
+  EXPECT_FALSE(rows.claim(0, row + 1)) << "the id points inside a row";
+  EXPECT_FALSE(rows.claim(0, 16 * kMiB / kPageBytes)) << "the id is outside the area";
   EXPECT_FALSE(rows.claim(0, kNoRow));
   EXPECT_TRUE(rows.claim(0, row + 16));
-  EXPECT_EQ(rows.allocate(0), row + 32) << "after the one that was claimed";
+  EXPECT_EQ(rows.allocate(0), row + 32) << "the next row after the claimed one";
 }
 
 class Reclaiming : public testing::Test {
@@ -357,7 +358,7 @@ TEST_F(Reclaiming, leaves_alone_a_slab_with_one_row_that_must_stay) {
   EXPECT_TRUE(rows_.slab_to_reclaim(1, [](RowId) { return false; }).empty());
 }
 
-// A slab has hundreds of the smallest rows, and one of the largest.
+// A slab has hundreds of the smallest rows, but only one of the largest.
 TEST_F(Reclaiming, a_slab_has_more_rows_of_one_size_than_any_has_of_another) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 1024 * kKiB, 4 * kKiB});
   const RowId largest = rows.allocate(1);

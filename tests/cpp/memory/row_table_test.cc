@@ -54,7 +54,7 @@ TEST_F(RowTableTest, TheLeastRecentlyUsedComesFirst) {
   for (const RowId id : {2u, 0u, 6u}) table.put(row(id, "k"));
   table.use(2);
   EXPECT_THAT(ids(open()), ElementsAre(0u, 6u, 2u));
-  open().put(row(8, "next"));  // the counter goes on
+  open().put(row(8, "next"));  // the use counter continues
   EXPECT_THAT(ids(open()), ElementsAre(0u, 6u, 2u, 8u));
 }
 
@@ -73,13 +73,13 @@ TEST_F(RowTableTest, WhatWasErasedIsNotThereAgain) {
 TEST_F(RowTableTest, OfAnotherIdentityIsEmptied) {
   open().put(row(0, "k"));
   EXPECT_THAT(ids(open("other weights")), IsEmpty());
-  EXPECT_THAT(ids(open()), IsEmpty()) << "it came back";
+  EXPECT_THAT(ids(open()), IsEmpty()) << "a cleared entry reappeared";
 }
 
 TEST_F(RowTableTest, ADamagedEntryIsLeftOut) {
   RowTable table = open();
   for (const RowId id : {0u, 2u, 4u}) table.put(row(id, "k"));
-  // Each byte of the second entry after its use.
+  // Every byte of the second entry except its use counter.
   for (std::size_t i = 8; i < 88; ++i) {
     std::vector<std::byte> before(memory_.begin(), memory_.end());
     memory_[kPageBytes + 88 + i] ^= std::byte{1};

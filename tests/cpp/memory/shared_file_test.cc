@@ -19,7 +19,7 @@ class SharedFileTest : public ShmTest {
   SharedFile open(const std::function<void(int)>& fill_in = [](int) {}) {
     return SharedFile::open_or_create(path_, 4096, fill_in);
   }
-  // How often this process has the file at our path open.
+  // Returns the number of descriptors of this process that have the file at path_ open.
   int times_open() const {
     int times = 0;
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -28,7 +28,7 @@ class SharedFileTest : public ShmTest {
     }
     return times;
   }
-  // Somebody else's file at our name, held by a lock of theirs.
+  // Opens or creates the file at path_, as another process would, and locks it.
   int hold(int lock) {
     const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     EXPECT_EQ(::flock(fd, lock), 0);
@@ -64,15 +64,16 @@ TEST_F(SharedFileTest, is_not_taken_when_swept_between_opening_and_locking) {
   std::filesystem::remove(path_);
   ::close(sweeper);
   opener.join();
-  EXPECT_TRUE(std::filesystem::exists(path_)) << "it holds a file that nobody else can find";
+  EXPECT_TRUE(std::filesystem::exists(path_)) << "the opener holds a file without a name";
   EXPECT_EQ(file.size(), 4096u);
 }
 
 TEST_F(SharedFileTest, of_another_kind_is_refused_by_a_region) {
   const int other = hold(LOCK_SH);
-  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "empty";
+  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "the file is empty";
   ASSERT_EQ(::ftruncate(other, 1 << 20), 0);
-  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "zeros";
+  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError)
+      << "the file contains zeros";
   ::close(other);
 }
 
@@ -87,7 +88,7 @@ TEST_F(SharedFileTest, is_kept_under_as_many_names_as_there_are) {
     EXPECT_EQ(file.keep(directory_, "digest"), number < kMostKept);
     EXPECT_FALSE(std::filesystem::exists(path_));
   }
-  EXPECT_EQ(names().size(), kMostKept) << "the last one has a name";
+  EXPECT_EQ(names().size(), kMostKept) << "a file beyond the limit was kept";
   EXPECT_TRUE(remove_unheld_files(directory_, Unheld::kLeftovers).empty());
   EXPECT_EQ(remove_unheld_files(directory_, Unheld::kKept).size(), kMostKept);
 }
@@ -113,7 +114,7 @@ TEST_F(SharedFileTest, that_is_not_taken_over_is_removed) {
   };
   EXPECT_LT(adopt(false), 0);
   EXPECT_TRUE(names().empty());
-  EXPECT_LT(adopt(true), 0) << "there is none";
+  EXPECT_LT(adopt(true), 0) << "there is no kept file";
 }
 
 TEST_F(SharedFileTest, that_is_held_is_not_taken_over) {
@@ -138,7 +139,8 @@ TEST_F(SharedFileTest, of_an_engine_that_is_dying_is_waited_for) {
   EXPECT_TRUE(std::filesystem::exists(path_));
 }
 
-// As it is for a moment when another engine takes it over, and when that one died before keep().
+// Happens for a moment while another engine takes the file over, and after that engine died before
+// keep().
 TEST_F(SharedFileTest, that_has_an_engines_name_already_is_taken_over_once_that_is_swept) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const std::string other = SharedFile::path_of(directory_, "other");
@@ -163,7 +165,7 @@ TEST_F(SharedFileTest, that_cannot_be_taken_over_now_stays) {
   EXPECT_EQ(names().size(), 1u);
   const SharedFile same_engine = open();
   EXPECT_LT(adopt([](int) { return true; }).fd(), 0);
-  EXPECT_EQ(names().size(), 2u) << "what was kept is lost";
+  EXPECT_EQ(names().size(), 2u) << "the kept file is lost";
 }
 
 }  // namespace

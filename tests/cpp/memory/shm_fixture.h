@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A shared memory directory of the test's own, gone afterwards.
+// A temporary shared memory directory; the test removes it at its end.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ class ShmTest : public ::testing::Test {
   std::string directory_;
 };
 
-// What an action that must throw `Error` says.
+// Runs an action that must throw `Error` and returns the message.
 template <typename Error, typename Action>
 std::string message_of(Action action) {
   try {

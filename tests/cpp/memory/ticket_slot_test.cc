@@ -17,7 +17,7 @@ constexpr Ticket kNew = 5 + HostRegion::kTicketSlots;
 constexpr std::uint64_t kOldFailed = 0b01;
 constexpr std::uint64_t kNewFailed = 0b10;
 
-// A word that lets the other side act between any two of this side's steps.
+// A word that lets the other side act between any two steps of this side.
 struct SteppedWord {
   static inline std::function<void()> before_step;
   std::uint64_t value = 0;
@@ -32,7 +32,7 @@ struct SteppedWord {
   }
   static void step() {
     if (!before_step) return;
-    const auto act = std::exchange(before_step, nullptr);  // what acts is not interrupted
+    const auto act = std::exchange(before_step, nullptr);  // the action itself is not interrupted
     act();
     if (!before_step) before_step = act;
   }
@@ -43,7 +43,8 @@ using Slot = TicketSlot<SteppedWord>;
 void expect_own_or_failed(const Slot& slot) {
   std::uint64_t failed = 0;
   if (slot.result(kOld, &failed) == TicketResult::kDone) {
-    EXPECT_TRUE(failed == kOldFailed || failed == kEveryGroup) << failed << " is another ticket's";
+    EXPECT_TRUE(failed == kOldFailed || failed == kEveryGroup)
+        << failed << " is the result of another ticket";
   }
   if (slot.result(kNew, &failed) == TicketResult::kDone) {
     EXPECT_EQ(failed, kNewFailed);
@@ -55,8 +56,7 @@ class TicketSlotTest : public testing::Test {
   ~TicketSlotTest() override { SteppedWord::before_step = nullptr; }
 };
 
-// A reader that took one ticket's result for another's would let bytes become a
-// hit that never arrived.
+// If a reader took one ticket's result for another's, bytes that never arrived would become a hit.
 TEST_F(TicketSlotTest, read_between_any_two_steps_of_a_report_gives_no_others_result) {
   Slot slot;
   slot.report(kOld, kOldFailed);

@@ -75,7 +75,7 @@ TEST(MetricDefinitions, keep_the_names_and_labels_that_users_build_on) {
 
 class MetricsTest : public testing::Test {
  protected:
-  // What adding up all drains gives, by name and labels.
+  // Adds up all drains, by name and labels.
   void drain() {
     for (const MetricChange& change : metrics_.drain()) {
       std::string key = change.definition->name;
@@ -112,12 +112,12 @@ TEST_F(MetricsTest, a_drain_has_only_what_changed) {
   EXPECT_EQ(metrics_.drain().size(), 2u);
   EXPECT_TRUE(metrics_.drain().empty());
   metrics_.set("kv_offload_tier_bytes", {"cpu"}, 5);
-  EXPECT_TRUE(metrics_.drain().empty()) << "the same value is no change";
+  EXPECT_TRUE(metrics_.drain().empty()) << "an unchanged value was drained";
   metrics_.set("kv_offload_tier_bytes", {"cpu"}, 4);
   const auto changes = metrics_.drain();
   ASSERT_EQ(changes.size(), 1u);
   EXPECT_THAT(changes[0].label_values, ElementsAre("cpu"));
-  EXPECT_EQ(changes[0].value, 4) << "a gauge is drained as it is";
+  EXPECT_EQ(changes[0].value, 4) << "a gauge is drained as its current value";
 }
 
 TEST_F(MetricsTest, a_series_recorded_as_zero_is_drained_once) {
@@ -144,7 +144,8 @@ TEST_F(MetricsTest, observations_kept_for_a_drain_are_bounded) {
   drain();
   const auto& kept = observations_["kv_offload_read_seconds/fs"];
   ASSERT_EQ(kept.size(), Metrics::kMostObservations);
-  EXPECT_EQ(kept.back(), static_cast<double>(Metrics::kMostObservations - 1)) << "the first ones are kept";
+  EXPECT_EQ(kept.back(), static_cast<double>(Metrics::kMostObservations - 1))
+      << "the oldest observations are kept";
   EXPECT_THAT(metrics_.text(), HasSubstr("kv_offload_read_seconds_count{tier=\"fs\"} 4106"));
 }
 
@@ -163,7 +164,7 @@ TEST_F(MetricsTest, our_mistakes_are_told) {
   EXPECT_THROW(metrics_.add("kv_offload_hit_tokens_total", {"cpu"}, -1), std::logic_error);
   EXPECT_THROW(metrics_.set("kv_offload_hit_tokens_total", {"cpu"}, 1), std::logic_error);
   EXPECT_THROW(metrics_.observe("kv_offload_read_seconds", {"fs"}, std::nan("")), std::logic_error);
-  EXPECT_TRUE(metrics_.drain().empty()) << "nothing of them remains";
+  EXPECT_TRUE(metrics_.drain().empty()) << "rejected calls left a trace";
   EXPECT_EQ(metrics_.value("kv_offload_hit_tokens_total", {"cpu"}), 0);
 }
 
@@ -177,7 +178,7 @@ TEST_F(MetricsTest, text_has_help_type_and_values) {
   EXPECT_THAT(text, HasSubstr("# TYPE kv_offload_read_seconds histogram"));
   EXPECT_THAT(text, HasSubstr("kv_offload_read_seconds_bucket{tier=\"fs\",le=\"0.1\"} 0"));
   EXPECT_THAT(text, HasSubstr("kv_offload_read_seconds_bucket{tier=\"fs\",le=\"0.25\"} 1"));
-  EXPECT_THAT(text, HasSubstr("kv_offload_saved_seconds_total 0")) << "shown from the start";
+  EXPECT_THAT(text, HasSubstr("kv_offload_saved_seconds_total 0")) << "the metric is exported from the start";
 }
 
 TEST_F(MetricsTest, threads_lose_nothing) {
@@ -201,7 +202,8 @@ TEST_F(MetricsTest, threads_lose_nothing) {
 
 std::string http_get(std::uint16_t port, const std::string& path) {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  const timeval patience{.tv_sec = 20, .tv_usec = 0};  // an answer that does not come is a failure, no hang
+  const timeval patience{.tv_sec = 20,
+                         .tv_usec = 0};  // a missing response fails the test instead of hanging it
   ::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   sockaddr_in address{};
   address.sin_family = AF_INET;

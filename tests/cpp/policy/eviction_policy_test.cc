@@ -19,7 +19,7 @@ class LruTest : public testing::Test {
  protected:
   std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy("lru");
   void insert(Slot slot) { policy_->insert(slot, EntryInfo{}); }
-  // The order in which everything unpinned would go.
+  // Evicts all unpinned slots and returns them in order.
   std::vector<Slot> drain() {
     std::vector<Slot> order;
     while (const auto victim = policy_->victim()) {
@@ -99,7 +99,7 @@ TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
   }
 }
 
-// Whatever the policy, a victim is known, unpinned, and everything unpinned goes in the end.
+// For every policy: a victim is a known, unpinned slot, and every unpinned slot is evicted eventually.
 class AnyPolicy : public testing::TestWithParam<std::string> {
  protected:
   std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam());
@@ -111,7 +111,7 @@ class AnyPolicy : public testing::TestWithParam<std::string> {
     }
     return order;
   }
-  // As the cache stores a prompt: the deepest chunk first. Slot n is the nth chunk of it.
+  // Stores a prompt in the order of the cache: the deepest chunk first. Slot `first + n` holds chunk n.
   void store_prompt(Slot first, Slot count, std::uint32_t request) {
     for (Slot i = count; i-- > 0;) {
       policy_->insert(first + i, {.id = first + i + 1, .parent = i == 0 ? 0 : first + i, .request = request});
@@ -127,7 +127,7 @@ TEST_P(AnyPolicy, GivesOnlyUnpinnedKnownVictimsUnderRandomCalls) {
     const bool is_pinned = pinned.contains(slot);
     const bool known = is_pinned || unpinned.contains(slot);
     const auto action = random() % 6;
-    // Ids come again in other slots, parents may be strangers or form circles.
+    // Ids recur in other slots; parents may be unknown or form cycles.
     const EntryInfo info{.id = i % 3 == 0 ? 0 : 1 + random() % 96,
                          .parent = random() % 96,
                          .request = static_cast<std::uint32_t>(random() % 20),
@@ -188,7 +188,7 @@ TEST_P(AnyPolicy, PromptsOfLowPriorityGoFirstAndOfHighPriorityLast) {
 INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-// Also where the first entry of a level is a late one.
+// The last insert also creates the first entry of another priority level.
 TEST_P(AnyPolicy, ACallTakesAsFewStepsWithTenTimesAsManyEntries) {
   std::uint64_t most[2] = {};
   for (const int large : {0, 1}) {

@@ -12,7 +12,7 @@ namespace {
 
 TEST(IdTable, AgreesWithAMapUnderRandomCalls) {
   std::mt19937_64 random(3);
-  std::vector<ChunkId> ids;  // by value
+  std::vector<ChunkId> ids;  // indexed by value
   for (int i = 0; i < 3000; ++i) ids.push_back(random() % 4 == 0 ? 1 + random() % 64 : random() | 1);
   const auto id_of = [&](std::uint32_t value) { return ids[value]; };
   IdTable table;
@@ -22,7 +22,7 @@ TEST(IdTable, AgreesWithAMapUnderRandomCalls) {
     const ChunkId id = ids[value];
     const auto found = known.find(id);
     ASSERT_EQ(table.find(id, id_of), found == known.end() ? IdTable::kNone : found->second) << "call " << i;
-    // Fuller and emptier in turns.
+    // The table grows and shrinks in turns.
     if (found != known.end() && random() % 8 < (i / 20000 % 2 == 0 ? 2u : 7u)) {
       table.erase(id, id_of);
       known.erase(found);
@@ -33,7 +33,7 @@ TEST(IdTable, AgreesWithAMapUnderRandomCalls) {
   }
 }
 
-// Ids that differ in a few bits only.
+// The ids differ in only a few bits.
 TEST(IdTable, NoFindLooksAtManyCells) {
   for (const int shift : {0, 16, 24}) {
     std::vector<ChunkId> ids;

@@ -11,12 +11,12 @@
 namespace kv_offload {
 namespace {
 
-// Prompts as the cache stores and hits them: what is new the deepest first, then
-// hits from the deepest to the head. Slots are chunk numbers.
+// Serves prompts in the order of the cache: hits from the deepest chunk to the head, then stores of new
+// chunks, the deepest first. Slots are chunk numbers.
 class PrefixPolicyTest : public testing::Test {
  protected:
   PrefixPolicy policy_;
-  std::map<Slot, Slot> parent_of_;  // known slots; their own number: none
+  std::map<Slot, Slot> parent_of_;  // of known slots; a slot without a parent maps to itself
   std::uint32_t request_ = 0;
 
   EntryInfo info(Slot slot, Slot parent) const {
@@ -64,7 +64,8 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
   EXPECT_EQ(order, (std::vector<Slot>{11, 10, 2, 1, 0}));
 }
 
-// Prompts of one chunk and of three are of different classes; what they are worth is the same as yet.
+// Prompts of one chunk and of three chunks are in different classes. Without learned data all classes have
+// the same worth.
 TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
   for (const Slot first : {0u, 10u, 20u, 30u}) serve(prompt(first, first % 20 == 0 ? 1 : 3));
   std::vector<Slot> order;
@@ -72,13 +73,14 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
   EXPECT_EQ(order, (std::vector<Slot>{0, 12, 11, 10, 20, 32, 31, 30}));
 }
 
-// As of a directory after a start, in the order of their use: of a prompt the beginning is the oldest.
+// Like the records of a directory after a start: inserted in order of use without known parents. The
+// beginning of a prompt is its oldest chunk.
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
-  // By their uses alone the last of these orders would let the beginning go first.
+  // By recency alone, the last of these orders would evict the beginning first.
   for (const std::vector<Slot>& uses : {std::vector<Slot>{2, 1, 0}, {0, 1, 2}}) {
     PrefixPolicy policy;
     for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy.insert(slot, {.id = id_of(slot)});
-    policy.pin(1);  // as of one that is being read
+    policy.pin(1);  // like a record that is being read
     for (const Slot slot : uses) {
       policy.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
     }
@@ -126,14 +128,14 @@ TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
   policy_.pin(2);
   EXPECT_EQ(policy_.victim(), 10u);
   evict();
-  // Nothing else is left: then what lies before it goes, rather than nothing.
+  // No other chunk is left, so a chunk before the pinned end is the victim.
   EXPECT_TRUE(policy_.victim() == 0u || policy_.victim() == 1u);
   policy_.unpin(2);
   EXPECT_EQ(policy_.victim(), 2u);
 }
 
-// As where all ends are being read or written. Of the prompt that was used last its head goes last, though
-// that was used first, or its readers let go of it first.
+// All ends are pinned, as if they were being read or written. The head of the most recent prompt is evicted
+// last, even if the head was used first or its readers unpinned it first.
 TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
   enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
   for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
@@ -158,8 +160,8 @@ TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
   }
 }
 
-// One-off prompts of eight chunks against conversations that come back after as
-// long as an LRU of this size forgets them.
+// One-off prompts of eight chunks compete with conversations that return only after an LRU of this size has
+// evicted them.
 TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
   constexpr std::size_t kCapacity = 400;
   Slot next = 0;
@@ -179,12 +181,12 @@ TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
     }
     while (parent_of_.size() > kCapacity) evict();
   }
-  // Between two turns come 50 one-off prompts, 400 chunks: LRU would hit nothing.
+  // 50 one-off prompts (400 chunks) are stored between two turns: LRU would have no hits.
   EXPECT_GT(hits, possible * 9 / 10) << possible;
 }
 
-// Each turn of a chat brings its last block under another key than the next one does, as where it is half
-// full.
+// Each turn of a chat stores its last block under a key that the next turn does not use, as with a half-full
+// block.
 TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
   constexpr std::size_t kCapacity = 1400;
   Slot next = 0;
@@ -201,15 +203,16 @@ TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
     possible += i < 12000 ? 0 : talk.size() - 1;
     while (parent_of_.size() > kCapacity) evict();
   }
-  // Were ends kept like other chunks, 84%.
+  // If ends were kept like other chunks, the hit rate would be 84%.
   EXPECT_GT(hits, possible * 95 / 100) << possible;
 }
 
-// A prompt comes in parts: what was stored just now has nothing behind it yet, and may be gone on from.
+// A prompt is stored in parts: its request may still extend a chunk that was stored just now and has no
+// child.
 TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
   Slot next = 0;
   std::vector<std::vector<Slot>> talks(60);
-  for (std::size_t i = 0; i < 6000; ++i) {  // ends do not come back, all else does
+  for (std::size_t i = 0; i < 6000; ++i) {  // ends are never reused, all other chunks are
     auto& talk = talks[i % talks.size()];
     if (talk.size() > 4) talk.clear();
     talk.push_back(next++);
@@ -222,7 +225,7 @@ TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
     parent_of_.erase(slot);
   };
   while (!parent_of_.empty()) forget(parent_of_.begin()->first);
-  // Two requests of one class: of one chunk it is known that the prompt went on.
+  // Two requests of one class: only the chunk `went_on` is known to have had a child.
   const Slot went_on = next++, behind = next++, fresh = next++;
   serve({went_on, behind});
   forget(behind);
@@ -234,15 +237,15 @@ TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
       policy_.pin(other);
     }
   };
-  EXPECT_EQ(policy_.victim(), went_on) << "the least recent";
+  EXPECT_EQ(policy_.victim(), went_on) << "expected the least recent chunk";
   store_others(62);
-  EXPECT_EQ(policy_.victim(), went_on) << "still";
+  EXPECT_EQ(policy_.victim(), went_on) << "expected no change before 64 stores";
   store_others(2);
-  EXPECT_EQ(policy_.victim(), fresh) << "64 were stored since: the end of a prompt";
+  EXPECT_EQ(policy_.victim(), fresh) << "expected the end of a prompt after 64 stores";
 }
 
-// Questions of eight chunks, none asked twice, on documents of four, which are all read again: of one
-// request.
+// Each request asks a unique question of eight chunks about a document of four chunks. All documents are read
+// again. Both kinds of chunk are in the same request.
 TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
   constexpr std::size_t kCapacity = 300;
   Slot next = 200;
@@ -255,12 +258,12 @@ TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
     hits += i < 3000 ? 0 : found;
     while (parent_of_.size() > kCapacity) evict();
   }
-  // Between two reads of a document come 600 chunks: LRU would hit 40% by chance.
+  // 600 chunks are stored between two reads of a document: LRU would hit 40% by chance.
   EXPECT_GT(hits, 4u * 3000 * 95 / 100);
 }
 
-// Prompts that all come back, in turns; there is room for three fifths of them, and a tier has every other
-// one, later the others.
+// All prompts are reused in turn, and the cache holds three fifths of them. A tier has every other prompt; in
+// the second pass it has the rest.
 TEST_F(PrefixPolicyTest, WhatATierHasTooGoesFirst) {
   constexpr Slot kPrompts = 1000;
   constexpr int kTurns = 40, kToLearn = 20;
@@ -269,7 +272,7 @@ TEST_F(PrefixPolicyTest, WhatATierHasTooGoesFirst) {
     for (int turn = 0; turn < kTurns; ++turn) {
       for (Slot slot = 0; slot < kPrompts; ++slot) {
         const std::size_t found = serve({slot});
-        if (has == 0) policy_.pin(slot);  // told while it is read or written
+        if (has == 0) policy_.pin(slot);  // set_recorded() while the slot is read or written
         policy_.set_recorded(slot, slot % 2 == has);
         if (has == 0) policy_.unpin(slot);
         if (turn >= kToLearn) hits[slot % 2 == has] += static_cast<int>(found);
@@ -290,7 +293,8 @@ TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {
     }
     while (parent_of_.size() > 40) evict();
   }
-  // Had these been returns, the youngest would be worth most by far; as it is, it is LRU.
+  // If these accesses counted as reuse, the youngest chunk would have by far the highest worth. They do not,
+  // so the order is LRU.
   const Slot victim = policy_.victim().value();
   EXPECT_EQ(victim / 100, 490u);
 }

@@ -34,7 +34,7 @@ TEST_F(PrioritisedTest, WithinALevelThePolicyDecides) {
 TEST_F(PrioritisedTest, AHitByAMoreUrgentRequestLiftsAnEntry) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot, 0);
   policy_.access(0, {.priority = 1});
-  policy_.access(0, {.priority = 0});  // and it stays there
+  policy_.access(0, {.priority = 0});  // a later hit does not lower it
   policy_.access(1, {.priority = -1});
   EXPECT_EQ(drain(), (std::vector<Slot>{2, 1, 0}));
 }
@@ -72,7 +72,7 @@ TEST_F(PrioritisedTest, ALiftedEntryStaysRecorded) {
   policy.erase(0);
   policy.insert(0, {});
   policy.access(0, {.priority = 1});
-  EXPECT_FALSE(told[0]) << "another entry";
+  EXPECT_FALSE(told[0]) << "the slot holds a new entry, which no tier has";
 }
 
 TEST_F(PrioritisedTest, TheHighLevelGivesWhenItHoldsMoreThanHalf) {

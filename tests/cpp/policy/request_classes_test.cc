@@ -9,7 +9,7 @@ namespace {
 TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
   RequestClasses classes;
   const auto record = classes.refer(9);
-  const std::vector<unsigned> expected = {1, 1, 2, 2, 2, 2, 3};  // after 1, 2, ... new entries
+  const std::vector<unsigned> expected = {1, 1, 2, 2, 2, 2, 3};  // class after 1, 2, ... new entries
   for (const unsigned of_class : expected) {
     classes.on_stored(record, true, false);
     EXPECT_EQ(classes.class_of(record), of_class);
@@ -57,7 +57,7 @@ TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {
   EXPECT_EQ(classes.size(), 1u);
   classes.release(record);
   EXPECT_EQ(classes.size(), 0u);
-  EXPECT_EQ(classes.class_of(classes.refer(9)), 0u);  // another one now
+  EXPECT_EQ(classes.class_of(classes.refer(9)), 0u);  // a new record
 }
 
 TEST(RequestClasses, ARequestWithoutANumberIsNotKnown) {

@@ -33,13 +33,13 @@ TEST(ReusePredictor, WhatComesBackIsWorthMoreThanWhatDoesNot) {
   }
   for (unsigned c = 0; c < ReusePredictor::kClasses; ++c) model.learn(1);
   EXPECT_GT(model.worth(2, 0), 2 * model.worth(1, 0));
-  // And it is worth more the nearer its return is.
+  // The worth grows as the expected reuse comes nearer.
   EXPECT_GT(model.worth(2, 9), model.worth(2, 3));
   EXPECT_LT(model.worth(2, 12), model.worth(2, 9));
 }
 
-// Ends of prompts never come back, whoever brought them: seen of one kind of request, it is expected of
-// another of which only other chunks were seen.
+// The ends of prompts are never reused. The model learns this from one request class and expects it of a
+// class with data only for other chunks.
 TEST(ReusePredictor, WhatAKindDoesIsExpectedOfRequestsOfWhichLittleWasSeen) {
   ReusePredictor model;
   const auto see = [&](unsigned of_class, int times, bool returns) {
@@ -54,7 +54,7 @@ TEST(ReusePredictor, WhatAKindDoesIsExpectedOfRequestsOfWhichLittleWasSeen) {
   for (unsigned c = 0; c < ReusePredictor::kClasses; ++c) model.learn(1);
   const float other = model.worth(ReusePredictor::class_of(2, false, false), 10);
   EXPECT_LT(model.worth(ReusePredictor::class_of(2, true, false), 10), other / 4);
-  // And so it is with what a request's class does.
+  // The same holds for the request class.
   see(ReusePredictor::class_of(3, false, false), 1000, false);
   for (unsigned c = 0; c < ReusePredictor::kClasses; ++c) model.learn(1);
   EXPECT_LT(model.worth(ReusePredictor::class_of(3, false, true), 10),

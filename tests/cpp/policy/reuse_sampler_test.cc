@@ -66,7 +66,8 @@ TEST_F(ReuseSamplerTest, WhatItsOwnRequestWentOnBehindIsNoEnd) {
     history_.extended(chunk_id(n), n % 2 == 0 ? record : later);
   }
   history_.advance(1000, 100000);
-  // Only those that did not go on come back: were they one kind, they would be worth the same.
+  // Only chunks that their own request did not extend are reused. If all chunks were one kind, their worth
+  // would be equal.
   for (std::uint64_t n = 1; n < 500; n += 2) history_.used(chunk_id(n), {.record = later, .now = 1000});
   learn();
   const unsigned at = ReusePredictor::bucket_of(1000);
@@ -82,7 +83,7 @@ TEST_F(ReuseSamplerTest, DropsWhatLiesBeyondTheHorizon) {
   EXPECT_TRUE(history_.knows(chunk_id(50)));
 }
 
-// As of a cache that was emptied.
+// The horizon shrinks at once, as when the cache is emptied.
 TEST_F(ReuseSamplerTest, DropsAFewInOneCall) {
   for (std::uint64_t n = 0; n < 10000; ++n) history_.used(chunk_id(n), {.now = n});
   history_.advance(20000, 100);
@@ -91,7 +92,7 @@ TEST_F(ReuseSamplerTest, DropsAFewInOneCall) {
   EXPECT_EQ(history_.size(), 0u);
 }
 
-// One in four of so many: those are chosen by their hashes, and are found by their hashes.
+// One in four of these ids is sampled. The hash selects the samples and also places them in the table.
 TEST_F(ReuseSamplerTest, WhatIsSampledLiesAllOverTheTable) {
   constexpr std::uint64_t kUses = 5 * ReuseSampler::kMaxSamples;
   for (std::uint64_t n = 0; n < kUses; ++n) history_.used(chunk_id(n), {.now = n});
@@ -128,7 +129,7 @@ TEST_F(ReuseSamplerTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
   EXPECT_EQ(classes_.size(), 0u);
 }
 
-// Entries that were all used between two stores.
+// All entries were used between two stores, so they have the same time.
 TEST_F(ReuseSamplerTest, ThoseOfOneTimeGetOlderAFewInACall) {
   constexpr std::uint64_t kMany = 20000;
   for (std::uint64_t n = 0; n < kMany; ++n) history_.used(chunk_id(n), {.now = 1});
@@ -139,7 +140,7 @@ TEST_F(ReuseSamplerTest, ThoseOfOneTimeGetOlderAFewInACall) {
     ASSERT_LT(steps, 5000u);
     all += steps;
   }
-  EXPECT_GE(all, kMany) << "in the end each has";
+  EXPECT_GE(all, kMany) << "not every entry was moved to its new age";
 }
 
 }  // namespace

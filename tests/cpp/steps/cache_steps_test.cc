@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a verb of the cache costs for each chunk does not grow: not with what is in host memory, on the tier,
-// in flight or asked for by others. Each test does the same work in a small world and in one that is ten
-// times as large, and compares steps. A tier of 10 million records stands below where one is needed.
+// The per-chunk cost of a cache call does not grow with the number of chunks in host memory, on the
+// tier, in flight or requested by others. Each test does the same work at scale 1 and at scale 10
+// and compares steps. Tests that need a tier use one with 10 million records.
 #include "cache/tiered_cache.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 namespace kv_offload::testing {
 namespace {
 
-constexpr double kMostGrowth = 1.7;  // a tree of ten times as many is half as deep again
+constexpr double kMostGrowth = 1.7;  // a tree with ten times as many entries is 1.5 times as deep
 constexpr std::uint64_t kRecords = 10'000'000;
 
 struct Size {
@@ -32,7 +32,7 @@ struct Size {
   std::uint32_t cache_blocks = 0;
 };
 
-// A cache whose tier's threads are the test.
+// A cache whose tier has no threads: the test runs the tier's ops itself.
 class Engine {
  public:
   explicit Engine(const Size& size) {
@@ -77,7 +77,7 @@ class Engine {
     for (const ChunkKey& key : keys) hits += cache().lookup(request, key) == LookupResult::kHit;
     return hits;
   }
-  // Until the tier knows which of them it has, and reads are queued.
+  // Asks for the keys until the tier knows its records and the reads are queued.
   RequestHandle ask(const std::vector<ChunkKey>& keys) {
     const RequestHandle request = begin();
     ask_again(request, keys);
@@ -90,11 +90,11 @@ class Engine {
     look(request, keys);
     cache().end_step();
   }
-  // Questions are urgent: they run before the reads that are queued.
+  // Runs the lookups. They are urgent: they run before the queued reads.
   void answer() {
     while (pool_->depth(Lane::kRead).queued > reads_) pool_->begin_next(Lane::kRead)();
   }
-  // Those of this step, with which the tier is told what was asked for.
+  // Runs this step's lookups, which are sent to the tier at the end of the step.
   void answer_questions() {
     cache().end_step();
     run(Lane::kRead);
@@ -129,7 +129,7 @@ class Engine {
   std::unique_ptr<World> world_;
 };
 
-// `measure`: steps for one unit of work in a world of this scale, 1 or 10.
+// `measure` returns the steps for one unit of work at this scale, 1 or 10.
 template <typename Measure>
 void expect_no_growth(Measure measure) {
   const double small = static_cast<double>(measure(1)), large = static_cast<double>(measure(10));
@@ -180,7 +180,7 @@ TEST(CacheSteps, a_store_costs_the_same_where_no_slab_can_be_emptied) {
                    .shard_bytes = {300, 3 * kPageBytes},
                    .tier = false,
                    .full_attention = {true, true}});
-    // Stores that no rank has reported pin all of it.
+    // Pins all of the memory: no rank has reported these stores.
     const RequestHandle request = engine.begin();
     for (std::uint64_t first = 0;; first += 512) {
       const auto keys = Engine::keys(first, 512);
@@ -200,7 +200,7 @@ TEST(CacheSteps, a_store_costs_the_same_where_no_slab_can_be_emptied) {
 TEST(CacheSteps, a_prompt_of_a_million_tokens_is_looked_up_and_loaded_at_the_price_of_a_short_one) {
   std::uint64_t per_chunk[2][4] = {};
   for (const std::uint64_t scale : {1, 10}) {
-    const std::size_t chunks = 6'250 * scale;  // of 16 tokens
+    const std::size_t chunks = 6'250 * scale;  // 16 tokens each
     Engine engine({.rows = 70'000, .tier = false});
     const auto keys = Engine::keys(0, chunks);
     engine.store(keys);
@@ -249,7 +249,7 @@ TEST(CacheSteps, a_request_that_ends_while_its_chunks_are_read_costs_the_same_a_
   expect_no_growth([](std::uint64_t scale) {
     const std::size_t chunks = 3'000 * scale;
     Engine engine({.rows = 70'000});
-    engine.ask(Engine::keys(0, chunks));  // in front of it
+    engine.ask(Engine::keys(0, chunks));  // queued ahead of the request's reads
     engine.expect_reads(chunks);
     const RequestHandle request = engine.ask(Engine::keys(100'000, chunks));
     const std::uint64_t took = steps_of([&] { engine.cache().end_request(request); });
@@ -328,14 +328,14 @@ TEST(CacheSteps, a_request_that_waits_costs_the_same_beside_many_that_wait_for_t
 TEST(CacheSteps, requests_that_ended_keep_nothing_of_their_prompts) {
   Engine engine({.rows = 4096});
   std::vector<RequestHandle> requests;
-  const auto keys = Engine::keys(kRecords, 8192);  // of none there is a record
+  const auto keys = Engine::keys(kRecords, 8192);  // no record exists for these keys
   engine.cache().end_request(engine.ask(keys));
   const std::uint64_t before = bytes_in_use();
   for (int i = 0; i < 100; ++i) {
     requests.push_back(engine.begin());
     engine.look(requests.back(), keys);
   }
-  EXPECT_GT(bytes_in_use(), before + (std::uint64_t{8} << 20)) << "the test asks for too little";
+  EXPECT_GT(bytes_in_use(), before + (std::uint64_t{8} << 20)) << "the test does not use enough memory";
   for (const RequestHandle request : requests) engine.cache().end_request(request);
   engine.answer_questions();
   EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));
@@ -368,7 +368,7 @@ TEST(CacheSteps, writes_behind_one_that_is_stuck_leave_nothing_behind) {
       engine.cache().end_step();
     }
   };
-  write(0, 9'000);  // what the tier remembers of keys, which is bounded, is full
+  write(0, 9'000);  // fills the tier's bounded memory of keys
   const std::uint64_t before = bytes_in_use();
   write(9'000, 13'000);
   EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A store of as many records as a test likes, which takes no memory: it has those whose number, which is in
-// the key, is below `records`. Nothing is read or written.
+// A store with any number of records that takes no memory. A record exists if the number in its key
+// is below `records`. Nothing is read or written.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost of an I/O pool call does not grow with the number of ops that wait in it.
+// The cost of an I/O pool call does not grow with the number of queued ops.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -11,7 +11,8 @@ namespace kv_offload::testing {
 namespace {
 
 constexpr std::size_t kFew = 2'000, kMany = 40'000;
-// A search of all costs 20 times as much with 20 times as many; a tree's depth grows by a half.
+// With 20 times as many ops, a linear search costs 20 times as much; the depth of a tree grows by
+// half.
 constexpr double kMostPoolGrowth = 2;
 
 class PoolSteps : public ::testing::Test {
@@ -35,7 +36,7 @@ class PoolSteps : public ::testing::Test {
     std::size_t ended = 0;
     IoPool pool{{0, 0, &clock}};
   };
-  // Steps of 200 of these calls, in a pool of so many ops.
+  // Compares the steps of 200 calls in a small and in a large pool.
   template <typename Call>
   static void expect_no_growth(Call call) {
     double took[2];

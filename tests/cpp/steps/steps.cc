@@ -13,7 +13,7 @@ constexpr std::size_t kLine = 64;
 extern "C" {
 void __sanitizer_cov_trace_pc() { ++g_steps; }
 
-// The linker turns the core's calls to these (--wrap).
+// The linker redirects the core's calls to these wrappers (--wrap).
 void* __real_memcpy(void* to, const void* from, std::size_t bytes);
 void* __real_memmove(void* to, const void* from, std::size_t bytes);
 void* __real_memset(void* to, int value, std::size_t bytes);

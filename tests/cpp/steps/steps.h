@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of the core, counted. The core of this program is compiled with a call at the beginning of each basic
-// block (-fsanitize-coverage=trace-pc): each turn of each loop is a step, in the core's own code and in the
-// templates of the standard library that it uses. Blocks of memory that are moved or filled count by the
-// cache line. So a walk that grows with what is stored is seen wherever it is, without a clock.
+// Counts the steps of the core. This program's core is compiled with a call at the beginning of
+// each basic block (-fsanitize-coverage=trace-pc). Each loop iteration is a step, in the core's own
+// code and in the standard library templates that it uses. Moved or filled memory counts one step
+// per cache line. A walk that grows with the number of stored chunks is therefore detected
+// anywhere, without a clock.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace kv_offload::testing {
 
-std::uint64_t steps();  // of this thread so far
+std::uint64_t steps();  // by this thread so far
 
 template <typename Work>
 std::uint64_t steps_of(Work&& work) {
@@ -19,6 +20,6 @@ std::uint64_t steps_of(Work&& work) {
   return steps() - before;
 }
 
-std::uint64_t bytes_in_use();  // of the heap, by all threads
+std::uint64_t bytes_in_use();  // of the heap, for all threads
 
 }  // namespace kv_offload::testing

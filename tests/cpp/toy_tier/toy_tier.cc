@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kind of tier of its own, as somebody would add one: the store (memory_store.h) and what Python makes of
-// it. An extension beside kv_offload._core, for tests/python/test_tiers.py.
+// A custom tier type, as a third party would add one: the store (memory_store.h) and its Python
+// binding. It is an extension module next to kv_offload._core, for tests/python/test_tiers.py.
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -16,7 +16,7 @@ namespace {
 namespace py = pybind11;
 using testing::MemoryServer;
 
-// Servers live as long as the process, so that what one engine recorded the next one finds.
+// Servers live as long as the process, so that one engine finds the records of a previous one.
 std::shared_ptr<MemoryServer> server_of(const std::string& name) {
   static std::mutex mutex;
   static std::map<std::string, std::shared_ptr<MemoryServer>> servers;
@@ -55,7 +55,7 @@ std::shared_ptr<ToyTierSpec> toy_tier(const std::string& server, const py::bytes
 PYBIND11_MODULE(kv_offload_toy_tier, module) {
   namespace py = pybind11;
   using kv_offload::ToyTierSpec;
-  py::module_::import("kv_offload._core");  // has the class that it derives from
+  py::module_::import("kv_offload._core");  // defines the base class
   py::class_<ToyTierSpec, kv_offload::bindings::TierSpec, std::shared_ptr<ToyTierSpec>>(module, "ToyTier")
       .def(py::init(&kv_offload::toy_tier), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
            py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"), py::arg("op_timeout_ms"));

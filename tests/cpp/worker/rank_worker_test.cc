@@ -13,7 +13,7 @@ namespace {
 
 using enum CopyDirection;
 
-// Ends jobs when the test says so, and records its calls.
+// A copier that records its calls and ends jobs when the test says so.
 class FakeCopier final : public BlockCopier {
  public:
   std::string describe() const override { return "fake"; }
@@ -70,7 +70,7 @@ class RankWorkerTest : public ::testing::Test {
     job.ticket = ticket;
     worker_->submit(std::move(job));
   }
-  // Returns what the scheduler sees; empty while the ticket is pending.
+  // Returns the scheduler's view of a ticket; empty while the ticket is pending.
   std::optional<std::uint64_t> reported(Ticket ticket, TicketKind kind = TicketKind::kStore) {
     std::uint64_t failed = 0;
     if (scheduler_->result(ticket, &failed, kind) == TicketResult::kPending) return std::nullopt;

@@ -163,7 +163,7 @@ def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pyt
     assert "different numbers of KV heads ([4, 8])" in str(Rank(monkeypatch, [4, 8]).look())
     one = Rank(monkeypatch, [4, 4])
     one.refs.pop()
-    assert "lie in one page" in str(one.look())
+    assert "share one page" in str(one.look())
     one = Rank(monkeypatch, [4])
     one.vllm_config.cache_config.calculate_kv_scales = True
     assert "calculate_kv_scales" in str(one.look())
@@ -174,4 +174,4 @@ def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pyt
     one.layers["layer.0"].kv_cache = []
     assert one.look() == "the cache of layer.0 is not known"
     monkeypatch.setattr(compat, "current_vllm_config", lambda: None)
-    assert "does not tell its workers" in str(one.look())
+    assert "does not pass the configuration" in str(one.look())

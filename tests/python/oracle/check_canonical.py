@@ -119,7 +119,7 @@ def test_a_replicated_latent_cache_is_the_same_for_any_number_of_ranks(tmp_path:
 # Per case: the setup, its numbers of ranks, model properties, and the reason why records are kept apart.
 REFUSED: dict[str, tuple[Setup, tuple[int, ...], dict[str, int], str]] = {
     "states": (replace(HEADS, window=STATE, heads=None, layers=4), (1, 2), {}, "certifies no layout"),
-    "packed blocks": (replace(HEADS, layout="BLHNC", heads=None), (1, 2), {}, "lie in one page"),
+    "packed blocks": (replace(HEADS, layout="BLHNC", heads=None), (1, 2), {}, "share one page"),
     "stages of a pipeline": (
         replace(HEADS, pipelined=True, heads=None, layers=4),
         (2,),

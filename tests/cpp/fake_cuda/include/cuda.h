@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stand-in for the CUDA driver API's header: the few types that csrc/copy uses.
+// Stand-in for the header of the CUDA driver API: the few types that csrc/copy uses.
 #pragma once
 
 typedef int CUdevice;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stand-in for what nvcc adds to the runtime's header: enough to compile a .cu
-// file as C++ and to run its kernels as loops over grid and block. A kernel must
-// not synchronise its threads: they run one after the other.
+// Stand-in for the parts of the runtime header that nvcc adds. It is enough to compile a .cu file
+// as C++ and to run its kernels as loops over grid and block. A kernel must not synchronise its
+// threads: they run one after the other.
 #pragma once
 
 #include <functional>
@@ -24,13 +24,13 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-// Of the thread of a grid that this thread plays.
+// Indices of the grid thread that this host thread currently runs.
 extern thread_local uint3 blockIdx, threadIdx;
 extern thread_local dim3 gridDim, blockDim;
 
 namespace fake_cuda {
-// `run` plays one thread of the grid; `check` says what is wrong with the
-// arguments on that device, "" for nothing. `parameter_bytes`: of all arguments together.
+// `run` executes one thread of the grid. `check` returns the problem with the arguments on that
+// device, or "" if there is none. `parameter_bytes`: total size of all arguments.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::size_t parameter_bytes,
                    std::function<const char*(int device)> check, std::function<void()> run);
 cudaError_t load_kernel(cudaFuncAttributes* attributes, const void* kernel);
@@ -39,13 +39,13 @@ cudaError_t load_kernel(cudaFuncAttributes* attributes, const void* kernel);
 template <typename... Declared, typename... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Declared...),
                                Given&&... arguments) {
-  // Arguments are taken when the kernel is launched, as CUDA takes them.
+  // Copies the arguments at launch, as CUDA does.
   auto taken = std::make_shared<std::tuple<std::decay_t<Declared>...>>(std::forward<Given>(arguments)...);
   const auto check = [taken](int device) -> const char* {
     return std::apply(
         [device](const auto&... values) -> const char* {
           (void)device;
-          // Found beside the arguments' types, where somebody wrote one.
+          // Argument-dependent lookup finds this check if the kernel's source defines one.
           if constexpr (requires { wrong_with_kernel_arguments(device, values...); }) {
             return wrong_with_kernel_arguments(device, values...);
           }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stand-in for the CUDA runtime's header, so that the CUDA copier is compiled and
-// run where no CUDA toolkit is. It declares what csrc/copy, the gpu_* tests and
-// benchmarks/gpu use, and nothing else; names, values and signatures are those of
-// CUDA 13. Where the toolkit is, the same sources are also compiled against its
-// own headers (stage cuda of tests/run.sh), which keeps this one honest.
+// Stand-in for the CUDA runtime header: compiles and runs the CUDA copier on machines without a
+// CUDA toolkit. It declares only the names that csrc/copy, the gpu_* tests and benchmarks/gpu use.
+// Names, values and signatures are those of CUDA 13. On machines with the toolkit, stage cuda of
+// tests/run.sh also compiles the same sources against the real headers, which keeps this file
+// correct.
 #pragma once
 
 #include <cstddef>
