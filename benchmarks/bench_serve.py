@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's ``bench serve`` over more prefixes than fit in host memory: a first and later passes.
+"""Runs vLLM's ``bench serve`` over more prefixes than fit in host memory: a first pass and later passes.
 
     python benchmarks/bench_serve.py [--rounds 5] [--prefixes 8] [--prefix 3072] [--size 128MiB]
 
@@ -165,7 +165,7 @@ def main() -> None:
                     for other, root in roots.items():
                         if other != "none":
                             wait_for_writes(root, 1)
-                    if number >= 0:  # warm-up: vLLM compiles helpers during the first requests
+                    if number >= 0:  # negative rounds are warm-up: vLLM compiles helpers
                         rounds[name][which].append(taken)
                         say(f"round {number}, {which}, {name}: {taken['duration']:.2f} s")
     report(rounds, arguments)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the cost of storing a prompt to running requests.
+"""Measures how much storing a prompt slows down running requests.
 
     python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
 
@@ -139,7 +139,7 @@ def main() -> None:
             for name in make.sample(arguments.only, len(arguments.only)):
                 wait_until_quiet(servers.values())
                 taken = play(servers[name], roots[name], prompt, arguments.tokens)
-                if number >= 0:  # warm-up: vLLM compiles helpers during the first requests
+                if number >= 0:  # negative rounds are warm-up: vLLM compiles helpers
                     rounds[name].append(taken)
     report(rounds, arguments)
 

@@ -2,10 +2,11 @@
 """Measures writes to a full directory with other owners' records, and how many of those stay usable.
 
 ``dead``: writes to a full root that holds records of a namespace that no server has open, compared with
-writes to a full root of the writer's own records. Both alternate in one process. ``models``: two servers with
-different models on one full root. The baseline is one server on a root of half the size. "held" is the part
-of a server's share that its records use. "usable" is the part of its records that can be loaded because no
-earlier chunk is missing.
+writes to a full root of the writer's own records. Both alternate in one process.
+
+``models``: two servers with different models on one full root. The baseline is one server on a root of half
+the size. "held" is the part of a server's share that its records use. "usable" is the part of its records
+that can be loaded because no earlier chunk is missing.
 
 If ``--before`` names the same program built from another commit, the builds take turns.
 

@@ -2,7 +2,7 @@
 """The canonical layout: records that are the same for every tensor-parallel size.
 
 A record shard is one KV head of a chunk, in all layers of the group (several heads if the model has more than
-64). A rank's row holds the shards of its own heads, one after the other. A cache that every rank holds
+64). A rank's row holds the shards of its heads, one after the other. A cache that every rank holds
 completely (MLA) has one shard and keeps its byte order.
 
 The layout is used only if two sources agree: the layout that vLLM certifies for a layer (the mapping in its
