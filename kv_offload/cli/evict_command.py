@@ -24,9 +24,7 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tie
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
 _WALK_EVERY_SECONDS = 3600.0  # in between, the root's own ledger is trusted
-_REST_SECONDS = (
-    60.0  # after a walk that found nothing to remove: the ledger is too high, or the files are not records
-)
+_REST_SECONDS = 60.0  # after a walk that removed nothing: the ledger is too high, or no file is a record
 
 
 class Stopped(Exception):
