@@ -3,7 +3,7 @@
 // It plans once per step, for all requests that got kPending.
 //
 // Invariant: a plan holds no resources itself. Rows belong to fetching chunks (HostChunks), reads to ops
-// (TierIo), pins and waits to requests (Requests), and those classes release them.
+// (TierIo), pins and waits to requests (RequestTable), and those classes release them.
 //
 // A request that is short of rows gets the beginning of its prompt. Rows are taken from the left, and as a
 // last resort from its own hits further to the right, which are worthless without the beginning.

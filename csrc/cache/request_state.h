@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // State of one live request in RequestTable: the results of its last lookup pass, what it waits for and
-// holds, and what it offered for storing. Plain data: other classes only read it, and Requests alone changes
-// it. The exception is Offers, which Stores updates.
+// holds, and what it offered for storing. Plain data: only RequestTable changes it, and other classes read
+// it. The exception is Offers, which StorePath updates.
 #pragma once
 
 #include <algorithm>
@@ -140,8 +140,8 @@ struct RequestState {
   // Fingerprints of keys whose fetches failed while it waited: they are never fetched again for it.
   std::unordered_map<std::uint64_t, MissReason> failed;
   // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
-  // at the next lookup. True: the answer arrived, and the request does not wait for the question of another
-  // request.
+  // at the next lookup. True: the answer arrived, and the request does not wait for a lookup that another
+  // request started.
   std::unordered_map<std::uint64_t, bool> asked;
 
   std::optional<Nanos> first_lookup;
