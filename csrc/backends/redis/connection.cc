@@ -24,12 +24,12 @@ using ConstBytes = std::span<const std::byte>;
 // by far the longest reply. Record bytes do not count.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
-// Enough for a map in which each slot is a range of its own with a master and two replicas.
+// Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
 
 Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
-// False: a type that no command of ours returns.
+// False: a type that none of our commands returns.
 bool to_reply(const valkeyReply& from, Reply* reply) {
   const std::string_view text =
       from.str == nullptr ? std::string_view() : std::string_view(from.str, from.len);
