@@ -21,7 +21,7 @@ COMMANDS = (
     ("size", "size_command", "Show how large a model's KV cache is, and when loading pays off."),
     ("bench", "bench_command", "Measure a tier and memory copies against their raw speed."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
-    ("why", "why_command", "Explain why little or nothing is loaded, from metrics or from a log."),
+    ("why", "why_command", "Explain why little or nothing is loaded, from metrics or a log."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
     ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),

@@ -31,7 +31,7 @@ def why(
     ] = "http://127.0.0.1:8000/metrics",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
 ) -> None:
-    """Explain why little or nothing is loaded, from metrics or from a log.
+    """Explain why little or nothing is loaded, from metrics or a log.
 
     For each cause: how many tokens, what it means, what to change; the largest first. Metrics know the
     misses by reason since the server's start. A log shows problems at start (a changing hash seed, a

@@ -104,7 +104,7 @@ def test_a_token_with_a_line_end_adds_no_header(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a\r\nx-evil: 1")
     (text,) = tier().problems()
-    assert "line ends" in text
+    assert "line breaks" in text
     assert "evil" not in text
 
 
