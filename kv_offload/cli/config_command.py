@@ -58,7 +58,7 @@ def config(
             metavar="POLICY",
             help="Chunks to write to the tiers: write_through (all), on_evict (those that host memory "
             "evicts), "
-            "reuse:N (at their Nth request; reduces SSD wear), never (other servers fill the tier).",
+            "reuse:N (at their Nth request; reduces SSD wear), read_only (other servers fill the tier).",
         ),
     ] = None,
     fsync: Annotated[

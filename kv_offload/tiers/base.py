@@ -155,7 +155,7 @@ class TierConfig(BaseModel):
         ):
             raise ValueError(
                 f"is {value!r}; possible: write_through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: at "
-                "the Nth request), never"
+                "the Nth request), read_only"
             )
         return value
 

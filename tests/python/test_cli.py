@@ -182,7 +182,7 @@ def test_config_for_a_shell_is_quoted():
         ),
         (["--cpu", "1GiB", "--tier", "/kv"], "--tier /kv is neither KIND=PLACE"),
         (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
-        (["--cpu", "1GiB", "--tier", '{"type": ["fs"]}', "--fsync", "data"], "no tier here has it"),
+        (["--cpu", "1GiB", "--tier", '{"type": ["fs"]}', "--fsync", "data"], "no tier here accepts it"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
         (["--cpu", "1GiB", "--set", "lookup_timeout=1"], "did you mean 'lookup_timeout_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
@@ -467,7 +467,7 @@ def test_doctor_shows_settings_that_the_size_option_overwrites(core, vllm):
     text = said("doctor", "--no-measure", *option, "--config", json.dumps(OURS))
     assert "--kv-offloading-size overwrites cpu_bytes_to_use: '1GiB' is not used, '2GiB' is" in text
     assert "cpu_bytes_to_use 2.0 GiB" in text
-    refused("doctor", *option, status=2, part="without --config")
+    refused("doctor", *option, status=2, part="needs --config")
 
 
 @pytest.mark.parametrize(("value", "status"), [("1", 1), ("0", 0)])
@@ -508,7 +508,7 @@ def test_doctor_detects_disabled_plugins(core, vllm, monkeypatch):
     monkeypatch.setattr("kv_offload.cli.doctor_checks.entry_points", lambda group: [Point])
     assert "spec_name alone is enough" in said("doctor", "--no-measure")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert "leaves kv_offload out" in said("doctor", "--no-measure")
+    assert "excludes kv_offload" in said("doctor", "--no-measure")
 
 
 @pytest.mark.parametrize(
@@ -662,8 +662,8 @@ def test_verify_of_a_good_root_exits_with_0(core):
 def test_purge_asks_for_confirmation(core):
     text = said("purge", "/root", given="n\n", status=1)
     assert "Remove 3 records (3.0 MiB, 2 namespaces) from /root?" in text
-    assert "A server uses it" in text
-    assert "A server uses it" not in said("purge", "/root", "-n", "ac", given="n\n", status=1)
+    assert "A server is using it" in text
+    assert "A server is using it" not in said("purge", "/root", "-n", "ac", given="n\n", status=1)
     assert fake_core.FsRoot.last_purge == "nothing"
     assert "3 records removed, 3.0 MiB" in said("purge", "/root", given="y\n")
     assert fake_core.FsRoot.last_purge is None

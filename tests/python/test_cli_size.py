@@ -205,7 +205,7 @@ def test_a_state_of_unknown_size_is_noted(config):
 def test_states_in_the_text_output(config):
     text = " ".join(run(config(QWEN_3_NEXT)).output.split())
     assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one per block" in text
-    assert "vLLM makes blocks of 544 tokens" in text
+    assert "vLLM uses blocks of 544 tokens" in text
 
 
 def test_tokens_per_tier_and_per_gib(config):
@@ -289,9 +289,9 @@ def test_a_state_of_unknown_dtype_is_counted_with_the_dtype_of_the_cache(config)
         ({**LLAMA_8B, "layer_types": ["quantum"] * 32}, "layers of an unknown kind: quantum"),
         ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "no layer has a KV cache for each token"),
         ({**LLAMA_8B, "hidden_size": None}, "it has no hidden_size"),
-        ({**LLAMA_8B, "num_key_value_heads": [8, 8]}, "config.json is not understood"),
-        ({**LLAMA_8B, "layer_types": 32}, "config.json is not understood"),
-        ({"text_config": "none"}, "config.json is not understood"),
+        ({**LLAMA_8B, "num_key_value_heads": [8, 8]}, "config.json cannot be interpreted"),
+        ({**LLAMA_8B, "layer_types": 32}, "config.json cannot be interpreted"),
+        ({"text_config": "none"}, "config.json cannot be interpreted"),
     ],
 )
 def test_a_model_that_cannot_be_sized_is_explained(config, content, part):
@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_sized_is_explained(config, content, part):
     [
         (["--kv-dtype", "fp3"], "possible: auto, float32"),
         (["--cpu", "1gig"], "is not a size"),
-        (["--cpu", "1GiB", "--config", '{"cpu_bytes_to_use": 1}'], "without --cpu"),
+        (["--cpu", "1GiB", "--config", '{"cpu_bytes_to_use": 1}'], "leave out --cpu"),
         (["--prefill", "inf"], "infinity"),
     ],
 )

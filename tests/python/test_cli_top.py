@@ -185,7 +185,7 @@ def test_an_infinite_interval_exits_with_2(serve):
 def test_a_missing_page_names_the_address(serve):
     address = serve(FIRST)
     result = run(f"{address}/elsewhere", "--once", status=1)
-    assert f"{address}/elsewhere answers 404 Not Found" in result.stderr
+    assert f"{address}/elsewhere returned 404 Not Found" in result.stderr
 
 
 def test_a_page_of_another_server_exits_with_1(serve):

@@ -165,7 +165,7 @@ def test_the_own_address_is_the_one_that_the_master_sees() -> None:
     "master", ["etcd://no.such.host.invalid:2379", "etcd://[::bad", "etcd://:2379", "no.such.invalid:1"]
 )
 def test_an_unknown_own_address_must_be_configured(master: str) -> None:
-    with pytest.raises(client.Refused, match=r"give local_host"):
+    with pytest.raises(client.Refused, match=r"set local_host"):
         client.own_address(master)
 
 

@@ -191,7 +191,7 @@ def test_stat_lists_each_namespace(filled: Any) -> None:
         assert (space["open"], space["description"], space["epoch"]) == (None, None, None)
     shown = run("stat", filled.address).stdout
     assert f"{2 * COUNT} records, 2 namespaces, 1 key not from kv-offload" in shown
-    assert "no record: kv_offload" in shown
+    assert "not a record: kv_offload" in shown
     assert shown.isprintable() or "\x1b" not in shown
 
 
@@ -308,7 +308,7 @@ def test_purge_asks_and_names_the_server(filled: Any) -> None:
     result = CliRunner().invoke(app, ["purge", filled.address], input="n\n")
     assert result.exit_code == 1
     assert f"Remove {2 * COUNT} records" in result.output
-    assert "Servers that use it compute again" in result.output
+    assert "Servers that use it recompute" in result.output
     assert len(filled.names()) == 2 * COUNT
 
 

@@ -70,7 +70,7 @@ def test_an_invalid_value_is_refused(key: str, value: str) -> None:
 
 def test_what_does_not_belong_together_is_refused() -> None:
     assert "the store limits itself" in problem(max_bytes="1GiB")
-    assert 'devices is given and protocol is not "rdma"' in problem(devices="mlx5_0")
+    assert 'devices is given but protocol is not "rdma"' in problem(devices="mlx5_0")
     assert tier(devices="mlx5_0,mlx5_1", protocol="rdma").devices == "mlx5_0,mlx5_1"
 
 

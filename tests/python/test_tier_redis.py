@@ -205,7 +205,7 @@ def test_the_password_comes_from_the_environment_or_a_file(
         return config(**given).secondary_tiers[0].problems()
 
     assert "set password_env" in problems(url="redis://kv@cache")[0]
-    assert "not set or empty" in problems(password_env="KV_TEST_PASSWORD")[0]
+    assert "unset or empty" in problems(password_env="KV_TEST_PASSWORD")[0]
     monkeypatch.setenv("KV_TEST_PASSWORD", SECRET)
     assert problems(url="redis://kv@cache", password_env="KV_TEST_PASSWORD") == []
     path = tmp_path / "password"
@@ -345,7 +345,7 @@ def test_messages_about_a_cluster_name_the_nodes() -> None:
     )
     found["nodes"] = [node(1, max_bytes=0), node(2, failure="gone"), node(3, max_bytes=0)]
     lines = tier._cautions_of(found)
-    assert lines[0].startswith("10.0.0.1:6379, 10.0.0.3:6379: it has no maxmemory")
+    assert lines[0].startswith("10.0.0.1:6379, 10.0.0.3:6379: maxmemory is not set")
     assert lines[1] == "10.0.0.2:6379: its records are not used until it answers: gone"
     assert "1 of them unreachable" in tier._described(found)
     assert "no maxmemory" in tier._described(found)
