@@ -29,7 +29,7 @@ SECRET = "hunter2-never-shown"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises timeouts: the machine is busy with other tests."""
+    """Increases the timeouts: the machine is busy with other tests."""
     monkeypatch.setattr("kv_offload.tiers.redis.config._LOOK_SECONDS", 240.0)
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 

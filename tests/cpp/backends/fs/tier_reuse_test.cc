@@ -273,7 +273,8 @@ TEST_F(FsTierReuse, a_count_during_a_reuse_is_exact) {
   EXPECT_TRUE(user.read(next_, kReuseShards));
   EXPECT_GE(user.tier().stats().bytes, du(root_)) << "a directory created for it may count twice";
   EXPECT_LE(user.tier().stats().bytes, du(root_) + kPageBytes);
-  // The previous count lasted as long as the clock moved meanwhile; a pause of twenty times that follows it.
+  // The previous count lasted as long as the clock moved meanwhile, and is followed by a pause of twenty
+  // times that duration.
   Nanos step{std::chrono::seconds(1)};
   EXPECT_TRUE(user.until([&] {
     clock_.advance(step);
