@@ -243,7 +243,7 @@ def import_circle(root: Path, package: str) -> list[str]:
                 found |= (each & set(modules)) | ({module} if each - set(modules) else set())
         return (found & set(modules)) - {name, package}
 
-    # A package runs before its modules, and may import them: it is no module of its own circle.
+    # A package runs before its modules and may import them, so it is not part of a circle.
     return circle({name: imported(name) for name in modules if name != package})
 
 

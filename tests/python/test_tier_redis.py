@@ -289,7 +289,7 @@ def test_doctor_reports_a_cluster_and_names_the_nodes(cluster: str) -> None:
 
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
-    """As the adapter opens it: the next process finds the records of the first."""
+    """Opens it as the adapter does: the next process finds the records of the first."""
     (tier,) = config(url=cluster, op_timeout_ms=240_000).secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     assert tier._others() == []

@@ -121,8 +121,8 @@ TEST_F(FsTierReuse, concurrent_writers_stay_below_the_bound) {
 }
 
 // Freed space belongs to the process that freed it: another process that asks at every moment gets none of
-// it. (The other one scanned an empty root and its clock stands still, so it never learns of records that it
-// could evict.)
+// it. (The other one scanned an empty root and its clock does not advance, so it never learns of records that
+// it could evict.)
 TEST_F(FsTierReuse, space_that_one_server_frees_is_not_taken_by_another) {
   FsTierOptions others = options_for(root_, kReuseBound);
   others.clock = &clock_;
