@@ -104,7 +104,7 @@ TEST(MooncakeProcess, a_process_that_sends_nothing_is_retried) {
     const Status status = client.wait_for_start(soon(), &refused);
     EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
     EXPECT_FALSE(refused);
-    EXPECT_THAT(status.message(), HasSubstr("said nothing: it ended with status 6"));
+    EXPECT_THAT(status.message(), HasSubstr("did not report its start: it ended with status 6"));
     std::unique_ptr<Channel> channel;
     EXPECT_EQ(client.take(10, &channel).kind(), StatusKind::kIo);
   }
