@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for mkdocs that add the pages and pictures outside of docs/ to the site."""
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,24 @@ def on_files(files: Any, config: Any) -> Any:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, place, content=relinked(text, source)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Returns a page of docs/ with its links to files of PAGES changed to their pages of the site.
+
+    In the repository these links name the files themselves.
+    """
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def link(found: re.Match[str]) -> str:
+        text, target = found.groups()
+        path, _, anchor = target.partition("#")
+        place = PAGES.get(posixpath.normpath(posixpath.join("docs", folder, path)))
+        if place is None:
+            return found[0]
+        return f"[{text}]({posixpath.relpath(place, folder or '.')}{'#' + anchor if anchor else ''})"
+
+    return markdown if page.file.src_uri in PAGES.values() else LINK.sub(link, markdown)
 
 
 def relinked(text: str, source: str) -> str:

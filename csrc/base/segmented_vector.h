@@ -45,7 +45,7 @@ class SegmentedVector {
   }
 
  private:
-  // Elements of the first segment; each further segment is twice as long.
+  // Elements of the first segment. Each further segment is twice as long as the one before it.
   static constexpr std::size_t kFirst = 64;
   static constexpr std::size_t kMostSegments = 32;
 

@@ -40,7 +40,7 @@ void SplitTable::split(std::uint32_t tag) {
   count_steps(first_block.used + second_block.used + places / 8);
 }
 
-// Doubles the block, in memory of its own.
+// Doubles the block, in separately allocated memory.
 void SplitTable::lengthen(std::uint32_t tag) {
   const Place old = directory_[index_of(tag)];
   Block& block = blocks_[old.block];

@@ -7,7 +7,7 @@
 // bits select the cell. On a collision the next cells are used (linear probing, no tombstones). A half-full
 // block is split into two, which moves at most kCells / 2 cells and leaves all other blocks unchanged. The
 // directory doubles from time to time; it takes 16 bytes per thousand values. A block whose tags are all
-// alike becomes longer instead; tags of digests never are.
+// alike is lengthened instead; tags of digests never are.
 //
 // Memory: 8 bytes per cell, at a load of 0.25 to 0.5. Large tables keep their blocks adjacent on huge pages.
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lock annotations checked by Clang's -Wthread-safety, and the mutex that
-// carries them (names from Clang's documentation of the analysis).
+// Lock annotations checked by Clang's -Wthread-safety, and the mutex that carries them (names from Clang's
+// documentation of the analysis).
 #pragma once
 
 #include <atomic>

@@ -33,7 +33,7 @@ struct TierSpec {
   RecordFormOptions form() const;
 };
 
-// Parses "write_through", "on_evict", "reuse:N" or "never". Throws InvalidArgument that lists them.
+// Parses "write_through", "on_evict", "reuse:N" or "read_only". Throws InvalidArgument that lists them.
 TierSlotOptions write_policy_of(std::string_view write_policy);
 
 // Throws InvalidArgument unless there are 32 bytes.

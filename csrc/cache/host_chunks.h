@@ -59,7 +59,8 @@ class HostChunks {
   const ChunkEntry& at(Slot slot) const { return index_.at(slot); }
   Slot slot_of(const ChunkEntry* entry) const { return index_.slot_of(entry); }
   EntryInfo entry_info(Slot slot) const { return index_.entry_info(index_.at(slot)); }
-  // Prefetch hints for a chunk that is soon looked up; soon becomes resident or is used; is soon evicted.
+  // Prefetch hints. The chunk will soon be looked up (by key), become resident or be used (by slot), be
+  // evicted.
   void prefetch(const ChunkKey& key) const { index_.prefetch(key); }
   void prefetch(Slot slot) const { index_.prefetch(slot); }
   void prefetch_eviction(Slot slot) const { index_.prefetch_erase(slot); }

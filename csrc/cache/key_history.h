@@ -29,7 +29,7 @@ class KeyHistory {
     std::uint64_t& cell = own(key);
     cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
   }
-  // Prefetches the cell of a key that is noted or looked up soon.
+  // Prefetches the cell of a key that is recorded or looked up soon.
   void prefetch(const ChunkKey& key) const { __builtin_prefetch(&cells_[place(fingerprint(key))]); }
   std::optional<std::uint8_t> eviction_reason(const ChunkKey& key) const {
     return eviction_reason(fingerprint(key));

@@ -93,23 +93,23 @@ LookupResult RequestTable::lookup_here(RequestHandle handle, RequestState& reque
                  LookupResult::kPending);
 }
 
-// What the tiers know of a key that host memory does not have. Masks have a bit for each tier.
+// What the tiers know about a key that is not in host memory. Masks have one bit per tier.
 struct RequestTable::TierAnswers {
-  std::optional<std::uint8_t> found_on;  // the first tier to read it from; later ones were not looked at
-  std::uint32_t unknown = 0;             // waiting for an answer is worthwhile
-  std::uint32_t again = 0;               // of these: the last answer was "absent", and is old
-  std::uint32_t being_asked = 0;         // of these: the question is on its way
-  bool switched_off = false;             // a tier has it, and its circuit breaker is open
+  std::optional<std::uint8_t> found_on;  // the first tier that has it; later tiers were not checked
+  std::uint32_t unknown = 0;             // the request should wait for the answer
+  std::uint32_t again = 0;               // of these: the last answer was "absent" and is stale
+  std::uint32_t being_asked = 0;         // of these: a lookup is pending
+  bool switched_off = false;             // a tier has it, but its circuit breaker is open
   bool barred = false;                   // a tier has it that this request may not load from
   bool may_come = false;                 // another server may still write it
-  bool answered = true;                  // no tier owes an answer
+  bool answered = true;                  // no tier's answer is outstanding
 };
 
-// asked: none if this request has not asked for the key; true once all tiers have answered it.
+// asked: nullopt if this request has not asked for the key; true once all tiers have answered.
 RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request, std::uint32_t group,
                                                      const ChunkKey& key, std::optional<bool> asked) const {
   const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
-  // A chunk that would not be loaded anyway is not waited for.
+  // Do not wait for a chunk that would not be loaded anyway.
   const bool awaits = request.waits_for_remote() && !request.closed[group] && !may_not_wait(request, true);
   TierAnswers found;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
@@ -130,8 +130,8 @@ RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request
     found.may_come |= may_come_here;
     const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending;
     found.answered &= !is_unknown;
-    // A request asks once: asking again whenever an answer gets old would never end. A request that waits for
-    // other servers' records does ask again, until its deadline.
+    // A request asks once per key: asking again for each stale answer would never end. A request that waits
+    // for other servers' records does ask again, until its deadline.
     if ((is_unknown && (may_come_here || !was_answered)) ||
         (presence == Presence::kStaleMiss && (may_come_here || !was_asked))) {
       found.unknown |= 1u << tier;
@@ -144,9 +144,9 @@ RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request
 
 void RequestTable::ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key,
                              const TierAnswers& answers) {
-  // A change of group begins another scan. Chunks of a full-attention scan are one prompt from the left, so
-  // that a tier may stop at the first absent one. Windows are scanned from the right and have gaps; parts of
-  // a last block are looked up one after the other in all groups.
+  // A change of group begins another scan. A full-attention scan lists the chunks of one prompt from the
+  // left, so a tier may stop at the first absent one. Windows are scanned from the right and have gaps; parts
+  // of a last block are looked up one after the other in all groups.
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
   const TierIo::Run run =
       groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};

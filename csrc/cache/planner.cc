@@ -78,8 +78,8 @@ bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
 void Planner::plan(RequestHandle handle) {
   const RequestState& request = with_.requests.at(handle);
   const Scans scans = scans_of(request.pass, with_.groups, with_.chunks);
-  // Chunks that it already hit must still be there when the rest has arrived, and must not be evicted for the
-  // rest.
+  // Chunks that the request already hit must still be there when the rest has arrived, and must not be
+  // evicted for the rest.
   for (const Scan& scan : scans) {
     with_.requests.hold(handle, scan.hits);
     for (const Slot slot : scan.fetching) with_.requests.await(handle, slot);

@@ -3,14 +3,14 @@
 // It plans once per step, for all requests that got kPending.
 //
 // Invariant: a plan holds no resources itself. Rows belong to fetching chunks (HostChunks), reads to ops
-// (TierIo), pins and waits to requests (Requests), and those classes release them.
+// (TierIo), pins and waits to requests (RequestTable), and those classes release them.
 //
 // A request that is short of rows gets the beginning of its prompt. Rows are taken from the left, and as a
 // last resort from its own hits further to the right, which are worthless without the beginning.
 //
 // For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
-// the rows available; read; hold the chunks it already hit. The first group (in lookup order) that has to
-// wait is read; later groups are not read in this step, so that nothing is read beyond the agreed prefix.
+// the rows available; read; hold the chunks that it already hit. The first group (in lookup order) that has
+// to wait is read; later groups are not read in this step, so that nothing is read beyond the agreed prefix.
 // Groups with full attention are read together.
 //
 // A request waits until its deadline, or until its load budget is spent. Then recomputing is cheaper than

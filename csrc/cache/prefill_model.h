@@ -50,7 +50,7 @@ class PrefillModel {
     double tokens = 0, token_context = 0;
   };
   struct Step {
-    Work work;           // noted in this step
+    Work work;           // observed in this step
     double seconds = 0;  // from the end of the previous step to the end of this one
   };
   struct Fit {

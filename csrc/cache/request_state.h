@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // State of one live request in RequestTable: the results of its last lookup pass, what it waits for and
-// holds, and what it offered for storing. Plain data: other classes only read it, and Requests alone changes
-// it. The exception is Offers, which Stores updates.
+// holds, and what it offered for storing. Plain data: only RequestTable changes it, and other classes read
+// it. The exception is Offers, which StorePath updates.
 #pragma once
 
 #include <algorithm>
@@ -127,7 +127,7 @@ struct RequestState {
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
-  Nanos reads_since{0};           // as waits_since, or the last pass that found chunks not written yet
+  Nanos reads_since{0};           // waits_since, or the last pass that found chunks not written yet
   Nanos load_budget{0};           // time allowed for the reads
   Nanos load_budget_end{0};       // recomputing is cheaper than waiting past this; 0 = no limit
   std::uint32_t fetched_for = 0;  // fetches awaited in this wait so far
@@ -135,13 +135,13 @@ struct RequestState {
   std::map<OpId, Slot> awaited;   // reads in flight that it awaits, oldest first
   std::uint64_t waiter = 0;       // its TierIo::Waiter number for these reads
   bool decided = false;           // load or recompute was decided
-  // Set: nothing (more) is fetched for this group, for this reason.
+  // If set, nothing (more) is fetched for this group, for this reason.
   std::vector<std::optional<MissReason>> closed;
   // Fingerprints of keys whose fetches failed while it waited: they are never fetched again for it.
   std::unordered_map<std::uint64_t, MissReason> failed;
   // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
-  // at the next lookup. True: the answer arrived, and the request does not wait for the question of another
-  // request.
+  // at the next lookup. True: the answer arrived, and the request does not wait for a lookup that another
+  // request started.
   std::unordered_map<std::uint64_t, bool> asked;
 
   std::optional<Nanos> first_lookup;

@@ -31,8 +31,8 @@ namespace kv_offload {
 
 class RequestTable {
  public:
-  // Reads cancelled per call or step. To cancel all reads of a prompt of a million tokens at once would block
-  // the scheduler for tenths of a second. The oldest are cancelled first, so that few reads begin meanwhile.
+  // Reads cancelled per call or step. Cancelling all reads of a million-token prompt at once would block the
+  // scheduler for tenths of a second. The oldest are cancelled first, so that few reads begin meanwhile.
   static constexpr std::size_t kReadsGivenBackAtOnce = 2048;
   // Dependencies; all of them outlive this.
   struct Context {

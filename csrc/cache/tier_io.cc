@@ -380,7 +380,7 @@ void TierIo::forget() {
 
 void TierIo::reset() {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    // The tier has forgotten its records whatever status it returns, and retries later what failed (see
+    // The tier has forgotten its records whatever status it returns, and retries failed work later (see
     // Tier::reset).
     const Status status = tiers_[tier]->reset();
     if (!status.is_ok()) {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // WriteBack: decides which chunks of host memory are written to which tier, and when. Write policies:
 //
-//   write_through    stored chunks, at once; a full tier may decline the end of a prompt. Also chunks
-//              that the previous engine left in host memory, when they are used: that engine may
-//              have been killed before it wrote them
-//   reuse      chunks that were offered or loaded reuse_threshold times
-//   never      nothing: other servers fill the tier
-//   on_evict   the chunks that host memory evicts next, ahead of need: an eighth of it is free
-//              or written as long as the tier keeps up. A failed write is not repeated during
-//              the same stay in host memory
+//   write_through  stored chunks, at once; a full tier may decline the end of a prompt. Also chunks
+//                  that the previous engine left in host memory, when they are used: that engine may
+//                  have been killed before it wrote them
+//   reuse          chunks that were offered or loaded reuse_threshold times
+//   read_only      nothing: other servers fill the tier
+//   on_evict       the chunks that host memory evicts next, ahead of need: an eighth of it is free
+//                  or written as long as the tier keeps up. A failed write is not repeated during
+//                  the same stay in host memory
 //
 // It decides and TierIo executes. It owns no chunks and no ops.
 #pragma once
@@ -50,7 +50,7 @@ class WriteBack {
   void publish_uses();
 
  private:
-  void write_through(std::span<const Slot> slots);  // notes what tiers with other policies have
+  void write_through(std::span<const Slot> slots);  // also records what the other tiers have
   void count_use(Slot slot);                        // for reuse
   // True if the tier is on_evict, does not have this chunk and has not failed to take it.
   bool lacks(std::size_t tier, Slot slot);

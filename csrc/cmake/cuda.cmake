@@ -5,9 +5,9 @@ string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
   return()
 endif()
-# One fat binary for sm_80 to sm_121. It has code for each epoch in use (code for X.0 runs on X.Y: 8.7,
-# 10.3, 12.1), PTX of 8.0 for devices without code (11.0), and PTX of 12.0 for future ones. It must be set
-# before the language is enabled, which would choose a default. nvcc 12.8 and 13.x support all of these.
+# One fat binary for sm_80 to sm_121. It has code for each GPU generation in use (code for X.0 runs on X.Y:
+# 8.7, 10.3, 12.1), PTX of 8.0 for devices without code (11.0), and PTX of 12.0 for future ones. It must be
+# set before the language is enabled, which would choose a default. nvcc 12.8 and 13.x support all of these.
 # Releases are built with 12.8: its output runs on drivers of CUDA 12.0 and later (the kernels need 12.1, for
 # their long parameters). The output of 13.x runs only on drivers of 13.0 and later.
 if(NOT CMAKE_CUDA_ARCHITECTURES)

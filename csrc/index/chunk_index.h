@@ -83,7 +83,7 @@ class ChunkIndex {
   void prefetch_erase(Slot slot) const;
   // Adds an entry in `state` (filling or fetching) that holds `row`, with one pin for the job or op that
   // brings the bytes. REQUIRES: absent. Slots are reused in the order in which they were freed, so that the
-  // chunks of a prefix stay adjacent. The policy gets `about`, except its id.
+  // chunks of a prefix stay adjacent. Stores `entry_info` except its id, which follows from the key.
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
               ChunkState state);
   Slot slot_of(const ChunkEntry* entry) const;

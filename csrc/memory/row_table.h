@@ -8,8 +8,8 @@
 //
 // A kill may happen between any two stores of this process. An entry is written before its use, and the use
 // is cleared before the row is reused. So a valid entry always describes a row whose bytes are complete. What
-// a dying process still wrote into other rows does not matter. Entries are not synced to disk: they end with
-// the machine, as the rows do.
+// a dying process still wrote into other rows does not matter. Entries are not synced to disk: they are lost
+// with the machine, like the rows.
 //
 // Threads: one (the scheduler's).
 #pragma once

@@ -7,7 +7,7 @@ namespace kv_offload {
 namespace {
 
 // More slabs cost memory and longer searches, and break up runs of rows. With fewer slabs, sizes could not
-// share the area finely enough. 2 MiB slabs in 32 GiB.
+// share the area finely enough. At this limit, slabs of a 32 GiB area have 2 MiB.
 constexpr std::uint32_t kMostSlabs = 16384;
 constexpr std::uint32_t kCandidatesPerSize = 4096;
 // While the waste stays within this share of the area, longer slabs are preferred for the runs of rows in

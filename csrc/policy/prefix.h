@@ -11,7 +11,7 @@
 //   recent leaf; otherwise the least recent leaf is. So without any learned data the policy is LRU on leaves,
 //   and it stays near LRU if there is nothing to learn.
 // - A chunk that a slower tier has too is worth half: on reuse it is read instead of recomputed. So host
-//   memory comes to hold what a disk of little more than its size has dropped or declined.
+//   memory tends to keep what a disk of little more than its size has evicted or declined.
 //
 // Leaves are kept in one set per class, tier copy (yes or no) and age bucket, ordered by recency. A leaf that
 // outgrew its bucket is moved when it becomes a candidate, at most kMaxMoves per call. O(log n). Memory:

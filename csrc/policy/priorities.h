@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prioritised: applies any policy in three levels of EntryInfo::priority. Entries of requests with a priority
-// below 0 are evicted first, those that a request above 0 brought or hit last. Within a level the policy
-// decides. To keep requests above 0 from filling the cache for good, their level gives up entries before
-// level 0 while it holds more than half of all.
+// below 0 are evicted first. Entries that a request above 0 stored or hit are evicted last. Within a level
+// the policy decides. To keep requests above 0 from filling the cache for good, their level gives up entries
+// before level 0 while it holds more than half of all.
 #pragma once
 
 #include <array>

@@ -26,8 +26,8 @@ class ReusePredictor {
 
   ReusePredictor();
 
-  // `end`: no chunk after it was ever seen. A chat's last block, half full, is reused filled up and under
-  // another key. `used`: by a request other than the one that stored it.
+  // `end`: no chunk after it was ever seen. The half-full last block of a chat is filled up later and then
+  // reused under another key. `used`: by a request other than the one that stored it.
   static constexpr unsigned class_of(unsigned of_request, bool end, bool used) {
     return of_request * kKinds + 2 * end + used;
   }

@@ -88,7 +88,8 @@ class CompressionChoice {
   void moved(OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
 
   CompressionStats stats() const EXCLUDES(mutex_);
-  // Returns what is on, and why: "on: a read of 1 MiB takes 2.10 ms raw and 1.75 ms encoded (...)".
+  // Returns the current choice and its reason: "on: a read of 1 MiB takes 2.10 ms raw and 1.75 ms encoded
+  // (...)".
   std::string reason() const EXCLUDES(mutex_);
 
  private:

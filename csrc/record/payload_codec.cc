@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "record/payload_codec.h"
 
-// For ZSTD_c_literalCompressionMode, whose name may change in any release: so the library is linked
-// statically (dependencies.cmake). The frames are readable by every zstd since 1.0.
+// Needed for ZSTD_c_literalCompressionMode, whose name may change in any release. Therefore the library is
+// linked statically (dependencies.cmake). The frames are readable by every zstd since 1.0.
 #define ZSTD_STATIC_LINKING_ONLY
 #include <zstd.h>
 #include <zstd_errors.h>

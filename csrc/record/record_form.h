@@ -12,8 +12,8 @@
 //
 // Invariants: IncomingRecord::finish() returns ok only if header, length and checksum match (for an encrypted
 // record its tag instead of the checksum); the shards then hold what was written. A store with keys rejects
-// records that are not encrypted. A buffer belongs to one record or is free; there is at most one buffer for
-// each thread that is inside at once.
+// records that are not encrypted. A buffer belongs to one record or is free; there are at most as many
+// buffers as threads that are inside at the same time.
 #pragma once
 
 #include <atomic>

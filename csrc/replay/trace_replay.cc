@@ -68,7 +68,7 @@ class Replayer {
     killed_ = true;
   }
 
-  // Kept memory knows the order of uses, but no request that used its chunks.
+  // Kept memory preserves the order of uses, but not the requests that used its chunks.
   void restart_host() {
     std::vector<std::pair<std::uint64_t, ChunkEntry>> kept;
     if (options_.keep_host_memory) {
@@ -84,8 +84,8 @@ class Replayer {
     }
   }
 
-  // A directory knows the order of uses, but for no record the chunk before it. (A killed server also loses
-  // the last minute of uses; here none are lost.)
+  // A directory preserves the order of uses, but not which chunk precedes that of a record. (A killed server
+  // also loses the last minute of uses; here none are lost.)
   void restart_tier() {
     std::vector<std::pair<std::uint64_t, FsCatalog::Record>> records;
     while (const auto record = catalog_->take_victim()) {

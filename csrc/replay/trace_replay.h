@@ -35,7 +35,7 @@ struct ReplayOptions {
   std::string tier_eviction_policy = "lru";
   TierSlotOptions tier{};  // write policy of the tier
   // Not 0: the process is killed and restarted after this many requests. Host memory is then empty unless it
-  // is kept. The new process knows the order of the tier's records, but no request that used them.
+  // is kept. The new process knows the order of the tier's records, but not the requests that used them.
   std::size_t kill_after = 0;
   std::size_t recent_requests = 50;  // last ones before the kill, whose remaining blocks are counted
   // Host memory outlives the kill, with its chunks and their order of use.

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// CircuitBreaker: circuit breaker for one direction of a tier, for a device that is stuck or keeps failing.
-// Closed
-// -> (trip) open -> after a cool-down it admits one probe op -> its success closes the breaker; its failure
-// keeps it open for twice as long. Any thread; no I/O.
+// CircuitBreaker: circuit breaker for one direction of a tier, for a device that is stuck or keeps failing. A
+// trip opens it. After a cool-down it admits one probe op: success closes the breaker, failure keeps it open
+// for twice as long. Any thread; no I/O.
 //
 // There are two kinds of op: those that move a record, and lookups (kQuestion), which the device answers from
 // names alone. A device that fails lookups does not move records either, but a successful lookup proves
 // nothing about records. So lookups have a failure count and a probe of their own. Their success closes the
-// breaker only if lookups opened it. If records opened it, the result of a lookup's probe changes nothing for
-// records.
+// breaker only if lookups opened it. If record ops opened it, the result of a lookup's probe changes nothing
+// for them.
 //
 // Every admitted op gets a pass and reports its end with it. A result counts only if the op was admitted
 // after the breaker last opened and after the last stuck op was found. While the breaker is open, only the

@@ -53,7 +53,7 @@ class EncryptedKeyTier final : public Tier {
   }
 
  private:
-  // Takes some 80 ns; names_ caches the digests of recent keys.
+  // Takes about 80 ns; names_ caches the digests of recent keys.
   ChunkKey digest_of(const ChunkKey& key, std::size_t way) const { return digests_[way]->of(key); }
   // Returns a key number under which the record is present, preferring the one found last; 0 if there is
   // none.
@@ -80,7 +80,7 @@ std::size_t EncryptedKeyTier::way_of(DigestCache::Place place) const {
 }
 
 // A policy knows only the id of the parent chunk. The parent's name is known if its key arrived lately, which
-// holds for chunks of one prompt.
+// is the case for chunks of one prompt.
 EntryInfo EncryptedKeyTier::translated(DigestCache::Place place, EntryInfo entry_info,
                                        std::size_t way) const {
   entry_info.id = chunk_id(names_.name(place, way));

@@ -10,9 +10,9 @@
 // has it and written under the first key. Parts of a prompt may be stored under different keys, so every name
 // is then looked up (KeyOrder::kNone).
 //
-// A digest takes some 80 ns, and a waiting request's keys are looked up in every step. So the digests of the
-// last kMostKnown keys are kept, in the order of their first arrival (digest_cache.h). With several
-// encryption keys, the one under which a record was last found is tried first.
+// Computing a digest takes about 80 ns, and a waiting request's keys are looked up in every step. So the
+// digests of the last kMostKnown keys are kept, in the order of their first arrival (digest_cache.h). With
+// several encryption keys, the one under which a record was last found is tried first.
 //
 // A digest cannot be turned back into its key. This process remembers the keys that it wrote or read, up to
 // kMostRemembered, and does not report removals of other records. Some keys are forgotten earlier, once three

@@ -3,9 +3,9 @@
 //
 // An epoch is a random name, never a count. A store may forget any key (it evicts, it restarts empty), and a
 // count that restarts would name an epoch a second time. The store keeps one name for newly started
-// processes: the first process sets it, the others adopt it. A reset puts a new name there and uses another
-// one itself that is stored nowhere, so that no newly started process finds what it writes. Processes that
-// keep running in the old epoch no longer share records with newly started ones.
+// processes: the first process sets it, the others adopt it. A reset stores a new name for them. The process
+// that was reset uses yet another name, which is stored nowhere, so that no newly started process finds what
+// it writes. Processes that keep running in the old epoch no longer share records with newly started ones.
 //
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
@@ -30,7 +30,7 @@ class EpochRegistry {
 
   static std::string new_name();  // throws ResourceError: the system has no random numbers
   static bool is_name(std::string_view text);
-  // REQUIRES: an epoch of a EpochRegistry, not null.
+  // REQUIRES: an epoch of an EpochRegistry, not null.
   static const std::string& name_of(const EpochPtr& epoch);
 
   // Sets the name that the store had at our start; empty: none, and begin() sets one later.

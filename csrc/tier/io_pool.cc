@@ -222,7 +222,7 @@ struct IoPool::State {
     Nanos ended = started;
     {
       const MutexLock lock(mutex);
-      if (!abandoned) ended = clock->now();  // after a detach the clock may be gone
+      if (!abandoned) ended = clock->now();  // after a detach the clock may be destroyed
       std::erase_if(running, [&](const Running& r) { return r.number == begun.number; });
     }
     queued.op.done(status, to_seconds(ended - started), to_seconds(started - queued.submitted));

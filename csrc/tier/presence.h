@@ -31,17 +31,17 @@ class Catalog {
   virtual ~Catalog() = default;
   // O(1); changes nothing.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if `epoch` is
-  // current. Each appended key has a pending lookup until its RecordStore::locate() ended or the lookup is
-  // given up. If memory runs out, that holds for the keys appended so far, provided that *asked had room for
-  // all.
+  // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if
+  // `epoch_number` is current. Each appended key has a pending lookup until its RecordStore::locate() ended
+  // or the lookup is given up. If memory runs out, that holds for the keys appended so far, provided that
+  // *asked had room for all.
   virtual void begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
                             std::vector<ChunkKey>* asked) = 0;
   // See Tier.
   virtual void forget_absence(const ChunkKey& key) = 0;
   // Ends lookups that failed or never ran. The keys count as absent for now, so that callers do not ask in a
-  // loop. `epoch`: when the lookup began. Allocates nothing: a lookup that cannot be given up would stay
-  // pending forever.
+  // loop. `epoch_number`: the epoch in which the lookup began. Allocates nothing: a lookup that cannot be
+  // given up would stay pending forever.
   virtual void give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier

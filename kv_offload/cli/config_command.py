@@ -57,8 +57,8 @@ def config(
         typer.Option(
             metavar="POLICY",
             help="Chunks to write to the tiers: write_through (all), on_evict (those that host memory "
-            "evicts), "
-            "reuse:N (at their Nth request; reduces SSD wear), read_only (other servers fill the tier).",
+            "evicts), reuse:N (at their Nth request; reduces SSD wear), read_only (none: other servers "
+            "fill the tier).",
         ),
     ] = None,
     fsync: Annotated[

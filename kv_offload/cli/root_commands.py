@@ -406,5 +406,4 @@ def _description(text: Any) -> dict[str, Any] | None:
 
 
 def _count(number: int, name: str) -> str:
-    plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
-    return f"{number:,} {name if number == 1 else plural}"
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"

@@ -48,7 +48,7 @@ bool FsCatalog::insert(const Record& record, const EntryInfo& entry_info) {
 }
 
 // The policy gets no chunk id yet: insert_in_order() reports the same record again, and the policy must not
-// count that as a return.
+// count that as a reuse.
 void FsCatalog::insert_unordered(const Record& record) {
   if (!holds(record.key)) entries_[add(record, {})].unordered = true;
 }

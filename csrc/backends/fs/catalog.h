@@ -79,8 +79,8 @@ class FsCatalog {
   void read_failed(const ChunkKey& key, Nanos now);  // starts the back-off: 1 s, doubling to 60 s
   void read_succeeded(const ChunkKey& key);
 
-  // hit(): the record was read for the request in `about`. touch(): the record was in use elsewhere until
-  // now.
+  // hit(): the record was read for the request in `entry_info`. touch(): the record was in use elsewhere
+  // until now.
   void hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now);
   void touch(const ChunkKey& key, Nanos now);
   // Appends the entries touched since the last call, oldest touch first, each at most once a minute. Looks at
@@ -106,7 +106,7 @@ class FsCatalog {
   // Bound on known groups: other users of a shared directory may write records of any number of groups.
   static constexpr std::size_t kMostGroups = 1024;
   Slot find(const ChunkKey& key) const;
-  // REQUIRES: the record is not known. The policy gets `about` unchanged, including its id.
+  // REQUIRES: the record is not known. The policy gets `entry_info` unchanged, including its id.
   Slot add(const Record& record, const EntryInfo& entry_info);
   void make_known(Slot slot);
   void drop(Slot slot);

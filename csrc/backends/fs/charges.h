@@ -5,7 +5,7 @@
 // Invariant: a file is never charged less than charged_bytes(). Where settled records take more than their
 // size (copies, parity, large allocation units), new records are charged by that factor in advance.
 //
-// The catalog stores the sizes that the record names say. Servers divide a root by the disk space of their
+// The catalog stores the sizes given in the record names. Servers divide a root by the disk space of their
 // records (Shares), which is less where records are encoded: see of_named().
 //
 // Threads: any.

@@ -18,7 +18,7 @@
 //
 // Threads: begin() and keep() on upkeep threads, also concurrently; reset() on any thread, and it never
 // waits. making_ admits one thread at a time that creates an epoch. It is held across calls to the file
-// system, and is taken before the locks of RecordIndex and Space.
+// system, and is taken before the locks of RecordIndex and SpaceLedger.
 #pragma once
 
 #include <string>

@@ -5,8 +5,8 @@
 // between. A record is both known and on disk, or neither. If a record cannot be removed, it stays known as
 // the last one to evict, and the errno is reported. Records of a server that has the root open are evicted by
 // that server: this process asks it for space while it holds less than its share (Shares). This process
-// removes such records itself only if that server does not answer, or if it has no own
-// record to evict and the write must not be declined.
+// removes such records itself only if that server does not answer, or if it has no own record to evict and
+// the write must not be declined.
 //
 // Hazard: thousands of records in a row may be missing (`find -delete`, evictions by a server that shares
 // them). A write that finds many of them missing lets other threads in between, and fails after a bounded
@@ -14,7 +14,7 @@
 //
 // Threads: reserve() on any I/O thread; all other calls on the upkeep thread. mutex_ admits one thread at a
 // time, because two would evict twice as much. It is held across calls to the file system, and is taken
-// before the locks of RecordIndex, Shares and Space.
+// before the locks of RecordIndex, Shares and SpaceLedger.
 #pragma once
 
 #include <atomic>

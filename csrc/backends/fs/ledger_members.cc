@@ -32,8 +32,8 @@ void SpaceLedger::hold_presence() {
   presence_.reset();  // others take us for dead: the sum is too high until a count
 }
 
-// True if no process holds the slot's presence lock. If a process of another host comes back from the dead
-// repeatedly, its locks do not reach us.
+// True if no process holds the slot's presence lock. If a process of another host repeatedly turns out to be
+// alive, its locks do not reach us.
 bool SpaceLedger::is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) {
   const auto [at, first] = seen_.try_emplace(slot.writer, Seen{slot.version, now, false, 0});
   Seen& seen = at->second;

@@ -9,9 +9,9 @@
 // share claims a part of that, evicts records, and turns their bytes into `credit` of the asker, which no
 // other process can reserve.
 //
-// Any number of processes may count at once, each for itself: bytes that a count may have missed are noted in
-// the slot of the counting process. The numbers may have any value, because the file is not trusted: no sum
-// wraps.
+// Any number of processes may count at once, each for itself: bytes that a count may have missed are recorded
+// in the slot of the counting process. The numbers may have any value, because the file is not trusted: no
+// sum wraps.
 #pragma once
 
 #include <array>

@@ -5,8 +5,8 @@
 // removing the namespace. All bytes that this process adds or removes below the root are reported to `space`.
 // A directory that another program removed is created again under the same descriptor (RootRepairer).
 //
-// Threads: any, because the object does not change and Space is thread-safe. close() only when no other call
-// can follow.
+// Threads: any, because the object does not change and SpaceLedger is thread-safe. close() only when no other
+// call can follow.
 #pragma once
 
 #include <cstdint>

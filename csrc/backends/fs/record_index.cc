@@ -74,7 +74,7 @@ void RecordIndex::begin_asking(std::span<const ChunkKey> keys, EpochNumber, std:
   not_found_.begin_asking(by_name, not_found_.epoch_number(), asked);
 }
 
-// Ignores the epoch of the caller: an epoch may end without a reset, and pending lookups must end then too.
+// Ignores the caller's epoch number: an epoch may end without a reset, and pending lookups must end then too.
 void RecordIndex::give_up_asking(std::span<const ChunkKey> keys, EpochNumber) {
   not_found_.give_up_asking(keys, not_found_.epoch_number());
   const Nanos ask_again = clock_.now() + kAskAgainAfter;

@@ -5,7 +5,7 @@
 // While other processes write into the epoch, a record outside the catalog is unknown, not missing: such a
 // record is looked up by its file name when it is requested, without waiting for the next listing.
 //
-// Invariant: everything here belongs to one epoch. Facts learnt in another epoch change nothing, so callers
+// Invariant: everything here belongs to one epoch. Facts learned in another epoch change nothing, so callers
 // pass the epoch that they looked at. While there is no epoch, nothing is known and nothing can be found.
 //
 // Threads: any. mutex_ guards everything except not_found_. It is the innermost lock: it is never held across
@@ -129,7 +129,7 @@ class RecordIndex final : public Catalog {
   void remove(const ChunkKey& key, const FsEpochPtr& epoch, TierRemoval::Reason reason) EXCLUDES(mutex_);
   // Reports that these keys were looked up: keys that are still unknown were not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
-  // Notes that the record was declined for this request. Later chunks of the same request are declined too,
+  // Records that the record was declined for this request. Later chunks of the same request are declined too,
   // because they are useless without this one. Chunks that a later request stores are decided again.
   void on_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) EXCLUDES(mutex_);
   bool is_declined(ChunkId id, std::uint32_t request) const EXCLUDES(mutex_);

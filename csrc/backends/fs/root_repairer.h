@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // RootRepairer: restores what another program removes from a root while it is served: the root directory,
-// kv_offload.json, the namespace directory and the files in it. (EpochManager creates the epoch again, Space
-// the ledger.)
+// kv_offload.json, the namespace directory and the files in it. (EpochManager creates the epoch again,
+// SpaceLedger the ledger.)
 //
 // Invariant: nothing is created on another file system than the root's: after an unmount only the mount point
 // is left. Descriptors of OpenRoot keep their numbers, so other threads need no lock.

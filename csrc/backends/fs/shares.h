@@ -7,7 +7,7 @@
 // age instead.
 //
 // Threads: observe() and ask() on upkeep threads, all other calls on any thread. mutex_ is innermost; ask()
-// takes Space's lock without holding it.
+// takes SpaceLedger's lock without holding it.
 #pragma once
 
 #include <atomic>
@@ -43,7 +43,7 @@ class Shares {
   void observe(const SpaceFigures& figures) EXCLUDES(mutex_);
   // Requests as much as the next second's writes may take, or withdraws the request.
   void ask() EXCLUDES(mutex_);
-  // Notes a write of this size.
+  // Records a write of this size.
   void on_write(std::uint64_t bytes);
 
   bool is_below() const EXCLUDES(mutex_);

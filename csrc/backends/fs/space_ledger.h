@@ -149,7 +149,7 @@ class SpaceLedger {
     Bytes sure, unsure;   // unsure: a count that ended may have missed them, or included them already
     Finished before = 0;  // for `sure`
     std::uint64_t writes = 0;
-    // `finished` only grows on a page: bytes noted at a lower value than others are unsure.
+    // `finished` only grows on a page: bytes recorded at a lower value than others are unsure.
     void add(Bytes bytes, Finished of) noexcept;
   };
   // Earlier state of another process's slot.

@@ -3,20 +3,20 @@
 // with these parts, in the order in which each may use those before it:
 //
 //   OpenRoot         the opened root and namespace; used by all others (open_root.h)
-//   RecordIndex     the epoch in use, and what is known of its records
+//   RecordIndex      the epoch in use, and what is known of its records
 //   Evictor          makes space for a record in a full root
 //   BounceBuffers    moves bytes between rows and the device
 //   RecordForm       raw or encoded, encrypted or not
 //   RecordReader, RecordWriter
 //   Scanner          finds the records on disk; PeerRecords: those that others wrote
-//   UsageScanner      counts the root when its size is in doubt
-//   EpochManager    selects the epoch in use, and creates the next one
-//   RootRepairer       restores what other programs remove from the root
+//   UsageScanner     counts the root when its size is in doubt
+//   EpochManager     selects the epoch in use, and creates the next one
+//   RootRepairer     restores what other programs remove from the root
 //   Recency          saves the times of last use for a restart
 //
 // Threads: see RecordStore. Lock order, outermost first: the locks of Evictor and EpochManager, which are
-// held across calls to the file system; Space's lock; the locks that are never held across such calls, above
-// all RecordIndex'. So the scheduler thread never waits for storage, however stuck other threads are.
+// held across calls to the file system; SpaceLedger's lock; the locks that are never held across such calls,
+// above all RecordIndex's. So the scheduler thread never waits for storage, however stuck other threads are.
 #pragma once
 
 #include <atomic>

@@ -14,7 +14,6 @@
 //                                               their writer, swept when they are not
 // Other files under the root count against the bound and are left unchanged.
 //
-//
 // Write: reserve bytes -> temporary -> (fsync) -> rename -> catalog. A failed write leaves no temporary and
 // no entry. In a full root, without fsync, the temporary is the file of an evicted record of the same size.
 //

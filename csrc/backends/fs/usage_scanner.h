@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// UsageScanner: looks about once a second at changes that others made to the root: which processes share it,
-// what they wrote, and whether the sum of its bytes is in doubt. If so, it counts the root. It reports to the
+// UsageScanner: checks about once a second what others changed in the root: which processes share it, what
+// they wrote, and whether the sum of its bytes is in doubt. If so, it counts the root. It reports to the
 // operator what another program did to the root, and tracks how much room the file system has.
 //
 // Invariant: no other thread waits for a count, unless the sum is unknown. A count that was outdated

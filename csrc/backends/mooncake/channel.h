@@ -3,8 +3,8 @@
 // socket for requests and replies, and a shared memory area for names and one record.
 //
 // The process touches only this memory and never a host memory row: callers copy data in and out. A call that
-// times out may therefore be abandoned. Whatever the process still writes harms nobody, because the channel
-// is discarded with the memory.
+// times out may therefore be abandoned. Later writes by the process are harmless, because the channel is
+// discarded with the memory.
 //
 // Socket protocol, one message each: a Question, and as reply an Answer followed by a text. The text is empty
 // or describes the error. kv_offload/tiers/mooncake/client.py implements the other side.

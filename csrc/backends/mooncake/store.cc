@@ -88,8 +88,7 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
       form_(options.form) {
   bool refused = false;
   std::string found;
-  // Waits until the start ends, which start_deadline limits: a refusal that comes later could not be
-  // reported.
+  // Waits until the start ends, which start_deadline limits: a later refusal could not be reported.
   Status status = client_.wait_for_start(Deadline::max(), &refused);
   if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
   if (status) status = ask_for_start(&found);
@@ -291,7 +290,7 @@ Status MooncakeStore::ask_for_start(std::string* found) {
     bool strange = false;
     if (Status status = read_start(until, found, &strange); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // Nobody uses an object that is not an epoch name, so it may be replaced.
+    // No process uses an object that is not an epoch name, so it may be replaced.
     if (Status status = put_start(strange ? Verb::kSet : Verb::kPut, name, until); !status) return status;
   }
   return Status::error(StatusKind::kIo, "the store does not keep the epoch");

@@ -7,9 +7,9 @@
 // node reports about other nodes: we connect to any address it names, as the same user, with the same TLS
 // rules.
 //
-// A node that fails an op rests until it answers upkeep. Meanwhile ops for its keys end at once with
-// kUnavailable, which does not count against the device as a whole. If all nodes rest, ops still try each of
-// them, so that the failure counters see the outage. A standalone server never rests.
+// A node that fails an op rests, i.e. is skipped, until it answers upkeep. Meanwhile ops for its keys end at
+// once with kUnavailable, which does not count against the device as a whole. If all nodes rest, ops still
+// try each of them, so that the failure counters see the outage. A standalone server never rests.
 //
 // Thread-safe. No call waits past its deadline.
 #pragma once

@@ -24,12 +24,12 @@ using ConstBytes = std::span<const std::byte>;
 // by far the longest reply. Record bytes do not count.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
-// Enough for a map in which each slot is a range of its own with a master and two replicas.
+// Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
 
 Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
-// False: a type that no command of ours returns.
+// False: a type that none of our commands returns.
 bool to_reply(const valkeyReply& from, Reply* reply) {
   const std::string_view text =
       from.str == nullptr ? std::string_view() : std::string_view(from.str, from.len);
@@ -301,13 +301,15 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
   return end_call();
 }
 
-// The first bytes of a reply: the line with the value's length, and bytes of the value that came with it.
+// The first bytes of a reply: the line with the value's length, and the part of the value that arrived with
+// it.
 struct Connection::ValueStart {
-  std::array<char, 64> bytes;  // more than any such line has
-  std::size_t have = 0;        // of bytes
-  std::size_t line = 0;        // its length with the line end; 0: the reply was an error, and is complete
+  std::array<char, 64> bytes;  // longer than any such line
+  std::size_t have = 0;        // bytes in use
+  // length including the line end; 0: the reply was an error, which was read completely
+  std::size_t line = 0;
 
-  // Nothing if it is no length; -1 if there is no value.
+  // Returns nullopt if the line holds no length; -1 if there is no value.
   std::optional<long long> announced() const {
     long long length = 0;
     const char* end = bytes.data() + line - 2;
@@ -325,7 +327,7 @@ Status Connection::read_value_start(Deadline deadline, ValueStart* start, Reply*
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
     start->have += moved;
     const std::string_view seen(start->bytes.data(), start->have);
-    // Only values are read past libvalkey's reader, which would copy them. It takes all other replies.
+    // Values bypass libvalkey's reader, which would copy them. It parses all other replies.
     if (start->have > 0 && seen[0] != '$') {
       if (valkeyReaderFeed(stream_->reader, seen.data(), seen.size()) != VALKEY_OK) return nonsense();
       if (Status status = next_reply(deadline, reply); !status) return status;
@@ -338,7 +340,7 @@ Status Connection::read_value_start(Deadline deadline, ValueStart* start, Reply*
   return Status::ok();
 }
 
-// early: the bytes of the value, and of the line end after it, that were read with its length.
+// early: the bytes of the value, and of the line end after it, that were read together with its length.
 Status Connection::read_value(std::span<const Bytes> pieces, std::span<const char> early,
                               std::uint64_t length, Deadline deadline, ReadProgressSink* observer) {
   std::array<std::byte, 2> tail;
@@ -392,8 +394,8 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
   *length = static_cast<std::uint64_t>(*announced);
   std::size_t most = 0;
   for (const Bytes& piece : pieces) most += piece.size();
-  // The caller decides what a value of another length means. It may be very long, so it is not read, and the
-  // call does not end: the connection is not usable any more.
+  // The caller decides what a value of another length means. It may be very long, so it is not read. The call
+  // stays unfinished, which makes the connection unusable.
   const bool fits = *length <= most && *length >= least;
   if (!fits || early.size() > *length + 2) {
     *reply = {Reply::Kind::kWrongLength, 0, {}};

@@ -128,7 +128,7 @@ class Prober {
   void check(const Status& status) const {
     if (!status) throw_resource("{}: {}", address_of(seed_), status.message());
   }
-  // Also removes records whose write got no reply. What cannot be removed now expires.
+  // Also removes records whose write got no reply. Records that cannot be removed now expire.
   void remove(const std::vector<std::string>& names) {
     Reply reply;
     for (const std::string& name : names) (void)call(name, {"DEL", name}, &reply);

@@ -136,8 +136,8 @@ class RedisRecords final : public RemoteRecords {
   bool is_node_ = false;  // according to the last INFO reply
   std::unique_ptr<Connection> connection_;
   std::uint64_t connections_ = 0;
-  // The process behind connection_, and the process that issued the last cursor, which is valid only there.
-  // If a process does not report a run id, the connection's number stands for it.
+  // The server process that connection_ is connected to, and the one that issued the last cursor, which is
+  // valid only there. If a process does not report a run id, the connection's number stands for it.
   std::string process_, listed_by_;
   bool names_itself_ = false;
   bool no_touch_ = false;

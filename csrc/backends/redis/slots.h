@@ -23,7 +23,7 @@ std::uint16_t slot_of(std::string_view key);
 struct Endpoint {
   std::string host;  // a name or an address; empty: the host of the reporting node
   std::uint16_t port = 0;
-  // the certificate's name, where the node announces it in addition to another host; else empty
+  // The certificate's name, where the node announces it in addition to another host; else empty.
   std::string tls_name;
 };
 // Returns the server at the endpoint, with the connection settings of the server that reported it.

@@ -237,7 +237,7 @@ Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
     asked = cluster_.at(start_key_, OpKind::kRead, until, start, ask);
     if (!cluster_.is_in_doubt()) break;
   }
-  if (!asked && !learnt) return learnt;  // it redirects us, but does not say who the nodes are
+  if (!asked && !learnt) return learnt;  // it redirects us, but does not report its nodes
   *refused = !asked && start->kind == Reply::Kind::kError && is_setting(start->text);
   return asked;
 }
@@ -255,7 +255,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     found->clear();
     if (start.kind == Reply::Kind::kString && EpochRegistry::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // Nobody uses a value that is not an epoch name, so it may be overwritten.
+    // No process uses a value that is not an epoch name, so it may be overwritten.
     const bool if_none = start.kind == Reply::Kind::kNil;
     const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     bool done = false;

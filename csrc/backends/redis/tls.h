@@ -39,7 +39,7 @@ TlsStep tls_read(ssl_st* session, void* to, std::size_t bytes);
 TlsStep tls_write(ssl_st* session, const void* from, std::size_t bytes);
 // Returns why a handshake failed. *refused: the certificate is not trusted or carries another name.
 Status tls_verdict(ssl_st* session, bool* refused);
-// true if decrypted bytes are pending, which poll() on the socket does not show
+// True if decrypted bytes are pending, which poll() on the socket does not show.
 bool tls_has_more(ssl_st* session);
 void tls_end(ssl_st* session);  // frees it; sends nothing
 

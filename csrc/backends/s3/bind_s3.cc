@@ -38,7 +38,7 @@ s3::Bucket bucket_of(std::string name, std::string endpoint, std::string region,
   return bucket;
 }
 
-// Holds the keys weakly: it does not keep alive what it renews.
+// Holds the keys weakly, so that it does not keep them alive.
 class S3Renewer {
  public:
   explicit S3Renewer(const s3::Bucket& bucket) : keys_(bucket.newer_keys) {}

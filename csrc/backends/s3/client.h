@@ -101,8 +101,8 @@ struct Answer {
   std::uint64_t length = 0;  // body length: announced, or else received so far
   bool told_length = false;  // for a sink: the response says where its body ends, by a length or as chunks
   bool versioned = false;    // the bucket keeps older versions
-  // Set if there is no response at all:
-  // The certificate is not trusted, ca_file is unusable, or the address is invalid.
+  // The next two are set only if there is no response at all. misconfigured: the certificate is not trusted,
+  // ca_file is unusable, or the address is invalid.
   bool misconfigured = false;
   bool lost = false;  // the connection ended before the first response byte
 };

@@ -216,8 +216,8 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     std::string etag;
     if (Status status = read_start(until, found, &etag, refused); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // Nobody uses an object that is not an epoch name, so it may be replaced. An older name is restored only
-    // if no object is there.
+    // No process uses an object that is not an epoch name, so it may be replaced. An older name is restored
+    // only if no object is there.
     if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
     const std::string name = known.empty() ? EpochRegistry::new_name() : known;

@@ -25,7 +25,7 @@ class S3Store final : public RecordStore {
   // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
-  // Keys that are not a prefix are looked up concurrently: each needs a request of its own.
+  // Keys that are not a prefix are looked up concurrently: each needs a separate request.
   std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 1; }
   void maintain() override;
   Status begin_epoch() override;
