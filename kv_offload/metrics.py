@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the core. csrc/metrics/metrics.h is the only list of them."""
+"""The metrics of the core. csrc/metrics/definitions.cc is the only list of them."""
 
 from typing import TYPE_CHECKING
 

@@ -24,7 +24,7 @@ PREFIXES = {
 
 
 def prefix_of(name: str) -> str | None:
-    """Returns what starts a comment in the file, or None if it is no source file."""
+    """Returns the prefix of comments in the file; None if it is not a source file."""
     path = Path(name)
     return next((PREFIXES[key] for key in (name, path.name, path.suffix) if key in PREFIXES), None)
 

@@ -47,7 +47,7 @@ Namespace = Annotated[
 _SHORT_ID = 12  # shown digits of a namespace
 _MOST_NAMED = 50  # namespaces listed in an error
 _SHORT_EPOCH = 4  # shown digits of an epoch; numbers have fewer
-_LS_WITHOUT_KEY = 54  # width of a row of ls without the key
+_LS_WITHOUT_KEY = 55  # width of a row of ls without the key
 
 
 @plain_errors
@@ -195,8 +195,8 @@ def ls(
             typer.echo(json.dumps(record))
         return
     out = console()
-    numbers = ("bytes", "used", "written", "gen")
-    shown = table("", "key", *numbers[:3], "hit", "namespace", "gen", right=numbers)
+    numbers = ("bytes", "used", "written", "epoch")
+    shown = table("", "key", *numbers[:3], "hit", "namespace", "epoch", right=numbers)
     for record in found:
         add_row(
             shown,

@@ -277,7 +277,7 @@ def test_a_proxy_that_does_not_wait_for_records_costs_only_time(
     ask_at_once(DEMO, servers, reference)
 
 
-def test_a_server_that_waits_for_remote_loads_whole_prompts_if_the_proxy_does_not_wait(
+def test_a_server_that_waits_for_records_loads_whole_prompts_if_the_proxy_does_not_wait(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
     answers = ask_at_once(AWAITING, servers, reference)

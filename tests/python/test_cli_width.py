@@ -14,7 +14,7 @@ from kv_offload.cli import app
 
 HEADERS = {
     "stat": ("namespace", "bytes", "records", "oldest", "newest", "in use", "model"),
-    "ls": ("key", "bytes", "used", "written", "hit", "namespace", "gen"),
+    "ls": ("key", "bytes", "used", "written", "hit", "namespace", "epoch"),
     "verify": ("record", "kind", "what", "removed"),
 }
 LLAMA_8B = {

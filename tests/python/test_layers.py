@@ -64,7 +64,7 @@ PARTS = {
     ),
 }
 LEAVES = {"backends/fs"}
-# Implementations that include a part after their own: of what the header's class owns.
+# Implementations that include a part after their own, because the class of their header owns it.
 PART_EXCEPTIONS = {
     ("tier/thread_pool_tier.cc", "tier/tier_runtime.h"),
     ("tier/thread_pool_tier.cc", "tier/presence_lookup.h"),
@@ -108,7 +108,7 @@ def layer_of(name: str) -> str:
 
 
 def backend_of(name: str) -> str:
-    """The backend that a file belongs to: fs for backends/fs/space_ledger.h; empty for other files."""
+    """Returns the backend of a file: fs for backends/fs/space_ledger.h; empty for other files."""
     parts = name.split("/")
     return parts[1] if parts[0] == "backends" and len(parts) == 3 else ""
 
@@ -145,7 +145,7 @@ def include_errors(root: Path) -> list[str]:
 
 
 def part_errors(root: Path, folder: str) -> list[str]:
-    """Files of a folder that include a part listed after their own, and files that are not listed."""
+    """Returns an error for each file of a folder that is not listed, or includes a part after its own."""
     parts = PARTS[folder]
     errors = []
     for name, path in sources(root):
@@ -166,7 +166,7 @@ def part_errors(root: Path, folder: str) -> list[str]:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Nodes that lead back to the first of them, in order; empty if there are none."""
+    """Returns the nodes of a circle, in order and closed; empty if there is none."""
 
     def follow(path: list[str]) -> list[str]:
         for node in sorted(edges[path[-1]]):
@@ -203,7 +203,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def import_errors(root: Path) -> list[str]:
-    """Imports of a module, of functions, and for type checkers only all count."""
+    """Returns forbidden imports, also those within functions and those for type checkers only."""
     errors = []
     package = root / "kv_offload"
     for path in sorted(package.rglob("*.py")):
@@ -220,9 +220,9 @@ def import_errors(root: Path) -> list[str]:
 
 
 def import_circle(root: Path, package: str) -> list[str]:
-    """Modules of a package that import each other in a circle, in order; empty if there are none.
+    """Returns the modules of a package that import each other in a circle, in order; empty if there is none.
 
-    Imports of functions count, and so do those for type checkers only.
+    Imports within functions count, and so do those for type checkers only.
     """
     modules = {}
     for path in (root / package).rglob("*.py"):
@@ -243,7 +243,7 @@ def import_circle(root: Path, package: str) -> list[str]:
                 found |= (each & set(modules)) | ({module} if each - set(modules) else set())
         return (found & set(modules)) - {name, package}
 
-    # A package runs before its modules, and may import them: it is no module of its own circle.
+    # A package runs before its modules and may import them, so it is not part of a circle.
     return circle({name: imported(name) for name in modules if name != package})
 
 

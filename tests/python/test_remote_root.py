@@ -25,7 +25,7 @@ COUNT = 5
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises timeouts: the store runs on a slow disk, next to other tests."""
+    """Increases the timeouts: the store runs on a slow disk, next to other tests."""
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 
 

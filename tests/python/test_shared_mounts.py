@@ -180,7 +180,8 @@ def test_both_hosts_fill_evict_and_reset_within_the_bound(shared: Shared) -> Non
     assert one.finds([FILL - 1, 1000 + FILL - 1]) == [], "records of the old weights must miss"
     assert one.store([FILL - 1]) == 1
     assert one.finds([FILL - 1]) == [FILL - 1]
-    assert other.finds([FILL - 1]) == [FILL - 1], "the other host must find its own records"
+    kept = other.finds(range(1000 + FILL // 2, 1000 + FILL))
+    assert len(kept) > FILL // 4, "the other host keeps its epoch, except what it evicted for this host"
     assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
     for host in shared.hosts:
         assert host.do("stats")["failures"] == []

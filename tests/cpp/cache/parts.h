@@ -179,7 +179,7 @@ struct SupplyParts : OpParts {
   RowProvider row_provider;
 };
 
-// Adds load jobs.
+// Adds the loads to the device.
 struct LoadParts : SupplyParts {
   explicit LoadParts(PartsOptions parts = {})
       : SupplyParts(std::move(parts)),

@@ -8,7 +8,7 @@ namespace {
 
 class TransferModelTest : public ::testing::Test {
  protected:
-  // Notes queues of 1 to `records` records of 1,000 bytes.
+  // Observes queues of 1 to `records` records of 1,000 bytes.
   void read(int records, double latency, double bytes_per_second) {
     for (int i = 1; i <= records; ++i) model_.observe(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
   }

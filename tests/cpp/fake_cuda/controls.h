@@ -12,7 +12,6 @@
 // main.cc gives every test a fresh machine. It fails the test after any call that CUDA does not
 // allow, or if a resource is left over. This header declares the controls and queries for tests.
 // Any thread may call them.
-// a test may do to the machine, and what it may ask. Any thread.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -6,7 +6,7 @@
 #   bash tests/cpp/fake_cuda/run.sh                     once, with three seeds
 #   bash tests/cpp/fake_cuda/run.sh --sanitize thread   under ThreadSanitizer (address,undefined: those)
 #   bash tests/cpp/fake_cuda/run.sh --seeds 20 'Order*' more seeds, some tests
-#   ... --mutant                                              what does not compile counts as not caught: exit 0
+#   ... --mutant                                              exit 0 if it does not compile: not detected
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 seeds=3 kinds='' mutant='' filter='*'

@@ -124,7 +124,7 @@ class Recorder : public Tier {
   }
   bool cancel(OpId) override { return false; }
   void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
-    removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // not a digest of ours
+    removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // not one of our digests
   }
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder order) override {

@@ -357,7 +357,7 @@ TEST_F(ThreadPoolTierTest, a_record_gets_its_own_probe_alongside_lookups) {
   asking.join();
 }
 
-// Reads work again and lookups do not: the probe that a record has of its own must count.
+// Reads work again and lookups do not: the separate probe of records must count.
 TEST_F(ThreadPoolTierTest, a_successful_read_ends_the_cool_down_although_a_concurrent_lookup_fails) {
   { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
   IoPool* pool = nullptr;
@@ -466,7 +466,7 @@ TEST_F(ThreadPoolTierTest, a_stuck_write_switches_reads_off_unless_a_read_succee
     if (answer == Answer::kBefore) start_read(*tier, 2);
     start(*tier, OpKind::kWrite, 1);
     const auto stuck = pool->begin_next(Lane::kWrite);
-    run_reads(pool);  // nobody polls, as in an idle engine
+    run_reads(pool);  // no thread polls, as in an idle engine
     clock_.advance(options().op_timeout - seconds(1));
     if (since) {
       start_read(*tier, 2);

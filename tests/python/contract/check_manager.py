@@ -531,7 +531,7 @@ def test_a_misspelt_hint_is_reported_with_the_valid_names(
 
 
 def test_a_lookup_of_a_partial_chunk_does_not_end_the_prompt() -> None:
-    """vLLM notes positions of parts of a block (--prefix-match-unit) after those of all chunks."""
+    """vLLM records the positions of parts of a block (--prefix-match-unit) after those of all chunks."""
     request = context()
     _positions(request, keys(1, 2, 3, 4, 5))
     request.set_offload_key_position(key(99), 20)

@@ -88,7 +88,7 @@ TEST_F(FsShares, a_newcomer_waits_for_the_servers_that_answer_and_cuts_no_prompt
   fill(*first);
   const Held before = held(0x11, *first);
   const auto newcomer = start(options(0x22));  // asks for space
-  for (int i = 0; i < 20; ++i) ASSERT_TRUE(newcomer->write_next()) << "declined is no failure";
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(newcomer->write_next()) << "a declined write is not a failure";
   EXPECT_EQ(held(0x22, *newcomer).records, 0u) << "written before the other server evicted anything";
   EXPECT_EQ(held(0x11, *first).records, before.records);
   first->tick();  // evicts for the newcomer

@@ -121,8 +121,8 @@ TEST_F(FsTierReuse, concurrent_writers_stay_below_the_bound) {
 }
 
 // Freed space belongs to the process that freed it: another process that asks at every moment gets none of
-// it. (The other one scanned an empty root and its clock stands still, so it never learns of records that it
-// could evict.)
+// it. (The other one scanned an empty root and its clock does not advance, so it never learns of records that
+// it could evict.)
 TEST_F(FsTierReuse, space_that_one_server_frees_is_not_taken_by_another) {
   FsTierOptions others = options_for(root_, kReuseBound);
   others.clock = &clock_;
@@ -273,7 +273,8 @@ TEST_F(FsTierReuse, a_count_during_a_reuse_is_exact) {
   EXPECT_TRUE(user.read(next_, kReuseShards));
   EXPECT_GE(user.tier().stats().bytes, du(root_)) << "a directory created for it may count twice";
   EXPECT_LE(user.tier().stats().bytes, du(root_) + kPageBytes);
-  // The previous count lasted as long as the clock moved meanwhile; a pause of twenty times that follows it.
+  // The previous count lasted as long as the clock moved meanwhile, and is followed by a pause of twenty
+  // times that duration.
   Nanos step{std::chrono::seconds(1)};
   EXPECT_TRUE(user.until([&] {
     clock_.advance(step);

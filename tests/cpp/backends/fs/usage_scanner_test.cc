@@ -76,7 +76,7 @@ TEST(UsageScannerTest, a_count_that_a_reset_overtook_changes_nothing_and_is_repe
   ASSERT_GE(lists, 8);
   TierStats stats;
   store.figures(&stats);
-  // The count covered part of the root, without an epoch of ours. (Our own files, a few pages, came later.)
+  // The count covered a part of the root, without our epoch. (Our own files, a few pages, were added later.)
   EXPECT_GE(stats.bytes, known);
   EXPECT_LT(stats.bytes, known + (std::uint64_t{1} << 17));
   ASSERT_TRUE(store.begin_epoch());

@@ -59,7 +59,7 @@ class FakeMooncake {
  private:
   class Client;
 
-  // Returns -900 while it is down. Waits while it stands still, unless `dead` becomes true.
+  // Returns -900 while it is down. Waits while stand_still() is in effect, unless `dead` becomes true.
   bool wait_until_it_answers(const std::atomic<bool>& dead);
   std::int64_t answer(const mooncake::Question& question, const std::vector<std::string>& names,
                       std::span<std::byte> object);
