@@ -41,7 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   // wrong.
   static RecordForm form({});
   static const AlignedBuffer row(8192), second(4096);
-  TierOp op;
+  RecordOp op;
   op.key = good.key;
   op.shards = {row.span().first(5000), second.span()};
   static const NamespaceId any{};

@@ -20,7 +20,7 @@ inline NamespaceId space_of(std::uint8_t number) {
   return id;
 }
 
-inline Bytes bytes_of(RecordForm& form, const TierOp& op, const NamespaceId& space = space_of(1)) {
+inline Bytes bytes_of(RecordForm& form, const RecordOp& op, const NamespaceId& space = space_of(1)) {
   OutgoingRecord record(form, space, op);
   EXPECT_TRUE(record.encode());
   EXPECT_TRUE(record.finish());
@@ -31,7 +31,7 @@ inline Bytes bytes_of(RecordForm& form, const TierOp& op, const NamespaceId& spa
   return bytes;
 }
 
-inline Status read_bytes(RecordForm& form, const TierOp& op, const Bytes& bytes,
+inline Status read_bytes(RecordForm& form, const RecordOp& op, const Bytes& bytes,
                          const NamespaceId& space = space_of(1)) {
   IncomingRecord record(form, space, op);
   if (Status status = record.check_length(bytes.size()); !status) return status;

@@ -25,8 +25,8 @@ using testing::space_of;
 
 const ShardSizes kRowSizes = {5000, 4096, 1, 0};
 
-TierOp op_of(const Row& row, std::uint32_t number = 1) {
-  TierOp op;
+RecordOp op_of(const Row& row, std::uint32_t number = 1) {
+  RecordOp op;
   op.key = key_of(number);
   op.group = 2;
   op.shards = row.shards();
@@ -37,7 +37,7 @@ TEST(RecordFormTest, a_raw_unencrypted_record_uses_no_intermediate_buffer) {
   RecordForm form({});
   Row row(kRowSizes);
   row.fill(1);
-  const TierOp op = op_of(row);
+  const RecordOp op = op_of(row);
   OutgoingRecord record(form, space_of(1), op);
   ASSERT_TRUE(record.encode());
   EXPECT_TRUE(record.in_place());
