@@ -394,6 +394,39 @@ def test_pictures_are_drawn_from_the_committed_results():
     pytest.importorskip("PIL")
     figures = load(ROOT / "benchmarks" / "figures.py")
     assert figures.stale() == []
-    shown = (ROOT / "README.md").read_text() + (DOCS / "performance.md").read_text()
+    shown = [ROOT / "README.md", DOCS / "performance.md", *(DOCS / "benchmarks").glob("*.md")]
+    text = "".join(path.read_text() for path in shown)
     for name, *_ in figures.PICTURES:
-        assert f"figures/{name}.png" in shown
+        assert f"figures/{name}.png" in text
+
+
+BENCHMARKS = sorted(path.stem for path in (DOCS / "benchmarks").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_page_is_complete_and_in_the_table_of_results(name):
+    """A page has a question, a command that exists, a result and its limits."""
+    text = page(f"benchmarks/{name}.md")
+    title, question, *_ = text.split("\n\n")
+    assert title.startswith("# ")
+    assert question.endswith("?")
+    headings = re.findall(r"(?m)^## (.+)$", text)
+    assert headings == ["Method", "Result", "Limits of the result"]
+    method = text[text.index("## Method") : text.index("## Result")]
+    commands = re.search(r"```bash\n(.*?)```", method, re.DOTALL)[1]
+    for script in re.findall(r"benchmarks/[\w/]+\.(?:py|sh)", commands):
+        assert (ROOT / script).exists(), script
+    for option in re.findall(r"(?m) (--[a-z-]+)", commands):
+        sources = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*.cc")]
+        assert any(f'"{option}"' in source.read_text() for source in sources), option
+    results = {row["benchmark"] for row in rows(page("performance.md")) if "benchmark" in row}
+    assert any(f"](benchmarks/{name}.md)" in cell for cell in results)
+
+
+def test_every_saved_result_has_a_benchmark_page():
+    shown = "".join(page(f"benchmarks/{name}.md") for name in BENCHMARKS)
+    saved = {path.stem.split("-")[0] for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert len(saved) > 15
+    names = {"mooncake_bench": "remote_bench", "redis_bench": "remote_bench", "s3_bench": "remote_bench"}
+    for name in saved:
+        assert f"benchmarks/{names.get(name, name)}." in shown or name == "copy_gpu", name
