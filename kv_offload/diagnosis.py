@@ -39,7 +39,7 @@ REASONS = {
         "PYTHONHASHSEED set)",
     ),
     "evicted": (
-        "the chunks were stored, and removed to make space before they were asked for again",
+        "the chunks were stored, and evicted before they were requested again",
         "raise cpu_bytes_to_use or max_bytes; kv-offload replay shows what a larger cache would hit",
     ),
     "recompute_cheaper": (
@@ -60,7 +60,7 @@ REASONS = {
         "set blocks_per_chunk so that a chunk is not longer than the model's sliding window",
     ),
     "io_error": (
-        "records could not be read, or the tier was switched off after errors or timeouts",
+        "records could not be read, or the tier was out of service after errors or timeouts",
         "check kv_offload_failures_total by kind, the device, and the permissions of the root",
     ),
     "pressure": (
@@ -199,7 +199,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
             times = "once" if trips == 1 else f"{trips} times"
             yield Finding(
                 "tier_off",
-                f"tier {tier} was switched off {times} after errors or timeouts; while it was off nothing "
+                f"tier {tier} was taken out of service {times} after errors or timeouts; meanwhile nothing "
                 "was read from it or written to it",
                 "check kv_offload_failures_total by kind and the device",
             )
@@ -261,7 +261,7 @@ def _removed(page: "Page", tier: str) -> Iterator[Finding]:
 
 # ---- a log
 
-_NEVER_HIT = re.compile(r"none was ever hit: of (\d+) tokens asked for, (\d+) missed \((\w+)\): (.*)")
+_NEVER_HIT = re.compile(r"none was ever hit: of (\d+) tokens looked up, (\d+) missed \((\w+)\): (.*)")
 _REQUEST_MISSED = re.compile(r"(\d+) tokens missing \((\w+)\)")
 _REQUEST_HIT = re.compile(r"(\d+) tokens from \w")
 _BOOT = re.compile(r"kv-offload \S+(?: engine \d+ of \d+)?: cpu .* tokens")

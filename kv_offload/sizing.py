@@ -120,7 +120,7 @@ def startup_summary(
     each, shared = (" for this engine", " for all engines") if replicas > 1 else ("", "")
     tiers = [f"cpu {format_bytes(memory)}{each} = {geometry.tokens_in_memory(memory):,} tokens"]
     for name, tier, bound in zip(config.tier_names(), config.secondary_tiers, bounds, strict=True):
-        size = "bounded by its server"
+        size = "limited by its server"
         if bound is not None:
             size = f"{format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens"
         tiers.append(f"{name} {tier.place} {size} ({', '.join(tier.traits())})")

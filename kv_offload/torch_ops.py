@@ -30,7 +30,7 @@ def load() -> None:
     library = _DIRECTORY / "libkv_offload_torch.so"
     if not library.exists():
         raise ResourceError(
-            f"{library} is not there: this build has no torch operators "
+            f"{library} does not exist: this build has no torch operators "
             "(build with torch in the build's Python and KV_OFFLOAD_TORCH=ON)"
         )
     torch.ops.load_library(str(library))

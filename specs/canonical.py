@@ -48,7 +48,7 @@ def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalP
     except _NotWholeError:
         raise
     except Exception as error:  # an unknown kind of layer: use the plain layout
-        return f"its layers cannot be looked at ({type(error).__name__}: {error})"
+        return f"its layers could not be inspected ({type(error).__name__}: {error})"
 
 
 def record_shards(heads: int) -> int:
@@ -59,12 +59,12 @@ def record_shards(heads: int) -> int:
 def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
-        raise _KeptApartError("layers or tokens are shared out to the ranks, not KV heads alone")
+        raise _KeptApartError("the ranks split layers or tokens, not only KV heads")
     vllm_config = compat.current_vllm_config()
     if vllm_config is None:
         raise _KeptApartError("this vLLM does not pass the configuration to its workers")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise _KeptApartError("with calculate_kv_scales each rank scales its heads in its own way")
+        raise _KeptApartError("calculate_kv_scales gives each rank scales of its own")
     known = vllm_config.compilation_config.static_forward_context
     heads: set[int] = set()
     pages = []
@@ -96,7 +96,9 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
 def _check_certified(name: str, ref: Any) -> None:
     mapping = getattr(ref, "mapping", None)
     if mapping is None or not mapping.parallelism_agnostic:
-        raise _KeptApartError(f"vLLM certifies no layout of {name} that is the same for all of them")
+        raise _KeptApartError(
+            f"vLLM declares no layout of {name} that is the same for all tensor-parallel sizes"
+        )
 
 
 def _check_whole(name: str, ref: Any) -> None:
@@ -104,8 +106,8 @@ def _check_whole(name: str, ref: Any) -> None:
         return
     # The plain layout would be wrong too: rank 0 would store its part for all ranks.
     raise _NotWholeError(
-        "canonical_layout cannot be used: vLLM says that every rank holds the whole cache, and "
-        f"{name} is a part of it; start without canonical_layout"
+        "canonical_layout cannot be used: vLLM reports that every rank holds the whole cache, but "
+        f"{name} holds only a part; start without canonical_layout"
     )
 
 
@@ -117,8 +119,8 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     mapping, page = ref.mapping, ref.page_size_bytes
     if mapping.num_writers > 1:
         raise _KeptApartError(
-            f"{mapping.num_writers} ranks hold the same KV heads; a tensor-parallel size of at most "
-            f"{mapping.canonical_page_size_bytes // page} does"
+            f"{mapping.num_writers} ranks hold the same KV heads; use a tensor-parallel size of at most "
+            f"{mapping.canonical_page_size_bytes // page}"
         )
     cache = compat.layer_cache(layer)
     spec = None if layer is None else layer.get_kv_cache_spec(vllm_config)
@@ -127,7 +129,7 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     # look like two heads.
     packed = ("num_head_slots", "state_content_bytes")
     if any(getattr(spec, field, None) is not None for field in packed):
-        raise _KeptApartError(f"the backend of {name} packs its pages in its own way")
+        raise _KeptApartError(f"the attention backend of {name} packs its pages in a layout of its own")
     if cache is None or not heads:
         raise _KeptApartError(f"the cache of {name} is not known")
     size = cache.element_size()
@@ -142,10 +144,10 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     )
     if not is_by_heads:
         raise _KeptApartError(
-            f"a page of {name} is not one KV head after the other (shape {tuple(cache.shape)}, strides "
-            f"{tuple(cache.stride())}); VLLM_KV_CACHE_LAYOUT=LBHNC makes it so, where the backend has it"
+            f"the KV heads of a page of {name} are not contiguous (shape {tuple(cache.shape)}, strides "
+            f"{tuple(cache.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC if the backend supports it"
         )
     runs = [(run.local_offset, run.canonical_offset, run.fragment_size) for run in mapping.runs]
     if runs != [(0, rank * page, page)]:
-        raise _KeptApartError(f"vLLM places the heads of {name} in another order")
+        raise _KeptApartError(f"vLLM stores the KV heads of {name} in another order")
     return int(mapping.canonical_page_size_bytes // page * heads)

@@ -81,7 +81,7 @@ def shape_problems(base: Any, config: Any) -> list[str]:
         problems.append(f"LookupResult is one of {', '.join(sorted(results)) or 'nothing'}")
     parameters = _parameters(getattr(base, "GPULoadStoreSpec", None))
     if not {"block_ids", "group_sizes", "block_indices"} <= parameters:
-        problems.append("GPULoadStoreSpec is made from other arguments")
+        problems.append("the constructor of GPULoadStoreSpec has other arguments")
     return problems
 
 
@@ -93,7 +93,7 @@ def _key_problems(base: Any) -> list[str]:
         return [f"make_offload_key fails ({type(error).__name__}: {error})"]
     if key == b"\x01\x02\x03\x04\x05\x06\x07":
         return []
-    return [f"a key is made as {key.hex()} of the hash 010203 and the group 04050607"]
+    return [f"make_offload_key returns {key.hex()} for hash 010203 and group 04050607"]
 
 
 # The arguments that vLLM passes to each of our methods, in order. Only some releases pass those after "|".

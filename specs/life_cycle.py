@@ -102,7 +102,7 @@ def _refuse(name: str, worker: Any, **arguments: Any) -> None:
     transfer = getattr(worker.vllm_config, "kv_transfer_config", None)
     if getattr(transfer, "engine_id", None) in _fixed:
         raise RuntimeError(
-            f"{name} is refused: fixed_weights is set, so KV of the present weights would be served with new "
+            f"{name} is refused: fixed_weights is set, so KV of the current weights would be served with new "
             "ones. Restart the server with the new weights, or without fixed_weights"
         )
 

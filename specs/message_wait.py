@@ -61,14 +61,12 @@ def wait_for_messages(how: str, copier: str, region: "HostRegion", owner: object
         return _nothing
     queues = compat.message_queues()
     if queues is None:
-        logger.warning(
-            "this vLLM waits for messages in a way that is not known, so wait_while_loading does nothing"
-        )
+        logger.warning("vLLM waits for messages in an unknown way here, so wait_while_loading has no effect")
         return _nothing
     if getattr(queues, "SPINLOOP_EXT_ENABLED", False):
         logger.warning(
-            "VLLM_USE_SPINLOOP_EXT=1: vLLM spins for 0.1 s before each look for a message, and "
-            "wait_while_loading changes nothing about that"
+            "VLLM_USE_SPINLOOP_EXT=1: vLLM spins for 0.1 s before each check for a message, and "
+            "wait_while_loading cannot change that"
         )
     wait = SleepWhileFetching(region, queues)
     weakref.finalize(owner, wait.end).atexit = False

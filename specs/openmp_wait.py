@@ -41,7 +41,7 @@ def tune_ranks(managers: type) -> None:
             if current_platform.is_cpu():
                 tune(self, *args, **kwargs)
         except Exception as error:  # vLLM's private interface has changed
-            logger.warning("openmp_wait does nothing: %s: %s", type(error).__name__, error)
+            logger.warning("openmp_wait has no effect: %s: %s", type(error).__name__, error)
 
     init.tunes_ranks = True  # type: ignore[attr-defined]
     managers.__init__ = init  # type: ignore[misc]
@@ -51,9 +51,7 @@ def tune(manager: Any, config: Any) -> None:
     """Applies our setting to ``manager``. ``config``: the VllmConfig of that manager's engine."""
     if wanted(manager, config):
         manager.configure_omp_envs = with_fewer_spins(manager.configure_omp_envs)
-        logger.info(
-            "the threads of ranks sleep when they have no work: openmp_wait, GOMP_SPINCOUNT=%d", SPINS
-        )
+        logger.info("idle OpenMP threads of the ranks sleep: openmp_wait, GOMP_SPINCOUNT=%d", SPINS)
 
 
 def wanted(manager: Any, config: Any) -> bool:

@@ -359,13 +359,13 @@ def _outlives(options: OffloadConfig) -> bool:
 def _log_kept(stats: Mapping[str, int]) -> None:
     if not stats["is_kept"]:
         logger.warning(
-            "keep_host_memory: all 64 names for regions of this model (%s) are taken, by servers that run or "
-            "by other users, so this server's host memory ends with it",
+            "keep_host_memory: all 64 names for regions of this model (%s) are taken, by running servers or "
+            "by other users, so the memory is freed when this server ends; stop servers that you do not need",
             KEPT_REGIONS,
         )
         return
     logger.info(
-        "host memory outlives this server; of the one before it found %d chunks (%s)",
+        "host memory is kept when this server ends; found %d chunks of the previous server (%s)",
         stats["taken_over_chunks"],
         format_bytes(stats["resident_bytes"]),
     )
@@ -377,7 +377,7 @@ def small_capacity_warning(capacity_tokens: int, max_model_len: int) -> str | No
         return None
     return (
         f"host memory and tiers together hold {capacity_tokens:,} tokens, and a prompt may have "
-        f"{max_model_len:,} (max_model_len): the longest prompts are never found whole; raise "
+        f"{max_model_len:,} (max_model_len): the longest prompts never hit completely; raise "
         "cpu_bytes_to_use or max_bytes"
     )
 

@@ -16,18 +16,19 @@ _LOOK_SECONDS = 30.0
 _ENOUGH_STORED = 100_000  # missed tokens that had been stored before
 _ENOUGH_ASKED = 1_000_000  # missed tokens, for any reason
 _REASONS = {
-    "not_stored": "the prompts asked for were never stored: no prompt shares a prefix of a whole chunk with "
-    "an earlier one, or what makes prefixes equal differs (cache_salt, LoRA, images)",
-    "evicted": "chunks are evicted before they are asked for again: raise cpu_bytes_to_use or max_bytes",
+    "not_stored": "the requested prompts were never stored: no prompt shares a prefix of a whole chunk with "
+    "an earlier one, or cache_salt, LoRA adapter or images differ",
+    "evicted": "chunks are evicted before they are requested again: raise cpu_bytes_to_use or max_bytes",
     "recompute_cheaper": "computing was always estimated to be faster than loading: the tier is slow, see "
     "kv_offload_read_seconds; load_policy always loads anyway",
     "deadline": "reads take longer than lookup_timeout_ms: the tier is slow or stuck",
-    "corrupt": "records do not verify: run kv-offload verify on the root",
+    "corrupt": "records failed their checksums: run kv-offload verify on the root",
     "incomplete": "vLLM offers chunks without some of their blocks: lower blocks_per_chunk until a chunk is "
     "not longer than the sliding window",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
-    "pressure": "host memory has no space for what is read: raise cpu_bytes_to_use",
-    "disabled": "loading is switched off: by load_policy never, or by requests (kv_load_tiers and others)",
+    "pressure": "host memory has no space for the chunks to read: raise cpu_bytes_to_use",
+    "disabled": "loading is disabled by load_policy never, or by requests (kv_offload_load_policy, "
+    "kv_offload_skip_load or kv_load_tiers in kv_transfer_params)",
 }
 
 
@@ -81,7 +82,7 @@ class ResetWatch:
         self._reported = True
         records = f" and all records of {', '.join(self._tiers)}" if self._tiers else ""
         logger.warning(
-            "vLLM reset the KV cache: %d chunks in host memory%s are forgotten for good. Sleep (level 1, 2), "
+            "vLLM reset the KV cache: %d chunks in host memory%s are now invalid. Sleep (level 1, 2), "
             "pause and POST /reset_prefix_cache?reset_external=true ask for this, because the weights may "
             "change next. If the weights of this server never change in place, keep the cache with "
             '"fixed_weights": true. This warning is logged once',
@@ -116,7 +117,7 @@ class CodecWatch:
             now = self._cache.tier_stats(position)
             if now["encodes"] != before:
                 self._encodes[position] = now["encodes"]
-                logger.info("tier %s: encoding of records is %s", self._tiers[position], now["codec_reason"])
+                logger.info("tier %s: compression is %s", self._tiers[position], now["codec_reason"])
 
 
 class HitWatch:
@@ -161,7 +162,7 @@ class HitWatch:
         self._done = True
         reason = max(misses, key=lambda name: misses[name])
         logger.warning(
-            "KV chunks are stored, but none was ever hit: of %d tokens asked for, %d missed (%s): %s",
+            "KV chunks are stored, but none was ever hit: of %d tokens looked up, %d missed (%s): %s",
             asked,
             misses[reason],
             reason,
@@ -196,8 +197,8 @@ class HitWatch:
         reuse = [policy for policy in around.write_policies if policy.startswith("reuse:")]
         if reuse and misses["evicted"] > 0:
             return (
-                f"write_policy {reuse[0]} records only chunks that were asked for that often while in host "
-                "memory, and they are evicted before that: raise cpu_bytes_to_use, or use write_through"
+                f"write_policy {reuse[0]} writes only chunks that were requested that many times while in "
+                "host memory, and they are evicted earlier: raise cpu_bytes_to_use, or use write_through"
             )
         return _REASONS[reason]
 

@@ -240,7 +240,7 @@ def log_offloading_size() -> None:
     if size is not None:
         logger.info(
             "--kv-offloading-size %g sets cpu_bytes_to_use to %s and kv_connector to OffloadingConnector; "
-            "what --kv-transfer-config has for them is not used",
+            "their values in --kv-transfer-config are ignored",
             size,
             format_bytes(int(size * (1 << 30))),
         )

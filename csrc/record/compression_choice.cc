@@ -152,9 +152,9 @@ std::string CompressionChoice::reason() const {
   const bool by_reads = reads.raw > 0;
   const Times& deciding = by_reads ? reads : writes;
   if (deciding.raw == 0) return "off: too little was read or written to know the tier's speed";
-  std::string why = fmt::format("{}: a {} of 1 MiB takes {:.2f} ms raw and {:.2f} ms encoded (ratio {:.2f})",
-                                on_ ? "on" : "off", by_reads ? "read" : "write", per_mib_ms(deciding.raw),
-                                per_mib_ms(deciding.encoded), ratio_);
+  std::string why = fmt::format(
+      "{}: a {} of 1 MiB takes {:.2f} ms raw and {:.2f} ms compressed (ratio {:.2f})", on_ ? "on" : "off",
+      by_reads ? "read" : "write", per_mib_ms(deciding.raw), per_mib_ms(deciding.encoded), ratio_);
   if (writes.raw > 0 && writes.gain() * kSlowestWrites < 1) {
     // Writes that would become too slow keep the codec off whatever reads gain.
     why += fmt::format(", but a write takes {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),

@@ -88,7 +88,7 @@ class CompressionChoice {
   void moved(OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
 
   CompressionStats stats() const EXCLUDES(mutex_);
-  // Returns the current choice and its reason: "on: a read of 1 MiB takes 2.10 ms raw and 1.75 ms encoded
+  // Returns the current choice and its reason: "on: a read of 1 MiB takes 2.10 ms raw and 1.75 ms compressed
   // (...)".
   std::string reason() const EXCLUDES(mutex_);
 

@@ -112,7 +112,8 @@ class Blocks {
 };
 
 Status damaged(std::uint64_t at, const char* what) {
-  return Status::error(StatusKind::kCorrupt, fmt::format("encoded payload, block at byte {}: {}", at, what));
+  return Status::error(StatusKind::kCorrupt,
+                       fmt::format("compressed payload, block at byte {}: {}", at, what));
 }
 
 // True for exactly one frame that states the required content size. Anything else could lead the library into
@@ -200,7 +201,7 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
   if (!is_one_frame(frame, plane_bytes)) return "not exactly one frame of the expected size";
   std::byte* const plane = element == Element::kBytes ? raw.data() : upper.data();
   if (ZSTD_decompressDCtx(from.get(), plane, plane_bytes, frame.data(), frame.size()) != plane_bytes) {
-    return "the frame cannot be decoded";
+    return "the frame cannot be decompressed";
   }
   if (element != Element::kBytes) {
     planes.join(plane, coded.data(), plane_bytes, raw.data());
@@ -216,7 +217,7 @@ Status decode_block(Context& context, const SplitPlanes& planes, Element element
   if (left.size() < kLengthBytes) return damaged(*at, "truncated in its length field");
   const std::size_t frame_bytes = load_u32(left.data());
   const std::size_t coded = coded_bytes(element, raw.size());
-  if (frame_bytes > coded) return damaged(*at, "its frame is longer than the decoded bytes");
+  if (frame_bytes > coded) return damaged(*at, "its frame is longer than the decompressed bytes");
   const std::size_t bytes = frame_bytes == 0 ? raw.size() : raw.size() - coded + frame_bytes;
   if (left.size() - kLengthBytes < bytes) return damaged(*at, "truncated");
   const auto stored = left.subspan(kLengthBytes, bytes);
@@ -230,7 +231,7 @@ Status decode_block(Context& context, const SplitPlanes& planes, Element element
 }
 
 Status no_memory() {
-  return Status::error(StatusKind::kUnavailable, "cannot encode or decode a payload: out of memory");
+  return Status::error(StatusKind::kUnavailable, "cannot compress or decompress a record: out of memory");
 }
 
 }  // namespace

@@ -128,7 +128,7 @@ class Tier {
 
   // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
   // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns
-  // kUnknown or kLookupPending while reads are switched off, because a lookup would get no answer.
+  // kUnknown or kLookupPending while reads are out of service, since a lookup would get no answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
   // Turns kStaleMiss of a key into kUnknown before the key is looked up again, so that no caller takes the
   // stale answer for the new one. O(1).

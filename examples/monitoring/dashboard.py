@@ -113,7 +113,7 @@ def panels() -> list[Panel]:
             "Oldest op",
             "s",
             {"{{tier}} {{op}}": f"max by (tier, op) (kv_offload_oldest_op_seconds{SELECTOR})"},
-            "Above the op deadline the tier is switched off for a while.",
+            "Above the op deadline the tier is taken out of service for a while.",
         ),
         Panel(
             "Failures",

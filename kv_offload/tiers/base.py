@@ -115,7 +115,8 @@ class TierConfig(BaseModel):
     example: ClassVar[Mapping[str, Any]]  # an entry of secondary_tiers
     place_key: ClassVar[str]  # the field that holds its place
     bound_key: ClassVar[str | None] = None  # the field that limits its size; None: its server limits itself
-    bounded_by: ClassVar[str] = "its server bounds itself"  # without bound_key: the limit, where to set it
+    # without bound_key: the limit, and where to set it
+    bounded_by: ClassVar[str] = "its server limits its size; remove this key"
     option: ClassVar[str | None] = None  # command-line option for its places: "disk" for --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
     schemes: ClassVar[tuple[str, ...]] = ()  # of addresses on the command line: "redis" for redis://host

@@ -43,7 +43,7 @@ class CompressedTierConfig(TierConfig):
             read_bytes_per_second=read,
             write_bytes_per_second=write,
         )
-        core = f"a core encodes {encode / 1e9:.1f} and decodes {decode / 1e9:.1f} GB/s of bfloat16"
+        core = f"one core compresses {encode / 1e9:.1f} and decompresses {decode / 1e9:.1f} GB/s of bfloat16"
         chosen = {"auto": "compress auto is", "zstd": "compress is zstd; auto would be"}[self.compress]
         return [
             Answer(

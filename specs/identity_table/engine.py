@@ -10,7 +10,7 @@ ENGINE: dict[str, Decision] = {
     "performance_mode": same("presets for compilation, batching and kernel launches"),
     "shutdown_timeout": same("grace period at shutdown"),
     "engram_config": same("where n-gram embeddings are stored"),
-    "aux_output_config": same("what is returned beside tokens"),
+    "aux_output_config": same("outputs other than tokens"),
     "watermark_config": same("sampling: marks, grammars and reasoning limits"),
     "structured_outputs_config": same("sampling: marks, grammars and reasoning limits"),
     "reasoning_config": same("sampling: marks, grammars and reasoning limits"),
@@ -119,8 +119,10 @@ ENGINE: dict[str, Decision] = {
     "scheduler_config.encoder_cache_size": same("encoder batch sizes"),
     "scheduler_config.runner_type": same("derived from the model"),
     "scheduler_config.is_multimodal_model": same("derived from the model"),
-    "scheduler_config.disable_hybrid_kv_cache_manager": same("groups say how layers share blocks"),
-    "scheduler_config.stream_interval": same("how often answers are sent"),
+    "scheduler_config.disable_hybrid_kv_cache_manager": same(
+        "the cache groups describe how layers share blocks"
+    ),
+    "scheduler_config.stream_interval": same("how often outputs are sent"),
     "compilation_config.inductor_passes": counts("operators' own passes"),
     "compilation_config.mode": same("how the same computation is compiled, fused and launched"),
     "compilation_config.backend": same("how the same computation is compiled, fused and launched"),

@@ -407,6 +407,8 @@ VLLM_VARIABLES: dict[str, Decision] = {
     "MOONCAKE_PREFERRED_SEGMENT": same("other connectors"),
     "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": same("other connectors"),
     "VLLM_USE_SIMPLE_KV_OFFLOAD": same("other connectors"),
-    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": same("which cache groups there are; groups say it"),
+    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": same(
+        "which cache groups exist; the namespace has them"
+    ),
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": same("form of published events"),
 }

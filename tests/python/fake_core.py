@@ -94,7 +94,7 @@ def measure_codec() -> tuple[float, float]:
 
 
 def codec_advice(**_: float) -> str:
-    return "off: a read of 1 MiB takes 0.50 ms raw and 0.70 ms encoded"
+    return "off: a read of 1 MiB takes 0.50 ms raw and 0.70 ms compressed"
 
 
 def record_created(path: str) -> float:

@@ -190,7 +190,7 @@ def test_the_warning_of_a_server_that_never_hits(caplog):
     (found,) = of_log(warned(caplog)).findings
     assert (found.cause, found.tokens) == ("not_stored", 2_000_000)
     assert "2,000,000 of 2,000,000 tokens" in found.text
-    assert "the prompts asked for were never stored" in found.advice
+    assert "the requested prompts were never stored" in found.advice
 
 
 def test_a_changing_hash_seed():

@@ -69,7 +69,7 @@ def test_an_invalid_value_is_refused(key: str, value: str) -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    assert "the store limits itself" in problem(max_bytes="1GiB")
+    assert "the store limits its size" in problem(max_bytes="1GiB")
     assert 'devices is given but protocol is not "rdma"' in problem(devices="mlx5_0")
     assert tier(devices="mlx5_0,mlx5_1", protocol="rdma").devices == "mlx5_0,mlx5_1"
 
@@ -97,7 +97,7 @@ def test_config_writes_the_tier_and_the_startup_summary_names_it() -> None:
     line = startup_summary(
         config(), (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"
     )
-    assert "mooncake mooncake.internal:50051 bounded by its server (write_through, compress auto)" in line
+    assert "mooncake mooncake.internal:50051 limited by its server (write_through, compress auto)" in line
 
 
 def test_without_the_package_doctor_shows_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

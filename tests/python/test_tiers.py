@@ -82,7 +82,7 @@ def test_messages_about_a_tier_name_only_its_own_kind() -> None:
     assert ("toy.server", "shelf", True) in plan(parsed)
     geometry = Geometry.of([16], [[4096]])
     line = startup_summary(parsed, tier_bounds(parsed), geometry, copier="host", namespace="n", version="1")
-    assert "toy shelf bounded by its server (write_through)" in line
+    assert "toy shelf limited by its server (write_through)" in line
     assert set(geometry.tokens_by_tier(parsed, tier_bounds(parsed))) == {"cpu"}
     assert tier.events_locality == "REMOTE"
 

@@ -112,12 +112,11 @@ void UsageScanner::follow_full_disk() {
   if (!space.bound_is_lowered()) {
     full_.told = false;
   } else if (!std::exchange(full_.told, true)) {
-    options_.warn(
-        fmt::format("the file system of {} is full although the tier has {} of max_bytes {}: records are "
-                    "evicted as if {} "
-                    "were the bound, until there is room again; free space on it, or lower max_bytes",
-                    root_.path, format_bytes(space.total()), format_bytes(options_.max_bytes),
-                    format_bytes(space.bound())));
+    options_.warn(fmt::format(
+        "the file system of {} is full although the tier has {} of max_bytes {}: records are "
+        "evicted down to {} until there is free space again; free space on it, or lower max_bytes",
+        root_.path, format_bytes(space.total()), format_bytes(options_.max_bytes),
+        format_bytes(space.bound())));
   }
 }
 

@@ -42,7 +42,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
     place_key: ClassVar[str] = "master"
     bounded_by: ClassVar[str] = (
-        "the store limits itself; "
+        "the store limits its size; "
         "set --global_segment_size of mooncake_client, the memory that each node contributes"
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"

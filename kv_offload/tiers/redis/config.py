@@ -108,7 +108,7 @@ class RedisTierConfig(EncryptedTierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
     place_key: ClassVar[str] = "url"
     bounded_by: ClassVar[str] = (
-        "the server bounds itself; set its maxmemory, and maxmemory-policy allkeys-lru"
+        "the server limits its size; set its maxmemory, and maxmemory-policy allkeys-lru"
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix", *_SAME_SCHEMES, *_SENTINEL_SCHEMES)

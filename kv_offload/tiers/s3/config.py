@@ -41,7 +41,7 @@ class S3TierConfig(EncryptedTierConfig):
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
     place_key: ClassVar[str] = "bucket"
-    bounded_by: ClassVar[str] = "only its own rules limit a bucket; add a lifecycle rule that expires objects"
+    bounded_by: ClassVar[str] = "only lifecycle rules limit a bucket; add one that expires objects"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     schemes: ClassVar[tuple[str, ...]] = ("s3",)
     address_options: ClassVar[tuple[str, ...]] = (

@@ -106,7 +106,7 @@ def test_the_canonical_layout_needs_a_certificate_of_vllm(
         one.refs[0] = replace(one.refs[0], mapping=None)
     else:
         one.change_mapping(parallelism_agnostic=False)
-    assert one.look() == "vLLM certifies no layout of layer.0 that is the same for all of them"
+    assert one.look() == "vLLM declares no layout of layer.0 that is the same for all tensor-parallel sizes"
 
 
 def by_tokens(cache: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_heads_must_be_contiguous_in_a_page(name: str, monkeypatch: pytest.Monke
     """vLLM's mapping looks the same for one rank in all of these layouts."""
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = SHAPES[name](one.layers["layer.0"].kv_cache)
-    assert "a page of layer.0 is not one KV head after the other" in str(one.look())
+    assert "the KV heads of a page of layer.0 are not contiguous" in str(one.look())
 
 
 @pytest.mark.parametrize("field", ["num_head_slots", "state_content_bytes"])
@@ -139,7 +139,7 @@ def test_planes_of_packed_pages_are_not_mistaken_for_heads(
     one = Rank(monkeypatch, [4, 4], 0, 2)
     packed = SimpleNamespace(num_kv_heads=2, **{field: 2})
     one.layers["layer.0"].get_kv_cache_spec = lambda _: packed
-    assert "packs its pages in its own way" in str(one.look())
+    assert "packs its pages in a layout of its own" in str(one.look())
 
 
 def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +157,9 @@ def test_ranks_whose_order_differs_from_their_heads_are_refused(monkeypatch: pyt
 def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [4], 0, 2)
     one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=1, pp_size=2))
-    assert "layers or tokens are shared out" in str(one.look())
+    assert "the ranks split layers or tokens" in str(one.look())
     one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=2, pp_size=1, dcp_size=2))
-    assert "layers or tokens are shared out" in str(one.look())
+    assert "the ranks split layers or tokens" in str(one.look())
     assert "different numbers of KV heads ([4, 8])" in str(Rank(monkeypatch, [4, 8]).look())
     one = Rank(monkeypatch, [4, 4])
     one.refs.pop()
@@ -169,7 +169,7 @@ def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pyt
     assert "calculate_kv_scales" in str(one.look())
     one = Rank(monkeypatch, [4])
     del one.layers["layer.0"].get_kv_cache_spec
-    assert "its layers cannot be looked at (AttributeError" in str(one.look())
+    assert "its layers could not be inspected (AttributeError" in str(one.look())
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = []
     assert one.look() == "the cache of layer.0 is not known"

@@ -30,11 +30,11 @@ def test_the_interface_of_this_release_is_supported() -> None:
     [
         (
             lambda hashed, group: group.to_bytes(4, "big") + hashed,
-            "a key is made as 04050607010203 of the hash 010203 and the group 04050607",
+            "make_offload_key returns 04050607010203 for hash 010203 and group 04050607",
         ),
         (
             lambda hashed, group: hashed + group.to_bytes(4, "little"),
-            "a key is made as 01020307060504 of the hash 010203 and the group 04050607",
+            "make_offload_key returns 01020307060504 for hash 010203 and group 04050607",
         ),
         (lambda hashed: hashed, "make_offload_key fails (TypeError"),
     ],

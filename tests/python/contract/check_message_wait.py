@@ -113,7 +113,7 @@ def test_an_unknown_wait_loop_of_vllm_is_not_replaced(
 ) -> None:
     monkeypatch.setattr(compat, "message_queues", lambda: None)
     wait_for_messages("sleep", "host", region, region)()
-    assert "wait_while_loading does nothing" in caplog.text
+    assert "wait_while_loading has no effect" in caplog.text
 
 
 def test_spinning_before_each_poll_is_logged(

@@ -140,7 +140,7 @@ def test_a_region_that_cannot_be_kept_is_not_logged_as_kept(caplog: pytest.LogCa
     stats = {"taken_over_chunks": 3, "resident_bytes": 12288}
     with caplog.at_level("INFO", logger="vllm.kv_offload"):
         spec._log_kept(stats | {"is_kept": False})
-        assert "ends with it" in caplog.text
+        assert "freed when this server ends" in caplog.text
         assert "outlives" not in caplog.text
         caplog.clear()
         spec._log_kept(stats | {"is_kept": True})

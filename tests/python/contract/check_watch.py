@@ -155,7 +155,7 @@ def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptur
     for _ in range(3):
         watch.look()
     (record,) = caplog.records
-    assert record.getMessage() == "tier far: encoding of records is on: it pays"
+    assert record.getMessage() == "tier far: compression is on: it pays"
     tiers.encodes = [False, False]
     watch.look()
-    assert caplog.records[-1].getMessage() == "tier far: encoding of records is off"
+    assert caplog.records[-1].getMessage() == "tier far: compression is off"

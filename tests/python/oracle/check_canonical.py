@@ -118,21 +118,21 @@ def test_a_replicated_latent_cache_is_the_same_for_any_number_of_ranks(tmp_path:
 
 # Per case: the setup, its numbers of ranks, model properties, and the reason why records are kept apart.
 REFUSED: dict[str, tuple[Setup, tuple[int, ...], dict[str, int], str]] = {
-    "states": (replace(HEADS, window=STATE, heads=None, layers=4), (1, 2), {}, "certifies no layout"),
+    "states": (replace(HEADS, window=STATE, heads=None, layers=4), (1, 2), {}, "declares no layout"),
     "packed blocks": (replace(HEADS, layout="BLHNC", heads=None), (1, 2), {}, "share one page"),
     "stages of a pipeline": (
         replace(HEADS, pipelined=True, heads=None, layers=4),
         (2,),
         {},
-        "are shared out",
+        "the ranks split layers or tokens",
     ),
     "fewer heads than ranks": (
         replace(HEADS, heads=2),
         (4,),
         {"num_key_value_heads": 2},
-        "2 ranks hold the same KV heads; a tensor-parallel size of at most 2",
+        "2 ranks hold the same KV heads; use a tensor-parallel size of at most 2",
     ),
-    "not by heads": (replace(HEADS, heads=None), (1, 2), {}, "certifies no layout"),
+    "not by heads": (replace(HEADS, heads=None), (1, 2), {}, "declares no layout"),
 }
 
 
