@@ -141,7 +141,7 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
   }
-  // Writing threads read too: together as many as are to be in flight. By a tier that has learnt as well.
+  // Writing threads read too: together as many as are to be in flight. By a tier that has learned as well.
   tier = nullptr;
   options.n_write_threads = 1;
   options.n_read_threads = threads - 1;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Everything that is to be learnt of the copier on a machine with a GPU, in at most nine minutes on 16 cores: builds the CUDA copier
+# Everything that is to be learned about the copier on a machine with a GPU, in at most nine minutes on 16 cores: builds the CUDA copier
 # for that machine, runs its tests, holds the kernels under compute-sanitizer, and measures.
 #
 #   bash benchmarks/gpu/run.sh                 all parts; those that were done with these programs are not done again

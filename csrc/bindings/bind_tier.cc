@@ -43,7 +43,7 @@ RecordFormOptions TierSpec::form() const {
   RecordFormOptions form{.keys = keys_from(encryption_key_files)};
   if (compress == Compress::kNone) return form;
   CompressionOptions options{.compress = compress, .elements = elements};
-  // Called by I/O threads, one at a time: CompressionChoice serializes the calls.
+  // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
   struct Cores {
     SteadyClock clock;
     IdleCores idle{clock};

@@ -3,7 +3,7 @@
 // it sees slots (dense numbers chosen by its owner), not keys.
 //
 // PINS belong to the owner (a pinned slot is never a victim); ORDER belongs to the policy. Every call is O(1)
-// or O(log n), growth included. Not thread-safe: the owner serializes calls.
+// or O(log n), growth included. Not thread-safe: the owner serialises calls.
 #pragma once
 
 #include <cstdint>

@@ -86,7 +86,7 @@ void ReusePredictor::rate(unsigned of_class) {
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }
-  // Runs for every age `from` at once, so that the inner loop vectorizes. `here`: the remaining share of an
+  // Runs for every age `from` at once, so that the inner loop vectorises. `here`: the remaining share of an
   // entry kept since `from` (0 before it). `gained`: its reuses. `kept`: the cost of keeping it. The largest
   // gained / kept is found with products: a division would cost as much as all the rest.
   std::array<float, kBuckets> here{}, gained{}, kept{}, best_gained{}, best_kept;

@@ -21,7 +21,7 @@
 namespace kv_offload {
 namespace {
 
-// Clears memory in a way that the compiler cannot optimize away.
+// Clears memory in a way that the compiler cannot optimise away.
 void cleanse(void* data, std::size_t bytes) {
 #ifdef KV_OFFLOAD_ENCRYPTION
   OPENSSL_cleanse(data, bytes);

@@ -29,7 +29,7 @@ void join_plain(const std::byte* upper, const std::byte* lower, std::size_t coun
 }
 
 #if defined(__x86_64__)
-// Every x86-64 has SSE2. Written as intrinsics because -O2 does not vectorize the loops above.
+// Every x86-64 has SSE2. Written as intrinsics because -O2 does not vectorise the loops above.
 void split_sse2(const std::byte* numbers, std::size_t count, std::byte* upper, std::byte* lower) {
   constexpr std::size_t kStep = 16;
   const __m128i low_byte = _mm_set1_epi16(0xFF);

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live_root import used_bytes
@@ -514,6 +515,22 @@ def test_unwritable_root_is_refused(tmp_path, monkeypatch):
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
     assert f"root_dir {tmp_path}" in problem
     assert "may not write" in problem
+
+
+@pytest.mark.parametrize("policy", ["write_through", "read_only"])
+def test_a_root_on_a_read_only_mount_is_refused_with_its_cause(tmp_path, monkeypatch, policy):
+    found = os.statvfs(tmp_path)
+    fields = ("f_bavail", "f_frsize")
+    mounted = SimpleNamespace(
+        f_flag=found.f_flag | os.ST_RDONLY, **{name: getattr(found, name) for name in fields}
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: mounted)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as the kernel answers there, also to root
+    tier = FS | {"root_dir": str(tmp_path), "write_policy": policy}
+    (problem,) = checked(read(secondary_tiers=[tier]))
+    assert f"root_dir {tmp_path}" in problem
+    assert "is mounted read-only" in problem
+    assert "chmod" not in problem
 
 
 def test_root_below_a_file_is_refused(tmp_path):

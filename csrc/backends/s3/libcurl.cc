@@ -41,7 +41,7 @@ std::string where_is(void* handle, const std::string& name) {
   return found && map != nullptr && map->l_name != nullptr && *map->l_name != '\0' ? map->l_name : name;
 }
 
-// Loads and initializes one library. Returns the problem, or an empty string on success.
+// Loads and initialises one library. Returns the problem, or an empty string on success.
 std::string load_one(const std::string& name, Loaded* found) {
   // Never closed: the library has threads, and state in its dependencies. RTLD_LOCAL keeps its OpenSSL and
   // the wheel's apart.
@@ -57,7 +57,7 @@ std::string load_one(const std::string& name, Loaded* found) {
   if (std::string problem = problem_of(version, path); !problem.empty()) return problem;
   const int started = found->library.global_init(kGlobalDefault);
   if (started == kOk) return {};
-  return fmt::format("{} cannot be initialized: {}", found->version, found->library.easy_strerror(started));
+  return fmt::format("{} cannot be initialised: {}", found->version, found->library.easy_strerror(started));
 }
 
 }  // namespace

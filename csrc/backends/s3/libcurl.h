@@ -97,9 +97,9 @@ struct Loaded {
   std::string problem;  // empty if the library can be used
 };
 
-// Loads and initializes the first usable library. It stays loaded until the process exits. If none is usable,
+// Loads and initialises the first usable library. It stays loaded until the process exits. If none is usable,
 // `problem` gives the reason for each. Thread-safe, except with libcurl before 7.84: no other user of it in
-// this process may initialize it at the same time.
+// this process may initialise it at the same time.
 Loaded load(const std::vector<std::string>& names);
 // Returns why we cannot use a libcurl of this version; empty if we can.
 std::string problem_of(const Version& version, const std::string& name);

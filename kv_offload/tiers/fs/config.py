@@ -144,6 +144,11 @@ class FsTierConfig(EncryptedTierConfig):
                 f"{asked} belongs to user {there.stat().st_uid}, this process is user {os.geteuid()}: "
                 "chown it, or name a directory below it that this user creates"
             )
+        elif os.statvfs(there).f_flag & os.ST_RDONLY:
+            problems.append(
+                f"{asked}: the file system of {there} is mounted read-only, and a server writes lock files "
+                "there even with write_policy read_only: mount it writable, or choose another root_dir"
+            )
         elif not os.access(there, os.W_OK | os.X_OK):
             problems.append(
                 f"{asked}: user {os.geteuid()} may not write in {there}: chmod or chown it, or choose "

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs random operations on a TieredCache: a scheduler that behaves like vLLM's, ranks that copy
 // late, fail or do not report, a tier whose ops end in any order with any result, and resets
-// that change the weights. A simple reference model defines the allowed behavior; deviations
+// that change the weights. A simple reference model defines the allowed behaviour; deviations
 // are collected in violations().
 #pragma once
 

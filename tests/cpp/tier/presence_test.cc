@@ -172,7 +172,7 @@ TEST_F(PresenceCacheTest, a_reset_that_runs_out_of_memory_changes_nothing) {
   }
 }
 
-// Also keys that were learnt again, with others in between.
+// Also keys that were learned again, with others in between.
 TEST_F(PresenceCacheTest, a_reset_reports_each_present_key_once) {
   PresenceCache small(clock_, milliseconds(1000), 10);
   for (std::uint32_t i = 0; i < 8; ++i) small.written(key_of(i), 0);
