@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kv_offload.config_compat import own_extra_config
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
 from kv_offload.tiers.registry import kinds
+from kv_offload.vllm_versions import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -380,6 +382,24 @@ def test_the_readme_is_short_and_its_links_exist():
         assert (ROOT / target).exists(), target
     for command in ("bash examples/demo.sh", "bash tests/run.sh"):
         assert command in text
+
+
+def test_the_badges_of_the_readme_match_the_package():
+    """Each badge is a static image, as the repository has no known address, and links to its source."""
+    badges = dict(
+        re.findall(
+            r"\[!\[[^\]]+\]\(https://img\.shields\.io/badge/([^)]+)-blue\)\]\(([^)]+)\)",
+            (ROOT / "README.md").read_text(),
+        )
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert badges == {
+        f"licence-{project['license'].replace('-', '--')}": "LICENSE",
+        f"python-{pythons[0]}_to_{pythons[-1]}": "pyproject.toml",
+        f"vLLM-{'_'.join(RELEASES)}": "docs/reference/vllm-releases.md",
+        "CI-GitHub_Actions": ".github/workflows/ci.yml",
+    }
 
 
 @pytest.mark.parametrize(
