@@ -240,14 +240,17 @@ def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
     """
     offloading = [child for child in _children(transfer) if child.get("kv_connector") in _CONNECTORS]
     if not offloading:
-        return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never loads us']
+        return [
+            'MultiConnector has no "OffloadingConnector" among its connectors, so vLLM does not load this '
+            "plugin: add one"
+        ]
     if len(offloading) == 1:
         return []
     names = ", ".join(str(_extra_of(child).get("spec_name")) for child in offloading)
     return [
         f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); a Reporting"
-        "Connector counts as one, and vLLM supports only one: keep ours, and move what the others have to "
-        "its cpu_bytes_to_use and secondary_tiers"
+        "Connector counts as one, and vLLM supports only one: keep that of this plugin, and add the sizes "
+        "and tiers of the others to its cpu_bytes_to_use and secondary_tiers"
     ]
 
 

@@ -88,8 +88,8 @@ def cautions(config: OffloadConfig) -> list[str]:
         getattr(tier, "encryption_key_file", None) for tier in config.secondary_tiers
     ):
         texts.append(
-            "keep_host_memory leaves the KV cache unencrypted in shared memory after the server ends: "
-            "encryption_key_file encrypts only records: a reader of this user's files in /dev/shm can read it"
+            "keep_host_memory leaves the KV cache unencrypted in /dev/shm after the server ends, where other "
+            "processes of this user can read it: encryption_key_file encrypts only records"
         )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
@@ -105,6 +105,6 @@ def smaller_than_memory(label: str, bound: int, memory: int) -> list[str]:
     return [
         f"{label} holds {format_bytes(bound)}, host memory {format_bytes(memory)}: most of its chunks are "
         "in host memory too, so it adds few hits, and only its chunks survive a restart. Give it "
-        'more than host memory; write_policy "on_evict" adds hits, and loses at a stop what only host memory '
-        "holds"
+        'more than host memory. write_policy "on_evict" adds hits, but chunks that only host memory holds '
+        "are lost at a stop"
     ]

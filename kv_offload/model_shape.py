@@ -108,9 +108,8 @@ class ModelShape:
         windows = {group.window for group in self.groups if group.window}
         return [
             f"chunks of {block * blocks_per_chunk:,} tokens are longer than the sliding window of "
-            f"{window:,}: "
-            f"of its layers the last {tail_of_chunk(window, block, blocks_per_chunk)} of {blocks_per_chunk} "
-            "blocks of each chunk are stored"
+            f"{window:,}: for its layers, the last {tail_of_chunk(window, block, blocks_per_chunk)} of "
+            f"{blocks_per_chunk} blocks of each chunk are stored"
             for window in sorted(windows)
             if tail_of_chunk(window, block, blocks_per_chunk)
         ]

@@ -13,7 +13,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     """
     found = [f"{tokens} tokens from {tier}" for tier, tokens in report["hit_tokens"].items()]
     missing = [f"{tokens} tokens missing ({reason})" for reason, tokens in report["miss_tokens"].items()]
-    text = ", ".join(found + missing) or "nothing looked up"
+    text = ", ".join(found + missing) or "no tokens looked up"
     if report["choice"]:
         text += f"; {report['choice']}: "
         if report["load_seconds"] and report["compute_seconds"]:

@@ -191,7 +191,7 @@ class HitWatch:
             )
         if around.other_namespaces:
             return (
-                "the records there are of other namespaces, which differ from this server's in "
+                "the records there belong to other namespaces, which differ from this server's in "
                 + "; or in ".join(around.other_namespaces)
             )
         reuse = [policy for policy in around.write_policies if policy.startswith("reuse:")]

@@ -122,7 +122,7 @@ def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str,
     ours = tier.measure(total)
     limit = tier.raw_speed(total)
     if ours is None or limit is None:
-        fail(f"{tier.label()}: the speed of this kind of tier cannot be measured from here", PROBLEM)
+        fail(f"{tier.label()}: this command cannot measure a tier of this type", PROBLEM)
     if ours.figures is None:
         fail(f"{tier.place}: {ours.text}", PROBLEM)
     copy = doctor_checks.copy_speed(threads, min(total, 256 << 20)).figures or {}

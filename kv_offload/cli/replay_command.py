@@ -94,7 +94,9 @@ def replay(
     size = parse_byte_size(block_bytes)
     read = read_trace(trace, limit)
     if kill_after > len(read.prompts):
-        raise ValueError(f"--kill-after is {kill_after:,}, the trace has {len(read.prompts):,} requests")
+        raise ValueError(
+            f"--kill-after is {kill_after:,}, the trace has {len(read.prompts):,} requests: give less"
+        )
     core = read.to_core()
     unique = read.unique_blocks()
     capacities = host or [max(1, round(unique * share)) for share in (0.01, 0.05, 0.2, 0.5)]
