@@ -7,8 +7,8 @@
 #include <random>
 
 #include "base/segmented_vector.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

@@ -2,7 +2,7 @@
 // Compares the cache with a simple reference model in at least 10^5 random calls. Also checks that
 // the model detects every injected fault.
 #include "cache/model_run.h"
-#include "rounds.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

@@ -11,8 +11,8 @@
 #include <set>
 #include <utility>
 
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

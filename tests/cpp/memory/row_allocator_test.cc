@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include "base/status.h"
-#include "rounds.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

@@ -9,8 +9,8 @@
 
 #include "base/split_table.h"
 #include "base/status.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "backends/fs/record_index.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 #include "tier/presence.h"
 
 namespace kv_offload {

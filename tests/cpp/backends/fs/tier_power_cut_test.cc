@@ -5,8 +5,8 @@
 
 #include "fixture.h"
 #include "record/record.h"
-#include "rounds.h"
 #include "sim_disk.h"
+#include "test_iterations.h"
 #include "tier/encrypted_medium.h"
 #include "with_threads.h"
 
