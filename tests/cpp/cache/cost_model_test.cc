@@ -42,7 +42,7 @@ TEST_F(CostModelTest, UnmeasuredTiersAreLoadedFrom) {
   EXPECT_NEAR(decide({on(0, 100)}).compute_seconds, 1, 0.01);
 }
 
-TEST_F(CostModelTest, TheFasterSideWins) {
+TEST_F(CostModelTest, TheFasterOfLoadAndRecomputeIsChosen) {
   compute(1000, 1);
   read(0, 5000);
   const Decision load = decide({on(0, 100)});

@@ -26,7 +26,7 @@ class RowProviderTest : public ::testing::Test {
   std::vector<ChunkKey> evicted_;
 };
 
-TEST_F(RowProviderTest, AFreeRowComesFirst) {
+TEST_F(RowProviderTest, AFreeRowIsUsedBeforeAnyEviction) {
   parts().resident("a");
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, IsEmpty());

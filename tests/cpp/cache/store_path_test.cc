@@ -58,7 +58,7 @@ TEST_F(StorePathTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
   EXPECT_EQ(parts_.free_rows(), 4u);
 }
 
-TEST_F(StorePathTest, TheFirstKeyWithoutARowEndsWhatIsAcceptedUntilItIsOfferedAgain) {
+TEST_F(StorePathTest, KeysAfterADeclinedKeyAreDeclinedUntilItsNextOffer) {
   EXPECT_THAT(prepare({"a", "b", "c", "d", "e", "f"}).accepted, ElementsAre(0, 1, 2, 3));
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "pressure"}), 2 * kPageBytes);
   stores_.complete(keys({"a", "b"}), false);

@@ -26,7 +26,7 @@ TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   EXPECT_EQ(peek({"a", "b"}), "HH");
 }
 
-TEST_P(StoreTest, AStoredChunkComesBackByteForByte) {
+TEST_P(StoreTest, AStoredChunkIsLoadedByteForByte) {
   store({"a", "b", "c"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "HHHM");
@@ -41,7 +41,7 @@ TEST_P(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
   copy(filling);
 }
 
-TEST_P(StoreTest, NothingNewMeansNoTicket) {
+TEST_P(StoreTest, AnOfferWithoutNewChunksGetsNoTicket) {
   store({"a"});
   const Job job = offer(begin(), {"a"});
   EXPECT_EQ(job.transfer.ticket, kNoTicket);
@@ -152,7 +152,7 @@ TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
 
 // ---- rows and eviction
 
-TEST_P(StoreTest, TheColdestChunksAreEvictedAndReported) {
+TEST_P(StoreTest, TheLeastRecentlyUsedChunkIsEvictedAndReported) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -220,7 +220,7 @@ TEST_P(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
   EXPECT_THAT(grant.accepted, ElementsAre(0, 1));
 }
 
-TEST_P(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
+TEST_P(StoreTest, ALargerGroupEvictsSlabsOfASmallerGroup) {
   make({.ranks = 1, .rows = 64, .shard_bytes = {4096, 16384}, .tier = false});
   for (int i = 0; i < 64; ++i) store({fmt::format("s{}", i)});
   int accepted = 0;

@@ -139,7 +139,7 @@ Status opened(const EncryptionKeys& keys, const RecordHeader& header, std::vecto
 }
 
 // RFC 4231, test cases 1, 2 and 4: keys of 20, 4 and 25 bytes.
-TEST(KeyedHashTest, is_hmac_sha256) {
+TEST(KeyedHashTest, the_keyed_hash_is_hmac_sha256) {
   const auto hash_of = [](const std::string& key, const std::string& text) {
     const auto bytes = [](const std::string& from) {
       return std::span(reinterpret_cast<const std::uint8_t*>(from.data()), from.size());
@@ -161,7 +161,7 @@ TEST(KeyedHashTest, is_hmac_sha256) {
             "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");
 }
 
-TEST(KeyedHashTest, is_the_same_on_several_threads) {
+TEST(KeyedHashTest, the_keyed_hash_is_equal_on_several_threads) {
   const std::vector<std::uint8_t> key(32, 7);
   const KeyedHash keyed(key);
   KeyedHash::Hash expected;

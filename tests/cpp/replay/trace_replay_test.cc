@@ -26,7 +26,7 @@ ReplayResult lru(const Trace& trace, std::size_t host, std::size_t tier = 0, Tie
   return replay(trace, {.host_chunks = host, .tier_chunks = tier, .tier = options});
 }
 
-TEST(TraceReplay, HitsAreCountedFromTheLeft) {
+TEST(TraceReplay, HitsAreCountedUpToTheFirstMiss) {
   const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
   const ReplayResult result = lru(trace, 100);
   EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
@@ -243,7 +243,7 @@ class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::s
   }
 };
 
-TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
+TEST_P(ReplayTwin, TheReplayCountsTheHitsOfTheCache) {
   constexpr std::size_t kRows = 64;
   WorldOptions options;
   options.ranks = 1;

@@ -106,7 +106,7 @@ TEST_F(CircuitBreakerTest, a_stuck_probe_that_ends_later_changes_nothing) {
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(CircuitBreakerTest, failures_from_before_it_opened_do_not_count_after_it_closed) {
+TEST_F(CircuitBreakerTest, failures_before_opening_do_not_count_after_closing) {
   std::vector<CircuitBreaker::Pass> old;
   for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) old.push_back(pass());
   breaker_.trip(now_);

@@ -70,7 +70,7 @@ TEST(IoPool, ops_of_a_lane_run_in_order) {
   for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(log.order[i], i);
 }
 
-TEST(IoPool, an_op_may_queue_others) {
+TEST(IoPool, a_running_op_can_submit_more_ops) {
   FakeClock clock;
   Log log;
   std::latch all(3);

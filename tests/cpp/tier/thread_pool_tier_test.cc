@@ -280,8 +280,7 @@ TEST_F(ThreadPoolTierTest, an_answer_that_arrives_after_a_reset_does_not_count) 
   EXPECT_FALSE(user.has(1));
 }
 
-TEST_F(ThreadPoolTierTest,
-       a_server_whose_lookups_fail_is_switched_off_and_its_records_are_absent_for_a_time) {
+TEST_F(ThreadPoolTierTest, failing_lookups_switch_the_tier_off_for_a_time) {
   for (const StatusKind kind : {StatusKind::kIo, StatusKind::kTimeout}) {
     { ASSERT_TRUE(TierDriver(open()).write(1)); }
     TierDriver user(open());

@@ -157,7 +157,7 @@ class EvictorBesideAnother : public ::testing::Test {
   std::unique_ptr<FsStore> theirs_, ours_;
 };
 
-TEST_F(EvictorBesideAnother, unremovable_own_records_cost_others_nothing) {
+TEST_F(EvictorBesideAnother, a_server_with_unremovable_records_evicts_none_of_others) {
   for (std::uint32_t i = 1000; i < 1010; ++i)
     ops_.keep(layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
   const std::size_t before = records_of_theirs();

@@ -44,7 +44,7 @@ class FsLiveness : public ::testing::Test {
   std::uint32_t next_ = 0;
 };
 
-TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
+TEST_F(FsLiveness, an_idle_server_on_a_full_root_does_not_starve_another) {
   TierUser idle(timed_options()), busy(timed_options());
   busy.wait_for_scan();
   fill(idle);  // from here on it is not even polled

@@ -49,7 +49,7 @@ class RecordIndexTest : public ::testing::Test {
   const std::atomic<bool> go_on_{false};
 };
 
-TEST_F(RecordIndexTest, knowledge_from_an_ended_epoch_changes_nothing) {
+TEST_F(RecordIndexTest, calls_for_an_ended_epoch_change_nothing) {
   const auto old = epoch(1), now = epoch(2);
   begin(old, Extent::kSome);
   const auto victim_of_old = [&] {
@@ -164,7 +164,7 @@ TEST_F(RecordIndexTest, without_an_epoch_every_record_is_absent) {
 }
 
 // A record whose chunk is in use in host memory is not old.
-TEST_F(RecordIndexTest, uses_elsewhere_count_before_anything_is_evicted) {
+TEST_F(RecordIndexTest, uses_in_host_memory_count_before_any_eviction) {
   const auto now = epoch(1);
   begin(now);
   for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));

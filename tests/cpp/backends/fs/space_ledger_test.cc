@@ -180,7 +180,7 @@ TEST_F(SpaceLedgerTest, insufficient_freed_space_is_kept_from_others) {
   EXPECT_FALSE(reserve(other, 100)) << "it was freed for another reservation";
 }
 
-TEST_F(SpaceLedgerTest, a_change_that_cannot_be_written_is_written_with_the_next) {
+TEST_F(SpaceLedgerTest, a_failed_ledger_write_is_made_with_the_next_change) {
   count(1000);
   {
     Reservation reservation(*other_);
@@ -382,7 +382,7 @@ TEST_F(SpaceLedgerTest, a_live_process_of_another_host_without_its_lock_is_detec
   EXPECT_EQ(state, SpaceState::kNotExclusive);
 }
 
-TEST_F(SpaceLedgerTest, a_host_that_joins_makes_its_own_count_and_delays_nobody) {
+TEST_F(SpaceLedgerTest, a_joining_host_counts_first_and_blocks_no_other_host) {
   count(1000);
   ProcessOps process;
   process.on_host("another");

@@ -399,7 +399,7 @@ TEST_F(FsTierFaults, no_read_continues_into_memory_that_outlives_the_process) {
   }
 }
 
-TEST(EndsReadsFirst, is_true_for_local_devices_and_false_for_unknown_ones) {
+TEST(EndsReadsFirst, ends_reads_first_is_true_on_tmpfs_and_false_on_proc) {
   const auto of = [](const char* path) {
     const Fd fd(posix_file_ops(), ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     SpaceInfo space;

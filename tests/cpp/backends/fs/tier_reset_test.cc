@@ -409,7 +409,7 @@ TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_le
 
 // ---- failures
 
-TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_up_for) {
+TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_retried) {
   TierUser user(timed_options());
   ASSERT_TRUE(user.write(1));
   ops_.fail_all(Call::kMkdir, EIO);
@@ -427,7 +427,7 @@ TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(FsTierReset, a_reset_that_takes_too_long_ends_later_by_itself) {
+TEST_F(FsTierReset, a_reset_that_times_out_completes_in_the_background) {
   FsTierOptions options = timed_options();
   options.op_timeout = std::chrono::milliseconds(20);  // real time here
   TierUser user(options);
@@ -466,7 +466,7 @@ TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
   EXPECT_EQ(write(), StatusKind::kUnavailable);  // the failed probe opened the breaker again
 }
 
-TEST_F(FsTierReset, a_server_that_was_reset_itself_is_not_asked_to_reset) {
+TEST_F(FsTierReset, a_server_that_was_reset_is_not_reported_as_diverged) {
   const FsTierOptions options = timed_options();
   FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {

@@ -437,7 +437,7 @@ TEST_F(MooncakeTier, close_ends_a_hanging_call) {
   store_.stand_still(false);
 }
 
-TEST(MooncakeErrors, map_to_the_right_kinds_and_messages) {
+TEST(MooncakeErrors, mooncake_errors_map_to_status_kinds_and_messages) {
   using mooncake::refusal;
   EXPECT_EQ(refusal(-704, "").kind(), StatusKind::kNotFound);
   EXPECT_EQ(refusal(-703, "").kind(), StatusKind::kNotFound);
