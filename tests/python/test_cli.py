@@ -411,7 +411,7 @@ def test_doctor_finds_us_in_a_multi_connector(core, vllm):
     assert "config" not in states(answer)
 
 
-def test_doctor_knows_our_reporting_connector(core, vllm):
+def test_doctor_accepts_our_reporting_connector(core, vllm):
     module = {"kv_connector_module_path": "kv_offload.specs.connector"}
     given = json.dumps(OURS | {"kv_connector": "ReportingConnector"} | module)
     assert "config" not in states(as_json("doctor", "--json", "--no-measure", "--config", given))

@@ -32,7 +32,7 @@ TEST_F(RowProviderTest, AFreeRowIsUsedBeforeAnyEviction) {
   EXPECT_THAT(evicted_, IsEmpty());
 }
 
-TEST_F(RowProviderTest, TheNextChunkToEvictGivesItsRow) {
+TEST_F(RowProviderTest, TheNextVictimIsEvictedForItsRow) {
   fill();
   parts().chunks.pin(slots_["a"]);
   EXPECT_NE(take(), kNoRow);

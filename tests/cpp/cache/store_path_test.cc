@@ -36,7 +36,7 @@ TEST_F(StorePathTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
-TEST_F(StorePathTest, ARefusedFirstChunkKeepsTheOthersOfItsJob) {
+TEST_F(StorePathTest, ARefusedFirstChunkDoesNotFailTheRestOfItsJob) {
   const StoreGrant grant = prepare({"a", "b"});
   parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
   stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order

@@ -146,7 +146,7 @@ TEST_P(StoreTest, ACompletionWithFailureFailsTheStore) {
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
+TEST_P(StoreTest, ARequestWithStoresDisabledStoresNothing) {
   EXPECT_THAT(store(begin({.skip_store = true}), {"a"}), IsEmpty());
 }
 
@@ -212,7 +212,7 @@ TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
   EXPECT_THAT(store(request, {"f"}), ElementsAre("f"));
 }
 
-TEST_P(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
+TEST_P(StoreTest, ADeclinedKeyKeepsTheAcceptedKeysBeforeIt) {
   make({.rows = 2, .shard_bytes = {300, 300}, .tier = false});
   std::vector<ChunkKey> offered = keys({"a", "b", "c"}, 0);
   offered.push_back(key_of("a", 1));

@@ -67,7 +67,7 @@ TEST_F(KeyFileTest, each_wrong_file_is_refused_with_a_message_that_says_what_to_
 }
 
 // Like the mounted secret of a pod that does not run as root.
-TEST_F(KeyFileTest, a_group_may_read_a_file_that_root_owns_and_nobody_may_change) {
+TEST_F(KeyFileTest, a_key_file_of_root_may_be_readable_by_its_group) {
   const std::string path = write("key", std::string(32, 'k'), 0440);
   struct ::stat info;
   ASSERT_EQ(::stat(path.c_str(), &info), 0);
@@ -97,7 +97,7 @@ TEST_F(KeyFileTest, a_good_file_is_accepted_through_a_link_and_its_bytes_are_nev
   EXPECT_EQ(refusal.find("0123456789"), std::string::npos) << refusal;
 }
 
-TEST(EncryptionKeysTest, a_build_without_openssl_says_so) {
+TEST(EncryptionKeysTest, encryption_keys_need_a_build_with_openssl) {
   if (has_encryption()) {
     EXPECT_EQ(keys_of({1})->size(), 1u);
   } else {

@@ -128,7 +128,7 @@ TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
 
 // Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
 // only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
-TEST(TraceReplay, ARestartedTierKnowsTimesOfUseButNoPrompts) {
+TEST(TraceReplay, ARestartedTierKeepsTheOrderOfUseButNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
     return replay(trace, {.host_chunks = 6,

@@ -184,7 +184,7 @@ TEST(EncryptedKeyTierOrderTest, the_codec_description_is_passed_through) {
 }
 
 // Of 16 chunks, the first 8 may be stored under the old key and the next 8 under the new one.
-TEST(EncryptedKeyTierOrderTest, with_several_keys_a_gap_says_nothing_about_later_chunks) {
+TEST(EncryptedKeyTierOrderTest, with_several_keys_lookups_do_not_assume_a_prefix) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
   std::vector<KeyOrder> orders;

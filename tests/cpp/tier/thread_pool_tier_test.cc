@@ -667,7 +667,7 @@ TEST_F(ThreadPoolTierTest, a_probe_whose_submission_runs_out_of_memory_is_not_lo
 }
 
 // I/O threads that end an op wait while a poll holds the lock.
-TEST(TierRuntimeTest, completions_are_taken_in_one_short_hold_of_the_lock_or_stay_queued) {
+TEST(TierRuntimeTest, a_poll_takes_completions_in_one_short_lock_hold) {
   constexpr OpId kOps = 10'000;
   const auto server = std::make_shared<MemoryServer>();
   ThreadPoolTierOptions options;

@@ -81,7 +81,7 @@ TEST_F(RecordIndexTest, calls_for_an_ended_epoch_change_nothing) {
   EXPECT_EQ(records_.begin_read(key_of(2), old, &pin).kind(), StatusKind::kCancelled);
 }
 
-TEST_F(RecordIndexTest, the_next_epoch_is_above_ours_and_knows_whether_a_reset_began_it) {
+TEST_F(RecordIndexTest, the_next_epoch_is_higher_and_marked_if_by_reset) {
   begin(epoch(7));
   EXPECT_FALSE(records_.next()) << "there is one";
   records_.drop(records_.epoch());
@@ -209,7 +209,7 @@ TEST_F(RecordIndexTest, the_next_victim_stays_if_it_belongs_to_the_spared_reques
   EXPECT_FALSE(own);
 }
 
-TEST_F(RecordIndexTest, a_declined_write_is_remembered_for_its_request_until_it_is_written_or_reset) {
+TEST_F(RecordIndexTest, a_declined_write_is_remembered_until_written_or_reset) {
   begin(epoch(1));
   const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
   records_.on_declined(key_of(1), 5, records_.epoch());

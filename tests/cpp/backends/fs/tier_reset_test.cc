@@ -151,7 +151,7 @@ TEST_F(FsTierReset, a_reset_of_one_server_leaves_the_other_its_own_records) {
   EXPECT_FALSE(a.has(3)) << "of other weights";
 }
 
-TEST_F(FsTierReset, records_that_others_still_use_are_not_reclaimed_until_those_reset_or_end) {
+TEST_F(FsTierReset, records_in_use_by_another_server_are_not_reclaimed) {
   auto a = std::make_unique<TierUser>(timed_options());
   a->wait_for_scan();
   TierUser b(timed_options());
@@ -302,7 +302,7 @@ TEST_F(FsTierReset, a_reset_replica_gets_its_share_of_a_full_root) {
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
 }
 
-TEST_F(FsTierReset, files_of_processes_that_start_after_resets_are_in_the_total_before_they_are_subtracted) {
+TEST_F(FsTierReset, files_of_later_processes_are_counted_before_their_removal) {
   TierUser b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
@@ -389,7 +389,7 @@ TEST_F(FsTierReset, a_reset_while_upkeep_creates_an_epoch_creates_its_own) {
   EXPECT_TRUE(names.contains(*epochs().rbegin() + ".reset")) << "a new process must not share it";
 }
 
-TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_left) {
+TEST_F(FsTierReset, a_reset_server_evicts_from_epochs_of_others_if_necessary) {
   constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
   FsTierOptions options = timed_options();
   options.max_bytes = kBound;
