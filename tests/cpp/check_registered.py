@@ -7,9 +7,9 @@
 
 Files named gpu_* and fuzz_*, and the folders fake_cuda and steps, are separate programs.
 
-A test may do less, or nothing, under a sanitizer; it must then also run without one. The include of rounds.h
-marks these tests. No other code may check for a sanitizer, and no header or source without tests may hide the
-check.
+A test may do less, or nothing, under a sanitizer; it must then also run without one. The include of
+test_iterations.h marks these tests. No other code may check for a sanitizer, and no header or source without
+tests may hide the check.
 
 ThreadSanitizer finds nothing in a test that starts no thread. The include of with_threads.h marks the tests
 that start threads; any other test that starts one fails when it runs.
@@ -22,14 +22,14 @@ from pathlib import Path
 
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
 PROGRAMS = {"fake_cuda", "steps"}  # folders
-ROUNDS = '#include "rounds.h"'
-ONLY = {"--plain": ROUNDS, "--threads": '#include "with_threads.h"'}
-ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")
+ITERATIONS = '#include "test_iterations.h"'
+ONLY = {"--plain": ITERATIONS, "--threads": '#include "with_threads.h"'}
+ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|test_iterations\.h")
 
 
 def sources_of(directory: Path) -> dict[Path, str]:
     paths = [p for p in directory.rglob("*") if p.suffix in (".cc", ".h")]
-    paths = [p for p in paths if not p.name.startswith(("gpu_", "fuzz_")) and p.name != "rounds.h"]
+    paths = [p for p in paths if not p.name.startswith(("gpu_", "fuzz_")) and p.name != "test_iterations.h"]
     paths = [p for p in paths if not PROGRAMS.intersection(p.relative_to(directory).parts)]
     return {path: path.read_text() for path in paths}
 
@@ -39,12 +39,12 @@ def written_tests(sources: dict[Path, str]) -> dict[tuple[str, str], Path]:
 
 
 def hidden_questions(sources: dict[Path, str]) -> list[Path]:
-    """Returns the files that check for a sanitizer but are not marked by the include of rounds.h."""
+    """Returns the files that check for a sanitizer but are not marked by the include of test_iterations.h."""
     return [
         path
         for path, text in sources.items()
         if ASKS.search(text)
-        and (path.suffix == ".h" or ROUNDS not in text.splitlines() or not WRITTEN.search(text))
+        and (path.suffix == ".h" or ITERATIONS not in text.splitlines() or not WRITTEN.search(text))
     ]
 
 
@@ -67,7 +67,7 @@ def main() -> int:
     sources = sources_of(Path(directory))
     hidden = hidden_questions(sources)
     for path in hidden:
-        print(f"{path}: checks for a sanitizer; only a test file that includes rounds.h may do so")
+        print(f"{path}: checks for a sanitizer; only a test file that includes test_iterations.h may do so")
     for option in options:
         sources = {path: text for path, text in sources.items() if ONLY[option] in text.splitlines()}
     written = written_tests(sources)

@@ -58,7 +58,7 @@ def test_demo_shows_the_same_text_three_times(tmp_path: Path) -> None:
     assert output.count("yes") == 2
 
 
-def test_migration_keeps_the_meaning() -> None:
+def test_a_migrated_configuration_keeps_its_options() -> None:
     before = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

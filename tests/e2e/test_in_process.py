@@ -74,7 +74,7 @@ def assert_same(answers: list[dict[str, Any]], references: list[dict[str, Any]])
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=NOISE)
 
 
-def test_with_fixed_weights_resets_and_restarts_lose_nothing(lives: Lives) -> None:
+def test_with_fixed_weights_resets_and_restarts_keep_all_chunks(lives: Lives) -> None:
     kept = {"fixed_weights": True, "keep_host_memory": True}
     rounds = [("nothing", 2 * BLOCKS), ("reset vLLM's cache", 0), ("reset both caches", 0)]
     first, *later = lives.live(rounds, **kept)

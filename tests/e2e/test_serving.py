@@ -97,7 +97,7 @@ def test_a_chunk_that_was_never_stored_is_a_miss_with_this_reason(
     assert server.metric("kv_offload_miss_tokens_total") == missed
 
 
-def test_nothing_failed(server: LocalServer, rounds: list[list[Answer]]) -> None:
+def test_nothing_failed_and_no_bytes_were_dropped(server: LocalServer, rounds: list[list[Answer]]) -> None:
     assert server.metric("kv_offload_failures_total") == 0
     assert server.metric("kv_offload_dropped_bytes_total") == 0
 

@@ -76,6 +76,6 @@ def test_files_that_vllm_leaves_do_not_count(region: Path) -> None:
         own.unlink()
 
 
-def test_processes_without_a_region_of_ours_are_an_error() -> None:
+def test_processes_without_our_region_are_an_error() -> None:
     with pytest.raises(AssertionError, match="no region of ours"):
         shared_memory.mapped([os.getpid()])

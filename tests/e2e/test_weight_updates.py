@@ -52,7 +52,9 @@ def reload_weights(server: LocalServer) -> None:
 WAYS: list[Callable[[LocalServer], None]] = [sleep, pause]
 
 
-def test_with_fixed_weights_sleep_and_pause_lose_nothing(start: Serve, model: Path, tmp_path: Path) -> None:
+def test_with_fixed_weights_sleep_and_pause_keep_all_chunks(
+    start: Serve, model: Path, tmp_path: Path
+) -> None:
     kept = config(tmp_path, fixed_weights=True)
     with start(model, kept) as server:
         first = ask_all(server)

@@ -136,7 +136,7 @@ def test_a_result_that_is_not_a_handle_is_refused(cache, answer, error):
         cache.make_lookup(RESULTS, lambda context: answer)(key(1), object())
 
 
-def test_there_must_be_four_results(cache, asked):
+def test_make_lookup_needs_four_results(cache, asked):
     with pytest.raises(TypeError, match="four"):
         cache.make_lookup((1, 2, 3), asked)
 

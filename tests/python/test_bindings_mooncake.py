@@ -157,7 +157,7 @@ def assert_ends(pid: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mooncake", "fake"])
-def test_records_come_back_in_a_new_cache(request, region, kind) -> None:
+def test_a_new_cache_loads_the_records(request, region, kind) -> None:
     master = request.getfixturevalue("real").address if kind == "mooncake" else ""
     if kind == "fake":
         request.getfixturevalue("objects")

@@ -75,7 +75,7 @@ def record(
 
 
 @pytest.mark.parametrize("style", ["in the path", "in the host's name", "over TLS"])
-def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> None:
+def test_a_new_cache_loads_the_records(server, region, namespace, style) -> None:
     given = {
         "in the path": {},
         "in the host's name": {"endpoint": server.domain, "path_style": False},

@@ -76,7 +76,7 @@ def as_json(*arguments, status=0):
 COMMANDS = tuple(name for name, _, _ in LISTED)
 
 
-def test_version():
+def test_the_version_option_prints_the_package_version():
     assert run("--version").stdout == f"kv-offload {kv_offload.__version__}\n"
 
 
@@ -105,7 +105,7 @@ def test_each_command_has_json_an_example_and_its_exit_statuses(command):
 
 
 @pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["size"], ["ls", "--limit", "-1", "r"]])
-def test_wrong_use_ends_with_2(arguments):
+def test_wrong_usage_exits_with_2(arguments):
     assert "Traceback" not in run(*arguments, status=2).output
 
 
@@ -126,7 +126,7 @@ def extra_of(transfer):
     return extra
 
 
-def test_config_with_host_memory_only():
+def test_config_with_host_memory_only_has_no_tiers():
     transfer = as_json("config", "--cpu", "32GiB")
     assert extra_of(transfer)["cpu_bytes_to_use"] == "32GiB"
     assert "secondary_tiers" not in extra_of(transfer)
@@ -225,7 +225,7 @@ def config_text(**extra):
     return json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "1GiB"} | extra)
 
 
-def test_doctor_on_a_suitable_machine(core, vllm, tmp_path):
+def test_doctor_on_a_suitable_machine_shows_checks_and_plan(core, vllm, tmp_path):
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv")}]
     text = said("doctor", "--config", config_text(secondary_tiers=tiers))
     for part in (
@@ -269,7 +269,7 @@ def test_doctor_refuses_a_gpu_that_the_server_could_not_copy_from(
         assert check.text == "host copier: no CUDA driver"
 
 
-def test_doctor_as_json(core, vllm, tmp_path):
+def test_doctor_as_json_has_checks_and_plan(core, vllm, tmp_path):
     answer = as_json("doctor", "--json", "--config", config_text(), "--root", tmp_path)
     assert answer["ok"] is True
     assert states(answer)["memory"] == "ok"
@@ -411,7 +411,7 @@ def test_doctor_finds_us_in_a_multi_connector(core, vllm):
     assert "config" not in states(answer)
 
 
-def test_doctor_knows_our_reporting_connector(core, vllm):
+def test_doctor_accepts_our_reporting_connector(core, vllm):
     module = {"kv_connector_module_path": "kv_offload.specs.connector"}
     given = json.dumps(OURS | {"kv_connector": "ReportingConnector"} | module)
     assert "config" not in states(as_json("doctor", "--json", "--no-measure", "--config", given))
@@ -523,7 +523,7 @@ def test_doctor_detects_disabled_plugins(core, vllm, monkeypatch):
         ("0.0.0+from.source", True),
     ],
 )
-def test_supported_versions(version, supported):
+def test_only_supported_versions_are_accepted(version, supported):
     assert (vllm_versions.version_problem(version, {}) is None) is supported
     assert vllm_versions.version_problem(version, {vllm_versions.ALLOW_UNTESTED: "1"}) is None
 
@@ -551,7 +551,7 @@ def test_a_directory_that_is_not_a_root_is_reported(core, command):
     refused(command, "/forbidden", status=1, part="/forbidden: Permission denied")
 
 
-def test_stat(core):
+def test_stat_lists_records_and_namespaces(core):
     text = said("stat", "/root")
     assert "/root: 3.0 MiB, 3 records, 2 namespaces, 1 temporary file" in text
     assert re.search(r"abababababab 2.0 MiB 2 \d+ d \d+ d yes org/model@c0ffee12 bfloat16", text)
@@ -566,7 +566,7 @@ def test_brackets_in_names_are_not_markup(core, vllm, tmp_path):
     assert "a[bold]b" in said("doctor", "--no-measure", "--root", tmp_path / "a[bold]b")
 
 
-def test_stat_as_json(core):
+def test_stat_as_json_has_all_fields(core):
     expected = fake_core.FsRoot("r").stat()
     for space, description in zip(
         expected["namespaces"], (json.loads(fake_core.NAMESPACE), None), strict=True
@@ -620,7 +620,7 @@ def test_ls_shows_records_that_were_hit_since_they_were_written(core):
     assert keys_of("--by", "hits", "--limit", 1) == ["00"]
 
 
-def test_ls_of_an_empty_root(core):
+def test_ls_of_an_empty_root_prints_no_records(core):
     core.setattr(fake_core.FsRoot, "records", lambda *_: iter(()))
     assert said("ls", "/root") == "no records"
 
@@ -647,7 +647,7 @@ def test_verify_removes_records_that_are_proven_corrupt(core):
     assert "2 damaged; 1 removed" in text
 
 
-def test_verify_as_json(core):
+def test_verify_as_json_lists_the_damaged_records(core):
     assert as_json("verify", "/root", "--json", status=1) == {
         "checked": 3,
         "damaged": list(fake_core.FsRoot.damaged),
@@ -674,7 +674,7 @@ def test_purge_without_confirmation_removes_nothing(core):
     assert fake_core.FsRoot.last_purge == "nothing"
 
 
-def test_purge_of_one_namespace_without_confirmation(core):
+def test_purge_with_yes_removes_one_namespace(core):
     assert as_json("purge", "/root", "-n", "ab", "--yes", "--json") == {"records": 2, "bytes": 2 << 20}
     assert fake_core.FsRoot.last_purge == "ab" * 32
 

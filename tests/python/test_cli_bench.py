@@ -61,7 +61,7 @@ def test_the_exit_status_shows_whether_a_tier_pays_off(tmp_path, model):
     assert '"secondary_tiers"' not in text
 
 
-def test_the_plan_for_a_fast_disk():
+def test_the_plan_for_a_fast_disk_uses_write_through():
     plan = token_plan(speeds(2 * GIB, 4 * GIB), 128 << 10, prefill=8192)
     assert plan["tier_tokens_per_second"] == 32_768
     assert plan["break_even_bytes_per_second"] == GIB
@@ -76,7 +76,7 @@ def test_the_plan_for_a_fast_disk():
         (0.9 * GIB, 2 * GIB, True, "reuse:2"),  # slower than prefill produces chunks
     ],
 )
-def test_the_plan_near_break_even(write, read, pays, policy):
+def test_the_plan_near_break_even_depends_on_both_speeds(write, read, pays, policy):
     plan = token_plan(speeds(write, read), 128 << 10, prefill=8192)
     assert (plan["tier_pays"], plan["write_policy"]) == (pays, policy)
 

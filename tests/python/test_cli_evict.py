@@ -107,7 +107,7 @@ def test_files_of_others_are_counted_but_not_removed(root):
         (["--max-bytes", "1GiB", "--watch", "--dry-run"], "exclude each other"),
     ],
 )
-def test_wrong_use_ends_with_2(root, arguments, part):
+def test_wrong_usage_exits_with_2(root, arguments, part):
     assert part in evict(root, *arguments, status=2).stderr
 
 
@@ -120,7 +120,7 @@ def test_a_directory_of_others_is_not_changed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("30min", 1800), ("12h", 43_200), ("0.5d", 43_200)]
 )
-def test_durations(text, seconds):
+def test_durations_are_parsed_to_seconds(text, seconds):
     assert parse_duration(text) == seconds
 
 

@@ -169,7 +169,7 @@ def test_purge_leaves_nothing(root):
     assert json.loads(run("stat", root, "--json"))["records"] == 0
 
 
-def test_purge_of_the_one_namespace(root):
+def test_purge_of_the_only_namespace_removes_its_records(root):
     prefix = FACTS.namespace_id().hex()[:8]
     assert json.loads(run("purge", root, "-n", prefix, "--yes", "--json"))["records"] == 5
 

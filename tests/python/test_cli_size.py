@@ -83,7 +83,7 @@ def sized(path, *arguments):
         ({**LLAMA_8B, "attn_layer_period": 8, "attn_layer_offset": 4}, 16_384),
     ],
 )
-def test_bytes_per_token(config, content, expected):
+def test_bytes_per_token_match_the_model_config(config, content, expected):
     facts = sized(config(content))
     assert facts["bytes_per_token"]["bfloat16"] == expected
 
@@ -202,7 +202,7 @@ def test_a_state_of_unknown_size_is_noted(config):
     assert "24 mamba layers keep a state of a size not known here; it is not counted" in facts["notes"]
 
 
-def test_states_in_the_text_output(config):
+def test_the_text_output_shows_states(config):
     text = " ".join(run(config(QWEN_3_NEXT)).output.split())
     assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one per block" in text
     assert "uses blocks of 544 tokens" in text
@@ -218,7 +218,7 @@ def test_tokens_per_tier_and_per_gib(config):
     ]
 
 
-def test_tiers_of_a_configuration(config, tmp_path):
+def test_size_shows_the_tiers_of_a_configuration(config, tmp_path):
     tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "max_bytes": "10GiB"}
     extra = {"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "1GiB", "secondary_tiers": [tier]}
     facts = sized(config(LLAMA_8B), "--config", json.dumps(extra))
@@ -254,13 +254,13 @@ def test_break_even_is_bytes_per_token_times_prefill(config):
     assert facts["break_even"] == [{"prefill_tokens_per_second": 8000, "bytes_per_second": 8000 * 65_536}]
 
 
-def test_the_text_output(config):
+def test_the_text_output_shows_bytes_speed_and_capacity(config):
     text = " ".join(run(config(LLAMA_8B), "--cpu", "1GiB", "--prefill", "8192").output.split())
     for part in ("a token takes 128.0 KiB in bfloat16", "8,192 tokens/s 1.0 GiB/s", "cpu 1.0 GiB 8,192"):
         assert part in text
 
 
-def test_a_model_in_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
+def test_a_model_in_the_local_hub_cache_is_sized(config, tmp_path, monkeypatch):
     folder = tmp_path / "hub" / "models--org--small"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("c0ffee")
@@ -309,11 +309,11 @@ def test_a_model_that_cannot_be_sized_is_explained(config, content, part):
         (["--prefill", "inf"], "infinity"),
     ],
 )
-def test_wrong_options(config, arguments, part):
+def test_wrong_options_are_refused(config, arguments, part):
     assert part in run(config(LLAMA_8B), *arguments, status=2).stderr
 
 
-def test_a_missing_model(tmp_path, monkeypatch):
+def test_a_missing_model_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no such file or directory" in run(tmp_path / "none", status=2).stderr
     assert "has no config.json" in run(tmp_path, status=2).stderr

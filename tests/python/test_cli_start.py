@@ -64,7 +64,7 @@ def completed(words):
     return text.split()
 
 
-def test_completion_of_commands_options_and_values():
+def test_commands_options_and_values_are_completed():
     assert completed("ver") == ["verify"]
     assert completed("verify --rep") == ["--repair"]
     assert completed("ls --by la") == ["largest"]

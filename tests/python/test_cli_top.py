@@ -96,7 +96,7 @@ def run(*arguments, status=0):
     return result
 
 
-def test_rates_of_an_interval():
+def test_rates_are_computed_over_an_interval():
     figures = compare(Page(FIRST), Page(LATER), 2.0)
     cpu, fs = figures["tiers"]["cpu"], figures["tiers"]["fs"]
     assert (cpu["hit_tokens"], cpu["hit_tokens_per_second"]) == (4600, 300)
@@ -123,7 +123,7 @@ def test_a_restarted_server_counts_from_zero():
     assert compare(Page(LATER), Page(FIRST), 1.0)["tiers"]["cpu"]["hit_tokens_per_second"] == 4000
 
 
-def test_once_as_text(serve):
+def test_top_once_prints_all_figures_as_text(serve):
     text = " ".join(run(serve(FIRST, LATER), "--once").output.split())
     for part in (
         "version 0.1.0 namespace 3fa2c0ffee12 copier host",
@@ -137,7 +137,7 @@ def test_once_as_text(serve):
     assert text.index("not_stored") < text.index('a "new" reason'), "the worst must be first"
 
 
-def test_once_as_json(serve):
+def test_top_once_prints_all_figures_as_json(serve):
     (line,) = run(serve(FIRST, LATER) + "/metrics", "--once", "--json").stdout.splitlines()
     assert json.loads(line)["hit_rate"] == pytest.approx(0.75)
 
@@ -205,7 +205,7 @@ def test_an_invalid_address_exits_with_2(given):
         ("https://host/vllm/metrics", "https://host/vllm/metrics"),
     ],
 )
-def test_addresses(given, meant):
+def test_addresses_are_completed_to_metrics_urls(given, meant):
     assert metrics_url(given) == meant
 
 

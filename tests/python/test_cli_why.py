@@ -123,7 +123,7 @@ def test_capacity_and_estimates_are_shown_where_they_are_the_cause():
         ),
     ],
 )  # fmt: skip
-def test_other_causes(changes, expected, part):
+def test_other_causes_are_found_in_the_metrics(changes, expected, part):
     found = from_metrics(Page(page(*changes))).findings
     assert [finding.cause for finding in found] == expected
     assert part in " ".join(f"{finding.text} {finding.advice}" for finding in found)
@@ -186,21 +186,21 @@ def of_log(*lines):
     return from_log([f"{prefix}{line}\n" for line in (BOOTED, *lines)])
 
 
-def test_the_warning_of_a_server_that_never_hits(caplog):
+def test_the_warning_that_nothing_hits_is_explained(caplog):
     (found,) = of_log(warned(caplog)).findings
     assert (found.cause, found.tokens) == ("not_stored", 2_000_000)
     assert "2,000,000 of 2,000,000 tokens" in found.text
     assert "the requested prompts were never stored" in found.advice
 
 
-def test_a_changing_hash_seed():
+def test_the_warning_about_a_random_hash_seed_is_explained():
     (found,) = of_log(random_seed_warning("xxhash")).findings
     assert found.cause == "random_seed"
     assert found.text.startswith("RECORDS WILL NEVER BE FOUND AGAIN"), "the prefix of the log must be removed"
     assert "sha256" in found.advice
 
 
-def test_hints_of_requests_that_are_ignored(caplog):
+def test_the_warning_about_an_ignored_hint_is_explained(caplog):
     with caplog.at_level(logging.WARNING):
         HintReader().read({"kv_offload_load_policy": "sometimes"})
     (found,) = of_log(caplog.messages[-1]).findings
@@ -216,7 +216,7 @@ def test_requests_of_a_debug_log_are_summed():
     assert [finding.cause for finding in found.findings] == ["evicted"]
 
 
-def test_a_configuration_that_was_refused():
+def test_each_problem_of_a_refused_configuration_is_explained():
     with pytest.raises(ConfigError) as refused:
         OffloadConfig.from_extra_config({"cpu_bytes_to_use": 32, "load_policies": 1})
     found = from_log([f"{line}\n" for line in f"ConfigError: {refused.value}".splitlines()]).findings
@@ -225,17 +225,17 @@ def test_a_configuration_that_was_refused():
     assert "kv-offload doctor" in found[0].advice
 
 
-def test_an_unsupported_vllm():
+def test_the_refusal_of_an_unsupported_vllm_is_explained():
     (found,) = of_log(refusal("0.12.0", "it was not tested")).findings
     assert found.cause == "vllm_not_supported"
 
 
-def test_disabled_prefix_caching():
+def test_disabled_prefix_caching_is_found_in_the_log():
     (found,) = of_log("Initializing a V1 LLM engine with config: enable_prefix_caching=False, ...").findings
     assert found.cause == "prefix_caching_off"
 
 
-def test_a_foreign_log_or_one_without_a_start():
+def test_a_log_without_plugin_or_startup_summary_is_reported():
     (found,) = from_log(["INFO vLLM API server version 0.32.0\n"]).findings
     assert found.cause == "not_in_use"
     (found,) = from_log(["WARNING kv_offload: something\n"]).findings
@@ -258,19 +258,19 @@ def test_why_reads_a_log_a_saved_page_and_standard_input(tmp_path):
     assert [finding["cause"] for finding in answer["findings"]] == ["random_seed"]
 
 
-def test_why_of_a_server(serve):  # noqa: F811
+def test_why_explains_the_misses_of_a_running_server(serve):  # noqa: F811
     text = run("why", serve(FIRST)).stdout
     assert "5,000 of 6,005 tokens that were looked up were loaded (83.3%)." in text
     assert "1. not_stored" in text
     assert "Operations of tier fs failed: 2 corrupt." in text
 
 
-def test_why_of_an_unreachable_server(tmp_path):
+def test_why_reports_an_unreachable_server(tmp_path):
     assert "no such file" in run("why", tmp_path / "none.log", status=2).stderr
     assert "http://127.0.0.1:1/metrics cannot be reached" in run("why", "127.0.0.1:1", status=1).stderr
 
 
-def test_doctor_of_a_running_server(serve):  # noqa: F811
+def test_doctor_checks_a_running_server(serve):  # noqa: F811
     address = serve(FIRST)
     checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
     told = {check["name"]: check for check in checks}

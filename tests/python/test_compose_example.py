@@ -47,7 +47,9 @@ def test_the_replicas_share_one_tier_and_nothing_else(replicas: list[dict[str, A
         assert first[key] != second[key]
 
 
-def test_each_part_finds_the_others(example: dict[str, Any], replicas: list[dict[str, Any]]) -> None:
+def test_each_replica_finds_redis_and_the_secret(
+    example: dict[str, Any], replicas: list[dict[str, Any]]
+) -> None:
     services = example["services"]
     for replica in replicas:
         (tier,) = config_of(replica).secondary_tiers

@@ -60,7 +60,7 @@ def test_a_minimal_configuration_has_three_keys():
         ("7b", 7),
     ],
 )
-def test_sizes_are_parsed_as_people_write_them(given, expected):
+def test_sizes_are_parsed_with_common_units(given, expected):
     assert read(cpu_bytes_to_use=given).cpu_bytes_to_use == expected
 
 

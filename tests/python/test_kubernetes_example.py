@@ -102,7 +102,7 @@ def test_the_server_gets_the_configuration(server, transfer):
     assert f"--kv-transfer-config=$({server['env'][0]['name']})" in server["args"]
 
 
-def test_memory_fits(pod, server, config):
+def test_host_memory_fits_in_the_memory_limit(pod, server, config):
     (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
     (mount,) = [mount for mount in server["volumeMounts"] if mount["name"] == "shm"]
     assert (shm["medium"], mount["mountPath"]) == ("Memory", "/dev/shm")
@@ -113,7 +113,7 @@ def test_memory_fits(pod, server, config):
     )
 
 
-def test_the_bounds_fit(evictor, config):
+def test_the_tier_bound_fits_between_evictor_and_volume(evictor, config):
     (tier,) = config.secondary_tiers
     evicts_at = parse_byte_size(evictor["args"][evictor["args"].index("--max-bytes") + 1])
     volume = size(kind("PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"])

@@ -9,5 +9,5 @@ pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for t
 
 @pytest.mark.beside("oracle/check_life_cycles.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_engines_that_reset_sleep_and_change_weights(minor: str, beside: str) -> None:
+def test_resets_sleeps_and_weight_updates_load_only_valid_chunks(minor: str, beside: str) -> None:
     print(beside)

@@ -152,7 +152,7 @@ PANELS_NEEDED = (
 
 
 @pytest.mark.parametrize("metric", PANELS_NEEDED)
-def test_the_dashboard_has_a_panel_for(metric: str) -> None:
+def test_the_dashboard_shows_each_needed_metric(metric: str) -> None:
     panels = load_dashboard().panels()
     assert any(f"kv_offload_{metric}" in text for panel in panels for text in panel.queries.values())
 

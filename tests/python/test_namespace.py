@@ -329,7 +329,7 @@ def test_the_warning_names_the_setting():
     assert "sha256" in warning
 
 
-def test_differences_from_other_namespaces_of_a_root(tmp_path):
+def test_differences_from_other_namespaces_of_a_root_are_named(tmp_path):
     own = FACTS
     other = dataclasses.replace(own, kv_dtype="fp8", settings={**own.settings, "attention": "other"})
     for which in (own, other):

@@ -20,13 +20,13 @@ def tree_of(minor: str) -> Path:
 
 @pytest.mark.beside("oracle/check_oracle.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_byte_oracle(minor: str, beside: str) -> None:
+def test_byte_exactness_holds_in_each_release(minor: str, beside: str) -> None:
     print(beside)
 
 
 @pytest.mark.beside("oracle/check_found.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_as_many_tokens_are_found_as_by_a_manager_that_keeps_everything(minor: str, beside: str) -> None:
+def test_no_token_is_lost_compared_with_an_unbounded_manager(minor: str, beside: str) -> None:
     print(beside)
 
 
@@ -39,7 +39,7 @@ def test_bytes_of_images_embeddings_and_shared_layers_are_right(minor: str, besi
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("minor", MINORS)
-def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
+def test_byte_exactness_holds_with_caches_on_a_gpu(minor: str) -> None:
     device = {"KV_OFFLOAD_ORACLE_DEVICE": "cuda", "VLLM_TARGET_DEVICE": "cuda"}
     print(run_under(tree_of(minor), "oracle/check_oracle.py", "-n", str(workers()), **device))
 

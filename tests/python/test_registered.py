@@ -9,7 +9,7 @@ import pytest
 
 CHECK = Path(__file__).parents[1] / "cpp" / "check_registered.py"
 THREADS = '#include "with_threads.h"\n\nTEST(Begins, threads) {}\n'
-ASKING = '#include "rounds.h"\n\nTEST(Asks, does_less) { testing::rounds(100); }\n'
+ASKING = '#include "test_iterations.h"\n\nTEST(Asks, does_less) { testing::rounds(100); }\n'
 
 
 def check(monkeypatch: pytest.MonkeyPatch, directory: Path, listing: str, *options: str) -> int:
@@ -54,9 +54,9 @@ def test_under_thread_sanitizer_tests_with_threads_are_required(monkeypatch, sou
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("fixture.h", '#include "rounds.h"\n'),
-        ("fixture.h", '#include "rounds.h"\nTEST(Asks, less) {}\n'),
-        ("fixture.cc", '#include "rounds.h"\nint steps() { return testing::rounds(100); }\n'),
+        ("fixture.h", '#include "test_iterations.h"\n'),
+        ("fixture.h", '#include "test_iterations.h"\nTEST(Asks, less) {}\n'),
+        ("fixture.cc", '#include "test_iterations.h"\nint steps() { return testing::rounds(100); }\n'),
         (
             "asks_test.cc",
             '#include "fixture.h"\nTEST(Asks, less) { if (testing::kSanitized) GTEST_SKIP(); }\n',

@@ -88,7 +88,7 @@ def test_different_schemas_of_stores_are_parsed(schema: str) -> None:
     assert "versioning is on" in older
 
 
-def test_a_bucket_without_rules() -> None:
+def test_a_bucket_without_rules_is_noted_as_unbounded() -> None:
     ((state, text),) = said((404, "NoSuchLifecycleConfiguration", b""))
     assert state == "note"
     assert "grows without bound" in text

@@ -11,7 +11,7 @@ MIB = 1 << 20
 PLAIN = Geometry.of([64], [[MIB, MIB]])
 
 
-def test_bytes_and_tokens_of_a_plain_model():
+def test_a_plain_model_has_the_expected_bytes_and_tokens():
     assert PLAIN.bytes_per_token == 32 << 10
     assert PLAIN.tokens_in_memory(1 << 30) == 32768
     assert PLAIN.tokens_in_memory(0) == 0

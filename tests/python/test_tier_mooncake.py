@@ -47,7 +47,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "master", ["host:50051", "10.0.0.1:1", "[::1]:50051", "etcd://a:2379", "etcd://a:2379;b:2379"]
 )
-def test_the_place_is_the_master(master: str) -> None:
+def test_the_place_of_a_mooncake_tier_is_its_master(master: str) -> None:
     assert tier(master=master).place == master
     assert tier(master=master).events_locality == "REMOTE"
 
@@ -68,7 +68,7 @@ def test_an_invalid_value_is_refused(key: str, value: str) -> None:
     assert f"secondary_tiers[0].{key}" in problem(**{**given, key: value})
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_or_conflicting_options_are_refused() -> None:
     assert "the store limits its size" in problem(max_bytes="1GiB")
     assert 'devices is given but protocol is not "rdma"' in problem(devices="mlx5_0")
     assert tier(devices="mlx5_0,mlx5_1", protocol="rdma").devices == "mlx5_0,mlx5_1"

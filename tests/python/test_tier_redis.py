@@ -65,7 +65,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         ("unix:///run/r.sock?db=2", Url(unix_socket="/run/r.sock", database=2)),
     ],
 )
-def test_an_address_has_these_parts(text: str, parts: Url) -> None:
+def test_an_address_is_parsed_into_its_parts(text: str, parts: Url) -> None:
     assert parse_url(text) == parts
     assert config(url=text).secondary_tiers[0].place == text
 
@@ -189,7 +189,7 @@ def test_the_error_of_an_invalid_tier_does_not_quote_the_values() -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_or_conflicting_options_are_refused() -> None:
     assert "maxmemory" in problem(max_bytes="1GiB")
     assert "give one of them" in problem(password_env="A", password_file="/b")
     assert "not rediss://" in problem(ca_file="/ca.pem")
@@ -373,7 +373,7 @@ def test_doctor_reports_the_allocated_size_of_a_record(
     assert ("each takes 2.5 MiB of its memory" in measured.text) == told
 
 
-def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:
     parsed = config(url=f"unix://{tmp_path}/nobody")
     assert "is not used until it answers" in cautions(parsed)[0]
     (measured,) = speed(parsed.secondary_tiers[0], 1 << 20)

@@ -60,7 +60,7 @@ def problem(**given: Any) -> str:
     return text
 
 
-def test_the_place_is_bucket_prefix_and_store() -> None:
+def test_the_place_of_an_s3_tier_is_bucket_prefix_and_store() -> None:
     assert tier().place == "kv-cache/kv_offload"
     assert tier(prefix="a/b", endpoint="http://[::1]:9000/").place == "kv-cache/a/b at http://[::1]:9000"
 
@@ -82,7 +82,7 @@ def test_an_invalid_name_is_refused(key: str, value: str) -> None:
     assert f"secondary_tiers[0].{key}" in problem(**{key: value})
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_invalid_or_conflicting_options_are_refused() -> None:
     assert "lifecycle rule" in problem(max_bytes="1GiB")
     assert "nothing would be verified" in problem(endpoint="http://h", ca_file="/ca.pem")
     for host in ("127.0.0.1", "[::1]:9000"):
@@ -309,7 +309,7 @@ def test_doctor_reports_missing_write_permission(
     assert (measured.state, "access is denied" in measured.text) == (state, True)
 
 
-def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_a_caution_and_refused_by_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     with_keys(monkeypatch, SECRET)
     away = {"endpoint": f"http://127.0.0.1:{free_ports(1)[0]}"}
     (caution,) = cautions(config(**away))

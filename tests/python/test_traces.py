@@ -72,7 +72,7 @@ def test_an_empty_trace_is_refused(tmp_path):
         (OPTIMUM, 4, 0, 4, 0),
     ],
 )
-def test_hits_of_a_small_trace(trace, policy, host, tier, hits, from_tier):
+def test_the_hits_of_a_small_trace_are_exact(trace, policy, host, tier, hits, from_tier):
     read = read_trace(trace)
     row = replay(read.to_core(), read, Setting(policy, host, tier), prefill_speed=100)
     assert row["hit_blocks"] == hits

@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(Clock, fake_stands_still_until_told) {
+TEST(Clock, fake_clock_changes_only_when_advanced) {
   FakeClock clock;
   const Nanos start = clock.now();
   EXPECT_EQ(clock.now(), start);
@@ -19,13 +19,13 @@ TEST(Clock, fake_stands_still_until_told) {
   EXPECT_DOUBLE_EQ(to_seconds(clock.now() - start), 1.5);
 }
 
-TEST(Clock, steady_never_goes_back) {
+TEST(Clock, steady_clock_never_decreases) {
   const SteadyClock clock;
   const Nanos first = clock.now();
   EXPECT_LE(first, clock.now());
 }
 
-TEST(CondVar, wakes_who_waits_with_the_mutex_held) {
+TEST(CondVar, notify_all_wakes_a_waiting_thread) {
   Mutex mutex;
   CondVar changed;
   bool ready = false;

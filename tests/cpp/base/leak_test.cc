@@ -12,6 +12,6 @@ void leak() {
   EXPECT_EQ(lost->size(), 1000u);
 }
 
-TEST(LeakCheck, DISABLED_a_leak_is_told) { leak(); }
+TEST(LeakCheck, DISABLED_a_leak_is_reported) { leak(); }
 
 }  // namespace

@@ -7,8 +7,8 @@
 #include <random>
 
 #include "base/segmented_vector.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {
@@ -18,7 +18,7 @@ using namespace testing;
 // Some tag bits are equal in all tags, as with crafted names.
 class SplitTableTest : public ::testing::TestWithParam<std::uint32_t> {};
 
-TEST_P(SplitTableTest, agrees_with_a_map_whatever_bits_the_tags_have_in_common) {
+TEST_P(SplitTableTest, agrees_with_a_map_for_tags_that_share_bits) {
   std::mt19937_64 random(5);
   std::vector<std::uint32_t> tags;  // by value
   for (int i = 0; i < 6000; ++i) tags.push_back(static_cast<std::uint32_t>(random()) & GetParam());
@@ -47,7 +47,7 @@ TEST_P(SplitTableTest, agrees_with_a_map_whatever_bits_the_tags_have_in_common) 
 INSTANTIATE_TEST_SUITE_P(Tags, SplitTableTest,
                          ::testing::Values(0xFFFFFFFFu, 0x00FFFFFFu, 0xFFF00000u, 0x000FF000u, 0x80000001u));
 
-TEST(SplitTableGrowthTest, a_call_moves_as_few_cells_with_ten_times_as_many_values) {
+TEST(SplitTableGrowthTest, an_insert_moves_a_bounded_number_of_cells) {
   const auto many = static_cast<std::uint32_t>(rounds(10'000'000));
   SplitTable table;
   std::uint64_t most = 0, all = 0;
@@ -63,7 +63,7 @@ TEST(SplitTableGrowthTest, a_call_moves_as_few_cells_with_ten_times_as_many_valu
   EXPECT_LT(table.longest_probe(), 200u);
 }
 
-TEST(SegmentedVectorTest, elements_never_move_and_are_zero_until_they_are_written) {
+TEST(SegmentedVectorTest, elements_never_move_and_start_as_zero) {
   struct Element {
     std::uint64_t number, other;
   };

@@ -33,7 +33,7 @@ Seen in_a_thread(const char* name, CpuShare share) {
   return seen;
 }
 
-TEST(Thread, has_its_name_and_share_and_no_other_thread_has_them) {
+TEST(Thread, begin_thread_sets_name_and_priority_of_its_thread_only) {
   const Seen before = look();
   const Seen full = in_a_thread("kvo-one", CpuShare::kFull);
   const Seen background = in_a_thread("kvo-two", CpuShare::kBackground);
@@ -45,7 +45,7 @@ TEST(Thread, has_its_name_and_share_and_no_other_thread_has_them) {
   EXPECT_EQ(look().nice, before.nice);
 }
 
-TEST(Thread, of_a_process_that_has_less_keeps_that) {
+TEST(Thread, begin_thread_never_raises_a_lower_priority) {
   int nice = 0;
   std::thread([&] {
     ASSERT_EQ(::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), 15), 0);

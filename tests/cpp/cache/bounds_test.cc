@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include "cache/cache_fixture.h"
-#include "rounds.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {

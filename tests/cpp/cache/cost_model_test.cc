@@ -42,7 +42,7 @@ TEST_F(CostModelTest, UnmeasuredTiersAreLoadedFrom) {
   EXPECT_NEAR(decide({on(0, 100)}).compute_seconds, 1, 0.01);
 }
 
-TEST_F(CostModelTest, TheFasterSideWins) {
+TEST_F(CostModelTest, TheFasterOfLoadAndRecomputeIsChosen) {
   compute(1000, 1);
   read(0, 5000);
   const Decision load = decide({on(0, 100)});
@@ -90,7 +90,7 @@ TEST_F(CostModelTest, TheCopyToTheDeviceCounts) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ACopyThatHappensAnywayCostsOnlyItsBytes) {
+TEST_F(CostModelTest, ACopyThatIsNeededAnywayCostsOnlyItsBytes) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.5 + 1e-4 * i);

@@ -165,7 +165,7 @@ TEST_F(DecisionTest, GivingUpKeepsTheReadsThatOtherRequestsWaitFor) {
 
 // Another server writes the records one by one. The first record alone is not worth the tier's latency.
 // The wait for the last record must not count as read time of the tier.
-TEST_F(DecisionTest, AwaitedChunksAreLoadedInWhateverOrderTheyAreWritten) {
+TEST_F(DecisionTest, AwaitedChunksAreLoadedInAnyWriteOrder) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
@@ -298,7 +298,7 @@ TEST_F(DecisionTest, ASlowChunkIsLoadedIfManyChunksFollowIt) {
   EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ACopyThatHappensAnywayAddsOnlyTheCostOfItsBytes) {
+TEST_F(DecisionTest, ACopyThatIsNeededAnywayAddsOnlyTheCostOfItsBytes) {
   make({.copy_bytes_per_second = kFast, .copy_latency_seconds = 0.05, .tiers = {kFast}});
   warm_up();
   for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // measures the latency

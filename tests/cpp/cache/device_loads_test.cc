@@ -40,7 +40,7 @@ TEST_F(DeviceLoadsTest, ALoadHasItsRowsUntilItIsCompletedAndReported) {
   EXPECT_EQ(parts().chunks.pinned(), 0u);
 }
 
-TEST_F(DeviceLoadsTest, AReportAloneEndsNoLoad) {
+TEST_F(DeviceLoadsTest, AReportWithoutCompletionDoesNotEndALoad) {
   parts().resident("a");
   parts().report(begin({"a"}).transfer.ticket);
   jobs().poll();

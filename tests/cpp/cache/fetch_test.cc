@@ -468,7 +468,7 @@ TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
 }
 
 // The tier replied in time: no server stored the record.
-TEST_F(FetchFakeTest, ARecordAwaitedInVainIsCountedAsNotStoredHoweverTheWaitEnded) {
+TEST_F(FetchFakeTest, AnAwaitedRecordThatNeverAppearsCountsAsNotStored) {
   fake().is_sure = false;
   for (const Nanos await : {seconds(2), seconds(600)}) {
     const RequestHandle request = begin({.remote_wait = await});

@@ -32,7 +32,7 @@ class HintTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(HintTest);
 
-TEST_P(HintTest, AChunksParentIsTheChunkOfferedBeforeIt) {
+TEST_P(HintTest, TheParentOfAChunkIsThePreviouslyOfferedChunk) {
   const RequestHandle request = begin();
   store_deep(request, {"a", "b"}, 16);
   store_deep(request, {"c"}, 18);  // in a later step
@@ -43,7 +43,7 @@ TEST_P(HintTest, AChunksParentIsTheChunkOfferedBeforeIt) {
   EXPECT_EQ(told("x").parent, 0u);
 }
 
-TEST_P(HintTest, WithoutDepthsTheOrderOfACallGivesTheParent) {
+TEST_P(HintTest, WithoutDepthsTheParentIsThePreviousKeyOfTheCall) {
   store({"a", "b"});
   EXPECT_EQ(told("b").parent, id("a"));
 }
@@ -57,7 +57,7 @@ TEST_P(HintTest, AChunkAfterALoadedPrefixHasItsLastChunkAsParent) {
   EXPECT_EQ(told("c").parent, id("b"));
 }
 
-TEST_P(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
+TEST_P(HintTest, AFetchedChunkHasThePreviousChunkAsParent) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");

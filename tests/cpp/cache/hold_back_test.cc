@@ -74,7 +74,7 @@ TEST_P(HoldBackTest, WithoutWindowsNoLoadIsHeldBack) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, OneLoadAloneIsNeverHeldBack) {
+TEST_P(HoldBackTest, ASingleLoadIsNeverHeldBack) {
   make_cache(1);
   EXPECT_EQ(told(ask(), prompt_a_), 'H');
 }

@@ -73,7 +73,7 @@ TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
   EXPECT_FALSE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, IsReportedInEvents) {
+TEST_F(KeptMemory, KeptChunksAreReportedInEvents) {
   { store(*std::make_unique<World>(options()), "a"); }
   WorldOptions next = options();
   next.cache.keep_events = true;
@@ -232,7 +232,7 @@ TEST_F(KeptMemory, AReusedRowIsAMiss) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, OfOtherWeightsIsNotReused) {
+TEST_F(KeptMemory, MemoryOfOtherWeightsIsNotReused) {
   { store(*std::make_unique<World>(options("old")), "a"); }
   {
     World world(options("new"));
@@ -242,7 +242,7 @@ TEST_F(KeptMemory, OfOtherWeightsIsNotReused) {
   EXPECT_FALSE(hits(world, "a")) << "another chunk has used its rows since";
 }
 
-TEST_F(KeptMemory, OfOtherSizesIsRemovedAndFreed) {
+TEST_F(KeptMemory, MemoryOfOtherSizesIsRemoved) {
   { store(*std::make_unique<World>(options()), "a"); }
   const std::vector<std::string> before = names();
   WorldOptions larger = options();
@@ -296,7 +296,7 @@ TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
   EXPECT_TRUE(world.tier->records.contains(key_of("a")));
 }
 
-TEST_F(KeptMemory, OfARunningEngineIsNotReused) {
+TEST_F(KeptMemory, MemoryOfARunningEngineIsNotReused) {
   World living(options());
   store(living, "a");
   {

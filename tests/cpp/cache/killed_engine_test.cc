@@ -12,7 +12,7 @@
 #include "backends/fs/fixture.h"
 #include "cache/cache_fixture.h"
 #include "memory/child_process.h"
-#include "rounds.h"
+#include "test_iterations.h"
 #include "with_threads.h"
 
 namespace kv_offload {

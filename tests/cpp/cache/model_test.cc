@@ -2,7 +2,7 @@
 // Compares the cache with a simple reference model in at least 10^5 random calls. Also checks that
 // the model detects every injected fault.
 #include "cache/model_run.h"
-#include "rounds.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, ::testing::Range<std::uint64_t>(1, t
 
 class PlantedFaults : public ::testing::TestWithParam<Planted> {};
 
-TEST_P(PlantedFaults, AreSeen) {
+TEST_P(PlantedFaults, TheModelDetectsEachPlantedFault) {
   ModelRun run({.planted = GetParam()});
   run.run(40000);
   EXPECT_THAT(run.violations(), Not(IsEmpty()));

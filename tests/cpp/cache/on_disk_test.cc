@@ -106,7 +106,7 @@ struct Fault {
 };
 class OnDiskWriteFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
 
-TEST_P(OnDiskWriteFaults, AreCountedOnceAndCostNothingInMemory) {
+TEST_P(OnDiskWriteFaults, AWriteFaultIsCountedOnceAndKeepsTheChunkInMemory) {
   const auto before = failures();
   ops_.set_rule([&](Call call) { return call == GetParam().call ? -GetParam().error : 0; });
   store_and_write({"a"});
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 class OnDiskReadFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
 
-TEST_P(OnDiskReadFaults, AreAMissCountedOnce) {
+TEST_P(OnDiskReadFaults, AReadFaultIsAMissCountedOnce) {
   record({"a", "b"});
   const auto before = failures();
   const RequestHandle request = begin();
@@ -263,7 +263,7 @@ TEST_F(OnDiskTest, AFrozenDeviceThatRecoversIsUsedAgain) {
 
 // A thread that hangs in the device when the engine ends returns later and reads into its row. Memory that
 // an abandoned thread may still use is never freed here.
-TEST(OnDiskLeft, AReadThatReturnsAfterCloseFindsItsMemory) {
+TEST(OnDiskAfterClose, AReadThatReturnsAfterCloseHasItsMemoryMapped) {
   struct Left {
     FaultyFileOps ops;
     FakeClock clock;

@@ -104,7 +104,7 @@ TEST_F(PassScansTest, StretchesBeginAfterTheHitsAndAreSplitByTier) {
   EXPECT_EQ(loadable.stretches[2].chunks, 1u);
 }
 
-TEST_F(PassScansTest, AWindowIsWorthThePrefixThatWasFound) {
+TEST_F(PassScansTest, AWindowCountsTheTokensOfTheFoundPrefix) {
   see(0, "HHH");
   see(1, "R");
   Scans all = scans();
@@ -115,7 +115,7 @@ TEST_F(PassScansTest, AWindowIsWorthThePrefixThatWasFound) {
   EXPECT_EQ(loadable.stretches[0].tokens, 48u);
 }
 
-TEST_F(PassScansTest, KeepFirstCutsByTokensFromWhereTheScanBegan) {
+TEST_F(PassScansTest, KeepFirstCountsTokensFromTheStartOfTheScan) {
   see(0, "HRRR");
   Scans all = scans();
   keep_first(&all, 48, pass_, parts_.groups);

@@ -55,7 +55,7 @@ TEST_F(PlannerTest, APlanIsTrimmedToTheAvailableRows) {
 }
 
 // A partial chunk loads only the tokens that it has.
-TEST_F(PlannerTest, APartOfAChunkIsReadAsOne) {
+TEST_F(PlannerTest, APartialChunkIsReadWithItsOwnDepth) {
   parts_.record("part");
   parts_.requests.lookup(request_, key_of("part"), 4);
   plan();
@@ -107,7 +107,7 @@ TEST_F(PlannerTest, ARequestWithAllChunksIgnoresItsBudget) {
 
 // During a directory scan, chunks become known in any order. Only a run of present chunks from the left
 // counts as hits, so chunks found early must not take rows from chunks before them.
-TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_there_are_rows_in_any_order) {
+TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_one_chunk_per_row) {
   const Names prompt{"a", "b", "c", "d", "e", "f"};
   std::vector<std::size_t> order{0, 1, 2, 3, 4, 5};
   do {
@@ -138,7 +138,7 @@ TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_ther
 }
 
 // Hits further to the right are useless without the beginning.
-TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
+TEST_F(PlannerTest, reads_of_a_prompts_head_evict_its_own_tail) {
   for (const char* name : {"c", "d", "e", "f"}) parts_.resident(name);
   scan({"a", "b", "c", "d", "e", "f"});
   plan();
@@ -152,7 +152,7 @@ TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
 
 // A plan evicts a chunk that a later plan of this step hit, and reads another chunk into its slot. The later
 // plan sheds writes to find a row, and so processes the completion of that read.
-TEST_F(PlannerTest, a_request_gives_up_no_chunk_that_another_read_into_the_slot_of_one_it_hit) {
+TEST_F(PlannerTest, a_plan_does_not_unpin_another_chunk_in_a_reused_slot) {
   const Slot hit = parts_.resident("x");
   for (const char* name : {"p", "q", "r"}) parts_.chunks.pin(parts_.resident(name));
   const Slot written = parts_.chunks.slot_of(parts_.chunks.find(key_of("p")));

@@ -59,18 +59,18 @@ TEST_F(PrefillModelTest, NothingIsKnownBeforeTheFirstStep) {
   EXPECT_EQ(model_.seconds(1000, 0), 0);
 }
 
-TEST_F(PrefillModelTest, OnePromptGivesASpeed) {
+TEST_F(PrefillModelTest, OnePromptDeterminesTheSpeed) {
   serve(2000);
   EXPECT_NEAR(model_.seconds(2000, 0), exact(2000), 0.05 * exact(2000));
 }
 
-TEST_F(PrefillModelTest, PromptsOfSeveralLengthsGiveTheLaw) {
+TEST_F(PrefillModelTest, SeveralPromptLengthsDetermineTheModel) {
   for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
   expect_right(0.1);
   EXPECT_GT(model_.tokens_per_second(1024), 1.5 * model_.tokens_per_second(65536));
 }
 
-TEST_F(PrefillModelTest, NoiseDoesNotHideTheLaw) {
+TEST_F(PrefillModelTest, TheModelIsFittedDespiteNoise) {
   noise_ = 0.2;
   for (int i = 0; i < 10; ++i) {
     for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
@@ -83,7 +83,7 @@ TEST_F(PrefillModelTest, TokensAfterALongPrefixTakeLonger) {
   EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
 }
 
-TEST_F(PrefillModelTest, NoPartOfTheLawIsNegative) {
+TEST_F(PrefillModelTest, PredictedSecondsAreNeverNegative) {
   for (int i = 0; i < 8; ++i) {  // steps after long prefixes, fast by chance
     one_step(2000, 1000, 0.2);
     one_step(2000, 10000, 0.1);
@@ -91,7 +91,7 @@ TEST_F(PrefillModelTest, NoPartOfTheLawIsNegative) {
   EXPECT_GT(model_.seconds(1000, 100000), 0);
 }
 
-TEST_F(PrefillModelTest, SimilarPrefixesDoNotRevealTheirCost) {
+TEST_F(PrefillModelTest, SimilarPrefixLengthsAddNoPrefixCost) {
   for (int i = 0; i < 8; ++i) {
     one_step(2000, 1000, 0.2);
     one_step(2000, 1005, 0.201);
@@ -106,7 +106,7 @@ TEST_F(PrefillModelTest, AChangeOfSpeedIsFollowed) {
   EXPECT_NEAR(model_.seconds(4000, 0), exact(4000), 0.1 * exact(4000));
 }
 
-TEST_F(PrefillModelTest, IdleTimeTeachesNothing) {
+TEST_F(PrefillModelTest, IdleTimeDoesNotChangeTheModel) {
   serve(2000);
   const double before = model_.seconds(1000, 0);
   for (int i = 0; i < 20; ++i) {
@@ -127,7 +127,7 @@ TEST_F(PrefillModelTest, APromptBeforeIdleTimeIsLearntAfterwards) {
   EXPECT_NEAR(model_.seconds(2000, 0), 0.2, 0.02);
 }
 
-TEST_F(PrefillModelTest, AStepThatHungTeachesNothing) {
+TEST_F(PrefillModelTest, AHungStepDoesNotChangeTheModel) {
   serve(2000);
   const double before = model_.seconds(1000, 0);
   model_.observe(2000, 1000);

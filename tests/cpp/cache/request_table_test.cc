@@ -115,7 +115,7 @@ class ManyReads : public ::testing::Test {
   std::vector<TierIo::Read> reads_;
 };
 
-TEST_F(ManyReads, OfAnEndedRequestAreCancelledInBatchesOldestFirst) {
+TEST_F(ManyReads, ReadsOfAnEndedRequestAreCancelledInBatches) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -130,7 +130,7 @@ TEST_F(ManyReads, OfAnEndedRequestAreCancelledInBatchesOldestFirst) {
   EXPECT_FALSE(parts_.requests.has_pending_work());
 }
 
-TEST_F(ManyReads, OfAnEndedRequestDoNotBelongToTheNextOwnerOfItsHandle) {
+TEST_F(ManyReads, AReusedHandleDoesNotInheritReads) {
   const RequestHandle first = parts_.requests.begin({});
   await_all(first);
   parts_.requests.end(first);
@@ -147,7 +147,7 @@ TEST_F(ManyReads, OfAnEndedRequestDoNotBelongToTheNextOwnerOfItsHandle) {
   EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
 }
 
-TEST_F(ManyReads, ThatCompleteForAnEndedRequestArePinnedByNoRequest) {
+TEST_F(ManyReads, LateReadsOfAnEndedRequestArePinnedByNoRequest) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);

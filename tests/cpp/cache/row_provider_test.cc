@@ -26,13 +26,13 @@ class RowProviderTest : public ::testing::Test {
   std::vector<ChunkKey> evicted_;
 };
 
-TEST_F(RowProviderTest, AFreeRowComesFirst) {
+TEST_F(RowProviderTest, AFreeRowIsUsedBeforeAnyEviction) {
   parts().resident("a");
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, IsEmpty());
 }
 
-TEST_F(RowProviderTest, TheNextChunkToEvictGivesItsRow) {
+TEST_F(RowProviderTest, TheNextVictimIsEvictedForItsRow) {
   fill();
   parts().chunks.pin(slots_["a"]);
   EXPECT_NE(take(), kNoRow);

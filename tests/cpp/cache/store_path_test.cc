@@ -36,7 +36,7 @@ TEST_F(StorePathTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
-TEST_F(StorePathTest, ARefusedFirstChunkKeepsTheOthersOfItsJob) {
+TEST_F(StorePathTest, ARefusedFirstChunkDoesNotFailTheRestOfItsJob) {
   const StoreGrant grant = prepare({"a", "b"});
   parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
   stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order
@@ -58,7 +58,7 @@ TEST_F(StorePathTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
   EXPECT_EQ(parts_.free_rows(), 4u);
 }
 
-TEST_F(StorePathTest, TheFirstKeyWithoutARowEndsWhatIsAcceptedUntilItIsOfferedAgain) {
+TEST_F(StorePathTest, KeysAfterADeclinedKeyAreDeclinedUntilItsNextOffer) {
   EXPECT_THAT(prepare({"a", "b", "c", "d", "e", "f"}).accepted, ElementsAre(0, 1, 2, 3));
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "pressure"}), 2 * kPageBytes);
   stores_.complete(keys({"a", "b"}), false);

@@ -26,7 +26,7 @@ TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   EXPECT_EQ(peek({"a", "b"}), "HH");
 }
 
-TEST_P(StoreTest, AStoredChunkComesBackByteForByte) {
+TEST_P(StoreTest, AStoredChunkIsLoadedByteForByte) {
   store({"a", "b", "c"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "HHHM");
@@ -41,7 +41,7 @@ TEST_P(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
   copy(filling);
 }
 
-TEST_P(StoreTest, NothingNewMeansNoTicket) {
+TEST_P(StoreTest, AnOfferWithoutNewChunksGetsNoTicket) {
   store({"a"});
   const Job job = offer(begin(), {"a"});
   EXPECT_EQ(job.transfer.ticket, kNoTicket);
@@ -146,13 +146,13 @@ TEST_P(StoreTest, ACompletionWithFailureFailsTheStore) {
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
+TEST_P(StoreTest, ARequestWithStoresDisabledStoresNothing) {
   EXPECT_THAT(store(begin({.skip_store = true}), {"a"}), IsEmpty());
 }
 
 // ---- rows and eviction
 
-TEST_P(StoreTest, TheColdestChunksAreEvictedAndReported) {
+TEST_P(StoreTest, TheLeastRecentlyUsedChunkIsEvictedAndReported) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -212,7 +212,7 @@ TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
   EXPECT_THAT(store(request, {"f"}), ElementsAre("f"));
 }
 
-TEST_P(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
+TEST_P(StoreTest, ADeclinedKeyKeepsTheAcceptedKeysBeforeIt) {
   make({.rows = 2, .shard_bytes = {300, 300}, .tier = false});
   std::vector<ChunkKey> offered = keys({"a", "b", "c"}, 0);
   offered.push_back(key_of("a", 1));
@@ -220,7 +220,7 @@ TEST_P(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
   EXPECT_THAT(grant.accepted, ElementsAre(0, 1));
 }
 
-TEST_P(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
+TEST_P(StoreTest, ALargerGroupEvictsSlabsOfASmallerGroup) {
   make({.ranks = 1, .rows = 64, .shard_bytes = {4096, 16384}, .tier = false});
   for (int i = 0; i < 64; ++i) store({fmt::format("s{}", i)});
   int accepted = 0;

@@ -127,7 +127,7 @@ TEST_F(WriteBackTest, AChunkLostToAnUnwritableTierIsCounted) {
   EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), kPageBytes);
 }
 
-TEST_F(WriteBackTest, TheColdEndIsWrittenOnlyWhenRowsAreShortAndKeepsItsOrder) {
+TEST_F(WriteBackTest, NextVictimsAreWrittenOnlyWhenRowsAreShort) {
   make(WritePolicy::kOnEvict);
   const Slot a = stored("a");
   const Slot b = stored("b");

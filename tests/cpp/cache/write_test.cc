@@ -130,7 +130,7 @@ TEST_P(WriteTest, OnEvictWritesTheNextVictimAndEvictsAnotherMeanwhile) {
   EXPECT_EQ(world().dropped("fs", "pressure"), 0);
 }
 
-TEST_P(WriteTest, AWriteAtEvictionThatFailedIsNotRepeatedInALoop) {
+TEST_P(WriteTest, AFailedWriteAtEvictionIsTriedOnce) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 1);
   tier().fail(StatusKind::kNoSpace);
   store({"a"});
@@ -142,7 +142,7 @@ TEST_P(WriteTest, AWriteAtEvictionThatFailedIsNotRepeatedInALoop) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, CleaningTheColdEndKeepsItsOrder) {
+TEST_P(WriteTest, WritesAtEvictionKeepTheEvictionOrder) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   for (const char* name : {"a", "b", "c"}) store({name});
   step();
@@ -212,7 +212,7 @@ INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "prefix")
 
 // ---- reset
 
-TEST_P(WriteTest, AResetForgetsEverythingEverywhere) {
+TEST_P(WriteTest, AResetInvalidatesHostMemoryAndAllTiers) {
   make({.cache = {.keep_events = true}});
   store({"a", "b"});
   tier().finish();

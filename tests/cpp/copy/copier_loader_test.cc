@@ -16,7 +16,7 @@ CopierOptions valid_options(std::vector<std::byte>* cache, std::vector<std::byte
   return options;
 }
 
-TEST(CopierLoader, says_in_one_line_why_there_is_no_cuda_and_says_the_same_when_asked_for_a_copier) {
+TEST(CopierLoader, without_cuda_the_copier_error_contains_the_reason) {
   const std::string reason = cuda_unavailable_reason();
   if (reason.empty()) GTEST_SKIP() << "this machine has a CUDA device";
   EXPECT_EQ(reason.find('\n'), std::string::npos);
@@ -41,7 +41,7 @@ struct Padded {  // the same size as Small
 
 // The interface number of the core and the CUDA library depends on the members of every shared
 // struct.
-TEST(CopierLoader, a_struct_with_other_members_is_another_interface) {
+TEST(CopierLoader, changed_struct_members_change_the_interface_number) {
   using cuda_interface::list;
   const Small small{};
   const Padded padded{};
@@ -56,7 +56,7 @@ TEST(CopierLoader, a_struct_with_other_members_is_another_interface) {
   EXPECT_GT(kCudaInterface, std::uint64_t{1} << 32) << "the interface number looks like a manual version";
 }
 
-TEST(CopierLoader, asking_twice_gives_the_same_answer) {
+TEST(CopierLoader, the_reason_is_the_same_at_each_call) {
   EXPECT_EQ(cuda_unavailable_reason(), cuda_unavailable_reason());
 }
 

@@ -40,7 +40,7 @@ CopyTable calibrate_for(const FakeLink& link, double budget = 1.0, double* clock
                     .budget_seconds = budget});
 }
 
-TEST(CopyPath, small_pages_go_by_kernel_and_long_runs_by_dma) {
+TEST(CopyPath, small_pages_use_the_kernel_and_long_runs_dma) {
   const CopyTable table = default_copy_table();
   for (const CopyDirection direction : {kStore, kLoad}) {
     EXPECT_EQ(choose_path(table, direction, 64 * kMiB, 64 * kMiB / (16 << 10)), CopyPath::kKernel);
@@ -48,11 +48,11 @@ TEST(CopyPath, small_pages_go_by_kernel_and_long_runs_by_dma) {
   }
 }
 
-TEST(CopyPath, a_single_small_segment_is_not_worth_a_kernel) {
+TEST(CopyPath, a_single_small_segment_uses_dma) {
   EXPECT_EQ(choose_path(default_copy_table(), kStore, 4096, 1), CopyPath::kDma);
 }
 
-TEST(CopyPath, the_kernel_must_win_clearly) {
+TEST(CopyPath, the_kernel_is_chosen_only_if_clearly_faster) {
   CopyTable table = default_copy_table();
   table.launch_seconds = {};
   for (auto& paths : table.rates) {
@@ -65,7 +65,7 @@ TEST(CopyPath, the_kernel_must_win_clearly) {
   EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1000), CopyPath::kKernel);
 }
 
-TEST(CopyPath, what_nobody_waits_for_goes_by_dma_unless_that_is_far_slower) {
+TEST(CopyPath, a_copy_without_waiters_uses_dma_unless_far_slower) {
   CopyTable table = default_copy_table();
   table.launch_seconds = {};
   const auto beside = [&](double dma_rate) {
@@ -82,7 +82,7 @@ TEST(CopyPath, what_nobody_waits_for_goes_by_dma_unless_that_is_far_slower) {
   EXPECT_EQ(beside(0), CopyPath::kKernel);
 }
 
-TEST(CopyPath, a_path_without_a_rate_is_never_taken) {
+TEST(CopyPath, a_path_without_a_rate_is_the_last_choice) {
   CopyTable table = default_copy_table();
   for (auto& paths : table.rates) paths[0].fill(0);
   EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1), CopyPath::kKernel);
@@ -92,7 +92,7 @@ TEST(CopyPath, a_path_without_a_rate_is_never_taken) {
   EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1), CopyPath::kDma);
 }
 
-TEST(CopyTable, is_linear_between_its_columns_and_flat_beyond) {
+TEST(CopyTable, rates_are_interpolated_between_columns_and_constant_beyond) {
   CopyTable table;
   table.rates[0][0] = {10, 20, 30, 40, 50, 60, 70};
   EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 1), 10);
@@ -102,7 +102,7 @@ TEST(CopyTable, is_linear_between_its_columns_and_flat_beyond) {
   EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 1ull << 40), 70);
 }
 
-TEST(Calibrate, finds_where_dma_overtakes_the_kernel) {
+TEST(Calibrate, calibration_finds_the_size_where_dma_becomes_faster) {
   const CopyTable table = calibrate_for({});
   EXPECT_TRUE(table.measured);
   // 3 us per segment at 50 GB/s is faster than 40 / 1.15 GB/s from about 350 KiB.
@@ -115,12 +115,12 @@ TEST(Calibrate, finds_where_dma_overtakes_the_kernel) {
   }
 }
 
-TEST(Calibrate, prefers_staging_where_kernels_reach_the_host_badly) {
+TEST(Calibrate, staging_is_chosen_where_kernel_copies_are_slow) {
   const CopyTable table = calibrate_for({.kernel_rate = 5e9});
   EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (16 << 10)), CopyPath::kStaged);
 }
 
-TEST(Calibrate, stays_in_its_budget_and_scales_what_it_did_not_reach) {
+TEST(Calibrate, calibration_stays_in_budget_and_scales_unmeasured_sizes) {
   double time = 0;
   const FakeLink slow{.dma_rate = 5e9, .kernel_rate = 4e9, .staged_rate = 3e9};
   const CopyTable table = calibrate_for(slow, 0.03, &time);
@@ -130,7 +130,7 @@ TEST(Calibrate, stays_in_its_budget_and_scales_what_it_did_not_reach) {
   EXPECT_LT(table.rate(kStore, CopyPath::kKernel, 4 << 20), 10e9);
 }
 
-TEST(Calibrate, a_path_that_it_did_not_reach_is_scaled_as_dma_is) {
+TEST(Calibrate, an_unmeasured_path_is_scaled_like_dma) {
   const CopyTable slow = calibrate_for({.dma_rate = 0.4e9, .dma_per_segment = 1e-9}, 1e-9);
   EXPECT_TRUE(slow.measured);
   for (const CopyDirection direction : {kStore, kLoad}) {
@@ -139,13 +139,13 @@ TEST(Calibrate, a_path_that_it_did_not_reach_is_scaled_as_dma_is) {
   }
 }
 
-TEST(Calibrate, without_time_the_defaults_stand) {
+TEST(Calibrate, without_a_time_budget_default_rates_are_used) {
   const CopyTable table = calibrate_for({}, 0.0);
   EXPECT_FALSE(table.measured);
   EXPECT_EQ(table.rates, default_copy_table().rates);
 }
 
-TEST(CopyTable, says_which_path_is_used_from_which_size_on) {
+TEST(CopyTable, the_description_names_the_path_for_each_size) {
   const std::string text = default_copy_table().describe();
   EXPECT_NE(text.find("built-in; store kernel from 4 KiB"), std::string::npos) << text;
   EXPECT_NE(text.find("dma from"), std::string::npos) << text;

@@ -48,7 +48,7 @@ void run(const CopyCase& c, const CopyPlan& plan) {
   }
 }
 
-TEST(CopyPlan, agrees_with_the_plain_reference_everywhere) {
+TEST(CopyPlan, random_jobs_match_the_reference_copy) {
   std::mt19937_64 random(20260731);
   for (int i = 0; i < 1500; ++i) {
     const auto direction = i % 2 == 0 ? CopyDirection::kStore : CopyDirection::kLoad;
@@ -62,7 +62,7 @@ TEST(CopyPlan, agrees_with_the_plain_reference_everywhere) {
   }
 }
 
-TEST(CopyPlan, segments_are_sorted_apart_and_merged_as_far_as_both_sides_allow) {
+TEST(CopyPlan, segments_are_sorted_disjoint_and_merged) {
   std::mt19937_64 random(5);
   for (int i = 0; i < 500; ++i) {
     const CopyCase c = draw_case(random, i % 2 == 0 ? CopyDirection::kStore : CopyDirection::kLoad);
@@ -92,7 +92,7 @@ TEST(CopyPlan, adjacent_blocks_in_adjacent_rows_are_one_segment) {
   EXPECT_EQ(plan.segments[0].bytes, 4u * 4096);
 }
 
-TEST(CopyPlan, a_gap_on_either_side_ends_the_run) {
+TEST(CopyPlan, a_gap_in_cache_or_area_splits_segments) {
   const CacheLayout padded = one_tensor(4096, 8192, 1);
   EXPECT_EQ(make_copy_plan(padded, 1 << 20, job_of(CopyDirection::kStore, {4, 5}, {10, 11})).segments.size(),
             2u);
@@ -103,7 +103,7 @@ TEST(CopyPlan, a_gap_on_either_side_ends_the_run) {
             2u);
 }
 
-TEST(CopyPlan, rows_given_backwards_merge_all_the_same) {
+TEST(CopyPlan, rows_in_reverse_order_are_merged_too) {
   const CacheLayout layout = one_tensor(4096, 4096, 1);
   const CopyPlan plan =
       make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {7, 6, 5}, {12, 11, 10}));
@@ -111,7 +111,7 @@ TEST(CopyPlan, rows_given_backwards_merge_all_the_same) {
   EXPECT_EQ(plan.segments[0].bytes, 3u * 4096);
 }
 
-TEST(CopyPlan, a_load_may_start_late_and_end_early) {
+TEST(CopyPlan, a_load_may_start_and_end_inside_a_chunk) {
   const CacheLayout layout = one_tensor(100, 128, 4);
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {1, 2, 3}, {0, 1}, 6));
   ASSERT_EQ(plan.segments.size(), 3u);
@@ -120,7 +120,7 @@ TEST(CopyPlan, a_load_may_start_late_and_end_early) {
   EXPECT_EQ(plan.segments[2].area_offset, 4096u);  // slot 0 of the second chunk
 }
 
-TEST(CopyPlan, a_store_that_does_not_fill_its_chunks_fails_its_group_alone) {
+TEST(CopyPlan, a_store_that_lacks_blocks_fails_only_its_group) {
   CacheLayout layout = one_tensor(100, 128, 2);
   layout.groups.push_back({{0, 64}});
   CopyJob job{.id = 1, .direction = CopyDirection::kStore};
@@ -142,7 +142,7 @@ CacheLayout of_tails(std::uint32_t blocks_per_chunk, std::uint32_t kept) {
   return layout;
 }
 
-TEST(CopyPlan, a_row_of_tails_holds_the_last_blocks_of_each_chunk) {
+TEST(CopyPlan, a_tail_row_holds_the_last_blocks_of_its_chunk) {
   const CacheLayout layout = of_tails(4, 2);
   EXPECT_EQ(layout.shard_bytes(0), 200u);
   const CopyPlan plan =
@@ -155,7 +155,7 @@ TEST(CopyPlan, a_row_of_tails_holds_the_last_blocks_of_each_chunk) {
   EXPECT_EQ(plan.segments[2].area_offset, 4096u);
 }
 
-TEST(CopyPlan, of_a_store_whose_first_chunk_lacks_blocks_that_chunk_alone_is_refused) {
+TEST(CopyPlan, a_first_chunk_that_lacks_blocks_is_refused_alone) {
   for (const std::uint32_t kept : {0u, 3u}) {
     const CopyPlan plan = make_copy_plan(of_tails(4, kept), 1 << 20,
                                          job_of(CopyDirection::kStore, {1, 3, 5, 7, 9, 11}, {0, 1}, 2));
@@ -165,14 +165,14 @@ TEST(CopyPlan, of_a_store_whose_first_chunk_lacks_blocks_that_chunk_alone_is_ref
   }
 }
 
-TEST(CopyPlan, a_store_that_lacks_blocks_at_unknown_places_is_refused) {
+TEST(CopyPlan, a_store_that_lacks_blocks_at_unknown_positions_is_refused) {
   const CopyPlan plan =
       make_copy_plan(of_tails(4, 2), 1 << 20, job_of(CopyDirection::kStore, {1, 3, 5, 7, 9}, {0, 1}, 2));
   EXPECT_EQ(plan.failed_groups, refused_group(0));
   EXPECT_TRUE(plan.segments.empty());
 }
 
-TEST(CopyPlan, a_rank_without_layers_of_a_group_refuses_none_of_its_chunks) {
+TEST(CopyPlan, a_rank_without_layers_of_a_group_refuses_no_chunk) {
   CacheLayout layout = one_tensor(100, 128, 4);
   layout.groups[0].clear();
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kStore, {1, 3}, {0}, 2));
@@ -205,7 +205,7 @@ CacheLayout of_states(std::uint32_t blocks_per_chunk) {
   return layout;
 }
 
-TEST(CopyPlan, of_a_chunk_of_states_the_last_is_kept_alone_and_fills_a_row_of_one_block) {
+TEST(CopyPlan, a_chunk_of_states_stores_only_its_last_block) {
   const CacheLayout layout = of_states(4);
   EXPECT_EQ(layout.shard_bytes(0), 100u);
   for (const auto direction : {CopyDirection::kStore, CopyDirection::kLoad}) {
@@ -218,7 +218,7 @@ TEST(CopyPlan, of_a_chunk_of_states_the_last_is_kept_alone_and_fills_a_row_of_on
   }
 }
 
-TEST(CopyPlan, a_load_of_states_fills_the_last_block_of_each_chunk_and_no_other) {
+TEST(CopyPlan, a_load_of_states_fills_only_each_chunks_last_block) {
   const CopyPlan plan =
       make_copy_plan(of_states(2), 1 << 20, job_of(CopyDirection::kLoad, {3, 4, 5, 6}, {0, 1}, 8));
   ASSERT_EQ(plan.segments.size(), 2u);
@@ -306,7 +306,7 @@ struct SharedOut {
   std::uint64_t heads_;  // per rank
 };
 
-TEST(CopyPlan, in_the_canonical_layout_all_ranks_rows_are_the_same_for_1_2_and_4_ranks) {
+TEST(CopyPlan, canonical_rows_are_equal_for_1_2_and_4_ranks) {
   SharedOut one(1);
   one.compute();
   const std::vector<std::byte> rows = one.copy(CopyDirection::kStore);
@@ -323,7 +323,7 @@ TEST(CopyPlan, in_the_canonical_layout_all_ranks_rows_are_the_same_for_1_2_and_4
   }
 }
 
-TEST(CopyPlan, in_the_order_of_pages_each_page_is_read_from_its_first_head_to_its_last) {
+TEST(CopyPlan, page_order_reads_each_page_from_first_to_last_head) {
   CacheLayout layout = one_tensor(300, 512, 1);
   layout.shards_per_area = 3;
   const CopyJob job = job_of(CopyDirection::kStore, {1, 2}, {3, 0});
@@ -337,7 +337,7 @@ TEST(CopyPlan, in_the_order_of_pages_each_page_is_read_from_its_first_head_to_it
   }
 }
 
-TEST(CopyPlan, a_row_of_several_shards_ends_with_the_last_of_them) {
+TEST(CopyPlan, a_row_of_several_shards_ends_with_its_last_shard) {
   CacheLayout layout = one_tensor(300, 300, 1);
   layout.shards_per_area = 3;
   EXPECT_EQ(layout.shard_bytes(0), 100u);
@@ -350,7 +350,7 @@ TEST(CopyPlan, a_row_of_several_shards_ends_with_the_last_of_them) {
   EXPECT_THROW(plan(20 * 4096, {0, 2}), InvalidArgument) << "the shards overlap";
 }
 
-TEST(CopyPlan, an_empty_job_is_an_empty_plan) {
+TEST(CopyPlan, an_empty_job_has_an_empty_plan) {
   const CacheLayout layout = one_tensor(100, 128, 2);
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {}, {}, 3));
   EXPECT_TRUE(plan.segments.empty());
@@ -371,7 +371,7 @@ TEST(CopyPlan, a_rank_without_a_group_copies_nothing_for_it) {
   EXPECT_EQ(plan.failed_groups, 0u);
 }
 
-TEST(CopyPlan, block_ids_beyond_32_bits_are_addresses_all_the_same) {
+TEST(CopyPlan, block_ids_beyond_32_bits_are_addressed_correctly) {
   CacheLayout layout = one_tensor(1, 1, 1);
   layout.tensors[0].num_blocks = std::uint64_t{1} << 40;
   const std::int64_t id = (std::int64_t{1} << 39) + 5;
@@ -379,7 +379,7 @@ TEST(CopyPlan, block_ids_beyond_32_bits_are_addresses_all_the_same) {
   EXPECT_EQ(plan.segments.at(0).cache, at(0x10000 + static_cast<std::uint64_t>(id)));
 }
 
-TEST(CopyPlan, refuses_what_contradicts_itself) {
+TEST(CopyPlan, an_inconsistent_job_is_refused) {
   const CacheLayout layout = one_tensor(4096, 4096, 2);
   const auto plan = [&](CopyJob job) { return make_copy_plan(layout, 10 * 4096, job); };
   using enum CopyDirection;
@@ -402,7 +402,7 @@ TEST(CopyPlan, refuses_what_contradicts_itself) {
   EXPECT_THROW(plan(job), InvalidArgument);
 }
 
-TEST(CacheLayout, refuses_what_is_not_a_cache) {
+TEST(CacheLayout, an_invalid_layout_is_refused) {
   EXPECT_NO_THROW(one_tensor(100, 128, 1).validate());
   EXPECT_THROW(one_tensor(129, 128, 1).validate(), InvalidArgument);  // page beyond the stride
   EXPECT_THROW(one_tensor(0, 128, 1).validate(), InvalidArgument);

@@ -44,7 +44,7 @@ INSTANTIATE_TEST_SUITE_P(Every, DeviceCopierPaths,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
                          [](const auto& path) { return std::string(to_string(path.param)); });
 
-TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) {
+TEST_P(DeviceCopierPaths, random_jobs_match_the_reference_copy_for_any_sub_jobs) {
   std::mt19937_64 random(17);
   for (int i = 0; i < 120; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad,
@@ -71,7 +71,7 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
 }
 
 // A wait that starts in the middle of a job changes the job's path but none of its bytes.
-TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
+TEST(DeviceCopierPath, a_path_change_during_a_store_keeps_every_byte) {
   std::mt19937_64 random(23);
   std::map<CopyPath, std::size_t> changed;
   for (int i = 0; i < 120; ++i) {
@@ -108,7 +108,7 @@ TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
   EXPECT_GT(changed[CopyPath::kStaged], 100u);
 }
 
-TEST(SplitLimitsFor, each_path_has_its_own_and_two_have_the_smaller) {
+TEST(SplitLimitsFor, each_path_has_its_limits_and_two_paths_the_smaller) {
   const DeviceLimits limits{
       .dma_bytes = 4000, .kernel_bytes = 3000, .sub_job_segments = 9, .staged_bytes = 1000};
   EXPECT_EQ(split_limits_for(CopyPath::kDma, limits).max_bytes, 4000u);
@@ -208,7 +208,7 @@ TEST_F(DeviceCopierTest, a_long_job_keeps_only_a_few_copies_in_flight) {
   EXPECT_TRUE(copier_->poll().empty());
 }
 
-TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
+TEST_F(DeviceCopierTest, a_waited_job_uses_all_slots) {
   start();
   submit(1, kStore, 0, 10);
   state_.until_issued(kInFlight);
@@ -219,7 +219,7 @@ TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
   waiter.join();
 }
 
-TEST_F(DeviceCopierTest, stores_take_nothing_from_the_model_that_dma_does_not_while_nobody_waits) {
+TEST_F(DeviceCopierTest, a_store_without_waiters_uses_dma) {
   start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
   state_.until_issued(1);
@@ -231,7 +231,7 @@ TEST_F(DeviceCopierTest, stores_take_nothing_from_the_model_that_dma_does_not_wh
   EXPECT_EQ(paths().back(), CopyPath::kKernel);
 }
 
-TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_somebody_waits) {
+TEST_F(DeviceCopierTest, the_rest_of_a_waited_store_uses_the_fastest_path) {
   using enum CopyPath;
   for (const CopyPath fast : {kKernel, kStaged}) {
     limits_.staged_bytes = state_.staging_capacity = 2 * kPageBytes;
@@ -249,7 +249,7 @@ TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_someb
   }
 }
 
-TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
+TEST_F(DeviceCopierTest, failed_stores_do_not_count_as_in_flight) {
   limits_.patient_seconds = 1.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   state_.automatic = true;
@@ -273,7 +273,7 @@ TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
   }
 }
 
-TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_done) {
+TEST_F(DeviceCopierTest, a_backlog_of_stores_uses_the_fastest_path_until_done) {
   limits_.patient_seconds = 2.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
@@ -291,7 +291,7 @@ TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_d
   EXPECT_EQ(paths().back(), CopyPath::kDma);
 }
 
-TEST_F(DeviceCopierTest, each_store_under_way_counts_with_the_rate_of_its_own_pages) {
+TEST_F(DeviceCopierTest, each_store_in_flight_counts_with_its_own_page_rate) {
   CopyTable table = faster_than_dma(CopyPath::kKernel);
   auto& dma = table.rates[static_cast<std::size_t>(kStore)][static_cast<std::size_t>(CopyPath::kDma)];
   dma.fill(10e9);
@@ -324,7 +324,7 @@ TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
   EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
 }
 
-TEST_F(DeviceCopierTest, an_expedited_load_passes_the_loads_before_it) {
+TEST_F(DeviceCopierTest, an_expedited_load_overtakes_earlier_loads) {
   start();
   submit(1, kLoad, 0, 20);
   state_.until_issued(kInFlight);
@@ -333,7 +333,7 @@ TEST_F(DeviceCopierTest, an_expedited_load_passes_the_loads_before_it) {
   EXPECT_EQ(blocks().back(), 30u);
 }
 
-TEST_F(DeviceCopierTest, wait_moves_the_listed_store_past_the_others_and_returns_for_it_alone) {
+TEST_F(DeviceCopierTest, wait_expedites_its_store_and_returns_when_it_ends) {
   start();
   submit(1, kStore, 0, 20);
   submit(2, kStore, 30, 6);
@@ -344,7 +344,7 @@ TEST_F(DeviceCopierTest, wait_moves_the_listed_store_past_the_others_and_returns
   EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
 }
 
-TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
+TEST_F(DeviceCopierTest, plain_stores_pause_while_urgent_stores_have_work) {
   start();
   submit(1, kStore, 0, 20);
   submit(2, kStore, 30, 20);
@@ -361,7 +361,7 @@ TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
   waiter.join();
 }
 
-TEST_F(DeviceCopierTest, nothing_is_issued_before_the_compute_stream_is_there) {
+TEST_F(DeviceCopierTest, no_copy_is_issued_before_the_compute_event) {
   state_.automatic = true;
   state_.compute_runs_ahead = false;
   start();
@@ -375,7 +375,7 @@ TEST_F(DeviceCopierTest, nothing_is_issued_before_the_compute_stream_is_there) {
 }
 
 // The control for the test above: it must fail without the event.
-TEST_F(DeviceCopierTest, leaving_the_event_out_is_seen) {
+TEST_F(DeviceCopierTest, control_without_the_event_a_copy_is_too_early) {
   state_.automatic = true;
   state_.compute_runs_ahead = false;
   options_.order_after_compute = false;
@@ -386,7 +386,7 @@ TEST_F(DeviceCopierTest, leaving_the_event_out_is_seen) {
   EXPECT_NE(area_[5], std::byte{0xAB});
 }
 
-TEST_F(DeviceCopierTest, an_urgent_job_that_may_not_start_yet_does_not_hold_up_the_others) {
+TEST_F(DeviceCopierTest, a_blocked_urgent_job_does_not_delay_other_jobs) {
   state_.automatic = true;
   start();
   submit(1, kLoad, 0, 2);
@@ -399,7 +399,7 @@ TEST_F(DeviceCopierTest, an_urgent_job_that_may_not_start_yet_does_not_hold_up_t
   EXPECT_EQ(blocks(), (Ids{0, 1, 20, 21}));
 }
 
-TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_job_and_copies_nothing) {
+TEST_F(DeviceCopierTest, a_failed_compute_event_query_fails_the_job_without_copies) {
   state_.automatic = true;  // a copy that is issued anyway ends, and the test reports it
   state_.reached_status = Status::error(StatusKind::kDevice, "query: context lost");
   start();
@@ -412,7 +412,7 @@ TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_j
   EXPECT_TRUE(blocks().empty());
 }
 
-TEST_F(DeviceCopierTest, without_staging_nothing_is_staged_and_kernels_do_not_stand_in) {
+TEST_F(DeviceCopierTest, without_staging_memory_staged_copies_use_dma) {
   state_.automatic = true;
   limits_.staged_bytes = 0;
   copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
@@ -424,7 +424,7 @@ TEST_F(DeviceCopierTest, without_staging_nothing_is_staged_and_kernels_do_not_st
   for (const DeviceCopy& copy : state_.issued) EXPECT_EQ(copy.path, CopyPath::kDma);
 }
 
-TEST_F(DeviceCopierTest, a_job_says_how_many_of_its_batches_were_refused) {
+TEST_F(DeviceCopierTest, a_result_counts_the_refused_batches_of_its_job) {
   state_.automatic = true;
   state_.refuse_batches = true;
   start();
@@ -437,7 +437,7 @@ TEST_F(DeviceCopierTest, a_job_says_how_many_of_its_batches_were_refused) {
   EXPECT_EQ(results[results[0].job_id == 1 ? 0 : 1].refused_batches, 3u);
 }
 
-TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_its_job_and_no_other) {
+TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_only_its_job) {
   state_.automatic = true;
   start();
   submit(1, kStore, 0, 2);
@@ -463,7 +463,7 @@ TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_its_job_and_no_other
   EXPECT_TRUE(results[2].status.is_ok());
 }
 
-TEST_F(DeviceCopierTest, a_copy_that_fails_ends_its_job_only_when_nothing_of_it_runs) {
+TEST_F(DeviceCopierTest, a_failed_job_ends_after_its_copies_in_flight) {
   start();
   submit(1, kStore, 0, 20);
   state_.until_issued(kInFlight);
@@ -480,7 +480,7 @@ TEST_F(DeviceCopierTest, a_copy_that_fails_ends_its_job_only_when_nothing_of_it_
   EXPECT_TRUE(state_.in_flight.empty());
 }
 
-TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_marked_fails_the_job) {
+TEST_F(DeviceCopierTest, a_compute_event_that_cannot_be_recorded_fails_the_job) {
   state_.mark_status = Status::error(StatusKind::kDevice, "mark: bad stream");
   start();
   submit(1, kStore, 0, 2);
@@ -490,7 +490,7 @@ TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_marked_fails_the_job) {
   EXPECT_TRUE(blocks().empty());
 }
 
-TEST_F(DeviceCopierTest, close_finishes_what_was_queued_and_refuses_what_comes_after) {
+TEST_F(DeviceCopierTest, close_finishes_queued_jobs_and_refuses_later_ones) {
   state_.automatic = true;
   start();
   for (std::uint64_t id = 0; id < 32; ++id) submit(id, kStore, static_cast<std::int64_t>(id * 2), 2);
@@ -503,7 +503,7 @@ TEST_F(DeviceCopierTest, close_finishes_what_was_queued_and_refuses_what_comes_a
   EXPECT_EQ(results.back().status.kind(), StatusKind::kUnavailable);
 }
 
-TEST_F(DeviceCopierTest, empty_and_contradicting_jobs_never_reach_the_device) {
+TEST_F(DeviceCopierTest, empty_and_invalid_jobs_never_reach_the_device) {
   start();
   submit(1, kLoad, 0, 0);
   EXPECT_EQ(ids(copier_->poll()), (Ids{1}));

@@ -114,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(Every, GpuPaths,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
                          [](const auto& path) { return std::string(to_string(path.param)); });
 
-TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
+TEST_P(GpuPaths, random_jobs_match_the_reference_copy_on_each_path) {
   std::mt19937_64 random(31);
   for (int i = 0, cases = from_environment("KV_OFFLOAD_GPU_CASES", 300); i < cases; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad,
@@ -146,7 +146,7 @@ TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
   }
 }
 
-TEST_F(Gpu, random_jobs_through_the_whole_copier) {
+TEST_F(Gpu, random_jobs_of_the_default_copier_match_the_reference_copy) {
   const auto end =
       std::chrono::steady_clock::now() + std::chrono::seconds(from_environment("KV_OFFLOAD_GPU_SECONDS", 5));
   std::mt19937_64 random(32);
@@ -280,7 +280,7 @@ INSTANTIATE_TEST_SUITE_P(Every, GpuOrder,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
                          [](const auto& path) { return std::string(to_string(path.param)); });
 
-TEST_P(GpuOrder, a_store_reads_what_a_slow_writer_wrote_before_it) {
+TEST_P(GpuOrder, a_store_waits_for_earlier_writes_of_the_compute_stream) {
   start(true);
   hold_compute();
   check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
@@ -293,7 +293,7 @@ TEST_P(GpuOrder, a_store_reads_what_a_slow_writer_wrote_before_it) {
 }
 
 // The control: without the event the corruption must be visible.
-TEST_P(GpuOrder, a_store_without_the_event_reads_what_was_there) {
+TEST_P(GpuOrder, control_a_store_without_the_event_reads_old_bytes) {
   start(false);
   hold_compute();
   check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
@@ -302,7 +302,7 @@ TEST_P(GpuOrder, a_store_without_the_event_reads_what_was_there) {
   EXPECT_EQ(area(), all(1));
 }
 
-TEST_P(GpuOrder, a_load_leaves_a_slow_reader_what_it_came_for) {
+TEST_P(GpuOrder, a_load_waits_for_earlier_reads_of_the_compute_stream) {
   start(true);
   hold_compute();
   check(cudaMemcpyAsync(seen_, cache_, kBlock * kBlocks, cudaMemcpyDeviceToDevice, compute_));
@@ -315,7 +315,7 @@ TEST_P(GpuOrder, a_load_leaves_a_slow_reader_what_it_came_for) {
   EXPECT_EQ(device_bytes(cache_), all(2));
 }
 
-TEST_P(GpuOrder, a_load_without_the_event_is_seen_by_the_reader) {
+TEST_P(GpuOrder, control_a_load_without_the_event_overwrites_too_early) {
   start(false);
   hold_compute();
   check(cudaMemcpyAsync(seen_, cache_, kBlock * kBlocks, cudaMemcpyDeviceToDevice, compute_));
@@ -326,7 +326,7 @@ TEST_P(GpuOrder, a_load_without_the_event_is_seen_by_the_reader) {
   EXPECT_EQ(device_bytes(seen_), all(2));
 }
 
-TEST_P(GpuOrder, a_graph_capture_elsewhere_is_not_disturbed) {
+TEST_P(GpuOrder, a_store_does_not_break_a_capture_on_another_stream) {
   start(true);
   cudaStream_t captured = nullptr;
   check(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
@@ -342,7 +342,7 @@ TEST_P(GpuOrder, a_graph_capture_elsewhere_is_not_disturbed) {
   check(cudaStreamDestroy(captured));
 }
 
-TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) {
+TEST_F(Gpu, a_refused_launch_fails_its_copy_and_clears_the_error) {
   std::vector<std::byte> area(1 << 20);
   PinnedArea pinned(area, {.piece_bytes = 2 << 20});
   void* cache = nullptr;
@@ -361,7 +361,7 @@ TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) 
   check(cudaFree(cache));
 }
 
-TEST_F(Gpu, an_address_that_is_no_cache_is_refused) {
+TEST_F(Gpu, a_cache_address_outside_device_memory_is_refused) {
   std::vector<std::byte> area(1 << 20);
   CopierOptions options;
   options.layout = {.tensors = {{area.data(), 1, 4096}}, .groups = {{{0, 4096}}}, .blocks_per_chunk = 1};
@@ -387,7 +387,7 @@ TEST_F(Gpu, pinning_reports_progress_and_leaves_nothing_registered) {
   PinnedArea again(area, {.piece_bytes = 4 << 20});
 }
 
-TEST_F(Gpu, calibration_shows_in_the_description) {
+TEST_F(Gpu, the_description_says_that_rates_were_measured) {
   std::vector<std::byte> area(1 << 20);
   void* cache = nullptr;
   check(cudaMalloc(&cache, 1 << 20));

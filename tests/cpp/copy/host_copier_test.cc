@@ -21,7 +21,7 @@ using testing::draw_case;
 using testing::expected_after;
 using testing::snapshot;
 
-TEST(CopyBytes, equals_memcpy_at_every_length_and_alignment) {
+TEST(CopyBytes, copy_bytes_equals_memcpy_at_any_length_and_alignment) {
   std::mt19937_64 random(3);
   std::vector<std::byte> from(3 * kNonTemporalBytes);
   for (std::byte& b : from) b = static_cast<std::byte>(random());
@@ -121,7 +121,7 @@ class HostCopierTest : public ::testing::Test {
 using Order = std::vector<std::uint64_t>;
 using enum CopyDirection;
 
-TEST_F(HostCopierTest, a_short_load_passes_a_long_store_that_has_begun) {
+TEST_F(HostCopierTest, loads_overtake_a_running_store) {
   start(1);
   submit(1, kStore, {0, 1, 2, 3});
   until_runs(1);
@@ -134,7 +134,7 @@ TEST_F(HostCopierTest, a_short_load_passes_a_long_store_that_has_begun) {
   EXPECT_EQ(ids(copier_->poll()), (Order{4, 3, 1, 2}));
 }
 
-TEST_F(HostCopierTest, wait_brings_the_listed_store_forward_and_lends_its_thread) {
+TEST_F(HostCopierTest, wait_runs_the_listed_store_on_its_own_thread) {
   start(1);
   submit(1, kStore, {0});
   until_runs(1);  // the only pool thread is held here
@@ -162,7 +162,7 @@ TEST_F(HostCopierTest, wait_returns_while_unlisted_jobs_are_still_running) {
   EXPECT_EQ(ids(copier_->poll()), (Order{2}));  // the other jobs are at the gate or queued
 }
 
-TEST_F(HostCopierTest, waiting_for_what_is_unknown_or_finished_returns_at_once) {
+TEST_F(HostCopierTest, wait_for_unknown_or_finished_jobs_returns_at_once) {
   start(1);
   allow(0);
   submit(1, kStore, {0});
@@ -172,7 +172,7 @@ TEST_F(HostCopierTest, waiting_for_what_is_unknown_or_finished_returns_at_once) 
   EXPECT_TRUE(copier_->poll().empty());
 }
 
-TEST_F(HostCopierTest, a_long_job_is_shared_by_all_threads) {
+TEST_F(HostCopierTest, all_threads_share_a_long_job) {
   start(3);
   submit(1, kStore, {0, 1, 2});
   until_runs(3);  // all three at the gate at once
@@ -182,7 +182,7 @@ TEST_F(HostCopierTest, a_long_job_is_shared_by_all_threads) {
   EXPECT_EQ(std::set(by_.begin(), by_.end()).size(), 3u);
 }
 
-TEST_F(HostCopierTest, close_finishes_what_was_queued_and_refuses_what_comes_after) {
+TEST_F(HostCopierTest, close_finishes_queued_jobs_and_refuses_later_ones) {
   start(2);
   allow_all();
   for (std::uint64_t id = 0; id < kBlocks; ++id) submit(id, kStore, {static_cast<std::int64_t>(id)});
@@ -197,7 +197,7 @@ TEST_F(HostCopierTest, close_finishes_what_was_queued_and_refuses_what_comes_aft
   EXPECT_EQ(cache_, area_);
 }
 
-TEST_F(HostCopierTest, an_empty_job_ends_too) {
+TEST_F(HostCopierTest, an_empty_job_completes) {
   start(1);
   submit(5, kLoad, {});
   const auto results = copier_->poll();
@@ -206,14 +206,14 @@ TEST_F(HostCopierTest, an_empty_job_ends_too) {
   EXPECT_EQ(results[0].bytes, 0u);
 }
 
-TEST_F(HostCopierTest, a_job_that_contradicts_itself_leaves_nothing_behind) {
+TEST_F(HostCopierTest, an_invalid_job_is_refused_and_leaves_no_result) {
   start(1);
   EXPECT_THROW(submit(1, kLoad, {1000}), InvalidArgument);
   copier_->wait(std::vector<std::uint64_t>{1});
   EXPECT_TRUE(copier_->poll().empty());
 }
 
-TEST(HostCopier, agrees_with_the_plain_reference_over_many_jobs_and_threads) {
+TEST(HostCopier, random_jobs_match_the_reference_copy_on_any_thread_count) {
   std::mt19937_64 random(99);
   for (int i = 0; i < 150; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad);
@@ -233,7 +233,7 @@ TEST(HostCopier, agrees_with_the_plain_reference_over_many_jobs_and_threads) {
   }
 }
 
-TEST(HostCopier, long_runs_cross_slices_without_a_seam) {
+TEST(HostCopier, a_run_longer_than_a_slice_is_copied_completely) {
   std::mt19937_64 random(4);
   for (const CopyDirection direction : {kStore, kLoad}) {
     CopyCase c = draw_case(random, direction, {.max_blocks = 12, .max_page = 700'000});
@@ -249,7 +249,7 @@ TEST(HostCopier, long_runs_cross_slices_without_a_seam) {
   }
 }
 
-TEST(HostCopier, refuses_to_start_without_threads_or_with_a_broken_layout) {
+TEST(HostCopier, zero_threads_or_an_invalid_layout_are_refused) {
   CopierOptions options;
   EXPECT_THROW(make_host_copier(options), InvalidArgument);
   std::vector<std::byte> cache(64);

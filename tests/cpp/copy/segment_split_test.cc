@@ -19,7 +19,7 @@ std::vector<CopySegment> draw_segments(std::mt19937_64& random, std::byte* cache
   return segments;
 }
 
-TEST(Split, keeps_every_byte_in_order_within_the_limits) {
+TEST(Split, split_keeps_every_byte_in_order_within_the_limits) {
   std::mt19937_64 random(8);
   std::vector<std::byte> cache(100'000);
   for (int i = 0; i < 300; ++i) {
@@ -58,7 +58,7 @@ TEST(Split, keeps_every_byte_in_order_within_the_limits) {
   }
 }
 
-TEST(RowRuns, lie_apart_in_staging_and_keep_their_alignment) {
+TEST(RowRuns, runs_are_disjoint_in_staging_and_keep_alignment) {
   std::mt19937_64 random(9);
   std::vector<std::byte> cache(100'000);
   for (int i = 0; i < 200; ++i) {
@@ -85,7 +85,7 @@ TEST(RowRuns, lie_apart_in_staging_and_keep_their_alignment) {
   }
 }
 
-TEST(Pieces, that_do_not_fit_are_refused_and_never_written_past) {
+TEST(Pieces, pieces_beyond_the_capacity_are_counted_but_not_written) {
   std::vector<std::byte> cache(3 * kPieceBytes);
   std::vector<std::byte> area(3 * kPieceBytes);
   const std::vector<CopySegment> segments = {{cache.data(), 0, 2 * kPieceBytes + 1}};
@@ -101,7 +101,7 @@ TEST(Pieces, that_do_not_fit_are_refused_and_never_written_past) {
 }
 
 // Tests the kernels' indexing, thread by thread, for every alignment of both sides.
-TEST(PackIndex, moves_each_byte_once_at_any_alignment_and_thread_count) {
+TEST(PackIndex, each_byte_is_moved_at_any_alignment_and_thread_count) {
   std::mt19937_64 random(10);
   std::vector<std::byte> from(80'000);
   for (std::byte& b : from) b = static_cast<std::byte>(random());

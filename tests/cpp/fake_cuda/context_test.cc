@@ -44,7 +44,7 @@ void on_a_fresh_thread(Body body) {
   }).join();
 }
 
-TEST_F(Contexts, a_copier_makes_none_on_another_device) {
+TEST_F(Contexts, a_copier_creates_no_context_on_another_device) {
   pinned_.reset();
   on_a_fresh_thread([&] {
     CopierOptions with = options();
@@ -61,14 +61,14 @@ TEST_F(Contexts, a_copier_makes_none_on_another_device) {
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
-TEST_F(Contexts, calibration_makes_none_on_another_device) {
+TEST_F(Contexts, calibration_creates_no_context_on_another_device) {
   pinned_.reset();
   on_a_fresh_thread([&] { EXPECT_NE(make_copier(options()), nullptr); });
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
 // While the thread has no context, it asks the driver for nothing but contexts.
-TEST_F(Contexts, a_device_makes_none_on_another_device) {
+TEST_F(Contexts, opening_a_device_creates_no_context_on_another) {
   on_a_fresh_thread([&] {
     const CudaDevice device({.device = kDevice, .area = area_.span()});
     EXPECT_NE(device.name().find("batched DMA"), std::string::npos) << device.name();
@@ -76,13 +76,13 @@ TEST_F(Contexts, a_device_makes_none_on_another_device) {
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
-TEST_F(Contexts, pinning_makes_none_on_another_device) {
+TEST_F(Contexts, pinning_creates_no_context_on_another_device) {
   AlignedBuffer area(16 << 20);
   on_a_fresh_thread([&] { PinnedArea(area.span(), {.device = kDevice, .piece_bytes = 2 << 20}); });
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
-TEST_F(Contexts, the_torch_operator_makes_none_on_another_device) {
+TEST_F(Contexts, the_torch_operator_creates_no_context_on_another_device) {
   on_a_fresh_thread([&] {
     const std::vector<PackPiece> pages = {{cache_, area_.data(), kBlock}};
     EXPECT_EQ(pack_pages_on_stream(pages, true, 4, kDevice, compute_), "");
@@ -91,7 +91,7 @@ TEST_F(Contexts, the_torch_operator_makes_none_on_another_device) {
   EXPECT_EQ(fake_cuda::contexts(), Devices{kDevice});
 }
 
-TEST_F(Contexts, looking_for_devices_and_their_nodes_makes_none) {
+TEST_F(Contexts, device_and_numa_queries_create_no_context) {
   on_a_fresh_thread([&] {
     std::array<char, kCudaMessageBytes> message{};
     kv_offload_cuda_unavailable_reason(message.data(), message.size());
@@ -114,7 +114,7 @@ class Capture : public World {
   }
 };
 
-TEST_F(Capture, opening_copying_and_closing_leave_a_capture_elsewhere_alone) {
+TEST_F(Capture, a_copier_does_not_break_a_capture_on_another_stream) {
   cudaStream_t captured = nullptr;
   check(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
   pinned_.reset();
@@ -134,7 +134,7 @@ TEST_F(Capture, opening_copying_and_closing_leave_a_capture_elsewhere_alone) {
   check(cudaStreamDestroy(captured));
 }
 
-TEST_F(Capture, a_job_behind_a_stream_under_capture_fails_and_leaves_the_capture_alone) {
+TEST_F(Capture, a_job_behind_a_captured_stream_fails_without_breaking_it) {
   start(CopyPath::kDma);
   begin_capture(compute_);
   submit(1, kStore);
@@ -156,7 +156,7 @@ TEST_F(Capture, the_torch_operator_refuses_a_capture) {
   expect_the_graph_is_whole(compute_);
 }
 
-TEST_F(Capture, the_torch_operator_waits_for_nothing_and_keeps_nothing) {
+TEST_F(Capture, the_torch_operator_is_asynchronous_and_copies_its_page_list) {
   {
     const Hold kernels(Work::kKernel);
     std::vector<PackPiece> pages;
@@ -185,7 +185,7 @@ TEST_F(Capture, the_torch_operator_moves_many_pages_with_few_launches) {
   EXPECT_EQ(fake_cuda::launches().size(), 2u) << pages.size();
 }
 
-TEST_F(Capture, the_torch_operator_refuses_memory_that_no_kernel_reaches) {
+TEST_F(Capture, the_torch_operator_refuses_pageable_host_memory) {
   std::vector<std::byte> pageable(kBlock);
   const std::vector<PackPiece> pages = {{cache_, pageable.data(), kBlock}};
   EXPECT_NE(pack_pages_on_stream(pages, true, 4, kDevice, compute_).find("pinned host memory"),

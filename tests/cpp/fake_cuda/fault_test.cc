@@ -88,7 +88,7 @@ TEST_F(Faults, a_capture_mode_that_was_not_changed_is_not_restored) {
 }
 
 // errno values and CUDA codes overlap: 2 is ENOENT in errno and "out of memory" in CUDA.
-TEST_F(Faults, a_code_of_cuda_is_no_errno) {
+TEST_F(Faults, a_cuda_error_code_is_not_reported_as_errno) {
   const Status status = cuda_status(cudaErrorMemoryAllocation, "cudaMalloc");
   EXPECT_EQ(status.error_number(), 0);
   EXPECT_NE(status.message().find(" 2)"), std::string::npos) << status.message();
@@ -100,7 +100,7 @@ TEST_F(Faults, a_code_of_cuda_is_no_errno) {
   EXPECT_EQ(scope.status().message(), "cuCtxPushCurrent: error 1");
 }
 
-TEST_F(Faults, only_what_ends_the_process_loses_the_context) {
+TEST_F(Faults, only_fatal_cuda_errors_lose_the_context) {
   for (const int code : {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
     EXPECT_TRUE(context_is_lost(static_cast<cudaError_t>(code))) << code;
   }
@@ -127,7 +127,7 @@ bool may_be_ignored(const std::string& call, std::uint64_t number) {
   return harmless.contains(call) || (call == "cuCtxPushCurrent" && number > 4);
 }
 
-TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
+TEST_F(Faults, every_failed_cuda_call_is_reported_and_corrupts_nothing) {
   pinned_.reset();
   for (const CopyPath path : {CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged}) {
     auto before = fake_cuda::calls();
@@ -154,7 +154,7 @@ TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
 }
 
 // Two faults at once: a batch is refused, then one of its single copies fails.
-TEST_F(Faults, a_copy_whose_second_half_fails_ends_when_the_first_has) {
+TEST_F(Faults, a_half_failed_staged_copy_ends_after_its_kernel) {
   start(CopyPath::kStaged);
   Hold kernels(Work::kKernel);
   fake_cuda::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
@@ -169,7 +169,7 @@ TEST_F(Faults, a_copy_whose_second_half_fails_ends_when_the_first_has) {
   EXPECT_EQ(results[0].status.kind(), StatusKind::kDevice);
 }
 
-TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
+TEST_F(Faults, a_copy_whose_query_fails_ends_after_its_stream) {
   start(CopyPath::kDma);
   Hold copies(Work::kCopy);
   submit(1, kStore);
@@ -183,7 +183,7 @@ TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
 }
 
 // The model uses the default stream: it may be blocked for a long time.
-TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
+TEST_F(Faults, a_failed_copy_without_staging_waits_only_for_its_stream) {
   start(CopyPath::kDma, {});
   std::promise<void> gate;
   check(cudaLaunchHostFunc(
@@ -200,7 +200,7 @@ TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
   check(cudaStreamSynchronize(nullptr));  // its host function uses the gate
 }
 
-TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
+TEST_F(Faults, a_refused_batch_is_counted_and_copied_one_by_one) {
   start(CopyPath::kDma);
   fake_cuda::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
   submit(1, kStore);
@@ -216,7 +216,7 @@ TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
   EXPECT_GT(fake_cuda::single_copies(), 1u);
 }
 
-TEST_F(Faults, a_driver_without_batches_is_served_one_by_one) {
+TEST_F(Faults, a_driver_without_batch_copies_gets_single_copies) {
   fake_cuda::set_batches_in_driver(false);
   start(CopyPath::kDma);
   submit(1, kStore);
@@ -226,7 +226,7 @@ TEST_F(Faults, a_driver_without_batches_is_served_one_by_one) {
   EXPECT_NE(copier_->describe().find("DMA without batching"), std::string::npos);
 }
 
-TEST_F(Faults, a_lost_context_fails_what_runs_and_what_comes_and_says_so) {
+TEST_F(Faults, a_lost_context_fails_running_and_later_jobs_with_its_reason) {
   start(CopyPath::kStaged);
   {
     const Hold copies(Work::kCopy);
@@ -275,13 +275,13 @@ TEST_F(Opening, an_address_that_is_not_on_the_device_is_refused) {
   EXPECT_EQ(fake_cuda::live_ranges(), 1u) << "only the cache may stay allocated";
 }
 
-TEST_F(Opening, no_blocks_for_kernels_are_refused) {
+TEST_F(Opening, zero_kernel_blocks_are_refused) {
   CopierOptions wrong = options();
   wrong.kernel_blocks = 0;
   EXPECT_NE(refusal(wrong).find("kernel_blocks=0"), std::string::npos);
 }
 
-TEST_F(Opening, kernels_that_cannot_be_loaded_leave_dma) {
+TEST_F(Opening, without_loadable_kernels_dma_is_used) {
   fake_cuda::set_kernels_loadable(false);
   const auto copier = make_copier(options());
   ASSERT_NE(copier, nullptr);
@@ -294,7 +294,7 @@ TEST_F(Opening, kernels_that_cannot_be_loaded_leave_dma) {
 }
 
 // With the built-in rates, pages of 8 KiB are staged, and kernels copy if staging is impossible.
-TEST_F(Opening, what_cannot_be_staged_nor_reached_by_kernels_goes_by_dma) {
+TEST_F(Opening, without_staging_and_mapped_memory_dma_is_used) {
   for (const std::uint64_t staging : {0u, 100u, 16u * 4095u}) {
     for (const bool calibrate : {false, true}) {
       CopierOptions none = options();
@@ -346,7 +346,7 @@ TEST_F(Opening, a_copier_that_cannot_calibrate_opens_with_the_built_in_rates) {
   }
 }
 
-TEST_F(Opening, copies_that_fail_while_they_are_measured_are_not_slow_copies) {
+TEST_F(Opening, failed_copies_during_calibration_leave_the_built_in_rates) {
   CopierOptions wanted = options();
   wanted.calibrate = true;
   fake_cuda::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
@@ -356,7 +356,7 @@ TEST_F(Opening, copies_that_fail_while_they_are_measured_are_not_slow_copies) {
   EXPECT_NE(copier->describe().find("built-in (not measured: "), std::string::npos) << copier->describe();
 }
 
-TEST_F(Opening, calibration_has_staging_for_staged_copies_only) {
+TEST_F(Opening, calibration_allocates_staging_only_for_staged_copies) {
   auto before = fake_cuda::calls();
   (void)make_copier(options());
   auto opening = fake_cuda::calls();
@@ -369,7 +369,7 @@ TEST_F(Opening, calibration_has_staging_for_staged_copies_only) {
   EXPECT_LE(fake_cuda::calls()["cudaMalloc"] - opening["cudaMalloc"], plain + 1 + kCopyLanes * kLaneSlots);
 }
 
-TEST_F(Opening, the_blocks_of_kernels_are_as_asked) {
+TEST_F(Opening, kernels_launch_with_the_configured_blocks) {
   CopierOptions five = options();
   five.kernel_blocks = 5;
   const auto copier = make_copier(five);
@@ -379,7 +379,7 @@ TEST_F(Opening, the_blocks_of_kernels_are_as_asked) {
   for (const auto& launch : fake_cuda::launches()) EXPECT_EQ(launch.blocks, 5u);
 }
 
-TEST_F(Opening, a_driver_that_is_too_old_is_one_sentence) {
+TEST_F(Opening, a_missing_or_old_driver_is_refused_in_one_line) {
   CopierOptions wanted = options();
   fake_cuda::set_driver_version(0);
   EXPECT_EQ(refusal(wanted), "no CUDA driver (libcuda.so.1) on this machine");
@@ -394,7 +394,7 @@ TEST_F(Opening, a_driver_that_is_too_old_is_one_sentence) {
   EXPECT_NE(make_copier(wanted), nullptr);
 }
 
-TEST_F(Opening, progress_is_told_and_what_it_throws_leaves_nothing_registered) {
+TEST_F(Opening, pinning_reports_progress_and_unregisters_after_an_exception) {
   pinned_.reset();
   AlignedBuffer area(32 << 20);
   std::vector<std::uint64_t> told;
@@ -414,7 +414,7 @@ TEST_F(Opening, progress_is_told_and_what_it_throws_leaves_nothing_registered) {
   EXPECT_EQ(fake_cuda::live_ranges(), 1u);
 }
 
-TEST_F(Opening, a_copier_that_cannot_be_opened_leaves_nothing) {
+TEST_F(Opening, a_copier_that_fails_to_open_leaves_no_memory) {
   pinned_.reset();
   for (const char* call :
        {"cudaHostRegister", "cudaMalloc", "cudaStreamCreateWithPriority", "cudaEventCreateWithFlags"}) {

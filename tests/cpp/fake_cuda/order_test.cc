@@ -40,7 +40,7 @@ TEST_P(Order, a_load_is_not_issued_before_the_compute_stream_read_its_blocks) {
 }
 
 // Control for the two tests above.
-TEST_P(Order, without_the_event_both_are_issued_at_once) {
+TEST_P(Order, control_without_the_event_copies_are_issued_at_once) {
   CopierOptions options;
   options.layout = layout();
   options.area = area_.span();
@@ -60,7 +60,7 @@ TEST_P(Order, without_the_event_both_are_issued_at_once) {
   EXPECT_TRUE(cache_holds_the_area());
 }
 
-TEST_P(Order, a_store_is_not_over_while_a_part_of_it_stands) {
+TEST_P(Order, a_store_is_not_done_while_a_part_is_held) {
   for (const Work work : {Work::kCopy, Work::kKernel}) {
     if ((work == Work::kCopy && GetParam() == CopyPath::kKernel) ||
         (work == Work::kKernel && GetParam() == CopyPath::kDma)) {
@@ -81,7 +81,7 @@ TEST_P(Order, a_store_is_not_over_while_a_part_of_it_stands) {
   }
 }
 
-TEST_P(Order, a_load_is_not_over_while_a_part_of_it_stands) {
+TEST_P(Order, a_load_is_not_done_while_a_part_is_held) {
   for (const Work work : {Work::kCopy, Work::kKernel}) {
     if ((work == Work::kCopy && GetParam() == CopyPath::kKernel) ||
         (work == Work::kKernel && GetParam() == CopyPath::kDma)) {
@@ -103,7 +103,7 @@ TEST_P(Order, a_load_is_not_over_while_a_part_of_it_stands) {
 
 // The seed decides delays and orders. A slot's staging must not be filled again before it is
 // emptied.
-TEST_P(Order, many_jobs_both_ways_leave_what_the_last_of_them_moved) {
+TEST_P(Order, alternating_stores_and_loads_each_move_the_right_bytes) {
   start(GetParam(), {.dma_bytes = 32 << 10, .kernel_bytes = 32 << 10, .staged_bytes = 40 << 10});
   for (std::uint64_t id = 1; id <= 20; ++id) {
     const int value = static_cast<int>(id * 3);
@@ -131,7 +131,7 @@ TEST_P(Order, submit_returns_although_the_queues_are_full) {
   for (std::size_t over = 0; over < 8; over += copier_->poll().size()) std::this_thread::yield();
 }
 
-TEST_F(World, kernels_cost_no_copy_of_their_own) {
+TEST_F(World, the_kernel_path_issues_no_other_copies) {
   start(CopyPath::kKernel);
   submit(1, kStore);
   copier_->wait(Ids{1});
@@ -142,7 +142,7 @@ TEST_F(World, kernels_cost_no_copy_of_their_own) {
   EXPECT_EQ(fake_cuda::single_copies(), 0u);
 }
 
-TEST_P(Order, batches_keep_off_the_SMs_and_only_rows_may_be_read_ahead) {
+TEST_P(Order, batches_avoid_the_SMs_and_only_rows_are_read_ahead) {
   start(GetParam());
   submit(1, kStore);
   copier_->wait(Ids{1});
@@ -154,7 +154,7 @@ TEST_P(Order, batches_keep_off_the_SMs_and_only_rows_may_be_read_ahead) {
   }
 }
 
-TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
+TEST_F(World, every_stream_of_the_copier_has_the_lowest_priority) {
   start(CopyPath::kStaged);
   for (const auto& stream : fake_cuda::made_streams()) {
     EXPECT_EQ(stream.device, kDevice);
@@ -164,7 +164,7 @@ TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
 }
 
 // A process has few connections to a device: streams that share one wait for each other.
-TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
+TEST_F(World, a_lane_has_a_second_stream_only_with_staging) {
   const auto before = fake_cuda::made_streams().size();
   start(CopyPath::kDma, {});
   EXPECT_EQ(fake_cuda::made_streams().size(), before + kCopyLanes);
@@ -210,7 +210,7 @@ class Limits : public World {
   }
 };
 
-TEST_F(Limits, little_is_in_flight_and_no_call_has_many_descriptors) {
+TEST_F(Limits, a_load_keeps_two_batches_of_at_most_512_copies) {
   hold_a_load(2 << 10, 8 << 10, [] {
     const auto batches = fake_cuda::batches();
     EXPECT_EQ(batches.size(), 2u);
@@ -218,7 +218,7 @@ TEST_F(Limits, little_is_in_flight_and_no_call_has_many_descriptors) {
   });
 }
 
-TEST_F(Limits, a_sub_job_is_short_on_the_link) {
+TEST_F(Limits, a_sub_job_moves_at_most_4_mib) {
   hold_a_load(64 << 10, 160, [] {
     const auto batches = fake_cuda::batches();
     EXPECT_EQ(batches.size(), 2u);

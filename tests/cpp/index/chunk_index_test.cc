@@ -11,8 +11,8 @@
 #include <set>
 #include <utility>
 
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {
@@ -45,9 +45,9 @@ class ChunkIndexTest : public testing::Test {
   ChunkEntry* find(std::string_view name) { return index_.find(key_of(name)); }
 };
 
-TEST_F(ChunkIndexTest, WhatWasNeverInsertedIsAbsent) { EXPECT_EQ(find("a"), nullptr); }
+TEST_F(ChunkIndexTest, an_unknown_chunk_is_absent) { EXPECT_EQ(find("a"), nullptr); }
 
-TEST_F(ChunkIndexTest, AnInsertedChunkIsFoundWithItsRowAndOnePin) {
+TEST_F(ChunkIndexTest, an_inserted_chunk_is_found_with_row_and_one_pin) {
   const Slot slot = fill("a");
   ChunkEntry* entry = find("a");
   ASSERT_NE(entry, nullptr);
@@ -58,12 +58,12 @@ TEST_F(ChunkIndexTest, AnInsertedChunkIsFoundWithItsRowAndOnePin) {
   EXPECT_EQ(index_.pinned(), 1u);
 }
 
-TEST_F(ChunkIndexTest, TheSameHashInAnotherGroupIsAnotherChunk) {
+TEST_F(ChunkIndexTest, the_same_hash_in_another_group_is_another_chunk) {
   fill("a");
   EXPECT_EQ(index_.find(key_of("a", 1)), nullptr);
 }
 
-TEST_F(ChunkIndexTest, AFillingChunkIsNoVictimAndAResidentOneIs) {
+TEST_F(ChunkIndexTest, only_a_resident_chunk_can_be_the_victim) {
   const Slot slot = fill("a");
   EXPECT_EQ(index_.victim(), std::nullopt);
   index_.make_resident(slot, ChunkOrigin::kStore);
@@ -71,7 +71,7 @@ TEST_F(ChunkIndexTest, AFillingChunkIsNoVictimAndAResidentOneIs) {
   EXPECT_EQ(index_.pinned(), 0u);
 }
 
-TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
+TEST_F(ChunkIndexTest, chunks_of_the_asking_request_are_spared_and_keep_their_order) {
   const Slot own = store_for(7, "own");
   store_for(7, "later");
   const Slot other = store_for(8, "other");
@@ -83,7 +83,7 @@ TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
   EXPECT_EQ(index_.victim(), own);
 }
 
-TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
+TEST_F(ChunkIndexTest, a_chunk_used_by_another_request_is_no_longer_spared) {
   store_for(7, "own");
   const Slot shared = store_for(7, "shared"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
@@ -93,7 +93,7 @@ TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
   EXPECT_EQ(index_.victim(7), shared);
 }
 
-TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
+TEST_F(ChunkIndexTest, a_pinned_spared_chunk_is_not_the_victim) {
   const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.pin(own);
@@ -102,7 +102,7 @@ TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
   EXPECT_EQ(index_.victim(), own);
 }
 
-TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
+TEST_F(ChunkIndexTest, pin_and_unpin_keep_the_order_of_a_spared_chunk) {
   const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.pin(own);
@@ -110,7 +110,7 @@ TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
   EXPECT_EQ(index_.victim(8), own);
 }
 
-TEST_F(ChunkIndexTest, AnErasedChunkThatWasSparedLeavesNothingToTheNextInItsSlot) {
+TEST_F(ChunkIndexTest, a_chunk_in_a_reused_slot_is_not_spared) {
   const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.erase(own);
@@ -124,7 +124,7 @@ TEST_F(ChunkIndexTest, AnErasedChunkThatWasSparedLeavesNothingToTheNextInItsSlot
   EXPECT_TRUE(index_.victim(8).has_value());
 }
 
-TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
+TEST_F(ChunkIndexTest, a_chunk_keeps_the_highest_priority_of_its_requests) {
   const Slot slot = store("a");
   index_.access(slot, 7, 1);
   index_.access(slot, 8, -1);
@@ -132,7 +132,7 @@ TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
   EXPECT_EQ(index_.entry_info(index_.at(slot)).request, 8u);
 }
 
-TEST_F(ChunkIndexTest, PinsOfWaitersOutliveTheFetchThatBroughtTheChunk) {
+TEST_F(ChunkIndexTest, pins_of_waiting_requests_outlive_the_fetch) {
   const Slot slot = index_.insert(key_of("a"), 0, 1, {}, ChunkState::kFetching);
   index_.pin(slot);
   index_.make_resident(slot, ChunkOrigin::kTier);
@@ -141,7 +141,7 @@ TEST_F(ChunkIndexTest, PinsOfWaitersOutliveTheFetchThatBroughtTheChunk) {
   EXPECT_EQ(index_.victim(), slot);
 }
 
-TEST_F(ChunkIndexTest, PinsAreCounted) {
+TEST_F(ChunkIndexTest, a_chunk_is_pinned_until_its_last_unpin) {
   const Slot slot = store("a");
   index_.pin(slot);
   index_.pin(slot);
@@ -151,7 +151,7 @@ TEST_F(ChunkIndexTest, PinsAreCounted) {
   EXPECT_EQ(index_.victim(), slot);
 }
 
-TEST_F(ChunkIndexTest, AnErasedChunkIsAbsentAndItsSlotIsUsedAgain) {
+TEST_F(ChunkIndexTest, an_erased_chunk_is_absent_and_its_slot_reused) {
   const Slot slot = store("a");
   index_.erase(slot);
   EXPECT_EQ(find("a"), nullptr);
@@ -159,7 +159,7 @@ TEST_F(ChunkIndexTest, AnErasedChunkIsAbsentAndItsSlotIsUsedAgain) {
   EXPECT_EQ(fill("b"), slot);
 }
 
-TEST_F(ChunkIndexTest, SlotsAreReusedInTheOrderTheyWereFreed) {
+TEST_F(ChunkIndexTest, slots_are_reused_in_the_order_they_were_freed) {
   const Slot a = store("a");
   const Slot b = store("b");
   const Slot c = store("c");
@@ -169,7 +169,7 @@ TEST_F(ChunkIndexTest, SlotsAreReusedInTheOrderTheyWereFreed) {
   EXPECT_EQ(fill("z"), a);
 }
 
-TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
+TEST_F(ChunkIndexTest, an_accessed_chunk_is_not_the_next_victim) {
   const Slot a = store("a");
   const Slot b = store("b");
   index_.access(a, 1, 0);
@@ -275,7 +275,7 @@ class SparingModel {
   std::mt19937 random_{5};
 };
 
-TEST(SparingTest, TheVictimIsTheOldestThatIsNotSparedUnderRandomCalls) {
+TEST(SparingTest, the_lru_victim_is_the_oldest_chunk_that_is_not_spared) {
   SparingModel model("lru", 1);
   for (int i = 0; i < testing::rounds(200000); ++i) {
     model.step();
@@ -310,7 +310,7 @@ double most_steps_by_turns(const std::string& policy, std::uint32_t chunks) {
 
 class SparingByPolicyTest : public testing::TestWithParam<std::string> {};
 
-TEST_P(SparingByPolicyTest, AVictimIsNeverPinnedNorOfTheHolderAndThereIsOneWhereNothingIsProtected) {
+TEST_P(SparingByPolicyTest, victims_are_unprotected_and_found_whenever_one_exists) {
   SparingModel model(GetParam());
   for (int i = 0; i < testing::rounds(100000); ++i) {
     model.step();
@@ -320,7 +320,7 @@ TEST_P(SparingByPolicyTest, AVictimIsNeverPinnedNorOfTheHolderAndThereIsOneWhere
   }
 }
 
-TEST_P(SparingByPolicyTest, RequestsThatAskByTurnsGoThroughEachOthersChunksOnce) {
+TEST_P(SparingByPolicyTest, victims_of_alternating_requests_cost_the_same_with_more_chunks) {
   const double few = most_steps_by_turns(GetParam(), 400), many = most_steps_by_turns(GetParam(), 4000);
   EXPECT_LE(many, 2 * few + 4) << "a call took " << few << " steps, and with ten times as many chunks "
                                << many;
@@ -341,7 +341,7 @@ class SharedHeadTest : public SparingByPolicyTest {
   RowId row_ = 0;
 };
 
-TEST_P(SharedHeadTest, TheHeadOfTheOwnPromptIsSparedWhoeverUsedItLast) {
+TEST_P(SharedHeadTest, the_head_of_the_own_prompt_is_spared_after_other_uses) {
   const Slot root = store("root", "", 7), head = store("head", "root", 7);
   store("own", "head", 7);
   for (const Slot slot : {head, root}) index_.access(slot, 8, 0);
@@ -351,7 +351,7 @@ TEST_P(SharedHeadTest, TheHeadOfTheOwnPromptIsSparedWhoeverUsedItLast) {
   EXPECT_TRUE(index_.victim(9).has_value());
 }
 
-TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
+TEST_P(SharedHeadTest, a_filling_head_of_the_own_prompt_is_spared_once_resident) {
   const Slot head = index_.insert(key_of("head"), 0, row_++, {.request = 8}, ChunkState::kFilling);
   store("own", "head", 7);
   EXPECT_EQ(index_.victim(7), std::nullopt);
@@ -361,7 +361,7 @@ TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
 }
 
 // Prompts of requests with priorities, and eight more recent chunks of other requests.
-class ImportanceTest : public SharedHeadTest {
+class PrefixPriorityTest : public SharedHeadTest {
  protected:
   Slot store(std::string_view name, std::string_view parent, std::int8_t priority) {
     const ChunkId before = parent.empty() ? 0 : chunk_id(key_of(parent));
@@ -382,7 +382,7 @@ class ImportanceTest : public SharedHeadTest {
   }
 };
 
-TEST_P(ImportanceTest, WhatLiesBeforeAnImportantChunkIsAsImportant) {
+TEST_P(PrefixPriorityTest, chunks_before_a_high_priority_chunk_get_its_priority) {
   store("root", "", -1);
   store("head", "root", 0);
   store("own", "head", 1);
@@ -391,7 +391,7 @@ TEST_P(ImportanceTest, WhatLiesBeforeAnImportantChunkIsAsImportant) {
   EXPECT_EQ(left_of({"root", "head", "own"}), 3u);
 }
 
-TEST_P(ImportanceTest, SoItIsWhenAnImportantRequestUsesWhatLiesBehindIt) {
+TEST_P(PrefixPriorityTest, a_high_priority_access_raises_the_chunks_before_it) {
   store("root", "", 0);
   const Slot head = store("head", "root", 0);
   store_others();
@@ -401,7 +401,7 @@ TEST_P(ImportanceTest, SoItIsWhenAnImportantRequestUsesWhatLiesBehindIt) {
   EXPECT_EQ(left_of({"root", "head"}), 2u);
 }
 
-TEST_P(ImportanceTest, OneThatCameBackForALesserRequestIsRaisedWhenWhatLiesBehindItIsUsed) {
+TEST_P(PrefixPriorityTest, a_parent_stored_again_is_raised_by_its_used_child) {
   const Slot root = store("root", "", 1);
   const Slot head = store("head", "root", 1);
   index_.erase(root);
@@ -411,13 +411,13 @@ TEST_P(ImportanceTest, OneThatCameBackForALesserRequestIsRaisedWhenWhatLiesBehin
   EXPECT_EQ(left_of({"root", "head"}), 2u);
 }
 
-TEST_P(ImportanceTest, WhatLiesBehindAnImportantChunkIsNotRaised) {
+TEST_P(PrefixPriorityTest, chunks_after_a_high_priority_chunk_are_not_raised) {
   store("root", "", 1);
   store("own", "root", 0);
   EXPECT_EQ(index_.find(key_of("own"))->priority, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(ChunkIndex, ImportanceTest, testing::ValuesIn(eviction_policy_names()),
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, PrefixPriorityTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
@@ -481,7 +481,7 @@ class NextVictimsTest : public testing::TestWithParam<std::string> {
   std::mt19937 random_{3};
 };
 
-TEST_P(NextVictimsTest, AWholePromptIsSeenBeforeTheEndOfTheNext) {
+TEST_P(NextVictimsTest, next_victims_lists_a_whole_prompt_before_the_next) {
   serve(1, {"a1", "a2", "a3"});
   serve(2, {"b1", "b2", "b3"});
   const std::vector<Slot> next = index_.next_victims(4);
@@ -493,7 +493,7 @@ TEST_P(NextVictimsTest, AWholePromptIsSeenBeforeTheEndOfTheNext) {
 
 // Only lru must evict exactly these: with other policies a look may change the state of an entry,
 // like victim().
-TEST_P(NextVictimsTest, AreWhatGoesNoneBeforeWhatLiesBehindIt) {
+TEST_P(NextVictimsTest, next_victims_match_lru_evictions_and_the_prefix_order) {
   for (int i = 0; i < testing::rounds(2000); ++i) {
     serve_at_random();
     const std::size_t most = random_() % 20;
@@ -509,7 +509,7 @@ TEST_P(NextVictimsTest, AreWhatGoesNoneBeforeWhatLiesBehindIt) {
   }
 }
 
-TEST_P(NextVictimsTest, WhatIsPinnedIsNotAmongThemAndWhatWasSparedIs) {
+TEST_P(NextVictimsTest, next_victims_include_spared_but_not_pinned_chunks) {
   serve(1, {"a1", "a2", "a3"});
   serve(2, {"b1"});
   index_.pin(index_.slot_of(index_.find(key_of("a3"))));
@@ -520,7 +520,7 @@ TEST_P(NextVictimsTest, WhatIsPinnedIsNotAmongThemAndWhatWasSparedIs) {
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, NextVictimsTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
+TEST_F(ChunkIndexTest, agrees_with_a_map_under_random_inserts_and_erases) {
   // Uses keys with few distinct hash prefixes, so that probe runs are long and wrap around.
   std::mt19937 random(11);
   std::map<std::string, RowId> model;
@@ -550,7 +550,7 @@ TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
   EXPECT_EQ(seen, model.size());
 }
 
-TEST(ChunkIndexGrowthTest, noInsertMovesOthersUpToTheCapacity) {
+TEST(ChunkIndexGrowthTest, inserts_up_to_the_capacity_move_no_cells) {
   const auto capacity = static_cast<std::uint32_t>(testing::rounds(1'500'000));
   ChunkIndex index(make_eviction_policy("lru"), capacity);
   std::uint64_t most = 0;

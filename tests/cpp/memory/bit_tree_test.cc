@@ -37,7 +37,7 @@ TEST(BitTree, agrees_with_a_set_at_every_size_around_a_word) {
   }
 }
 
-TEST(BitTree, full_holds_exactly_its_size) {
+TEST(BitTree, a_full_tree_contains_each_index_once) {
   for (const std::size_t size : {1u, 64u, 65u, 4096u, 4097u}) {
     BitTree tree(size, true);
     std::size_t count = 0;

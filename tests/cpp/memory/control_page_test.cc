@@ -24,7 +24,7 @@ class Tickets : public ShmTest {
   std::uint64_t failed_ = 0;
 };
 
-TEST_F(Tickets, are_pending_until_every_rank_has_reported) {
+TEST_F(Tickets, a_ticket_is_pending_until_every_rank_reported) {
   EXPECT_EQ(result(1), TicketResult::kPending);
   region_->report(1, 1, 0);
   EXPECT_EQ(result(1), TicketResult::kPending);
@@ -34,14 +34,14 @@ TEST_F(Tickets, are_pending_until_every_rank_has_reported) {
   EXPECT_EQ(result(2), TicketResult::kPending);
 }
 
-TEST_F(Tickets, a_group_fails_when_any_rank_failed_it) {
+TEST_F(Tickets, a_group_that_failed_on_any_rank_has_failed) {
   region_->report(0, 9, 0b0110);
   region_->report(1, 9, 0b1100);
   EXPECT_EQ(result(9), TicketResult::kDone);
   EXPECT_EQ(failed_, 0b1110u);
 }
 
-TEST_F(Tickets, come_in_any_order) {
+TEST_F(Tickets, tickets_may_be_reported_in_any_order) {
   report(7, 7);
   report(3, 3);
   EXPECT_EQ(result(3), TicketResult::kDone);
@@ -50,7 +50,7 @@ TEST_F(Tickets, come_in_any_order) {
   EXPECT_EQ(failed_, 7u);
 }
 
-TEST_F(Tickets, one_overwritten_after_a_whole_ring_failed_every_group) {
+TEST_F(Tickets, a_ticket_overwritten_in_the_ring_failed_in_every_group) {
   report(5, 0);
   report(5 + HostRegion::kTicketSlots, 0b1);
   EXPECT_EQ(result(5), TicketResult::kDone);
@@ -59,7 +59,7 @@ TEST_F(Tickets, one_overwritten_after_a_whole_ring_failed_every_group) {
   EXPECT_EQ(failed_, 0b1u);
 }
 
-TEST_F(Tickets, one_that_comes_a_ring_late_does_not_hide_its_successor) {
+TEST_F(Tickets, a_late_report_does_not_hide_the_newer_ticket) {
   report(5 + HostRegion::kTicketSlots, 0b1);
   report(5, 0);
   EXPECT_EQ(result(5), TicketResult::kDone);
@@ -68,7 +68,7 @@ TEST_F(Tickets, one_that_comes_a_ring_late_does_not_hide_its_successor) {
   EXPECT_EQ(failed_, 0b1u);
 }
 
-TEST_F(Tickets, every_slot_of_the_ring_is_its_own) {
+TEST_F(Tickets, each_ticket_of_a_full_ring_keeps_its_result) {
   for (Ticket ticket = 1; ticket <= HostRegion::kTicketSlots; ++ticket) report(ticket, ticket);
   for (Ticket ticket = 1; ticket <= HostRegion::kTicketSlots; ++ticket) {
     ASSERT_EQ(result(ticket), TicketResult::kDone);
@@ -76,12 +76,12 @@ TEST_F(Tickets, every_slot_of_the_ring_is_its_own) {
   }
 }
 
-TEST_F(Tickets, no_ticket_has_no_result) {
+TEST_F(Tickets, an_invalid_ticket_or_rank_is_refused) {
   EXPECT_THROW(result(kNoTicket), std::logic_error);
   EXPECT_THROW(region_->report(2, 1, 0), InvalidArgument);
 }
 
-TEST_F(Tickets, of_a_replicated_cache_are_stores_of_rank_0_and_loads_of_all) {
+TEST_F(Tickets, a_replicated_store_needs_rank_0_and_a_load_every_rank) {
   RegionOptions replicated = options(8 * kMiB, 2, "replicated");
   replicated.num_areas = 1;
   const auto region = HostRegion::attach_scheduler(replicated);
@@ -93,13 +93,13 @@ TEST_F(Tickets, of_a_replicated_cache_are_stores_of_rank_0_and_loads_of_all) {
   EXPECT_EQ(failed_, 0b1u);
 }
 
-TEST(ControlPage, is_small_beside_the_region) {
+TEST(ControlPage, the_page_takes_at_most_2_percent_of_64_mib) {
   EXPECT_LE(ControlPage::bytes(1), 64 * kMiB / 50);
   EXPECT_LE(ControlPage::bytes(4), 64 * kMiB / 50);
   EXPECT_EQ(ControlPage::padded_bytes(64) % kHugePageBytes, 0u);
 }
 
-TEST(ControlPage, memory_that_is_not_one_is_refused) {
+TEST(ControlPage, memory_without_a_control_page_is_refused) {
   alignas(4096) static std::byte page[4096]{};
   EXPECT_THROW(ControlPage(page, {4096, 4096, 1, 1}), ResourceError);
 }

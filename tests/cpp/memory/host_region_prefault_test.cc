@@ -29,7 +29,7 @@ std::uint64_t shared_memory_resident() {
   return 0;
 }
 
-TEST_F(HostRegionMemory, prefault_takes_the_whole_area_and_no_more) {
+TEST_F(HostRegionMemory, prefault_populates_exactly_its_area) {
   const auto region = HostRegion::attach_scheduler(options(200 * kMiB, 2));
   const std::uint64_t before = shared_memory_resident();
   std::uint64_t last = 0;
@@ -43,7 +43,7 @@ TEST_F(HostRegionMemory, prefault_takes_the_whole_area_and_no_more) {
   EXPECT_NEAR(static_cast<double>(shared_memory_resident() - before), 100.0 * kMiB, 2.0 * kMiB);
 }
 
-TEST_F(HostRegionMemory, prefault_keeps_what_is_written) {
+TEST_F(HostRegionMemory, prefault_keeps_written_bytes) {
   const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 1));
   region->area(0)[5000] = std::byte{9};
   ASSERT_TRUE(region->prefault(0, 1).is_ok());
@@ -51,7 +51,7 @@ TEST_F(HostRegionMemory, prefault_keeps_what_is_written) {
   EXPECT_THROW((void)region->prefault(1, 1), InvalidArgument);
 }
 
-TEST_F(HostRegionMemory, a_progress_callback_may_throw) {
+TEST_F(HostRegionMemory, an_exception_of_the_progress_callback_ends_prefault) {
   const auto region = HostRegion::attach_scheduler(options(128 * kMiB, 1));
   const auto throwing = [](std::uint64_t, std::uint64_t) { throw std::runtime_error("interrupted"); };
   EXPECT_THROW((void)region->prefault(0, 2, throwing), std::runtime_error);
@@ -70,7 +70,7 @@ int preferred_node(const std::byte* address) {
   return -1;
 }
 
-TEST_F(HostRegionMemory, an_area_comes_from_its_node_when_that_is_said_before_it_is_populated) {
+TEST_F(HostRegionMemory, prefer_node_sets_the_numa_node_of_one_area) {
   const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   if (preferred_node(region->area(0).data()) == -2) GTEST_SKIP() << "memory policies are not allowed here";
   EXPECT_TRUE(region->prefer_node(0, -1).is_ok());
@@ -83,7 +83,7 @@ TEST_F(HostRegionMemory, an_area_comes_from_its_node_when_that_is_said_before_it
   EXPECT_FALSE(region->prefer_node(1, 1023).is_ok()) << "no such node";
 }
 
-TEST_F(HostRegionMemory, an_area_that_is_populated_already_says_that_it_stays) {
+TEST_F(HostRegionMemory, prefer_node_fails_for_a_populated_area) {
   const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   if (preferred_node(region->area(0).data()) == -2) GTEST_SKIP() << "memory policies are not allowed here";
   ASSERT_TRUE(region->prefault(0, 1).is_ok());
@@ -107,14 +107,14 @@ class HostRegionOnSmallTmpfs : public HostRegionMemory {
 #define MOUNT_OR_SKIP(bytes) \
   if (!mount_tmpfs(bytes)) GTEST_SKIP() << "mounting a tmpfs needs root"
 
-TEST_F(HostRegionOnSmallTmpfs, a_region_that_fits_is_all_usable) {
+TEST_F(HostRegionOnSmallTmpfs, a_region_that_fits_is_usable_completely) {
   MOUNT_OR_SKIP(77 * kMiB);
   const auto region = HostRegion::attach_scheduler(options(64 * kMiB, 1));
   ASSERT_TRUE(region->prefault(0, 2).is_ok());
   std::fill(region->area(0).begin(), region->area(0).end(), std::byte{1});
 }
 
-TEST_F(HostRegionOnSmallTmpfs, a_region_that_does_not_fit_is_refused_and_leaves_nothing) {
+TEST_F(HostRegionOnSmallTmpfs, a_region_that_does_not_fit_is_refused_without_a_file) {
   MOUNT_OR_SKIP(51 * kMiB);
   const std::string text =
       message_of<ResourceError>([&] { HostRegion::attach_scheduler(options(64 * kMiB, 1)); });
@@ -124,7 +124,7 @@ TEST_F(HostRegionOnSmallTmpfs, a_region_that_does_not_fit_is_refused_and_leaves_
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(HostRegionOnSmallTmpfs, one_that_fills_up_later_fails_the_prefault_and_nothing_else) {
+TEST_F(HostRegionOnSmallTmpfs, a_tmpfs_that_fills_up_fails_only_the_prefault) {
   MOUNT_OR_SKIP(80 * kMiB);
   const auto region = HostRegion::attach_scheduler(options(64 * kMiB, 1));
   const std::string hog = directory_ + "/hog";

@@ -69,7 +69,7 @@ TEST_F(HostRegionTest, only_the_owner_may_open_the_file) {
   EXPECT_EQ(figures.st_mode & 0777, 0600u);
 }
 
-TEST_F(HostRegionTest, the_name_goes_when_the_last_has_attached) {
+TEST_F(HostRegionTest, the_file_is_unlinked_once_all_processes_attached) {
   const auto worker_1 = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   EXPECT_EQ(names().size(), 1u);
@@ -77,7 +77,7 @@ TEST_F(HostRegionTest, the_name_goes_when_the_last_has_attached) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(HostRegionTest, the_name_goes_when_those_attached_leave_early) {
+TEST_F(HostRegionTest, the_file_is_unlinked_when_all_attached_processes_detach) {
   auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
   scheduler.reset();
@@ -86,7 +86,7 @@ TEST_F(HostRegionTest, the_name_goes_when_those_attached_leave_early) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(HostRegionTest, waiting_names_the_ranks_that_are_missing) {
+TEST_F(HostRegionTest, wait_for_ranks_names_the_missing_ranks) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 4));
   const auto worker = HostRegion::attach_worker(options(8 * kMiB, 4), 2, some_geometry());
   const Status status = scheduler->wait_for_ranks(std::chrono::nanoseconds(0));
@@ -95,7 +95,7 @@ TEST_F(HostRegionTest, waiting_names_the_ranks_that_are_missing) {
   EXPECT_THROW(scheduler->geometry(0), InvalidArgument);
 }
 
-TEST_F(HostRegionTest, geometry_arrives_as_published) {
+TEST_F(HostRegionTest, the_scheduler_reads_the_geometry_that_ranks_published) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   const RankGeometry full{std::vector<std::uint64_t>(kMostGroups, 7), std::string(4095, 'f')};
   const auto worker_0 = HostRegion::attach_worker(options(8 * kMiB, 2), 0, full);
@@ -106,7 +106,7 @@ TEST_F(HostRegionTest, geometry_arrives_as_published) {
   EXPECT_TRUE(scheduler->geometry(1).shard_bytes.empty());
 }
 
-TEST_F(HostRegionTest, processes_that_disagree_are_told_both_values) {
+TEST_F(HostRegionTest, different_options_are_refused_with_both_values) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   const std::string sizes = message_of<InvalidArgument>(
       [&] { HostRegion::attach_worker(options(16 * kMiB, 2), 0, some_geometry()); });
@@ -118,27 +118,27 @@ TEST_F(HostRegionTest, processes_that_disagree_are_told_both_values) {
   EXPECT_NO_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 0, some_geometry()));
 }
 
-TEST_F(HostRegionTest, a_rank_attaches_once) {
+TEST_F(HostRegionTest, a_second_attach_of_a_rank_is_refused) {
   const auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(1));
   EXPECT_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(9)), ResourceError);
   EXPECT_EQ(worker->geometry(1).fingerprint, "rank 1") << "the second attach changed the geometry";
 }
 
-TEST_F(HostRegionTest, more_than_the_machine_has_is_refused_before_anything_is_made) {
+TEST_F(HostRegionTest, a_region_above_available_memory_is_refused_without_a_file) {
   const std::string text =
       message_of<ResourceError>([&] { HostRegion::attach_scheduler(options(1ull << 50, 1)); });
   EXPECT_TRUE(has(text, "1.0 PiB") && has(text, "available") && has(text, "cpu_bytes_to_use")) << text;
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(HostRegionTest, a_shm_directory_that_is_not_there_is_named) {
+TEST_F(HostRegionTest, a_missing_shm_directory_is_named_in_the_error) {
   RegionOptions elsewhere = options(8 * kMiB, 1);
   elsewhere.shm_directory += "/none";
   const std::string text = message_of<ResourceError>([&] { HostRegion::attach_scheduler(elsewhere); });
   EXPECT_TRUE(has(text, elsewhere.shm_directory)) << text;
 }
 
-TEST_F(HostRegionTest, a_link_laid_at_our_name_is_not_followed) {
+TEST_F(HostRegionTest, a_symlink_at_the_region_name_is_not_followed) {
   const std::string victim = directory_ + "/victim";
   std::ofstream(victim) << "precious";
   std::filesystem::create_symlink(victim, SharedFile::path_of(directory_, "engine"));
@@ -148,7 +148,7 @@ TEST_F(HostRegionTest, a_link_laid_at_our_name_is_not_followed) {
   EXPECT_EQ(std::filesystem::file_size(victim), 8u);
 }
 
-TEST_F(HostRegionTest, engines_side_by_side_keep_apart) {
+TEST_F(HostRegionTest, concurrent_engines_have_separate_regions) {
   const auto a = HostRegion::attach_scheduler(options(8 * kMiB, 1, "a"));
   const auto b = HostRegion::attach_scheduler(options(16 * kMiB, 1, "b"));
   EXPECT_TRUE(b->swept().empty()) << "b swept the region of a running engine";
@@ -159,7 +159,7 @@ TEST_F(HostRegionTest, engines_side_by_side_keep_apart) {
   EXPECT_EQ(names().size(), 1u) << "b waits for its worker";
 }
 
-TEST_F(HostRegionTest, areas_are_left_out_of_core_dumps) {
+TEST_F(HostRegionTest, areas_are_excluded_from_core_dumps) {
   const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 1));
   const std::string start = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(region->area(0).data()));
   std::ifstream smaps("/proc/self/smaps");
@@ -188,7 +188,7 @@ class KeptRegion : public ShmTest {
   };
 };
 
-TEST_F(KeptRegion, the_next_engine_has_the_bytes_but_not_what_processes_told_each_other) {
+TEST_F(KeptRegion, the_next_engine_gets_the_bytes_but_no_process_state) {
   {
     Engine engine(kept("first"));
     engine.worker->area(0)[7] = std::byte{7};
@@ -211,12 +211,12 @@ TEST_F(KeptRegion, the_next_engine_has_the_bytes_but_not_what_processes_told_eac
   EXPECT_FALSE(worker->is_fetching());
 }
 
-TEST_F(KeptRegion, without_a_table_it_ends_with_its_engine) {
+TEST_F(KeptRegion, a_region_without_keep_is_removed_with_its_engine) {
   { Engine engine(kept("first")); }
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(KeptRegion, survives_an_engine_that_ends_before_it_knows_what_is_there) {
+TEST_F(KeptRegion, a_kept_region_survives_engines_that_end_before_keep) {
   {
     Engine engine(kept("first"));
     engine.worker->area(0)[7] = std::byte{7};
@@ -234,7 +234,7 @@ TEST_F(KeptRegion, survives_an_engine_that_ends_before_it_knows_what_is_there) {
   EXPECT_EQ(names().size(), 1u) << "the region has too many names";
 }
 
-TEST_F(KeptRegion, of_other_sizes_or_another_version_is_removed) {
+TEST_F(KeptRegion, a_region_of_another_size_or_version_is_removed) {
   EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
   EXPECT_TRUE(Engine(kept("larger", 16 * kMiB)).scheduler->keep());
   EXPECT_EQ(names().size(), 1u);
@@ -245,7 +245,7 @@ TEST_F(KeptRegion, of_other_sizes_or_another_version_is_removed) {
   EXPECT_EQ(names().size(), 1u);
 }
 
-TEST_F(KeptRegion, of_another_purpose_stays) {
+TEST_F(KeptRegion, a_region_kept_for_another_model_stays) {
   EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
   RegionOptions other = kept("second");
   other.keep_for = "another model";
@@ -254,7 +254,7 @@ TEST_F(KeptRegion, of_another_purpose_stays) {
   EXPECT_EQ(names().size(), 2u);
 }
 
-TEST_F(KeptRegion, of_a_running_engine_is_left_to_it) {
+TEST_F(KeptRegion, a_region_of_a_running_engine_is_not_adopted) {
   Engine running(kept("running"));
   EXPECT_TRUE(running.scheduler->keep());
   running.worker->area(0)[0] = std::byte{1};
@@ -264,7 +264,7 @@ TEST_F(KeptRegion, of_a_running_engine_is_left_to_it) {
   EXPECT_EQ(names().size(), 2u);
 }
 
-TEST_F(KeptRegion, a_link_laid_at_its_name_is_not_followed) {
+TEST_F(KeptRegion, a_symlink_at_the_kept_name_is_not_followed) {
   EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
   const std::string name = directory_ + "/" + names()[0];
   std::filesystem::rename(name, directory_ + "/elsewhere");
@@ -274,7 +274,7 @@ TEST_F(KeptRegion, a_link_laid_at_its_name_is_not_followed) {
   EXPECT_EQ(std::filesystem::hard_link_count(directory_ + "/elsewhere"), 1u);
 }
 
-TEST_F(KeptRegion, ranks_wait_for_the_first) {
+TEST_F(KeptRegion, later_ranks_wait_for_the_first_rank) {
   RegionOptions two = options(8 * kMiB, 2, "engine");
   two.keep_for = "model";
   Signal attached;
@@ -288,7 +288,7 @@ TEST_F(KeptRegion, ranks_wait_for_the_first) {
   EXPECT_EQ(second.wait(), 0);
 }
 
-TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
+TEST_F(KeptRegion, a_kept_region_is_removed_when_a_start_needs_its_memory) {
   ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
   {
     Engine engine(kept("first", 16 * kMiB));
@@ -306,7 +306,7 @@ TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
 }
 
 // The engine of the first region was killed before it had touched all of its memory.
-TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refused) {
+TEST_F(KeptRegion, adopting_a_partly_populated_region_needs_memory_for_the_rest) {
   ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
   EXPECT_TRUE(Engine(kept("first", 16 * kMiB)).scheduler->keep());
   const std::vector<std::string> first = names();
@@ -341,7 +341,7 @@ class HostRegionProcesses : public ShmTest {
   }
 };
 
-TEST_F(HostRegionProcesses, see_the_same_bytes_whoever_comes_first) {
+TEST_F(HostRegionProcesses, processes_share_bytes_in_any_attach_order) {
   std::vector<int> order{-1, 0, 1};
   do {
     Signal may_attach[3], attached, may_write, written, may_check;
@@ -371,7 +371,7 @@ TEST_F(HostRegionProcesses, see_the_same_bytes_whoever_comes_first) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST_F(HostRegionProcesses, all_starting_at_once_find_each_other_while_others_sweep) {
+TEST_F(HostRegionProcesses, concurrent_starts_share_one_region_while_others_sweep) {
   for (int round = 0; round < 50; ++round) {
     std::ofstream(SharedFile::path_of(directory_, "engine")) << "left by a crash under the same name";
     Signal start, attached, leave;
@@ -400,7 +400,7 @@ TEST_F(HostRegionProcesses, all_starting_at_once_find_each_other_while_others_sw
   }
 }
 
-TEST_F(HostRegionProcesses, what_a_killed_process_left_is_swept_by_the_next_start) {
+TEST_F(HostRegionProcesses, the_file_of_a_killed_process_is_swept_at_start) {
   Signal attached, never;
   Child child([&] {
     const auto region = attach(0);
@@ -418,14 +418,14 @@ TEST_F(HostRegionProcesses, what_a_killed_process_left_is_swept_by_the_next_star
   EXPECT_EQ(region->area(0)[0], std::byte{0});
 }
 
-TEST_F(HostRegionProcesses, a_file_left_half_made_is_swept) {
+TEST_F(HostRegionProcesses, an_incomplete_region_file_is_swept) {
   std::ofstream(directory_ + "/kv_offload-0123.99.7f") << "half";
   std::ofstream(directory_ + "/somebody-elses") << "stays";
   EXPECT_EQ(sweep_leftovers(directory_), std::vector<std::string>{"kv_offload-0123.99.7f"});
   EXPECT_EQ(names(), std::vector<std::string>{"somebody-elses"});
 }
 
-TEST_F(HostRegionProcesses, nothing_is_left_when_all_are_killed_after_attaching) {
+TEST_F(HostRegionProcesses, no_file_remains_when_attached_processes_are_killed) {
   Signal attached, never;
   std::vector<Child> children;
   for (const int who : {-1, 0, 1}) {
@@ -441,14 +441,14 @@ TEST_F(HostRegionProcesses, nothing_is_left_when_all_are_killed_after_attaching)
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(HostRegionProcesses, a_forked_child_does_not_give_up_its_parents_region) {
+TEST_F(HostRegionProcesses, a_forked_child_does_not_release_its_parents_region) {
   auto region = attach(-1);
   EXPECT_EQ(Child([&] { region.reset(); }).wait(), 0);
   EXPECT_TRUE(sweep_leftovers(directory_).empty());
   EXPECT_EQ(names().size(), 1u);
 }
 
-TEST_F(HostRegionProcesses, tickets_pass_between_processes) {
+TEST_F(HostRegionProcesses, tickets_are_reported_across_processes) {
   const auto scheduler = attach(-1);
   const auto reporting = [&](int rank, std::uint64_t failed) {
     return Child([&, rank, failed] { attach(rank)->report(static_cast<std::uint32_t>(rank), 5, failed); })

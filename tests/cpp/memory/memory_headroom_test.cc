@@ -25,13 +25,13 @@ class Headroom : public ShmTest {
   MemoryHeadroom headroom() { return memory_headroom_under(directory_, "/dev/shm"); }
 };
 
-TEST_F(Headroom, without_limits_is_what_the_directory_has) {
+TEST_F(Headroom, without_limits_headroom_is_the_space_of_the_directory) {
   const MemoryHeadroom found = headroom();
   EXPECT_EQ(found.limited_by, "/dev/shm");
   EXPECT_GT(found.bytes, 0u);
 }
 
-TEST_F(Headroom, of_a_group_is_its_limit_less_what_it_holds) {
+TEST_F(Headroom, cgroup_headroom_is_its_limit_minus_its_usage) {
   version2("/a");
   file("/cg/a/memory.max", "4000000\n");
   file("/cg/a/memory.current", "1000000\n");
@@ -39,7 +39,7 @@ TEST_F(Headroom, of_a_group_is_its_limit_less_what_it_holds) {
   EXPECT_EQ(headroom().limited_by, "cgroup memory limit");
 }
 
-TEST_F(Headroom, does_not_count_file_pages_that_the_kernel_drops) {
+TEST_F(Headroom, reclaimable_file_pages_count_as_free) {
   version2("/a");
   file("/cg/a/memory.max", "4000000\n");
   file("/cg/a/memory.current", "3900000\n");
@@ -47,7 +47,7 @@ TEST_F(Headroom, does_not_count_file_pages_that_the_kernel_drops) {
   EXPECT_EQ(headroom().bytes, 1900000u);
 }
 
-TEST_F(Headroom, heeds_the_groups_above) {
+TEST_F(Headroom, limits_of_parent_cgroups_apply) {
   version2("/a/b/c");
   file("/cg/a/b/c/memory.max", "max\n");
   file("/cg/a/b/c/memory.current", "1\n");
@@ -56,21 +56,21 @@ TEST_F(Headroom, heeds_the_groups_above) {
   EXPECT_EQ(headroom().bytes, 1000000u);
 }
 
-TEST_F(Headroom, is_nothing_when_more_is_held_than_allowed) {
+TEST_F(Headroom, usage_above_the_limit_leaves_no_headroom) {
   version2("/");
   file("/cg/memory.max", "1000\n");
   file("/cg/memory.current", "2000\n");
   EXPECT_EQ(headroom().bytes, 0u);
 }
 
-TEST_F(Headroom, finds_its_group_where_a_container_shows_a_part_of_the_tree) {
+TEST_F(Headroom, the_cgroup_is_found_in_a_partial_container_mount) {
   version2("/docker/abc/inner", "/docker/abc");
   file("/cg/inner/memory.max", "9000\n");
   file("/cg/inner/memory.current", "1000\n");
   EXPECT_EQ(headroom().bytes, 8000u);
 }
 
-TEST_F(Headroom, knows_version_1) {
+TEST_F(Headroom, cgroup_version_1_limits_apply) {
   file(
       "/proc/self/mountinfo",
       "30 1 0:27 / /cg/cpu rw - cgroup cgroup rw,cpu\n31 1 0:28 / /cg/memory rw - cgroup cgroup rw,memory\n");
@@ -81,13 +81,13 @@ TEST_F(Headroom, knows_version_1) {
   EXPECT_EQ(headroom().bytes, 5500000u);
 }
 
-TEST_F(Headroom, is_never_more_than_the_machine_has) {
+TEST_F(Headroom, headroom_is_at_most_mem_available) {
   file("/proc/meminfo", "MemTotal:  900 kB\nMemAvailable:     100 kB\n");
   EXPECT_EQ(headroom().bytes, 102400u);
   EXPECT_EQ(headroom().limited_by, "MemAvailable");
 }
 
-TEST_F(Headroom, of_this_machine_is_known) {
+TEST_F(Headroom, headroom_of_this_machine_is_positive) {
   const MemoryHeadroom found = memory_headroom("/dev/shm");
   EXPECT_GT(found.bytes, 0u);
   EXPECT_THROW(memory_headroom("/no/such/directory"), ResourceError);

@@ -53,19 +53,19 @@ class Populating : public testing::Test {
   std::function<std::uint64_t()> available_;
 };
 
-TEST_F(Populating, gives_every_page_its_memory_and_keeps_what_is_there) {
+TEST_F(Populating, populate_makes_every_page_resident_and_keeps_bytes) {
   ASSERT_TRUE(run(system_advise()).is_ok());
   EXPECT_EQ(resident_pages(), kBytes / kPageBytes);
   EXPECT_EQ(start_[2 * kPageBytes + 1], std::byte{7});
 }
 
-TEST_F(Populating, works_on_kernels_that_do_not_know_the_advice) {
+TEST_F(Populating, populate_works_where_the_kernel_rejects_the_advice) {
   ASSERT_TRUE(run(failing_with(EINVAL)).is_ok());
   EXPECT_EQ(resident_pages(), kBytes / kPageBytes);
   EXPECT_EQ(start_[2 * kPageBytes + 1], std::byte{7});
 }
 
-TEST_F(Populating, a_full_tmpfs_and_no_memory_are_no_space) {
+TEST_F(Populating, efault_and_enomem_map_to_no_space) {
   for (const int error : {EFAULT, ENOMEM}) {
     const Status status = run(failing_with(error));
     EXPECT_EQ(status.kind(), StatusKind::kNoSpace);
@@ -89,14 +89,14 @@ TEST_F(Populating, an_interrupted_call_is_repeated) {
   EXPECT_EQ(resident_pages(), kBytes / kPageBytes);
 }
 
-TEST_F(Populating, stops_before_it_takes_more_than_there_is) {
+TEST_F(Populating, populate_stops_before_memory_runs_out) {
   std::atomic<int> pieces_left{1};
   available_ = [&]() -> std::uint64_t { return pieces_left.fetch_sub(1) > 0 ? kBytes : kPageBytes; };
   EXPECT_EQ(run(system_advise(), 1).kind(), StatusKind::kNoSpace);
   EXPECT_LT(resident_pages(), kBytes / kPageBytes);
 }
 
-TEST_F(Populating, what_has_its_memory_already_needs_none) {
+TEST_F(Populating, populated_pages_need_no_available_memory) {
   ASSERT_TRUE(run(system_advise()).is_ok());
   available_ = []() -> std::uint64_t { return 0; };
   EXPECT_TRUE(run(system_advise()).is_ok());

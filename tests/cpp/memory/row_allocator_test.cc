@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include "base/status.h"
-#include "rounds.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {
@@ -126,7 +126,7 @@ std::vector<std::uint32_t> groups_of(const Model& model) {
 
 class RowAllocatorOfModel : public testing::TestWithParam<Model> {};
 
-TEST_P(RowAllocatorOfModel, never_gives_a_byte_twice) {
+TEST_P(RowAllocatorOfModel, allocated_rows_never_overlap) {
   const Model& model = GetParam();
   CheckedRows rows(model.area_bytes, model.row_bytes);
   std::mt19937 random(7);
@@ -141,7 +141,7 @@ TEST_P(RowAllocatorOfModel, never_gives_a_byte_twice) {
   }
 }
 
-TEST_P(RowAllocatorOfModel, uses_97_percent_of_the_area) {
+TEST_P(RowAllocatorOfModel, rows_fill_97_percent_of_the_area) {
   const Model& model = GetParam();
   CheckedRows rows(model.area_bytes, model.row_bytes);
   std::mt19937 random(3);
@@ -150,7 +150,7 @@ TEST_P(RowAllocatorOfModel, uses_97_percent_of_the_area) {
   EXPECT_LE(static_cast<double>(rows.rows().wasted_bytes()), 0.03 * static_cast<double>(model.area_bytes));
 }
 
-TEST_P(RowAllocatorOfModel, one_group_alone_may_take_97_percent) {
+TEST_P(RowAllocatorOfModel, one_group_can_fill_97_percent_of_the_area) {
   const Model& model = GetParam();
   for (const std::uint32_t group : groups_of(model)) {
     CheckedRows rows(model.area_bytes, model.row_bytes);
@@ -161,7 +161,7 @@ TEST_P(RowAllocatorOfModel, one_group_alone_may_take_97_percent) {
   }
 }
 
-TEST_P(RowAllocatorOfModel, stays_filled_through_a_million_operations) {
+TEST_P(RowAllocatorOfModel, utilisation_stays_at_95_percent_under_changing_demand) {
   const Model& model = GetParam();
   CheckedRows rows(model.area_bytes, model.row_bytes);
   std::mt19937 random(11);
@@ -192,7 +192,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Model{"sizes_that_do_not_divide", 512 * kMiB, {72 * kKiB, 148 * kKiB, 444 * kKiB}}),
     [](const auto& instance) { return std::string(instance.param.name); });
 
-TEST(RowAllocator, wastes_little_from_4_kib_to_64_mib) {
+TEST(RowAllocator, at_most_3_percent_is_wasted_for_any_row_size) {
   std::mt19937 random(5);
   for (int i = 0; i < 300; ++i) {
     std::vector<std::uint64_t> row_bytes(1 + random() % 4);
@@ -209,7 +209,7 @@ TEST(RowAllocator, wastes_little_from_4_kib_to_64_mib) {
   }
 }
 
-TEST(RowAllocator, gives_each_group_a_row_where_only_that_fits) {
+TEST(RowAllocator, each_group_gets_a_row_in_the_smallest_area) {
   for (const std::vector<std::uint64_t>& row_bytes :
        std::vector<std::vector<std::uint64_t>>{{4 * kKiB},
                                                {4 * kKiB, 64 * kMiB},
@@ -228,7 +228,7 @@ TEST(RowAllocator, gives_each_group_a_row_where_only_that_fits) {
   }
 }
 
-TEST(RowAllocator, refuses_an_area_too_small_naming_both_sizes) {
+TEST(RowAllocator, too_small_an_area_is_refused_with_both_sizes) {
   try {
     RowAllocator rows(8 * kMiB, {5 * kMiB, 4 * kMiB});
     FAIL() << "accepted";
@@ -242,7 +242,7 @@ TEST(RowAllocator, refuses_an_area_too_small_naming_both_sizes) {
   EXPECT_THROW(RowAllocator(16384 * kGiB, {4096}), InvalidArgument);
 }
 
-TEST(RowAllocator, rows_of_a_group_follow_each_other) {
+TEST(RowAllocator, rows_of_a_group_are_adjacent_within_a_slab) {
   RowAllocator rows(512 * kMiB, {100 * kKiB, 300 * kKiB});
   const RowId pages[] = {25, 75};
   RowId last[] = {rows.allocate(0), rows.allocate(1)};
@@ -259,7 +259,7 @@ TEST(RowAllocator, rows_of_a_group_follow_each_other) {
   EXPECT_EQ(fine.capacity_rows(0), 655u) << "with one row size the area is one slab";
 }
 
-TEST(RowAllocator, a_freed_run_is_given_out_as_a_run) {
+TEST(RowAllocator, freed_adjacent_rows_are_allocated_in_order_again) {
   RowAllocator rows(4 * kMiB, {64 * kKiB});
   std::vector<RowId> all;
   for (RowId row = rows.allocate(0); row != kNoRow; row = rows.allocate(0)) all.push_back(row);
@@ -283,7 +283,7 @@ TEST(RowAllocator, a_row_not_in_use_cannot_be_freed) {
   EXPECT_THROW(rows.free(row), std::logic_error) << "double free in a free slab";
 }
 
-TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
+TEST(RowAllocator, an_empty_slab_can_be_used_by_another_group) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 128 * kKiB});
   std::vector<RowId> taken;
   for (RowId row = rows.allocate(0); row != kNoRow; row = rows.allocate(0)) taken.push_back(row);
@@ -297,7 +297,7 @@ TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
 
 // An allocator can claim the rows that another allocator with the same row sizes handed out, in any
 // order.
-TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
+TEST_P(RowAllocatorOfModel, claim_accepts_each_row_of_another_allocator_once) {
   std::mt19937 random(11);
   RowAllocator before(GetParam().area_bytes, GetParam().row_bytes),
       after(GetParam().area_bytes, GetParam().row_bytes);
@@ -316,7 +316,7 @@ TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
   EXPECT_EQ(after.rows_in_use(), 0u);
 }
 
-TEST(RowAllocator, claims_only_what_is_a_free_row_of_the_class) {
+TEST(RowAllocator, claim_accepts_only_free_rows_of_the_class) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 128 * kKiB});
   const RowId row = rows.allocate(0);
   EXPECT_FALSE(rows.claim(0, row));
@@ -337,18 +337,18 @@ class Reclaiming : public testing::Test {
   std::vector<RowId> taken_;
 };
 
-TEST_F(Reclaiming, emptying_the_slab_makes_room_for_the_other_group) {
+TEST_F(Reclaiming, freeing_the_reclaimed_slab_makes_room_for_another_group) {
   EXPECT_EQ(rows_.allocate(1), kNoRow);
   for (const RowId row : rows_.slab_to_reclaim(1, always)) rows_.free(row);
   EXPECT_NE(rows_.allocate(1), kNoRow);
 }
 
-TEST_F(Reclaiming, takes_the_slab_with_the_fewest_rows) {
+TEST_F(Reclaiming, the_slab_with_the_fewest_rows_is_reclaimed) {
   for (int i = 16; i < 31; ++i) rows_.free(taken_[i]);
   EXPECT_EQ(rows_.slab_to_reclaim(1, always), std::vector<RowId>{taken_[31]});
 }
 
-TEST_F(Reclaiming, leaves_alone_a_slab_with_one_row_that_must_stay) {
+TEST_F(Reclaiming, a_slab_with_a_row_that_must_stay_is_not_reclaimed) {
   for (int i = 16; i < 28; ++i) rows_.free(taken_[i]);
   const std::vector<RowId> cheap(taken_.begin() + 28, taken_.begin() + 32);
   ASSERT_EQ(rows_.slab_to_reclaim(1, always), cheap);
@@ -359,7 +359,7 @@ TEST_F(Reclaiming, leaves_alone_a_slab_with_one_row_that_must_stay) {
 }
 
 // A slab has hundreds of the smallest rows, but only one of the largest.
-TEST_F(Reclaiming, a_slab_has_more_rows_of_one_size_than_any_has_of_another) {
+TEST_F(Reclaiming, a_slab_of_many_small_rows_can_be_reclaimed) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 1024 * kKiB, 4 * kKiB});
   const RowId largest = rows.allocate(1);
   std::size_t smallest = 0;
@@ -372,7 +372,7 @@ TEST_F(Reclaiming, a_slab_has_more_rows_of_one_size_than_any_has_of_another) {
   EXPECT_NE(rows.allocate(0), kNoRow);
 }
 
-TEST_F(Reclaiming, never_offers_the_group_its_own_rows) {
+TEST_F(Reclaiming, slabs_of_the_requesting_group_are_not_reclaimed) {
   EXPECT_TRUE(rows_.slab_to_reclaim(0, always).empty());
 }
 

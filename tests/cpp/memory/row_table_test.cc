@@ -37,7 +37,7 @@ class RowTableTest : public ::testing::Test {
       RowTable::bytes(kAreaBytes, kRowBytes)};
 };
 
-TEST_F(RowTableTest, TellsTheNextWhatTheRowsHold) {
+TEST_F(RowTableTest, the_next_table_reads_the_stored_rows) {
   open().put(row(4, "a"));
   const std::vector<RowTable::Row> found = open().rows();
   ASSERT_EQ(found.size(), 1u);
@@ -49,7 +49,7 @@ TEST_F(RowTableTest, TellsTheNextWhatTheRowsHold) {
   EXPECT_EQ(found[0].group, 0u);
 }
 
-TEST_F(RowTableTest, TheLeastRecentlyUsedComesFirst) {
+TEST_F(RowTableTest, rows_are_ordered_by_last_use) {
   RowTable table = open();
   for (const RowId id : {2u, 0u, 6u}) table.put(row(id, "k"));
   table.use(2);
@@ -58,7 +58,7 @@ TEST_F(RowTableTest, TheLeastRecentlyUsedComesFirst) {
   EXPECT_THAT(ids(open()), ElementsAre(0u, 6u, 2u, 8u));
 }
 
-TEST_F(RowTableTest, WhatWasErasedIsNotThereAgain) {
+TEST_F(RowTableTest, erased_rows_do_not_reappear) {
   RowTable table = open();
   for (const RowId id : {0u, 2u}) table.put(row(id, "k"));
   table.erase(0);
@@ -70,13 +70,13 @@ TEST_F(RowTableTest, WhatWasErasedIsNotThereAgain) {
   EXPECT_THAT(ids(open()), IsEmpty());
 }
 
-TEST_F(RowTableTest, OfAnotherIdentityIsEmptied) {
+TEST_F(RowTableTest, a_table_of_another_identity_is_emptied) {
   open().put(row(0, "k"));
   EXPECT_THAT(ids(open("other weights")), IsEmpty());
   EXPECT_THAT(ids(open()), IsEmpty()) << "a cleared entry reappeared";
 }
 
-TEST_F(RowTableTest, ADamagedEntryIsLeftOut) {
+TEST_F(RowTableTest, a_damaged_entry_is_skipped) {
   RowTable table = open();
   for (const RowId id : {0u, 2u, 4u}) table.put(row(id, "k"));
   // Every byte of the second entry except its use counter.
@@ -88,19 +88,19 @@ TEST_F(RowTableTest, ADamagedEntryIsLeftOut) {
   }
 }
 
-TEST_F(RowTableTest, AnEntryOfAnotherPlaceIsLeftOut) {
+TEST_F(RowTableTest, an_entry_copied_to_another_position_is_skipped) {
   RowTable table = open();
   table.put(row(2, "k"));
   std::memcpy(memory_.data() + kPageBytes + 3 * 88, memory_.data() + kPageBytes + 88, 88);
   EXPECT_THAT(ids(open()), ElementsAre(2u));
 }
 
-TEST_F(RowTableTest, ARowMayBeginAtAnyPageOfItsPlace) {
+TEST_F(RowTableTest, a_row_may_start_at_any_page) {
   open().put(row(5, "k"));
   EXPECT_THAT(ids(open()), ElementsAre(5u));
 }
 
-TEST_F(RowTableTest, MemoryOfAnotherSizeIsRefused) {
+TEST_F(RowTableTest, memory_of_another_size_is_refused) {
   EXPECT_THROW(RowTable(memory_.first(kPageBytes), kAreaBytes, kRowBytes, ""), InvalidArgument);
 }
 

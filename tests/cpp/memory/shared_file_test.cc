@@ -38,7 +38,7 @@ class SharedFileTest : public ShmTest {
   std::string path_ = SharedFile::path_of(directory_, "engine");
 };
 
-TEST_F(SharedFileTest, is_filled_in_by_the_first_only) {
+TEST_F(SharedFileTest, only_the_first_open_fills_the_file) {
   int times = 0;
   const auto count = [&](int) { ++times; };
   const SharedFile first = open(count);
@@ -47,16 +47,16 @@ TEST_F(SharedFileTest, is_filled_in_by_the_first_only) {
   EXPECT_EQ(second.size(), 4096u);
 }
 
-TEST_F(SharedFileTest, leaves_nothing_when_filling_in_fails) {
+TEST_F(SharedFileTest, no_file_remains_when_filling_fails) {
   EXPECT_THROW(open([](int) { throw std::runtime_error("no memory"); }), std::runtime_error);
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(SharedFileTest, has_its_name_only_when_complete) {
+TEST_F(SharedFileTest, the_file_gets_its_name_after_it_is_filled) {
   open([&](int) { EXPECT_FALSE(std::filesystem::exists(path_)); });
 }
 
-TEST_F(SharedFileTest, is_not_taken_when_swept_between_opening_and_locking) {
+TEST_F(SharedFileTest, a_file_swept_before_its_lock_is_created_again) {
   const int sweeper = hold(LOCK_EX);
   SharedFile file;
   std::thread opener([&] { file = open(); });
@@ -68,7 +68,7 @@ TEST_F(SharedFileTest, is_not_taken_when_swept_between_opening_and_locking) {
   EXPECT_EQ(file.size(), 4096u);
 }
 
-TEST_F(SharedFileTest, of_another_kind_is_refused_by_a_region) {
+TEST_F(SharedFileTest, a_region_refuses_a_file_of_another_kind) {
   const int other = hold(LOCK_SH);
   EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "the file is empty";
   ASSERT_EQ(::ftruncate(other, 1 << 20), 0);
@@ -77,12 +77,12 @@ TEST_F(SharedFileTest, of_another_kind_is_refused_by_a_region) {
   ::close(other);
 }
 
-TEST_F(SharedFileTest, differs_by_engine) {
+TEST_F(SharedFileTest, each_engine_has_its_own_path) {
   EXPECT_EQ(path_, SharedFile::path_of(directory_, "engine"));
   EXPECT_NE(path_, SharedFile::path_of(directory_, "engine2"));
 }
 
-TEST_F(SharedFileTest, is_kept_under_as_many_names_as_there_are) {
+TEST_F(SharedFileTest, at_most_the_maximum_number_of_files_is_kept) {
   for (unsigned number = 0; number <= kMostKept; ++number) {
     SharedFile file = open();
     EXPECT_EQ(file.keep(directory_, "digest"), number < kMostKept);
@@ -93,7 +93,7 @@ TEST_F(SharedFileTest, is_kept_under_as_many_names_as_there_are) {
   EXPECT_EQ(remove_unheld_files(directory_, Unheld::kKept).size(), kMostKept);
 }
 
-TEST_F(SharedFileTest, of_another_user_is_neither_counted_nor_removed) {
+TEST_F(SharedFileTest, a_kept_file_of_another_user_is_not_counted_or_removed) {
   if (::geteuid() != 0) GTEST_SKIP() << "needs root";
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const std::string path = directory_ + "/" + names().at(0);
@@ -105,7 +105,7 @@ TEST_F(SharedFileTest, of_another_user_is_neither_counted_nor_removed) {
   EXPECT_TRUE(std::filesystem::exists(path));
 }
 
-TEST_F(SharedFileTest, that_is_not_taken_over_is_removed) {
+TEST_F(SharedFileTest, a_kept_file_that_does_not_fit_is_removed) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const auto adopt = [&](bool fits) {
     return SharedFile::adopt(
@@ -117,7 +117,7 @@ TEST_F(SharedFileTest, that_is_not_taken_over_is_removed) {
   EXPECT_LT(adopt(true), 0) << "there is no kept file";
 }
 
-TEST_F(SharedFileTest, that_is_held_is_not_taken_over) {
+TEST_F(SharedFileTest, a_kept_file_in_use_is_not_adopted) {
   SharedFile held = open();
   EXPECT_TRUE(held.keep(directory_, "digest"));
   const auto refuse = [](int) -> bool { throw std::logic_error("it is held"); };
@@ -125,7 +125,7 @@ TEST_F(SharedFileTest, that_is_held_is_not_taken_over) {
   EXPECT_EQ(names().size(), 1u);
 }
 
-TEST_F(SharedFileTest, of_an_engine_that_is_dying_is_waited_for) {
+TEST_F(SharedFileTest, adopt_waits_for_an_engine_that_is_ending) {
   SharedFile held = open();
   EXPECT_TRUE(held.keep(directory_, "digest"));
   SharedFile adopted;
@@ -141,7 +141,7 @@ TEST_F(SharedFileTest, of_an_engine_that_is_dying_is_waited_for) {
 
 // Happens for a moment while another engine takes the file over, and after that engine died before
 // keep().
-TEST_F(SharedFileTest, that_has_an_engines_name_already_is_taken_over_once_that_is_swept) {
+TEST_F(SharedFileTest, adopt_sweeps_a_stale_engine_name_of_the_file) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const std::string other = SharedFile::path_of(directory_, "other");
   std::filesystem::create_hard_link(directory_ + "/" + names().at(0), other);
@@ -156,7 +156,7 @@ TEST_F(SharedFileTest, that_has_an_engines_name_already_is_taken_over_once_that_
   EXPECT_FALSE(std::filesystem::exists(other));
 }
 
-TEST_F(SharedFileTest, that_cannot_be_taken_over_now_stays) {
+TEST_F(SharedFileTest, a_kept_file_that_cannot_be_adopted_now_stays) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const auto adopt = [&](const std::function<bool(int)>& take_over) {
     return SharedFile::adopt(directory_, "digest", path_, take_over, std::chrono::hours(1));

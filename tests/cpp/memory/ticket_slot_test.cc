@@ -57,7 +57,7 @@ class TicketSlotTest : public testing::Test {
 };
 
 // If a reader took one ticket's result for another's, bytes that never arrived would become a hit.
-TEST_F(TicketSlotTest, read_between_any_two_steps_of_a_report_gives_no_others_result) {
+TEST_F(TicketSlotTest, a_read_during_a_report_never_returns_another_tickets_result) {
   Slot slot;
   slot.report(kOld, kOldFailed);
   SteppedWord::before_step = [&] { expect_own_or_failed(slot); };
@@ -68,7 +68,7 @@ TEST_F(TicketSlotTest, read_between_any_two_steps_of_a_report_gives_no_others_re
   EXPECT_EQ(failed, kNewFailed);
 }
 
-TEST_F(TicketSlotTest, overwritten_between_any_two_steps_of_a_read_gives_no_others_result) {
+TEST_F(TicketSlotTest, a_report_during_a_read_never_mixes_two_tickets_results) {
   for (int step = 0; step < 4; ++step) {
     Slot slot;
     slot.report(kOld, kOldFailed);
@@ -83,7 +83,7 @@ TEST_F(TicketSlotTest, overwritten_between_any_two_steps_of_a_read_gives_no_othe
   }
 }
 
-TEST(TicketSlot, is_read_and_written_by_two_threads) {
+TEST(TicketSlot, concurrent_reads_and_reports_never_mix_results) {
   TicketSlot<std::atomic<std::uint64_t>> slot{};
   std::atomic<Ticket> newest{1};
   std::jthread writer([&] {

@@ -32,7 +32,7 @@ const MetricDefinition& definition_of(const std::string& name) {
   throw std::out_of_range(name);
 }
 
-TEST(MetricDefinitions, are_well_formed_and_each_has_its_own_name) {
+TEST(MetricDefinitions, definitions_are_well_formed_and_names_unique) {
   std::set<std::string> names;
   for (const MetricDefinition& definition : metric_definitions()) {
     EXPECT_TRUE(names.insert(definition.name).second) << definition.name;
@@ -46,7 +46,7 @@ TEST(MetricDefinitions, are_well_formed_and_each_has_its_own_name) {
   }
 }
 
-TEST(MetricDefinitions, keep_the_names_and_labels_that_users_build_on) {
+TEST(MetricDefinitions, public_metric_names_and_labels_are_unchanged) {
   const std::map<std::string, std::vector<std::string>> promised{
       {"kv_offload_hit_tokens_total", {"tier"}},
       {"kv_offload_miss_tokens_total", {"reason"}},
@@ -105,7 +105,7 @@ TEST_F(MetricsTest, drained_increases_add_up_to_the_totals) {
   EXPECT_EQ(sums_["kv_offload_stored_tokens_total"], 100);
 }
 
-TEST_F(MetricsTest, a_drain_has_only_what_changed) {
+TEST_F(MetricsTest, a_drain_contains_only_changed_series) {
   EXPECT_TRUE(metrics_.drain().empty());
   metrics_.set("kv_offload_tier_bytes", {"cpu"}, 5);
   metrics_.set("kv_offload_tier_bytes", {"fs"}, 6);
@@ -127,7 +127,7 @@ TEST_F(MetricsTest, a_series_recorded_as_zero_is_drained_once) {
   EXPECT_TRUE(metrics_.drain().empty());
 }
 
-TEST_F(MetricsTest, observations_are_drained_as_they_were_made) {
+TEST_F(MetricsTest, observations_are_drained_once_and_in_order) {
   metrics_.observe("kv_offload_read_seconds", {"fs"}, 0.25);
   metrics_.observe("kv_offload_read_seconds", {"fs"}, 0.5);
   drain();
@@ -156,7 +156,7 @@ TEST_F(MetricsTest, worker_metrics_are_shown_but_not_drained) {
   EXPECT_THAT(metrics_.text(), HasSubstr("kv_offload_copy_bytes_total{direction=\"store\"} 9"));
 }
 
-TEST_F(MetricsTest, our_mistakes_are_told) {
+TEST_F(MetricsTest, invalid_calls_throw_a_logic_error) {
   EXPECT_THROW(metrics_.add("kv_offload_no_such_total", {}), std::logic_error);
   EXPECT_THROW(metrics_.add("kv_offload_hit_tokens_total", {}), std::logic_error);
   EXPECT_THROW(metrics_.add("kv_offload_hit_tokens_total", {"cpu", "x"}), std::logic_error);
@@ -181,7 +181,7 @@ TEST_F(MetricsTest, text_has_help_type_and_values) {
   EXPECT_THAT(text, HasSubstr("kv_offload_saved_seconds_total 0")) << "the metric is exported from the start";
 }
 
-TEST_F(MetricsTest, threads_lose_nothing) {
+TEST_F(MetricsTest, concurrent_updates_are_all_counted) {
   const auto record = [&] {
     for (int i = 0; i < 10'000; ++i) {
       metrics_.add("kv_offload_hit_tokens_total", {"cpu"});
@@ -222,7 +222,7 @@ std::string http_get(std::uint16_t port, const std::string& path) {
   return answer;
 }
 
-TEST_F(MetricsTest, a_scrape_over_http_has_the_values) {
+TEST_F(MetricsTest, a_scrape_over_http_returns_the_values) {
   const std::uint16_t port = metrics_.expose("127.0.0.1:0");
   metrics_.add("kv_offload_copy_bytes_total", {"load"}, 4096);
   const std::string answer = http_get(port, "/metrics");
@@ -231,7 +231,7 @@ TEST_F(MetricsTest, a_scrape_over_http_has_the_values) {
   EXPECT_THAT(answer, HasSubstr("kv_offload_copy_bytes_total{direction=\"load\"} 4096"));
 }
 
-TEST_F(MetricsTest, an_address_that_cannot_be_served_is_named) {
+TEST_F(MetricsTest, an_unusable_address_is_named_in_the_error) {
   const std::string taken = "127.0.0.1:" + std::to_string(metrics_.expose("127.0.0.1:0"));
   for (const std::string& address : {taken, std::string("192.0.2.1:9400"), std::string("nonsense:x")}) {
     try {
@@ -243,7 +243,7 @@ TEST_F(MetricsTest, an_address_that_cannot_be_served_is_named) {
   }
 }
 
-TEST(Exposer, ends_with_its_metrics) {
+TEST(Exposer, the_http_server_stops_with_its_metrics) {
   std::uint16_t port = 0;
   {
     Metrics metrics;

@@ -9,8 +9,8 @@
 
 #include "base/split_table.h"
 #include "base/status.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 
 namespace kv_offload {
 namespace {
@@ -30,26 +30,26 @@ class LruTest : public testing::Test {
   }
 };
 
-TEST_F(LruTest, AnEmptyPolicyHasNoVictim) { EXPECT_EQ(policy_->victim(), std::nullopt); }
+TEST_F(LruTest, an_empty_policy_has_no_victim) { EXPECT_EQ(policy_->victim(), std::nullopt); }
 
-TEST_F(LruTest, TheOldestGoesFirst) {
+TEST_F(LruTest, the_oldest_slot_is_evicted_first) {
   for (const Slot slot : {5u, 1u, 9u}) insert(slot);
   EXPECT_EQ(drain(), (std::vector<Slot>{5, 1, 9}));
 }
 
-TEST_F(LruTest, AskingForTheVictimDoesNotRemoveIt) {
+TEST_F(LruTest, victim_does_not_remove_the_slot) {
   insert(3);
   EXPECT_EQ(policy_->victim(), 3u);
   EXPECT_EQ(policy_->victim(), 3u);
 }
 
-TEST_F(LruTest, AnAccessMakesItTheLastToGo) {
+TEST_F(LruTest, an_accessed_slot_is_evicted_last) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot);
   policy_->access(0, {});
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 2, 0}));
 }
 
-TEST_F(LruTest, APinnedSlotIsNeverTheVictim) {
+TEST_F(LruTest, a_pinned_slot_is_never_the_victim) {
   for (const Slot slot : {0u, 1u}) insert(slot);
   policy_->pin(0);
   EXPECT_EQ(policy_->victim(), 1u);
@@ -57,7 +57,7 @@ TEST_F(LruTest, APinnedSlotIsNeverTheVictim) {
   EXPECT_EQ(policy_->victim(), std::nullopt);
 }
 
-TEST_F(LruTest, AnUnpinnedSlotHasKeptItsPlace) {
+TEST_F(LruTest, an_unpinned_slot_keeps_its_order) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot);
   policy_->pin(1);
   policy_->pin(0);
@@ -71,7 +71,7 @@ TEST_F(LruTest, AnUnpinnedSlotHasKeptItsPlace) {
   EXPECT_EQ(drain(), (std::vector<Slot>{0, 1, 2}));
 }
 
-TEST_F(LruTest, ASlotThatWasAccessedWhilePinnedIsTheLastToGo) {
+TEST_F(LruTest, a_slot_accessed_while_pinned_is_evicted_last) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot);
   policy_->pin(0);
   EXPECT_EQ(policy_->victim(), 1u);
@@ -80,7 +80,7 @@ TEST_F(LruTest, ASlotThatWasAccessedWhilePinnedIsTheLastToGo) {
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 2, 0}));
 }
 
-TEST_F(LruTest, ErasedSlotsMayComeBackAsNewOnes) {
+TEST_F(LruTest, an_erased_slot_can_be_inserted_again) {
   insert(0);
   policy_->pin(0);
   EXPECT_EQ(policy_->victim(), std::nullopt);
@@ -90,7 +90,7 @@ TEST_F(LruTest, ErasedSlotsMayComeBackAsNewOnes) {
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 0}));
 }
 
-TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
+TEST(EvictionPolicyFactory, an_unknown_policy_is_refused_with_the_known_names) {
   try {
     make_eviction_policy("mru");
     FAIL();
@@ -119,7 +119,7 @@ class AnyPolicy : public testing::TestWithParam<std::string> {
   }
 };
 
-TEST_P(AnyPolicy, GivesOnlyUnpinnedKnownVictimsUnderRandomCalls) {
+TEST_P(AnyPolicy, victims_are_known_and_unpinned_under_random_calls) {
   std::mt19937 random(7);
   std::set<Slot> unpinned, pinned;
   for (int i = 0; i < 60000; ++i) {
@@ -158,24 +158,24 @@ TEST_P(AnyPolicy, GivesOnlyUnpinnedKnownVictimsUnderRandomCalls) {
   EXPECT_TRUE(unpinned.empty());
 }
 
-TEST_P(AnyPolicy, LetsTheEndOfAPromptGoBeforeItsHead) {
+TEST_P(AnyPolicy, the_end_of_a_prompt_is_evicted_before_its_head) {
   store_prompt(0, 5, 1);
   EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 1, 0}));
 }
 
-TEST_P(AnyPolicy, LetsTheEndGoBeforeTheHeadAfterAHitToo) {
+TEST_P(AnyPolicy, a_hit_prompt_is_evicted_from_its_end_too) {
   store_prompt(0, 5, 1);
   for (Slot slot = 3; slot-- > 0;) policy_->access(slot, {.id = slot + 1u, .parent = slot, .request = 2});
   EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 1, 0}));
 }
 
-TEST_P(AnyPolicy, OneVictimStaysTheVictimUntilSomethingHappens) {
+TEST_P(AnyPolicy, the_victim_is_stable_between_calls) {
   store_prompt(0, 20, 1);
   store_prompt(20, 20, 2);
   EXPECT_EQ(policy_->victim(), policy_->victim());
 }
 
-TEST_P(AnyPolicy, PromptsOfLowPriorityGoFirstAndOfHighPriorityLast) {
+TEST_P(AnyPolicy, low_priority_is_evicted_first_and_high_priority_last) {
   policy_->insert(0, {.id = 1, .request = 1, .priority = 1});
   policy_->insert(1, {.id = 2, .request = 2});
   policy_->insert(2, {.id = 3, .request = 3});
@@ -189,7 +189,7 @@ INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_p
                          [](const auto& info) { return info.param; });
 
 // The last insert also creates the first entry of another priority level.
-TEST_P(AnyPolicy, ACallTakesAsFewStepsWithTenTimesAsManyEntries) {
+TEST_P(AnyPolicy, steps_of_a_call_do_not_grow_with_the_entries) {
   std::uint64_t most[2] = {};
   for (const int large : {0, 1}) {
     const auto policy = make_eviction_policy(GetParam());

@@ -10,7 +10,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(IdTable, AgreesWithAMapUnderRandomCalls) {
+TEST(IdTable, agrees_with_a_map_under_random_calls) {
   std::mt19937_64 random(3);
   std::vector<ChunkId> ids;  // indexed by value
   for (int i = 0; i < 3000; ++i) ids.push_back(random() % 4 == 0 ? 1 + random() % 64 : random() | 1);
@@ -34,7 +34,7 @@ TEST(IdTable, AgreesWithAMapUnderRandomCalls) {
 }
 
 // The ids differ in only a few bits.
-TEST(IdTable, NoFindLooksAtManyCells) {
+TEST(IdTable, a_find_probes_fewer_than_100_cells) {
   for (const int shift : {0, 16, 24}) {
     std::vector<ChunkId> ids;
     const auto id_of = [&](std::uint32_t value) { return ids[value]; };
@@ -47,7 +47,7 @@ TEST(IdTable, NoFindLooksAtManyCells) {
   }
 }
 
-TEST(IdTable, WhatIsChosenBySpareBitsLiesAllOverTheTable) {
+TEST(IdTable, ids_selected_by_spare_bits_spread_over_the_table) {
   std::mt19937_64 random(4);
   std::vector<ChunkId> ids;
   const auto id_of = [&](std::uint32_t value) { return ids[value]; };

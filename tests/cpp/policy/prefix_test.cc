@@ -55,7 +55,7 @@ class PrefixPolicyTest : public testing::Test {
   }
 };
 
-TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
+TEST_F(PrefixPolicyTest, without_history_the_least_recent_prompt_is_evicted_from_its_end) {
   serve(prompt(0, 3));
   serve(prompt(10, 2));
   serve(prompt(0, 3));
@@ -66,7 +66,7 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
 
 // Prompts of one chunk and of three chunks are in different classes. Without learned data all classes have
 // the same worth.
-TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
+TEST_F(PrefixPolicyTest, without_history_eviction_ignores_request_classes) {
   for (const Slot first : {0u, 10u, 20u, 30u}) serve(prompt(first, first % 20 == 0 ? 1 : 3));
   std::vector<Slot> order;
   while (!parent_of_.empty()) order.push_back(evict());
@@ -75,7 +75,7 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
 
 // Like the records of a directory after a start: inserted in order of use without known parents. The
 // beginning of a prompt is its oldest chunk.
-TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
+TEST_F(PrefixPolicyTest, the_parent_of_a_chunk_is_learnt_from_an_access) {
   // By recency alone, the last of these orders would evict the beginning first.
   for (const std::vector<Slot>& uses : {std::vector<Slot>{2, 1, 0}, {0, 1, 2}}) {
     PrefixPolicy policy;
@@ -94,7 +94,7 @@ TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
   }
 }
 
-TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {
+TEST_F(PrefixPolicyTest, no_chunk_is_evicted_before_its_children) {
   std::mt19937 random(5);
   std::vector<std::vector<Slot>> prompts;
   Slot next = 0;
@@ -115,14 +115,14 @@ TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {
   }
 }
 
-TEST_F(PrefixPolicyTest, AHeadSharedByPromptsOutlivesThemAll) {
+TEST_F(PrefixPolicyTest, a_shared_head_is_evicted_after_all_its_prompts) {
   for (Slot i = 0; i < 20; ++i) serve({0, 1, 10 + 2 * i, 11 + 2 * i});
   for (int i = 0; i < 40; ++i) EXPECT_GT(evict(), 1u);
   EXPECT_EQ(evict(), 1u);
   EXPECT_EQ(evict(), 0u);
 }
 
-TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
+TEST_F(PrefixPolicyTest, a_pinned_end_protects_the_chunks_before_it) {
   serve(prompt(0, 3));
   serve(prompt(10, 1));
   policy_.pin(2);
@@ -136,7 +136,7 @@ TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
 
 // All ends are pinned, as if they were being read or written. The head of the most recent prompt is evicted
 // last, even if the head was used first or its readers unpinned it first.
-TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
+TEST_F(PrefixPolicyTest, with_pinned_ends_the_least_recent_prompt_goes_deepest_first) {
   enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
   for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
     serve(prompt(10, 4));
@@ -162,7 +162,7 @@ TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
 
 // One-off prompts of eight chunks compete with conversations that return only after an LRU of this size has
 // evicted them.
-TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
+TEST_F(PrefixPolicyTest, conversations_are_kept_and_one_off_prompts_are_not) {
   constexpr std::size_t kCapacity = 400;
   Slot next = 0;
   std::vector<std::vector<Slot>> talks(50);
@@ -187,7 +187,7 @@ TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
 
 // Each turn of a chat stores its last block under a key that the next turn does not use, as with a half-full
 // block.
-TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
+TEST_F(PrefixPolicyTest, prompt_ends_that_are_never_reused_are_evicted_first) {
   constexpr std::size_t kCapacity = 1400;
   Slot next = 0;
   std::vector<std::vector<Slot>> talks(500);
@@ -209,7 +209,7 @@ TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
 
 // A prompt is stored in parts: its request may still extend a chunk that was stored just now and has no
 // child.
-TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
+TEST_F(PrefixPolicyTest, a_chunk_counts_as_prompt_end_only_after_64_stores) {
   Slot next = 0;
   std::vector<std::vector<Slot>> talks(60);
   for (std::size_t i = 0; i < 6000; ++i) {  // ends are never reused, all other chunks are
@@ -246,7 +246,7 @@ TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
 
 // Each request asks a unique question of eight chunks about a document of four chunks. All documents are read
 // again. Both kinds of chunk are in the same request.
-TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
+TEST_F(PrefixPolicyTest, reused_documents_are_kept_and_unique_questions_are_not) {
   constexpr std::size_t kCapacity = 300;
   Slot next = 200;
   std::mt19937 random(3);
@@ -264,7 +264,7 @@ TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
 
 // All prompts are reused in turn, and the cache holds three fifths of them. A tier has every other prompt; in
 // the second pass it has the rest.
-TEST_F(PrefixPolicyTest, WhatATierHasTooGoesFirst) {
+TEST_F(PrefixPolicyTest, chunks_recorded_on_a_tier_are_evicted_first) {
   constexpr Slot kPrompts = 1000;
   constexpr int kTurns = 40, kToLearn = 20;
   for (const Slot has : {1u, 0u}) {
@@ -285,7 +285,7 @@ TEST_F(PrefixPolicyTest, WhatATierHasTooGoesFirst) {
   }
 }
 
-TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {
+TEST_F(PrefixPolicyTest, a_second_offer_by_the_same_request_is_no_reuse) {
   for (int i = 0; i < 500; ++i) {
     serve(prompt(static_cast<Slot>(100 * i), 4));
     for (Slot slot = 4; slot-- > 0;) {

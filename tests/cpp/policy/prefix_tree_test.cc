@@ -9,7 +9,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(PrefixTree, CountsChildrenInWhateverOrderTheyCome) {
+TEST(PrefixTree, children_are_counted_in_any_insertion_order) {
   PrefixTree tree;
   const auto child = tree.take(2, 1, 20);
   const auto parent = tree.take(1, 0, 10);  // after its child
@@ -20,7 +20,7 @@ TEST(PrefixTree, CountsChildrenInWhateverOrderTheyCome) {
   EXPECT_EQ(tree.children(parent), 0u);
 }
 
-TEST(PrefixTree, AParentThatGoesLeavesAPlaceholderThatItsReturnFills) {
+TEST(PrefixTree, a_removed_parent_leaves_a_placeholder_until_reinserted) {
   PrefixTree tree;
   const auto parent = tree.take(1, 0, 10);
   const auto child = tree.take(2, 1, 20);
@@ -31,7 +31,7 @@ TEST(PrefixTree, AParentThatGoesLeavesAPlaceholderThatItsReturnFills) {
   EXPECT_EQ(tree.children(again), 1u);
 }
 
-TEST(PrefixTree, AParentMayBeToldLater) {
+TEST(PrefixTree, a_parent_can_be_set_later_once) {
   PrefixTree tree;
   const auto child = tree.take(2, 0, 20), parent = tree.take(1, 0, 10);
   EXPECT_EQ(tree.parent(child), PrefixTree::kNone);
@@ -46,7 +46,7 @@ TEST(PrefixTree, AParentMayBeToldLater) {
   EXPECT_EQ(tree.size(), 0u);
 }
 
-TEST(PrefixTree, OnlyTheHeadOfSeveralPrefixesIsBranched) {
+TEST(PrefixTree, only_a_node_with_different_children_is_branched) {
   PrefixTree tree;
   const auto parent = tree.take(1, 0, 10);
   const auto only = tree.take(0x123456789ull << 20, 1, 20);
@@ -57,14 +57,14 @@ TEST(PrefixTree, OnlyTheHeadOfSeveralPrefixesIsBranched) {
   EXPECT_TRUE(tree.branched(parent));
 }
 
-TEST(PrefixTree, AnIdWithoutANameOrTwiceHasNoNode) {
+TEST(PrefixTree, id_zero_or_a_duplicate_id_gets_no_node) {
   PrefixTree tree;
   EXPECT_EQ(tree.take(0, 1, 1), PrefixTree::kNone);
   tree.take(5, 0, 1);
   EXPECT_EQ(tree.take(5, 0, 2), PrefixTree::kNone);
 }
 
-TEST(PrefixTree, KeepsNothingOfWhatIsGone) {
+TEST(PrefixTree, removed_nodes_leave_nothing_under_random_calls) {
   std::mt19937_64 random(1);
   PrefixTree tree;
   std::map<ChunkId, std::pair<PrefixTree::Node, ChunkId>> known;  // id -> node, parent

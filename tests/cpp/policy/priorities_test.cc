@@ -24,14 +24,14 @@ class PrioritisedTest : public testing::Test {
   }
 };
 
-TEST_F(PrioritisedTest, WithinALevelThePolicyDecides) {
+TEST_F(PrioritisedTest, within_a_priority_level_the_policy_decides) {
   for (const Slot slot : {2u, 0u, 1u}) insert(slot, 0);
   insert(4, -5);
   insert(3, -1);
   EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 0, 1}));
 }
 
-TEST_F(PrioritisedTest, AHitByAMoreUrgentRequestLiftsAnEntry) {
+TEST_F(PrioritisedTest, a_hit_with_higher_priority_raises_an_entry) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot, 0);
   policy_.access(0, {.priority = 1});
   policy_.access(0, {.priority = 0});  // a later hit does not lower it
@@ -39,7 +39,7 @@ TEST_F(PrioritisedTest, AHitByAMoreUrgentRequestLiftsAnEntry) {
   EXPECT_EQ(drain(), (std::vector<Slot>{2, 1, 0}));
 }
 
-TEST_F(PrioritisedTest, ALiftedEntryStaysPinned) {
+TEST_F(PrioritisedTest, a_raised_entry_stays_pinned) {
   insert(0, 0);
   policy_.pin(0);
   policy_.access(0, {.priority = 1});
@@ -48,7 +48,7 @@ TEST_F(PrioritisedTest, ALiftedEntryStaysPinned) {
   EXPECT_EQ(policy_.victim(), 0u);
 }
 
-TEST_F(PrioritisedTest, ALiftedEntryStaysRecorded) {
+TEST_F(PrioritisedTest, a_raised_entry_stays_recorded) {
   struct Told final : EvictionPolicy {
     explicit Told(std::map<Slot, bool>& told) : told_(told) {}
     void insert(Slot slot, const EntryInfo&) override { told_[slot] = false; }
@@ -75,7 +75,7 @@ TEST_F(PrioritisedTest, ALiftedEntryStaysRecorded) {
   EXPECT_FALSE(told[0]) << "the slot holds a new entry, which no tier has";
 }
 
-TEST_F(PrioritisedTest, TheHighLevelGivesWhenItHoldsMoreThanHalf) {
+TEST_F(PrioritisedTest, the_high_level_is_evicted_above_half_of_the_entries) {
   for (Slot slot = 0; slot < 3; ++slot) insert(slot, 0);
   for (Slot slot = 3; slot < 6; ++slot) insert(slot, 1);
   EXPECT_EQ(policy_.victim(), 0u);
@@ -83,7 +83,7 @@ TEST_F(PrioritisedTest, TheHighLevelGivesWhenItHoldsMoreThanHalf) {
   EXPECT_EQ(policy_.victim(), 3u);
 }
 
-TEST_F(PrioritisedTest, APinnedLevelIsPassedOver) {
+TEST_F(PrioritisedTest, a_level_with_only_pinned_entries_is_skipped) {
   insert(0, -1);
   insert(1, 0);
   policy_.pin(0);

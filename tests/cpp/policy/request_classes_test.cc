@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
+TEST(RequestClasses, the_class_grows_with_the_logarithm_of_new_chunks) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   const std::vector<unsigned> expected = {1, 1, 2, 2, 2, 2, 3};  // class after 1, 2, ... new entries
@@ -18,7 +18,7 @@ TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
 }
 
-TEST(RequestClasses, WhatComesBackIsAnotherClass) {
+TEST(RequestClasses, a_request_with_reused_chunks_gets_another_class) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 3; ++i) classes.on_stored(record, true, false);
@@ -31,14 +31,14 @@ TEST(RequestClasses, WhatComesBackIsAnotherClass) {
   EXPECT_EQ(classes.class_of(0), RequestClasses::kUnknown);
 }
 
-TEST(RequestClasses, WhatWasHereBeforeIsNotNew) {
+TEST(RequestClasses, chunks_stored_before_do_not_count_as_new) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 50; ++i) classes.on_stored(record, true, true);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack);
 }
 
-TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
+TEST(RequestClasses, unsampled_chunks_are_assumed_to_be_like_the_sample) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 800; ++i) classes.on_stored(record, i % 8 == 0, true);
@@ -48,7 +48,7 @@ TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
   EXPECT_EQ(classes.class_of(other), RequestClasses::kCameBack - 1);
 }
 
-TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {
+TEST(RequestClasses, a_record_lives_while_it_is_referenced) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   EXPECT_EQ(classes.refer(9), record);
@@ -60,7 +60,7 @@ TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {
   EXPECT_EQ(classes.class_of(classes.refer(9)), 0u);  // a new record
 }
 
-TEST(RequestClasses, ARequestWithoutANumberIsNotKnown) {
+TEST(RequestClasses, request_number_zero_is_unknown) {
   RequestClasses classes;
   EXPECT_EQ(classes.class_of(classes.refer(0)), RequestClasses::kUnknown);
   EXPECT_EQ(classes.size(), 0u);

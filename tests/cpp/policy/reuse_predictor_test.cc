@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(ReusePredictor, BucketsBeginAtTheirEdges) {
+TEST(ReusePredictor, buckets_begin_at_their_edges) {
   EXPECT_EQ(ReusePredictor::bucket_of(0), 0u);
   EXPECT_EQ(ReusePredictor::bucket_of(63), 0u);
   for (unsigned b = 1; b < ReusePredictor::kBuckets; ++b) {
@@ -16,13 +16,13 @@ TEST(ReusePredictor, BucketsBeginAtTheirEdges) {
   EXPECT_EQ(ReusePredictor::bucket_of(~std::uint64_t{0}), ReusePredictor::kBuckets - 1);
 }
 
-TEST(ReusePredictor, KnowingNothingTheYoungerIsWorthMore) {
+TEST(ReusePredictor, without_history_younger_entries_are_worth_more) {
   const ReusePredictor model;
   for (unsigned b = 1; b < ReusePredictor::kBuckets; ++b) EXPECT_LE(model.worth(3, b), model.worth(3, b - 1));
   EXPECT_EQ(model.worth(0, 7), model.worth(5, 7));
 }
 
-TEST(ReusePredictor, WhatComesBackIsWorthMoreThanWhatDoesNot) {
+TEST(ReusePredictor, a_class_with_reuse_is_worth_more) {
   ReusePredictor model;
   for (int i = 0; i < 1000; ++i) {
     for (unsigned b = 0; b <= 10; ++b) {
@@ -40,7 +40,7 @@ TEST(ReusePredictor, WhatComesBackIsWorthMoreThanWhatDoesNot) {
 
 // The ends of prompts are never reused. The model learns this from one request class and expects it of a
 // class with data only for other chunks.
-TEST(ReusePredictor, WhatAKindDoesIsExpectedOfRequestsOfWhichLittleWasSeen) {
+TEST(ReusePredictor, an_unseen_class_inherits_the_reuse_of_its_kind) {
   ReusePredictor model;
   const auto see = [&](unsigned of_class, int times, bool returns) {
     for (int i = 0; i < times; ++i) {
@@ -61,7 +61,7 @@ TEST(ReusePredictor, WhatAKindDoesIsExpectedOfRequestsOfWhichLittleWasSeen) {
             model.worth(ReusePredictor::class_of(2, false, true), 10) / 4);
 }
 
-TEST(ReusePredictor, ForgetsWhatIsNotSeenAgain) {
+TEST(ReusePredictor, worth_decays_without_new_observations) {
   ReusePredictor model;
   for (int i = 0; i < 1000; ++i) {
     model.reached(1, 0);

@@ -24,7 +24,7 @@ class ReuseSamplerTest : public testing::Test {
   static constexpr unsigned kClass = ReusePredictor::class_of(RequestClasses::kUnknown, false, false);
 };
 
-TEST_F(ReuseSamplerTest, AReturnIsLearnedAtItsAge) {
+TEST_F(ReuseSamplerTest, a_reuse_is_learnt_at_its_age) {
   for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {});
   history_.advance(1000, 100000);
   for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.now = 1000});
@@ -33,7 +33,7 @@ TEST_F(ReuseSamplerTest, AReturnIsLearnedAtItsAge) {
   EXPECT_GT(model_.worth(kClass, at), 5 * model_.worth(kClass, at + 1));
 }
 
-TEST_F(ReuseSamplerTest, TheHeadOfSeveralPrefixesTeachesNothing) {
+TEST_F(ReuseSamplerTest, uses_of_a_branched_chunk_are_not_learnt) {
   const float before = model_.worth(kClass, 0);
   for (std::uint64_t time = 0; time < 500; ++time)
     history_.used(chunk_id(1), {.now = time, .branched = true});
@@ -41,14 +41,14 @@ TEST_F(ReuseSamplerTest, TheHeadOfSeveralPrefixesTeachesNothing) {
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
-TEST_F(ReuseSamplerTest, WhatWasOnlyInUseElsewhereIsNoReturn) {
+TEST_F(ReuseSamplerTest, a_renewed_chunk_is_no_reuse) {
   const float before = model_.worth(kClass, 0);
   for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(chunk_id(1), {.now = time});
   learn();
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
-TEST_F(ReuseSamplerTest, AReturnCountsForTheKindThatTheEntryWas) {
+TEST_F(ReuseSamplerTest, a_reuse_counts_for_the_previous_kind_of_the_chunk) {
   for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.end = true});
   history_.advance(1000, 100000);
   for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.now = 1000, .used = true});
@@ -58,7 +58,7 @@ TEST_F(ReuseSamplerTest, AReturnCountsForTheKindThatTheEntryWas) {
   EXPECT_GT(model_.worth(of_kind(true, false), at), 5 * model_.worth(of_kind(false, true), at));
 }
 
-TEST_F(ReuseSamplerTest, WhatItsOwnRequestWentOnBehindIsNoEnd) {
+TEST_F(ReuseSamplerTest, a_chunk_extended_by_its_own_request_is_no_end) {
   const auto record = classes_.refer(5), later = classes_.refer(6);
   const unsigned of_request = classes_.class_of(record);
   for (std::uint64_t n = 0; n < 500; ++n) {
@@ -75,7 +75,7 @@ TEST_F(ReuseSamplerTest, WhatItsOwnRequestWentOnBehindIsNoEnd) {
             2 * model_.worth(ReusePredictor::class_of(of_request, false, false), at));
 }
 
-TEST_F(ReuseSamplerTest, DropsWhatLiesBeyondTheHorizon) {
+TEST_F(ReuseSamplerTest, samples_beyond_the_horizon_are_dropped) {
   for (std::uint64_t n = 0; n < 100; ++n) history_.used(chunk_id(n), {.now = n});
   history_.advance(149, 99);
   EXPECT_EQ(history_.size(), 50u);
@@ -84,7 +84,7 @@ TEST_F(ReuseSamplerTest, DropsWhatLiesBeyondTheHorizon) {
 }
 
 // The horizon shrinks at once, as when the cache is emptied.
-TEST_F(ReuseSamplerTest, DropsAFewInOneCall) {
+TEST_F(ReuseSamplerTest, a_call_drops_only_a_few_samples) {
   for (std::uint64_t n = 0; n < 10000; ++n) history_.used(chunk_id(n), {.now = n});
   history_.advance(20000, 100);
   EXPECT_GT(history_.size(), 9900u);
@@ -93,7 +93,7 @@ TEST_F(ReuseSamplerTest, DropsAFewInOneCall) {
 }
 
 // One in four of these ids is sampled. The hash selects the samples and also places them in the table.
-TEST_F(ReuseSamplerTest, WhatIsSampledLiesAllOverTheTable) {
+TEST_F(ReuseSamplerTest, sampled_ids_spread_over_the_table) {
   constexpr std::uint64_t kUses = 5 * ReuseSampler::kMaxSamples;
   for (std::uint64_t n = 0; n < kUses; ++n) history_.used(chunk_id(n), {.now = n});
   int sampled = 0;
@@ -103,7 +103,7 @@ TEST_F(ReuseSamplerTest, WhatIsSampledLiesAllOverTheTable) {
   EXPECT_LT(history_.longest_probe(), 150u);
 }
 
-TEST_F(ReuseSamplerTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
+TEST_F(ReuseSamplerTest, a_full_sampler_keeps_every_other_sample) {
   constexpr std::uint64_t kUses = 2 * ReuseSampler::kMaxSamples - 1000;
   for (std::uint64_t n = 0; n < kUses; ++n) {
     history_.used(chunk_id(n), {.now = n});
@@ -120,7 +120,7 @@ TEST_F(ReuseSamplerTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
   EXPECT_NEAR(early, 1000, 150);
 }
 
-TEST_F(ReuseSamplerTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
+TEST_F(ReuseSamplerTest, a_sample_holds_its_request_record_until_dropped) {
   const auto record = classes_.refer(5);
   history_.used(chunk_id(1), {.record = record});
   classes_.release(record);
@@ -130,7 +130,7 @@ TEST_F(ReuseSamplerTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
 }
 
 // All entries were used between two stores, so they have the same time.
-TEST_F(ReuseSamplerTest, ThoseOfOneTimeGetOlderAFewInACall) {
+TEST_F(ReuseSamplerTest, samples_of_equal_age_are_aged_a_few_per_call) {
   constexpr std::uint64_t kMany = 20000;
   for (std::uint64_t n = 0; n < kMany; ++n) history_.used(chunk_id(n), {.now = 1});
   std::uint64_t now = 1 + ReusePredictor::edge(1);

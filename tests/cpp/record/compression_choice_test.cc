@@ -220,7 +220,7 @@ TEST(CompressionChoice, a_first_record_that_gains_nothing_does_not_decide_its_gr
 }
 
 // The codec runs on a core that was idle, so it makes that core busy itself.
-TEST(CompressionChoice, the_core_that_the_codec_uses_does_not_switch_it_off) {
+TEST(CompressionChoice, the_core_used_by_the_codec_does_not_disable_compression) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 500e6;  // 1.12 times as fast when encoded
   unsigned switches = 0;
@@ -235,7 +235,7 @@ TEST(CompressionChoice, the_core_that_the_codec_uses_does_not_switch_it_off) {
   EXPECT_TRUE(tier.on());
 }
 
-TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_the_required_gain) {
+TEST(CompressionChoice, newly_idle_cores_lower_the_required_gain) {
   Simulated tier;
   tier.idle_cores = 0.5;
   tier.read_speed = tier.write_speed = 100e6;

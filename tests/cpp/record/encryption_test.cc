@@ -67,7 +67,7 @@ TEST_F(KeyFileTest, each_wrong_file_is_refused_with_a_message_that_says_what_to_
 }
 
 // Like the mounted secret of a pod that does not run as root.
-TEST_F(KeyFileTest, a_group_may_read_a_file_that_root_owns_and_nobody_may_change) {
+TEST_F(KeyFileTest, a_key_file_of_root_may_be_readable_by_its_group) {
   const std::string path = write("key", std::string(32, 'k'), 0440);
   struct ::stat info;
   ASSERT_EQ(::stat(path.c_str(), &info), 0);
@@ -97,7 +97,7 @@ TEST_F(KeyFileTest, a_good_file_is_accepted_through_a_link_and_its_bytes_are_nev
   EXPECT_EQ(refusal.find("0123456789"), std::string::npos) << refusal;
 }
 
-TEST(EncryptionKeysTest, a_build_without_openssl_says_so) {
+TEST(EncryptionKeysTest, encryption_keys_need_a_build_with_openssl) {
   if (has_encryption()) {
     EXPECT_EQ(keys_of({1})->size(), 1u);
   } else {
@@ -139,7 +139,7 @@ Status opened(const EncryptionKeys& keys, const RecordHeader& header, std::vecto
 }
 
 // RFC 4231, test cases 1, 2 and 4: keys of 20, 4 and 25 bytes.
-TEST(KeyedHashTest, is_hmac_sha256) {
+TEST(KeyedHashTest, the_keyed_hash_is_hmac_sha256) {
   const auto hash_of = [](const std::string& key, const std::string& text) {
     const auto bytes = [](const std::string& from) {
       return std::span(reinterpret_cast<const std::uint8_t*>(from.data()), from.size());
@@ -161,7 +161,7 @@ TEST(KeyedHashTest, is_hmac_sha256) {
             "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");
 }
 
-TEST(KeyedHashTest, is_the_same_on_several_threads) {
+TEST(KeyedHashTest, the_keyed_hash_is_equal_on_several_threads) {
   const std::vector<std::uint8_t> key(32, 7);
   const KeyedHash keyed(key);
   KeyedHash::Hash expected;

@@ -16,7 +16,7 @@ struct IdleCoresTest : ::testing::Test {
       "cpu10 5 5 5 5 5 5 5 5 5 5\nintr 12 cpu1\n";
 };
 
-TEST_F(IdleCoresTest, counts_the_cores_that_were_idle_since_the_last_look) {
+TEST_F(IdleCoresTest, idle_cores_are_counted_since_the_last_reading) {
   IdleCores cores = of({0, 1});
   EXPECT_LT(cores.now(), 0) << "unknown so far";
   // Each CPU ran for 100 ticks. CPU 0 was busy for 75; CPU 1 waited for a disk for 50 and did nothing for 50.
@@ -25,7 +25,7 @@ TEST_F(IdleCoresTest, counts_the_cores_that_were_idle_since_the_last_look) {
   EXPECT_DOUBLE_EQ(cores.now(), 1.25);
 }
 
-TEST_F(IdleCoresTest, looks_at_most_once_per_interval) {
+TEST_F(IdleCoresTest, cores_are_counted_at_most_once_per_interval) {
   IdleCores cores = of({0});
   (void)cores.now();
   text = "cpu0 100 0 0 2000 0 0 0 0 0 0\n";

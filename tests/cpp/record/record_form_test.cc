@@ -58,7 +58,7 @@ class EncryptedRecordTest : public ::testing::Test {
   Row row_{kRowSizes}, other_{kRowSizes};
 };
 
-TEST_F(EncryptedRecordTest, decrypts_to_the_same_bytes_and_reveals_none_of_them) {
+TEST_F(EncryptedRecordTest, an_encrypted_record_decrypts_and_reveals_no_plaintext) {
   const Bytes bytes = bytes_of(form_, op_of(row_));
   EXPECT_EQ(bytes.size(), kRecordHeaderBytes + 4 * kPageBytes);
   const Shard shard = row_.shards()[0];

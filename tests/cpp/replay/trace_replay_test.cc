@@ -26,7 +26,7 @@ ReplayResult lru(const Trace& trace, std::size_t host, std::size_t tier = 0, Tie
   return replay(trace, {.host_chunks = host, .tier_chunks = tier, .tier = options});
 }
 
-TEST(TraceReplay, HitsAreCountedFromTheLeft) {
+TEST(TraceReplay, HitsAreCountedUpToTheFirstMiss) {
   const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
   const ReplayResult result = lru(trace, 100);
   EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
@@ -128,7 +128,7 @@ TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
 
 // Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
 // only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
-TEST(TraceReplay, ARestartedTierKnowsTimesOfUseButNoPrompts) {
+TEST(TraceReplay, ARestartedTierKeepsTheOrderOfUseButNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
     return replay(trace, {.host_chunks = 6,
@@ -243,7 +243,7 @@ class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::s
   }
 };
 
-TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
+TEST_P(ReplayTwin, TheReplayCountsTheHitsOfTheCache) {
   constexpr std::size_t kRows = 64;
   WorldOptions options;
   options.ranks = 1;

@@ -197,7 +197,7 @@ TEST(CacheSteps, a_store_costs_the_same_where_no_slab_can_be_emptied) {
   });
 }
 
-TEST(CacheSteps, a_prompt_of_a_million_tokens_is_looked_up_and_loaded_at_the_price_of_a_short_one) {
+TEST(CacheSteps, a_million_token_prompt_costs_the_same_per_chunk) {
   std::uint64_t per_chunk[2][4] = {};
   for (const std::uint64_t scale : {1, 10}) {
     const std::size_t chunks = 6'250 * scale;  // 16 tokens each
@@ -221,7 +221,7 @@ TEST(CacheSteps, a_prompt_of_a_million_tokens_is_looked_up_and_loaded_at_the_pri
   }
 }
 
-TEST(CacheSteps, the_end_of_a_load_costs_the_same_beside_many_others) {
+TEST(CacheSteps, completing_a_load_costs_the_same_among_many_loads) {
   expect_no_growth([](std::uint64_t scale) {
     Engine engine({.rows = 4096, .tier = false});
     std::vector<std::vector<ChunkKey>> prompts;
@@ -245,7 +245,7 @@ TEST(CacheSteps, the_end_of_a_load_costs_the_same_beside_many_others) {
 
 // ---- reads from a tier
 
-TEST(CacheSteps, a_request_that_ends_while_its_chunks_are_read_costs_the_same_a_chunk) {
+TEST(CacheSteps, ending_a_request_with_queued_reads_costs_the_same_per_chunk) {
   expect_no_growth([](std::uint64_t scale) {
     const std::size_t chunks = 3'000 * scale;
     Engine engine({.rows = 70'000});
@@ -259,7 +259,7 @@ TEST(CacheSteps, a_request_that_ends_while_its_chunks_are_read_costs_the_same_a_
   });
 }
 
-TEST(CacheSteps, giving_up_costs_the_same_a_chunk) {
+TEST(CacheSteps, a_lookup_timeout_costs_the_same_per_chunk) {
   expect_no_growth([](std::uint64_t scale) {
     const std::size_t chunks = 3'000 * scale;
     Engine engine({.rows = 70'000});
@@ -271,7 +271,7 @@ TEST(CacheSteps, giving_up_costs_the_same_a_chunk) {
   });
 }
 
-TEST(CacheSteps, reads_that_arrive_cost_the_same_each_and_so_does_a_preempted_request_that_asks_again) {
+TEST(CacheSteps, completed_reads_and_repeated_lookups_cost_the_same_per_chunk) {
   std::uint64_t arrive[2], again[2];
   for (const std::uint64_t scale : {1, 10}) {
     const std::size_t chunks = 3'000 * scale;
@@ -293,7 +293,7 @@ TEST(CacheSteps, reads_that_arrive_cost_the_same_each_and_so_does_a_preempted_re
   EXPECT_LE(static_cast<double>(again[1]) / static_cast<double>(again[0]), kMostGrowth);
 }
 
-TEST(CacheSteps, asking_again_after_reads_that_failed_costs_the_same_a_chunk) {
+TEST(CacheSteps, lookups_after_failed_reads_cost_the_same_per_chunk) {
   expect_no_growth([](std::uint64_t scale) {
     const std::size_t chunks = 1'000 * scale;
     Engine engine({.rows = 20'000, .reads_end = StatusKind::kNotFound});
@@ -305,7 +305,7 @@ TEST(CacheSteps, asking_again_after_reads_that_failed_costs_the_same_a_chunk) {
   });
 }
 
-TEST(CacheSteps, a_request_that_waits_costs_the_same_beside_many_that_wait_for_the_same_chunks) {
+TEST(CacheSteps, ending_a_waiting_request_costs_the_same_among_many_waiting) {
   expect_no_growth([](std::uint64_t scale) {
     Engine engine({.rows = 4096});
     const auto keys = Engine::keys(0, 64);
@@ -325,7 +325,7 @@ TEST(CacheSteps, a_request_that_waits_costs_the_same_beside_many_that_wait_for_t
 
 // ---- memory
 
-TEST(CacheSteps, requests_that_ended_keep_nothing_of_their_prompts) {
+TEST(CacheSteps, ended_requests_keep_no_memory_of_their_prompts) {
   Engine engine({.rows = 4096});
   std::vector<RequestHandle> requests;
   const auto keys = Engine::keys(kRecords, 8192);  // no record exists for these keys
@@ -341,7 +341,7 @@ TEST(CacheSteps, requests_that_ended_keep_nothing_of_their_prompts) {
   EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));
 }
 
-TEST(CacheSteps, a_request_that_runs_keeps_nothing_of_what_it_was_told) {
+TEST(CacheSteps, an_admitted_request_keeps_no_memory_of_its_lookups) {
   Engine engine({.rows = 4096});
   const auto keys = Engine::keys(kRecords, 8192);
   const auto run_some = [&](int requests) {
@@ -357,7 +357,7 @@ TEST(CacheSteps, a_request_that_runs_keeps_nothing_of_what_it_was_told) {
   EXPECT_LT(run_some(50), before + (std::uint64_t{1} << 20));
 }
 
-TEST(CacheSteps, writes_behind_one_that_is_stuck_leave_nothing_behind) {
+TEST(CacheSteps, writes_behind_a_stuck_write_do_not_accumulate_memory) {
   Engine engine({.rows = 256});
   engine.store(Engine::keys(kRecords, 1));
   const auto stuck = engine.pool().begin_next(Lane::kWrite);

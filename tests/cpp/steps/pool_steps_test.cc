@@ -59,7 +59,7 @@ TEST_F(PoolSteps, cancelling_an_op_costs_the_same_behind_many_others) {
   });
 }
 
-TEST_F(PoolSteps, cancelling_an_op_that_is_not_there_costs_the_same) {
+TEST_F(PoolSteps, cancelling_an_unknown_op_costs_the_same) {
   expect_no_growth(
       [](Pool& pool, std::size_t ops, std::size_t i) { EXPECT_FALSE(pool.pool.cancel(ops + 10 + i)); });
 }
@@ -79,7 +79,7 @@ TEST_F(PoolSteps, running_the_next_op_costs_the_same_before_many_others) {
   });
 }
 
-TEST_F(PoolSteps, an_op_that_comes_too_late_costs_the_same_among_many_others) {
+TEST_F(PoolSteps, expiring_an_op_costs_the_same_among_many_others) {
   expect_no_growth([](Pool& pool, std::size_t, std::size_t i) {
     pool.clock.advance(Nanos(2'000'000'000 + i) - pool.clock.now());
     pool.pool.expire();
@@ -87,7 +87,7 @@ TEST_F(PoolSteps, an_op_that_comes_too_late_costs_the_same_among_many_others) {
   });
 }
 
-TEST_F(PoolSteps, a_look_at_the_pool_costs_the_same) {
+TEST_F(PoolSteps, depth_and_expire_cost_the_same_for_many_ops) {
   expect_no_growth([](Pool& pool, std::size_t ops, std::size_t) {
     EXPECT_GE(pool.pool.depth(Lane::kRead).queued, ops / 2);
     pool.pool.expire();

@@ -25,7 +25,7 @@ class CircuitBreakerTest : public ::testing::Test {
   Nanos now_{seconds(100)};
 };
 
-TEST_F(CircuitBreakerTest, trips_after_consecutive_failures) {
+TEST_F(CircuitBreakerTest, the_breaker_trips_after_consecutive_failures) {
   for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_);
   breaker_.succeeded(pass());
   for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_);
@@ -36,7 +36,7 @@ TEST_F(CircuitBreakerTest, trips_after_consecutive_failures) {
   EXPECT_EQ(breaker_.trips(), 1u);
 }
 
-TEST_F(CircuitBreakerTest, admits_one_probe_after_the_cool_down_and_closes_when_it_succeeds) {
+TEST_F(CircuitBreakerTest, one_probe_is_admitted_after_the_cool_down_and_closes_the_breaker) {
   breaker_.trip(now_);
   EXPECT_TRUE(refuses());
   EXPECT_FALSE(breaker_.offers(now_));
@@ -65,7 +65,7 @@ TEST_F(CircuitBreakerTest, a_failed_probe_doubles_the_cool_down_up_to_a_minute) 
   EXPECT_FALSE(refuses()) << "from the first cool-down again";
 }
 
-TEST_F(CircuitBreakerTest, a_probe_that_was_not_tried_gives_its_slot_to_the_next) {
+TEST_F(CircuitBreakerTest, a_probe_that_was_not_tried_allows_another_probe) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
   breaker_.not_tried(pass());
@@ -106,7 +106,7 @@ TEST_F(CircuitBreakerTest, a_stuck_probe_that_ends_later_changes_nothing) {
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(CircuitBreakerTest, failures_from_before_it_opened_do_not_count_after_it_closed) {
+TEST_F(CircuitBreakerTest, failures_before_opening_do_not_count_after_closing) {
   std::vector<CircuitBreaker::Pass> old;
   for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) old.push_back(pass());
   breaker_.trip(now_);
@@ -118,7 +118,7 @@ TEST_F(CircuitBreakerTest, failures_from_before_it_opened_do_not_count_after_it_
 
 // ---- lookups
 
-TEST_F(CircuitBreakerTest, trips_after_consecutive_lookup_failures_and_not_after_as_many_among_successes) {
+TEST_F(CircuitBreakerTest, only_consecutive_lookup_failures_trip_the_breaker) {
   for (int run = 0; run < 3; ++run) {
     for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i)
       breaker_.failed(pass(Kind::kQuestion), now_);

@@ -43,7 +43,7 @@ TEST_F(DigestKeyMapTest, few_keys_are_forgotten_before_the_cells_are_full) {
   EXPECT_GE(taken(0, kMost), kMost - 5);
 }
 
-TEST_F(DigestKeyMapTest, taken_keys_make_room) {
+TEST_F(DigestKeyMapTest, a_taken_key_frees_its_cell) {
   constexpr std::uint32_t kAlive = kCells / 2;
   for (std::uint32_t i = 0; i < kAlive; ++i) remember(i);
   for (std::uint32_t i = 0; i < 4 * kCells; ++i) {

@@ -74,7 +74,7 @@ class EncodedRecord : public ::testing::Test {
   Row row_{kSizes}, other_{kSizes};
 };
 
-TEST_F(EncodedRecord, is_smaller_and_decodes_to_the_same_bytes) {
+TEST_F(EncodedRecord, an_encoded_record_is_smaller_and_decodes_unchanged) {
   const Bytes bytes = bytes_of(form_, op_on(row_));
   EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
   EXPECT_EQ(bytes.size() % kPageBytes, 0U);
@@ -91,7 +91,7 @@ TEST_F(EncodedRecord, is_smaller_and_decodes_to_the_same_bytes) {
   EXPECT_GT(stats.decode_seconds, 0);
 }
 
-TEST_F(EncodedRecord, no_bytes_of_an_earlier_record_follow_it) {
+TEST_F(EncodedRecord, no_bytes_of_an_earlier_record_follow_an_encoded_one) {
   const Row larger({4 * kSizes[0]});
   fill(larger, Payload::kKv);
   (void)bytes_of(form_, op_on(larger));  // fills the buffer that the next record reuses
@@ -160,7 +160,7 @@ TEST_F(EncodedRecord, the_choice_is_made_for_each_group) {
       << "group 1 has no declared element type";
 }
 
-TEST_F(EncodedRecord, damage_is_found) {
+TEST_F(EncodedRecord, damage_of_an_encoded_record_is_detected) {
   const Bytes good = bytes_of(form_, op_on(row_));
   for (const std::size_t size : {kRecordHeaderBytes, good.size() - kPageBytes, good.size() + kPageBytes}) {
     Bytes bad = good;
@@ -199,7 +199,7 @@ TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
 }
 
 #ifdef KV_OFFLOAD_ENCRYPTION
-TEST_F(EncodedRecord, may_be_encrypted_as_well) {
+TEST_F(EncodedRecord, an_encoded_record_can_be_encrypted) {
   RecordForm encryption({.compression = choice_, .keys = testing::keys_of({1})});
   const Bytes bytes = bytes_of(encryption, op_on(row_));
   EXPECT_EQ(header_of(bytes).codec, Codec::kSplitZstd);

@@ -21,7 +21,7 @@ namespace {
 
 using namespace testing;
 
-TEST(NameDigestTest, depends_on_key_master_key_and_namespace_and_keeps_the_group) {
+TEST(NameDigestTest, the_digest_depends_on_key_master_key_and_namespace) {
   const auto keys = keys_of({1, 2});
   const NameDigest one(*keys, 0, space_of(1)), again(*keys, 0, space_of(1)), other_key(*keys, 1, space_of(1)),
       other_space(*keys, 0, space_of(2));
@@ -95,8 +95,7 @@ TEST_F(EncryptedKeyTierTest, after_a_key_rotation_old_records_are_readable_and_n
   EXPECT_FALSE(older.has(2));
 }
 
-TEST_F(EncryptedKeyTierTest,
-       a_record_under_two_keys_is_read_under_the_first_and_reported_lost_when_both_are_missing) {
+TEST_F(EncryptedKeyTierTest, a_record_under_two_keys_is_lost_when_both_are_missing) {
   { ASSERT_TRUE(TierDriver(open({1})).write(1)); }
   TierDriver user(open({2, 1}));
   ASSERT_TRUE(user.has(1));
@@ -185,7 +184,7 @@ TEST(EncryptedKeyTierOrderTest, the_codec_description_is_passed_through) {
 }
 
 // Of 16 chunks, the first 8 may be stored under the old key and the next 8 under the new one.
-TEST(EncryptedKeyTierOrderTest, with_several_keys_a_gap_says_nothing_about_later_chunks) {
+TEST(EncryptedKeyTierOrderTest, with_several_keys_lookups_do_not_assume_a_prefix) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
   std::vector<KeyOrder> orders;

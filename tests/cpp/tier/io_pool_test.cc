@@ -70,7 +70,7 @@ TEST(IoPool, ops_of_a_lane_run_in_order) {
   for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(log.order[i], i);
 }
 
-TEST(IoPool, an_op_may_queue_others) {
+TEST(IoPool, a_running_op_can_submit_more_ops) {
   FakeClock clock;
   Log log;
   std::latch all(3);
@@ -366,7 +366,7 @@ TEST(IoPool, a_long_batch_is_queued_and_expired_under_several_holds_of_the_lock)
   EXPECT_GE(holds[1][1], 5 * holds[0][1]) << "expire()";
 }
 
-TEST(IoPool, no_op_is_lost_when_memory_runs_out_while_it_ends) {
+TEST(IoPool, an_op_that_ends_without_memory_is_not_lost) {
   FakeClock clock;
   IoPool pool({0, 0, &clock});
   constexpr unsigned kOps = 12;

@@ -24,7 +24,7 @@
 #include "backends/redis/medium.h"
 #include "backends/redis/server.h"
 #include "base/status.h"
-#include "rounds.h"
+#include "test_iterations.h"
 #include "tier/loopback_server.h"
 #ifdef KV_OFFLOAD_S3
 #include "backends/s3/medium.h"

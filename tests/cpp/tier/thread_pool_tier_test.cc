@@ -280,8 +280,7 @@ TEST_F(ThreadPoolTierTest, an_answer_that_arrives_after_a_reset_does_not_count) 
   EXPECT_FALSE(user.has(1));
 }
 
-TEST_F(ThreadPoolTierTest,
-       a_server_whose_lookups_fail_is_switched_off_and_its_records_are_absent_for_a_time) {
+TEST_F(ThreadPoolTierTest, failing_lookups_switch_the_tier_off_for_a_time) {
   for (const StatusKind kind : {StatusKind::kIo, StatusKind::kTimeout}) {
     { ASSERT_TRUE(TierDriver(open()).write(1)); }
     TierDriver user(open());
@@ -668,7 +667,7 @@ TEST_F(ThreadPoolTierTest, a_probe_whose_submission_runs_out_of_memory_is_not_lo
 }
 
 // I/O threads that end an op wait while a poll holds the lock.
-TEST(TierRuntimeTest, completions_are_taken_in_one_short_hold_of_the_lock_or_stay_queued) {
+TEST(TierRuntimeTest, a_poll_takes_completions_in_one_short_lock_hold) {
   constexpr OpId kOps = 10'000;
   const auto server = std::make_shared<MemoryServer>();
   ThreadPoolTierOptions options;

@@ -12,7 +12,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(Ticker, ticks_by_itself_and_not_after_stop) {
+TEST(Ticker, the_ticker_ticks_until_it_is_stopped) {
   std::latch three(3);
   std::atomic<int> ticks{0};
   Ticker ticker(std::chrono::milliseconds(1), [&] {
@@ -38,7 +38,7 @@ TEST(Ticker, ticks_continue_after_one_that_throws) {
   EXPECT_GE(ticks, 3);
 }
 
-TEST(Ticker, stops_without_waiting_for_the_next_tick) {
+TEST(Ticker, stop_does_not_wait_for_the_next_tick) {
   Ticker ticker(std::chrono::hours(1), [] { FAIL() << "ticked"; });
   ticker.stop();
 }

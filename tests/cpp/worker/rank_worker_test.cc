@@ -88,7 +88,7 @@ class RankWorkerTest : public ::testing::Test {
   std::unique_ptr<RankWorker> worker_;
 };
 
-TEST_F(RankWorkerTest, reports_the_ticket_before_it_hands_out_the_result) {
+TEST_F(RankWorkerTest, the_ticket_is_reported_before_the_result_is_returned) {
   submit(1, kStore, 11);
   EXPECT_TRUE(worker_->poll().empty());
   EXPECT_EQ(reported(11), std::nullopt);
@@ -120,7 +120,7 @@ TEST_F(RankWorkerTest, incomplete_chunks_report_their_groups_without_a_failure) 
   EXPECT_TRUE(lines_.empty());
 }
 
-TEST_F(RankWorkerTest, a_store_that_contradicts_itself_ends_with_every_group_failed) {
+TEST_F(RankWorkerTest, an_inconsistent_store_fails_in_every_group) {
   copier_->refuse_ = true;
   submit(1, kStore, 11);
   const auto results = worker_->poll();

@@ -71,7 +71,7 @@ def test_every_variable_that_vllms_python_files_read_is_in_the_table() -> None:
     assert sorted(found - ENVIRONMENT.keys()) == []
 
 
-def test_every_line_has_a_reason() -> None:
+def test_every_entry_of_the_table_has_a_reason() -> None:
     assert all(decision.reason for decision in (CONFIGURATION | VLLM_VARIABLES).values())
 
 

@@ -85,7 +85,7 @@ def engine() -> Any:
     made.stop()
 
 
-def test_the_manager_is_vllms_and_overrides_what_it_names() -> None:
+def test_overridden_methods_of_the_manager_keep_vllms_parameters() -> None:
     assert issubclass(KVOffloadManager, base.OffloadingManager)
     for name, ours in vars(KVOffloadManager).items():
         theirs = getattr(base.OffloadingManager, name, None)
@@ -298,7 +298,7 @@ def test_the_source_tier_of_a_hit_is_reported(engine: Engine) -> None:
     assert engine.manager.get_load_source(key(1), request).value == "host"
 
 
-def test_a_reset_forgets_everything(engine: Engine) -> None:
+def test_a_reset_invalidates_all_chunks(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1, 2), request)
     engine.manager.reset_cache()

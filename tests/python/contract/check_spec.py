@@ -437,7 +437,7 @@ def test_weights_without_identity_are_refused_until_they_are_named(tmp_path: Pat
     made.shutdown()
 
 
-def test_the_key_of_a_kept_region() -> None:
+def test_the_key_of_a_kept_region_depends_on_model_and_engine() -> None:
     def found_by(config: Any, **options: Any) -> str:
         return identity.keep_for(config, OffloadConfig(cpu_bytes_to_use=1 << 20, **options))
 

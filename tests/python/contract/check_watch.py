@@ -54,7 +54,7 @@ def _watched(
     return HitWatch(metrics, ("cpu", "fs"), cache, Surroundings(**around)), metrics
 
 
-def test_it_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_watch_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     watch, _ = _watched(("not_stored", 50_000), ("deadline", 200_000))
     for now in (0.0, 100.0, 200.0):
         watch.look(now)
@@ -119,7 +119,7 @@ DISKS = {"write_policies": ("write_through",)}
         ((("disabled", 300_000),), None, DISKS, "load_policy never"),
     ],
 )
-def test_it_names_the_cause(
+def test_the_warning_names_the_cause(
     misses: tuple[tuple[str, float], ...],
     cache: Any,
     around: dict[str, Any],

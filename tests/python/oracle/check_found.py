@@ -163,7 +163,7 @@ def losses(ours: list[Answer], kept: list[Answer]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "blocks"), list(cells()))
-def test_as_much_is_found_as_by_a_manager_that_keeps_everything(name: str, blocks: int) -> None:
+def test_no_chunk_is_lost_compared_with_an_unbounded_manager(name: str, blocks: int) -> None:
     ours, kept = compare(chunks_of(CLASSES[name], blocks))
     print(name, blocks, sum(answer.found for answer in ours), sum(answer.found for answer in kept))
     assert losses(ours, kept) == []

@@ -137,7 +137,7 @@ def test_the_same_image_hits_and_another_image_misses_from_its_chunk_on(
         assert ask(after, original) == whole
 
 
-def test_an_image_at_another_offset_of_the_same_placeholders_misses() -> None:
+def test_images_at_other_offsets_or_swapped_miss() -> None:
     with running(IMAGES) as engine:
         first = with_images(Image("cat", 32, 16), Image("dog", 48, 16))
         assert ask(engine, first) == 0

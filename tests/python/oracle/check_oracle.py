@@ -379,7 +379,7 @@ DISK_KINDS = (
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", kinds(*DISK_KINDS))
-def test_every_byte_from_disk_is_right_also_in_the_next_life(kind: str, seed: int, tmp_path: Path) -> None:
+def test_every_byte_from_disk_is_right_also_after_a_restart(kind: str, seed: int, tmp_path: Path) -> None:
     setup = with_disk(KINDS[kind], tmp_path / "root", max_bytes="8MiB")
     histories: Histories = []
     # The random requests of the next life may miss all records on disk; these prompts hit.
@@ -449,7 +449,7 @@ def test_states_are_found_with_any_chunk_size(blocks: int) -> None:
     engine.shutdown()
 
 
-def test_partial_blocks_are_found_and_in_the_next_life_whole_blocks(tmp_path: Path) -> None:
+def test_partial_blocks_are_found_and_after_a_restart_whole_blocks(tmp_path: Path) -> None:
     setup = with_disk(KINDS["mamba-like, parts of a block"], tmp_path / "root", max_bytes="64MiB")
     rng = random.Random(7)
     prompts = [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(8)]

@@ -81,11 +81,11 @@ def test_the_sanitizer_detects_a_fault() -> None:
 @pytest.mark.parametrize(
     "kind", kinds("hybrid, packed, two ranks", "events", "mamba-like", "two blocks a chunk")
 )
-def test_a_life_in_memory(kind: str) -> None:
+def test_random_requests_in_memory_pass_the_sanitizer(kind: str) -> None:
     live(KINDS[kind], seed=17)
 
 
 @pytest.mark.parametrize("kind", ["two ranks", "hybrid"])
-def test_a_life_with_damaged_records_on_disk(kind: str, tmp_path: Path) -> None:
+def test_random_requests_with_damaged_records_pass_the_sanitizer(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     live(with_disk(KINDS[kind], root), 18, STEPS, Rates(reset=0.01), root=root)

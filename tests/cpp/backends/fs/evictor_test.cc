@@ -62,7 +62,7 @@ TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
 }
 
 // Until its records are known, the server must not evict its own: any of them may be worth keeping.
-TEST(EvictorTest, a_new_server_writes_at_once_to_a_root_full_of_records_from_before_a_reset) {
+TEST(EvictorTest, a_new_server_can_write_to_a_root_full_of_reset_records) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FakeClock clock;
@@ -157,7 +157,7 @@ class EvictorBesideAnother : public ::testing::Test {
   std::unique_ptr<FsStore> theirs_, ours_;
 };
 
-TEST_F(EvictorBesideAnother, unremovable_own_records_cost_others_nothing) {
+TEST_F(EvictorBesideAnother, a_server_with_unremovable_records_evicts_none_of_others) {
   for (std::uint32_t i = 1000; i < 1010; ++i)
     ops_.keep(layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
   const std::size_t before = records_of_theirs();
@@ -289,8 +289,7 @@ TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_missing_re
   EXPECT_LE(calls.most(), kMostCallsPerLock);
 }
 
-TEST_F(EvictorMeetsMissingRecords,
-       a_write_gives_up_after_many_missing_records_and_the_next_count_forgets_them_all) {
+TEST_F(EvictorMeetsMissingRecords, a_write_gives_up_after_many_missing_records_until_the_next_count) {
   ASSERT_GT(2 * count_, static_cast<std::uint32_t>(kMostCalls)) << "too few records to reach the limit";
   remove_first(count_);
   int before = ops_.calls_here();

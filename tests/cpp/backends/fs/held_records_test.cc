@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "backends/fs/record_index.h"
-#include "rounds.h"
 #include "step_watch.h"
+#include "test_iterations.h"
 #include "tier/presence.h"
 
 namespace kv_offload {
@@ -82,7 +82,7 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
   const std::atomic<bool> go_on_{false};
 };
 
-TEST_P(HeldRecordsTest, no_hold_of_the_lock_grows_with_ten_times_as_many_records) {
+TEST_P(HeldRecordsTest, steps_under_the_lock_do_not_grow_with_the_records) {
   const auto many = static_cast<std::uint64_t>(rounds(1'000'000));
   EXPECT_LT(most_of_a_life(many / 10), kMostSteps);
   EXPECT_LT(most_of_a_life(many), kMostSteps);
@@ -91,7 +91,7 @@ TEST_P(HeldRecordsTest, no_hold_of_the_lock_grows_with_ten_times_as_many_records
 INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "prefix"));
 
 // The scheduler's thread adds uses and takes removals; other threads may be late to apply them.
-TEST(HeldUsesTest, uses_that_nobody_applies_are_dropped_a_few_at_a_time) {
+TEST(HeldUsesTest, unapplied_uses_are_dropped_a_few_at_a_time) {
   FakeClock clock;
   RecordIndex records("lru", clock);
   const auto one = std::make_shared<std::vector<TierUse>>(1, TierUse{held_key(1), {}});
@@ -102,7 +102,7 @@ TEST(HeldUsesTest, uses_that_nobody_applies_are_dropped_a_few_at_a_time) {
   EXPECT_LE(steps_of([&] { records.used(many); }), RecordIndex::kMostUseLists);
 }
 
-TEST(HeldPresenceTest, no_hold_of_the_lock_grows_with_more_keys) {
+TEST(HeldPresenceTest, steps_under_the_lock_do_not_grow_with_the_keys) {
   FakeClock clock;
   std::vector<ChunkKey> keys;
   for (int i = 0; i < rounds(600'000); ++i) keys.push_back(held_key(static_cast<std::uint64_t>(i)));

@@ -44,7 +44,7 @@ class FsLiveness : public ::testing::Test {
   std::uint32_t next_ = 0;
 };
 
-TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
+TEST_F(FsLiveness, an_idle_server_on_a_full_root_does_not_starve_another) {
   TierUser idle(timed_options()), busy(timed_options());
   busy.wait_for_scan();
   fill(idle);  // from here on it is not even polled
@@ -103,7 +103,7 @@ TEST_F(FsLiveness, unremovable_records_stay_known_and_the_error_is_reported) {
   EXPECT_TRUE(user.until([&] { return user.write(next_, kLivenessShards).is_ok(); }));
 }
 
-TEST_F(FsLiveness, servers_continue_alongside_one_that_cannot_remove_and_one_that_resets) {
+TEST_F(FsLiveness, servers_continue_alongside_failing_removals_and_resets) {
   FaultyFileOps ops;
   FsTierOptions broken_options = timed_options(), resetting_options = timed_options();
   broken_options.file_ops = &ops;

@@ -69,7 +69,7 @@ TEST_F(FsMisleading, the_bound_holds_where_blocks_are_reported_late_or_never) {
 }
 
 // Copies, parity or large allocation units: twice the size, and reported late.
-TEST_F(FsMisleading, late_blocks_that_exceed_the_size_keep_the_bound_once_they_were_seen) {
+TEST_F(FsMisleading, the_bound_holds_after_late_blocks_exceeded_the_size) {
   LateBlocks ops(clock_, std::chrono::seconds(5), 2);
   const auto store = open(ops);
   for (std::uint32_t i = 0; i < 4; ++i) ASSERT_TRUE(write(*store, i));

@@ -216,7 +216,7 @@ TEST_F(FsNfsTest, a_damaged_record_is_still_reported_as_damaged) {  // the contr
   EXPECT_TRUE(path_of(root_, 1).empty());
 }
 
-TEST_F(FsNfsTest, writing_a_record_that_another_host_wrote_leaves_it_and_the_usage_unchanged) {
+TEST_F(FsNfsTest, a_record_written_by_two_hosts_is_counted_once) {
   settle({a_.get(), b_.get()});
   for (std::uint32_t i = 0; i < 12; ++i) {
     ASSERT_FALSE(b_->finds(i));  // so it computes and writes the record too
@@ -275,7 +275,7 @@ TEST_F(FsNfsTest, resets_on_alternating_hosts_each_begin_an_epoch) {
   EXPECT_EQ(records_in(root_).size(), 2u) << "obsolete records were removed";
 }
 
-TEST_F(FsNfsTest, a_host_that_is_cut_off_costs_the_others_nothing_and_continues_when_it_is_back) {
+TEST_F(FsNfsTest, a_disconnected_host_does_not_affect_others_and_recovers) {
   settle({a_.get(), b_.get()});
   std::uint32_t next = 0;
   for (int cut = 0; cut < 2; ++cut) {
@@ -379,7 +379,7 @@ class SpaceOnNfs : public ::testing::Test {
   Fd root_ = open_fd(posix_file_ops(), AT_FDCWD, dir_.path(), O_RDONLY | O_DIRECTORY, 0, &error_);
 };
 
-TEST_F(SpaceOnNfs, all_users_move_to_a_page_that_replaced_theirs) {
+TEST_F(SpaceOnNfs, all_processes_move_to_a_replaced_ledger_page) {
   const std::unique_ptr<SpaceLedger> one = open(1, host_), two = open(3, another_);
   for (NfsHost* by : {&host_, &another_}) {
     replace_the_page(*by);
@@ -394,7 +394,7 @@ TEST_F(SpaceOnNfs, all_users_move_to_a_page_that_replaced_theirs) {
   EXPECT_NE(figures.state, SpaceState::kNotExclusive) << "their locks worked";
 }
 
-TEST_F(SpaceOnNfs, a_process_that_its_own_host_took_for_dead_becomes_visible_again) {
+TEST_F(SpaceOnNfs, a_process_declared_dead_by_its_host_becomes_visible_again) {
   const std::unique_ptr<SpaceLedger> one = open(1, host_);
   const std::string presence = layout::presence_name(1);
   ASSERT_EQ(host_.unlink(root_.get(), presence), 0);

@@ -139,7 +139,7 @@ struct Change {
 
 class FsOutsideChange : public FsOutsideChanges, public ::testing::WithParamInterface<Change> {};
 
-TEST_P(FsOutsideChange, is_repaired_and_reported_once) {
+TEST_P(FsOutsideChange, an_outside_change_is_repaired_and_reported_once) {
   const auto store = open();
   fill(*store);
   GetParam().make(root_, space());

@@ -13,7 +13,7 @@ namespace {
 
 using namespace testing;
 
-class FsForeignTest : public ::testing::Test {
+class FsPeerRecordsTest : public ::testing::Test {
  protected:
   // Looks the key up until it is known, like a waiting request.
   bool finds(TierUser& user, std::uint32_t number) { return user.has(number); }
@@ -24,7 +24,7 @@ class FsForeignTest : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
 };
 
-TEST_F(FsForeignTest, a_record_of_one_process_is_found_and_read_by_the_other) {
+TEST_F(FsPeerRecordsTest, a_record_of_one_process_is_found_and_read_by_the_other) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -38,7 +38,7 @@ TEST_F(FsForeignTest, a_record_of_one_process_is_found_and_read_by_the_other) {
   EXPECT_TRUE(one.read(10));
 }
 
-TEST_F(FsForeignTest, records_written_later_are_found_too) {
+TEST_F(FsPeerRecordsTest, peer_records_written_after_the_scan_are_found) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -49,7 +49,7 @@ TEST_F(FsForeignTest, records_written_later_are_found_too) {
   EXPECT_EQ(other.tier().stats().chunks, 3u);
 }
 
-TEST_F(FsForeignTest, a_record_evicted_by_the_other_is_a_miss_and_not_a_failure) {
+TEST_F(FsPeerRecordsTest, a_record_evicted_by_the_other_is_a_miss_and_not_a_failure) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -60,7 +60,7 @@ TEST_F(FsForeignTest, a_record_evicted_by_the_other_is_a_miss_and_not_a_failure)
   EXPECT_FALSE(other.has(1));
 }
 
-TEST_F(FsForeignTest, namespaces_do_not_see_each_other) {
+TEST_F(FsPeerRecordsTest, records_of_another_namespace_are_not_found) {
   FsTierOptions foreign = options_for(root_);
   foreign.namespace_id.fill(0x22);
   TierUser one(options_for(root_)), other(foreign);
@@ -74,13 +74,13 @@ TEST_F(FsForeignTest, namespaces_do_not_see_each_other) {
 }
 
 // Two stores driven by hand: upkeep runs only where a test calls it.
-class FsAskedByNameTest : public ::testing::Test {
+class FsPeerLookupTest : public ::testing::Test {
  protected:
-  FsAskedByNameTest() {
+  FsPeerLookupTest() {
     for (FsStore* store : {&writer_, &asker_}) store->start();
     for (FsStore* store : {&writer_, &asker_}) store->maintain();  // each sees the other
   }
-  ~FsAskedByNameTest() override {
+  ~FsPeerLookupTest() override {
     for (FsStore* store : {&writer_, &asker_}) store->close();
   }
   static void write(FsStore& store, std::uint32_t number) {
@@ -128,7 +128,7 @@ class FsAskedByNameTest : public ::testing::Test {
   FsStore asker_{options_for(dir_.path() + "/root"), ops_, clock_};
 };
 
-TEST_F(FsAskedByNameTest, a_record_written_by_another_is_found_by_lookup) {
+TEST_F(FsPeerLookupTest, a_record_written_by_another_is_found_by_lookup) {
   write(writer_, 1);
   EXPECT_EQ(known(asker_, 1), Presence::kUnknown);
   ASSERT_TRUE(ask(asker_, {1}));  // the first of its group: the directory listing gives its size
@@ -139,7 +139,7 @@ TEST_F(FsAskedByNameTest, a_record_written_by_another_is_found_by_lookup) {
   for (const std::uint32_t number : {1u, 2u}) EXPECT_TRUE(read(asker_, number));
 }
 
-TEST_F(FsAskedByNameTest, a_missing_record_is_a_miss_until_its_absence_expires) {
+TEST_F(FsPeerLookupTest, a_missing_record_is_a_miss_until_its_absence_expires) {
   write(asker_, 1);
   ASSERT_TRUE(ask(asker_, {2}));
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
@@ -151,7 +151,7 @@ TEST_F(FsAskedByNameTest, a_missing_record_is_a_miss_until_its_absence_expires) 
   EXPECT_EQ(known(asker_, 2), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, a_server_without_neighbours_looks_nothing_up) {
+TEST_F(FsPeerLookupTest, a_server_without_neighbours_looks_nothing_up) {
   writer_.close();
   for (int i = 0; i < 2; ++i) {  // its slot is free, or belongs to a dead process
     clock_.advance(SpaceLedger::kDeadAfter);
@@ -163,7 +163,7 @@ TEST_F(FsAskedByNameTest, a_server_without_neighbours_looks_nothing_up) {
   EXPECT_TRUE(asked.empty());
 }
 
-TEST_F(FsAskedByNameTest, another_epoch_of_the_namespace_is_not_shared) {
+TEST_F(FsPeerLookupTest, another_epoch_of_the_namespace_is_not_shared) {
   writer_.forget();
   ASSERT_TRUE(writer_.begin_epoch());
   writer_.maintain();
@@ -173,7 +173,7 @@ TEST_F(FsAskedByNameTest, another_epoch_of_the_namespace_is_not_shared) {
   EXPECT_EQ(known(writer_, 2), Presence::kAbsent);
 }
 
-TEST_F(FsAskedByNameTest, nothing_after_the_first_gap_of_a_prompt_is_looked_up) {
+TEST_F(FsPeerLookupTest, nothing_after_the_first_gap_of_a_prompt_is_looked_up) {
   write(asker_, 1);  // the size of its group is known
   for (const std::uint32_t number : {10u, 11u, 13u}) write(writer_, number);
   const std::vector<std::uint32_t> prompt{10, 11, 12, 13, 14};
@@ -192,7 +192,7 @@ TEST_F(FsAskedByNameTest, nothing_after_the_first_gap_of_a_prompt_is_looked_up) 
   EXPECT_EQ(known(asker_, 13), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_a_device_failure) {
+TEST_F(FsPeerLookupTest, a_directory_that_does_not_answer_is_a_device_failure) {
   write(asker_, 1);
   for (const std::uint32_t number : {2u, 3u}) write(writer_, number);
   ops_.fail_all(Call::kStat, EIO);
@@ -204,7 +204,7 @@ TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_a_device_failure) 
   EXPECT_EQ(known(asker_, 3), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, an_inaccessible_path_hides_only_its_own_record) {
+TEST_F(FsPeerLookupTest, an_inaccessible_path_hides_only_its_own_record) {
   write(asker_, 1);  // the size of its group is known
   for (const std::uint32_t number : {10u, 11u, 12u, 13u}) write(writer_, number);
   const auto first_look_fails = [&](int error) {
@@ -231,7 +231,7 @@ TEST_F(FsAskedByNameTest, an_inaccessible_path_hides_only_its_own_record) {
   EXPECT_EQ(ops_.calls_here() - before, 1) << "every lookup would take as long";
 }
 
-TEST_F(FsAskedByNameTest, a_leaf_that_must_not_be_listed_has_no_records) {
+TEST_F(FsPeerLookupTest, a_leaf_that_must_not_be_listed_has_no_records) {
   write(writer_, 1);  // its group is unknown, so its directory is listed
   for (const int error : {EACCES, ENOTDIR, ELOOP}) {
     ops_.fail_all(Call::kOpen, error);
@@ -244,7 +244,7 @@ TEST_F(FsAskedByNameTest, a_leaf_that_must_not_be_listed_has_no_records) {
   EXPECT_EQ(known(asker_, 1), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, a_directory_in_place_of_a_record_is_not_a_record) {
+TEST_F(FsPeerLookupTest, a_directory_in_place_of_a_record_is_not_a_record) {
   write(asker_, 1);
   write(writer_, 2);
   const fs::path path = path_of(dir_.path() + "/root", 2);
@@ -254,7 +254,7 @@ TEST_F(FsAskedByNameTest, a_directory_in_place_of_a_record_is_not_a_record) {
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
 }
 
-TEST_F(FsAskedByNameTest, a_reset_during_a_lookup_makes_nothing_known) {
+TEST_F(FsPeerLookupTest, a_reset_during_a_lookup_makes_nothing_known) {
   write(asker_, 1);
   write(writer_, 2);
   ops_.set_rule([&](Call call) -> int {

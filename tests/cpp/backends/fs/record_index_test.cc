@@ -49,7 +49,7 @@ class RecordIndexTest : public ::testing::Test {
   const std::atomic<bool> go_on_{false};
 };
 
-TEST_F(RecordIndexTest, knowledge_from_an_ended_epoch_changes_nothing) {
+TEST_F(RecordIndexTest, calls_for_an_ended_epoch_change_nothing) {
   const auto old = epoch(1), now = epoch(2);
   begin(old, Extent::kSome);
   const auto victim_of_old = [&] {
@@ -81,7 +81,7 @@ TEST_F(RecordIndexTest, knowledge_from_an_ended_epoch_changes_nothing) {
   EXPECT_EQ(records_.begin_read(key_of(2), old, &pin).kind(), StatusKind::kCancelled);
 }
 
-TEST_F(RecordIndexTest, the_next_epoch_is_above_ours_and_knows_whether_a_reset_began_it) {
+TEST_F(RecordIndexTest, the_next_epoch_is_higher_and_marked_if_by_reset) {
   begin(epoch(7));
   EXPECT_FALSE(records_.next()) << "there is one";
   records_.drop(records_.epoch());
@@ -164,7 +164,7 @@ TEST_F(RecordIndexTest, without_an_epoch_every_record_is_absent) {
 }
 
 // A record whose chunk is in use in host memory is not old.
-TEST_F(RecordIndexTest, uses_elsewhere_count_before_anything_is_evicted) {
+TEST_F(RecordIndexTest, uses_in_host_memory_count_before_any_eviction) {
   const auto now = epoch(1);
   begin(now);
   for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
@@ -209,7 +209,7 @@ TEST_F(RecordIndexTest, the_next_victim_stays_if_it_belongs_to_the_spared_reques
   EXPECT_FALSE(own);
 }
 
-TEST_F(RecordIndexTest, a_declined_write_is_remembered_for_its_request_until_it_is_written_or_reset) {
+TEST_F(RecordIndexTest, a_declined_write_is_remembered_until_written_or_reset) {
   begin(epoch(1));
   const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
   records_.on_declined(key_of(1), 5, records_.epoch());

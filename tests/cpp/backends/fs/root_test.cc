@@ -51,7 +51,7 @@ TEST_F(FsRootTest, stat_reports_the_content) {
   EXPECT_FALSE(info.namespaces[0].open);
 }
 
-TEST_F(FsRootTest, lists_records_of_one_namespace_or_all) {
+TEST_F(FsRootTest, records_of_one_or_all_namespaces_are_listed) {
   FsRoot root(root_);
   std::size_t all = 0, one = 0;
   for (auto cursor = root.records(std::nullopt); cursor.next();) ++all;

@@ -53,7 +53,7 @@ class FsShares : public ::testing::TestWithParam<const char*> {
   FakeClock clock_;
 };
 
-TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_other_servers_prompts_usable) {
+TEST_P(FsShares, a_new_server_gets_its_share_and_breaks_no_other_prompts) {
   const auto first = start(options(0x11, GetParam()));
   fill(*first);
   const std::size_t before = held(0x11, *first).records;
@@ -83,7 +83,7 @@ TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_other_servers_prompts
 
 INSTANTIATE_TEST_SUITE_P(policies, FsShares, ::testing::Values("prefix", "lru"));
 
-TEST_F(FsShares, a_newcomer_waits_for_the_servers_that_answer_and_cuts_no_prompt_of_theirs) {
+TEST_F(FsShares, a_new_server_waits_for_granted_space_and_breaks_no_prompts) {
   const auto first = start(options(0x11));
   fill(*first);
   const Held before = held(0x11, *first);

@@ -50,7 +50,7 @@ class SpaceLedgerTest : public ::testing::Test {
   std::unique_ptr<SpaceLedger> server_ = open(1), other_ = open(3, ops_);
 };
 
-TEST_F(SpaceLedgerTest, refuses_before_the_first_count_and_above_the_bound) {
+TEST_F(SpaceLedgerTest, reservations_are_refused_uncounted_and_above_the_bound) {
   Reservation first(*server_), second(*other_);
   missing_ = 1;
   EXPECT_EQ(reserve(first, 1).kind(), StatusKind::kNoSpace);
@@ -180,7 +180,7 @@ TEST_F(SpaceLedgerTest, insufficient_freed_space_is_kept_from_others) {
   EXPECT_FALSE(reserve(other, 100)) << "it was freed for another reservation";
 }
 
-TEST_F(SpaceLedgerTest, a_change_that_cannot_be_written_is_written_with_the_next) {
+TEST_F(SpaceLedgerTest, a_failed_ledger_write_is_made_with_the_next_change) {
   count(1000);
   {
     Reservation reservation(*other_);
@@ -199,7 +199,7 @@ TEST_F(SpaceLedgerTest, a_change_that_cannot_be_written_is_written_with_the_next
   EXPECT_EQ(look(*other_).reserved, 0u);
 }
 
-TEST_F(SpaceLedgerTest, writes_by_others_are_reported_and_only_grow) {
+TEST_F(SpaceLedgerTest, writes_of_other_processes_are_reported_and_only_grow) {
   count(kMost - 1000);
   std::uint64_t before = look(*server_).writes_by_others;
   for (int i = 0; i < 3; ++i) {
@@ -253,7 +253,7 @@ TEST_F(SpaceLedgerTest, a_process_that_closed_or_did_nothing_leaves_no_doubt) {
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(7)));
 }
 
-TEST_F(SpaceLedgerTest, a_process_of_another_boot_that_died_leaves_doubt_although_its_slot_is_empty) {
+TEST_F(SpaceLedgerTest, a_dead_process_of_another_boot_leaves_doubt) {
   count(1000);
   ProcessOps process;
   process.on_host("of the boot before");
@@ -270,7 +270,7 @@ TEST_F(SpaceLedgerTest, a_process_that_is_idle_for_long_is_not_dead) {
   EXPECT_EQ(look(*server_).reserved, 500u);
 }
 
-TEST_F(SpaceLedgerTest, a_process_that_lost_its_lock_with_the_power_is_dead_once_it_stays_idle) {
+TEST_F(SpaceLedgerTest, an_idle_process_of_another_boot_is_declared_dead) {
   count(1000);
   ProcessOps process;
   process.on_host("of the boot before");
@@ -282,7 +282,7 @@ TEST_F(SpaceLedgerTest, a_process_that_lost_its_lock_with_the_power_is_dead_once
   EXPECT_EQ(look(*server_, SpaceLedger::kDeadAfter).writers.size(), 2u);
 }
 
-TEST_F(SpaceLedgerTest, a_process_taken_for_dead_returns_with_its_reservations) {
+TEST_F(SpaceLedgerTest, a_process_declared_dead_returns_with_its_reservations) {
   count(1000);
   Reservation theirs(*other_);
   ASSERT_TRUE(reserve(theirs, 500));
@@ -327,7 +327,7 @@ TEST_F(SpaceLedgerTest, space_granted_on_a_replaced_page_is_requested_again) {
   EXPECT_EQ(look(*server_).writers.size(), 2u);
 }
 
-TEST_F(SpaceLedgerTest, a_lock_that_nobody_releases_is_reported_and_is_not_a_device_failure) {
+TEST_F(SpaceLedgerTest, an_unreleased_lock_is_reported_but_no_device_failure) {
   count(1000);
   ops_.fail_all(Call::kFlock, EWOULDBLOCK);
   Reservation writer(*other_);
@@ -382,7 +382,7 @@ TEST_F(SpaceLedgerTest, a_live_process_of_another_host_without_its_lock_is_detec
   EXPECT_EQ(state, SpaceState::kNotExclusive);
 }
 
-TEST_F(SpaceLedgerTest, a_host_that_joins_makes_its_own_count_and_delays_nobody) {
+TEST_F(SpaceLedgerTest, a_joining_host_counts_first_and_blocks_no_other_host) {
   count(1000);
   ProcessOps process;
   process.on_host("another");

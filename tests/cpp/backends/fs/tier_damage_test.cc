@@ -11,8 +11,8 @@
 
 #include "fixture.h"
 #include "record/record.h"
-#include "rounds.h"
 #include "sim_disk.h"
+#include "test_iterations.h"
 #include "with_threads.h"
 
 namespace kv_offload {

@@ -129,7 +129,7 @@ TEST_F(FsTierFaults, a_damaged_record_is_never_read_as_good_and_is_removed) {
   EXPECT_TRUE(records_in(root_).empty());
 }
 
-TEST_F(FsTierFaults, another_keys_record_in_its_place_is_detected) {
+TEST_F(FsTierFaults, a_record_of_another_key_is_detected) {
   TierUser user(options_);
   ASSERT_TRUE(user.write(1));
   ASSERT_TRUE(user.write(2));
@@ -147,7 +147,7 @@ TEST_F(FsTierFaults, a_vanished_record_is_a_miss) {
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
 }
 
-TEST_F(FsTierFaults, strange_files_in_place_of_a_record_are_left_alone) {
+TEST_F(FsTierFaults, directories_links_and_pipes_in_place_of_records_stay) {
   TierUser user(options_);
   for (std::uint32_t i = 1; i <= 3; ++i) ASSERT_TRUE(user.write(i));
   const std::vector<fs::path> paths = {path_of(root_, 1), path_of(root_, 2), path_of(root_, 3)};
@@ -399,7 +399,7 @@ TEST_F(FsTierFaults, no_read_continues_into_memory_that_outlives_the_process) {
   }
 }
 
-TEST(EndsReadsFirst, is_true_for_local_devices_and_false_for_unknown_ones) {
+TEST(EndsReadsFirst, ends_reads_first_is_true_on_tmpfs_and_false_on_proc) {
   const auto of = [](const char* path) {
     const Fd fd(posix_file_ops(), ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     SpaceInfo space;

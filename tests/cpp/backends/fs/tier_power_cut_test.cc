@@ -5,8 +5,8 @@
 
 #include "fixture.h"
 #include "record/record.h"
-#include "rounds.h"
 #include "sim_disk.h"
+#include "test_iterations.h"
 #include "tier/encrypted_medium.h"
 #include "with_threads.h"
 
@@ -186,7 +186,7 @@ TEST(PowerCut, the_next_start_finds_complete_encrypted_records) {
   EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
 }
 
-TEST(Kill, at_any_call_loses_no_encrypted_record) {
+TEST(Kill, a_kill_at_any_call_loses_no_encrypted_record) {
   SimDisk disk;
   Lives lives(disk, {.power = false, .encrypted = true});
   lives.live_until([&] { return lives.promises > 10; }, rounds(50), 60);
@@ -253,7 +253,7 @@ TEST(PowerCut, the_bound_holds_across_power_cuts) {
   EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";
 }
 
-TEST(Kill, at_any_call_loses_no_written_record) {
+TEST(Kill, a_kill_at_any_call_loses_no_written_record) {
   SimDisk disk;
   Lives lives(disk, {.power = false});
   lives.live_until([&] { return lives.promises > 10; }, rounds(100), 60);
@@ -261,7 +261,7 @@ TEST(Kill, at_any_call_loses_no_written_record) {
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
 }
 
-TEST(Kill, at_any_call_with_resets_and_a_bound_leaves_a_consistent_root) {
+TEST(Kill, a_kill_with_resets_and_a_bound_leaves_a_consistent_root) {
   SimDisk disk;
   Lives lives(disk, {.power = false, .max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true});
   lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(200), 300);

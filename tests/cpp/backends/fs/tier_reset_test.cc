@@ -151,7 +151,7 @@ TEST_F(FsTierReset, a_reset_of_one_server_leaves_the_other_its_own_records) {
   EXPECT_FALSE(a.has(3)) << "of other weights";
 }
 
-TEST_F(FsTierReset, records_that_others_still_use_are_not_reclaimed_until_those_reset_or_end) {
+TEST_F(FsTierReset, records_in_use_by_another_server_are_not_reclaimed) {
   auto a = std::make_unique<TierUser>(timed_options());
   a->wait_for_scan();
   TierUser b(timed_options());
@@ -302,7 +302,7 @@ TEST_F(FsTierReset, a_reset_replica_gets_its_share_of_a_full_root) {
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
 }
 
-TEST_F(FsTierReset, files_of_processes_that_start_after_resets_are_in_the_total_before_they_are_subtracted) {
+TEST_F(FsTierReset, files_of_later_processes_are_counted_before_their_removal) {
   TierUser b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
@@ -389,7 +389,7 @@ TEST_F(FsTierReset, a_reset_while_upkeep_creates_an_epoch_creates_its_own) {
   EXPECT_TRUE(names.contains(*epochs().rbegin() + ".reset")) << "a new process must not share it";
 }
 
-TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_left) {
+TEST_F(FsTierReset, a_reset_server_evicts_from_epochs_of_others_if_necessary) {
   constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
   FsTierOptions options = timed_options();
   options.max_bytes = kBound;
@@ -409,7 +409,7 @@ TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_le
 
 // ---- failures
 
-TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_up_for) {
+TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_retried) {
   TierUser user(timed_options());
   ASSERT_TRUE(user.write(1));
   ops_.fail_all(Call::kMkdir, EIO);
@@ -427,7 +427,7 @@ TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(FsTierReset, a_reset_that_takes_too_long_ends_later_by_itself) {
+TEST_F(FsTierReset, a_reset_that_times_out_completes_in_the_background) {
   FsTierOptions options = timed_options();
   options.op_timeout = std::chrono::milliseconds(20);  // real time here
   TierUser user(options);
@@ -466,7 +466,7 @@ TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
   EXPECT_EQ(write(), StatusKind::kUnavailable);  // the failed probe opened the breaker again
 }
 
-TEST_F(FsTierReset, a_server_that_was_reset_itself_is_not_asked_to_reset) {
+TEST_F(FsTierReset, a_server_that_was_reset_is_not_reported_as_diverged) {
   const FsTierOptions options = timed_options();
   FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {

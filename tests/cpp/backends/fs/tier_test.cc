@@ -97,7 +97,7 @@ TEST_F(FsTierTest, the_usage_equals_du) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsTierTest, a_reset_forgets_everything_permanently) {
+TEST_F(FsTierTest, a_reset_invalidates_all_records_permanently) {
   {
     TierUser user(options_for(root_));
     for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(user.write(i));

@@ -18,7 +18,7 @@ namespace {
 
 using namespace testing;
 
-TEST(UsageScannerTest, a_count_that_throws_is_repeated_and_blocks_nobody) {
+TEST(UsageScannerTest, a_count_that_throws_is_repeated_and_unlocks_the_ledger) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   const FsTierOptions options = options_for(root);

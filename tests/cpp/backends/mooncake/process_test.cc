@@ -35,7 +35,7 @@ Begun begin(const std::string& script) {
   return begun;
 }
 
-TEST(MooncakeProcess, reports_how_it_ended) {
+TEST(MooncakeProcess, the_exit_status_or_signal_is_reported) {
   const Begun exits = begin("exit 3");
   exits.process->wait_until(soon());
   EXPECT_EQ(exits.process->how_it_ended(), "it ended with status 3");
@@ -44,7 +44,7 @@ TEST(MooncakeProcess, reports_how_it_ended) {
   EXPECT_EQ(killed.process->how_it_ended(), "it was ended by signal 9");
 }
 
-TEST(MooncakeProcess, communicates_through_descriptor_3_and_detects_that_the_engine_ended) {
+TEST(MooncakeProcess, the_process_uses_descriptor_3_and_detects_the_engines_end) {
   Begun begun = begin("echo hello >&3; read -r nothing <&3; exit 7");
   std::array<std::byte, 16> buffer{};
   std::size_t got = 0;
@@ -56,7 +56,7 @@ TEST(MooncakeProcess, communicates_through_descriptor_3_and_detects_that_the_eng
   EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 7");
 }
 
-TEST(MooncakeProcess, receives_the_settings_that_it_needs_and_no_secrets_of_the_engine) {
+TEST(MooncakeProcess, the_process_gets_its_settings_but_no_engine_secrets) {
   for (const char* name :
        {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "ANY_OTHER", "MC_SET_BY_TEST"}) {
     ::setenv(name, "there", 1);
@@ -72,7 +72,7 @@ TEST(MooncakeProcess, receives_the_settings_that_it_needs_and_no_secrets_of_the_
   }
 }
 
-TEST(MooncakeProcess, is_killed_if_it_does_not_end) {
+TEST(MooncakeProcess, a_process_that_does_not_end_is_killed) {
   Begun begun =
       begin("trap '' TERM INT HUP; echo on >&3; while :; do read -r line <&3 || exec sleep 10000; done");
   std::array<std::byte, 16> buffer{};
@@ -110,7 +110,7 @@ TEST(MooncakeProcess, a_process_that_sends_nothing_is_retried) {
   }
 }
 
-TEST(MooncakeClient, its_messages_are_valid_text_whatever_bytes_it_sends) {
+TEST(MooncakeClient, invalid_utf8_in_client_messages_is_replaced) {
   const auto read = [](std::string_view said) { return text_of(std::as_bytes(std::span(said))); };
   EXPECT_EQ(read("plain"), "plain");
   EXPECT_EQ(read("\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"), "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80");

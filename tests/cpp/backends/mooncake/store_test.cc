@@ -99,7 +99,7 @@ TEST_F(MooncakeTier, records_of_any_size_share_the_memory_of_a_channel) {
   EXPECT_LE(store_.channels(), 4) << "one per thread that asked at the same time";
 }
 
-TEST_F(MooncakeTier, one_engine_reads_what_another_wrote) {
+TEST_F(MooncakeTier, an_engine_reads_the_records_of_another_engine) {
   TierDriver prefill(open()), decode(open());
   ASSERT_TRUE(prefill.write(7, {8192, 300}));
   EXPECT_TRUE(decode.has(7));
@@ -129,7 +129,7 @@ TEST_F(MooncakeTier, the_process_receives_the_expected_size_of_a_record) {
 
 // ---- a store that loses its content
 
-TEST_F(MooncakeTier, everything_is_a_miss_after_a_restart_of_the_master) {
+TEST_F(MooncakeTier, all_records_are_misses_after_a_master_restart) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const std::string epoch = store_.value(medium_.epoch_name());
@@ -232,7 +232,7 @@ TEST_F(MooncakeTier, a_record_written_by_another_is_not_sent_again) {
 }
 
 // Without the check, only the master would answer, and nothing would be written.
-TEST_F(MooncakeTier, a_write_after_a_failed_one_checks_first) {
+TEST_F(MooncakeTier, a_write_after_a_failure_checks_for_an_existing_record) {
   TierDriver user(open()), other(open());
   ASSERT_TRUE(user.write(1000));
   for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kRun; ++i)
@@ -245,7 +245,7 @@ TEST_F(MooncakeTier, a_write_after_a_failed_one_checks_first) {
   EXPECT_EQ(written.bytes, 0u);
 }
 
-TEST_F(MooncakeTier, few_writes_check_first_where_nobody_else_writes) {
+TEST_F(MooncakeTier, a_single_writer_seldom_checks_for_existing_records) {
   TierDriver user(open());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = store_.faults.seen(Verb::kLocate);
@@ -437,7 +437,7 @@ TEST_F(MooncakeTier, close_ends_a_hanging_call) {
   store_.stand_still(false);
 }
 
-TEST(MooncakeErrors, map_to_the_right_kinds_and_messages) {
+TEST(MooncakeErrors, mooncake_errors_map_to_status_kinds_and_messages) {
   using mooncake::refusal;
   EXPECT_EQ(refusal(-704, "").kind(), StatusKind::kNotFound);
   EXPECT_EQ(refusal(-703, "").kind(), StatusKind::kNotFound);

@@ -97,7 +97,7 @@ TEST(RedisConnectionTest, an_endless_reply_is_not_buffered) {
   }
 }
 
-TEST(RedisConnectionTest, an_endless_sequence_of_replies_is_not_buffered_either) {
+TEST(RedisConnectionTest, an_endless_sequence_of_replies_is_not_buffered) {
   const RedisScript server(
       {{"PING", "+PONG\r\n"}, {"EXISTS", "$200000\r\n" + std::string(200'000, 'x') + "\r\n"}});
   const auto connection = connected(server.address());
@@ -245,7 +245,7 @@ TEST(RedisStoreAnswersTest, a_server_with_too_many_clients_is_waited_for) {
   }
 }
 
-TEST(RedisAddress, names_the_location_and_not_the_user) {
+TEST(RedisAddress, the_address_text_has_the_location_without_the_user) {
   Server server;
   server.host = "::1";
   server.database = 3;

@@ -41,7 +41,7 @@ TEST(RedisReplyTest, a_message_without_an_error_code_is_not_repeated) {
   EXPECT_NE(refusal("EXECABORT x").message().find("EXECABORT"), std::string::npos);
 }
 
-TEST(RedisReplyTest, distinguishes_wrong_settings_from_temporary_errors) {
+TEST(RedisReplyTest, settings_errors_are_distinguished_from_temporary_errors) {
   EXPECT_TRUE(is_setting("NOAUTH x") && is_setting("NOPERM x"));
   EXPECT_FALSE(is_setting("LOADING x") || is_setting("READONLY x") || is_setting("OOM x") ||
                is_setting("ERR x") || is_setting("MOVED 1 a:1") || is_setting("CLUSTERDOWN x"));

@@ -74,7 +74,7 @@ TEST_F(RedisTierTest, a_record_is_stored_in_the_disk_format) {
   EXPECT_EQ(value.find_first_not_of('\0', kRecordHeaderBytes + 5000), kRecordHeaderBytes + 8192);
 }
 
-TEST_F(RedisTierTest, few_writes_check_first_where_nobody_else_writes) {
+TEST_F(RedisTierTest, a_single_writer_seldom_checks_for_existing_records) {
   TierDriver user(open());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = medium_.proxy.faults.seen(Verb::kLocate);
@@ -209,7 +209,7 @@ TEST_F(RedisTierTest, a_ttl_is_set_and_a_repeated_write_renews_it) {
 
 // ---- resets, with a server that loses keys
 
-TEST_F(RedisTierTest, an_engine_and_one_that_was_reset_share_nothing) {
+TEST_F(RedisTierTest, a_reset_engine_shares_no_records_with_another) {
   TierDriver reset(open()), other(open());
   ASSERT_TRUE(reset.tier().reset());
   reset.weights = 1;
@@ -235,7 +235,7 @@ TEST_F(RedisTierTest, two_reset_engines_share_nothing) {
 }
 
 // A counter would restart here, and name the epoch of an engine that is reset a second time.
-TEST_F(RedisTierTest, a_server_that_lost_its_epochs_mixes_none) {
+TEST_F(RedisTierTest, a_server_that_lost_its_epochs_mixes_no_records) {
   TierDriver one(open());
   ASSERT_TRUE(one.tier().reset());
   one.weights = 1;

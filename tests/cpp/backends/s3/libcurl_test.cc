@@ -85,7 +85,7 @@ TEST(LibcurlTest, without_a_library_the_error_lists_the_attempts_and_what_to_ins
                     HasSubstr("KV_OFFLOAD_LIBCURL")));
 }
 
-TEST(LibcurlTest, another_library_is_distinguished) {
+TEST(LibcurlTest, a_library_that_is_not_libcurl_is_refused) {
   EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is not libcurl"));
 }
 

@@ -184,7 +184,7 @@ TEST_F(S3RecordsTest, a_record_that_vanished_before_its_removal_is_not_damage) {
   EXPECT_EQ(status.kind(), StatusKind::kNotFound) << status.to_string();
 }
 
-TEST_F(S3RecordsTest, the_outcome_of_a_removal_is_reported_as_far_as_it_is_known) {
+TEST_F(S3RecordsTest, the_known_outcome_of_a_removal_is_reported) {
   const RemoteRecord record = record_of(1);
   medium_.damage(key_of(1));
   const auto records = opened();

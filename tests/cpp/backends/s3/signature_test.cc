@@ -23,7 +23,7 @@ std::string signature_of(std::string_view method, std::string_view path, std::st
   return text.substr(text.rfind('=') + 1);
 }
 
-TEST(S3SignatureTest, matches_the_examples_of_aws) {
+TEST(S3SignatureTest, signatures_match_the_examples_of_aws) {
   EXPECT_EQ(signature_of("GET", "/test.txt", "", kEmpty, {{"range", "bytes=0-9"}}),
             "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41");
   const std::string_view text = "Welcome to Amazon S3.";
@@ -46,7 +46,7 @@ TEST(S3SignatureTest, the_hash_of_pieces_equals_the_hash_of_the_whole) {
   EXPECT_EQ(sha256_hex({}), kEmpty);
 }
 
-TEST(S3SignatureTest, the_token_is_signed) {
+TEST(S3SignatureTest, the_session_token_is_signed) {
   HeaderMap headers{{"host", "h"}};
   EXPECT_TRUE(sign({"GET", "/", "", kEmpty, "r"}, {"a", "s", "t"}, kFriday, &headers));
   EXPECT_EQ(headers["x-amz-security-token"], "t");

@@ -140,7 +140,7 @@ TEST_F(S3TierTest, bytes_after_a_body_do_not_change_the_answer) {
   }
 }
 
-TEST_F(S3TierTest, few_writes_check_first_where_nobody_else_writes) {
+TEST_F(S3TierTest, a_single_writer_seldom_checks_for_existing_records) {
   s3::S3Store store(options());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = server_.faults.seen(Verb::kLocate);
