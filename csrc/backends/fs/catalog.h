@@ -108,7 +108,7 @@ class FsCatalog {
   Slot find(const ChunkKey& key) const;
   // REQUIRES: the record is not known. The policy gets `entry_info` unchanged, including its id.
   Slot add(const Record& record, const EntryInfo& entry_info);
-  void make_known(Slot slot);
+  void add_known(Slot slot);
   void drop(Slot slot);
   void on_touched(Slot slot, Nanos now);
   auto is(const ChunkKey& key) const {

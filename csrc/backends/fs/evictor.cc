@@ -20,7 +20,7 @@ constexpr int kMostNotRemovable = 4;  // unremovable records before a write give
 // Missing records per hold of mutex_, and per write or request. Each one costs two calls to the file system.
 constexpr int kMissingPerLock = 64;
 constexpr int kMostMissing = 8 * kMissingPerLock;
-constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
+constexpr Nanos kScanInterval{std::chrono::seconds(1)};
 }  // namespace
 
 Evictor::Evictor(const Context& context)
@@ -31,8 +31,8 @@ Evictor::Evictor(const Context& context)
       clock_(context.clock),
       stop_(context.stop),
       shares_(context.options.max_bytes, context.root, context.records, context.clock),
-      dead_(context.root.ops, context.root.directory.get()),
-      others_(context.root.ops, context.root.directory.get()) {}
+      unused_records_(context.root.ops, context.root.directory.get()),
+      peer_records_(context.root.ops, context.root.directory.get()) {}
 
 Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) {
   shares_.on_write(bytes);
@@ -43,8 +43,8 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* 
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound()) return status;  // eviction cannot help
     if (missing_records >= kMostMissing) {
-      ran_dry_.store(true);  // the next count forgets the other missing records
-      return sum_is_doubtful();
+      exhausted_.store(true);  // the next count forgets the other missing records
+      return doubtful_sum_error();
     }
     const int before = missing_records;
     const Status made = make_space(missing, draft, reservation, &missing_records);
@@ -54,7 +54,7 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* 
   return status;
 }
 
-Status Evictor::sum_is_doubtful() const {
+Status Evictor::doubtful_sum_error() const {
   return Status::error(StatusKind::kIo, "another program removed records: the root is counted again", ENOENT,
                        root_.path);
 }
@@ -71,11 +71,11 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
-  freed = take_dead(bytes, reservation);
+  freed = evict_unused_epochs(bytes, reservation);
   // Until the scan ends, records outside the catalog may be older than those in it.
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
-  if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
-    freed += take_from_others(bytes - freed, false, reservation);
+  if (ordered && freed < bytes && shares_.is_below() && shares_.is_overdue())
+    freed += evict_peer_records(bytes - freed, false, reservation);
   Status failure;
   bool has_more = ordered;
   while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
@@ -95,13 +95,13 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   // Only when we have no record left, removable or not: otherwise our failing removals would cost the other
   // sharers their records on every write.
   if (ordered && !has_more && failure && freed < bytes)
-    freed += take_from_others(bytes - freed, true, reservation);
+    freed += evict_peer_records(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   if (has_more) return Status::ok();
-  ran_dry_.store(ordered);
+  exhausted_.store(ordered);
   // There is room, but the sum is not corrected yet.
-  if (root_.changes->suspected()) return sum_is_doubtful();
+  if (root_.changes->suspected()) return doubtful_sum_error();
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
@@ -123,7 +123,7 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
-    root_.changes->on_missing();
+    root_.changes->add_missing();
     ++progress->missing;
   }
   reservation->adopt(bytes, before);
@@ -166,7 +166,7 @@ int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_
 
 namespace {
 // Adds each removed file to the reservation, so that no other write gets its bytes.
-Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
+OnRemoved adopt_removed(SpaceLedger& space, Reservation* reservation) {
   return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
     reservation->adopt(bytes, before);
     before = space.finished();
@@ -174,10 +174,10 @@ Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
 }
 }  // namespace
 
-std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation) {
+std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, Reservation* reservation) {
   const Nanos now = clock_.now();
-  if (now < next_look_for_dead_) return 0;
-  const Gone gone = adopt_each(*root_.space, reservation);
+  if (now < next_unused_scan_) return 0;
+  const OnRemoved on_removed = adopt_removed(*root_.space, reservation);
   std::vector<OldestRecords::Source> found;
   const OldestRecords::Request request{
       enough,
@@ -185,30 +185,30 @@ std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation)
       [&](const OldestRecords::Source& source) {
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
-      gone,
+      on_removed,
   };
-  std::uint64_t freed = dead_.remove(request, stop_);
+  std::uint64_t freed = unused_records_.remove(request, stop_);
   if (freed < enough) {
-    freed += remove_what_is_empty(found, gone);
-    next_look_for_dead_ = now + kLookAgainAfter;
+    freed += remove_empty_epochs(found, on_removed);
+    next_unused_scan_ = now + kScanInterval;
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
 }
 
 // Removes directories and marks of unused epochs after their records were removed.
-std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Source>& dead,
-                                            const Gone& gone) {
+std::uint64_t Evictor::remove_empty_epochs(const std::vector<OldestRecords::Source>& dead,
+                                           const OnRemoved& on_removed) {
   std::uint64_t freed = 0;
   std::string last;
   for (const OldestRecords::Source& source : dead) {
     if (source.namespace_name == last || stop_.load()) continue;
     last = source.namespace_name;
     if (last != root_.namespace_name) {
-      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, gone);
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, on_removed);
     } else if (const std::shared_ptr<FsEpoch> own = records_.epoch()) {
       freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number,
-                                                 kAllUnused, stop_, gone);
+                                                 kAllUnused, stop_, on_removed);
     }
   }
   return freed;
@@ -259,10 +259,10 @@ std::vector<OldestRecords::Source> Evictor::other_epochs() {
 }
 
 // any: takes records of every sharer, in any amount. Otherwise only those of sharers above their share.
-std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
+std::uint64_t Evictor::evict_peer_records(std::uint64_t enough, bool any, Reservation* reservation) {
   const Nanos now = clock_.now();
-  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
-  if (!any && (from.empty() || now < next_look_at_others_)) return 0;
+  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.sharers_above();
+  if (!any && (from.empty() || now < next_peer_scan_)) return 0;
   const auto may_take = [&](const OldestRecords::Source& source) {
     const std::uint64_t id = sharer(source.namespace_name, source.epoch);
     return any || std::find(from.begin(), from.end(), id) != from.end();
@@ -275,10 +275,10 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
         return sources;
       },
       may_take,
-      adopt_each(*root_.space, reservation),
+      adopt_removed(*root_.space, reservation),
   };
-  const std::uint64_t freed = others_.remove(request, stop_);
-  if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;
+  const std::uint64_t freed = peer_records_.remove(request, stop_);
+  if (!any && freed < enough) next_peer_scan_ = now + kScanInterval;
   evicted_bytes_.fetch_add(freed);
   return freed;
 }
@@ -294,17 +294,17 @@ void Evictor::reclaim_unused_epochs() {
 
 void Evictor::trade() {
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
-  for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
+  for (bool more = ordered && shares_.has_request(); more && !stop_.load();) {
     publish_held();
     const std::optional<LedgerRequest> request = root_.space->claim();
-    goes_on = request && give_back(*request);
+    more = request && evict_for_peer(*request);
   }
   shares_.ask();
 }
 
 // Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
-// if it could not evict that much; the asker's request then keeps the rest.
-bool Evictor::give_back(const LedgerRequest& request) {
+// if it could not evict that much; the requester's request then keeps the rest.
+bool Evictor::evict_for_peer(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
   Progress own;
   while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
@@ -312,7 +312,7 @@ bool Evictor::give_back(const LedgerRequest& request) {
     const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
     if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
   }
-  if (own.missing >= kMostMissing) ran_dry_.store(true);
+  if (own.missing >= kMostMissing) exhausted_.store(true);
   const bool enough = own.freed >= request.bytes;
   root_.space->grant(request, enough ? 0 : request.bytes - own.freed, &evicted);
   return enough;

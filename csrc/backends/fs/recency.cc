@@ -18,7 +18,7 @@ void Recency::write() {
   std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
   for (const FsCatalog::Record& record : records) {
     const std::string path = layout::record_path(record.key, record.file_bytes);
-    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->on_missing();
+    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->add_missing();
   }
 }
 
@@ -35,7 +35,7 @@ std::int64_t Recency::now_of_files() const {
   return skew > kMostSkew ? ledger.mtime_nanos : here;
 }
 
-void Recency::write_when_due() {
+void Recency::write_if_due() {
   const Nanos now = clock_.now();
   if (now - last_write_ < FsCatalog::kTouchEvery) return;
   last_write_ = now;

@@ -23,11 +23,11 @@ constexpr int kPublishAttempts = 4;
 }  // namespace
 
 // Removes the temporary however the write ends, also after an exception.
-struct RecordWriter::UnlessPublished {
+struct RecordWriter::DraftGuard {
   RecordWriter& writer;
   const PendingRecord& draft;
   Reservation& reservation;
-  ~UnlessPublished() {
+  ~DraftGuard() {
     if (!draft.published) writer.discard(draft, &reservation);
   }
 };
@@ -55,15 +55,15 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<FsEpoch>& epo
     root_.space->raise_bound(kToMaxBytes);
     first = write_once(op, epoch, moved, &full);
   }
-  if (first) root_.full_disk->on_evicted(true);
+  if (first) root_.full_disk->set_eviction_helped(true);
   if (!full) return first;
-  root_.full_disk->on_full();
+  root_.full_disk->add_full_write();
   if (!root_.full_disk->eviction_helps()) {
     root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict on every further write
     return first;
   }
   const Status second = write_once(op, epoch, moved, &full);
-  if (second || full) root_.full_disk->on_evicted(second.is_ok());
+  if (second || full) root_.full_disk->set_eviction_helped(second.is_ok());
   if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
     root_.space->raise_bound(kToMaxBytes);
   return has_nothing_to_evict(second) ? first : second;  // then report the device's failure
@@ -83,7 +83,7 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
   Status status = records_.begin_write(op.key, epoch, &present, &replace);
   if (!status || present) return status;
   if (op.may_decline && records_.is_declined(op.entry_info.parent, op.entry_info.request)) {
-    records_.on_declined(op.key, op.entry_info.request, epoch);
+    records_.mark_declined(op.key, op.entry_info.request, epoch);
     return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
   OutgoingRecord record(form_, options_.namespace_id, op);
@@ -92,7 +92,7 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
   draft.file_bytes = record.bytes();
   {
     Reservation reservation(*root_.space);
-    const UnlessPublished rest{*this, draft, reservation};
+    const DraftGuard guard{*this, draft, reservation};
     status = evictor_.reserve(root_.charges->of_planned(draft.file_bytes) + kOverhead, &draft, &reservation);
     if (status) {
       status = write_file(record, op, replace, &draft, &reservation);
@@ -100,7 +100,7 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
       if (*full) root_.space->lower_bound(reservation);
     }
   }
-  if (status.kind() == StatusKind::kDeclined) records_.on_declined(op.key, op.entry_info.request, epoch);
+  if (status.kind() == StatusKind::kDeclined) records_.mark_declined(op.key, op.entry_info.request, epoch);
   if (status) status = records_.written({op.key, draft.named_bytes}, op.entry_info, epoch);
   if (status) *moved = record.written();
   return status;
@@ -189,7 +189,7 @@ Status RecordWriter::make_leaf(FsEpoch& epoch, std::uint32_t leaf, Reservation* 
   }
   if (ops_.stat(epoch.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
   reservation->used += info.disk_bytes;
-  (void)epoch.leaves.on_size(leaf, info.disk_bytes);
+  (void)epoch.leaves.update_size(leaf, info.disk_bytes);
   return Status::ok();
 }
 
@@ -232,8 +232,8 @@ Status RecordWriter::publish(PendingRecord* draft, const std::string& path, std:
                            epoch.path + "/" + path);
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {
-      const int gone = ops_.unlink(directory, draft->path);
-      if (gone < 0 && gone != -ENOENT) reservation->used += charge;
+      const int unlinked = ops_.unlink(directory, draft->path);
+      if (unlinked < 0 && unlinked != -ENOENT) reservation->used += charge;
       draft->published = true;
       return Status::ok();
     }
@@ -268,14 +268,14 @@ Status RecordWriter::sync_names(FsEpoch& epoch, std::uint32_t leaf) {
     return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
                          status.message(), error, status.path());
   }
-  epoch.leaves.on_durable(leaf);
+  epoch.leaves.set_durable(leaf);
   return Status::ok();
 }
 
 void RecordWriter::count_growth(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation) {
   FileInfo info;
   if (ops_.stat(epoch.directory.get(), layout::leaf_path(leaf), &info) == 0)
-    reservation->used += epoch.leaves.on_size(leaf, info.disk_bytes);
+    reservation->used += epoch.leaves.update_size(leaf, info.disk_bytes);
 }
 
 }  // namespace kv_offload

@@ -37,7 +37,7 @@ class RecordWriter {
   Status write(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved);
 
  private:
-  struct UnlessPublished;
+  struct DraftGuard;
   // *full: the file system has no room although the tier is below its bound; evicting may allow another
   // attempt.
   Status write_once(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved,
