@@ -58,7 +58,7 @@ class Prober {
           ask_node(*nodes[i], share_of(until_, nodes.size() - i + 1), &probed, &found->ping_seconds);
       if (!status) probed.failure = status.message();
       if (!status && found->cluster) {  // transfer() must not wait for its keys
-        for (auto& rests : nodes[i]->rests) rests = true;
+        for (auto& flag : nodes[i]->out_of_service) flag = true;
       }
       if (!status && !found->cluster) check(status);
     }
@@ -85,7 +85,8 @@ class Prober {
       });
       const bool refused = reply.kind == Reply::Kind::kError;
       // In a cluster one node may be loading or refuse writes; the others are still measured.
-      if (refused && !(cluster_.is_cluster() && (is_passing(reply.text) || is_only_of_writes(reply.text)))) {
+      if (refused &&
+          !(cluster_.is_cluster() && (is_transient(reply.text) || refuses_only_writes(reply.text)))) {
         found->write_refused = refusal(reply.text).message();
       } else if (!status) {
         failure = std::move(status);
@@ -149,7 +150,7 @@ class Prober {
   Status at(std::string_view key, OpKind kind, Reply* reply, const Cluster::Work& work) {
     return cluster_.at(key, kind, soon(), reply, work);
   }
-  Status call(std::string_view key, const Connection::Words& words, Reply* reply) {
+  Status call(std::string_view key, const Connection::Command& words, Reply* reply) {
     return at(key, OpKind::kRead, reply,
               [&](Connection& connection, Reply* answer) { return connection.call(words, soon(), answer); });
   }

@@ -72,14 +72,14 @@ Status refusal(std::string_view text) {
   return Status::error(StatusKind::kIo, fmt::format("the server refused the command ({})", code_of(text)));
 }
 
-bool is_passing(std::string_view text) {
+bool is_transient(std::string_view text) {
   return text.starts_with(kTooManyClients) || text.starts_with("LOADING ") || text.starts_with("BUSY ") ||
          text.starts_with("MASTERDOWN ");
 }
 
-bool is_only_of_writes(std::string_view text) { return text.starts_with("MISCONF "); }
+bool refuses_only_writes(std::string_view text) { return text.starts_with("MISCONF "); }
 
-bool is_setting(std::string_view text) {
+bool is_configuration_error(std::string_view text) {
   const Meaning* meaning = meaning_of(text);
   return meaning != nullptr && meaning->setting;
 }

@@ -47,7 +47,7 @@ const Meaning* meaning_of(std::string_view code) {
 }
 
 // The message for a response to HEAD, which has no body.
-std::string_view sentence_without_code(long status) {
+std::string_view describe_status(long status) {
   switch (status) {
     case 400:
       return "the store refuses the request and does not say why: credentials may have expired, or the "
@@ -88,13 +88,13 @@ Status refusal(const Answer& answer, const Bucket& bucket) {
   if (is_redirect(answer)) return refusal({.status = 400, .code = "PermanentRedirect"}, bucket);
   if (answer.status == 404) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (answer.status == 507) return refusal({.status = 400, .code = "InsufficientStorage"}, bucket);
-  const std::string_view sentence = answer.code.empty() ? sentence_without_code(answer.status) : "";
+  const std::string_view sentence = answer.code.empty() ? describe_status(answer.status) : "";
   if (!sentence.empty()) return Status::error(StatusKind::kIo, std::string(sentence));
   return Status::error(StatusKind::kIo, fmt::format("the store refused the request ({}, {})", answer.status,
                                                     answer.code.empty() ? "no code" : answer.code));
 }
 
-bool is_setting(const Answer& answer) {
+bool is_configuration_error(const Answer& answer) {
   const Meaning* meaning = meaning_of(answer.code);
   if (answer.misconfigured || is_redirect(answer)) return true;
   if (meaning != nullptr) return meaning->setting;

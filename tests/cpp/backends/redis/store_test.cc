@@ -263,8 +263,8 @@ TEST_F(RedisTierTest, the_epoch_is_written_back_when_the_server_drops_it) {
 
 TEST_F(RedisTierTest, an_invalid_epoch_value_is_replaced) {
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
-  for (const redis::Connection::Words& junk :
-       {redis::Connection::Words{"SET", name, "../x"}, redis::Connection::Words{"RPUSH", name, "x"}}) {
+  for (const redis::Connection::Command& junk :
+       {redis::Connection::Command{"SET", name, "../x"}, redis::Connection::Command{"RPUSH", name, "x"}}) {
     medium_.server.call({"DEL", name});
     medium_.server.call(junk);
     TierDriver user(open());
