@@ -94,7 +94,7 @@ bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle
   *request = self->request = self->cache->check_handle(handle);
   Py_INCREF(context);
   Py_XSETREF(self->context, context);
-  return self->span_of == Py_None || self->cache->cache->knows_span(*request) ||
+  return self->span_of == Py_None || self->cache->cache->has_span(*request) ||
          learn_span(self, context, key, *request);
 }
 

@@ -365,7 +365,7 @@ TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, Tic
   return TicketResult::kDone;
 }
 
-std::span<std::byte> HostRegion::behind_areas(std::uint64_t bytes) {
+std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes) {
   const int fd = impl_->file.fd();
   const std::uint64_t start = impl_->bytes();
   const auto end = static_cast<off_t>(start + bytes);

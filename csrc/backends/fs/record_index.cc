@@ -54,7 +54,7 @@ Presence RecordIndex::contains(const ChunkKey& key) const {
   return not_found_.contains(key);
 }
 
-void RecordIndex::begin_asking(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* asked) {
+void RecordIndex::begin_lookup(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* started) {
   std::vector<ChunkKey> by_name;
   const Nanos now = clock_.now();
   {
@@ -67,16 +67,16 @@ void RecordIndex::begin_asking(std::span<const ChunkKey> keys, EpochNumber, std:
       }
       Leaf& leaf = leaves_[layout::leaf_of(key)];
       if (!is_unknown(leaf, now)) continue;
-      asked->push_back(key);  // one key per directory
+      started->push_back(key);  // one key per directory
       leaf.state = Leaf::State::kPending;
     }
   }
-  not_found_.begin_asking(by_name, not_found_.epoch_number(), asked);
+  not_found_.begin_lookup(by_name, not_found_.epoch_number(), started);
 }
 
 // Ignores the caller's epoch number: an epoch may end without a reset, and pending lookups must end then too.
-void RecordIndex::give_up_asking(std::span<const ChunkKey> keys, EpochNumber) {
-  not_found_.give_up_asking(keys, not_found_.epoch_number());
+void RecordIndex::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber) {
+  not_found_.cancel_lookup(keys, not_found_.epoch_number());
   const Nanos retry_at = clock_.now() + kLookupRetryDelay;
   const MutexLock lock(mutex_);
   count_steps(keys.size());

@@ -66,10 +66,10 @@ class RecordIndex final : public Catalog {
 
   // ---- Catalog
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* asked) override
+  void begin_lookup(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* started) override
       EXCLUDES(mutex_);
-  void forget_absence(const ChunkKey& key) override { not_found_.forget_absence(key); }
-  void give_up_asking(std::span<const ChunkKey> keys, EpochNumber) override EXCLUDES(mutex_);
+  void forget_miss(const ChunkKey& key) override { not_found_.forget_miss(key); }
+  void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);

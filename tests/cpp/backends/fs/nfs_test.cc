@@ -59,7 +59,7 @@ struct NfsUser {
   }
   bool finds(std::uint32_t number) {
     std::vector<ChunkKey> keys;
-    store->catalog()->begin_asking(std::vector{key_of(number)}, 0, &keys);
+    store->catalog()->begin_lookup(std::vector{key_of(number)}, 0, &keys);
     std::vector<bool> present(keys.size());
     if (!keys.empty()) {
       EXPECT_TRUE(store->locate(keys, KeyOrder::kNone, store->epoch(), &present));

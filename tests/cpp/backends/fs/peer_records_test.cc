@@ -113,11 +113,11 @@ class FsAskedByNameTest : public ::testing::Test {
     std::vector<ChunkKey> keys;
     for (const std::uint32_t number : numbers) keys.push_back(key_of(number));
     std::vector<ChunkKey> asked;
-    store.catalog()->begin_asking(keys, 0, &asked);
+    store.catalog()->begin_lookup(keys, 0, &asked);
     EXPECT_EQ(asked, keys) << "not all of them were unknown";
     std::vector<bool> present(keys.size());
     Status status = store.locate(keys, order, store.epoch(), &present);
-    if (!status) store.catalog()->give_up_asking(keys, 0);
+    if (!status) store.catalog()->cancel_lookup(keys, 0);
     return status;
   }
 
@@ -159,7 +159,7 @@ TEST_F(FsAskedByNameTest, a_server_without_neighbours_looks_nothing_up) {
   }
   EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
   std::vector<ChunkKey> asked;
-  asker_.catalog()->begin_asking(std::vector{key_of(1)}, 0, &asked);
+  asker_.catalog()->begin_lookup(std::vector{key_of(1)}, 0, &asked);
   EXPECT_TRUE(asked.empty());
 }
 

@@ -133,19 +133,19 @@ TEST_F(RecordIndexTest, a_directory_that_could_not_be_read_is_looked_up_again_la
   begin(epoch(1), Extent::kSome);
   const std::vector<ChunkKey> keys = {key_of(1)};
   std::vector<ChunkKey> asked;
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   ASSERT_EQ(asked, keys);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kLookupPending);
-  records_.give_up_asking(keys, 0);
+  records_.cancel_lookup(keys, 0);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   EXPECT_EQ(asked.size(), 1u) << "not in a loop";
   clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   EXPECT_EQ(asked.size(), 2u);
   records_.mark_listed(records_.epoch(), layout::leaf_of(key_of(1)));
-  records_.give_up_asking(keys, 0);
+  records_.cancel_lookup(keys, 0);
   clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
 }
