@@ -54,7 +54,7 @@ PinnedArea::PinnedArea(std::span<std::byte> area, const PinOptions& options)
     unregister();
     throw;
   }
-  look_whether_kernels_reach_it();
+  check_kernel_access();
 }
 
 void PinnedArea::register_pieces(const PinOptions& options) {
@@ -113,7 +113,7 @@ void PinnedArea::register_pieces(const PinOptions& options) {
       format_bytes(area_.size()), format_bytes(pinning.done), pinning.failure.message());
 }
 
-void PinnedArea::look_whether_kernels_reach_it() {
+void PinnedArea::check_kernel_access() {
   for (std::size_t i = 0; i < registered_.size() && reachable_; ++i) {
     void* address = nullptr;
     const cudaError_t error = cudaHostGetDevicePointer(&address, piece(i).data(), 0);

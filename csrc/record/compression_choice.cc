@@ -84,7 +84,7 @@ void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double secon
     for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
       *sum *= kFade;
     moved.ops = std::min(moved.ops + 1, kOpsToKnow);
-    if (!is_to_decide()) return;
+    if (!is_decision_due()) return;
     deciding_ = true;
   }
   // Without the lock: the callback may read a file, and threads that call stats() must not wait for that.
@@ -108,7 +108,7 @@ CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
   return {stored, stored / ratio_ + 1 / speed};
 }
 
-bool CompressionChoice::is_to_decide() {
+bool CompressionChoice::is_decision_due() {
   if (options_.compress != Compress::kAuto || deciding_) return false;
   if (times(OpKind::kRead).raw == 0 && times(OpKind::kWrite).raw == 0) return false;
   if (ops_until_decision_ == 0) return true;

@@ -113,7 +113,7 @@ class CompressionChoice {
 
   bool is_float(std::uint32_t group) const { return element(group) != Element::kBytes; }
   Times times(OpKind kind) const REQUIRES(mutex_);
-  bool is_to_decide() REQUIRES(mutex_);
+  bool is_decision_due() REQUIRES(mutex_);
   void decide(double idle_cores) REQUIRES(mutex_);
   Moved& of(OpKind kind) REQUIRES(mutex_) { return moved_[static_cast<std::size_t>(kind)]; }
 

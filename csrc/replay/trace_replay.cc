@@ -36,7 +36,7 @@ class Replayer {
         options_(options),
         index_(make_index()),
         catalog_(std::make_unique<FsCatalog>(options.tier_eviction_policy)),
-        memory_(4 * options.host_chunks) {}
+        key_history_(4 * options.host_chunks) {}
 
   ReplayResult run() {
     for (std::size_t i = 0; i < trace_.size(); ++i) {
@@ -63,7 +63,7 @@ class Replayer {
       }
     }
     restart_host();
-    memory_.clear();
+    key_history_.clear();
     restart_tier();
     killed_ = true;
   }
@@ -168,7 +168,7 @@ class Replayer {
       if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
     }
     if (options_.tier.write_policy == WritePolicy::kWriteThrough) write_stored(number);
-    for (const Slot slot : stored_) see_again(slot);
+    for (const Slot slot : stored_) count_use(slot);
   }
 
   Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
@@ -247,11 +247,11 @@ class Replayer {
       index_->set_recorded(slot, recorded(entry.key));
     }
     if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);
-    see_again(slot);
+    count_use(slot);
   }
-  void see_again(Slot slot) {
+  void count_use(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
-    const std::uint32_t uses = memory_.count_use(index_->at(slot).key);
+    const std::uint32_t uses = key_history_.count_use(index_->at(slot).key);
     if (uses >= options_.tier.reuse_threshold) write(slot);
   }
 
@@ -259,7 +259,7 @@ class Replayer {
   const ReplayOptions& options_;
   std::unique_ptr<ChunkIndex> index_;
   std::unique_ptr<FsCatalog> catalog_;
-  KeyHistory memory_;
+  KeyHistory key_history_;
   ReplayResult result_;
   std::vector<ChunkKey> keys_;  // of the current request
   std::vector<Slot> held_, stored_;

@@ -108,7 +108,7 @@ void RecordIndex::used(const TierUses& uses) {
 }
 
 void RecordIndex::apply_uses() {
-  while (apply_use_batch()) mutex_.let_others_in();
+  while (apply_use_batch()) mutex_.yield_to_waiters();
 }
 
 // Returns true if there are more.
@@ -370,7 +370,7 @@ bool RecordIndex::in_batches(std::size_t count, const FsEpochPtr* epoch, const s
                              Visit visit) const {
   for (std::size_t next = 0; next < count;) {
     if (stop.load()) return false;
-    mutex_.let_others_in();
+    mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (epoch != nullptr && *epoch != epoch_) return false;
     const std::size_t end = std::min(next + kRecordsPerLock, count);
@@ -427,7 +427,7 @@ std::vector<FoundRecord> RecordIndex::unknown_of(std::span<const FoundRecord> re
 std::vector<FsCatalog::Record> RecordIndex::take_touched(FsEpochPtr* epoch) {
   std::vector<FsCatalog::Record> records;
   for (bool more = true, first = true; more; first = false) {
-    mutex_.let_others_in();
+    mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (first) *epoch = epoch_;
     if (*epoch != epoch_) return {};

@@ -158,11 +158,11 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   const Deadline until = deadline();
   IncomingRecord record(form_, options_.namespace_id, op);
   ChannelPtr channel;
-  if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
+  if (Status status = client_.take(record.max_bytes(), &channel); !status) return status;
   const std::string key = key_of(op.key, epoch);
   // The length of an encoded record is unknown.
   const std::uint64_t group = std::uint64_t{1} << op.group % 64;
-  const std::uint64_t expected = (encoded_ & group) == 0 ? record.most_bytes() : 0;
+  const std::uint64_t expected = (encoded_ & group) == 0 ? record.max_bytes() : 0;
   Answer answer;
   Status status = call(&channel, Verb::kGet, {&key, 1}, expected, until, &answer);
   if (status && answer.result < 0) status = refusal(answer.result, answer.text);
@@ -171,7 +171,7 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
     return status;
   }
   const auto length = static_cast<std::uint64_t>(answer.result);
-  if (length < record.most_bytes()) {
+  if (length < record.max_bytes()) {
     encoded_ |= group;
   } else {
     encoded_ &= ~group;

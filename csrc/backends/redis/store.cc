@@ -143,7 +143,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       break;
     case Reply::Kind::kWrongLength:
       status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} to {}", length,
-                                                               kRecordHeaderBytes, record->most_bytes()));
+                                                               kRecordHeaderBytes, record->max_bytes()));
       break;
     default:
       status = record->check_length(length);

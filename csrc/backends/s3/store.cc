@@ -97,7 +97,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   Status status;
   if (answer.wrong_length) {
     status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} at most",
-                                                             answer.length, record.most_bytes()));
+                                                             answer.length, record.max_bytes()));
   } else {
     status = record.check_length(answer.length);
     if (status) status = opened.finish(answer.length);

@@ -250,7 +250,7 @@ TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_someb
 }
 
 TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
-  limits_.patient_seconds = 1.5 * kPageBytes / 10e9;
+  limits_.max_background_seconds = 1.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   state_.automatic = true;
   for (std::uint64_t id = 1; id <= 3; ++id) {
@@ -274,7 +274,7 @@ TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
 }
 
 TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_done) {
-  limits_.patient_seconds = 2.5 * kPageBytes / 10e9;
+  limits_.max_background_seconds = 2.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
   submit(2, kStore, 1, 1);
@@ -300,7 +300,7 @@ TEST_F(DeviceCopierTest, each_store_under_way_counts_with_the_rate_of_its_own_pa
   const double page = kPageBytes / 6e9, pages = 16 * kPageBytes / 10e9;
   for (const bool page_first : {true, false}) {
     for (const bool patient : {true, false}) {
-      limits_.patient_seconds = (page + pages) * (patient ? 1.01 : 0.99);
+      limits_.max_background_seconds = (page + pages) * (patient ? 1.01 : 0.99);
       start(table);
       submit(1, kStore, 0, page_first ? 1 : 16);
       submit(2, kStore, 20, page_first ? 16 : 1);

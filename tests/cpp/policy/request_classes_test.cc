@@ -15,7 +15,7 @@ TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
     EXPECT_EQ(classes.class_of(record), of_class);
   }
   for (int i = 0; i < 10000; ++i) classes.on_stored(record, true, false);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning - 1);
 }
 
 TEST(RequestClasses, WhatComesBackIsAnotherClass) {
@@ -24,9 +24,9 @@ TEST(RequestClasses, WhatComesBackIsAnotherClass) {
   for (int i = 0; i < 3; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), 2u);
   classes.on_return(record);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning + 2);
   classes.on_stored(record, true, false);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning + 2);
   classes.on_return(classes.refer(0));
   EXPECT_EQ(classes.class_of(0), RequestClasses::kUnknown);
 }
@@ -35,17 +35,17 @@ TEST(RequestClasses, WhatWasHereBeforeIsNotNew) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 50; ++i) classes.on_stored(record, true, true);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning);
 }
 
 TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 800; ++i) classes.on_stored(record, i % 8 == 0, true);
-  EXPECT_LE(classes.class_of(record), RequestClasses::kCameBack + 3);
+  EXPECT_LE(classes.class_of(record), RequestClasses::kFirstReturning + 3);
   const auto other = classes.refer(10);
   for (int i = 0; i < 800; ++i) classes.on_stored(other, false, false);
-  EXPECT_EQ(classes.class_of(other), RequestClasses::kCameBack - 1);
+  EXPECT_EQ(classes.class_of(other), RequestClasses::kFirstReturning - 1);
 }
 
 TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {

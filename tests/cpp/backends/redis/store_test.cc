@@ -81,8 +81,8 @@ TEST_F(RedisTierTest, few_writes_check_first_where_nobody_else_writes) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
     return medium_.proxy.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kMissesToSkip), ExistenceCheckPolicy::kMissesToSkip);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kCheckInterval), 2u);
 }
 
 TEST_F(RedisTierTest, large_records_and_many_shards_are_read_back) {
