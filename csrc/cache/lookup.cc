@@ -105,10 +105,11 @@ struct RequestTable::TierResults {
   bool answered = true;                    // no tier's answer is outstanding
 };
 
-// asked: nullopt if this request has not asked for the key; true once all tiers have answered.
+// earlier: nullopt if this request has not asked for the key; true once all tiers have answered.
 RequestTable::TierResults RequestTable::check_catalogs(const RequestState& request, std::uint32_t group,
-                                                       const ChunkKey& key, std::optional<bool> asked) const {
-  const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
+                                                       const ChunkKey& key,
+                                                       std::optional<bool> earlier) const {
+  const bool was_asked = earlier.has_value(), was_answered = earlier.value_or(false);
   // Do not wait for a chunk that would not be loaded anyway.
   const bool awaits = request.waits_for_remote() && !request.closed[group] && !refuse_wait(request, true);
   TierResults found;
@@ -150,7 +151,7 @@ void RequestTable::queue_lookups(RequestState& request, std::uint32_t group, con
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
   const TierIo::Run run =
       groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};
-  request.asked.try_emplace(KeyHistory::fingerprint(key), false);
+  request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), false);
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     if (((results.unknown & ~results.lookup_pending) >> tier & 1) == 0) continue;
     const bool stale = (results.stale >> tier & 1) != 0;
@@ -164,10 +165,10 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
   const std::uint64_t print = KeyHistory::fingerprint(key);
-  const auto asked = request.asked.find(print);
-  const bool was_asked = asked != request.asked.end();
+  const auto earlier = request.tier_lookups.find(print);
+  const bool was_asked = earlier != request.tier_lookups.end();
   const TierResults results =
-      check_catalogs(request, group, key, was_asked ? std::optional(asked->second) : std::nullopt);
+      check_catalogs(request, group, key, was_asked ? std::optional(earlier->second) : std::nullopt);
   if (results.first_tier) {
     if (const auto reason = refuse_wait(request, true)) return miss(request, group, *reason);
     // The planner gave up fetches for this group.
@@ -178,7 +179,7 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
                     *results.first_tier},
                    LookupResult::kPending);
   }
-  if (was_asked && results.answered) asked->second = true;
+  if (was_asked && results.answered) earlier->second = true;
   if (results.unknown != 0) {
     const auto reason = refuse_wait(request, true);
     if (!reason) {
@@ -271,9 +272,9 @@ void RequestTable::count_scan(RequestState& request, std::span<const Lookup> sca
   lookup_counts_[group].found += scan.size() - misses;
   // A scan from the left that ended at its only miss.
   if (!first || misses != 1 || scan.back().kind != Lookup::Kind::kMiss) return;
-  const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
-  if (!request.has_span || asked >= request.last_end) return;
-  count_misses(request, miss_reason(request, scan.back()), round_down(request.last_end - asked, chunk));
+  const std::uint64_t scanned = request.first_end + (scan.size() - 1) * chunk;
+  if (!request.has_span || scanned >= request.last_end) return;
+  count_misses(request, miss_reason(request, scan.back()), round_down(request.last_end - scanned, chunk));
 }
 
 void RequestTable::count_misses(RequestState& request, MissReason reason, std::uint64_t tokens) {

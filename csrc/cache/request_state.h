@@ -142,7 +142,7 @@ struct RequestState {
   // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
   // at the next lookup. True: the answer arrived, and the request does not wait for a lookup that another
   // request started.
-  std::unordered_map<std::uint64_t, bool> asked;
+  std::unordered_map<std::uint64_t, bool> tier_lookups;
 
   std::optional<Nanos> first_lookup;
 
@@ -176,7 +176,7 @@ struct RequestState {
     pass.step = 0;
     clear_wait();
     failed.clear();
-    asked.clear();
+    tier_lookups.clear();
     first_lookup.reset();
     first_end = last_end = 0;
     host_too_slow = held_back = host_hits = has_span = false;

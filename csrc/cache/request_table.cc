@@ -236,8 +236,8 @@ void RequestTable::admit(RequestHandle handle) {
   RequestState& request = requests_[handle];
   count_pass(request);
   request.pass.release();
-  decltype(request.asked)().swap(request.asked);  // frees its buckets, too
-  request.has_span = false;                       // vLLM may ask about it again from another position
+  decltype(request.tier_lookups)().swap(request.tier_lookups);  // frees its buckets, too
+  request.has_span = false;  // vLLM may ask about it again from another position
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);

@@ -117,7 +117,7 @@ class RequestTable {
                                const ChunkKey& key);
   struct TierResults;
   TierResults check_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
-                             std::optional<bool> asked) const;
+                             std::optional<bool> earlier) const;
   void queue_lookups(RequestState& request, std::uint32_t group, const ChunkKey& key,
                      const TierResults& results);
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);

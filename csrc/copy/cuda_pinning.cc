@@ -92,14 +92,14 @@ void PinnedArea::register_pieces(const PinOptions& options) {
     ++pinning.running;
   }
   std::unique_lock lock(pinning.mutex);
-  for (std::uint64_t told = 0; pinning.running != 0 || told != pinning.done;) {
-    if (told == pinning.done) pinning.changed.wait(lock);
-    if (told == pinning.done) continue;
-    told = pinning.done;
+  for (std::uint64_t reported = 0; pinning.running != 0 || reported != pinning.done;) {
+    if (reported == pinning.done) pinning.changed.wait(lock);
+    if (reported == pinning.done) continue;
+    reported = pinning.done;
     if (!options.progress) continue;
     lock.unlock();
     try {
-      options.progress(told, area_.size());
+      options.progress(reported, area_.size());
     } catch (...) {
       pinning.next = pieces;
       throw;

@@ -90,8 +90,8 @@ struct ChunkIndex::Impl {
   // Moves later cells of the run back into the hole: no tombstones.
   void remove_cell(std::size_t hole) {
     for (std::size_t at = (hole + 1) & mask; marks[at] != 0; at = (at + 1) & mask) {
-      const std::size_t want = home(cells[at].tag);
-      if (((at - want) & mask) >= ((at - hole) & mask)) {
+      const std::size_t ideal = home(cells[at].tag);
+      if (((at - ideal) & mask) >= ((at - hole) & mask)) {
         cells[hole] = cells[at];
         marks[hole] = marks[at];
         hole = at;

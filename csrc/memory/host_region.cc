@@ -29,7 +29,7 @@ namespace {
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
-constexpr auto kDyingEngine = std::chrono::seconds(2);  // an engine killed now has ended by then
+constexpr auto kKilledEngineWait = std::chrono::seconds(2);  // an engine killed now has ended by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -213,7 +213,7 @@ SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
     if (!is_rank_0) return SharedFile::wait_and_open(path, kRankZeroDeadline);
     SharedFile kept = SharedFile::adopt(
         options.shm_directory, options.keep_for, path,
-        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
+        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kKilledEngineWait);
     // An engine that was killed early has allocated only a part of its memory.
     if (kept.fd() >= 0) {
       const std::uint64_t all = memory_of(sizes);

@@ -227,9 +227,9 @@ SharedFile SharedFile::try_open(const std::string& path) {
 SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
                                   const std::function<void(int)>& fill_in) {
   // Threads of one process may race too: the address of a local makes their names unique.
-  const int here = 0;
+  const int stack_marker = 0;
   const std::string own_name =
-      fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&here));
+      fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&stack_marker));
   Descriptor fd(::open(own_name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (fd.get() < 0) {
     if (errno == EEXIST) {  // left by an earlier process with our pid, which no longer runs

@@ -122,9 +122,9 @@ std::optional<Slot> PrefixPolicy::victim() {
         const auto b = static_cast<unsigned>(std::countr_zero(left));
         if (oldest_[kind][b].due <= now_ && moves > 0) moved |= settle_oldest(kind, b, &moves);
         if ((filled_[kind] >> b & 1) == 0) continue;
-        const Best here{kind, b, worth(kind, b), oldest_[kind][b].use};
-        if (!least || here.worth < least->worth) least = here;
-        if (!oldest || here.use < oldest->use) oldest = here;
+        const Best candidate{kind, b, worth(kind, b), oldest_[kind][b].use};
+        if (!least || candidate.worth < least->worth) least = candidate;
+        if (!oldest || candidate.use < oldest->use) oldest = candidate;
       }
     }
     // A leaf moved into a set that was checked before.

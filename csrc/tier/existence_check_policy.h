@@ -24,8 +24,8 @@ class ExistenceCheckPolicy {
     if (missing_in_a_row_.load(std::memory_order_relaxed) < kMissesToSkip) return true;
     return unchecked_.fetch_add(1, std::memory_order_relaxed) % kCheckInterval == kCheckInterval - 1;
   }
-  void record_result(bool there) {
-    if (there) return restart();
+  void record_result(bool exists) {
+    if (exists) return restart();
     missing_in_a_row_.fetch_add(1, std::memory_order_relaxed);
   }
   void restart() { missing_in_a_row_.store(0, std::memory_order_relaxed); }

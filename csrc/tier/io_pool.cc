@@ -147,7 +147,7 @@ struct IoPool::State {
   bool abandoned GUARDED_BY(mutex) = false;
 
   // Returns the number of queued reads beyond those that free read threads are about to take.
-  std::size_t reads_left_over() const REQUIRES(mutex) {
+  std::size_t unserved_reads() const REQUIRES(mutex) {
     const std::size_t queued = queues[index(Lane::kRead)].size();
     return queued - std::min<std::size_t>(queued, free_readers);
   }
@@ -156,7 +156,7 @@ struct IoPool::State {
     if (own == Lane::kRead) {
       return queues[index(own)].empty() ? std::nullopt : std::optional(own);
     }
-    const bool reads = reads_left_over() > 0;
+    const bool reads = unserved_reads() > 0;
     const bool writes = !queues[index(Lane::kWrite)].empty();
     if (writes && (!reads || reads_since_write >= kReadsPerWrite)) return Lane::kWrite;
     if (reads) return Lane::kRead;
@@ -166,7 +166,7 @@ struct IoPool::State {
   // Wakes as many threads as can start one of the added ops.
   void wake(std::size_t added_reads, std::size_t added_writes) REQUIRES(mutex) {
     for (std::size_t i = std::min<std::size_t>(added_reads, free_readers); i > 0; --i) reads.notify_one();
-    for (std::size_t i = added_writes + std::min(added_reads, reads_left_over()); i > 0; --i)
+    for (std::size_t i = added_writes + std::min(added_reads, unserved_reads()); i > 0; --i)
       writes.notify_one();
   }
 

@@ -135,7 +135,7 @@ Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* 
   return static_cast<Slot>(std::max<std::size_t>(end, first));
 }
 
-void FsCatalog::hand_over(FsCatalog* all) {
+void FsCatalog::move_into(FsCatalog* all) {
   std::swap(*this, *all);
   next_serial_ = all->next_serial_;
 }
@@ -174,7 +174,7 @@ void FsCatalog::touch(const ChunkKey& key, Nanos now) {
   if (slot == kNone) return;
   add_known(slot);
   policy_->refresh(slot, {.id = chunk_id(key)});
-  on_touched(slot, now);
+  mark_touched(slot, now);
 }
 
 void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now) {
@@ -185,10 +185,10 @@ void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now)
   add_known(slot);
   entries_[slot].request = entry_info.request;
   policy_->access(slot, info);
-  on_touched(slot, now);
+  mark_touched(slot, now);
 }
 
-void FsCatalog::on_touched(Slot slot, Nanos now) {
+void FsCatalog::mark_touched(Slot slot, Nanos now) {
   Entry& entry = entries_[slot];
   const auto second =
       static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());

@@ -34,7 +34,7 @@ Evictor::Evictor(const Context& context)
       unused_records_(context.root.ops, context.root.directory.get()),
       peer_records_(context.root.ops, context.root.directory.get()) {}
 
-Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) {
+Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) {
   shares_.on_write(bytes);
   Status status;
   int missing_records = 0;
@@ -47,7 +47,7 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* 
       return doubtful_sum_error();
     }
     const int before = missing_records;
-    const Status made = make_space(missing, draft, reservation, &missing_records);
+    const Status made = make_space(missing, pending, reservation, &missing_records);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
     if (missing_records - before < kMissingPerLock) ++attempt;
   }
@@ -62,12 +62,12 @@ Status Evictor::doubtful_sum_error() const {
 // Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
 // While this process is below its share and the others do not answer, their records are evicted before ours.
 // After kMissingPerLock missing records this returns ok, so that threads waiting for the lock get it.
-Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation,
+Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation,
                            int* missing_records) {
   const MutexLock lock(mutex_);
   // A reset may have happened while this thread waited for the lock. No request wants the new record any
   // more, so nothing is evicted for it.
-  if (draft != nullptr && draft->epoch != records_.epoch())
+  if (pending != nullptr && pending->epoch != records_.epoch())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
@@ -79,7 +79,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   Status failure;
   bool has_more = ordered;
   while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
-    const Status status = evict_own(draft, reservation, &own);
+    const Status status = evict_own(pending, reservation, &own);
     if (status.kind() == StatusKind::kDeclined) return status;
     has_more = status.kind() != StatusKind::kNotFound;
     if (has_more && !status) failure = status;
@@ -87,7 +87,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   *missing_records += own.missing;
   // The other servers evict whole prompts, which we cannot: only they know which chunks belong together. A
   // write that may be declined waits for them; the next ones find what they granted.
-  const bool may_decline = draft != nullptr && draft->spared_request != 0;
+  const bool may_decline = pending != nullptr && pending->spared_request != 0;
   if (ordered && !has_more && failure && freed < bytes && may_decline && shares_.may_be_granted()) {
     return Status::error(StatusKind::kDeclined,
                          "the servers that hold more than their share were asked for space");
@@ -105,9 +105,9 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) {
+Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) {
   bool own = false;
-  const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
+  const std::uint32_t spared = pending != nullptr ? pending->spared_request : 0;
   const std::optional<RecordIndex::Victim> victim = records_.take_victim(spared, &own);
   if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
@@ -115,11 +115,11 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
   // With fsync, a record that was reported as written must never be found torn, and evicted files may
   // reappear after a power failure. So their bytes are left unchanged then.
-  const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
-                      draft->epoch == victim->epoch && draft->file_bytes == victim->record.file_bytes;
+  const bool usable = pending != nullptr && !pending->fd && options_.fsync == FsyncMode::kNone &&
+                      pending->epoch == victim->epoch && pending->file_bytes == victim->record.file_bytes;
   const SpaceLedger::Finished before = root_.space->finished();
   std::uint64_t bytes = 0;
-  int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
+  int rc = usable ? recycle(path, pending, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
@@ -143,20 +143,20 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
 // of the time of a write in a full root. Other processes that have the record open read bytes that do not
 // match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
 // has no file yet, and this file has its size.
-int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) {
-  const int directory = draft->epoch->directory.get();
-  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+int Evictor::recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) {
+  const int directory = pending->epoch->directory.get();
+  const int flags = O_WRONLY | (pending->direct ? O_DIRECT : 0);
   std::string temporary;
   FileInfo info;
   const int moved =
-      rename_to_temporary(ops_, directory, path, flags, root_.writer, &draft->fd, &temporary, &info);
+      rename_to_temporary(ops_, directory, path, flags, root_.writer, &pending->fd, &temporary, &info);
   if (moved < 0) return moved;
-  if (draft->fd && info.size == draft->file_bytes) {
-    draft->path = std::move(temporary);
+  if (pending->fd && info.size == pending->file_bytes) {
+    pending->path = std::move(temporary);
     *freed = info.charge();
     return 0;
   }
-  draft->fd.reset();
+  pending->fd.reset();
   const int rc = unlink_file(ops_, directory, temporary, freed);
   if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
   return rc;
@@ -181,7 +181,7 @@ std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, Reservation* re
   std::vector<OldestRecords::Source> found;
   const OldestRecords::Request request{
       enough,
-      [&] { return found = dead_epochs(); },
+      [&] { return found = unused_epochs(); },
       [&](const OldestRecords::Source& source) {
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
@@ -216,25 +216,25 @@ std::uint64_t Evictor::remove_empty_epochs(const std::vector<OldestRecords::Sour
 
 // Lists the epochs of namespaces that no server has open, and the epochs in our namespace that a reset left
 // behind.
-std::vector<OldestRecords::Source> Evictor::dead_epochs() {
+std::vector<OldestRecords::Source> Evictor::unused_epochs() {
   std::vector<OldestRecords::Source> dead;
   std::vector<std::string> names;
   if (!list_namespaces(ops_, root_.directory.get(), &names)) return dead;
   const std::shared_ptr<FsEpoch> own = records_.epoch();
   for (const std::string& name : names) {
-    const bool ours = name == root_.namespace_name;
-    if (ours ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
+    const bool is_own = name == root_.namespace_name;
+    if (is_own ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
     int error = 0;
     const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint64_t> numbers;
-    if (!directory || (!ours && namespace_is_open(ops_, directory.get())) ||
+    if (!directory || (!is_own && namespace_is_open(ops_, directory.get())) ||
         !list_epochs(ops_, directory.get(), &numbers)) {
       continue;
     }
     const std::vector<std::uint64_t> live = live_epochs(ops_, directory.get());
     for (const std::uint64_t number : numbers) {
       const bool findable = std::binary_search(live.begin(), live.end(), number);
-      if (!ours || (!findable && number != own->number)) dead.push_back({name, number, findable});
+      if (!is_own || (!findable && number != own->number)) dead.push_back({name, number, findable});
     }
   }
   return dead;

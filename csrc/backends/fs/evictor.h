@@ -51,7 +51,7 @@ class Evictor {
   // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
   // declined (PendingRecord::spared_request): the next victim belongs to its own request, or other servers
   // were asked to evict for it.
-  Status reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) EXCLUDES(mutex_);
+  Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_epochs();
 
@@ -69,8 +69,8 @@ class Evictor {
   std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
 
  private:
-  Status make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation, int* missing_records)
-      EXCLUDES(mutex_);
+  Status make_space(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation,
+                    int* missing_records) EXCLUDES(mutex_);
   Status doubtful_sum_error() const;
   // Totals of one write, or of one request of another server, over our own records.
   struct Progress {
@@ -79,13 +79,13 @@ class Evictor {
   };
   // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
   // own request.
-  Status evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
-  int recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) REQUIRES(mutex_);
+  Status evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
+  int recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t evict_unused_epochs(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t evict_peer_records(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t remove_empty_epochs(const std::vector<OldestRecords::Source>& dead,
                                     const OnRemoved& on_removed) REQUIRES(mutex_);
-  std::vector<OldestRecords::Source> dead_epochs();
+  std::vector<OldestRecords::Source> unused_epochs();
   std::vector<OldestRecords::Source> other_epochs();
   bool evict_for_peer(const LedgerRequest& request) EXCLUDES(mutex_);
 

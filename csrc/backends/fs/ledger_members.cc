@@ -80,8 +80,9 @@ Status SpaceLedger::poll(Nanos now, SpaceFigures* figures) {
   if (!dead.empty()) {
     const Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) {
       for (const auto& [slot, presence] : dead) {
-        LedgerSlot* there = current.find(slot.writer);
-        if (there != nullptr && there->version == slot.version) current.fold(*there, host_);
+        LedgerSlot* current_slot = current.find(slot.writer);
+        if (current_slot != nullptr && current_slot->version == slot.version)
+          current.fold(*current_slot, host_);
       }
       page = current;
     });
@@ -165,7 +166,7 @@ void SpaceLedger::fill_figures(const LedgerPage& page, std::uint64_t own_writes,
       continue;
     }
     figures->shared |= slot.sharer == sharer_.load(std::memory_order_relaxed);
-    figures->asked |= slot.wanted > 0;
+    figures->space_requested |= slot.wanted > 0;
     if (slot.counting == 0) continue;
     figures->counter = slot.writer;
     figures->counter_version = slot.version;

@@ -200,7 +200,7 @@ void RecordIndex::drop_all(std::unique_ptr<DroppedState> dropped) {
     epoch_.reset();
   }
   dropped_.push_back(std::move(dropped));  // first, because it may throw
-  catalog_.hand_over(&dropped_.back()->catalog);
+  catalog_.move_into(&dropped_.back()->catalog);
   dropped_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;
   diverged_ = false;

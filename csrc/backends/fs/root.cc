@@ -53,8 +53,8 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
 }
 
 // Frees (or counts) what resets left behind and no process can hit any more.
-std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
-                                  const OnRemoved& on_removed) {
+std::uint64_t reclaim_ended_epochs(FileOps& ops, int root, const std::string& name, bool dry_run,
+                                   const OnRemoved& on_removed) {
   const std::atomic<bool> stop{false};
   const Fd directory = open_directory(root, name);
   if (!directory) return 0;
@@ -255,7 +255,7 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   std::vector<std::string> live, dead;
   for (const std::string& name : namespaces_of(root, std::nullopt, impl_->path)) {
     if (report.dead_bytes < wanted)
-      report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, report_removed);
+      report.dead_bytes += reclaim_ended_epochs(ops, root, name, options.dry_run, report_removed);
     (is_dead(name, options.dead_before_unix_nanos) ? dead : live).push_back(name);
   }
   // By age, too: a server of a namespace that was considered dead may still start.

@@ -141,16 +141,17 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
 // Forgets the known records whose files are missing. A record that was written after its directory was listed
 // has a file, so it stays.
 std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
-  std::vector<std::size_t> there;  // hashes: a collision only leaves a missing record known
-  there.reserve(found.size());
-  for (const FoundRecord& record : found) there.push_back(ChunkKey::Hash{}(record.key));
-  std::sort(there.begin(), there.end());
+  std::vector<std::size_t> found_hashes;  // hashes: a collision only leaves a missing record known
+  found_hashes.reserve(found.size());
+  for (const FoundRecord& record : found) found_hashes.push_back(ChunkKey::Hash{}(record.key));
+  std::sort(found_hashes.begin(), found_hashes.end());
   std::uint64_t dropped = 0;
   FileInfo info;
   std::vector<FsCatalog::Record> known;
   for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
     for (const FsCatalog::Record& record : known) {
-      if (std::binary_search(there.begin(), there.end(), ChunkKey::Hash{}(record.key))) continue;
+      if (std::binary_search(found_hashes.begin(), found_hashes.end(), ChunkKey::Hash{}(record.key)))
+        continue;
       const std::string path = layout::record_path(record.key, record.file_bytes);
       if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
       records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);

@@ -48,14 +48,14 @@ void Shares::ask() {
 }
 
 bool Shares::is_below() const {
-  const std::uint64_t ours_held = held();
+  const std::uint64_t own_held = held();
   const MutexLock lock(mutex_);
-  return figures_.sharers.size() > 1 && ours_held < share();
+  return figures_.sharers.size() > 1 && own_held < share();
 }
 
 bool Shares::has_request() const {
   const MutexLock lock(mutex_);
-  return figures_.asked;
+  return figures_.space_requested;
 }
 
 bool Shares::is_overdue() const {
@@ -75,18 +75,18 @@ bool Shares::is_open(const std::string& namespace_name) const {
 
 std::vector<std::uint64_t> Shares::sharers_above() const {
   const std::shared_ptr<FsEpoch> own = records_.epoch();
-  const std::uint64_t ours = sharer(root_.namespace_name, own ? own->number : 0);
-  const std::uint64_t ours_held = held();
+  const std::uint64_t own_id = sharer(root_.namespace_name, own ? own->number : 0);
+  const std::uint64_t own_held = held();
   const MutexLock lock(mutex_);
   std::uint64_t most = 0;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
-    if (other.id != ours) most = std::max(most, other.held);
+    if (other.id != own_id) most = std::max(most, other.held);
   }
   // A small difference is ignored: otherwise two servers would take from each other forever.
-  const std::uint64_t above = most > share() ? share() : ours_held + quantum();
+  const std::uint64_t above = most > share() ? share() : own_held + quantum();
   std::vector<std::uint64_t> others;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
-    if (other.id != ours && other.held > above) others.push_back(other.id);
+    if (other.id != own_id && other.held > above) others.push_back(other.id);
   }
   return others;
 }

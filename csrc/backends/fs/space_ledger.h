@@ -65,7 +65,7 @@ struct SpaceFigures {
   };
   std::vector<Sharer> sharers;           // each listed once
   std::uint64_t wanted = 0, credit = 0;  // our own slot: bytes still requested, bytes granted
-  bool asked = false;                    // another sharer requests space
+  bool space_requested = false;          // another sharer requests space
   bool shared = false;                   // another process shares records with us
   // Another process that counts now, and a number that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;

@@ -22,7 +22,7 @@ namespace kv_offload::mooncake {
 namespace {
 
 constexpr int kChildDescriptor = 3;
-constexpr std::chrono::milliseconds kLookEvery{5};
+constexpr std::chrono::milliseconds kPollInterval{5};
 // If the kernel does not release a killed process in this time (it waits for a device), the process is
 // abandoned to init.
 constexpr std::chrono::seconds kKilledWithin{5};
@@ -35,7 +35,8 @@ class Child final : public Process {
     wait_until(std::chrono::steady_clock::now() + kKilledWithin);
   }
   void wait_until(Deadline until) override {
-    while (!has_ended() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kLookEvery);
+    while (!has_ended() && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(kPollInterval);
   }
   std::string end_reason() override { return has_ended() ? end_reason_ : ""; }
 

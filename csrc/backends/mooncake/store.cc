@@ -64,7 +64,7 @@ Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::ui
 }
 
 // True if Mooncake may still use the channel's memory after this code.
-bool leaves_memory_in_use(std::int64_t code) {
+bool may_use_memory_later(std::int64_t code) {
   return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft &&
          code != kBadLength && code != kHolderGone;
 }
@@ -102,18 +102,18 @@ std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) co
 Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
                            std::uint64_t object_bytes, Deadline until, Answer* answer) {
   Status status = client_.call(**channel, verb, names, object_bytes, until, options_.op_timeout, answer);
-  if (!status || leaves_memory_in_use(answer->result)) channel->reset();
+  if (!status || may_use_memory_later(answer->result)) channel->reset();
   return status;
 }
 
 // ---- records
 
-Status MooncakeStore::check_exists(const std::string& key, Deadline until, bool* there) {
+Status MooncakeStore::check_exists(const std::string& key, Deadline until, bool* exists) {
   ChannelPtr channel;
   if (Status status = client_.take(1, &channel); !status) return status;
   Answer answer;
   const Status status = call(&channel, Verb::kExist, {&key, 1}, 0, until, &answer);
-  if (status && answer.result >= 0) *there = channel->object()[0] == std::byte{1};
+  if (status && answer.result >= 0) *exists = channel->object()[0] == std::byte{1};
   if (channel) client_.give_back(std::move(channel));
   return status && answer.result < 0 ? refusal_of_write(answer) : status;
 }
@@ -123,10 +123,10 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
   const Deadline check_deadline = deadline();
   const bool replace = take_damaged_key(key);
   if (!replace && existence_check_.should_check()) {
-    bool there = false;
-    if (Status status = check_exists(key, check_deadline, &there); !status) return status;
-    existence_check_.record_result(there);
-    if (there) return Status::ok();
+    bool exists = false;
+    if (Status status = check_exists(key, check_deadline, &exists); !status) return status;
+    existence_check_.record_result(exists);
+    if (exists) return Status::ok();
   }
 
   const auto left = check_deadline - std::chrono::steady_clock::now();
@@ -182,10 +182,10 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     const bool possible = static_cast<bool>(record.check_length(length));
-    const bool gone = remove_damaged(
+    const bool removed = remove_damaged(
         key, record, until, possible ? record.header_page() : std::span<std::byte>(), std::move(channel));
     const MutexLock lock(mutex_);
-    if (!gone && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(key);
+    if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(key);
   } else {
     client_.give_back(std::move(channel));
   }
@@ -204,17 +204,17 @@ bool MooncakeStore::remove_damaged(const std::string& key, const IncomingRecord&
   }
   // Either of these proves that the object is still bad: an impossible length, the same header.
   if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return false;
-  const bool there = answer.result >= 0;
-  const bool other_length = there && !record.check_length(static_cast<std::uint64_t>(answer.result));
-  const bool same_header = there && !header_page.empty() &&
+  const bool exists = answer.result >= 0;
+  const bool other_length = exists && !record.check_length(static_cast<std::uint64_t>(answer.result));
+  const bool same_header = exists && !header_page.empty() &&
                            std::memcmp(channel->object().data(), header_page.data(), header_page.size()) == 0;
-  bool gone = there || answer.result == kNoObject;
+  bool removed = exists || answer.result == kNoObject;
   if (other_length || same_header) {
-    gone = call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer) &&
-           (answer.result >= 0 || answer.result == kNoObject);
+    removed = call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer) &&
+              (answer.result >= 0 || answer.result == kNoObject);
   }
   if (channel) client_.give_back(std::move(channel));
-  return gone;
+  return removed;
 }
 
 // True once for each read that left a damaged object behind.

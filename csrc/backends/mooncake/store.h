@@ -48,7 +48,7 @@ class MooncakeStore final : public RecordStore {
   // Mooncake's negative codes are returned in *answer.
   Status call(ChannelPtr* channel, Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
               Deadline until, Answer* answer);
-  Status check_exists(const std::string& key, Deadline until, bool* there);
+  Status check_exists(const std::string& key, Deadline until, bool* exists);
   // Removes the damaged object under the key, unless another record replaced it. False: it may still be
   // there.
   bool remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,

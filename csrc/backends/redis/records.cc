@@ -327,8 +327,9 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
     const Command command{"GETRANGE", record.name, first, last};
     const std::span<std::byte> piece = piece_.span().first(static_cast<std::size_t>(bytes));
     Reply reply;
-    std::uint64_t came = 0;
-    if (Status status = connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &came);
+    std::uint64_t value_bytes = 0;
+    if (Status status =
+            connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &value_bytes);
         !status)
       return status;
     if (reply.kind == Kind::kError) return refusal_of(command, reply, options_.key_prefix);

@@ -231,16 +231,16 @@ Status RedisStore::read_startup_epoch(Deadline until, Reply* start, bool* refuse
     if (replies[1].text.find("cluster_enabled:1") != std::string::npos) cluster_.report_cluster_node();
     return Status::ok();
   };
-  Status learned, asked;
+  Status learned, outcome;
   for (int tries = 0; tries < 2; ++tries) {
     if (!cluster_.is_known() || cluster_.may_be_cluster()) learned = cluster_.learn(until, refused);
     if (!cluster_.is_known()) return learned;
-    asked = cluster_.at(startup_epoch_key_, OpKind::kRead, until, start, ask);
+    outcome = cluster_.at(startup_epoch_key_, OpKind::kRead, until, start, ask);
     if (!cluster_.may_be_cluster()) break;
   }
-  if (!asked && !learned) return learned;  // it redirects us, but does not report its nodes
-  *refused = !asked && start->kind == Reply::Kind::kError && is_configuration_error(start->text);
-  return asked;
+  if (!outcome && !learned) return learned;  // it redirects us, but does not report its nodes
+  *refused = !outcome && start->kind == Reply::Kind::kError && is_configuration_error(start->text);
+  return outcome;
 }
 
 Status RedisStore::fetch_startup_epoch(std::string* found, bool* refused) {

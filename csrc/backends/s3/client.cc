@@ -271,8 +271,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   const Target target = target_of(bucket_, request.key);
   HeaderMap signed_headers{{"host", target.host}};
   if (!request.condition.empty()) signed_headers.insert(header_of(request.condition));
-  const ToSign asked{method_of(request.verb), target.path, request.query, sum, bucket_.region};
-  if (!sign(asked, keys_of(bucket_), std::time(nullptr), &signed_headers)) {
+  const ToSign to_sign{method_of(request.verb), target.path, request.query, sum, bucket_.region};
+  if (!sign(to_sign, keys_of(bucket_), std::time(nullptr), &signed_headers)) {
     return Status::error(StatusKind::kIo, "OpenSSL cannot sign a request");
   }
   Headers headers;

@@ -13,7 +13,7 @@ namespace s3 {
 namespace {
 
 constexpr std::size_t kMaxDamagedKeys = 4096;
-constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
+constexpr unsigned kEpochCheckInterval = 30;  // calls of maintain(): each look is a request that costs money
 
 bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
 // Another process was faster, or is about to be.
@@ -45,12 +45,12 @@ void S3Store::stop() {
 
 // ---- records
 
-Status S3Store::check_exists(const std::string& key, Deadline until, bool* there) {
+Status S3Store::check_exists(const std::string& key, Deadline until, bool* exists) {
   Answer answer;
   const Request ask{.verb = Verb::kHead, .key = key};
   if (Status status = client_.call(ask, until, &answer); !status) return status;
-  *there = answer.status == 200;
-  return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
+  *exists = answer.status == 200;
+  return *exists || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
 }
 
 // A record may exist even if a lookup missed it: the lookup is as old as the prompt took to compute, and for
@@ -60,10 +60,10 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
   if (!take_damaged_key(request.key) && existence_check_.should_check()) {
-    bool there = false;
-    if (Status status = check_exists(request.key, until, &there); !status) return status;
-    existence_check_.record_result(there);
-    if (there) return Status::ok();
+    bool exists = false;
+    if (Status status = check_exists(request.key, until, &exists); !status) return status;
+    existence_check_.record_result(exists);
+    if (exists) return Status::ok();
   }
 
   OutgoingRecord record(form_, options_.namespace_id, op);
@@ -106,9 +106,9 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
-    const bool gone = remove_damaged(request.key, answer.etag, until);
+    const bool removed = remove_damaged(request.key, answer.etag, until);
     const MutexLock lock(mutex_);
-    if (!gone && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(request.key);
+    if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(request.key);
   }
   return status;
 }
@@ -143,11 +143,11 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
                        std::vector<bool>* present) {
   const Deadline until = deadline();
   present->assign(keys.size(), false);
-  bool there = false;
+  bool exists = false;
   if (order == KeyOrder::kNone) {
     for (std::size_t i = 0; i < keys.size(); ++i) {
-      if (Status status = check_exists(key_of(keys[i], epoch), until, &there); !status) return status;
-      (*present)[i] = there;
+      if (Status status = check_exists(key_of(keys[i], epoch), until, &exists); !status) return status;
+      (*present)[i] = exists;
     }
     return Status::ok();
   }
@@ -157,8 +157,8 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
     // Doubles the step until a key is missing; then bisects.
     const std::size_t at =
         missing == keys.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
-    if (Status status = check_exists(key_of(keys[at], epoch), until, &there); !status) return status;
-    if (there) {
+    if (Status status = check_exists(key_of(keys[at], epoch), until, &exists); !status) return status;
+    if (exists) {
       known = at + 1;
     } else {
       missing = at;
@@ -238,7 +238,7 @@ Status S3Store::fetch_startup_epoch(std::string* found, bool* refused) {
 
 void S3Store::maintain() {
   if (stopped_) return;  // there is nothing to flush
-  if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
+  if (epochs_.current() != nullptr && maintained_++ % kEpochCheckInterval != 0) return;
   const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;

@@ -39,7 +39,7 @@ class S3Store final : public RecordStore {
  private:
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_timeout; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  Status check_exists(const std::string& key, Deadline until, bool* there);
+  Status check_exists(const std::string& key, Deadline until, bool* exists);
   bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Removes the object with this ETag. False: it may still be there.
   bool remove_damaged(const std::string& key, const std::string& etag, Deadline until);
