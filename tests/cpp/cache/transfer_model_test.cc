@@ -36,7 +36,7 @@ TEST_F(TransferModelTest, WithOneSizeAllTimeCountsAsRate) {
 
 TEST_F(TransferModelTest, OnlyTheNewestSamplesOfEachSizeCount) {
   read(32, 0, 1e6);
-  for (std::size_t i = 0; i < TransferModel::kOfSize; ++i) read(32, 0, 1e3);
+  for (std::size_t i = 0; i < TransferModel::kSamplesPerSize; ++i) read(32, 0, 1e3);
   EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
 }
 
