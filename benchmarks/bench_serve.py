@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer
-from reporting import describe_machine, draw_bars, median_with_interval, say, write_results
+from reporting import describe_machine, draw_bars, echo, median_with_interval, write_results
 from same_for_all import (
     BLOCK,
     SYSTEMS,
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
         name: {which: [] for which in PASSES} for name in arguments.only
     }
@@ -145,7 +145,7 @@ def main() -> None:
         longest = arguments.prefix + SUFFIX + arguments.tokens + 2 * BLOCK
         servers, roots = {}, {name: Path(directory) / f"root-{name}" for name in arguments.only}
         for name in arguments.only:
-            say(f"{name}: starting")
+            echo(f"{name}: starting")
             servers[name] = running.enter_context(
                 LocalServer(
                     model,
@@ -167,7 +167,7 @@ def main() -> None:
                             wait_for_writes(root, 1)
                     if number >= 0:  # negative rounds are warm-up: vLLM compiles helpers
                         rounds[name][which].append(taken)
-                        say(f"round {number}, {which}, {name}: {taken['duration']:.2f} s")
+                        echo(f"round {number}, {which}, {name}: {taken['duration']:.2f} s")
     report(rounds, arguments)
 
 
@@ -198,10 +198,10 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]], arguments: argpar
                 for what, value in one["counted"].items():
                     counted[what] += value / len(played)
             results[name][which] = kept
-            say(f"{name}, {which}: {'; '.join(parts)}")
-            say(f"{name}, {which}: CPU seconds by thread: {kept['cpu_seconds']}")
+            echo(f"{name}, {which}: {'; '.join(parts)}")
+            echo(f"{name}, {which}: CPU seconds by thread: {kept['cpu_seconds']}")
             if counted:
-                say(f"{name}, {which}: counted a pass: {dict(counted)}")
+                echo(f"{name}, {which}: counted a pass: {dict(counted)}")
     if tuple(arguments.only) != SYSTEMS:
         return
     names = ("rounds", "prefixes", "prefix", "requests", "tokens", "clients", "size", "kind", "spins")

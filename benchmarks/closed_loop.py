@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_disk"))
 
 from local_server import LocalServer, kv_transfer_config
-from reporting import describe_machine, interval_of_median, say, write_results
+from reporting import describe_machine, echo, interval_of_median, write_results
 from same_for_all import BLOCK, environment
 from slow_disk import SlowDisk, build
 from tiny_model import make_model
@@ -118,7 +118,7 @@ def measure(
     taken: dict[str, list[Round]] = {name: [] for name in NAMES}
     try:
         for name in NAMES:
-            say(f"starting the server {name} the connector")
+            echo(f"starting the server {name} the connector")
             servers[name] = LocalServer(
                 model,
                 directory / f"{name}.log",
@@ -137,7 +137,7 @@ def measure(
             for name in NAMES if number % 2 == 0 else NAMES[::-1]:
                 taken[name].append(load(servers[name], prompts, own, clients, seconds, seed=number))
             pair = {name: taken[name][-1].requests_per_second for name in NAMES}
-            say(
+            echo(
                 f"round {number + 1} of {rounds}: {pair['without']:.2f} requests/s without, "
                 f"{pair['with']:.2f} with, ratio {pair['with'] / pair['without']:.3f}"
             )
@@ -183,9 +183,9 @@ def main() -> None:
     times = {name: [value for each in rounds[name] for value in each.latencies] for name in NAMES}
     mean = statistics.mean(times["with"]) / statistics.mean(times["without"])
     tail = percentile(times["with"], 0.99) / percentile(times["without"], 0.99)
-    say(f"machine: {describe_machine()['text']}")
-    say(f"requests per second, with / without: {ratio:.3f} (95%: {low:.3f} .. {high:.3f}), aim >= {aim:.2f}")
-    say(f"request time, with / without: mean {mean:.3f}, 99th percentile {tail:.3f}")
+    echo(f"machine: {describe_machine()['text']}")
+    echo(f"requests per second, with / without: {ratio:.3f} (95%: {low:.3f} .. {high:.3f}), aim >= {aim:.2f}")
+    echo(f"request time, with / without: mean {mean:.3f}, 99th percentile {tail:.3f}")
     write_results(
         "closed_loop-frozen" if arguments.frozen_disk else "closed_loop",
         {

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reporting import say, write_results
+from reporting import echo, write_results
 from vllm_copy import VllmCopies
 
 QUESTIONS = ("decode", "one_way", "layer_major", "both_ways", "submit")
@@ -149,7 +149,7 @@ def main() -> int:
             row = json.loads(text)
             if "device" in row:
                 header = row
-                say(f"{row['device']}; {row['table']}")
+                echo(f"{row['device']}; {row['table']}")
                 continue
             if rows and rows[-1]["question"] != row["question"]:
                 keep(complete=False)
@@ -157,22 +157,22 @@ def main() -> int:
             goal = aim(row)
             verdict = "" if goal is None or options.quick else f"  [{goal[0]}: {'yes' if goal[1] else 'NO'}]"
             missed += verdict.endswith("NO]")
-            say(line(row) + verdict)
+            echo(line(row) + verdict)
     keep(complete=False)
     if program.returncode != 0:
         return program.returncode
     if vllm is None:
-        say("tried only: nothing is kept")
+        echo("tried only: nothing is kept")
         return 0
     if vllm.missing:
-        say(f"vLLM's own copies were not measured: {vllm.missing}")
+        echo(f"vLLM's own copies were not measured: {vllm.missing}")
     else:
         for row in rows:
             if row["question"] in ("one_way", "layer_major"):
                 row.update(vllm.rates(row))
-                say(f"vllm        {line(row)}; ours / vllm {row['ours'] / row['vllm']:.2f}")
+                echo(f"vllm        {line(row)}; ours / vllm {row['ours'] / row['vllm']:.2f}")
     header["vllm"] = vllm.missing or vllm.version
-    say(f"{missed} of {len(rows)} rows miss their aim")
+    echo(f"{missed} of {len(rows)} rows miss their aim")
     keep(complete=not options.questions)
     return 0
 

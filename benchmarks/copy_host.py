@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 
 
 def baseline_of(row: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=512, help="bytes per job")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     command = [options.program, options.threads, options.mebibytes, options.rounds]
     rows: list[dict[str, Any]] = []
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as program:
@@ -60,7 +60,7 @@ def main() -> None:
         for line in program.stdout:
             row = json.loads(line)
             rows.append(row)
-            say(
+            echo(
                 f"{row['case']:45} {row['direction']:5} {row['ours'] / 1e9:6.2f} GB/s, "
                 f"{baseline_of(row)} {row[baseline_of(row)] / 1e9:6.2f}, ratio {row['ratio']:.2f}, "
                 + (f"by processor time {row['cpu_ratio']:.2f}, " if row["cpu_ratio"] else "")

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reporting import say, write_results
+from reporting import echo, write_results
 from transformers import LlamaConfig, LlamaModel
 from transformers.cache_utils import DynamicCache
 
@@ -179,7 +179,7 @@ def main() -> int:
         model = LlamaModel(shape).eval()
         torch.set_default_dtype(torch.float32)
     cache = Cache(shape, lengths[-1], device)
-    say(f"{name}, {cache.worker.describe()}; copier made in {cache.started_seconds:.2f} s")
+    echo(f"{name}, {cache.worker.describe()}; copier made in {cache.started_seconds:.2f} s")
     synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     rows = []
     for length in lengths:
@@ -206,14 +206,14 @@ def main() -> int:
                 "factor": seconds[0] / seconds[1],
             }
         )
-        say(
+        echo(
             f"{length:6} tokens: prefill {seconds[0] * 1e3:9.1f} ms, load {seconds[1] * 1e3:8.2f} ms "
             f"({load_bytes / seconds[1] / 1e9:.1f} GB/s), {seconds[0] / seconds[1]:.1f} times faster"
         )
         for tensor in cache.tensors:  # the next length must start from different bytes
             tensor.random_(0, 256)
     if not on_gpu:
-        say("tried only: nothing is kept")
+        echo("tried only: nothing is kept")
         return 0
     title = f"{name}: Llama 8B's shape, prefill by transformers, load by kv_offload"
     write_results(

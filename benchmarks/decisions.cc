@@ -179,10 +179,10 @@ void decision_cost() {
     for (std::size_t i = 0; i < count; ++i) {
       stretches.push_back({static_cast<std::int32_t>(i % 2), 20, 320, 20 * 4096});
     }
-    CostModel::Question question;
-    question.stretches = stretches;
-    question.deadline_seconds = 4;
-    print_cost("the decision alone", 20 * count, median_ns([&] { model.decide(question); }));
+    CostModel::DecisionInput input;
+    input.stretches = stretches;
+    input.deadline_seconds = 4;
+    print_cost("the decision alone", 20 * count, median_ns([&] { model.decide(input); }));
   }
   print_cost("a step's end, learning", 0, median_ns([&] {
                model.prefill.observe(2000, 1000);

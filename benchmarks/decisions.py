@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 
 STEP_NS = 5_000_000
 
@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--program", type=Path, default=Path("build/decisions"))
     options = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     output = subprocess.run([options.program], check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in output.splitlines()]
     cells = [row for row in rows if "what" in row]

@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
-from reporting import describe_machine, draw_bars, median_with_interval, say, write_results
+from reporting import describe_machine, draw_bars, echo, median_with_interval, write_results
 from same_for_all import (
     BLOCK,
     add_spins,
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     with (
         tempfile.TemporaryDirectory(dir=arguments.directory, prefix="decode-beside-") as directory,
@@ -120,7 +120,7 @@ def main() -> None:
         longest = arguments.prompt + arguments.tokens + BLOCK
         servers, roots = {}, {name: Path(directory) / f"root-{name}" for name in arguments.only}
         for name in arguments.only:
-            say(f"{name}: starting")
+            echo(f"{name}: starting")
             servers[name] = running.enter_context(
                 LocalServer(
                     model,
@@ -148,7 +148,7 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
     results: dict[str, Any] = {}
     for name, played in rounds.items():
         results[name] = {"rounds": played, "cpu_seconds": mean_cpu_by_thread(played, least=0.002)}
-        say(f"{name}: CPU seconds a round by thread: {results[name]['cpu_seconds']}")
+        echo(f"{name}: CPU seconds a round by thread: {results[name]['cpu_seconds']}")
         for what in ("first_token", "all", "first", "longest"):
             values = [one[what] for one in played]
             line = f"{name}: {what}: {statistics.median(values) * 1e3:.2f} ms"
@@ -160,10 +160,10 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
                 )
                 results[name][f"{what}_of_{other}"] = found
                 line += f", {found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f}) of {other}"
-            say(line)
+            echo(line)
         written = statistics.fmean(one["written_bytes"] for one in played) / 2**20
         after = statistics.median(one["written_after_answer"] for one in played)
-        say(f"{name}: {written:.0f} MiB written a round, done {after:.2f} s after the answer")
+        echo(f"{name}: {written:.0f} MiB written a round, done {after:.2f} s after the answer")
     if tuple(arguments.only) != SYSTEMS:
         return
     bars = []

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
 import adapter
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 
 adapter.use_specs()
 
@@ -159,7 +159,7 @@ def measure(resident: int, rounds: int, eviction_policy: str) -> dict[str, Any]:
     """Returns the medians of both in milliseconds, and our speedup."""
     sides = []
     for kind in (Ours, Theirs):
-        say(f"filling {kind.name} with {resident:,} chunks")
+        echo(f"filling {kind.name} with {resident:,} chunks")
         sides.append(Side(kind(resident, eviction_policy), resident))
     gc.collect()
     gc.freeze()  # as the engine core does
@@ -219,7 +219,7 @@ def main() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        say("no picture: matplotlib is not installed")
+        echo("no picture: matplotlib is not installed")
         write_results(name, {"milliseconds": results})
         return
     write_results(name, {"milliseconds": results}, lambda path: draw(path, results))

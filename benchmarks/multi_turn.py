@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer
-from reporting import describe_machine, median_with_interval, say, write_results
+from reporting import describe_machine, echo, median_with_interval, write_results
 from same_for_all import (
     BLOCK,
     SYSTEMS,
@@ -252,18 +252,18 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict
                 kept[f"times_as_fast_as_{other.partition(' ')[0]}"] = found = {
                     what: ratio(played, rounds[other][loop], what) for what in shown
                 }
-                say(
+                echo(
                     f"{label:18} {loop:6} times as fast as {name}: "
                     + ", ".join(
                         f"{what} {r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
                         for what, r in found.items()
                     )
                 )
-            say(
+            echo(
                 f"{label:18} {loop:6} "
                 + ", ".join(f"{what} {seconds:.3f} s" for what, seconds in kept["median"].items())
             )
-            say(f"{label:18} {loop:6} CPU seconds by thread: {kept['cpu_seconds']}")
+            echo(f"{label:18} {loop:6} CPU seconds by thread: {kept['cpu_seconds']}")
             results[label][loop] = kept
     return results
 
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     longest = max(
         loop.shared + loop.first + (arguments.turns - 1) * (loop.more + loop.answer) + loop.answer
         for loop in LOOPS
@@ -302,7 +302,7 @@ def main() -> None:
         model = make_model(directory / "model", arguments.kind)
         servers, roots = {}, {}
         for label in labels:
-            say(f"{label}: starting")
+            echo(f"{label}: starting")
             system, _, size = label.partition(" ")
             roots[label] = directory / f"root-{label}".replace(" ", "-")
             servers[label] = running.enter_context(
@@ -338,7 +338,7 @@ def main() -> None:
                     for other, root in roots.items():
                         if other != "none":
                             wait_for_writes(root, 1)
-                    say(
+                    echo(
                         f"round {number}, {loop.name}, {label}: all of it {taken.total:.2f} s, first token "
                         f"{statistics.median(taken.first_tokens):.3f} s, decided {one['decided']}"
                     )

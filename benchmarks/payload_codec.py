@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from block_throttle import throttled
-from reporting import describe_machine, draw_bars, say, write_results
+from reporting import describe_machine, draw_bars, echo, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -155,7 +155,7 @@ def text_of(folder: str, pattern: str) -> str:
 
 
 def tell(row: dict[str, Any]) -> None:
-    say(
+    echo(
         f"{row['text']}: {row['way']:16} ratio {row['ratio']:.3f}, in {row['in'] / 1e9:5.2f} GB/s "
         f"({row['in_of_bound']:.2f} of the bound), out {row['out'] / 1e9:5.2f} ({row['out_of_bound']:.2f})"
     )
@@ -163,10 +163,10 @@ def tell(row: dict[str, Any]) -> None:
 
 def tell_tier(row: dict[str, Any]) -> None:
     speed = f"{row['device'] / 1e6:.0f} MB/s" if row["device"] else "the disk as it is"
-    say(f"{row['text']}: {row['prompt_bytes'] / 1e6:.0f} MB from {speed}")
+    echo(f"{row['text']}: {row['prompt_bytes'] / 1e6:.0f} MB from {speed}")
     for way in ("none", "zstd", "auto"):
         found = row[way]
-        say(
+        echo(
             f"    compress {way}: {found['seconds']:.3f} s, {found['times_as_fast']:.2f} times as fast "
             f"as raw; written in {found['write_seconds']:.3f} s; {found['about']}"
         )
@@ -183,7 +183,7 @@ def judge(codec: list[dict[str, Any]], tiers: list[dict[str, Any]]) -> dict[str,
         met[f"times_as_fast, {way}"] = all(row[way]["times_as_fast"] >= AIMS["times_as_fast"] for row in slow)
     met["auto is off on the disk as it is"] = all(row["auto"]["about"].startswith("off") for row in fast)
     for name, good in met.items():
-        say(f"aim {name}: {'met' if good else 'MISSED'}")
+        echo(f"aim {name}: {'met' if good else 'MISSED'}")
     return met
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     model = Model(weights_of_package())
     codec, tiers = [], []
     with (
@@ -235,7 +235,7 @@ def main() -> None:
             path = Path(name) / text
             kv.tofile(path)
             files[str(path)] = text
-            say(f"{text}: {options.tokens} tokens, {kv.nbytes >> 20} MiB of K/V")
+            echo(f"{text}: {options.tokens} tokens, {kv.nbytes >> 20} MiB of K/V")
         for row in run(options.build / "payload_codec", options.rounds, *files):
             codec.append(row | {"text": files[row.pop("file")]})
             tell(codec[-1])

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import Answer, LocalServer, difference, kv_transfer_config
-from reporting import describe_machine, draw_bars, say, write_results
+from reporting import describe_machine, draw_bars, echo, write_results
 from same_for_all import BLOCK, environment
 from tiny_model import make_model
 
@@ -75,7 +75,7 @@ class Setup:
         for number, prompt in enumerate(self.prompts, 1):
             answers.append(server.ask(prompt, max_tokens=1))
             reloaded = answers[-1].cached_tokens
-            say(f"  {what}, prompt {number}: {answers[-1].seconds:.3f} s, {reloaded} tokens reloaded")
+            echo(f"  {what}, prompt {number}: {answers[-1].seconds:.3f} s, {reloaded} tokens reloaded")
         return answers
 
 
@@ -136,7 +136,7 @@ class Place(Protocol):
 def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: Place | None) -> Times:
     """Computes all prompts. With a connector, reloads them from host memory and after a restart."""
     times = Times()
-    say(f"{name}: starting")
+    echo(f"{name}: starting")
     with setup.serve(name, kv_transfer) as server:
         warm_up(server, setup)
         computed = setup.ask_all(server, f"{name}: compute")
@@ -148,7 +148,7 @@ def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: 
         prompts = len(setup.prompts) + 1  # including the warm-up prompt
         place.wait_until_written(prompts * (len(setup.prompts[0]) // BLOCK), server)
     place.forget()
-    say(f"{name}: starting again")
+    echo(f"{name}: starting again")
     with setup.serve(name, kv_transfer) as server:
         warm_up(server, setup)
         disk = setup.ask_all(server, f"{name}: from {place.label}")
@@ -160,7 +160,7 @@ def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: 
             f"{name}: {times.disk_tokens} tokens were reloaded; each prompt has {whole} that can be"
         )
     times.worst_difference = max(map(difference, computed * 2, host + disk))
-    say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
+    echo(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
     return times
 
 
@@ -222,11 +222,11 @@ def main() -> None:
     if arguments.only:
         return
     baseline = medians["none"]["compute"]
-    say(f"machine: {describe_machine()['text']}")
-    say(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
+    echo(f"machine: {describe_machine()['text']}")
+    echo(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
     for name in SYSTEMS[1:]:
         for kind, seconds in medians[name].items():
-            say(f"  {name:10} {kind:8} {seconds:7.3f} s   {baseline / seconds:6.1f}x")
+            echo(f"  {name:10} {kind:8} {seconds:7.3f} s   {baseline / seconds:6.1f}x")
     write_results(
         "prompt_reload",
         {

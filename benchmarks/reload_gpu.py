@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import Answer, LocalServer
 from prompt_reload import drop_from_page_cache
-from reporting import describe_machine, draw_bars, read_results, say, write_results
+from reporting import describe_machine, draw_bars, echo, read_results, write_results
 from same_for_all import SYSTEMS, bytes_below, connector, environment
 from tiny_model import make_model
 
@@ -181,7 +181,7 @@ def ask_all(server: LocalServer, prompts: list[list[int]], what: str, times: Tim
     times.seconds[what] = [answer.seconds for answer in answers]
     times.tokens[what] = [answer.cached_tokens for answer in answers]
     for prompt, answer in zip(prompts, answers, strict=True):
-        say(f"  {what}: {len(prompt):6} tokens {answer.seconds:.4f} s, {answer.cached_tokens} reloaded")
+        echo(f"  {what}: {len(prompt):6} tokens {answer.seconds:.4f} s, {answer.cached_tokens} reloaded")
     return answers
 
 
@@ -191,7 +191,7 @@ def ask_together(server: LocalServer, prompts: list[list[int]], what: str, times
         answers = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=ANSWER), prompts))
         times.together[what] = time.perf_counter() - began
     reloaded = sum(answer.cached_tokens for answer in answers)
-    say(f"  {what}, together: {times.together[what]:.3f} s, {reloaded} tokens reloaded")
+    echo(f"  {what}, together: {times.together[what]:.3f} s, {reloaded} tokens reloaded")
 
 
 def empty_its_cache(server: LocalServer) -> None:
@@ -211,7 +211,9 @@ def wait_until_written(root: Path, server: LocalServer, seconds: float, times: T
     deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
     while time.monotonic() - since < 2:
         if time.monotonic() > deadline:
-            say(f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that")
+            echo(
+                f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that"
+            )
             times.beside_writes = True
             break
         server.ask([2] * 8, max_tokens=1)  # vLLM reports ended jobs only in its steps
@@ -232,7 +234,7 @@ def measure(setup: Setup, name: str) -> Times:
     times, prompts, together = Times(), setup.prompts(1), setup.together()
     root = setup.directory / name
     root.mkdir()
-    say(f"{name}: starting")
+    echo(f"{name}: starting")
     with setup.serve(name, "first") as server:
         times.start_seconds.append(server.boot_seconds)
         warm_up(server, setup)
@@ -250,7 +252,7 @@ def measure(setup: Setup, name: str) -> Times:
             if "cuda:" in line and "rates" in line:
                 times.copier = line[line.index("cuda:") :]
     drop_from_page_cache(root)
-    say(f"{name}: starting again over {times.written_bytes / 2**30:.1f} GiB")
+    echo(f"{name}: starting again over {times.written_bytes / 2**30:.1f} GiB")
     with setup.serve(name, "again") as server:
         times.start_seconds.append(server.boot_seconds)
         warm_up(server, setup)
@@ -259,7 +261,7 @@ def measure(setup: Setup, name: str) -> Times:
         (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
     shutil.rmtree(root)  # free the space for the next system
     compare(computed * 2, host + disk, times)
-    say(
+    echo(
         f"{name}: log-probabilities after a reload differ by at most {times.worst_difference}, "
         f"{times.other_tokens} answers have another token"
     )
@@ -413,8 +415,8 @@ def main() -> int:
         for what, by_length in by_what.items():
             text = ", ".join(f"{tokens}: {seconds * 1e3:.1f} ms" for tokens, seconds in by_length.items())
             together = results[system].together.get(what)
-            say(f"{system:10} {what:9} {text}" + (f"; together {together:.3f} s" if together else ""))
-    say(f"{gpu}, {describe_machine()['text']}")
+            echo(f"{system:10} {what:9} {text}" + (f"; together {together:.3f} s" if together else ""))
+    echo(f"{gpu}, {describe_machine()['text']}")
     return 0
 
 

@@ -175,7 +175,7 @@ struct Presence {
 };
 
 // Asks for the keys of a prompt once, as an engine does when one comes that nobody has asked for.
-inline Presence ask_for(Tier& tier, const std::vector<ChunkKey>& keys) {
+inline Presence queue_lookup(Tier& tier, const std::vector<ChunkKey>& keys) {
   const auto used = [] {
     timespec time{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -217,9 +217,9 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
     // So that all of its threads are connected, and its table has grown, as those of an engine are and have.
     std::vector<ChunkKey> others;
     for (std::size_t i = 0; i < 3 * count; ++i) others.push_back(key_of(3 * count * (round + 2) + i));
-    (void)ask_for(*tier, others);
+    (void)queue_lookup(*tier, others);
     if (round % 2 == 0) library.push_back(alone(keys));
-    const Presence spent = ask_for(*tier, keys);
+    const Presence spent = queue_lookup(*tier, keys);
     if (round % 2 != 0) library.push_back(alone(keys));
     ours.push_back(spent.seconds);
     asking.push_back(spent.ask_seconds);

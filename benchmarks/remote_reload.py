@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import lmcache_beside
 from local_server import LocalServer, kv_transfer_config
 from prompt_reload import HOST_BYTES, WAIT_SECONDS, Setup, Times, make_prompts, measure
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 from same_for_all import sleep_where_vllm_spins
 from tier_places import OWN, entry_of
 from tiny_model import make_model
@@ -103,12 +103,12 @@ def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
     """Measures LMCache. Returns None if it is not installed or does not support this place."""
     kind = entry["type"]
     if not lmcache_beside.is_installed():
-        say(f"LMCache {kind}: not measured, as LMCache is not installed")
+        echo(f"LMCache {kind}: not measured, as LMCache is not installed")
         return None
     try:
         server = lmcache_beside.LMCacheServer(entry, HOST_BYTES)
     except ValueError as error:
-        say(f"LMCache {kind}: not measured, as {error}")
+        echo(f"LMCache {kind}: not measured, as {error}")
         return None
     place = Remote(kind, lambda _, records: server.has_written())
     with inside(setup.directory):
@@ -119,7 +119,7 @@ def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
 def measure_objects(setup: Setup, entry: dict[str, Any]) -> Times | None:
     """Measures vLLM's own object tier. Returns None if NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
-        say("vllm obj: not measured, as NIXL is not installed")
+        echo("vllm obj: not measured, as NIXL is not installed")
         return None
     # vLLM's tier reads NIXL's telemetry, which is off by default: without it the first transfer ends the
     # engine.
@@ -169,11 +169,11 @@ def tell(results: dict[str, Times], arguments: argparse.Namespace) -> None:
     """Prints the results, and saves them unless this is a trial run."""
     medians = {name: times.medians() for name, times in results.items()}
     baseline = medians["none"]["compute"]
-    say(f"machine: {describe_machine()['text']}")
-    say(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
+    echo(f"machine: {describe_machine()['text']}")
+    echo(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
     for name, rows in medians.items():
         if "disk" in rows:
-            say(f"  {name:18} after a restart {rows['disk']:7.3f} s   {baseline / rows['disk']:6.1f}x")
+            echo(f"  {name:18} after a restart {rows['disk']:7.3f} s   {baseline / rows['disk']:6.1f}x")
     if arguments.dry:
         return
     write_results(

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
 from multi_turn import Loop, percentile, play, warm_up
-from reporting import describe_machine, draw_bars, say, write_results
+from reporting import describe_machine, draw_bars, echo, write_results
 from same_for_all import BLOCK, environment
 from tier_places import OWN, entry_of
 from tiny_model import make_model
@@ -212,7 +212,7 @@ def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> 
     servers = [server for each in found.values() for server in each]
     for server in servers:
         stack.callback(server.stop)
-    say(f"starting {len(servers)} servers")
+    echo(f"starting {len(servers)} servers")
     with ThreadPoolExecutor(2) as pool:
         starting = [pool.submit(start, server) for server in servers]
         try:
@@ -248,7 +248,7 @@ def summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
 
 
 def tell(results: dict[str, Any]) -> None:
-    say(f"machine: {describe_machine()['text']}")
+    echo(f"machine: {describe_machine()['text']}")
     for name, result in results.items():
         median = result["median"]
         text = (
@@ -259,7 +259,7 @@ def tell(results: dict[str, Any]) -> None:
         if "against_apart" in result:
             ratios = result["against_apart"]["total_seconds"]
             text += f"; time against {BASELINE}: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        say(text)
+        echo(text)
 
 
 def draw(path: Path, results: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the directories are; default: a temporary one")
     arguments = parser.parse_args()
     names = [name for name in SETTINGS if not arguments.only or name in arguments.only]
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     with (
         tempfile.TemporaryDirectory(dir=arguments.directory, prefix="replicas-") as directory,
@@ -306,7 +306,7 @@ def main() -> None:
                 seed = 2 * number + (name in SERVERS_OF)  # both settings use the same servers
                 taken = play_round(name, servers[name], arguments, seed)
                 rounds[name].append(taken)
-                say(
+                echo(
                     f"round {number + 1}, {name:10} {taken.total_seconds:5.1f} s, computed "
                     f"{taken.computed_tokens} of {taken.prompt_tokens}, hit {taken.hit_tokens}"
                 )

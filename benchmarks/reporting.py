@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Prints a progress line with the seconds since the start."""
     print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
 
@@ -103,13 +103,13 @@ def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], Non
     # NaN and Infinity are not JSON: other programs cannot read them.
     written.write_text(json.dumps({"machine": machine, **results}, indent=2, allow_nan=False) + "\n")
     kept = written.replace(stem.with_suffix(".json"))
-    say(f"written: {kept}")
+    echo(f"written: {kept}")
     if draw is None:
         return kept
     try:
         draw(stem.with_suffix(".png"))
     except ImportError as error:
-        say(f"not drawn: {error}")
+        echo(f"not drawn: {error}")
     else:
-        say(f"drawn: {stem.with_suffix('.png')}")
+        echo(f"drawn: {stem.with_suffix('.png')}")
     return kept

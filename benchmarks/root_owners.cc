@@ -92,7 +92,7 @@ FsTierOptions options_for(const std::string& root, std::uint64_t max_bytes, std:
 class Writer {
  public:
   Writer(FsTierOptions options, std::uint64_t record_bytes) : row_(record_bytes) {
-    options.driven_by_hand = &pool_;
+    options.manual_pool = &pool_;
     tier_ = make_fs_tier(options);
   }
   Tier& tier() { return *tier_; }

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fs_bench import file_system
-from reporting import describe_machine, read_results, say, write_results
+from reporting import describe_machine, echo, read_results, write_results
 
 Lines = list[dict[str, Any]]
 
@@ -123,7 +123,7 @@ def main() -> None:
     builds = {"now": options.program} | ({"before": options.before} if options.before else {})
     results = (read_results(options.name) or {}) if options.only else {}
     results.pop("machine", None)
-    say(f"{describe_machine()['text']}, {file_system(options.directory)}")
+    echo(f"{describe_machine()['text']}, {file_system(options.directory)}")
     for command in [options.only] if options.only else ["dead", "models"]:
         samples: dict[str, dict[str, list[float]]] = {build: defaultdict(list) for build in builds}
         curves: dict[str, list[Lines]] = {build: [] for build in builds}
@@ -136,13 +136,13 @@ def main() -> None:
                     curves[build].append(lines)
                 for name, values in found.items():
                     samples[build][name] += values
-                say(f"{command}, repetition {repetition + 1} of {options.repetitions}, {build}")
+                echo(f"{command}, repetition {repetition + 1} of {options.repetitions}, {build}")
         figures = {
             build: {name: summary(values) for name, values in of.items()} for build, of in samples.items()
         }
         for build, of in figures.items():
             for name, part in of.items():
-                say(
+                echo(
                     f"{command}, {build}, {name}: {part['median']:.4g} "
                     f"({part['least']:.4g} to {part['most']:.4g})"
                 )

@@ -177,9 +177,9 @@ class EndlessStore final : public RecordStore, public Catalog {
   Catalog* catalog() override { return this; }
 
   Presence contains(const ChunkKey&) const override { return Presence::kPresent; }
-  void begin_asking(std::span<const ChunkKey>, EpochNumber, std::vector<ChunkKey>*) override {}
-  void forget_absence(const ChunkKey&) override {}
-  void give_up_asking(std::span<const ChunkKey>, EpochNumber) override {}
+  void begin_lookup(std::span<const ChunkKey>, EpochNumber, std::vector<ChunkKey>*) override {}
+  void forget_miss(const ChunkKey&) override {}
+  void cancel_lookup(std::span<const ChunkKey>, EpochNumber) override {}
   void touch(const ChunkKey&) override {}
   void take_removals(std::vector<TierRemoval>*) override {}
 
@@ -203,7 +203,7 @@ void measure_end(std::uint64_t reads) {
   options.name = "fs";
   options.clock = &standing_clock;
   options.op_timeout = std::chrono::hours(1);
-  options.driven_by_hand = &pool;
+  options.manual_pool = &pool;
   std::vector<std::unique_ptr<Tier>> tiers;
   tiers.push_back(make_thread_pool_tier(std::make_unique<EndlessStore>(), options));
   Host host((2 * reads + 1024) * kPageBytes, {kPageBytes}, std::move(tiers));

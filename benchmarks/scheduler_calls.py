@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 
 Samples = dict[str, list[float]]
 
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("--name", default="scheduler_calls", help="of the result file")
     options = parser.parse_args()
     builds = {"now": options.program} | ({"before": options.before} if options.before else {})
-    say(describe_machine()["text"])
+    echo(describe_machine()["text"])
     samples: dict[str, Samples] = {build: defaultdict(list) for build in builds}
     for repetition in range(options.repetitions):
         for build in list(builds)[:: 1 if repetition % 2 == 0 else -1]:
             found = measure(builds[build], options.rounds, options.reads, options.records)
             for name, value in found.items():
                 samples[build][name].append(value)
-            say(f"repetition {repetition + 1} of {options.repetitions}, {build}")
+            echo(f"repetition {repetition + 1} of {options.repetitions}, {build}")
     results: dict[str, Any] = {
         "unit": "CPU milliseconds of the calling thread, unless a figure says otherwise",
         "host_memory": "12 GiB of address space; no row was touched",
@@ -114,7 +114,7 @@ def main() -> None:
             figure["now_against_before"] = summary(ratios)
             line += f", ratio {statistics.median(ratios):.3g}"
         results["figures"][name] = figure
-        say(f"{name}: {line}")
+        echo(f"{name}: {line}")
     write_results(options.name, results)
 
 

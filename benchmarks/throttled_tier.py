@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 
 from local_server import LocalServer, difference, kv_transfer_config
 from prompt_reload import wait_until_written
-from reporting import describe_machine, draw_bars, say, write_results
+from reporting import describe_machine, draw_bars, echo, write_results
 from same_for_all import BLOCK, environment
 from slow_disk import SlowDisk, build
 from tiny_model import SHAPES, make_model
@@ -115,7 +115,7 @@ class Bench:
             self.ask(case, policy)
         case.decisions = {choice: count - before[choice] for choice, count in self.decisions().items()}
         result = case.summary()
-        say(
+        echo(
             f"{name}: {result['median_seconds']:.3f} s, no tier {result['median_seconds_without']:.3f} s, "
             f"ratio {result['ratio']:.2f}; {case.decisions}"
         )
@@ -129,7 +129,7 @@ def run(bench: Bench, records: int, speeds: list[float]) -> list[Case]:
         for server in (bench.plain, bench.tiered):
             server.ask(prompt, max_tokens=1)
         wait_until_written(bench.disk.directory, number * records, bench.tiered)
-    say("all prompts are on the disk")
+    echo("all prompts are on the disk")
     cases = [bench.measure("fast disk, auto", "auto", each)]
     for speed in speeds:
         bench.disk.tell(read_bytes_per_second=int(speed * 1e6))
@@ -182,7 +182,7 @@ def main() -> None:
             extra = tiered["kv_connector_extra_config"]
             extra["secondary_tiers"][0]["op_timeout_ms"] = PATIENT_MS
             plain = kv_transfer_config(host_bytes, **common)
-            say("starting both servers")
+            echo("starting both servers")
             with (
                 LocalServer(model, folder / "plain.log", kv_transfer=plain, **options) as without,
                 LocalServer(model, folder / "tiered.log", kv_transfer=tiered, **options) as with_tier,
@@ -195,15 +195,15 @@ def main() -> None:
 
 
 def report(cases: list[Case], bench: Bench, arguments: argparse.Namespace, tokens: int) -> None:
-    say(f"machine: {describe_machine()['text']}")
-    say(f"answers differ by at most {bench.worst_difference:.5f} in log-probability")
+    echo(f"machine: {describe_machine()['text']}")
+    echo(f"answers differ by at most {bench.worst_difference:.5f} in log-probability")
     results = {case.name: case.summary() for case in cases}
     for name, result in results.items():
         throttled_auto = name.endswith("MB/s, auto")
         verdict = (
             f"  aim {AIM:.2f}: {'met' if result['ratio'] <= AIM else 'MISSED'}" if throttled_auto else ""
         )
-        say(f"  {name:18} {result['median_seconds']:7.3f} s   ratio {result['ratio']:5.2f}{verdict}")
+        echo(f"  {name:18} {result['median_seconds']:7.3f} s   ratio {result['ratio']:5.2f}{verdict}")
     if arguments.try_out:
         return
     write_results(

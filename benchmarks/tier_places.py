@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reporting import say
+from reporting import echo
 
 from kv_offload.tiers.registry import entry_at, kinds
 
@@ -34,7 +34,7 @@ def entry_of(text: str) -> dict[str, Any]:
     if not keys:
         raise SystemExit(f"--tier {text} is of no kind beyond the host: give redis=URL, s3=BUCKET or JSON")
     prefix = f"bench-{uuid.uuid4().hex}"
-    say(f"records go under the prefix {prefix}: {text}")
+    echo(f"records go under the prefix {prefix}: {text}")
     return {**entry, keys[0]: prefix}
 
 

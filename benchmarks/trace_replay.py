@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from reporting import say, write_results
+from reporting import echo, write_results
 from synthetic_traces import BLOCK_TOKENS, SHAPES, make
 
 from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
@@ -74,7 +74,7 @@ def host_rows(trace: Trace, core: Any, capacity: int, speed: float, with_vllm: b
     for row in rows:
         row["of_lru"] = row["hit_blocks"] / baseline if baseline else None
     shown = ", ".join(f"{row['policy']} {row['hit_ratio']:.1%}" for row in rows)
-    say(f"host {capacity:>6,}: {shown}; prefix/lru {rows[2]['of_lru'] or 0:.3f}")
+    echo(f"host {capacity:>6,}: {shown}; prefix/lru {rows[2]['of_lru'] or 0:.3f}")
     return rows
 
 
@@ -89,7 +89,7 @@ def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> li
             f"{row['policy']}/{row['tier_policy']} {row['hit_ratio']:.1%} ({row['written']:,} written)"
             for row in rows[-len(PAIRS) :]
         )
-        say(f"host {host:>6,}, disk {tier:>6,}, {write_policy:8}: {shown}")
+        echo(f"host {host:>6,}, disk {tier:>6,}, {write_policy:8}: {shown}")
     rows.append(replay(core, trace, Setting(OPTIMUM, host, tier), speed))
     return rows
 
@@ -140,7 +140,9 @@ def main() -> None:
         trace = read_trace(options.trace)
         name = options.trace.stem
     core = trace.to_core()
-    say(f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique")
+    echo(
+        f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique"
+    )
     results: dict[str, Any] = {
         "trace": name,
         "requests": len(trace.prompts),

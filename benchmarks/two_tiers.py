@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reporting import say, write_results
+from reporting import echo, write_results
 from synthetic_traces import BLOCK_TOKENS, SHAPES, make
 from trace_replay import CONVERSATIONS
 
@@ -127,13 +127,15 @@ def main() -> None:
         trace = Trace(trace.prompts[len(trace.prompts) // 2 :], 0)
         name += "-second-half"
     core = trace.to_core()
-    say(f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique")
+    echo(
+        f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique"
+    )
     rows: list[dict[str, Any]] = []
     for host, disk in CELLS:
         for rule in RULES:
             row = measured(trace, core, host, disk, rule, options.kills)
             rows.append(row)
-            say(
+            echo(
                 f"host {host:>6,}, disk {disk:>6,}, {name_of(row):20}: {row['hit_ratio']:.1%} hit, "
                 f"{row['written']:>7,} written, {row['tier_declined']:>7,} declined; "
                 f"after a kill {mean(row, 'recent_hit_ratio'):.0%} of the last prompts, "
@@ -143,7 +145,7 @@ def main() -> None:
             rows.append(
                 replay(core, trace, Setting(policy, host + disk), PREFILL) | {"one_cache_of": [host, disk]}
             )
-            say(f"one cache of {host + disk:>6,} blocks, {policy}: {rows[-1]['hit_ratio']:.1%} hit")
+            echo(f"one cache of {host + disk:>6,} blocks, {policy}: {rows[-1]['hit_ratio']:.1%} hit")
     results = {
         "trace": name,
         "requests": len(trace.prompts),

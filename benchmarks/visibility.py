@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, echo, write_results
 from tier_places import OWN, entry_of
 
 from kv_offload import _core
@@ -141,8 +141,8 @@ def main() -> None:
             results[entry["type"]] = {name: percentiles(values) for name, values in vars(taken).items()}
             for name, found in results[entry["type"]].items():
                 p50, p99 = found["p50"] * 1e3, found["p99"] * 1e3
-                say(f"{entry['type']:6} {name:22} p50 {p50:7.2f} ms, p99 {p99:7.2f} ms")
-    say(f"machine: {describe_machine()['text']}")
+                echo(f"{entry['type']:6} {name:22} p50 {p50:7.2f} ms, p99 {p99:7.2f} ms")
+    echo(f"machine: {describe_machine()['text']}")
     if not arguments.dry:
         write_results(
             "visibility", {"records": arguments.records, "record_kib": arguments.kib, "seconds": results}

@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_offload.names import SPEC_MODULE, SPEC_NAME
 from kv_offload.tiers.base import TierConfig
-from kv_offload.tiers.registry import kind_behind, kinds
+from kv_offload.tiers.registry import kind_of_tier, kinds
 from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 
@@ -38,14 +38,14 @@ IGNORED_TIER_KEYS = {
     "backpressure": IGNORED_KEYS["backpressure"],
 }
 # Words in the name of a size limit. On a tier, such a key is meant as the size of the tier.
-_OF_A_BOUND = re.compile(
+_BOUND_KEY = re.compile(
     r"size|quota|capacity|limit|byte|(^|[^a-z])space|budget|watermark|usage|(^|[^a-z])[kmgt]i?b([^a-z]|$)|"
     r"max_?(disk|storage|file|record|entr|block|item|object|chunk)",
     re.IGNORECASE,
 )
-_OF_A_TIER = re.compile(r"disk|ssd|nvme|storage|tier|file|(^|_)fs(_|$)", re.IGNORECASE)
-_OF_A_RESERVE = re.compile(r"(^|[^a-z])(min|free|reserve|keep|available)", re.IGNORECASE)
-_OF_A_SECRET = re.compile(r"secret|passw|access_?key|session_?token|credential", re.IGNORECASE)
+_TIER_KEY = re.compile(r"disk|ssd|nvme|storage|tier|file|(^|_)fs(_|$)", re.IGNORECASE)
+_RESERVE_KEY = re.compile(r"(^|[^a-z])(min|free|reserve|keep|available)", re.IGNORECASE)
+_SECRET_KEY = re.compile(r"secret|passw|access_?key|session_?token|credential", re.IGNORECASE)
 
 _SHARED = (
     "use mooncake or redis, which hosts share over the network, or fs with a root_dir on a shared file system"
@@ -153,7 +153,7 @@ def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) 
             ours[key] = value
         elif key in IGNORED_TIER_KEYS:
             notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
-        elif _OF_A_BOUND.search(str(key)):
+        elif _BOUND_KEY.search(str(key)):
             problems.append(_unknown_bound(str(key), kind, f"{where}: "))
         else:
             _unknown_key(key, value, known, f"{where}: ", notes, problems)
@@ -166,7 +166,7 @@ def _unknown_bound(key: str, kind: type[TierConfig], where: str) -> str:
     text, bound_key = f"{where}{key!r} is not known", kind.bound_key
     if bound_key is None:
         return f"{text}: {kind.bounded_by}"
-    if _OF_A_RESERVE.search(key):
+    if _RESERVE_KEY.search(key):
         text += ", and no setting here reserves free space"
     elif difflib.get_close_matches(key.lower(), (bound_key,), cutoff=_NEAR):
         text += f"; did you mean {bound_key!r}?"
@@ -181,17 +181,17 @@ def _unknown_key(
     if key in keys_read_by_vllm():
         notes.append(f"{where}{key} is left to vLLM, which reads it; it has no effect here")
         return
-    if where and _OF_A_SECRET.search(str(key)):
+    if where and _SECRET_KEY.search(str(key)):
         problems.append(
             f"{where}{key!r} is not known, and credentials do not belong here: vLLM logs its configuration. "
             f"possible: {', '.join(sorted(possible))}"
         )
         return
-    if not where and _OF_A_BOUND.search(str(key)) and _OF_A_TIER.search(str(key)):
+    if not where and _BOUND_KEY.search(str(key)) and _TIER_KEY.search(str(key)):
         problems.append(f"{key!r} is not known; secondary_tiers[...].max_bytes limits a tier")
         return
     near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=_NEAR)
-    if near and not (_OF_A_RESERVE.search(str(key)) and not _OF_A_RESERVE.search(near[0])):
+    if near and not (_RESERVE_KEY.search(str(key)) and not _RESERVE_KEY.search(near[0])):
         problems.append(
             f"{where}{key!r} is not known; did you mean {near[0]!r}? possible: {', '.join(sorted(possible))}"
         )
@@ -277,7 +277,7 @@ def is_llmd_config(extra: Mapping[str, Any]) -> bool:
 
 def llmd_advice(extra: Mapping[str, Any]) -> str:
     """Returns the equivalent of a configuration of llm-d's file system backend."""
-    kind = kind_behind("disk")
+    kind = kind_of_tier("disk")
     root = extra.get("shared_storage_path", kind.example[kind.place_key])
     tier = kind.entry(str(root), kind.example[str(kind.bound_key)])
     try:

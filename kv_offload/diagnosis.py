@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SMALLEST_SHARE = 0.01  # share of missed tokens below which a reason is not reported
 _STUCK_SECONDS = 10.0
-_MANY = 0.05  # share of the bytes to be written
+_MANY_DROPPED = 0.05  # share of the bytes to be written
 
 HOST_MEMORY = "cpu"  # the label of host memory among the tiers
 _NOT_WRITTEN = (
@@ -230,7 +230,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
             if is_host_memory
             else page.sum("kv_offload_write_bytes_total", tier=tier)
         )
-        if dropped > _MANY * (dropped + written):
+        if dropped > _MANY_DROPPED * (dropped + written):
             share = 100 * dropped / (dropped + written)
             place = "stored in host memory" if is_host_memory else f"written to tier {tier}"
             yield Finding(
@@ -265,7 +265,7 @@ _NEVER_HIT = re.compile(r"none was ever hit: of (\d+) tokens looked up, (\d+) mi
 _REQUEST_MISSED = re.compile(r"(\d+) tokens missing \((\w+)\)")
 _REQUEST_HIT = re.compile(r"(\d+) tokens from \w")
 _BOOT = re.compile(r"kv-offload \S+(?: engine \d+ of \d+)?: cpu .* tokens")
-_OUR_LINE = re.compile(
+_PLUGIN_LINE = re.compile(
     r"kv[-_]offload|KVOffload|kv_transfer_params|kv_connector_extra_config|KV chunks are stored",
     re.IGNORECASE,
 )
@@ -312,7 +312,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
     hits, ours, booted, in_problems = 0, False, False, False
     for line in lines:
         line = line.rstrip()
-        ours = ours or _OUR_LINE.search(line) is not None
+        ours = ours or _PLUGIN_LINE.search(line) is not None
         booted = booted or _BOOT.search(line) is not None
         if in_problems and (listed := re.search(r"^\s*(?:\S+ )*?\s*- (.+)$", line)):
             finding = Finding(
@@ -334,13 +334,13 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
         findings.setdefault((finding.cause, finding.text), finding)
     found = [*findings.values(), *_missed(missed, "", 0)]
     if not ours:
-        found.insert(0, _not_ours())
+        found.insert(0, _plugin_not_found())
     elif not booted and "refused" not in {finding.cause for finding in found}:
         found.append(_no_boot_line())
     return Diagnosis(hits, missed.total(), None, tuple(found))
 
 
-def _not_ours() -> Finding:
+def _plugin_not_found() -> Finding:
     return Finding(
         "not_in_use",
         "no line of this log is from kv-offload",

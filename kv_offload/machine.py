@@ -94,11 +94,11 @@ def cautions(config: OffloadConfig) -> list[str]:
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "write_through":
-            texts += smaller_than_memory(tier.label(), bound, config.cpu_bytes_to_use)
+            texts += small_tier_notes(tier.label(), bound, config.cpu_bytes_to_use)
     return texts
 
 
-def smaller_than_memory(label: str, bound: int, memory: int) -> list[str]:
+def small_tier_notes(label: str, bound: int, memory: int) -> list[str]:
     """Returns a warning if a tier is smaller than host memory."""
     if bound >= memory:
         return []

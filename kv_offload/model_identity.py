@@ -93,8 +93,8 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     """Returns why ``identity`` does not distinguish sets of weights; None if it does."""
     if identity.get("model_id"):
         return None
-    beside = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
-    for part in (*beside, *identity.get("adapters", {}).values()):
+    other_parts = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
+    for part in (*other_parts, *identity.get("adapters", {}).values()):
         if part and part.get("revision") == UNKNOWN:
             return f"{part['name']!r} is used with it, and the hub's local cache has no such revision"
     if "address" in identity:

@@ -178,7 +178,7 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
                     f"{layers} {kind} layers keep a state of a size not known here; it is not counted"
                 )
             else:
-                states.append(_of_known_dtype(state, notes))
+                states.append(_with_known_dtype(state, notes))
         elif kind not in _NO_CACHE_LAYERS:
             groups += _layer_groups(text, kind, layers)
     if not groups:
@@ -187,7 +187,7 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
     return ModelShape(name, dtype, tuple(groups), tuple(notes), tuple(states))
 
 
-def _of_known_dtype(state: StateLayers, notes: list[str]) -> StateLayers:
+def _with_known_dtype(state: StateLayers, notes: list[str]) -> StateLayers:
     if state.recurrent_dtype is None or state.recurrent_dtype in DTYPE_BYTES:
         return state
     notes.append(f"{state.name} is kept in {state.recurrent_dtype!r}, not known here; counted as the cache's")

@@ -79,7 +79,7 @@ def _request(line: str, where: str) -> tuple[list[int], int]:
 
 
 _COUNTS = ("host_hits", "tier_hits", "stored", "written", "declined", "tier_declined", "tier_evicted")
-_OF_KILL = ("killed_with", "recent_blocks", "recent_hits", "blocks_after", "hits_after")
+_KILL_COUNTS = ("killed_with", "recent_blocks", "recent_hits", "blocks_after", "hits_after")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
     found: dict[str, int | None]
     if setting.policy == OPTIMUM:
         hits = core.optimal_hits(setting.host_blocks + setting.tier_blocks)
-        found = {name: None for name in (*_COUNTS, *_OF_KILL)} | {
+        found = {name: None for name in (*_COUNTS, *_KILL_COUNTS)} | {
             "host_hits": hits,
             "tier_hits": 0,
             "declined": 0,
@@ -124,7 +124,7 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
         )
         hits = result["host_hits"] + result["tier_hits"]
         found = {name: result[name] for name in _COUNTS}
-        found |= {name: result[name] if setting.kill_after else None for name in _OF_KILL}
+        found |= {name: result[name] if setting.kill_after else None for name in _KILL_COUNTS}
     tokens = hits * trace.block_tokens
     return {
         "policy": setting.policy,

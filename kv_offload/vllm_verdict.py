@@ -34,9 +34,9 @@ FIELDS = (
     "enable_permute_local_kv",
     "kv_load_failure_policy",
 )
-FIELDS_OF_SOME = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")  # removed after 0.31
+REMOVED_FIELDS = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip")  # removed after 0.31
 
-ASK_SECONDS = 300.0
+JUDGE_TIMEOUT_SECONDS = 300.0
 _NUMBER = re.compile(r"\b(\d+(?:\.\d+)?)([kKmMgGtT])\b")
 _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -115,7 +115,7 @@ def _expanded(found: re.Match[str]) -> str:
 
 def is_transfer_config(given: Mapping[str, Any]) -> bool:
     """True if it is a whole ``--kv-transfer-config``, not only its ``kv_connector_extra_config``."""
-    return any(name in given for name in (*FIELDS, *FIELDS_OF_SOME))
+    return any(name in given for name in (*FIELDS, *REMOVED_FIELDS))
 
 
 def with_offloading_size(given: Mapping[str, Any], gib: float) -> tuple[dict[str, Any], list[str]]:
@@ -153,11 +153,13 @@ def problems_of(given: Mapping[str, Any], in_effect: Mapping[str, Any] | None) -
     Raises Unasked.
     """
     if find_spec("vllm") is None:
-        return _judged_here(given)
-    return ask_vllm([(given, in_effect)])[0]
+        return _judge_in_process(given)
+    return judge_in_subprocess([(given, in_effect)])[0]
 
 
-def ask_vllm(given: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]]) -> list[list[str]]:
+def judge_in_subprocess(
+    given: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
+) -> list[list[str]]:
     """Returns the problems that the installed vLLM reports for each, from one process. Raises Unasked."""
     try:
         done = subprocess.run(
@@ -165,7 +167,7 @@ def ask_vllm(given: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]]
             input=json.dumps(given),
             capture_output=True,
             text=True,
-            timeout=ASK_SECONDS,
+            timeout=JUDGE_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -189,7 +191,7 @@ def _unknown(name: str) -> str:
     return f"{name!r} is not a key of --kv-transfer-config; possible: {', '.join(FIELDS)}"
 
 
-def _judged_here(given: Mapping[str, Any]) -> list[str]:
+def _judge_in_process(given: Mapping[str, Any]) -> list[str]:
     """Applies the rules of KVTransferConfig of the supported releases, also to children of a
     MultiConnector."""
     extra = given.get("kv_connector_extra_config")
@@ -202,7 +204,7 @@ def _judged_here(given: Mapping[str, Any]) -> list[str]:
 
 
 def _judged_alone(given: Mapping[str, Any]) -> list[str]:
-    problems = [_unknown(str(name)) for name in given if name not in (*FIELDS, *FIELDS_OF_SOME)]
+    problems = [_unknown(str(name)) for name in given if name not in (*FIELDS, *REMOVED_FIELDS)]
     role, policy = given.get("kv_role"), given.get("kv_load_failure_policy", "fail")
     if role is not None and role not in ROLES:
         problems.append(f"kv_role is {role!r}; it should be {_either(ROLES)}")

@@ -36,7 +36,7 @@ def weights_digest(files: Sequence[Path]) -> str:
         for file, spans in tensors.items():
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())
-            samples = _spread(size, others) if spans is None else _of_each(spans, *plan[1:])
+            samples = _spread(size, others) if spans is None else _samples_of_each(spans, *plan[1:])
             for part in _read(pool, file, samples):
                 digest.update(part)
     return digest.hexdigest()
@@ -61,7 +61,7 @@ def _safetensors_spans(file: Path) -> list[Span] | None:
     return [(0, end), *spans]
 
 
-def _of_each(spans: Sequence[Span], places: int, length: int) -> Iterable[Span]:
+def _samples_of_each(spans: Sequence[Span], places: int, length: int) -> Iterable[Span]:
     """Returns the whole header, and for each tensor its start, middle and end, or only its middle."""
     yield spans[0]
     for first, end in spans[1:]:

@@ -27,7 +27,7 @@ class CanonicalPages:
     pages: tuple[tuple[int, ...], ...]  # bytes of a block without parallelism, per group position and layer
 
 
-class _KeptApartError(Exception):
+class _NotCanonicalError(Exception):
     """This cache has no canonical layout; the text is the reason."""
 
 
@@ -43,7 +43,7 @@ def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalP
     """
     try:
         return _pages(config, kv_caches, replicated)
-    except _KeptApartError as reason:
+    except _NotCanonicalError as reason:
         return str(reason)
     except _NotWholeError:
         raise
@@ -59,18 +59,18 @@ def record_shards(heads: int) -> int:
 def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
-        raise _KeptApartError("the ranks split layers or tokens, not only KV heads")
+        raise _NotCanonicalError("the ranks split layers or tokens, not only KV heads")
     vllm_config = compat.current_vllm_config()
     if vllm_config is None:
-        raise _KeptApartError("this vLLM does not pass the configuration to its workers")
+        raise _NotCanonicalError("this vLLM does not pass the configuration to its workers")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise _KeptApartError("calculate_kv_scales gives each rank scales of its own")
+        raise _NotCanonicalError("calculate_kv_scales gives each rank scales of its own")
     known = vllm_config.compilation_config.static_forward_context
     heads: set[int] = set()
     pages = []
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
         if len(refs) != len(group.layer_names):
-            raise _KeptApartError(
+            raise _NotCanonicalError(
                 f"the layers of a block share one page (kv_cache_layout {config.kv_cache_layout})"
             )
         for name, ref in zip(group.layer_names, refs, strict=True):
@@ -84,10 +84,10 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
     if replicated:
         return CanonicalPages(1, 1, tuple(pages))
     if len(heads) != 1:
-        raise _KeptApartError(f"layers have different numbers of KV heads ({sorted(heads)})")
+        raise _NotCanonicalError(f"layers have different numbers of KV heads ({sorted(heads)})")
     shards = record_shards(heads.pop())
     if shards % parallel.tp_size:
-        raise _KeptApartError(
+        raise _NotCanonicalError(
             f"a record has {shards} shards, which {parallel.tp_size} ranks cannot share equally"
         )
     return CanonicalPages(shards, shards // parallel.tp_size, tuple(pages))
@@ -96,7 +96,7 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
 def _check_certified(name: str, ref: Any) -> None:
     mapping = getattr(ref, "mapping", None)
     if mapping is None or not mapping.parallelism_agnostic:
-        raise _KeptApartError(
+        raise _NotCanonicalError(
             f"vLLM declares no layout of {name} that is the same for all tensor-parallel sizes"
         )
 
@@ -114,11 +114,11 @@ def _check_whole(name: str, ref: Any) -> None:
 def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_config: Any) -> int:
     """Returns a layer's KV heads, summed over all ranks.
 
-    Raises _KeptApartError unless each head is one run of bytes in a page, in the order of ranks and heads.
+    Raises _NotCanonicalError unless each head is one run of bytes in a page, in the order of ranks and heads.
     """
     mapping, page = ref.mapping, ref.page_size_bytes
     if mapping.num_writers > 1:
-        raise _KeptApartError(
+        raise _NotCanonicalError(
             f"{mapping.num_writers} ranks hold the same KV heads; use a tensor-parallel size of at most "
             f"{mapping.canonical_page_size_bytes // page}"
         )
@@ -129,9 +129,9 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     # look like two heads.
     packed = ("num_head_slots", "state_content_bytes")
     if any(getattr(spec, field, None) is not None for field in packed):
-        raise _KeptApartError(f"the attention backend of {name} packs its pages in a layout of its own")
+        raise _NotCanonicalError(f"the attention backend of {name} packs its pages in a layout of its own")
     if cache is None or not heads:
-        raise _KeptApartError(f"the cache of {name} is not known")
+        raise _NotCanonicalError(f"the cache of {name} is not known")
     size = cache.element_size()
     is_by_heads = (
         cache.dim() == 4
@@ -143,11 +143,11 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
         and cache.data_ptr() == tensor.data_ptr()
     )
     if not is_by_heads:
-        raise _KeptApartError(
+        raise _NotCanonicalError(
             f"the KV heads of a page of {name} are not contiguous (shape {tuple(cache.shape)}, strides "
             f"{tuple(cache.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC if the backend supports it"
         )
     runs = [(run.local_offset, run.canonical_offset, run.fragment_size) for run in mapping.runs]
     if runs != [(0, rank * page, page)]:
-        raise _KeptApartError(f"vLLM stores the KV heads of {name} in another order")
+        raise _NotCanonicalError(f"vLLM stores the KV heads of {name} in another order")
     return int(mapping.canonical_page_size_bytes // page * heads)

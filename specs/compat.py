@@ -208,7 +208,7 @@ def message_queues() -> Any | None:
     return shm_broadcast if hasattr(shm_broadcast, "sched_yield") else None
 
 
-def mistakes_blocks_of_sessions() -> bool:
+def misplaces_session_blocks() -> bool:
     """True if the connector appends the blocks of a resumed streaming-input session to its known blocks.
 
     In 0.31 and 0.32 the session is scheduled again with all its blocks, and the connector then assigns its

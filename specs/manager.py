@@ -75,7 +75,7 @@ class KVOffloadManager(OffloadingManager):
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
-        self._turns_sessions_away = compat.mistakes_blocks_of_sessions()
+        self._stops_resumed_sessions = compat.misplaces_session_blocks()
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
@@ -214,13 +214,13 @@ class KVOffloadManager(OffloadingManager):
                     state.started = False
         for request_id in context.new_req_ids:
             if (state := self._live.get(request_id)) is not None:
-                if state.started and self._turns_sessions_away:
-                    self._turn_away(request_id, state)
+                if state.started and self._stops_resumed_sessions:
+                    self._stop_caching(request_id, state)
                 self._cache.admit(state.handle)
                 state.started = True
         self._cache.end_step()
 
-    def _turn_away(self, request_id: str, state: RequestState) -> None:
+    def _stop_caching(self, request_id: str, state: RequestState) -> None:
         """Stops all stores and loads of a request: a resumed streaming-input session.
 
         vLLM schedules that session as new again although it was not preempted. From this step on, vLLM 0.31
@@ -290,9 +290,9 @@ class KVOffloadManager(OffloadingManager):
         if now >= self._next_gauges:
             self._next_gauges = now + _GAUGE_SECONDS
             self._cache.publish_gauges()
-            self._watch.look(now)
-            self._divergence.look()
-            self._codecs.look()
+            self._watch.poll(now)
+            self._divergence.poll()
+            self._codecs.poll()
         changes = self._metrics.drain()
         if not changes:
             return None

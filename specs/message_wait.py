@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LOOK_EVERY_SECONDS = 0.0002  # maximum added message latency, plus the system's timer slack
+POLL_SECONDS = 0.0002  # maximum added message latency, plus the system's timer slack
 
 
-class SleepWhileFetching:
+class FetchAwareWait:
     """Replaces ``sched_yield`` in the module of vLLM's message queues. Thread-safe."""
 
     def __init__(
@@ -39,7 +39,7 @@ class SleepWhileFetching:
     def __call__(self) -> None:
         region = self._region
         if region is not None and region.fetching:
-            self._sleep(LOOK_EVERY_SECONDS)
+            self._sleep(POLL_SECONDS)
         else:
             self._spin()
 
@@ -47,7 +47,7 @@ class SleepWhileFetching:
         """Restores vLLM's ``sched_yield`` and releases the region. Idempotent."""
         self._region = None
         # A newer instance may have replaced us and call us as its ``_spin``; then we stay until it ends too.
-        while isinstance(now := self._queues.sched_yield, SleepWhileFetching) and now._region is None:
+        while isinstance(now := self._queues.sched_yield, FetchAwareWait) and now._region is None:
             self._queues.sched_yield = now._spin
 
 
@@ -58,19 +58,19 @@ def wait_for_messages(how: str, copier: str, region: "HostRegion", owner: object
     restores vLLM's waiting. Holds a reference to the region until that call, or until ``owner`` is collected.
     """
     if how == "spin" or (how == "auto" and copier != "host"):
-        return _nothing
+        return _no_op
     queues = compat.message_queues()
     if queues is None:
         logger.warning("vLLM waits for messages in an unknown way here, so wait_while_loading has no effect")
-        return _nothing
+        return _no_op
     if getattr(queues, "SPINLOOP_EXT_ENABLED", False):
         logger.warning(
             "VLLM_USE_SPINLOOP_EXT=1: vLLM spins for 0.1 s before each check for a message, and "
             "wait_while_loading cannot change that"
         )
-    wait = SleepWhileFetching(region, queues)
+    wait = FetchAwareWait(region, queues)
     weakref.finalize(owner, wait.end).atexit = False
     return wait.end
 
 
-def _nothing() -> None: ...
+def _no_op() -> None: ...

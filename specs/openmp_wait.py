@@ -58,13 +58,13 @@ def wanted(manager: Any, config: Any) -> bool:
     """True if the threads of this engine's ranks should sleep. ``manager``: its OMPProcessManager."""
     if any(name in os.environ for name in VARIABLES):
         return False
-    how = asked_for(config)
+    how = requested_wait(config)
     if how == "spin" or manager.use_iomp:  # vLLM itself sets the variable of Intel's OpenMP
         return False
     return how == "sleep" or (how == "auto" and computes_on_all_cores(manager))
 
 
-def asked_for(config: Any) -> str:
+def requested_wait(config: Any) -> str:
     """Returns ``openmp_wait`` of the engine's configuration; "spin" for engines without our spec."""
     from kv_offload.config_compat import own_extra_config
 

@@ -48,7 +48,7 @@ class HintReader:
         self._allowed = allowed
         self._clock = clock
         self._next_line = 0.0
-        self._unsaid = 0
+        self._suppressed = 0
 
     def read(self, params: Any) -> dict[str, Any]:
         """Returns arguments for ``TieredCache.begin_request``.
@@ -82,7 +82,9 @@ class HintReader:
         for name in params:
             if isinstance(name, str) and name.startswith(_PREFIX) and name not in _HINTS:
                 known = ", ".join(_HINTS)
-                self._say("kv_transfer_params: %.80r is not known and is ignored; possible: %s", name, known)
+                self._log_limited(
+                    "kv_transfer_params: %.80r is not known and is ignored; possible: %s", name, known
+                )
         return hints
 
     def _flag(self, params: dict[str, Any], name: str) -> bool:
@@ -92,13 +94,15 @@ class HintReader:
         return value is True
 
     def _ignored(self, name: str, value: object, possible: str) -> None:
-        self._say("kv_transfer_params: %s is %.80r and is ignored; possible: %s", name, value, possible)
+        self._log_limited(
+            "kv_transfer_params: %s is %.80r and is ignored; possible: %s", name, value, possible
+        )
 
-    def _say(self, text: str, *parts: object) -> None:
+    def _log_limited(self, text: str, *parts: object) -> None:
         now = self._clock()
         if now < self._next_line:
-            self._unsaid += 1
+            self._suppressed += 1
             return
-        more = f" ({self._unsaid} others since the last such line)" if self._unsaid else ""
+        more = f" ({self._suppressed} others since the last such line)" if self._suppressed else ""
         logger.warning(text + "%s", *parts, more)
-        self._next_line, self._unsaid = now + _LOG_SECONDS, 0
+        self._next_line, self._suppressed = now + _LOG_SECONDS, 0

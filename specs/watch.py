@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_LOOK_SECONDS = 30.0
-_ENOUGH_STORED = 100_000  # missed tokens that had been stored before
-_ENOUGH_ASKED = 1_000_000  # missed tokens, for any reason
+_CHECK_SECONDS = 30.0
+_MIN_EVICTED_TOKENS = 100_000  # missed tokens that had been stored before
+_MIN_MISSED_TOKENS = 1_000_000  # missed tokens, for any reason
 _REASONS = {
     "not_stored": "the requested prompts were never stored: no prompt shares a prefix of a whole chunk with "
     "an earlier one, or cache_salt, LoRA adapter or images differ",
@@ -51,7 +51,7 @@ class DivergenceWatch:
         self._cache = cache
         self._unwarned = dict(enumerate(tiers))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Checks each tier without a warning so far."""
         for position, name in list(self._unwarned.items()):
             if self._cache.tier_stats(position)["diverged"]:
@@ -111,7 +111,7 @@ class CodecWatch:
         self._encodes = dict.fromkeys(range(len(tiers)), False)
         self._tiers = tiers
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Checks each tier."""
         for position, before in self._encodes.items():
             now = self._cache.tier_stats(position)
@@ -135,18 +135,18 @@ class HitWatch:
         self._tiers = tiers
         self._cache = cache
         self._surroundings = surroundings or Surroundings()
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._done = False
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Warns if chunks are stored, but none was hit despite many lookups.
 
         "Many" is 100,000 missed tokens that had been stored before, or 1,000,000 missed tokens in total.
         ``now``: seconds of any monotonic clock.
         """
-        if self._done or now < self._next_look:
+        if self._done or now < self._next_poll:
             return
-        self._next_look = now + _LOOK_SECONDS
+        self._next_poll = now + _CHECK_SECONDS
         if any(self._metrics.value("kv_offload_hit_tokens_total", (tier,)) for tier in self._tiers):
             self._done = True
             return
@@ -154,8 +154,8 @@ class HitWatch:
             reason: self._metrics.value("kv_offload_miss_tokens_total", (reason,)) for reason in _REASONS
         }
         asked = sum(misses.values())
-        had_been_stored = asked - misses["not_stored"]
-        if had_been_stored < _ENOUGH_STORED and asked < _ENOUGH_ASKED:
+        stored_before = asked - misses["not_stored"]
+        if stored_before < _MIN_EVICTED_TOKENS and asked < _MIN_MISSED_TOKENS:
             return
         if not any(self._metrics.value("kv_offload_tier_chunks", (tier,)) for tier in self._tiers):
             return

@@ -91,13 +91,13 @@ SplitTable::Place SplitTable::make_block(std::size_t cells) {
 }
 
 SplitTable::Cell* SplitTable::cells_of_slab() {
-  if (left_of_slab_ == 0) {
+  if (slab_remaining_ == 0) {
     const std::size_t blocks = std::clamp<std::size_t>(2 * last_slab_, 1, kMostBlocksOfSlab);
     slabs_.emplace_back(blocks * kCells * sizeof(Cell));
     next_of_slab_ = static_cast<Cell*>(slabs_.back().data());
-    last_slab_ = left_of_slab_ = blocks;
+    last_slab_ = slab_remaining_ = blocks;
   }
-  --left_of_slab_;
+  --slab_remaining_;
   return std::exchange(next_of_slab_, next_of_slab_ + kCells);
 }
 

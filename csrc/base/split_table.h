@@ -147,8 +147,8 @@ class SplitTable {
   std::vector<Block> blocks_;
   std::vector<ZeroedMemory> slabs_;
   Cell* next_of_slab_ = nullptr;
-  std::size_t left_of_slab_ = 0;  // unused blocks
-  std::size_t last_slab_ = 0;     // its number of blocks
+  std::size_t slab_remaining_ = 0;  // unused blocks
+  std::size_t last_slab_ = 0;       // its number of blocks
 };
 
 }  // namespace kv_offload

@@ -45,7 +45,7 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
       mutex_.lock();
       waiting_.fetch_sub(1, std::memory_order_relaxed);
     }
-    on_locked();
+    notify_locked();
   }
   void unlock() RELEASE() {
     if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
@@ -54,17 +54,17 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
   }
   bool try_lock() TRY_ACQUIRE(true) {
     if (!mutex_.try_lock()) return false;
-    on_locked();
+    notify_locked();
     return true;
   }
   // Call between two holds in a long loop: returns once no thread waits for this mutex. Unlocking alone does
   // not let another thread in: a woken thread finds the mutex locked again, as long as the loop runs.
-  void let_others_in() const {
+  void yield_to_waiters() const {
     while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
   }
 
  private:
-  void on_locked() const {
+  void notify_locked() const {
     if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
       watcher->locked(*this);
   }

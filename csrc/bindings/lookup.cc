@@ -94,13 +94,13 @@ bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle
   *request = self->request = self->cache->check_handle(handle);
   Py_INCREF(context);
   Py_XSETREF(self->context, context);
-  return self->span_of == Py_None || self->cache->cache->knows_span(*request) ||
+  return self->span_of == Py_None || self->cache->cache->has_span(*request) ||
          learn_span(self, context, key, *request);
 }
 
 // *tokens: the length of the partial chunk that the key stands for, 0 for a whole chunk. Returns false with a
 // Python error set.
-bool ask_for_part(LookupState* self, PyObject* context, PyObject* key, std::uint32_t* tokens) {
+bool read_part_tokens(LookupState* self, PyObject* context, PyObject* key, std::uint32_t* tokens) {
   if (self->part_of == Py_None) return true;
   PyObject* const args[] = {context, key};
   PyObject* answer = PyObject_Vectorcall(self->part_of, args, 2, nullptr);
@@ -131,7 +131,7 @@ PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     RequestHandle request = self->request;
     if (args[1] != self->context && !remember(self, args[1], key, &request)) return nullptr;
     std::uint32_t part = 0;
-    if (!ask_for_part(self, args[1], key, &part)) return nullptr;
+    if (!read_part_tokens(self, args[1], key, &part)) return nullptr;
     const LookupResult result =
         self->cache->cache->lookup(request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size), part);
     PyObject* answer = self->results[static_cast<std::size_t>(result)];

@@ -40,7 +40,7 @@ struct TierSlotOptions {
 struct CacheOptions {
   std::vector<GroupGeometry> groups{};  // by position
   std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
-  // Blocks of vLLM's GPU KV cache, shared by all groups; 0 = unknown. See DeviceLoads::must_hold_back.
+  // Blocks of vLLM's GPU KV cache, shared by all groups; 0 = unknown. See DeviceLoads::must_wait.
   std::uint32_t cache_blocks = 0;
   std::uint32_t blocks_per_chunk = 1;
   std::string eviction_policy = "lru";

@@ -24,8 +24,8 @@ double CostModel::read_seconds(std::size_t index, double bytes, double hint) con
   return tier.reads.known() ? tier.reads.seconds(tier.waiting_bytes + bytes) : hint;
 }
 
-double CostModel::hint(const Question& question, std::size_t tier) const {
-  return question.hints.empty() ? 0 : question.hints[tier];
+double CostModel::hint(const DecisionInput& input, std::size_t tier) const {
+  return input.hints.empty() ? 0 : input.hints[tier];
 }
 
 void CostModel::extend(Cut* cut, const Stretch& stretch, double chunks) {
@@ -38,39 +38,39 @@ void CostModel::extend(Cut* cut, const Stretch& stretch, double chunks) {
 }
 
 // Tiers read concurrently; the copy to the device follows.
-void CostModel::judge(Cut* cut, const Question& question) const {
+void CostModel::judge(Cut* cut, const DecisionInput& input) const {
   double longest = 0, longest_with_margin = 0;
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
     if (cut->tier_bytes[t] <= 0) continue;
-    const double seconds =
-        read_seconds(t, cut->tier_bytes[t], hint(question, t) * cut->tier_bytes[t] / all_[t]);
+    const double seconds = read_seconds(t, cut->tier_bytes[t], hint(input, t) * cut->tier_bytes[t] / all_[t]);
     longest = std::max(longest, seconds);
     const double factor = tiers_[t].recompute ? 1 / options_.margin : options_.margin;
     longest_with_margin = std::max(longest_with_margin, factor * seconds);
   }
-  const double rate = copy_.bytes_per_second();
-  const double copy = (rate > 0 ? cut->copy_bytes / rate : 0) + (question.loads_anyway ? 0 : copy_.latency());
+  const double rate = copy_model_.bytes_per_second();
+  const double copy =
+      (rate > 0 ? cut->copy_bytes / rate : 0) + (input.loads_anyway ? 0 : copy_model_.latency());
   cut->load_seconds = longest + copy;
-  cut->compute_seconds = prefill.seconds(cut->tokens, question.context);
+  cut->compute_seconds = prefill.seconds(cut->tokens, input.context);
   cut->gain = cut->compute_seconds - longest_with_margin - copy;
 }
 
-bool CostModel::in_time(const Cut& cut, const Question& question) {
-  return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
+bool CostModel::in_time(const Cut& cut, const DecisionInput& input) {
+  return input.deadline_seconds <= 0 || cut.load_seconds <= input.deadline_seconds;
 }
 
 // Within a stretch the gain is convex: a tier's latency is paid once, and deeper chunks take longer to
 // compute. So only the end of a stretch, or the last chunk that arrives in time, can be best.
-CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
+CostModel::Cut CostModel::best_cut(const DecisionInput& input, Cut* whole) const {
   Cut best, at;
   bool all_in_time = true;
-  for (const Stretch& stretch : question.stretches) {
+  for (const Stretch& stretch : input.stretches) {
     const Cut before = at;
     extend(&at, stretch, stretch.chunks);
-    judge(&at, question);
+    judge(&at, input);
     // After the deadline only the total for `whole` is accumulated.
     if (!all_in_time) continue;
-    if (in_time(at, question)) {
+    if (in_time(at, input)) {
       if (at.gain > best.gain) best = at;
       continue;
     }
@@ -80,29 +80,29 @@ CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
       const std::uint32_t middle = fit + (too_many - fit) / 2;
       Cut part = before;
       extend(&part, stretch, middle);
-      judge(&part, question);
-      (in_time(part, question) ? fit : too_many) = middle;
-      if (in_time(part, question) && part.gain > best.gain) best = part;
+      judge(&part, input);
+      (in_time(part, input) ? fit : too_many) = middle;
+      if (in_time(part, input) && part.gain > best.gain) best = part;
     }
   }
   *whole = at;
   // A window is all or nothing.
-  if (question.divisible) return best;
-  return in_time(at, question) && at.gain > 0 ? at : Cut{};
+  if (input.divisible) return best;
+  return in_time(at, input) && at.gain > 0 ? at : Cut{};
 }
 
-Decision CostModel::decide(const Question& question) {
+Decision CostModel::decide(const DecisionInput& input) {
   using Choice = Decision::Choice;
   all_.fill(0);
-  for (const Stretch& stretch : question.stretches) {
+  for (const Stretch& stretch : input.stretches) {
     if (stretch.tier >= 0) all_[static_cast<std::size_t>(stretch.tier)] += static_cast<double>(stretch.bytes);
   }
   Cut whole;
-  const Cut best = best_cut(question, &whole);
+  const Cut best = best_cut(input, &whole);
   // A tier or prefill of unknown speed: load, because loading is how the speed is learned.
   bool known = prefill.known();
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
-    if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(question, t)) > 0;
+    if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(input, t)) > 0;
   }
   if (!known) return {Choice::kLoad, whole.chunks, 0, whole.compute_seconds};
   // Remember the choice per tier: tiers within the best cut are loaded from, the others recomputed.
@@ -110,7 +110,7 @@ Decision CostModel::decide(const Question& question) {
     if (all_[t] > 0) tiers_[t].recompute = true;
   }
   std::uint32_t at = 0;
-  for (const Stretch& stretch : question.stretches) {
+  for (const Stretch& stretch : input.stretches) {
     if (stretch.tier >= 0 && at < best.chunks)
       tiers_[static_cast<std::size_t>(stretch.tier)].recompute = false;
     at += stretch.chunks;
@@ -134,8 +134,8 @@ void CostModel::begin_probe(std::size_t index, Nanos now) {
 }
 
 bool CostModel::host_pays(double bytes_per_token, Nanos now) {
-  if (!prefill.known() || !copy_.told_apart() || copy_.bytes_per_second() <= 0) return true;
-  const double copy = bytes_per_token / copy_.bytes_per_second();
+  if (!prefill.known() || !copy_model_.is_separable() || copy_model_.bytes_per_second() <= 0) return true;
+  const double copy = bytes_per_token / copy_model_.bytes_per_second();
   // For the first tokens of a prompt; later tokens take longer.
   const bool pays = copy < options_.host_slowdown_limit * prefill.seconds(1, 0);
   if (!pays && now - last_host_load_ < options_.probe_interval) return false;

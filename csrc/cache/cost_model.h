@@ -33,11 +33,11 @@ struct CostModelOptions {
 
 // A part of a prefix whose chunks are all in the same place.
 struct Stretch {
-  static constexpr std::int32_t kHere = -1;  // in host memory or already on its way there
-  std::int32_t tier = kHere;
+  static constexpr std::int32_t kHostMemory = -1;  // in host memory or already on its way there
+  std::int32_t tier = kHostMemory;
   std::uint32_t chunks = 0;
   std::uint64_t tokens = 0;
-  std::uint64_t bytes = 0;  // bytes to copy, and to read unless kHere
+  std::uint64_t bytes = 0;  // bytes to copy, and to read unless kHostMemory
 };
 
 struct Decision {
@@ -63,19 +63,19 @@ class CostModel {
   void on_read(std::size_t tier, double bytes_ahead, double seconds, Nanos now);
   // A read has not arrived yet.
   void on_overdue_read(std::size_t tier, double bytes_ahead, double seconds_so_far, Nanos now);
-  void on_copy(double bytes, double seconds) { copy_.observe(bytes, seconds); }
+  void on_copy(double bytes, double seconds) { copy_model_.observe(bytes, seconds); }
 
   // ---- estimates
   // Returns the seconds until `bytes` more have arrived, including what is already pending on the tier.
   // `hint`: the tier's own estimate, used until a measurement exists. 0 = unknown.
   double read_seconds(std::size_t tier, double bytes, double hint) const;
   double read_bytes_per_second(std::size_t tier) const { return tiers_[tier].reads.bytes_per_second(); }
-  const TransferModel& copy() const { return copy_; }
-  void on_submitted(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes += bytes; }
-  void on_ended(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes -= bytes; }
+  const TransferModel& copy() const { return copy_model_; }
+  void add_waiting(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes += bytes; }
+  void remove_waiting(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes -= bytes; }
   double waiting_bytes(std::size_t tier) const { return tiers_[tier].waiting_bytes; }
 
-  struct Question {
+  struct DecisionInput {
     std::span<const Stretch> stretches{};  // starts at the first chunk that is not in host memory
     std::span<const double> hints{};  // per tier: estimated seconds for all of its bytes, see read_seconds
     double context = 0;               // tokens before the stretches
@@ -83,9 +83,9 @@ class CostModel {
     bool divisible = true;            // a left part is useful without the rest
     double deadline_seconds = 0;      // data that arrives later is useless
   };
-  Decision decide(const Question& question);
+  Decision decide(const DecisionInput& input);
   // True if the last decision recomputed what this tier stores.
-  bool computes_instead_of(std::size_t tier) const { return tiers_[tier].recompute; }
+  bool prefers_recompute(std::size_t tier) const { return tiers_[tier].recompute; }
   // True if a tier that is not used should be probed now; it then counts as probed.
   bool should_probe(std::size_t tier, Nanos now);
   // Turns reads already in flight into a probe.
@@ -109,14 +109,14 @@ class CostModel {
     double load_seconds = 0, compute_seconds = 0, gain = 0;
   };
   static void extend(Cut* cut, const Stretch& stretch, double chunks);
-  void judge(Cut* cut, const Question& question) const;
-  static bool in_time(const Cut& cut, const Question& question);
-  Cut best_cut(const Question& question, Cut* whole) const;
-  double hint(const Question& question, std::size_t tier) const;
+  void judge(Cut* cut, const DecisionInput& input) const;
+  static bool in_time(const Cut& cut, const DecisionInput& input);
+  Cut best_cut(const DecisionInput& input, Cut* whole) const;
+  double hint(const DecisionInput& input, std::size_t tier) const;
 
   CostModelOptions options_;
   std::vector<Tier> tiers_;
-  TransferModel copy_;
+  TransferModel copy_model_;
   Nanos last_host_load_{0};
   std::array<double, kMaxTiers> all_{};  // bytes of all stretches by tier; scratch of decide()
 };

@@ -47,7 +47,7 @@ std::uint64_t DeviceLoads::cache_blocks_of(std::uint32_t last_end) const {
 // free any, and the engine hangs for good (vLLM 0.31 to 0.33, Scheduler._request_remaining_blocks). Therefore
 // loads run concurrently only while all of their requests fit into the cache, whatever vLLM counts. A request
 // whose load has ended needs no tracking: vLLM runs it before it asks about another.
-bool DeviceLoads::must_hold_back(std::uint32_t last_end) const {
+bool DeviceLoads::must_wait(std::uint32_t last_end) const {
   if (!groups_.has_windows() || cache_blocks_ == 0) return false;
   if (loading_blocks_ == 0) return false;
   return loading_blocks_ + cache_blocks_of(last_end) >= cache_blocks_;  // one block is vLLM's own
@@ -109,11 +109,11 @@ void DeviceLoads::complete(std::span<const ChunkKey> keys) {
   Job job = std::move(found->second);
   running_.erase(found);
   loading_blocks_ -= job.cache_blocks;
-  on_outcome(job);
+  record_outcome(job);
   if (!release(job)) completed_.push_back(std::move(job));
 }
 
-void DeviceLoads::on_outcome(const Job& job) {
+void DeviceLoads::record_outcome(const Job& job) {
   const double copied = to_seconds(clock_.now() - job.began);
   costs_.on_copy(job.bytes, copied);
   const double took = job.waited_seconds + copied;
@@ -133,7 +133,7 @@ bool DeviceLoads::release(const Job& job) {
 // vLLM processes what a step reported before it asks again in the next step.
 void DeviceLoads::poll() {
   std::erase_if(completed_, [&](const Job& job) { return release(job); });
-  std::erase_if(forgotten_, [&](const ForgottenJob& job) {
+  std::erase_if(abandoned_, [&](const AbandonedJob& job) {
     if (!is_reported(job.ticket)) return false;
     loading_blocks_ -= job.cache_blocks;
     return true;
@@ -142,7 +142,7 @@ void DeviceLoads::poll() {
 
 void DeviceLoads::forget() {
   for (const auto& [fingerprint, job] : running_) {
-    forgotten_.push_back({job.ticket, job.cache_blocks});
+    abandoned_.push_back({job.ticket, job.cache_blocks});
     forget(job);
   }
   for (const Job& job : completed_) forget(job);
@@ -157,7 +157,7 @@ void DeviceLoads::forget(const Job& job) {
 
 void DeviceLoads::abandon() {
   for (auto& [fingerprint, job] : running_) {
-    forgotten_.push_back({job.ticket, job.cache_blocks});
+    abandoned_.push_back({job.ticket, job.cache_blocks});
     completed_.push_back(std::move(job));
   }
   running_.clear();

@@ -67,7 +67,7 @@ class DeviceLoads {
   void abandon();
 
   // True if a load of a request that ends at `last_end` must wait until other loads have ended.
-  bool must_hold_back(std::uint32_t last_end) const;
+  bool must_wait(std::uint32_t last_end) const;
 
  private:
   struct Job {
@@ -78,7 +78,7 @@ class DeviceLoads {
     Nanos began{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;
   };
-  struct ForgottenJob {  // forgotten while it ran: vLLM does not report its end
+  struct AbandonedJob {  // forgotten while it ran: vLLM does not report its end
     Ticket ticket;
     std::uint64_t cache_blocks;
   };
@@ -86,7 +86,7 @@ class DeviceLoads {
   bool is_reported(Ticket ticket) const { return tickets_.is_reported(ticket, TicketKind::kLoad); }
   std::uint64_t cache_blocks_of(std::uint32_t last_end) const;
   bool release(const Job& job);  // false: a rank may still read its rows
-  void on_outcome(const Job& job);
+  void record_outcome(const Job& job);
   void forget(const Job& job);  // quarantines its rows
 
   const ChunkGroups& groups_;
@@ -99,8 +99,8 @@ class DeviceLoads {
   const std::uint32_t cache_blocks_, blocks_per_chunk_;  // see CacheOptions
   std::multimap<std::uint64_t, Job> running_;  // not completed; by a fingerprint of the keys, in any order
   std::vector<Job> completed_;                 // completed but not reported yet
-  std::vector<ForgottenJob> forgotten_;
-  std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and forgotten_
+  std::vector<AbandonedJob> abandoned_;
+  std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and abandoned_
 };
 
 }  // namespace kv_offload

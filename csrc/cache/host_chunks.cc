@@ -37,7 +37,7 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
 }
 
 bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
-  const std::span<std::byte> memory = region.behind_areas(RowTable::bytes(area_bytes_, row_unit_));
+  const std::span<std::byte> memory = region.memory_after_areas(RowTable::bytes(area_bytes_, row_unit_));
   std::string all(identity);
   for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
   RowTable table(memory, area_bytes_, row_unit_, all);
@@ -86,10 +86,10 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   const ChunkEntry& entry = index_.at(slot);
   ++resident_by_group_[entry.group];
   events_.host_has(entry.key);
-  if (table_) tell(entry);
+  if (table_) update_table(entry);
 }
 
-void HostChunks::tell(const ChunkEntry& entry) {
+void HostChunks::update_table(const ChunkEntry& entry) {
   table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group});
 }
 
@@ -135,7 +135,7 @@ void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) 
   const ChunkEntry& entry = index_.at(slot);
   if (!table_ || entry.state != ChunkState::kResident) return;
   if (entry.priority != before) {
-    tell(entry);
+    update_table(entry);
   } else {
     table_->use(entry.row);
   }
@@ -153,7 +153,7 @@ void HostChunks::end_write(Slot slot, std::uint8_t tier, bool tried) {
   index_.unpin(slot);
 }
 
-bool HostChunks::is_first_use_since_before(Slot slot) {
+bool HostChunks::take_inherited_use(Slot slot) {
   ChunkOrigin& origin = index_.at(slot).origin;
   if (origin != ChunkOrigin::kBefore) return false;
   origin = ChunkOrigin::kStore;

@@ -46,7 +46,7 @@ class HostChunks {
   // false if the region cannot be kept (HostRegion::keep). Throws ResourceError (no memory for the table).
   bool keep_in(HostRegion& region, std::string_view identity);
   // Stops updating the table: it keeps the chunks that are resident now, whatever happens here later.
-  void stop_telling() { table_.reset(); }
+  void stop_table_updates() { table_.reset(); }
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
 
@@ -90,12 +90,12 @@ class HostChunks {
   void unpin(Slot slot) { index_.unpin(slot); }
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // True once per chunk, if the previous engine left it here and it has not been used since.
-  bool is_first_use_since_before(Slot slot);
+  bool take_inherited_use(Slot slot);
   // Begins or ends a write to this tier, which holds a pin. `tried`: the write was not cancelled.
   void begin_write(Slot slot, std::uint8_t tier);
   void end_write(Slot slot, std::uint8_t tier, bool tried);
   bool is_written_to(Slot slot, std::size_t tier) const { return (at(slot).writes >> tier & 1) != 0; }
-  bool was_tried_on(Slot slot, std::size_t tier) const { return (at(slot).tried >> tier & 1) != 0; }
+  bool was_write_tried(Slot slot, std::size_t tier) const { return (at(slot).tried >> tier & 1) != 0; }
   // Records whether a tier that is worth reading holds this chunk. This is only a hint for choosing victims:
   // some tiers lose records without reporting it, and a tier may become slow later.
   void set_recorded(Slot slot, bool recorded) { index_.set_recorded(slot, recorded); }
@@ -141,7 +141,7 @@ class HostChunks {
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
               ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
-  void tell(const ChunkEntry& entry);
+  void update_table(const ChunkEntry& entry);
   RowId remove(Slot slot);  // the caller owns the row
   bool take_over(const RowTable::Row& row);
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }

@@ -25,8 +25,8 @@ class KeyHistory {
   explicit KeyHistory(std::size_t keys) : cells_(std::bit_ceil(std::clamp(keys, kMinCells, kMaxCells))) {}
 
   // `reason` < 15; the caller defines the numbering.
-  void on_gone(const ChunkKey& key, std::uint8_t reason) {
-    std::uint64_t& cell = own(key);
+  void record_removal(const ChunkKey& key, std::uint8_t reason) {
+    std::uint64_t& cell = claim_cell(key);
     cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
   }
   // Prefetches the cell of a key that is recorded or looked up soon.
@@ -41,7 +41,7 @@ class KeyHistory {
   }
   // Returns how often this key was used, including this use; saturates at kMaxUses.
   std::uint32_t count_use(const ChunkKey& key) {
-    std::uint64_t& cell = own(key);
+    std::uint64_t& cell = claim_cell(key);
     std::uint64_t uses = (cell & kUsesMask) >> kUsesShift;
     uses = std::min<std::uint64_t>(uses + 1, kMaxUses);
     cell = (cell & ~kUsesMask) | uses << kUsesShift;
@@ -65,7 +65,7 @@ class KeyHistory {
   static constexpr std::uint64_t kPrintMask = ~std::uint64_t{0x7FF};
 
   std::size_t place(std::uint64_t print) const { return (print >> 11) & (cells_.size() - 1); }
-  std::uint64_t& own(const ChunkKey& key) {
+  std::uint64_t& claim_cell(const ChunkKey& key) {
     const std::uint64_t print = fingerprint(key);
     std::uint64_t& cell = cells_[place(print)];
     if ((cell & kPrintMask) != (print & kPrintMask)) cell = print & kPrintMask;

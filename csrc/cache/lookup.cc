@@ -31,7 +31,7 @@ LookupResult RequestTable::lookup(RequestHandle handle, const ChunkKey& key, std
 }
 
 void RequestTable::begin_pass(RequestState& request) {
-  ops_.poll_once_a_step();
+  ops_.poll_once_per_step();
   request.pass.clear();
   request.pass.step = step_;
   request.pass.time = clock_.now();
@@ -40,7 +40,7 @@ void RequestTable::begin_pass(RequestState& request) {
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }
-  request.held_back = device_loads_.must_hold_back(request.last_end);
+  request.held_back = device_loads_.must_wait(request.last_end);
   request.host_hits = request.options.load_from_cpu && !request.host_too_slow && !request.held_back;
 }
 
@@ -48,17 +48,17 @@ LookupResult RequestTable::lookup_unready(RequestHandle handle, RequestState& re
                                           const ChunkEntry* entry) {
   const auto group = groups_.position_of(key);
   if (!group) return LookupResult::kMiss;
-  if (entry != nullptr) return lookup_here(handle, request, *group, *entry);
+  if (entry != nullptr) return lookup_in_host(handle, request, *group, *entry);
   if (!request.failed.empty()) {
     const auto failed = request.failed.find(KeyHistory::fingerprint(key));
     if (failed != request.failed.end()) return miss(request, *group, failed->second);
   }
-  return lookup_on_tiers(handle, request, *group, key);
+  return lookup_in_tiers(handle, request, *group, key);
 }
 
 // The key has a row: resident but not a plain hit for this request, or still on its way.
-LookupResult RequestTable::lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
-                                       const ChunkEntry& entry) {
+LookupResult RequestTable::lookup_in_host(RequestHandle handle, RequestState& request, std::uint32_t group,
+                                          const ChunkEntry& entry) {
   using Kind = Lookup::Kind;
   const bool is_fetch = entry.state == ChunkState::kFetching;
   const Slot slot = chunks_.slot_of(&entry);
@@ -69,22 +69,22 @@ LookupResult RequestTable::lookup_here(RequestHandle handle, RequestState& reque
     return miss(request, group, MissReason::kRecomputeCheaper);
   }
   if (entry.state == ChunkState::kResident) {
-    const bool as_of_tier = !request.options.load_from_cpu;
-    const bool of_tier = entry.origin == ChunkOrigin::kTier;
+    const bool needs_tier = !request.options.load_from_cpu;
+    const bool is_from_tier = entry.origin == ChunkOrigin::kTier;
     const std::uint8_t tiers = request.options.load_tiers;
     // A chunk that came from a tier hits without further checks only if the request may load from all tiers.
-    const bool of_allowed = of_tier && tiers == RequestOptions::kAllTiers;
-    if (as_of_tier && !of_allowed && !ops_.is_recorded(entry.key, tiers)) {
+    const bool is_allowed = is_from_tier && tiers == RequestOptions::kAllTiers;
+    if (needs_tier && !is_allowed && !ops_.is_recorded(entry.key, tiers)) {
       return miss(request, group, MissReason::kDisabled);
     }
     if (request.held_back) {
-      if (const auto reason = may_not_wait(request, as_of_tier)) return miss(request, group, *reason);
+      if (const auto reason = refuse_wait(request, needs_tier)) return miss(request, group, *reason);
       return pending(handle, request, {slot, entry.group, Kind::kHit, 0}, LookupResult::kPending);
     }
     request.pass.lookups.push_back({slot, entry.group, Kind::kHit, 0});
     return LookupResult::kHit;
   }
-  if (const auto reason = may_not_wait(request, is_fetch)) return miss(request, group, *reason);
+  if (const auto reason = refuse_wait(request, is_fetch)) return miss(request, group, *reason);
   const std::uint8_t tiers = request.options.load_tiers;
   if (is_fetch && tiers != RequestOptions::kAllTiers && !ops_.is_recorded(entry.key, tiers)) {
     return miss(request, group, MissReason::kDisabled);
@@ -94,28 +94,29 @@ LookupResult RequestTable::lookup_here(RequestHandle handle, RequestState& reque
 }
 
 // What the tiers know about a key that is not in host memory. Masks have one bit per tier.
-struct RequestTable::TierAnswers {
-  std::optional<std::uint8_t> found_on;  // the first tier that has it; later tiers were not checked
-  std::uint32_t unknown = 0;             // the request should wait for the answer
-  std::uint32_t again = 0;               // of these: the last answer was "absent" and is stale
-  std::uint32_t being_asked = 0;         // of these: a lookup is pending
-  bool switched_off = false;             // a tier has it, but its circuit breaker is open
-  bool barred = false;                   // a tier has it that this request may not load from
-  bool may_come = false;                 // another server may still write it
-  bool answered = true;                  // no tier's answer is outstanding
+struct RequestTable::TierResults {
+  std::optional<std::uint8_t> first_tier;  // the first tier that has it; later tiers were not checked
+  std::uint32_t unknown = 0;               // the request should wait for the answer
+  std::uint32_t stale = 0;                 // of these: the last answer was "absent" and is stale
+  std::uint32_t lookup_pending = 0;        // of these: a lookup is pending
+  bool switched_off = false;               // a tier has it, but its circuit breaker is open
+  bool disallowed = false;                 // a tier has it that this request may not load from
+  bool may_appear = false;                 // another server may still write it
+  bool answered = true;                    // no tier's answer is outstanding
 };
 
-// asked: nullopt if this request has not asked for the key; true once all tiers have answered.
-RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request, std::uint32_t group,
-                                                     const ChunkKey& key, std::optional<bool> asked) const {
-  const bool was_asked = asked.has_value(), was_answered = asked.value_or(false);
+// earlier: nullopt if this request has not asked for the key; true once all tiers have answered.
+RequestTable::TierResults RequestTable::check_catalogs(const RequestState& request, std::uint32_t group,
+                                                       const ChunkKey& key,
+                                                       std::optional<bool> earlier) const {
+  const bool was_asked = earlier.has_value(), was_answered = earlier.value_or(false);
   // Do not wait for a chunk that would not be loaded anyway.
-  const bool awaits = request.waits_for_remote() && !request.closed[group] && !may_not_wait(request, true);
-  TierAnswers found;
+  const bool awaits = request.waits_for_remote() && !request.closed[group] && !refuse_wait(request, true);
+  TierResults found;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
     if ((request.options.load_tiers >> tier & 1) == 0) {
-      found.barred |= presence == Presence::kPresent;
+      found.disallowed |= presence == Presence::kPresent;
       continue;
     }
     if (!ops_.is_readable(tier)) {
@@ -123,76 +124,76 @@ RequestTable::TierAnswers RequestTable::ask_catalogs(const RequestState& request
       continue;
     }
     if (presence == Presence::kPresent) {
-      found.found_on = static_cast<std::uint8_t>(tier);
+      found.first_tier = static_cast<std::uint8_t>(tier);
       return found;
     }
-    const bool may_come_here = awaits && ops_.is_shared(tier);
-    found.may_come |= may_come_here;
+    const bool may_appear_here = awaits && ops_.is_shared(tier);
+    found.may_appear |= may_appear_here;
     const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending;
     found.answered &= !is_unknown;
     // A request asks once per key: asking again for each stale answer would never end. A request that waits
     // for other servers' records does ask again, until its deadline.
-    if ((is_unknown && (may_come_here || !was_answered)) ||
-        (presence == Presence::kStaleMiss && (may_come_here || !was_asked))) {
+    if ((is_unknown && (may_appear_here || !was_answered)) ||
+        (presence == Presence::kStaleMiss && (may_appear_here || !was_asked))) {
       found.unknown |= 1u << tier;
-      if (presence == Presence::kStaleMiss) found.again |= 1u << tier;
-      if (presence == Presence::kLookupPending) found.being_asked |= 1u << tier;
+      if (presence == Presence::kStaleMiss) found.stale |= 1u << tier;
+      if (presence == Presence::kLookupPending) found.lookup_pending |= 1u << tier;
     }
   }
   return found;
 }
 
-void RequestTable::ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key,
-                             const TierAnswers& answers) {
+void RequestTable::queue_lookups(RequestState& request, std::uint32_t group, const ChunkKey& key,
+                                 const TierResults& results) {
   // A change of group begins another scan. A full-attention scan lists the chunks of one prompt from the
   // left, so a tier may stop at the first absent one. Windows are scanned from the right and have gaps; parts
   // of a last block are looked up one after the other in all groups.
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
   const TierIo::Run run =
       groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};
-  request.asked.try_emplace(KeyHistory::fingerprint(key), false);
+  request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), false);
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-    if (((answers.unknown & ~answers.being_asked) >> tier & 1) == 0) continue;
-    const bool again = (answers.again >> tier & 1) != 0;
-    ops_.ask_for(tier, key, again ? Presence::kStaleMiss : Presence::kUnknown, run);
+    if (((results.unknown & ~results.lookup_pending) >> tier & 1) == 0) continue;
+    const bool stale = (results.stale >> tier & 1) != 0;
+    ops_.queue_lookup(tier, key, stale ? Presence::kStaleMiss : Presence::kUnknown, run);
   }
-  request.pass.awaits |= answers.may_come;
+  request.pass.awaits |= results.may_appear;
 }
 
-LookupResult RequestTable::lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
+LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
                                            const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
   const std::uint64_t print = KeyHistory::fingerprint(key);
-  const auto asked = request.asked.find(print);
-  const bool was_asked = asked != request.asked.end();
-  const TierAnswers answers =
-      ask_catalogs(request, group, key, was_asked ? std::optional(asked->second) : std::nullopt);
-  if (answers.found_on) {
-    if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
+  const auto earlier = request.tier_lookups.find(print);
+  const bool was_asked = earlier != request.tier_lookups.end();
+  const TierResults results =
+      check_catalogs(request, group, key, was_asked ? std::optional(earlier->second) : std::nullopt);
+  if (results.first_tier) {
+    if (const auto reason = refuse_wait(request, true)) return miss(request, group, *reason);
     // The planner gave up fetches for this group.
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
     request.pass.keys.push_back({key, request.pass.part_tokens});
     return pending(handle, request,
                    {static_cast<std::uint32_t>(request.pass.keys.size() - 1), position, Kind::kRecorded,
-                    *answers.found_on},
+                    *results.first_tier},
                    LookupResult::kPending);
   }
-  if (was_asked && answers.answered) asked->second = true;
-  if (answers.unknown != 0) {
-    const auto reason = may_not_wait(request, true);
+  if (was_asked && results.answered) earlier->second = true;
+  if (results.unknown != 0) {
+    const auto reason = refuse_wait(request, true);
     if (!reason) {
-      ask_tiers(request, group, key, answers);
+      queue_lookups(request, group, key, results);
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
     // A request that loads from no tier gets the reason that it would have without these tiers.
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
-  } else if (answers.may_come) {
+  } else if (results.may_appear) {
     request.pass.awaits = true;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
-  if (answers.switched_off) return miss(request, group, MissReason::kIoError);
-  if (answers.barred) return miss(request, group, MissReason::kDisabled);
+  if (results.switched_off) return miss(request, group, MissReason::kIoError);
+  if (results.disallowed) return miss(request, group, MissReason::kDisabled);
   // The reason is looked up when the miss is counted: vLLM asks again in each step.
   request.pass.lookups.push_back(
       {static_cast<std::uint32_t>(request.pass.absent.size()), position, Kind::kMiss, Lookup::kReasonLater});
@@ -200,7 +201,7 @@ LookupResult RequestTable::lookup_on_tiers(RequestHandle handle, RequestState& r
   return LookupResult::kMiss;
 }
 
-std::optional<MissReason> RequestTable::may_not_wait(const RequestState& request, bool from_tier) const {
+std::optional<MissReason> RequestTable::refuse_wait(const RequestState& request, bool from_tier) const {
   if (from_tier ? request.options.load_tiers == 0 || request.load_policy == LoadPolicy::kNever
                 : !request.options.load_from_cpu) {
     return MissReason::kDisabled;
@@ -229,9 +230,9 @@ LookupResult RequestTable::miss(RequestState& request, std::uint32_t group, Miss
 
 // ---- counting
 
-MissReason RequestTable::why_missed(const RequestState& request, const Lookup& lookup) const {
+MissReason RequestTable::miss_reason(const RequestState& request, const Lookup& lookup) const {
   if (lookup.detail != Lookup::kReasonLater) return static_cast<MissReason>(lookup.detail);
-  const auto reason = memory_.eviction_reason(request.pass.absent[lookup.index]);
+  const auto reason = key_history_.eviction_reason(request.pass.absent[lookup.index]);
   return reason ? static_cast<MissReason>(*reason) : MissReason::kNotStored;
 }
 
@@ -262,7 +263,7 @@ void RequestTable::count_scan(RequestState& request, std::span<const Lookup> sca
   for (const Lookup& lookup : scan) {
     if (lookup.kind != Lookup::Kind::kMiss) continue;
     ++misses;
-    ++by_reason[static_cast<std::size_t>(why_missed(request, lookup))];
+    ++by_reason[static_cast<std::size_t>(miss_reason(request, lookup))];
   }
   for (std::size_t reason = 0; reason < by_reason.size(); ++reason) {
     count_misses(request, static_cast<MissReason>(reason), by_reason[reason] * chunk);
@@ -271,9 +272,9 @@ void RequestTable::count_scan(RequestState& request, std::span<const Lookup> sca
   lookup_counts_[group].found += scan.size() - misses;
   // A scan from the left that ended at its only miss.
   if (!first || misses != 1 || scan.back().kind != Lookup::Kind::kMiss) return;
-  const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
-  if (!request.knows_span || asked >= request.last_end) return;
-  count_misses(request, why_missed(request, scan.back()), round_down(request.last_end - asked, chunk));
+  const std::uint64_t scanned = request.first_end + (scan.size() - 1) * chunk;
+  if (!request.has_span || scanned >= request.last_end) return;
+  count_misses(request, miss_reason(request, scan.back()), round_down(request.last_end - scanned, chunk));
 }
 
 void RequestTable::count_misses(RequestState& request, MissReason reason, std::uint64_t tokens) {

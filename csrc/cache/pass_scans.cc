@@ -110,7 +110,7 @@ Loadable loadable_of(const LookupPass& pass, const Scans& scans, const ChunkGrou
     } else if (lookup.kind == Kind::kUnknown) {  // arrives next, from the tier of the first candidate
       add_chunk(first.candidates.front().tier);
     } else {
-      add_chunk(lookup.kind == Kind::kRecorded ? lookup.detail : Stretch::kHere);
+      add_chunk(lookup.kind == Kind::kRecorded ? lookup.detail : Stretch::kHostMemory);
     }
   }
   return loadable;

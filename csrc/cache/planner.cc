@@ -10,7 +10,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue, to separate latency from rate
-constexpr double kOfDeadline = 0.8;        // share of the remaining time that a plan may use
+constexpr double kDeadlineShare = 0.8;     // share of the remaining time that a plan may use
 constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
 
 std::string_view to_string(Decision::Choice choice) {
@@ -32,66 +32,67 @@ Nanos to_nanos(double seconds) {
 }  // namespace
 
 void Planner::plan_step(Nanos now) {
-  const std::vector<RequestHandle>& waiting = with_.requests.waiting();
+  const std::vector<RequestHandle>& waiting = context_.requests.waiting();
   for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most this one
-  for (const RequestHandle handle : with_.requests.take_pending()) plan(handle);
+  for (const RequestHandle handle : context_.requests.take_pending()) plan(handle);
 }
 
 // ---- expired waits
 
 void Planner::expire(RequestHandle handle, Nanos now) {
-  const RequestState& request = with_.requests.at(handle);
+  const RequestState& request = context_.requests.at(handle);
   const bool late = now >= request.deadline;
   const Nanos budget_end = request.load_budget_end;
   const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
   if (!late && !too_slow) return;
   // The oldest read, because the fewest bytes were ahead of it.
-  if (!request.awaited.empty()) with_.ops.on_overdue(request.awaited.begin()->second, now);
+  if (!request.awaited.empty()) context_.ops.on_overdue(request.awaited.begin()->second, now);
   if (!late) {
     // The timeout does not show why the reads were slow: the first of them continue as probes and measure it.
-    with_.metrics.add("kv_offload_decisions_total", {"give_up"});
-    with_.requests.leave_probes(handle, kProbeChunks, now);
+    context_.metrics.add("kv_offload_decisions_total", {"give_up"});
+    context_.requests.continue_as_probes(handle, kProbeChunks, now);
   }
-  with_.requests.expire(handle, late ? MissReason::kDeadline : MissReason::kRecomputeCheaper);
+  context_.requests.expire(handle, late ? MissReason::kDeadline : MissReason::kRecomputeCheaper);
 }
 
 bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
-  const RequestState& request = with_.requests.at(handle);
+  const RequestState& request = context_.requests.at(handle);
   const std::size_t missing = request.awaited.size();
   if (missing == 0) return true;  // all arrived, but not looked up again yet
   if (request.fetched_for <= missing) return false;
   const std::size_t arrived = request.fetched_for - missing;
   const double so_far = to_seconds(now - request.reads_since);
   const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
-  const std::uint32_t group = with_.chunks.at(request.awaited.begin()->second).group;
-  const double tokens = with_.groups[group].tokens;
-  const double before = with_.groups.tokens_before(group, request.first_end);
-  const double compute = with_.costs.prefill.seconds(static_cast<double>(missing) * tokens,
-                                                     before + static_cast<double>(arrived) * tokens);
+  const std::uint32_t group = context_.chunks.at(request.awaited.begin()->second).group;
+  const double tokens = context_.groups[group].tokens;
+  const double before = context_.groups.tokens_before(group, request.first_end);
+  const double compute = context_.costs.prefill.seconds(static_cast<double>(missing) * tokens,
+                                                        before + static_cast<double>(arrived) * tokens);
   if (rest >= compute) return false;
-  with_.requests.set_load_budget(handle, request.load_budget, now + std::max(kMinLoadBudget, to_nanos(rest)));
+  context_.requests.set_load_budget(handle, request.load_budget,
+                                    now + std::max(kMinLoadBudget, to_nanos(rest)));
   return true;
 }
 
 // ---- plans
 
 void Planner::plan(RequestHandle handle) {
-  const RequestState& request = with_.requests.at(handle);
-  const Scans scans = scans_of(request.pass, with_.groups, with_.chunks);
+  const RequestState& request = context_.requests.at(handle);
+  const Scans scans = scans_of(request.pass, context_.groups, context_.chunks);
   // Chunks that the request already hit must still be there when the rest has arrived, and must not be
   // evicted for the rest.
   for (const Scan& scan : scans) {
-    with_.requests.hold(handle, scan.hits);
-    for (const Slot slot : scan.fetching) with_.requests.await(handle, slot);
+    context_.requests.hold(handle, scan.hits);
+    for (const Slot slot : scan.fetching) context_.requests.await(handle, slot);
   }
-  if (request.pass.awaits) with_.requests.restart_load_budget(handle);
+  if (request.pass.awaits) context_.requests.restart_load_budget(handle);
   const auto first = std::find_if(scans.begin(), scans.end(), [](const Scan& scan) { return scan.pending; });
   if (first == scans.end()) return;
   Scans chosen;
   for (auto scan = first; scan != scans.end(); ++scan) {
     if (scan->candidates.empty() || request.closed[scan->group]) continue;
     const bool together =
-        with_.groups[first->group].full_attention && with_.groups[scan->group].full_attention;
+        context_.groups[first->group].full_attention && context_.groups[scan->group].full_attention;
     if (scan == first || together) chosen.push_back(*scan);
   }
   if (chosen.empty()) return;
@@ -101,36 +102,36 @@ void Planner::plan(RequestHandle handle) {
 
 std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
                                                 const Scan::Candidate& candidate) {
-  const RowId row = with_.row_provider.take(group, request.number, nullptr);
+  const RowId row = context_.row_provider.take(group, request.number, nullptr);
   if (row == kNoRow) return std::nullopt;
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];
   // The depth of a whole chunk is unknown. For a part, any depth that is not a chunk boundary will do.
   const EntryInfo entry_info = request.entry_info(candidate.parent, part_tokens);
-  return TierIo::Read{with_.chunks.insert_fetching(key, group, row, entry_info), candidate.tier};
+  return TierIo::Read{context_.chunks.insert_fetching(key, group, row, entry_info), candidate.tier};
 }
 
 // The chunks that a request hit after those it still has to read, last one first.
 class Planner::Tail {
  public:
-  Tail(const Context& with, RequestHandle handle) : with_(with), handle_(handle) {}
-  ~Tail() { with_.requests.remove_held(handle_, given_up_); }
+  Tail(const Context& context, RequestHandle handle) : context_(context), handle_(handle) {}
+  ~Tail() { context_.requests.remove_held(handle_, evicted_); }
   Tail(const Tail&) = delete;
   Tail& operator=(const Tail&) = delete;
 
   // Evicts a chunk after the candidate. False if there is none.
-  bool give_up_one(const Scan& scan, const Scan::Candidate& candidate) {
+  bool evict_last_hit(const Scan& scan, const Scan::Candidate& candidate) {
     if (!scan.is_prefix) return false;
     if (!std::exchange(gathered_, true)) gather(scan, candidate.at);
     while (!hits_.empty()) {
       const auto [place, slot] = hits_.back();
       if (place < candidate.at) return false;
       hits_.pop_back();
-      const ChunkEntry& entry = with_.chunks.at(slot);
+      const ChunkEntry& entry = context_.chunks.at(slot);
       if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // in use by another request
-      given_up_.push_back(slot);
+      evicted_.push_back(slot);
       // Unpin only now: an unpinned chunk could be evicted for a candidate while a later chunk remains.
-      with_.chunks.unpin(slot);
-      with_.row_provider.give_up(slot);
+      context_.chunks.unpin(slot);
+      context_.row_provider.evict_chunk(slot);
       return true;
     }
     return false;
@@ -140,7 +141,7 @@ class Planner::Tail {
   // Only hits that the request holds. Another plan of this step may have evicted other hits, and their slots
   // may belong to chunks of another request by now.
   void gather(const Scan& scan, std::uint32_t after) {
-    const RequestState& request = with_.requests.at(handle_);
+    const RequestState& request = context_.requests.at(handle_);
     std::unordered_set<Slot> held(request.held.begin(), request.held.end());
     for (std::uint32_t i = after; i < scan.end; ++i) {
       const Lookup& lookup = request.pass.lookups[i];
@@ -149,29 +150,29 @@ class Planner::Tail {
     }
   }
 
-  const Context& with_;
+  const Context& context_;
   const RequestHandle handle_;
   bool gathered_ = false;
   std::vector<std::pair<std::uint32_t, Slot>> hits_;  // index in the lookups; pinned by the request
-  std::vector<Slot> given_up_;
+  std::vector<Slot> evicted_;
 };
 
 std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,
                                                 const Scan::Candidate& candidate, Tail* tail) {
   auto read = make_fetch(request, scan.group, candidate);
-  while (!read && tail->give_up_one(scan, candidate)) read = make_fetch(request, scan.group, candidate);
+  while (!read && tail->evict_last_hit(scan, candidate)) read = make_fetch(request, scan.group, candidate);
   return read;
 }
 
 void Planner::fetch(RequestHandle handle, const Scan& scan) {
-  const RequestState& request = with_.requests.at(handle);
-  Tail tail(with_, handle);
+  const RequestState& request = context_.requests.at(handle);
+  Tail tail(context_, handle);
   std::vector<TierIo::Read> planned;
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step has begun to fetch it.
-    if (const ChunkEntry* entry = with_.chunks.find(request.pass.keys[candidate.key].key)) {
-      with_.requests.await(handle, with_.chunks.slot_of(entry));
+    if (const ChunkEntry* entry = context_.chunks.find(request.pass.keys[candidate.key].key)) {
+      context_.requests.await(handle, context_.chunks.slot_of(entry));
       continue;
     }
     const auto read = make_fetch(request, scan, candidate, &tail);
@@ -180,82 +181,82 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
     planned.push_back(*read);
   }
   if (rows_are_short) {
-    with_.requests.close_group(handle, scan.group, MissReason::kPressure);
+    context_.requests.close_group(handle, scan.group, MissReason::kPressure);
     // Leave rows for the windows of the other groups: without them these reads are useless.
-    std::size_t spared = with_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
+    std::size_t spared = context_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
     for (; spared > 0; --spared) {
-      with_.chunks.discard(planned.back().slot);
+      context_.chunks.discard(planned.back().slot);
       planned.pop_back();
     }
   }
-  with_.ops.read(planned, request.deadline, false);
-  for (const TierIo::Read& read : planned) with_.requests.await(handle, read.slot);
+  context_.ops.read(planned, request.deadline, false);
+  for (const TierIo::Read& read : planned) context_.requests.await(handle, read.slot);
 }
 
 // ---- load or recompute
 
 void Planner::decide(RequestHandle handle, Scans& scans) {
-  const RequestState& request = with_.requests.at(handle);
+  const RequestState& request = context_.requests.at(handle);
   if (request.decided) return;
   if (request.load_policy != LoadPolicy::kAuto) {
-    with_.requests.set_decided(handle);
-    with_.metrics.add("kv_offload_decisions_total", {"load"});
+    context_.requests.set_decided(handle);
+    context_.metrics.add("kv_offload_decisions_total", {"load"});
     return;
   }
   const Scan first = scans.front();  // complete, because the part that is cut may be probed
-  const Loadable loadable = loadable_of(request.pass, scans, with_.groups);
-  const Decision decision = ask_costs(request, scans, loadable);
+  const Loadable loadable = loadable_of(request.pass, scans, context_.groups);
+  const Decision decision = decide_by_cost(request, scans, loadable);
   if (decision.choice != Decision::Choice::kLoad && first.ends_unknown && !request.pass.awaits) {
     for (Scan& scan : scans) scan.candidates.clear();
     return;
   }
-  with_.requests.set_decided(handle);
+  context_.requests.set_decided(handle);
   report(handle, decision);
   if (decision.choice == Decision::Choice::kRecompute) {
-    with_.requests.close_all(handle, MissReason::kRecomputeCheaper);
+    context_.requests.close_all(handle, MissReason::kRecomputeCheaper);
     for (Scan& scan : scans) scan.candidates.clear();
   } else {
     set_load_budget(handle, decision);
   }
   if (decision.choice == Decision::Choice::kPartial) {
     const std::uint64_t chunks = std::uint64_t{loadable.hits_before} + decision.chunks;
-    keep_first(&scans, chunks * with_.groups[first.group].tokens, request.pass, with_.groups);
+    keep_first(&scans, chunks * context_.groups[first.group].tokens, request.pass, context_.groups);
     for (const Scan& scan : scans) {
-      with_.requests.close_group(handle, scan.group, MissReason::kRecomputeCheaper);
+      context_.requests.close_group(handle, scan.group, MissReason::kRecomputeCheaper);
     }
   }
   probe(request, first);
 }
 
-Decision Planner::ask_costs(const RequestState& request, const Scans& scans, const Loadable& loadable) {
-  std::vector<double> hints(with_.ops.size(), 0);
+Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans, const Loadable& loadable) {
+  std::vector<double> hints(context_.ops.size(), 0);
   for (const Stretch& stretch : loadable.stretches) {
     if (stretch.tier >= 0)
       hints[static_cast<std::size_t>(stretch.tier)] += static_cast<double>(stretch.bytes);
   }
   for (std::size_t tier = 0; tier < hints.size(); ++tier) {
     if (hints[tier] <= 0) continue;
-    hints[tier] = with_.ops.estimate_read_seconds(tier, static_cast<std::uint64_t>(hints[tier]));
+    hints[tier] = context_.ops.estimate_read_seconds(tier, static_cast<std::uint64_t>(hints[tier]));
   }
   const std::uint32_t group = scans.front().group;
-  CostModel::Question question;
-  question.stretches = loadable.stretches;
-  question.hints = hints;
-  question.context = with_.groups.tokens_before(group, request.first_end) +
-                     loadable.hits_before * static_cast<double>(with_.groups[group].tokens);
-  question.loads_anyway = loadable.hits_before > 0;
-  question.deadline_seconds = kOfDeadline * to_seconds(request.deadline - request.pass.time);
-  question.divisible = scans.front().is_prefix;  // a window is needed as a whole
-  return with_.costs.decide(question);
+  CostModel::DecisionInput input;
+  input.stretches = loadable.stretches;
+  input.hints = hints;
+  input.context = context_.groups.tokens_before(group, request.first_end) +
+                  loadable.hits_before * static_cast<double>(context_.groups[group].tokens);
+  input.loads_anyway = loadable.hits_before > 0;
+  input.deadline_seconds = kDeadlineShare * to_seconds(request.deadline - request.pass.time);
+  input.divisible = scans.front().is_prefix;  // a window is needed as a whole
+  return context_.costs.decide(input);
 }
 
 void Planner::report(RequestHandle handle, const Decision& decision) {
   const std::string_view choice = to_string(decision.choice);
-  with_.requests.report_decision(handle, choice, decision);
-  with_.metrics.add("kv_offload_decisions_total", {choice});
+  context_.requests.report_decision(handle, choice, decision);
+  context_.metrics.add("kv_offload_decisions_total", {choice});
   if (decision.load_seconds <= 0 || decision.compute_seconds <= 0) return;
-  with_.metrics.add("kv_offload_estimated_seconds_total", {choice, "load"}, decision.load_seconds);
-  with_.metrics.add("kv_offload_estimated_seconds_total", {choice, "compute"}, decision.compute_seconds);
+  context_.metrics.add("kv_offload_estimated_seconds_total", {choice, "load"}, decision.load_seconds);
+  context_.metrics.add("kv_offload_estimated_seconds_total", {choice, "compute"}, decision.compute_seconds);
 }
 
 // A tier that is slower than estimated costs at most the compute time, and usually a quarter of it. While
@@ -265,24 +266,24 @@ void Planner::set_load_budget(RequestHandle handle, const Decision& decision) {
   const double compute = decision.compute_seconds;
   const double seconds = std::clamp(2 * decision.load_seconds, compute / 4, compute);
   const Nanos budget = std::max(kMinLoadBudget, to_nanos(seconds));
-  with_.requests.set_load_budget(handle, budget, with_.requests.at(handle).pass.time + budget);
+  context_.requests.set_load_budget(handle, budget, context_.requests.at(handle).pass.time + budget);
 }
 
 void Planner::probe(const RequestState& request, const Scan& scan) {
-  for (std::size_t tier = 0; tier < with_.ops.size(); ++tier) {
+  for (std::size_t tier = 0; tier < context_.ops.size(); ++tier) {
     const bool holds = std::any_of(scan.candidates.begin(), scan.candidates.end(),
                                    [&](const auto& candidate) { return candidate.tier == tier; });
-    if (!holds || !with_.costs.should_probe(tier, request.pass.time)) continue;
+    if (!holds || !context_.costs.should_probe(tier, request.pass.time)) continue;
     std::vector<TierIo::Read> planned;
     for (const Scan::Candidate& candidate : scan.candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
-      if (with_.chunks.find(request.pass.keys[candidate.key].key) != nullptr) continue;
+      if (context_.chunks.find(request.pass.keys[candidate.key].key) != nullptr) continue;
       const auto read = make_fetch(request, scan.group, candidate);
       if (!read) break;
       planned.push_back(*read);
     }
-    with_.ops.read(planned, Nanos(0), true);
-    with_.metrics.add("kv_offload_decisions_total", {"probe"});
+    context_.ops.read(planned, Nanos(0), true);
+    context_.metrics.add("kv_offload_decisions_total", {"probe"});
   }
 }
 

@@ -46,7 +46,7 @@ class Planner {
     RequestTable& requests;
     Metrics& metrics;
   };
-  explicit Planner(const Context& context) : with_(context) {}
+  explicit Planner(const Context& context) : context_(context) {}
 
   // Call at the end of a step: ends the waits that are over, then plans for the others.
   void plan_step(Nanos now);
@@ -60,7 +60,7 @@ class Planner {
   // Reduces `scans` to the chunks to fetch and closes the groups that are cut. Postpones the decision if less
   // than everything known so far would be fetched and more keys become known soon.
   void decide(RequestHandle handle, Scans& scans);
-  Decision ask_costs(const RequestState& request, const Scans& scans, const Loadable& loadable);
+  Decision decide_by_cost(const RequestState& request, const Scans& scans, const Loadable& loadable);
   void report(RequestHandle handle, const Decision& decision);
   void set_load_budget(RequestHandle handle, const Decision& decision);
   // Reads the first chunks from tiers that are currently not used. The chunks are useful, but no request
@@ -75,7 +75,7 @@ class Planner {
   std::optional<TierIo::Read> make_fetch(const RequestState& request, const Scan& scan,
                                          const Scan::Candidate& candidate, Tail* tail);
 
-  const Context with_;
+  const Context context_;
 };
 
 }  // namespace kv_offload

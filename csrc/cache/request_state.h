@@ -78,7 +78,7 @@ class Offers {
     return depth > before.depth ? before.id : 0;
   }
   // The chunk was loaded: the next offer follows it.
-  void on_loaded(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
+  void set_last(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
     groups_[group].last = {chunk_id(key), depth};
   }
   // Returns the end of the offers so far, in tokens.
@@ -94,7 +94,7 @@ class Offers {
     if (declined && *declined == key) declined.reset();
     return declined.has_value();
   }
-  void forget_declined() {
+  void clear_declined() {
     for (Group& group : groups_) group.declined.reset();
   }
 
@@ -121,9 +121,9 @@ struct RequestState {
   Offers offers;
 
   // ---- waiting: from the first pending result until admission
-  bool waiting = false;      // holds pins; also ends with the deadline
-  std::size_t waits_at = 0;  // index in RequestTable::waiting_
-  bool expired = false;      // stopped waiting: chunks that are not resident miss, with this reason
+  bool waiting = false;           // holds pins; also ends with the deadline
+  std::size_t waiting_index = 0;  // index in RequestTable::waiting_
+  bool expired = false;           // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
@@ -142,7 +142,7 @@ struct RequestState {
   // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
   // at the next lookup. True: the answer arrived, and the request does not wait for a lookup that another
   // request started.
-  std::unordered_map<std::uint64_t, bool> asked;
+  std::unordered_map<std::uint64_t, bool> tier_lookups;
 
   std::optional<Nanos> first_lookup;
 
@@ -150,7 +150,7 @@ struct RequestState {
   // until set
   std::uint32_t first_end = 0;
   std::uint32_t last_end = 0;
-  bool knows_span = false;
+  bool has_span = false;
   bool host_too_slow = false;  // copying from host memory is slower than recomputing
   bool held_back = false;      // may not load while loads of other requests run
   bool host_hits = false;      // resident chunks are hits
@@ -165,21 +165,21 @@ struct RequestState {
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }
 
-  void begin(std::uint32_t its_number, const RequestOptions& its_options, LoadPolicy policy,
+  void begin(std::uint32_t request_number, const RequestOptions& request_options, LoadPolicy policy,
              std::size_t groups) {
     live = true;
-    number = its_number;
-    options = its_options;
+    number = request_number;
+    options = request_options;
     load_policy = policy;
     pass.clear();
     pass.uncounted = false;
     pass.step = 0;
     clear_wait();
     failed.clear();
-    asked.clear();
+    tier_lookups.clear();
     first_lookup.reset();
     first_end = last_end = 0;
-    host_too_slow = held_back = host_hits = knows_span = false;
+    host_too_slow = held_back = host_hits = has_span = false;
     report = {};
     offers.begin(groups);
     closed.assign(groups, std::nullopt);

@@ -12,7 +12,7 @@ namespace kv_offload {
 RequestTable::RequestTable(const Context& context, const CacheOptions& options)
     : groups_(context.groups),
       chunks_(context.chunks),
-      memory_(context.memory),
+      key_history_(context.key_history),
       costs_(context.costs),
       ops_(context.ops),
       device_loads_(context.device_loads),
@@ -58,7 +58,7 @@ void RequestTable::end(RequestHandle handle) {
 void RequestTable::set_span(RequestHandle handle, std::uint32_t first_end, std::uint32_t last_end) {
   require_live(handle);
   RequestState& request = requests_[handle];
-  request.knows_span = true;
+  request.has_span = true;
   request.first_end = first_end;
   request.last_end = last_end;
   longest_prompt_ = std::max<std::uint64_t>(longest_prompt_, last_end);
@@ -71,36 +71,36 @@ void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
   request.waiting = true;
   request.waits_since = request.reads_since = request.pass.time;
   request.deadline = request.pass.time + lookup_timeout_;
-  request.waits_at = waiting_.size();
+  request.waiting_index = waiting_.size();
   waiting_.push_back(handle);
 }
 
 void RequestTable::stop_waiting(RequestState& request) {
   for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
   if (!request.awaited.empty()) {
-    left_.push_back({std::exchange(request.waiter, 0), std::exchange(request.awaited, {})});
-    give_back_reads();
+    abandoned_reads_.push_back({std::exchange(request.waiter, 0), std::exchange(request.awaited, {})});
+    cancel_abandoned_reads();
   }
   if (request.waiting) {
-    waiting_[request.waits_at] = waiting_.back();
-    requests_[waiting_.back()].waits_at = request.waits_at;
+    waiting_[request.waiting_index] = waiting_.back();
+    requests_[waiting_.back()].waiting_index = request.waiting_index;
     waiting_.pop_back();
   }
   request.waiting = false;
 }
 
-void RequestTable::give_back_reads() {
-  for (std::size_t i = 0; i < kReadsGivenBackAtOnce && !left_.empty(); ++i) {
-    LeftReads& left = left_.front();
+void RequestTable::cancel_abandoned_reads() {
+  for (std::size_t i = 0; i < kReadsCancelledPerStep && !abandoned_reads_.empty(); ++i) {
+    AbandonedReads& left = abandoned_reads_.front();
     ops_.stop_awaiting(left.reads.begin()->first, left.waiter);
     left.reads.erase(left.reads.begin());
-    if (left.reads.empty()) left_.pop_front();
+    if (left.reads.empty()) abandoned_reads_.pop_front();
   }
 }
 
 void RequestTable::end_step() {
   ++step_;
-  give_back_reads();
+  cancel_abandoned_reads();
 }
 
 void RequestTable::expire(RequestHandle handle, MissReason reason) {
@@ -156,10 +156,10 @@ void RequestTable::await(RequestHandle handle, Slot slot) {
   ++request.fetched_for;
 }
 
-void RequestTable::leave_probes(RequestHandle handle, std::size_t most, Nanos now) {
+void RequestTable::continue_as_probes(RequestHandle handle, std::size_t most, Nanos now) {
   std::size_t left = 0;
   std::erase_if(requests_[handle].awaited, [&](const auto& read) {
-    if (left == most || !ops_.leave_as_probe(read.second, now)) return false;
+    if (left == most || !ops_.continue_as_probe(read.second, now)) return false;
     ++left;
     return true;
   });
@@ -204,7 +204,7 @@ void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end)
 }
 
 bool RequestTable::has_pending_work() const {
-  if (!left_.empty()) return true;  // else these reads would run on while no request arrives
+  if (!abandoned_reads_.empty()) return true;  // else these reads would run on while no request arrives
   return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle handle) {
     const RequestState& request = requests_[handle];
     if (!request.awaited.empty()) return true;
@@ -219,15 +219,15 @@ bool RequestTable::has_pending_work() const {
 
 void RequestTable::forget() {
   for (RequestState& request : requests_) {
-    request.knows_span = false;
+    request.has_span = false;
     request.failed.clear();
-    request.offers.forget_declined();
+    request.offers.clear_declined();
     request.clear_wait();
     request.pass.release();
   }
   waiting_.clear();
   pending_.clear();
-  left_.clear();
+  abandoned_reads_.clear();
 }
 
 // ---- admission
@@ -236,8 +236,8 @@ void RequestTable::admit(RequestHandle handle) {
   RequestState& request = requests_[handle];
   count_pass(request);
   request.pass.release();
-  decltype(request.asked)().swap(request.asked);  // frees its buckets, too
-  request.knows_span = false;                     // vLLM may ask about it again from another position
+  decltype(request.tier_lookups)().swap(request.tier_lookups);  // frees its buckets, too
+  request.has_span = false;  // vLLM may ask about it again from another position
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);
@@ -264,7 +264,7 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
     if (load.transfer.group_rows[group] == 0) continue;
     end += load.transfer.group_rows[group];
     const ChunkKey& last = keys[end - 1];
-    request.offers.on_loaded(group, last, chunks_.find(last)->depth);
+    request.offers.set_last(group, last, chunks_.find(last)->depth);
   }
   for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
     const std::uint64_t tokens = load.hit_tokens[place];

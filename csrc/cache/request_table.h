@@ -33,12 +33,12 @@ class RequestTable {
  public:
   // Reads cancelled per call or step. Cancelling all reads of a million-token prompt at once would block the
   // scheduler for tenths of a second. The oldest are cancelled first, so that few reads begin meanwhile.
-  static constexpr std::size_t kReadsGivenBackAtOnce = 2048;
+  static constexpr std::size_t kReadsCancelledPerStep = 2048;
   // Dependencies; all of them outlive this.
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
-    KeyHistory& memory;
+    KeyHistory& key_history;
     CostModel& costs;
     TierIo& ops;
     DeviceLoads& device_loads;
@@ -81,7 +81,7 @@ class RequestTable {
   // Waits for the read of this chunk, unless the request already does.
   void await(RequestHandle request, Slot slot);
   // Turns up to `most` of the reads that only this request awaits into probes, and stops waiting for them.
-  void leave_probes(RequestHandle request, std::size_t most, Nanos now);
+  void continue_as_probes(RequestHandle request, std::size_t most, Nanos now);
   // Nothing (more) is fetched for the request, in one group or in all groups.
   void close_group(RequestHandle request, std::uint32_t group, MissReason reason);
   void close_all(RequestHandle request, MissReason reason);
@@ -111,29 +111,30 @@ class RequestTable {
   void begin_pass(RequestState& request);
   LookupResult lookup_unready(RequestHandle handle, RequestState& request, const ChunkKey& key,
                               const ChunkEntry* entry);
-  LookupResult lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
-                           const ChunkEntry& entry);
-  LookupResult lookup_on_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
+  LookupResult lookup_in_host(RequestHandle handle, RequestState& request, std::uint32_t group,
+                              const ChunkEntry& entry);
+  LookupResult lookup_in_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
                                const ChunkKey& key);
-  struct TierAnswers;
-  TierAnswers ask_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
-                           std::optional<bool> asked) const;
-  void ask_tiers(RequestState& request, std::uint32_t group, const ChunkKey& key, const TierAnswers& answers);
+  struct TierResults;
+  TierResults check_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
+                             std::optional<bool> earlier) const;
+  void queue_lookups(RequestState& request, std::uint32_t group, const ChunkKey& key,
+                     const TierResults& results);
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
-  std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
+  std::optional<MissReason> refuse_wait(const RequestState& request, bool from_tier) const;
   void start_waiting(RequestHandle handle, RequestState& request);
   void stop_waiting(RequestState& request);  // releases pins and reads
-  void give_back_reads();                    // cancels some of left_
+  void cancel_abandoned_reads();             // cancels some of abandoned_reads_
   // Counts the misses of the last pass, once.
   void count_pass(RequestState& request);
   void count_scan(RequestState& request, std::span<const Lookup> scan, bool first);
   void count_misses(RequestState& request, MissReason reason, std::uint64_t tokens);
-  MissReason why_missed(const RequestState& request, const Lookup& lookup) const;
+  MissReason miss_reason(const RequestState& request, const Lookup& lookup) const;
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
-  KeyHistory& memory_;
+  KeyHistory& key_history_;
   CostModel& costs_;
   TierIo& ops_;
   DeviceLoads& device_loads_;
@@ -147,11 +148,11 @@ class RequestTable {
   std::uint32_t last_number_ = 0;
   std::uint32_t last_wait_ = 0;
   // Reads of requests that stopped waiting, oldest first. They are cancelled in batches.
-  struct LeftReads {
+  struct AbandonedReads {
     TierIo::Waiter waiter;
     std::map<OpId, Slot> reads;
   };
-  std::deque<LeftReads> left_;
+  std::deque<AbandonedReads> abandoned_reads_;
   Nanos idle_since_;  // start of the time without live requests
   std::uint64_t step_ = 1;
   std::vector<RequestHandle> pending_;  // got kPending or kRetry in this step

@@ -14,7 +14,7 @@ RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<
   for (;;) {
     const RowId row = chunks_.allocate(group);
     if (row != kNoRow) return row;
-    if (write_back_.writes_ahead()) ops_.poll_once_a_step();  // chunks written ahead may be evicted now
+    if (write_back_.writes_ahead()) ops_.poll_once_per_step();  // chunks written ahead may be evicted now
     // Free rows of other sizes are scattered over slabs that are not empty. If there are many, empty a slab
     // instead of evicting further single chunks.
     if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {
@@ -44,14 +44,14 @@ bool RowProvider::evict_one(std::uint32_t request, bool may_write, std::vector<C
 bool RowProvider::evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
   const std::vector<Slot> slots = chunks_.slab_to_evict(group, request);
   for (const Slot slot : slots) {
-    write_back_.on_going(slot);  // a slab that is needed now waits for no write
+    write_back_.count_eviction(slot);  // a slab that is needed now waits for no write
     evict(slot, evicted);
   }
   return !slots.empty();
 }
 
-void RowProvider::give_up(Slot slot) {
-  write_back_.on_going(slot);
+void RowProvider::evict_chunk(Slot slot) {
+  write_back_.count_eviction(slot);
   evict(slot, nullptr);
 }
 
@@ -59,13 +59,13 @@ void RowProvider::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   const ChunkEntry& entry = chunks_.at(slot);
   const ChunkKey key = entry.key;
   chunks_.prefetch_eviction(slot);
-  memory_.prefetch(key);
+  key_history_.prefetch(key);
   evicted_bytes_ += groups_[entry.group].bytes;
   // The chunk was in use here until now, so its records count as used until now.
   ops_.touch(key);
   if (evicted != nullptr) evicted->push_back(key);
   chunks_.discard(slot);
-  memory_.on_gone(key, static_cast<std::uint8_t>(MissReason::kEvicted));
+  key_history_.record_removal(key, static_cast<std::uint8_t>(MissReason::kEvicted));
 }
 
 void RowProvider::flush_metrics() {

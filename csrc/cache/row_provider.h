@@ -22,11 +22,11 @@ namespace kv_offload {
 
 class RowProvider {
  public:
-  RowProvider(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops,
+  RowProvider(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& key_history, TierIo& ops,
               WriteBack& write_back, Metrics& metrics)
       : groups_(groups),
         chunks_(chunks),
-        memory_(memory),
+        key_history_(key_history),
         ops_(ops),
         write_back_(write_back),
         metrics_(metrics) {}
@@ -35,7 +35,7 @@ class RowProvider {
   // asks. Appends the evicted keys to `evicted` unless it is nullptr. Keys stay evicted if this throws.
   RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
   // Evicts this chunk, even one of the requesting request. REQUIRES: resident, without pins.
-  void give_up(Slot slot);
+  void evict_chunk(Slot slot);
   // Adds the evictions since the last call to the metrics.
   void flush_metrics();
 
@@ -46,7 +46,7 @@ class RowProvider {
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
-  KeyHistory& memory_;
+  KeyHistory& key_history_;
   TierIo& ops_;
   WriteBack& write_back_;
   Metrics& metrics_;

@@ -28,7 +28,7 @@ class TakenRows {
     row_ = kNoRow;
     slots_.push_back(slot);
   }
-  void hand_out() { slots_.clear(); }
+  void release_all() { slots_.clear(); }
 
  private:
   HostChunks& chunks_;
@@ -40,13 +40,13 @@ class TakenRows {
 
 StoreGrant StorePath::prepare(RequestHandle handle, std::span<const ChunkKey> keys,
                               std::span<const std::uint32_t> depths) {
-  const RequestState& request = with_.requests.require_live(handle);
+  const RequestState& request = context_.requests.require_live(handle);
   if (!depths.empty() && depths.size() != keys.size()) {
     throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
   }
   std::uint32_t group = 0;
-  for (const ChunkKey& key : keys) group = with_.groups.require_position(key, group);
-  with_.requests.admit(handle);
+  for (const ChunkKey& key : keys) group = context_.groups.require_position(key, group);
+  context_.requests.admit(handle);
   if (closed_ || request.options.skip_store) return {};
   learn_prefill(handle, keys, depths);
   return take_rows(handle, keys, depths);
@@ -54,59 +54,59 @@ StoreGrant StorePath::prepare(RequestHandle handle, std::span<const ChunkKey> ke
 
 StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> keys,
                                 std::span<const std::uint32_t> depths) {
-  const RequestState& request = with_.requests.at(handle);
-  Offers& offers = with_.requests.offers(handle);
+  const RequestState& request = context_.requests.at(handle);
+  Offers& offers = context_.requests.offers(handle);
   StoreGrant grant;
-  grant.transfer.group_rows.assign(with_.groups.size(), 0);
+  grant.transfer.group_rows.assign(context_.groups.size(), 0);
   grant.accepted.reserve(keys.size());
   grant.transfer.rows.reserve(keys.size());
-  std::vector<std::uint64_t> new_chunks(with_.groups.size(), 0);
-  TakenRows taken(with_.chunks, keys.size());
+  std::vector<std::uint64_t> new_chunks(context_.groups.size(), 0);
+  TakenRows taken(context_.chunks, keys.size());
   std::uint32_t group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
-    if (i + kAhead < keys.size()) with_.chunks.prefetch(keys[i + kAhead]);
+    if (i + kAhead < keys.size()) context_.chunks.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
-    group = with_.groups.require_position(key, group);
+    group = context_.groups.require_position(key, group);
     const std::uint32_t depth = depths.empty() ? 0 : depths[i];
     // Only chunks of full-attention groups form a chain and have a parent.
     const ChunkId parent =
-        with_.groups[group].full_attention ? offers.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+        context_.groups[group].full_attention ? offers.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
     // Already has a row in some state: a use, and neither accepted nor declined.
-    if (const ChunkEntry* known = with_.chunks.find(key)) {
-      const Slot slot = with_.chunks.slot_of(known);
-      with_.chunks.access(slot, request.number, request.priority());
-      if (known->state == ChunkState::kResident) with_.write_back.on_used(slot);
+    if (const ChunkEntry* known = context_.chunks.find(key)) {
+      const Slot slot = context_.chunks.slot_of(known);
+      context_.chunks.access(slot, request.number, request.priority());
+      if (known->state == ChunkState::kResident) context_.write_back.on_used(slot);
       continue;
     }
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
-    const RowId row = with_.row_provider.take(group, request.number, &grant.evicted);
+    const RowId row = context_.row_provider.take(group, request.number, &grant.evicted);
     if (row == kNoRow) {
       offers.decline(group, key);
       continue;
     }
     taken.hold(row);
-    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = with_.tickets.next();
+    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = context_.tickets.next();
     const bool first = grant.transfer.group_rows[group] == 0;
-    taken.hold_as(with_.chunks.insert_filling(key, group, row, request.entry_info(parent, depth),
-                                              grant.transfer.ticket, first));
+    taken.hold_as(context_.chunks.insert_filling(key, group, row, request.entry_info(parent, depth),
+                                                 grant.transfer.ticket, first));
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
   }
   count_declined(grant, new_chunks);
-  with_.row_provider.flush_metrics();
-  taken.hand_out();
+  context_.row_provider.flush_metrics();
+  taken.release_all();
   return grant;
 }
 
 void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks) {
-  for (std::uint32_t g = 0; g < with_.groups.size(); ++g) {
+  for (std::uint32_t g = 0; g < context_.groups.size(); ++g) {
     const std::uint64_t declined = new_chunks[g] - grant.transfer.group_rows[g];
     if (declined == 0) continue;
-    with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
-                      static_cast<double>(declined * with_.groups[g].bytes));
+    context_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
+                         static_cast<double>(declined * context_.groups[g].bytes));
   }
 }
 
@@ -114,14 +114,14 @@ void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uin
 // vLLM offers again (after a reset). The group with the most tokens determines the amount.
 void StorePath::learn_prefill(RequestHandle handle, std::span<const ChunkKey> keys,
                               std::span<const std::uint32_t> depths) {
-  const RequestState& request = with_.requests.at(handle);
+  const RequestState& request = context_.requests.at(handle);
   double most = 0, context_of_most = 0;
   for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
     const std::uint32_t id = keys[begin].group_id();
     while (end < keys.size() && keys[end].group_id() == id) ++end;
-    const auto group = with_.groups.position_of(keys[begin]);
+    const auto group = context_.groups.position_of(keys[begin]);
     if (!group) return;
-    const std::uint32_t chunk = with_.groups[*group].tokens;
+    const std::uint32_t chunk = context_.groups[*group].tokens;
     const std::uint32_t offered = request.offers.end(*group);
     double tokens = 0, token_context = 0;
     for (std::size_t i = begin; i < end; ++i) {
@@ -129,16 +129,16 @@ void StorePath::learn_prefill(RequestHandle handle, std::span<const ChunkKey> ke
       // Offered before, or a hit of the prefix cache: not computed in this step. Without a span, chunks that
       // already have a row count as not computed.
       const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
-      if (before || (request.first_end == 0 && with_.chunks.find(keys[i]) != nullptr)) continue;
+      if (before || (request.first_end == 0 && context_.chunks.find(keys[i]) != nullptr)) continue;
       tokens += chunk;
       token_context += depth > chunk ? static_cast<double>(chunk) * (depth - 0.5 * chunk) : 0;
     }
-    if (!depths.empty()) with_.requests.offers(handle).extend(*group, depths[end - 1]);
+    if (!depths.empty()) context_.requests.offers(handle).extend(*group, depths[end - 1]);
     if (tokens <= most) continue;
     most = tokens;
     context_of_most = token_context / tokens;
   }
-  if (most > 0) with_.costs.prefill.observe(most, context_of_most);
+  if (most > 0) context_.costs.prefill.observe(most, context_of_most);
 }
 
 void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
@@ -148,14 +148,14 @@ void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
   TicketResult result = TicketResult::kPending;
   std::uint64_t failed_groups = 0;
   for (const ChunkKey& key : keys) {
-    const ChunkEntry* entry = with_.chunks.find(key);
+    const ChunkEntry* entry = context_.chunks.find(key);
     if (entry == nullptr || entry->state != ChunkState::kFilling) continue;
     if (entry->ticket != known) {
       known = entry->ticket;
       failed_groups = 0;
-      result = with_.tickets.store_result(known, &failed_groups);
+      result = context_.tickets.store_result(known, &failed_groups);
     }
-    const Slot slot = with_.chunks.slot_of(entry);
+    const Slot slot = context_.chunks.slot_of(entry);
     if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {
       fail(slot);
     } else if (is_refused(failed_groups, entry->group, entry->first)) {
@@ -166,39 +166,39 @@ void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
   }
   // Deepest first, so that the head of a prefix is evicted last.
   std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
-    const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
+    const ChunkEntry &first = context_.chunks.at(a), &second = context_.chunks.at(b);
     return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;
   });
   double tokens = 0, bytes = 0;
   for (std::size_t i = 0; i < stored.size(); ++i) {
-    if (i + kAhead < stored.size()) with_.chunks.prefetch(stored[i + kAhead]);
-    with_.chunks.finish_store(stored[i]);
-    const auto& group = with_.groups[with_.chunks.at(stored[i]).group];
+    if (i + kAhead < stored.size()) context_.chunks.prefetch(stored[i + kAhead]);
+    context_.chunks.finish_store(stored[i]);
+    const auto& group = context_.groups[context_.chunks.at(stored[i]).group];
     tokens += group.tokens;
     bytes += static_cast<double>(group.bytes);
   }
   if (!stored.empty()) {
-    with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
-    with_.metrics.add("kv_offload_stored_bytes_total", {}, bytes);
+    context_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+    context_.metrics.add("kv_offload_stored_bytes_total", {}, bytes);
   }
   std::reverse(stored.begin(), stored.end());
-  with_.write_back.on_stored(stored);
+  context_.write_back.on_stored(stored);
 }
 
 void StorePath::fail(Slot slot) {
-  with_.metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
+  context_.metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
   drop(slot, MissReason::kIoError);
 }
 
 void StorePath::refuse(Slot slot) {
-  with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "incomplete"},
-                    static_cast<double>(with_.groups[with_.chunks.at(slot).group].bytes));
+  context_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "incomplete"},
+                       static_cast<double>(context_.groups[context_.chunks.at(slot).group].bytes));
   drop(slot, MissReason::kIncomplete);
 }
 
 void StorePath::drop(Slot slot, MissReason reason) {
-  with_.memory.on_gone(with_.chunks.at(slot).key, static_cast<std::uint8_t>(reason));
-  with_.chunks.discard_store(slot);
+  context_.key_history.record_removal(context_.chunks.at(slot).key, static_cast<std::uint8_t>(reason));
+  context_.chunks.discard_store(slot);
 }
 
 }  // namespace kv_offload

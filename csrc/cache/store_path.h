@@ -30,7 +30,7 @@ class StorePath {
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
-    KeyHistory& memory;
+    KeyHistory& key_history;
     Tickets& tickets;
     CostModel& costs;
     RowProvider& row_provider;
@@ -38,7 +38,7 @@ class StorePath {
     RequestTable& requests;
     Metrics& metrics;
   };
-  explicit StorePath(const Context& context) : with_(context) {}
+  explicit StorePath(const Context& context) : context_(context) {}
 
   // See TieredCache::prepare_store. Throws InvalidArgument, before any change, if keys have an unknown group
   // or are out of order, or if depths are not one per key.
@@ -58,7 +58,7 @@ class StorePath {
   void refuse(Slot slot);  // vLLM offered it without some of its blocks
   void drop(Slot slot, MissReason reason);
 
-  const Context with_;
+  const Context context_;
   bool closed_ = false;
 };
 

@@ -48,7 +48,7 @@ TierIo::TierIo(const Context& context, std::shared_ptr<const HostRegion> region,
                std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end, OnFetched on_fetched)
     : groups_(context.groups),
       chunks_(context.chunks),
-      memory_(context.memory),
+      key_history_(context.key_history),
       costs_(context.costs),
       events_(context.events),
       metrics_(context.metrics),
@@ -68,14 +68,15 @@ bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
     if ((tiers >> tier & 1) == 0) continue;
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
-    if (presence == Presence::kUnknown || presence == Presence::kStaleMiss) ask_for(tier, key, presence, {});
+    if (presence == Presence::kUnknown || presence == Presence::kStaleMiss)
+      queue_lookup(tier, key, presence, {});
   }
   return false;
 }
 
-void TierIo::ask_for(std::size_t tier, const ChunkKey& key, Presence presence, Run run) {
-  if (presence == Presence::kStaleMiss) slots_[tier].was_absent.push_back(key);
-  std::vector<Question>& unknown = slots_[tier].unknown;
+void TierIo::queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, Run run) {
+  if (presence == Presence::kStaleMiss) slots_[tier].stale_misses.push_back(key);
+  std::vector<QueuedLookup>& unknown = slots_[tier].unknown;
   if (unknown.empty() || unknown.back().run != run) unknown.push_back({run, {}});
   unknown.back().keys.push_back(key);
 }
@@ -134,7 +135,7 @@ void TierIo::read(std::span<const Read> reads, Nanos deadline, bool probe) {
     Op& op = ops_.at(order.id);
     op.probe = probe;
     op.submitted = now;
-    costs_.on_submitted(tier, static_cast<double>(groups_[op.group].bytes));
+    costs_.add_waiting(tier, static_cast<double>(groups_[op.group].bytes));
     op.bytes_ahead = costs_.waiting_bytes(tier);
     batches[tier].push_back(std::move(order));
   }
@@ -157,7 +158,7 @@ void TierIo::stop_awaiting(OpId read, Waiter waiter) {
   if (op.waiters.empty()) tiers_[op.tier]->cancel(read);
 }
 
-bool TierIo::leave_as_probe(Slot slot, Nanos now) {
+bool TierIo::continue_as_probe(Slot slot, Nanos now) {
   Op* op = read_of(slot);
   if (op == nullptr || op->waiters.size() > 1) return false;
   op->probe = true;
@@ -180,7 +181,7 @@ void TierIo::on_overdue(Slot slot, Nanos now) {
 }
 
 void TierIo::learn_from_read(const Op& op, const Completion& completion) {
-  costs_.on_ended(op.tier, static_cast<double>(groups_[op.group].bytes));
+  costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes));
   if (!completion.status.is_ok()) return;
   const double seconds = completion.queued_seconds + completion.seconds;
   const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
@@ -207,11 +208,11 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
   for (const Waiter waiter : op.waiters) on_read_end_(waiter, end);
   if (arrived) {
     chunks_.finish_fetch(op.slot, op.tier);
-    on_recorded(op.tier, op.slot);
+    mark_recorded(op.tier, op.slot);
     on_fetched_(op.slot, op.tier);
     return;
   }
-  if (end.failed) memory_.on_gone(completion.key, static_cast<std::uint8_t>(*end.failed));
+  if (end.failed) key_history_.record_removal(completion.key, static_cast<std::uint8_t>(*end.failed));
   chunks_.discard(op.slot);
 }
 
@@ -222,7 +223,7 @@ void TierIo::write(std::uint8_t tier, std::span<const Slot> slots, bool may_decl
   for (const Slot slot : slots) {
     if (chunks_.is_written_to(slot, tier)) continue;
     if (is_recorded(tier, chunks_.at(slot).key)) {
-      on_recorded(tier, slot);
+      mark_recorded(tier, slot);
       continue;
     }
     chunks_.begin_write(slot, tier);
@@ -250,7 +251,7 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
   if (op.stale) return chunks_.release(op.row);
   if (completion.status.is_ok()) {
     events_.tier_has(completion.key, slot.name);
-    on_recorded(op.tier, op.slot);
+    mark_recorded(op.tier, op.slot);
   }
   chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
 }
@@ -300,7 +301,7 @@ void TierIo::poll() {
     }
     for (const TierRemoval& removal : removals_) {
       // It may have been written again since and reported as present just now.
-      if (!is_recorded(tier, removal.key)) on_removal(slots_[tier], removal);
+      if (!is_recorded(tier, removal.key)) handle_removal(slots_[tier], removal);
     }
     const TierStats stats = tiers_[tier]->stats();
     slots_[tier].readable = stats.readable;
@@ -309,7 +310,7 @@ void TierIo::poll() {
   }
 }
 
-void TierIo::poll_once_a_step() {
+void TierIo::poll_once_per_step() {
   if (!polled_) poll();
 }
 
@@ -318,41 +319,41 @@ void TierIo::end_step() {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     // Only at the end of the step: later lookups in this step that already have the answer do not wait for a
     // new one.
-    for (const ChunkKey& key : std::exchange(slots_[tier].was_absent, {})) tiers_[tier]->forget_absence(key);
-    for (Question& question : std::exchange(slots_[tier].unknown, {})) {
-      const bool prefix = question.run != Run{};
-      tiers_[tier]->prefetch_presence(std::move(question.keys), prefix ? KeyOrder::kPrefix : KeyOrder::kNone);
+    for (const ChunkKey& key : std::exchange(slots_[tier].stale_misses, {})) tiers_[tier]->forget_miss(key);
+    for (QueuedLookup& queued : std::exchange(slots_[tier].unknown, {})) {
+      const bool prefix = queued.run != Run{};
+      tiers_[tier]->prefetch_presence(std::move(queued.keys), prefix ? KeyOrder::kPrefix : KeyOrder::kNone);
     }
   }
 }
 
-void TierIo::on_recorded(std::size_t tier, Slot slot) {
-  if (!costs_.computes_instead_of(tier)) chunks_.set_recorded(slot, true);
+void TierIo::mark_recorded(std::size_t tier, Slot slot) {
+  if (!costs_.prefers_recompute(tier)) chunks_.set_recorded(slot, true);
 }
 
-void TierIo::on_recorded(std::size_t tier, std::span<const Slot> slots) {
+void TierIo::mark_recorded(std::size_t tier, std::span<const Slot> slots) {
   for (const Slot slot : slots) {
-    if (is_recorded(tier, chunks_.at(slot).key)) on_recorded(tier, slot);
+    if (is_recorded(tier, chunks_.at(slot).key)) mark_recorded(tier, slot);
   }
 }
 
-void TierIo::on_removal(const TierSlot& from, const TierRemoval& removal) {
+void TierIo::handle_removal(const TierSlot& from, const TierRemoval& removal) {
   events_.tier_lost(removal.key, from.name);
   if (const ChunkEntry* entry = chunks_.find_resident(removal.key)) {
     bool elsewhere = false;
     for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
       elsewhere |=
-          &slots_[tier] != &from && !costs_.computes_instead_of(tier) && is_recorded(tier, removal.key);
+          &slots_[tier] != &from && !costs_.prefers_recompute(tier) && is_recorded(tier, removal.key);
     }
     if (!elsewhere) chunks_.set_recorded(chunks_.slot_of(entry), false);
   }
   switch (removal.reason) {
     case TierRemoval::Reason::kCorrupt:
-      memory_.on_gone(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));
+      key_history_.record_removal(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));
       break;
     case TierRemoval::Reason::kEvicted:
     case TierRemoval::Reason::kVanished:
-      memory_.on_gone(removal.key, static_cast<std::uint8_t>(MissReason::kEvicted));
+      key_history_.record_removal(removal.key, static_cast<std::uint8_t>(MissReason::kEvicted));
       break;
     case TierRemoval::Reason::kReset:
       break;

@@ -43,7 +43,7 @@ class TierIo {
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
-    KeyHistory& memory;
+    KeyHistory& key_history;
     CostModel& costs;
     CacheEvents& events;
     Metrics& metrics;
@@ -96,7 +96,7 @@ class TierIo {
   };
   // Asks the tier whether it has the key, at the end of the step and together with all keys of the run, so
   // that the answer is known soon. `presence`: the result of contains(), kUnknown or kStaleMiss.
-  void ask_for(std::size_t tier, const ChunkKey& key, Presence presence, Run run);
+  void queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
   // Reports uses in host memory to the tier. `uses` is never empty.
@@ -116,7 +116,7 @@ class TierIo {
   // Stops waiting for this read, which may have ended. A read without waiters is cancelled.
   void stop_awaiting(OpId read, Waiter waiter);
   // Removes the only waiter but continues the read as a probe. False if other requests wait too.
-  bool leave_as_probe(Slot slot, Nanos now);
+  bool continue_as_probe(Slot slot, Nanos now);
   bool is_probe(Slot slot) const;  // in flight and without waiters
   // The read is later than planned: the tier is slower than estimated.
   void on_overdue(Slot slot, Nanos now);
@@ -125,7 +125,7 @@ class TierIo {
   // Writes resident chunks, except those that the tier has or that are on the way. may_decline: see TierOp.
   void write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline = false);
   // Marks those of these resident chunks that the tier already has; writes nothing.
-  void on_recorded(std::size_t tier, std::span<const Slot> slots);
+  void mark_recorded(std::size_t tier, std::span<const Slot> slots);
   std::uint32_t writes_in_flight(std::size_t tier) const { return slots_[tier].writes; }
   // Cancels some of the oldest queued writes. True if chunks lost their last pins.
   bool shed_writes();
@@ -133,7 +133,7 @@ class TierIo {
   // ---- completions
   void poll();
   // Polls, unless poll() was called since the last end_step().
-  void poll_once_a_step();
+  void poll_once_per_step();
   void end_step();
 
   // ---- shutdown and reset
@@ -145,7 +145,7 @@ class TierIo {
   void publish();  // gauges and running totals of each tier
 
  private:
-  struct Question {
+  struct QueuedLookup {
     Run run;
     std::vector<ChunkKey> keys;
   };
@@ -156,8 +156,8 @@ class TierIo {
     bool is_shared = true;
     std::uint32_t writes = 0;  // in flight
     // At the end of the step, the tier forgets that these were absent, and is asked for the unknown ones.
-    std::vector<ChunkKey> was_absent;
-    std::vector<Question> unknown;
+    std::vector<ChunkKey> stale_misses;
+    std::vector<QueuedLookup> unknown;
     TierStats published;  // running totals already in the metrics
   };
   struct Op {
@@ -180,15 +180,15 @@ class TierIo {
   void finish_read(Op& op, const Completion& completion);
   void finish_write(Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
-  void on_recorded(std::size_t tier, Slot slot);
-  void on_removal(const TierSlot& from, const TierRemoval& removal);
+  void mark_recorded(std::size_t tier, Slot slot);
+  void handle_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: cannot be cancelled
   void publish(TierSlot& slot, const TierStats& stats);
   void publish_codec(const TierSlot& slot, const TierStats& stats);
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
-  KeyHistory& memory_;
+  KeyHistory& key_history_;
   CostModel& costs_;
   CacheEvents& events_;
   Metrics& metrics_;

@@ -37,17 +37,17 @@ struct TieredCache::Impl {
         tickets(*region),
         events(options.keep_events),
         chunks(groups, *region, tickets, events, options.eviction_policy),
-        memory(kRememberedPerChunk * chunks.capacity()),
+        key_history(kRememberedPerChunk * chunks.capacity()),
         costs(tiers.size()),
         ops(
-            {groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
+            {groups, chunks, key_history, costs, events, metrics, clock}, region, std::move(tiers),
             [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) { requests.read_ended(waiter, end); },
             [this](Slot slot, std::uint8_t tier) { write_back.on_fetched(slot, tier); }),
-        write_back(groups, chunks, memory, ops, metrics, options.tiers),
-        row_provider(groups, chunks, memory, ops, write_back, metrics),
+        write_back(groups, chunks, key_history, ops, metrics, options.tiers),
+        row_provider(groups, chunks, key_history, ops, write_back, metrics),
         device_loads({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
-        requests({groups, chunks, memory, costs, ops, device_loads, metrics, clock}, options),
-        stores({groups, chunks, memory, tickets, costs, row_provider, write_back, requests, metrics}),
+        requests({groups, chunks, key_history, costs, ops, device_loads, metrics, clock}, options),
+        stores({groups, chunks, key_history, tickets, costs, row_provider, write_back, requests, metrics}),
         planner({groups, chunks, costs, ops, row_provider, requests, metrics}) {
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
   }
@@ -60,7 +60,7 @@ struct TieredCache::Impl {
     chunks.forget();
     requests.forget();
     publish_fetching(false);
-    memory.clear();
+    key_history.clear();
   }
   void publish_speeds();
   void publish_fetching(bool now);
@@ -72,7 +72,7 @@ struct TieredCache::Impl {
   Tickets tickets;
   CacheEvents events;
   HostChunks chunks;
-  KeyHistory memory;
+  KeyHistory key_history;
   CostModel costs;
   TierIo ops;
   WriteBack write_back;
@@ -108,7 +108,7 @@ void TieredCache::end_request(RequestHandle request) {
   if (impl_->requests.waiting().empty()) impl_->publish_fetching(false);  // no further step may follow
 }
 
-bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
+bool TieredCache::has_span(RequestHandle request) const { return impl_->requests.at(request).has_span; }
 
 void TieredCache::set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end) {
   impl_->requests.set_span(request, first_end, last_end);
@@ -201,7 +201,7 @@ void TieredCache::close() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   impl.ops.close();
-  impl.chunks.stop_telling();
+  impl.chunks.stop_table_updates();
   impl.forget();
   impl.events.take();
   impl.stores.close();

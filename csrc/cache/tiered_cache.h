@@ -67,7 +67,7 @@ class TieredCache {
   // Sets where in its prompt a request's lookups start, and the prompt's length: end positions, in tokens, of
   // the first chunk that is looked up and of the last whole chunk. Without it, compute cost is estimated as
   // for the first tokens of a prompt, and a miss counts only its own chunk.
-  bool knows_span(RequestHandle request) const;
+  bool has_span(RequestHandle request) const;
   void set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end);
   // The report so far; complete once the request has ended (until the handle is reused).
   RequestReport report(RequestHandle request) const;

@@ -13,7 +13,7 @@ void TransferModel::observe(double bytes, double seconds) {
       samples_[std::min<std::size_t>(static_cast<std::size_t>(std::bit_width(units)), kSizes - 1)];
   const auto oldest = std::min_element(of_size.begin(), of_size.end(),
                                        [](const Sample& a, const Sample& b) { return a.number < b.number; });
-  *oldest = {bytes, seconds, ++noted_};
+  *oldest = {bytes, seconds, ++samples_taken_};
   dirty_ = true;
 }
 
@@ -39,7 +39,7 @@ const TransferModel::Fit& TransferModel::fit() const {
   if (!dirty_) return fit_;
   fit_ = {};
   dirty_ = false;
-  const std::uint64_t too_old = std::max(first_, noted_ > kOld ? noted_ - kOld : 0);
+  const std::uint64_t too_old = std::max(first_, samples_taken_ > kOld ? samples_taken_ - kOld : 0);
   double weight = 0, x = 0, y = 0, xx = 0, xy = 0;
   for (const auto& of_size : samples_) {
     for (const auto& [bytes, seconds, number] : of_size) {
@@ -55,13 +55,13 @@ const TransferModel::Fit& TransferModel::fit() const {
   if (weight <= 0) return fit_;
   const double spread = weight * xx - x * x;
   // Sizes must differ enough to separate latency from rate.
-  fit_.told_apart = spread > 0.05 * weight * xx;
-  if (fit_.told_apart) {
+  fit_.is_separable = spread > 0.05 * weight * xx;
+  if (fit_.is_separable) {
     fit_.per_byte = (weight * xy - x * y) / spread;
     fit_.latency = (y - fit_.per_byte * x) / weight;
   }
   // No negative terms: attribute all time to the rate, or all of it to the latency.
-  if (!fit_.told_apart || fit_.latency < 0) {
+  if (!fit_.is_separable || fit_.latency < 0) {
     fit_.latency = 0;
     fit_.per_byte = xy / xx;
   } else if (fit_.per_byte < 0) {

@@ -14,23 +14,23 @@ namespace kv_offload {
 
 class TransferModel {
  public:
-  static constexpr std::size_t kOfSize = 4;    // samples kept per power of two of bytes
-  static constexpr std::uint64_t kOld = 8192;  // a sample is ignored after this many newer ones
+  static constexpr std::size_t kSamplesPerSize = 4;  // samples kept per power of two of bytes
+  static constexpr std::uint64_t kOld = 8192;        // a sample is ignored after this many newer ones
 
   // `bytes` arrived `seconds` after they were requested. They include the bytes ahead and the transfer's own.
   void observe(double bytes, double seconds);
   // Ignores all earlier samples.
   void restart() {
-    first_ = noted_;
+    first_ = samples_taken_;
     dirty_ = true;
   }
   // `bytes` have NOT arrived after `seconds`. If that is worse than the estimate, it replaces what was
   // learned.
   void on_overdue(double bytes, double seconds);
 
-  bool known() const { return noted_ > first_; }
+  bool known() const { return samples_taken_ > first_; }
   // True if samples of several sizes separate the latency from the rate.
-  bool told_apart() const { return fit().told_apart; }
+  bool is_separable() const { return fit().is_separable; }
   // 0 while unknown.
   double seconds(double bytes) const;
   // Excludes the latency. 0 while unknown.
@@ -45,12 +45,12 @@ class TransferModel {
   };
   struct Fit {
     double latency = 0, per_byte = 0;
-    bool told_apart = false;
+    bool is_separable = false;
   };
   const Fit& fit() const;
 
-  std::array<std::array<Sample, kOfSize>, kSizes> samples_{};
-  std::uint64_t noted_ = 0, first_ = 0;  // samples after first_ count
+  std::array<std::array<Sample, kSamplesPerSize>, kSizes> samples_{};
+  std::uint64_t samples_taken_ = 0, first_ = 0;  // samples after first_ count
   mutable Fit fit_;
   mutable bool dirty_ = true;
 };

@@ -15,11 +15,11 @@ constexpr std::size_t kMinAhead = 64, kMaxAhead = 1024;
 
 }  // namespace
 
-WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops,
+WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& key_history, TierIo& ops,
                      Metrics& metrics, std::vector<TierSlotOptions> policies)
     : groups_(groups),
       chunks_(chunks),
-      memory_(memory),
+      key_history_(key_history),
       ops_(ops),
       metrics_(metrics),
       policies_(std::move(policies)) {
@@ -36,14 +36,14 @@ void WriteBack::write_through(std::span<const Slot> slots) {
     if (is(tier, WritePolicy::kWriteThrough)) {
       ops_.write(static_cast<std::uint8_t>(tier), slots, true);
     } else {
-      ops_.on_recorded(tier, slots);
+      ops_.mark_recorded(tier, slots);
     }
   }
 }
 
 void WriteBack::on_used(Slot slot) {
   if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
-  if (chunks_.is_first_use_since_before(slot)) write_through({&slot, 1});
+  if (chunks_.take_inherited_use(slot)) write_through({&slot, 1});
   count_use(slot);
 }
 
@@ -51,7 +51,7 @@ void WriteBack::count_use(Slot slot) {
   std::uint32_t uses = 0;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (!is(tier, WritePolicy::kReuse)) continue;
-    if (uses == 0) uses = memory_.count_use(chunks_.at(slot).key);
+    if (uses == 0) uses = key_history_.count_use(chunks_.at(slot).key);
     if (uses >= policies_[tier].reuse_threshold) ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
   }
 }
@@ -70,12 +70,12 @@ void WriteBack::on_fetched(Slot slot, std::uint8_t from) {
   }
 }
 
-bool WriteBack::lacks(std::size_t tier, Slot slot) {
-  return is(tier, WritePolicy::kOnEvict) && !chunks_.was_tried_on(slot, tier) &&
+bool WriteBack::needs_write(std::size_t tier, Slot slot) {
+  return is(tier, WritePolicy::kOnEvict) && !chunks_.was_write_tried(slot, tier) &&
          !ops_.is_recorded(tier, chunks_.at(slot).key);
 }
 
-std::size_t WriteBack::most_ahead() const {
+std::size_t WriteBack::max_written_ahead() const {
   return std::clamp(chunks_.capacity() / kColdShare, kMinAhead, kMaxAhead);
 }
 
@@ -84,18 +84,19 @@ bool WriteBack::write_before_eviction(Slot slot) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     // The end of a prompt is evicted first. If something must be lost, that is better than losing what
     // precedes it.
-    if (!lacks(tier, slot) || !ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMinAhead) continue;
+    if (!needs_write(tier, slot) || !ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMinAhead)
+      continue;
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
   }
-  if (!started) on_going(slot);
+  if (!started) count_eviction(slot);
   return started;
 }
 
-void WriteBack::on_going(Slot slot) {
-  ++gone_;
+void WriteBack::count_eviction(Slot slot) {
+  ++evictions_;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (!lacks(tier, slot)) continue;
+    if (!needs_write(tier, slot)) continue;
     metrics_.add("kv_offload_dropped_bytes_total", {ops_.name(tier), "pressure"},
                  static_cast<double>(groups_[chunks_.at(slot).group].bytes));
   }
@@ -110,7 +111,7 @@ bool WriteBack::writes_ahead() const {
 // number of writes have ended. This costs a few visits per evicted or written chunk, and a short look at
 // newly cold chunks in each step.
 bool WriteBack::is_cold_end_due(std::size_t most) const {
-  if (all_ahead_) return 4 * gone_ >= most;
+  if (cold_end_written_) return 4 * evictions_ >= most;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier) && 2 * ops_.writes_in_flight(tier) <= most)
       return true;
@@ -124,27 +125,27 @@ void WriteBack::write_cold_end() {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
   if (!any || chunks_.has_free(kColdShare)) {
-    all_ahead_ = false;  // nothing that fills it next is written ahead
+    cold_end_written_ = false;  // nothing that fills it next is written ahead
     return;
   }
-  const std::size_t most = most_ahead();
+  const std::size_t most = max_written_ahead();
   const bool due = is_cold_end_due(most);
   const std::vector<Slot> next = chunks_.next_victims(due ? most : kMinAhead);
-  bool all_ahead = true;
+  bool all_written = true;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (!ops_.is_writable(tier)) continue;
     std::vector<Slot> ahead;
     std::copy_if(next.begin(), next.end(), std::back_inserter(ahead),
-                 [&](Slot slot) { return lacks(tier, slot) && !chunks_.is_written_to(slot, tier); });
+                 [&](Slot slot) { return needs_write(tier, slot) && !chunks_.is_written_to(slot, tier); });
     const std::size_t in_flight = ops_.writes_in_flight(tier);
     const std::size_t room = most - std::min(most, in_flight);
-    all_ahead &= ahead.size() <= room;
+    all_written &= ahead.size() <= room;
     ahead.resize(std::min(ahead.size(), room));
     ops_.write(static_cast<std::uint8_t>(tier), ahead);
   }
   if (!due) return;
-  all_ahead_ = all_ahead;
-  gone_ = 0;
+  cold_end_written_ = all_written;
+  evictions_ = 0;
 }
 
 }  // namespace kv_offload

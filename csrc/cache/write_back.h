@@ -27,8 +27,8 @@ namespace kv_offload {
 class WriteBack {
  public:
   // `policies`: by tier; a tier without one is write-through.
-  WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& memory, TierIo& ops, Metrics& metrics,
-            std::vector<TierSlotOptions> policies);
+  WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyHistory& key_history, TierIo& ops,
+            Metrics& metrics, std::vector<TierSlotOptions> policies);
 
   void on_stored(std::span<const Slot> slots);  // just became resident
   void on_used(Slot slot);                      // resident, and offered or loaded again
@@ -40,7 +40,7 @@ class WriteBack {
   // now.
   bool write_before_eviction(Slot slot);
   // The chunk is evicted, written or not: counts what is lost.
-  void on_going(Slot slot);
+  void count_eviction(Slot slot);
   bool writes_ahead() const;  // some tier is on_evict
   // At the end of a step: writes the chunks that are evicted next while rows are still free.
   void write_cold_end();
@@ -53,20 +53,20 @@ class WriteBack {
   void write_through(std::span<const Slot> slots);  // also records what the other tiers have
   void count_use(Slot slot);                        // for reuse
   // True if the tier is on_evict, does not have this chunk and has not failed to take it.
-  bool lacks(std::size_t tier, Slot slot);
-  std::size_t most_ahead() const;  // chunks written ahead of their eviction
+  bool needs_write(std::size_t tier, Slot slot);
+  std::size_t max_written_ahead() const;  // chunks written ahead of their eviction
   bool is_cold_end_due(std::size_t most) const;
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
-  KeyHistory& memory_;
+  KeyHistory& key_history_;
   TierIo& ops_;
   Metrics& metrics_;
   std::vector<TierSlotOptions> policies_;
-  std::vector<TierUse> uses_;  // in this step
-  std::size_t gone_ = 0;       // evictions since the last visit of the whole cold end
-  bool all_ahead_ = false;     // at that visit, all of it was written or on its way
+  std::vector<TierUse> uses_;      // in this step
+  std::size_t evictions_ = 0;      // evictions since the last visit of the whole cold end
+  bool cold_end_written_ = false;  // at that visit, all of it was written or on its way
 };
 
 }  // namespace kv_offload

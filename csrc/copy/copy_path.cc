@@ -75,16 +75,16 @@ std::string CopyTable::describe() const {
   struct Kind {
     const char* name;
     CopyDirection direction;
-    CopyHaste haste;
+    CopyUrgency urgency;
   };
-  constexpr Kind kKinds[] = {{"store", CopyDirection::kStore, CopyHaste::kBeside},
-                             {"urgent store", CopyDirection::kStore, CopyHaste::kSoon},
-                             {"load", CopyDirection::kLoad, CopyHaste::kSoon}};
-  for (const auto& [name, direction, haste] : kKinds) {
+  constexpr Kind kKinds[] = {{"store", CopyDirection::kStore, CopyUrgency::kBackground},
+                             {"urgent store", CopyDirection::kStore, CopyUrgency::kUrgent},
+                             {"load", CopyDirection::kLoad, CopyUrgency::kUrgent}};
+  for (const auto& [name, direction, urgency] : kKinds) {
     text += fmt::format("; {}", name);
     std::string_view last;
     for (const std::uint64_t bytes : kSegmentBytes) {
-      const CopyPath path = choose_path(*this, direction, kJob, kJob / bytes, haste);
+      const CopyPath path = choose_path(*this, direction, kJob, kJob / bytes, urgency);
       if (to_string(path) == last) continue;
       last = to_string(path);
       text +=
@@ -120,10 +120,11 @@ CopyTable single_path_table(CopyPath path) {
 }
 
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,
-                     std::uint64_t segments, CopyHaste haste) {
+                     std::uint64_t segments, CopyUrgency urgency) {
   const double dma = seconds(table, direction, CopyPath::kDma, bytes, segments);
   CopyPath best = CopyPath::kDma;
-  double least = dma < 0 ? 1e30 : dma / (haste == CopyHaste::kSoon ? kKernelMustWinBy : kBesideMayTake);
+  double least =
+      dma < 0 ? 1e30 : dma / (urgency == CopyUrgency::kUrgent ? kMinKernelSpeedup : kMaxBackgroundSlowdown);
   for (const CopyPath path : {CopyPath::kKernel, CopyPath::kStaged}) {
     const double time = seconds(table, direction, path, bytes, segments);
     if (time < 0 || time >= least) continue;

@@ -45,21 +45,22 @@ CopyTable default_copy_table();
 // Same, with one path only, which is therefore always chosen. For comparing paths.
 CopyTable single_path_table(CopyPath path);
 
-enum class CopyHaste : std::uint8_t {
-  kSoon,    // a caller waits for the copy
-  kBeside,  // background: disturb the model as little as possible
+enum class CopyUrgency : std::uint8_t {
+  kUrgent,      // a caller waits for the copy
+  kBackground,  // background: disturb the model as little as possible
 };
 
-// kSoon: chooses the path with the least estimated time; a path that takes SMs from the model must be
-// kKernelMustWinBy times as fast as DMA. kBeside: chooses DMA, unless it takes kBesideMayTake times as long.
+// kUrgent: chooses the path with the least estimated time; a path that takes SMs from the model must be
+// kMinKernelSpeedup times as fast as DMA. kBackground: chooses DMA, unless it takes kMaxBackgroundSlowdown
+// times as long.
 //
 // Measured on an H100 (benchmarks/results/copy_gpu-*.json, "decode"; 16 KiB pages, a model whose kernels fill
 // every SM): kernel stores run at 39 GB/s and make each step 67% longer; DMA stores run at 16 GB/s and make
 // it 2% longer. Per gigabyte, the kernel costs 10 ms of model time and DMA 1 ms.
-inline constexpr double kKernelMustWinBy = 1.15;
-inline constexpr double kBesideMayTake = 8;
+inline constexpr double kMinKernelSpeedup = 1.15;
+inline constexpr double kMaxBackgroundSlowdown = 8;
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,
-                     std::uint64_t segments, CopyHaste haste = CopyHaste::kSoon);
+                     std::uint64_t segments, CopyUrgency urgency = CopyUrgency::kUrgent);
 
 // Fills a table by measuring each direction, path and segment size. `measure(direction, path, segment_bytes,
 // total_bytes)` returns the seconds for total_bytes, or <= 0 if the path is not available. Stops early when

@@ -247,7 +247,7 @@ void CacheLayout::validate() const {
   // A state group stores one block per row, so it cannot store a tail.
   for (std::size_t g = 0; g < tail_blocks.size(); ++g) {
     if (tail_blocks[g] > blocks_per_chunk ||
-        (tail_blocks[g] != 0 && is_states(static_cast<std::uint32_t>(g)))) {
+        (tail_blocks[g] != 0 && is_state_group(static_cast<std::uint32_t>(g)))) {
       throw_invalid("group {}: rows cannot hold the last {} of {} blocks of a chunk", g, tail_blocks[g],
                     blocks_per_chunk);
     }
@@ -292,10 +292,10 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
     check_ids(layout, job, group, ids);
     const bool store = job.direction == CopyDirection::kStore;
     // A store refuses incomplete chunks; a load that does not fit is a caller error.
-    if (store && !layout.is_states(group)) {
+    if (store && !layout.is_state_group(group)) {
       plan.failed_groups |= split_store(layout, job, group, first_id, rows, &parts);
     } else {
-      const auto split = layout.is_states(group) ? split_into_states : split_load;
+      const auto split = layout.is_state_group(group) ? split_into_states : split_load;
       const bool fits = split(layout, job, group, first_id, rows, &parts);
       if (!fits && !store) refuse_load(layout, job, group);
       if (!fits) plan.failed_groups |= refused_group(group);

@@ -45,10 +45,10 @@ struct CacheLayout {
   // By position; 0 = a row stores all blocks of a chunk. Empty = all groups do.
   std::vector<std::uint32_t> tail_blocks{};
 
-  bool is_states(std::uint32_t group) const { return !holds_states.empty() && holds_states[group]; }
+  bool is_state_group(std::uint32_t group) const { return !holds_states.empty() && holds_states[group]; }
   // Returns how many blocks of a chunk a row of this group stores: always the last ones.
   std::uint32_t kept_blocks(std::uint32_t group) const {
-    if (is_states(group)) return 1;
+    if (is_state_group(group)) return 1;
     return tail_blocks.empty() || tail_blocks[group] == 0 ? blocks_per_chunk : tail_blocks[group];
   }
   std::uint64_t block_bytes(std::uint32_t group) const;  // sum of the refs' pages

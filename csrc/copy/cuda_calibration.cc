@@ -102,8 +102,8 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
     const Nanos begun = clock.now();
     const auto spent = [&] { return to_seconds(clock.now() - begun); };
     const CacheLayout layout = layout_of(scratch.cache());
-    CudaDeviceOptions on_scratch = options;
-    on_scratch.area = scratch.rows();
+    CudaDeviceOptions scratch_options = options;
+    scratch_options.area = scratch.rows();
     std::array<std::unique_ptr<Runner>, kCopyPaths> runners;
     const auto measure = [&](CopyDirection direction, CopyPath path, std::uint64_t segment_bytes,
                              std::uint64_t total_bytes) -> double {
@@ -111,8 +111,8 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
       std::unique_ptr<Runner>& runner = runners[static_cast<std::size_t>(path)];
       if (runner == nullptr) {
         // Only staged copies need staging, which is most of what a runner allocates.
-        on_scratch.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
-        runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
+        scratch_options.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
+        runner = std::make_unique<Runner>(path, layout, scratch_options, limits);
       }
       const CopyResult result = runner->run(job_of(direction, segment_bytes, total_bytes));
       if (result.status.is_ok()) return result.seconds;

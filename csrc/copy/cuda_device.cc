@@ -39,7 +39,7 @@ CudaDevice::~CudaDevice() {
 }
 
 void CudaDevice::open() {
-  batch_.ask_driver();
+  batch_.detect_batch_support();
   cudaDeviceProp properties{};
   cuda_require(cudaGetDeviceProperties(&properties, options_.device), "cudaGetDeviceProperties");
   const Status kernels = cuda_status(load_pack_kernels(), "loading the pack kernels");
@@ -132,7 +132,7 @@ void CudaDevice::enter_thread() {
 }
 
 Status CudaDevice::reached(DeviceEvent event, bool* done) {
-  return ask(as_event(event), "the compute stream", done);
+  return query_event(as_event(event), "the compute stream", done);
 }
 
 Status CudaDevice::issue(const DeviceCopy& copy) {
@@ -144,12 +144,12 @@ Status CudaDevice::issue(const DeviceCopy& copy) {
 }
 
 Status CudaDevice::query(std::uint32_t lane, std::uint32_t slot, bool* done) {
-  Status status = ask(lanes_[lane].slots[slot].ended, "copy", done);
+  Status status = query_event(lanes_[lane].slots[slot].ended, "copy", done);
   if (!status.is_ok()) wait_for(lanes_[lane]);
   return status;
 }
 
-Status CudaDevice::ask(cudaEvent_t event, std::string_view what, bool* done) {
+Status CudaDevice::query_event(cudaEvent_t event, std::string_view what, bool* done) {
   const cudaError_t error = cudaEventQuery(event);
   *done = error == cudaSuccess;
   if (error != cudaErrorNotReady) return cuda_status(error, what);

@@ -65,7 +65,7 @@ class CudaDevice final : public CopyDevice {
   void open();
   void close();
   void open_slot(Slot* slot);
-  Status ask(cudaEvent_t event, std::string_view what, bool* done);
+  Status query_event(cudaEvent_t event, std::string_view what, bool* done);
   void wait_for(const Lane& lane);
   cudaError_t enqueue(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_dma(const DeviceCopy& copy, const Lane& lane, const Slot& slot);

@@ -19,7 +19,7 @@ bool driver_has_batches() {
 
 }  // namespace
 
-void DmaBatch::ask_driver() { batched_ = driver_has_batches(); }
+void DmaBatch::detect_batch_support() { batched_ = driver_has_batches(); }
 
 cudaError_t DmaBatch::enqueue_batch(bool from_host, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
@@ -59,10 +59,10 @@ cudaError_t DmaBatch::enqueue(bool from_host, cudaStream_t stream) {
     ++refused_;
     if (error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver) batched_ = false;
   }
-  return enqueue_one_by_one(stream);
+  return enqueue_each(stream);
 }
 
-cudaError_t DmaBatch::enqueue_one_by_one(cudaStream_t stream) {
+cudaError_t DmaBatch::enqueue_each(cudaStream_t stream) {
   for (std::size_t i = 0; i < bytes_.size(); ++i) {
     const cudaError_t error = cudaMemcpyAsync(to_[i], from_[i], bytes_[i], cudaMemcpyDefault, stream);
     if (error != cudaSuccess) return error;

@@ -16,7 +16,7 @@ class DmaBatch {
  public:
   // Detects whether the driver supports batched copies. Call it once, with the device's context current
   // (cuda_context.h explains why). Until then copies are not batched.
-  void ask_driver();
+  void detect_batch_support();
   bool batched() const { return batched_; }
   // Returns the number of batches that the driver refused and that were enqueued one by one instead.
   std::uint64_t refused() const { return refused_; }
@@ -29,7 +29,7 @@ class DmaBatch {
 
  private:
   cudaError_t enqueue_batch(bool from_host, cudaStream_t stream);
-  cudaError_t enqueue_one_by_one(cudaStream_t stream);
+  cudaError_t enqueue_each(cudaStream_t stream);
 
   bool batched_ = false;
   std::uint64_t refused_ = 0;

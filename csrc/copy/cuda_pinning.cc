@@ -54,7 +54,7 @@ PinnedArea::PinnedArea(std::span<std::byte> area, const PinOptions& options)
     unregister();
     throw;
   }
-  look_whether_kernels_reach_it();
+  check_kernel_access();
 }
 
 void PinnedArea::register_pieces(const PinOptions& options) {
@@ -92,14 +92,14 @@ void PinnedArea::register_pieces(const PinOptions& options) {
     ++pinning.running;
   }
   std::unique_lock lock(pinning.mutex);
-  for (std::uint64_t told = 0; pinning.running != 0 || told != pinning.done;) {
-    if (told == pinning.done) pinning.changed.wait(lock);
-    if (told == pinning.done) continue;
-    told = pinning.done;
+  for (std::uint64_t reported = 0; pinning.running != 0 || reported != pinning.done;) {
+    if (reported == pinning.done) pinning.changed.wait(lock);
+    if (reported == pinning.done) continue;
+    reported = pinning.done;
     if (!options.progress) continue;
     lock.unlock();
     try {
-      options.progress(told, area_.size());
+      options.progress(reported, area_.size());
     } catch (...) {
       pinning.next = pieces;
       throw;
@@ -113,7 +113,7 @@ void PinnedArea::register_pieces(const PinOptions& options) {
       format_bytes(area_.size()), format_bytes(pinning.done), pinning.failure.message());
 }
 
-void PinnedArea::look_whether_kernels_reach_it() {
+void PinnedArea::check_kernel_access() {
   for (std::size_t i = 0; i < registered_.size() && reachable_; ++i) {
     void* address = nullptr;
     const cudaError_t error = cudaHostGetDevicePointer(&address, piece(i).data(), 0);

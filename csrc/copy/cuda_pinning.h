@@ -38,7 +38,7 @@ class PinnedArea {
  private:
   std::span<std::byte> piece(std::size_t index) const;
   void register_pieces(const PinOptions& options);
-  void look_whether_kernels_reach_it();
+  void check_kernel_access();
   void unregister();
 
   const CudaContext context_;

@@ -13,8 +13,8 @@ namespace {
 
 // Sleep between two polls. For copies in flight: short compared to a sub-job. For a compute stream: short
 // compared to a step of the model.
-constexpr auto kLookAgain = std::chrono::microseconds(20);
-constexpr auto kLookAtComputeAgain = std::chrono::microseconds(100);
+constexpr auto kFlightPollInterval = std::chrono::microseconds(20);
+constexpr auto kComputePollInterval = std::chrono::microseconds(100);
 // By default the kernel may extend a sleep by 50 us. Measured median of a 20 us sleep: 108 us by default, 51
 // us with this.
 constexpr unsigned long kTimerSlackNs = 1000;
@@ -32,7 +32,7 @@ CopyLane lane_of(const CopyJob& job) {
 }
 
 // Without staging memory the staged path is not available, whatever was measured or is built in.
-CopyTable paths_that_are_there(CopyTable table, const DeviceLimits& limits) {
+CopyTable available_paths(CopyTable table, const DeviceLimits& limits) {
   if (limits.staged_bytes != 0) return table;
   for (auto& paths : table.rates) paths[static_cast<std::size_t>(CopyPath::kStaged)].fill(0);
   return table;
@@ -72,7 +72,7 @@ DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDev
     : layout_(options.layout),
       area_(options.area),
       order_after_compute_(options.order_after_compute),
-      table_(paths_that_are_there(table, limits)),
+      table_(available_paths(table, limits)),
       limits_(limits),
       device_(std::move(device)) {
   layout_.validate();
@@ -96,17 +96,17 @@ void DeviceCopier::submit(CopyJob job) {
                     .bytes = plan.bytes,
                     .segments = plan.segments.size()};
   queued->lane = lane_of(job);
-  const auto path_for = [&](CopyHaste haste) {
-    return choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste);
+  const auto path_for = [&](CopyUrgency urgency) {
+    return choose_path(table_, job.direction, plan.bytes, plan.segments.size(), urgency);
   };
-  queued->hasty_path = path_for(CopyHaste::kSoon);
+  queued->urgent_path = path_for(CopyUrgency::kUrgent);
   if (job.direction == CopyDirection::kStore) queued->dma_seconds = dma_seconds(table_, plan);
   // An empty job needs no choice.
-  const CopyHaste wanted = plan.segments.empty() ? CopyHaste::kSoon : haste(*queued);
-  queued->path = wanted == CopyHaste::kSoon ? queued->hasty_path : path_for(wanted);
+  const CopyUrgency wanted = plan.segments.empty() ? CopyUrgency::kUrgent : urgency(*queued);
+  queued->path = wanted == CopyUrgency::kUrgent ? queued->urgent_path : path_for(wanted);
   queued->segments = std::move(plan.segments);
   // wait() may switch the job to the hasty path, so the sub-jobs fit both paths.
-  queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->hasty_path, limits_));
+  queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->urgent_path, limits_));
   // A job without copies does not depend on the compute stream.
   Status marked = Status::ok();
   if (order_after_compute_ && !queued->ranges.empty())
@@ -166,16 +166,16 @@ void DeviceCopier::run_thread() {
   device_->enter_thread();
   MutexLock lock(mutex_);
   while (true) {
-    const std::vector<Job*> behind = behind_compute();
+    const std::vector<Job*> waiting_jobs = jobs_waiting_for_compute();
     mutex_.unlock();
-    look_at_compute(behind);
-    const bool landed = look_at_flights();
+    query_compute_events(waiting_jobs);
+    const bool ended = query_flights();
     mutex_.lock();
-    for (auto& [job, status] : std::exchange(not_reachable_, {})) {
+    for (auto& [job, status] : std::exchange(event_failures_, {})) {
       fail(*job, std::move(status));
       finish_if_done(*job);
     }
-    if (landed) land_flights();
+    if (ended) finish_flights();
     DeviceCopy copy;
     if (take_copy(&copy)) {
       Job& job = *flights_[copy.lane][copy.slot].job;
@@ -183,7 +183,7 @@ void DeviceCopier::run_thread() {
       issue(copy, job);
       mutex_.lock();
     } else if (!jobs_.empty()) {
-      rest();
+      wait_for_poll();
     } else {
       if (closing_) return;
       work_.wait(mutex_);
@@ -192,9 +192,9 @@ void DeviceCopier::run_thread() {
 }
 
 // Waits until the next poll.
-void DeviceCopier::rest() {
+void DeviceCopier::wait_for_poll() {
   if (waiting_ == 0) {
-    work_.wait_for(mutex_, anything_in_flight() ? kLookAgain : kLookAtComputeAgain);
+    work_.wait_for(mutex_, has_flights() ? kFlightPollInterval : kComputePollInterval);
   } else {  // a caller blocks the forward pass in wait()
     mutex_.unlock();
     std::this_thread::yield();
@@ -204,7 +204,7 @@ void DeviceCopier::rest() {
 
 // Returns the next job of each lane that may not be issued yet. Later jobs of a lane were submitted later, or
 // became urgent later.
-std::vector<DeviceCopier::Job*> DeviceCopier::behind_compute() const {
+std::vector<DeviceCopier::Job*> DeviceCopier::jobs_waiting_for_compute() const {
   std::vector<Job*> jobs;
   for (const auto& queue : queues_) {
     if (!queue.empty() && !queue.front()->reached) jobs.push_back(queue.front());
@@ -212,15 +212,15 @@ std::vector<DeviceCopier::Job*> DeviceCopier::behind_compute() const {
   return jobs;
 }
 
-void DeviceCopier::look_at_compute(std::span<Job* const> jobs) {
+void DeviceCopier::query_compute_events(std::span<Job* const> jobs) {
   for (Job* job : jobs) {
     Status status = device_->reached(job->after, &job->reached);
-    if (!status.is_ok()) not_reachable_.emplace_back(job, std::move(status));
+    if (!status.is_ok()) event_failures_.emplace_back(job, std::move(status));
   }
 }
 
 // Queries every copy in flight. True if one has ended.
-bool DeviceCopier::look_at_flights() {
+bool DeviceCopier::query_flights() {
   bool any = false;
   for (std::uint32_t lane = 0; lane < kCopyLanes; ++lane) {
     for (std::uint32_t slot = 0; slot < kLaneSlots; ++slot) {
@@ -237,20 +237,20 @@ bool DeviceCopier::look_at_flights() {
   return any;
 }
 
-void DeviceCopier::land_flights() {
+void DeviceCopier::finish_flights() {
   for (LaneFlights& lane : flights_) {
     for (Flight& flight : lane) {
       if (flight.job == nullptr || !flight.ended) continue;
-      const Flight landed = std::exchange(flight, Flight{});
-      Job& job = *landed.job;
+      const Flight ended = std::exchange(flight, Flight{});
+      Job& job = *ended.job;
       --job.running;
-      if (!landed.status.is_ok()) fail(job, landed.status);
+      if (!ended.status.is_ok()) fail(job, ended.status);
       finish_if_done(job);
     }
   }
 }
 
-bool DeviceCopier::anything_in_flight() const {
+bool DeviceCopier::has_flights() const {
   for (const LaneFlights& lane : flights_) {
     for (const Flight& flight : lane) {
       if (flight.job != nullptr) return true;
@@ -259,14 +259,14 @@ bool DeviceCopier::anything_in_flight() const {
   return false;
 }
 
-bool DeviceCopier::can_go_on(std::uint32_t lane) const {
+bool DeviceCopier::has_ready_job(std::uint32_t lane) const {
   return !queues_[lane].empty() && queues_[lane].front()->reached;
 }
 
 // In each direction, a lane waits while a more urgent lane has work to issue.
 bool DeviceCopier::lane_may_issue(std::uint32_t lane) const {
   const bool less_urgent = lane == index(CopyLane::kLoads) || lane == index(CopyLane::kStores);
-  return can_go_on(lane) && !(less_urgent && can_go_on(lane - 1));
+  return has_ready_job(lane) && !(less_urgent && has_ready_job(lane - 1));
 }
 
 // Takes the next sub-job with a free slot. It counts as in flight when this returns.
@@ -337,15 +337,15 @@ void DeviceCopier::raise_urgency(Job& job) {
   if (job.all_issued()) return;
   queue.erase(std::find(queue.begin(), queue.end(), &job));
   queues_[index(lane)].push_back(&job);
-  job.path = job.hasty_path;
+  job.path = job.urgent_path;
 }
 
-CopyHaste DeviceCopier::haste(const Job& job) const {
-  if (job.lane != CopyLane::kStores) return CopyHaste::kSoon;
+CopyUrgency DeviceCopier::urgency(const Job& job) const {
+  if (job.lane != CopyLane::kStores) return CopyUrgency::kUrgent;
   double seconds = job.dma_seconds;
   MutexLock lock(mutex_);
   for (const auto& [id, other] : jobs_) seconds += other->dma_seconds;
-  return seconds <= limits_.patient_seconds ? CopyHaste::kBeside : CopyHaste::kSoon;
+  return seconds <= limits_.max_background_seconds ? CopyUrgency::kBackground : CopyUrgency::kUrgent;
 }
 
 }  // namespace kv_offload

@@ -57,7 +57,7 @@ struct DeviceLimits {
   // Background stores use the path that disturbs the model least, which is not always the fastest. The
   // exception: the stores in progress and this one would take longer than this by DMA. A block is only free
   // after it was copied.
-  double patient_seconds = 0.1;
+  double max_background_seconds = 0.1;
 };
 
 // Returns how jobs of a path are split. REQUIRES: staged_bytes >= 128 for staged copies.
@@ -83,7 +83,7 @@ class DeviceCopier final : public BlockCopier {
   struct Job {
     CopyResult result;
     CopyPath path = CopyPath::kDma;
-    CopyPath hasty_path = CopyPath::kDma;  // used once a caller waits; the sub-jobs fit both paths
+    CopyPath urgent_path = CopyPath::kDma;  // used once a caller waits; the sub-jobs fit both paths
     CopyLane lane = CopyLane::kStores;
     double dma_seconds = 0;  // estimated DMA time of a store
     std::vector<CopySegment> segments;
@@ -103,21 +103,21 @@ class DeviceCopier final : public BlockCopier {
   using LaneFlights = std::array<Flight, kLaneSlots>;
 
   void run_thread();
-  bool look_at_flights();
-  void look_at_compute(std::span<Job* const> jobs);
-  std::vector<Job*> behind_compute() const REQUIRES(mutex_);
-  void rest() REQUIRES(mutex_);
-  void land_flights() REQUIRES(mutex_);
+  bool query_flights();
+  void query_compute_events(std::span<Job* const> jobs);
+  std::vector<Job*> jobs_waiting_for_compute() const REQUIRES(mutex_);
+  void wait_for_poll() REQUIRES(mutex_);
+  void finish_flights() REQUIRES(mutex_);
   bool take_copy(DeviceCopy* copy) REQUIRES(mutex_);
-  bool can_go_on(std::uint32_t lane) const REQUIRES(mutex_);
+  bool has_ready_job(std::uint32_t lane) const REQUIRES(mutex_);
   bool lane_may_issue(std::uint32_t lane) const REQUIRES(mutex_);
-  bool anything_in_flight() const;
+  bool has_flights() const;
   void issue(const DeviceCopy& copy, Job& job);
   void fail(Job& job, Status status) REQUIRES(mutex_);
   void finish_if_done(Job& job) REQUIRES(mutex_);
   void finish(std::uint64_t job_id) REQUIRES(mutex_);
   void raise_urgency(Job& job) REQUIRES(mutex_);
-  CopyHaste haste(const Job& job) const EXCLUDES(mutex_);
+  CopyUrgency urgency(const Job& job) const EXCLUDES(mutex_);
 
   const CacheLayout layout_;
   const std::span<std::byte> area_;
@@ -129,7 +129,7 @@ class DeviceCopier final : public BlockCopier {
 
   // Used by the thread only:
   std::array<LaneFlights, kCopyLanes> flights_;
-  std::vector<std::pair<Job*, Status>> not_reachable_;  // querying their event failed
+  std::vector<std::pair<Job*, Status>> event_failures_;  // querying their event failed
 
   mutable Mutex mutex_;
   CondVar work_;

@@ -19,7 +19,7 @@ bool fits(const CopySegment& segment, const SplitLimits& limits) {
   return segment.bytes <= reach(segment.area_offset, limits);
 }
 
-void cut_long_ones(std::vector<CopySegment>* segments, const SplitLimits& limits) {
+void split_long_segments(std::vector<CopySegment>* segments, const SplitLimits& limits) {
   if (std::all_of(segments->begin(), segments->end(),
                   [&](const CopySegment& segment) { return fits(segment, limits); })) {
     return;
@@ -51,7 +51,7 @@ bool cut(std::byte* cache, std::byte* row, std::uint64_t bytes, PackPiece* piece
 }  // namespace
 
 std::vector<SegmentRange> split(std::vector<CopySegment>* segments, const SplitLimits& limits) {
-  cut_long_ones(segments, limits);
+  split_long_segments(segments, limits);
   std::vector<SegmentRange> ranges;
   for (std::size_t i = 0; i < segments->size(); ++i) {
     const std::uint64_t bytes = (*segments)[i].bytes;

@@ -46,7 +46,7 @@ struct ChunkIndex::Impl {
   std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // lowest of all entries so far
   std::uint32_t spared_holder = 0;  // argument of the last victim() call
   std::deque<Slot> spared;          // slots with entries[slot].spared
-  bool others_took = false;         // others took spared entries since the last release of all
+  bool spared_were_taken = false;   // others took spared entries since the last release of all
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -90,8 +90,8 @@ struct ChunkIndex::Impl {
   // Moves later cells of the run back into the hole: no tombstones.
   void remove_cell(std::size_t hole) {
     for (std::size_t at = (hole + 1) & mask; marks[at] != 0; at = (at + 1) & mask) {
-      const std::size_t want = home(cells[at].tag);
-      if (((at - want) & mask) >= ((at - hole) & mask)) {
+      const std::size_t ideal = home(cells[at].tag);
+      if (((at - ideal) & mask) >= ((at - hole) & mask)) {
         cells[hole] = cells[at];
         marks[hole] = marks[at];
         hole = at;
@@ -164,16 +164,16 @@ struct ChunkIndex::Impl {
   // From last to first, so that the entries of one prompt keep their order.
   void release_spared() {
     for (; !spared.empty(); spared.pop_back()) release(spared.back());
-    others_took = false;
+    spared_were_taken = false;
   }
   // Returns the next victim for a request other than the holder that entries are spared for: the first spared
   // entry, which was the next victim when it was spared.
-  std::optional<Slot> victim_beside_spared() {
+  std::optional<Slot> victim_excluding_spared() {
     while (!spared.empty()) {
       const Slot slot = spared.front();
       spared.pop_front();
       release(slot);
-      others_took = true;
+      spared_were_taken = true;
       if (entries[slot].pins > 0) continue;
       if (const std::optional<Slot> victim = policy->victim()) return victim;
     }
@@ -330,22 +330,22 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) 
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   Impl& impl = *impl_;
-  const auto may_go = [&](Slot slot) {
+  const auto may_evict = [&](Slot slot) {
     return spared_holder == 0 || impl.entries[slot].holder != spared_holder;
   };
   if (spared_holder != impl.spared_holder) {
-    const std::optional<Slot> victim = impl.victim_beside_spared();
-    if (victim && may_go(*victim)) return victim;
+    const std::optional<Slot> victim = impl.victim_excluding_spared();
+    if (victim && may_evict(*victim)) return victim;
     impl.release_spared();
     impl.spared_holder = spared_holder;
   }
   for (;;) {
     const std::optional<Slot> victim = impl.policy->victim();
-    if (!victim && impl.others_took) {
+    if (!victim && impl.spared_were_taken) {
       impl.release_spared();  // some may no longer precede an entry of this holder
       continue;
     }
-    if (!victim || may_go(*victim)) return victim;
+    if (!victim || may_evict(*victim)) return victim;
     impl.spare(*victim);
   }
 }

@@ -17,12 +17,12 @@ constexpr std::size_t kWorkerBytes = 8192;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-void check_equal(const char* what, std::uint64_t mine, std::uint64_t theirs) {
-  if (mine == theirs) return;
+void check_equal(const char* what, std::uint64_t mine, std::uint64_t other) {
+  if (mine == other) return;
   throw_invalid(
       "{} is {} in this process and {} in the process that made the host memory region: all ranks and the "
       "scheduler of one engine need the same configuration",
-      what, mine, theirs);
+      what, mine, other);
 }
 
 }  // namespace
@@ -79,11 +79,11 @@ ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_
         "same version of this package",
         header().version, kVersion);
   }
-  const Sizes& theirs = header().sizes;
-  check_equal("cpu_bytes_to_use", mine.bytes, theirs.bytes);
-  check_equal("the number of workers", mine.num_workers, theirs.num_workers);
-  check_equal("the number of areas", mine.num_areas, theirs.num_areas);
-  check_equal("the size of an area", mine.area_bytes, theirs.area_bytes);
+  const Sizes& other = header().sizes;
+  check_equal("cpu_bytes_to_use", mine.bytes, other.bytes);
+  check_equal("the number of workers", mine.num_workers, other.num_workers);
+  check_equal("the number of areas", mine.num_areas, other.num_areas);
+  check_equal("the size of an area", mine.area_bytes, other.area_bytes);
 }
 
 ControlPage::Header& ControlPage::header() const { return *reinterpret_cast<Header*>(base_); }
@@ -135,10 +135,10 @@ bool ControlPage::is_published(std::uint32_t rank) const {
 
 RankGeometry ControlPage::geometry(std::uint32_t rank) const {
   if (!is_published(rank)) throw_invalid("rank {} has not attached yet: call wait_for_ranks first", rank);
-  const Worker& theirs = worker(rank);
+  const Worker& other = worker(rank);
   RankGeometry geometry;
-  geometry.shard_bytes.assign(theirs.shard_bytes.begin(), theirs.shard_bytes.begin() + theirs.num_groups);
-  geometry.fingerprint.assign(theirs.fingerprint.data(), theirs.fingerprint_bytes);
+  geometry.shard_bytes.assign(other.shard_bytes.begin(), other.shard_bytes.begin() + other.num_groups);
+  geometry.fingerprint.assign(other.fingerprint.data(), other.fingerprint_bytes);
   return geometry;
 }
 

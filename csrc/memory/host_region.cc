@@ -29,7 +29,7 @@ namespace {
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
-constexpr auto kDyingEngine = std::chrono::seconds(2);  // an engine killed now has ended by then
+constexpr auto kKilledEngineWait = std::chrono::seconds(2);  // an engine killed now has ended by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -99,7 +99,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   return {options.bytes, area_bytes, options.num_areas, options.num_workers};
 }
 
-std::string what_to_change(const MemoryHeadroom& headroom, const std::string& shm_directory) {
+std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_directory) {
   if (headroom.limited_by == shm_directory) {
     return fmt::format(
         "lower cpu_bytes_to_use or enlarge {} (docker run --shm-size, Kubernetes emptyDir with "
@@ -121,7 +121,7 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
       "host memory: {} ({} bytes) requested by cpu_bytes_to_use, {} bytes with the control page; "
       "{} ({} bytes) available, limited by {}: {}",
       format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
-      headroom.limited_by, what_to_change(headroom, options.shm_directory));
+      headroom.limited_by, remedy_for(headroom, options.shm_directory));
 }
 
 std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
@@ -210,10 +210,10 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(giv
 SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
   const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
   if (!options.keep_for.empty()) {
-    if (!is_rank_0) return SharedFile::open_when_there(path, kRankZeroDeadline);
+    if (!is_rank_0) return SharedFile::wait_and_open(path, kRankZeroDeadline);
     SharedFile kept = SharedFile::adopt(
         options.shm_directory, options.keep_for, path,
-        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
+        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kKilledEngineWait);
     // An engine that was killed early has allocated only a part of its memory.
     if (kept.fd() >= 0) {
       const std::uint64_t all = memory_of(sizes);
@@ -319,7 +319,7 @@ Status HostRegion::prefault(std::uint32_t index, unsigned threads,
       fmt::format(
           "area {} of the host memory region (cpu_bytes_to_use {}): {}; now {} available, limited by {}: {}",
           index, format_bytes(impl_->options.bytes), status.message(), format_bytes(headroom.bytes),
-          headroom.limited_by, what_to_change(headroom, impl_->options.shm_directory)),
+          headroom.limited_by, remedy_for(headroom, impl_->options.shm_directory)),
       status.error_number(), impl_->options.shm_directory);
 }
 
@@ -330,10 +330,10 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   const off_t data = ::lseek(impl_->file.fd(), start, SEEK_DATA);
   const bool populated = data >= 0 && data < start + static_cast<off_t>(memory.size());
   constexpr int kBits = 1024;  // the kernel uses one bit less than maxnode
-  constexpr int kWord = 8 * sizeof(unsigned long);
-  std::array<unsigned long, kBits / kWord> mask{};
+  constexpr int kWordBits = 8 * sizeof(unsigned long);
+  std::array<unsigned long, kBits / kWordBits> mask{};
   if (node >= kBits) return Status::error(StatusKind::kIo, fmt::format("NUMA node {} is not known", node));
-  mask[static_cast<std::size_t>(node / kWord)] |= 1ul << (node % kWord);
+  mask[static_cast<std::size_t>(node / kWordBits)] |= 1ul << (node % kWordBits);
   if (::syscall(SYS_mbind, memory.data(), memory.size(), MPOL_PREFERRED, mask.data(), kBits + 1, 0) != 0) {
     return Status::error(StatusKind::kIo, fmt::format("mbind to NUMA node {}", node), errno);
   }
@@ -365,7 +365,7 @@ TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, Tic
   return TicketResult::kDone;
 }
 
-std::span<std::byte> HostRegion::behind_areas(std::uint64_t bytes) {
+std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes) {
   const int fd = impl_->file.fd();
   const std::uint64_t start = impl_->bytes();
   const auto end = static_cast<off_t>(start + bytes);

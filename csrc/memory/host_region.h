@@ -127,7 +127,7 @@ class HostRegion {
 
   // Scheduler, with keep_for, once: maps `bytes` after the areas until the end. They hold what an earlier
   // engine left, or zeros. Throws ResourceError. REQUIRES: wait_for_ranks succeeded.
-  std::span<std::byte> behind_areas(std::uint64_t bytes);
+  std::span<std::byte> memory_after_areas(std::uint64_t bytes);
   // Scheduler: from now on the table after the areas describes them, so the region may outlive its engine.
   // False if 64 regions of this keep_for are kept here already: this one then ends with its engine.
   bool keep();

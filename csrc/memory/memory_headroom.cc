@@ -89,9 +89,9 @@ std::string group_path(const std::string& root, bool version2) {
     const std::size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool ours =
+    const bool is_memory_line =
         version2 ? line.starts_with("0::") : ("," + controllers + ",").find(",memory,") != std::string::npos;
-    if (ours) return line.substr(second + 1);
+    if (is_memory_line) return line.substr(second + 1);
   }
   return {};
 }

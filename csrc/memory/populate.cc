@@ -81,7 +81,7 @@ class Populating {
 
  private:
   Status populate_piece(std::size_t start, std::size_t bytes) const {
-    if (population_.available && !is_there(start, bytes) && population_.available() < bytes) {
+    if (population_.available && !is_populated(start, bytes) && population_.available() < bytes) {
       return failed(start, ENOMEM, "no free memory is left");
     }
     std::byte* address = population_.range.data() + start;
@@ -93,7 +93,7 @@ class Populating {
     return Status::ok();
   }
 
-  bool is_there(std::size_t start, std::size_t bytes) const {
+  bool is_populated(std::size_t start, std::size_t bytes) const {
     const auto offset = static_cast<off_t>(population_.file_offset + start);
     return ::lseek(population_.fd, offset, SEEK_HOLE) >= offset + static_cast<off_t>(bytes);
   }

@@ -81,7 +81,7 @@ struct RowAllocator::Impl {
   void return_slab(std::size_t index);
   void take_row(std::size_t index, std::size_t place);
   void set_used(std::size_t index, std::uint32_t used);
-  void leave_ring(std::size_t index);
+  void remove_from_ring(std::size_t index);
   void enter_ring(std::size_t index);
   Slab& slab_of(RowId row);
   // Returns the smallest number >= `least` of rows in use of any slab of another class; nullopt if there is
@@ -214,12 +214,12 @@ void RowAllocator::Impl::take_row(std::size_t index, std::size_t place) {
 
 void RowAllocator::Impl::set_used(std::size_t index, std::uint32_t used) {
   const bool in_rings = classes.size() > 1;
-  if (in_rings && slabs[index].used > 0) leave_ring(index);
+  if (in_rings && slabs[index].used > 0) remove_from_ring(index);
   slabs[index].used = used;
   if (in_rings && used > 0) enter_ring(index);
 }
 
-void RowAllocator::Impl::leave_ring(std::size_t index) {
+void RowAllocator::Impl::remove_from_ring(std::size_t index) {
   Slab& slab = slabs[index];
   RowClass& row_class = classes[slab.row_class];
   std::uint32_t& first = row_class.rings[slab.used];

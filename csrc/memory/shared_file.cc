@@ -22,7 +22,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kPatience = 10s;
+constexpr auto kLockTimeout = 10s;
 constexpr auto kPause = 5ms;
 
 class Descriptor {
@@ -40,7 +40,7 @@ class Descriptor {
   int fd_;
 };
 
-bool name_means(const std::string& path, int fd) {
+bool name_refers_to(const std::string& path, int fd) {
   struct stat named {
   }, opened{};
   return ::lstat(path.c_str(), &named) == 0 && ::fstat(fd, &opened) == 0 && named.st_ino == opened.st_ino &&
@@ -57,7 +57,7 @@ bool lock_shared_until(int fd, std::chrono::steady_clock::time_point deadline) {
   return true;
 }
 
-bool is_ours(int fd) {
+bool is_own_file(int fd) {
   struct stat opened {};
   return ::fstat(fd, &opened) == 0 && S_ISREG(opened.st_mode) && opened.st_uid == ::geteuid();
 }
@@ -71,16 +71,16 @@ std::string kept_path_of(const std::string& directory, std::string_view keep_for
   return fmt::format("{}/{}{}-{}", directory, kKeptNamePrefix, digest_of(keep_for), number);
 }
 
-void check_is_ours(const std::string& path, int fd) {
-  if (!is_ours(fd)) {
+void check_owner(const std::string& path, int fd) {
+  if (!is_own_file(fd)) {
     throw_resource("{} exists but is not a file of user {}: remove it, or serve under another engine id",
                    path, ::geteuid());
   }
 }
 
 // Calls visit(name, path, fd) for the regular files of `directory` whose name starts with our prefix.
-void for_each_of_ours(const std::string& directory,
-                      const std::function<void(std::string_view, const std::string&, int)>& visit) {
+void for_each_own_file(const std::string& directory,
+                       const std::function<void(std::string_view, const std::string&, int)>& visit) {
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
   if (!entries) return;
   while (const dirent* entry = ::readdir(entries.get())) {
@@ -127,34 +127,34 @@ std::string SharedFile::path_of(const std::string& directory, std::string_view e
 std::uint64_t SharedFile::size() const { return file_size(fd_); }
 
 void SharedFile::unlink_name() {
-  if (name_means(path_, fd_)) ::unlink(path_.c_str());
+  if (name_refers_to(path_, fd_)) ::unlink(path_.c_str());
 }
 
 SharedFile SharedFile::open_or_create(const std::string& path, std::uint64_t bytes,
                                       const std::function<void(int fd)>& fill_in) {
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kLockTimeout;
   do {
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     if (SharedFile file = try_create(path, bytes, fill_in); file.fd_ >= 0) return file;
   } while (std::chrono::steady_clock::now() < deadline);
   throw_resource("other processes kept removing or locking {} for {} s: is another program using it?", path,
-                 std::chrono::seconds(kPatience).count());
+                 std::chrono::seconds(kLockTimeout).count());
 }
 
-SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nanoseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+SharedFile SharedFile::wait_and_open(const std::string& path, std::chrono::nanoseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   do {
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     std::this_thread::sleep_for(kPause);
   } while (std::chrono::steady_clock::now() < deadline);
   throw_resource(
       "rank 0 of this engine has not created {} after {} s: did it fail, or does it have other settings?",
-      path, std::chrono::duration_cast<std::chrono::seconds>(patience).count());
+      path, std::chrono::duration_cast<std::chrono::seconds>(timeout).count());
 }
 
 SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
-                             const std::function<bool(int)>& take_over, std::chrono::nanoseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+                             const std::function<bool(int)>& take_over, std::chrono::nanoseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
     bool any_held = false;
     for (unsigned number = 0; number < kMostKept; ++number) {
@@ -169,8 +169,8 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep
       file.path_ = path;
       // The kernel may release the lock briefly when its kind changes. A process that gets it then finds the
       // second name and leaves the file, but a sweep removes that name.
-      if (lock_shared_until(file.fd_, std::chrono::steady_clock::now() + kPatience) &&
-          name_means(path, file.fd_)) {
+      if (lock_shared_until(file.fd_, std::chrono::steady_clock::now() + kLockTimeout) &&
+          name_refers_to(path, file.fd_)) {
         return file;
       }
       any_held = true;
@@ -186,12 +186,12 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep
 SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   struct stat opened {};
-  if (fd.get() < 0 || !is_ours(fd.get())) return {};
+  if (fd.get() < 0 || !is_own_file(fd.get())) return {};
   if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
     *held = true;
     return {};
   }
-  if (!name_means(path, fd.get()) || ::fstat(fd.get(), &opened) != 0) return {};
+  if (!name_refers_to(path, fd.get()) || ::fstat(fd.get(), &opened) != 0) return {};
   if (opened.st_nlink > 1) {  // an engine is adopting it, or died before keep()
     *held = true;
     return {};
@@ -217,9 +217,9 @@ SharedFile SharedFile::try_open(const std::string& path) {
     throw_resource("{} exists but cannot be opened: {}; remove it, or serve under another engine id", path,
                    std::strerror(errno));
   }
-  check_is_ours(path, fd.get());
-  if (!lock_shared_until(fd.get(), std::chrono::steady_clock::now() + kPatience)) return {};
-  if (!name_means(path, fd.get())) return {};
+  check_owner(path, fd.get());
+  if (!lock_shared_until(fd.get(), std::chrono::steady_clock::now() + kLockTimeout)) return {};
+  if (!name_refers_to(path, fd.get())) return {};
   return SharedFile(fd.release(), path);
 }
 
@@ -227,9 +227,9 @@ SharedFile SharedFile::try_open(const std::string& path) {
 SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
                                   const std::function<void(int)>& fill_in) {
   // Threads of one process may race too: the address of a local makes their names unique.
-  const int here = 0;
+  const int stack_marker = 0;
   const std::string own_name =
-      fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&here));
+      fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&stack_marker));
   Descriptor fd(::open(own_name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (fd.get() < 0) {
     if (errno == EEXIST) {  // left by an earlier process with our pid, which no longer runs
@@ -267,8 +267,8 @@ std::uint64_t memory_taken(int fd) {
 
 std::vector<KeptRegion> kept_files(const std::string& directory) {
   std::vector<KeptRegion> found;
-  for_each_of_ours(directory, [&](std::string_view name, const std::string&, int fd) {
-    if (!name.starts_with(kKeptNamePrefix) || !is_ours(fd)) return;
+  for_each_own_file(directory, [&](std::string_view name, const std::string&, int fd) {
+    if (!name.starts_with(kKeptNamePrefix) || !is_own_file(fd)) return;
     const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
     found.push_back({std::string(name), memory_taken(fd), is_held});
   });
@@ -277,11 +277,11 @@ std::vector<KeptRegion> kept_files(const std::string& directory) {
 
 std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which) {
   std::vector<std::string> removed;
-  for_each_of_ours(directory, [&](std::string_view name, const std::string& path, int fd) {
+  for_each_own_file(directory, [&](std::string_view name, const std::string& path, int fd) {
     if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) return;
-    if (which == Unheld::kKept && !is_ours(fd)) return;  // root could, but it is another user's cache
+    if (which == Unheld::kKept && !is_own_file(fd)) return;  // root could, but it is another user's cache
     if (::flock(fd, LOCK_EX | LOCK_NB) != 0) return;
-    if (name_means(path, fd) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
+    if (name_refers_to(path, fd) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
   });
   return removed;
 }

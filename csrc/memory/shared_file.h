@@ -44,14 +44,14 @@ class SharedFile {
   // is left then.
   static SharedFile open_or_create(const std::string& path, std::uint64_t bytes,
                                    const std::function<void(int fd)>& fill_in);
-  // Waits until another process has created the file at `path`. Throws ResourceError after `patience`.
-  static SharedFile open_when_there(const std::string& path, std::chrono::nanoseconds patience);
+  // Waits until another process has created the file at `path`. Throws ResourceError after `timeout`.
+  static SharedFile wait_and_open(const std::string& path, std::chrono::nanoseconds timeout);
   // Returns a kept file of this keep_for that no process holds, now also linked at `path`. Removes a file for
   // which `take_over(fd)` returns false; no other process holds it then. Returns no file (fd() < 0) if there
-  // is none, if `path` exists already, or if all are held for `patience`: a killed engine needs a moment to
+  // is none, if `path` exists already, or if all are held for `timeout`: a killed engine needs a moment to
   // exit. Files that were not adopted stay unchanged, also if take_over throws.
   static SharedFile adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
-                          const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds patience);
+                          const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds timeout);
 
   int fd() const { return fd_; }
   std::uint64_t size() const;

@@ -12,12 +12,12 @@ void LruPolicy::insert(Slot slot, const EntryInfo&) {
 }
 
 void LruPolicy::access(Slot slot, const EntryInfo&) {
-  take_out(slot);
+  unlink(slot);
   link_newest(slot);
 }
 
 void LruPolicy::erase(Slot slot) {
-  take_out(slot);
+  unlink(slot);
   nodes_[slot] = Node{};
 }
 
@@ -43,7 +43,7 @@ std::optional<Slot> LruPolicy::victim() {
   if (!returned_.empty()) return returned_.begin()->second;
   while (list_.oldest != kNone && nodes_[list_.oldest].pinned) {
     const Slot slot = list_.oldest;
-    take_out(slot);
+    unlink(slot);
     nodes_[slot].place = Place::kParked;
   }
   if (list_.oldest == kNone) return std::nullopt;
@@ -57,7 +57,7 @@ void LruPolicy::link_newest(Slot slot) {
   list_.link_newest(nodes_, slot);
 }
 
-void LruPolicy::take_out(Slot slot) {
+void LruPolicy::unlink(Slot slot) {
   const Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
   if (node.place == Place::kReturned) returned_.erase({node.age, slot});

@@ -38,7 +38,7 @@ class LruPolicy final : public EvictionPolicy {
   };
 
   void link_newest(Slot slot);
-  void take_out(Slot slot);  // removes the slot from its list or set
+  void unlink(Slot slot);  // removes the slot from its list or set
 
   SegmentedVector<Node> nodes_;
   RecencyList list_;

@@ -27,18 +27,18 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
   on_use(node);
   node.record = classes_.refer(info.request);
   node.tree = tree_.take(info.id, info.parent, slot);
-  node.used = history_.knows(info.id);
-  if (node.record != 0) classes_.on_stored(node.record, history_.sampled(info.id), node.used);
-  history_.used(info.id, use_of(node));
-  if (info.parent != 0) history_.extended(info.parent, node.record);
-  no_leaf_above(node);
+  node.used = sampler_.is_tracked(info.id);
+  if (node.record != 0) classes_.on_stored(node.record, sampler_.sampled(info.id), node.used);
+  sampler_.used(info.id, use_of(node));
+  if (info.parent != 0) sampler_.extended(info.parent, node.record);
+  demote_parent(node);
   put(slot);
 }
 
-void PrefixPolicy::no_leaf_above(const Node& node) {
+void PrefixPolicy::demote_parent(const Node& node) {
   const Slot parent = parent_of(node);
   if (parent == kNone || nodes_[parent].place != Place::kLeaf) return;
-  lift(parent);
+  unlink(parent);
   put(parent);
 }
 
@@ -47,16 +47,16 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   assert(node.place != Place::kUnknown);
   if (node.tree != PrefixTree::kNone && info.parent != 0) {  // an entry found in a directory had none
     tree_.set_parent(node.tree, info.parent);
-    no_leaf_above(node);
+    demote_parent(node);
   }
   if (classes_.is_of(node.record, info.request)) return refresh(slot, info);  // not a reuse: the same request
-  if (node.place != Place::kPinned) lift(slot);
+  if (node.place != Place::kPinned) unlink(slot);
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
   node.used = true;
   on_use(node);
   if (!is_branched(node)) classes_.on_return(node.record);
-  history_.used(info.id, use_of(node));
+  sampler_.used(info.id, use_of(node));
   classes_.release(before);
   if (node.place != Place::kPinned) put(slot);
 }
@@ -64,20 +64,20 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
 void PrefixPolicy::refresh(Slot slot, const EntryInfo& info) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
-  if (node.place != Place::kPinned) lift(slot);
+  if (node.place != Place::kPinned) unlink(slot);
   on_use(node);
-  history_.renewed(info.id, use_of(node));
+  sampler_.renewed(info.id, use_of(node));
   if (node.place != Place::kPinned) put(slot);
 }
 
 void PrefixPolicy::erase(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
-  if (node.place != Place::kPinned) lift(slot);
+  if (node.place != Place::kPinned) unlink(slot);
   const Slot parent = parent_of(node);
   if (node.tree != PrefixTree::kNone) tree_.leave(node.tree);
   if (parent != kNone && nodes_[parent].place == Place::kInner) {
-    lift(parent);
+    unlink(parent);
     put(parent);
   }
   classes_.release(node.record);
@@ -91,7 +91,7 @@ void PrefixPolicy::set_recorded(Slot slot, bool recorded) {
   if (node.place != Place::kLeaf) {
     node.recorded = recorded;
   } else if (node.recorded != recorded) {
-    lift(slot);
+    unlink(slot);
     node.recorded = recorded;
     put_leaf(slot);
   }
@@ -99,7 +99,7 @@ void PrefixPolicy::set_recorded(Slot slot, bool recorded) {
 
 void PrefixPolicy::pin(Slot slot) {
   assert(nodes_[slot].place == Place::kLeaf || nodes_[slot].place == Place::kInner);
-  lift(slot);
+  unlink(slot);
   nodes_[slot].place = Place::kPinned;
 }
 
@@ -122,9 +122,9 @@ std::optional<Slot> PrefixPolicy::victim() {
         const auto b = static_cast<unsigned>(std::countr_zero(left));
         if (oldest_[kind][b].due <= now_ && moves > 0) moved |= settle_oldest(kind, b, &moves);
         if ((filled_[kind] >> b & 1) == 0) continue;
-        const Best here{kind, b, worth(kind, b), oldest_[kind][b].use};
-        if (!least || here.worth < least->worth) least = here;
-        if (!oldest || here.use < oldest->use) oldest = here;
+        const Best candidate{kind, b, worth(kind, b), oldest_[kind][b].use};
+        if (!least || candidate.worth < least->worth) least = candidate;
+        if (!oldest || candidate.use < oldest->use) oldest = candidate;
       }
     }
     // A leaf moved into a set that was checked before.
@@ -142,7 +142,7 @@ void PrefixPolicy::set_aside(Slot slot) {
   if (node.tree != PrefixTree::kNone) tree_.hide(node.tree);
   const Slot parent = parent_of(node);
   if (parent == kNone || nodes_[parent].place != Place::kInner || has_children(nodes_[parent])) return;
-  lift(parent);
+  unlink(parent);
   put_leaf(parent);
 }
 
@@ -153,7 +153,7 @@ void PrefixPolicy::put_back(Slot slot) {
   if (node.tree != PrefixTree::kNone) tree_.show(node.tree);
   const Slot parent = parent_of(node);
   if (parent != kNone && nodes_[parent].place == Place::kLeaf) {
-    lift(parent);
+    unlink(parent);
     put_oldest_inner(parent);
   }
   has_children(node) ? put_oldest_inner(slot) : put_leaf(slot);
@@ -173,7 +173,7 @@ bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
     const Node& node = nodes_[slot];
     if (kind_of(node) == kind && ReusePredictor::bucket_of(now_ - node.time) == bucket) return moved;
     --*moves;
-    lift(slot);
+    unlink(slot);
     put_leaf(slot);
   }
 }
@@ -181,8 +181,8 @@ bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
 void PrefixPolicy::on_use(Node& node) {
   node.time = now_;
   node.use = ++uses_;
-  if (uses_ % kAdvanceEvery == 0) history_.advance(now_, std::max(kMinHorizon, kHorizon * known_));
-  if (uses_ % kLearnEvery == 0) model_.learn(kKeep);
+  if (uses_ % kAdvanceEvery == 0) sampler_.advance(now_, std::max(kMinHorizon, kHorizon * known_));
+  if (uses_ % kLearnEvery == 0) predictor_.learn(kKeep);
 }
 
 Slot PrefixPolicy::parent_of(const Node& node) const {
@@ -209,10 +209,10 @@ void PrefixPolicy::put_leaf(Slot slot) {
   node.bucket = static_cast<std::uint8_t>(ReusePredictor::bucket_of(now_ - node.time));
   const auto at = leaves_[node.kind][node.bucket].insert({node.use, slot}).first;
   filled_[node.kind] |= std::uint64_t{1} << node.bucket;
-  if (at == leaves_[node.kind][node.bucket].begin()) on_oldest(node.kind, node.bucket);
+  if (at == leaves_[node.kind][node.bucket].begin()) cache_oldest(node.kind, node.bucket);
 }
 
-void PrefixPolicy::lift(Slot slot) {
+void PrefixPolicy::unlink(Slot slot) {
   const Node& node = nodes_[slot];
   if (node.place == Place::kLeaf) {
     Leaves& set = leaves_[node.kind][node.bucket];
@@ -220,14 +220,14 @@ void PrefixPolicy::lift(Slot slot) {
     if (set.empty()) {
       filled_[node.kind] &= ~(std::uint64_t{1} << node.bucket);
     } else if (oldest_[node.kind][node.bucket].use == node.use) {
-      on_oldest(node.kind, node.bucket);
+      cache_oldest(node.kind, node.bucket);
     }
   } else if (node.place == Place::kInner) {
     inner_.unlink(nodes_, slot);
   }
 }
 
-void PrefixPolicy::on_oldest(unsigned kind, unsigned bucket) {
+void PrefixPolicy::cache_oldest(unsigned kind, unsigned bucket) {
   const auto& [use, slot] = *leaves_[kind][bucket].begin();
   oldest_[kind][bucket] = {use, nodes_[slot].time + ReusePredictor::edge(bucket + 1)};
 }

@@ -40,7 +40,7 @@ class PrefixPolicy final : public EvictionPolicy {
   void refresh(Slot slot, const EntryInfo& info) override;
   void prefetch(ChunkId id) const override {
     tree_.prefetch(id);
-    history_.prefetch(id);
+    sampler_.prefetch(id);
   }
   void set_recorded(Slot slot, bool recorded) override;
   void erase(Slot slot) override;
@@ -90,13 +90,13 @@ class PrefixPolicy final : public EvictionPolicy {
   static bool is_as_recent(const Node& above, const Node& node) {
     return above.use > node.use || (node.record != 0 && above.record == node.record);
   }
-  void no_leaf_above(const Node& node);  // its parent has a child now
+  void demote_parent(const Node& node);  // its parent has a child now
   // Files the slot by its current state: leaf, inner or pinned. lift: removes it from its set or list.
   void put(Slot slot);
-  void lift(Slot slot);
+  void unlink(Slot slot);
   void put_leaf(Slot slot);
   void put_oldest_inner(Slot slot);
-  void on_oldest(unsigned kind, unsigned bucket);
+  void cache_oldest(unsigned kind, unsigned bucket);
   bool settle_oldest(unsigned kind, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.children(node.tree) > 0;
@@ -117,8 +117,8 @@ class PrefixPolicy final : public EvictionPolicy {
   }
   float worth(unsigned kind, unsigned bucket) const {
     return kind < ReusePredictor::kClasses
-               ? model_.worth(kind, bucket)
-               : kRecordedWorth * model_.worth(kind - ReusePredictor::kClasses, bucket);
+               ? predictor_.worth(kind, bucket)
+               : kRecordedWorth * predictor_.worth(kind - ReusePredictor::kClasses, bucket);
   }
   ReuseSampler::Use use_of(const Node& node) const {
     return {.record = node.record,
@@ -134,8 +134,8 @@ class PrefixPolicy final : public EvictionPolicy {
   std::uint64_t uses_ = 0;  // stored or hit
   PrefixTree tree_;
   RequestClasses classes_;
-  ReusePredictor model_;
-  ReuseSampler history_{model_, classes_};
+  ReusePredictor predictor_;
+  ReuseSampler sampler_{predictor_, classes_};
   template <typename T>
   using Sets = std::array<std::array<T, ReusePredictor::kBuckets>, kKinds>;
   Sets<Leaves> leaves_;

@@ -55,10 +55,10 @@ void Prioritised::unpin(Slot slot) {
 }
 
 std::optional<Slot> Prioritised::victim() {
-  const bool high_gives = 2 * known_[kHigh] > known_[kLow] + known_[kNormal] + known_[kHigh];
+  const bool is_high_crowded = 2 * known_[kHigh] > known_[kLow] + known_[kNormal] + known_[kHigh];
   constexpr std::array<Level, 3> kUsual = {kLow, kNormal, kHigh};
   constexpr std::array<Level, 3> kCrowded = {kLow, kHigh, kNormal};
-  for (const Level level : high_gives ? kCrowded : kUsual) {
+  for (const Level level : is_high_crowded ? kCrowded : kUsual) {
     if (!levels_[level]) continue;
     if (const auto victim = levels_[level]->victim()) return victim;
   }

@@ -19,7 +19,7 @@ class RequestClasses {
   static constexpr unsigned kUnknown = ReusePredictor::kRequestClasses - 1;
   // Requests in classes below this one brought only new prompt; those in this class and above reused earlier
   // entries.
-  static constexpr unsigned kCameBack = kUnknown / 2;
+  static constexpr unsigned kFirstReturning = kUnknown / 2;
 
   RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: unknown
 
@@ -32,9 +32,9 @@ class RequestClasses {
       last_request_ = request;
       last_record_ = record;
     }
-    return refer_again(last_record_);
+    return add_reference(last_record_);
   }
-  Record refer_again(Record record) {
+  Record add_reference(Record record) {
     if (record != 0) ++records_[record].references;
     return record;
   }
@@ -51,18 +51,18 @@ class RequestClasses {
   }
   // Reports that the request stored an entry. Sampled entries show whether they were here before; the others
   // are assumed to be new in the same proportion.
-  void on_stored(Record record, bool sampled, bool was_here) {
+  void on_stored(Record record, bool sampled, bool was_stored_before) {
     Data& data = records_[record];
     ++data.stored;
     data.sampled += sampled;
-    data.fresh += sampled && !was_here;
-    data.came_back |= was_here;
+    data.fresh += sampled && !was_stored_before;
+    data.returning |= was_stored_before;
     rate(data);
   }
   // Reports that the request reused an entry that is not the common head of several prefixes.
   void on_return(Record record) {
-    if (record == 0 || records_[record].came_back) return;
-    records_[record].came_back = true;
+    if (record == 0 || records_[record].returning) return;
+    records_[record].returning = true;
     rate(records_[record]);
   }
   unsigned class_of(Record record) const { return records_[record].of_class; }
@@ -77,7 +77,7 @@ class RequestClasses {
     std::uint32_t fresh = 0;    // of those sampled
     std::uint32_t of_class = 0;
     Record next_free = 0;
-    bool came_back = false;  // it continues an earlier one
+    bool returning = false;  // it continues an earlier one
   };
   struct NumberOf {
     const RequestClasses& classes;
@@ -86,8 +86,9 @@ class RequestClasses {
   NumberOf number_of() const { return {*this}; }
   static void rate(Data& data) {
     const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
-    const unsigned octave = std::min(kCameBack - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
-    data.of_class = (data.came_back ? kCameBack : 0) + octave;
+    const unsigned octave =
+        std::min(kFirstReturning - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
+    data.of_class = (data.returning ? kFirstReturning : 0) + octave;
   }
   Record make(std::uint32_t request) {
     if (first_free_ == 0) {

@@ -86,19 +86,19 @@ void ReusePredictor::rate(unsigned of_class) {
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }
-  // Runs for every age `from` at once, so that the inner loop vectorises. `here`: the remaining share of an
-  // entry kept since `from` (0 before it). `gained`: its reuses. `kept`: the cost of keeping it. The largest
-  // gained / kept is found with products: a division would cost as much as all the rest.
-  std::array<float, kBuckets> here{}, gained{}, kept{}, best_gained{}, best_kept;
+  // Runs for every age `from` at once, so that the inner loop vectorises. `present`: the remaining share of
+  // an entry kept since `from` (0 before it). `gained`: its reuses. `kept`: the cost of keeping it. The
+  // largest gained / kept is found with products: a division would cost as much as all the rest.
+  std::array<float, kBuckets> present{}, gained{}, kept{}, best_gained{}, best_kept;
   best_kept.fill(1);
   for (unsigned b = 0; b < kBuckets; ++b) {
     const float left = 1 - hazard[b], cost = kWidths[b] * (1 - hazard[b] / 2);
-    here[b] = 1;
+    present[b] = 1;
     kept[b] = -cost / 2;  // an entry is in the middle of its own bucket
     for (unsigned from = 0; from < kBuckets; ++from) {
-      kept[from] += here[from] * cost;
-      gained[from] += here[from] * hazard[b];
-      here[from] *= left;
+      kept[from] += present[from] * cost;
+      gained[from] += present[from] * hazard[b];
+      present[from] *= left;
       const bool better = gained[from] * best_kept[from] > best_gained[from] * kept[from];
       best_gained[from] = better ? gained[from] : best_gained[from];
       best_kept[from] = better ? kept[from] : best_kept[from];

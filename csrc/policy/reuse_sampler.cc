@@ -19,10 +19,10 @@ void ReuseSampler::used(ChunkId id, const Use& use) {
     const unsigned bucket = ReusePredictor::bucket_of(use.now - sample.time);
     catch_up(sample, bucket);
     const unsigned of_class = class_of(sample);
-    if (bucket == 0) model_.reached(of_class, 0);
-    model_.returned(of_class, bucket);
+    if (bucket == 0) predictor_.reached(of_class, 0);
+    predictor_.returned(of_class, bucket);
   }
-  begin_again(at, use);
+  restart_sample(at, use);
 }
 
 void ReuseSampler::renewed(ChunkId id, const Use& use) {
@@ -30,7 +30,7 @@ void ReuseSampler::renewed(ChunkId id, const Use& use) {
   const std::uint32_t at = find(id);
   if (at == kNone) return add(id, use);
   unlink(at);
-  begin_again(at, use);
+  restart_sample(at, use);
 }
 
 // An earlier request's use stays an end: that request ended here, even if another one continued. (Newly
@@ -43,9 +43,9 @@ void ReuseSampler::extended(ChunkId id, RequestClasses::Record record) {
 }
 
 // REQUIRES: linked in no list.
-void ReuseSampler::begin_again(std::uint32_t at, const Use& use) {
+void ReuseSampler::restart_sample(std::uint32_t at, const Use& use) {
   Sample& sample = samples_[at];
-  classes_.release(std::exchange(sample.record, classes_.refer_again(use.record)));
+  classes_.release(std::exchange(sample.record, classes_.add_reference(use.record)));
   sample.time = use.now;
   sample.bucket = 0;
   sample.end = use.end;
@@ -58,8 +58,8 @@ void ReuseSampler::begin_again(std::uint32_t at, const Use& use) {
 void ReuseSampler::catch_up(Sample& sample, unsigned bucket) {
   const unsigned of_class = class_of(sample);
   for (; sample.bucket < bucket; ++sample.bucket) {
-    if (sample.bucket == 0) model_.reached(of_class, 0);
-    model_.reached(of_class, sample.bucket + 1u);
+    if (sample.bucket == 0) predictor_.reached(of_class, 0);
+    predictor_.reached(of_class, sample.bucket + 1u);
   }
 }
 
@@ -67,7 +67,7 @@ void ReuseSampler::advance(std::uint64_t now, std::uint64_t horizon) {
   for (unsigned b = 0; b + 1 < ReusePredictor::kBuckets; ++b) {
     if (now >= due_[b]) cross(b, now);
   }
-  for (int dropped = 0; dropped < kDroppedAtOnce && by_time_.oldest != kNone; ++dropped) {
+  for (int dropped = 0; dropped < kDropsPerAdvance && by_time_.oldest != kNone; ++dropped) {
     const Sample& sample = samples_[by_time_.oldest];
     if (now - sample.time <= horizon && sampled(sample.id)) break;
     drop(by_time_.oldest);
@@ -79,7 +79,7 @@ void ReuseSampler::cross(unsigned bucket, std::uint64_t now) {
   const std::uint64_t edge = ReusePredictor::edge(bucket + 1);
   std::array<std::uint32_t, ReusePredictor::kClasses> counts{};
   std::uint32_t at = crossed_[bucket] == kNone ? by_time_.oldest : samples_[crossed_[bucket]].newer;
-  int left = kCrossedAtOnce;
+  int left = kCrossingsPerBucket;
   // Samples that have not crossed the younger buckets yet must do that first.
   for (; at != kNone && now - samples_[at].time >= edge && samples_[at].bucket == bucket;
        at = samples_[at].newer) {
@@ -91,11 +91,11 @@ void ReuseSampler::cross(unsigned bucket, std::uint64_t now) {
     crossed_[bucket] = at;
   }
   due_[bucket] = (at == kNone ? now : samples_[at].time) + edge;
-  count_steps(static_cast<std::uint64_t>(kCrossedAtOnce - std::max(left, 0)));
+  count_steps(static_cast<std::uint64_t>(kCrossingsPerBucket - std::max(left, 0)));
   for (unsigned c = 0; c < counts.size(); ++c) {
     if (counts[c] == 0) continue;
-    if (bucket == 0) model_.reached(c, 0, counts[c]);
-    model_.reached(c, bucket + 1, counts[c]);
+    if (bucket == 0) predictor_.reached(c, 0, counts[c]);
+    predictor_.reached(c, bucket + 1, counts[c]);
   }
 }
 
@@ -119,7 +119,7 @@ void ReuseSampler::add(ChunkId id, const Use& use) {
   }
   samples_[at] = {.id = id,
                   .time = use.now,
-                  .record = classes_.refer_again(use.record),
+                  .record = classes_.add_reference(use.record),
                   .end = use.end,
                   .used = use.used};
   by_id_.at(id, id_of()) = at;
@@ -129,7 +129,7 @@ void ReuseSampler::add(ChunkId id, const Use& use) {
 
 // A few per new sample: sweeping all at once would take too long.
 void ReuseSampler::sweep() {
-  const std::size_t end = std::min(samples_.size(), swept_ + kSweepAtOnce);
+  const std::size_t end = std::min(samples_.size(), swept_ + kSweepsPerAdvance);
   for (; swept_ < end; ++swept_) {
     const ChunkId id = samples_[swept_].id;
     if (id != 0 && !sampled(id)) drop(static_cast<std::uint32_t>(swept_));

@@ -24,7 +24,8 @@ class ReuseSampler {
   static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
   static_assert(kMaxSamples <= IdTable::kIdsOfSpareBits, "samples must be spread over the whole table");
 
-  ReuseSampler(ReusePredictor& model, RequestClasses& classes) : model_(model), classes_(classes) {
+  ReuseSampler(ReusePredictor& predictor, RequestClasses& classes)
+      : predictor_(predictor), classes_(classes) {
     crossed_.fill(kNone);
   }
 
@@ -43,7 +44,7 @@ class ReuseSampler {
   // The request of `record`, which used this entry, continued after it.
   void extended(ChunkId id, RequestClasses::Record record);
   bool sampled(ChunkId id) const { return id != 0 && (IdTable::spare_bits(id) & skip_mask_) == 0; }
-  bool knows(ChunkId id) const { return sampled(id) && find(id) != kNone; }
+  bool is_tracked(ChunkId id) const { return sampled(id) && find(id) != kNone; }
   void prefetch(ChunkId id) const { by_id_.prefetch(id); }
   // Advances the time: samples reach higher ages, and some of the oldest beyond `horizon` are dropped.
   // (Emptying the cache shortens the horizon at once; later calls drop the rest.)
@@ -53,9 +54,9 @@ class ReuseSampler {
 
  private:
   static constexpr std::uint32_t kNone = IdTable::kNone;
-  static constexpr int kDroppedAtOnce = 64;  // more than arrive between two advances
-  static constexpr std::size_t kSweepAtOnce = 4;
-  static constexpr int kCrossedAtOnce = 128;  // per bucket; samples of one time arrive together
+  static constexpr int kDropsPerAdvance = 64;  // more than arrive between two advances
+  static constexpr std::size_t kSweepsPerAdvance = 4;
+  static constexpr int kCrossingsPerBucket = 128;  // per bucket; samples of one time arrive together
   struct Sample {
     ChunkId id = 0;
     std::uint64_t time = 0;
@@ -73,7 +74,7 @@ class ReuseSampler {
   unsigned class_of(const Sample& sample) const {
     return ReusePredictor::class_of(classes_.class_of(sample.record), sample.end, sample.used);
   }
-  void begin_again(std::uint32_t at, const Use& use);
+  void restart_sample(std::uint32_t at, const Use& use);
   void catch_up(Sample& sample, unsigned bucket);
   void add(ChunkId id, const Use& use);
   void sweep();  // drops samples whose ids are no longer sampled
@@ -82,7 +83,7 @@ class ReuseSampler {
   void unlink(std::uint32_t at);
   void cross(unsigned bucket, std::uint64_t now);
 
-  ReusePredictor& model_;
+  ReusePredictor& predictor_;
   RequestClasses& classes_;
   SegmentedVector<Sample> samples_;
   // Free samples, linked by `newer` and reused in the order in which they were freed. So samples that are

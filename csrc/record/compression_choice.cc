@@ -41,7 +41,7 @@ bool CompressionChoice::next_is_encoded(std::uint32_t group) {
   if (options_.compress == Compress::kAuto && (!on_ || !is_float(group))) return false;
   if (group >= groups_.size()) return true;
   Group& known = groups_[group];
-  if (known.tried < kRecordsToKnow || known.ratio >= PayloadCodec::kMinRatio) return true;
+  if (known.tried < kMinRecords || known.ratio >= PayloadCodec::kMinRatio) return true;
   known.passed_over = (known.passed_over + 1) % kTryAgain;
   return known.passed_over == 0;
 }
@@ -53,7 +53,7 @@ void CompressionChoice::encoded(std::uint32_t group, std::uint64_t raw_bytes, st
   const double raw = static_cast<double>(raw_bytes), stored = static_cast<double>(stored_bytes);
   if (group >= groups_.size()) groups_.resize(group + 1);
   Group& of_group = groups_[group];
-  of_group.tried = std::min(of_group.tried + 1, kRecordsToKnow);
+  of_group.tried = std::min(of_group.tried + 1, kMinRecords);
   of_group.ratio = mean(of_group.ratio, raw / stored);
   if (seconds > 0) speed_.encode = mean(speed_.encode, raw / seconds);
   of(OpKind::kWrite).codec_seconds += seconds;
@@ -83,8 +83,8 @@ void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double secon
     // Last, because the codec's result for this op was reported before.
     for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
       *sum *= kFade;
-    moved.ops = std::min(moved.ops + 1, kOpsToKnow);
-    if (!is_to_decide()) return;
+    moved.ops = std::min(moved.ops + 1, kMinOps);
+    if (!is_decision_due()) return;
     deciding_ = true;
   }
   // Without the lock: the callback may read a file, and threads that call stats() must not wait for that.
@@ -100,7 +100,7 @@ void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double secon
 
 CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
   const Moved& moved = moved_[static_cast<std::size_t>(kind)];
-  if (moved.ops < kOpsToKnow) return {};
+  if (moved.ops < kMinOps) return {};
   const bool reads = kind == OpKind::kRead;
   const double known = reads ? speed_.decode : speed_.encode;
   const double speed = known > 0 ? known : (reads ? options_.expected.decode : options_.expected.encode);
@@ -108,7 +108,7 @@ CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
   return {stored, stored / ratio_ + 1 / speed};
 }
 
-bool CompressionChoice::is_to_decide() {
+bool CompressionChoice::is_decision_due() {
   if (options_.compress != Compress::kAuto || deciding_) return false;
   if (times(OpKind::kRead).raw == 0 && times(OpKind::kWrite).raw == 0) return false;
   if (ops_until_decision_ == 0) return true;
@@ -126,7 +126,7 @@ void CompressionChoice::decide(double idle_cores) {
   const bool on = !too_slow && deciding.gain() > (on_ ? needed.off : needed.on);
   if (on == on_) return;
   on_ = on;
-  ops_until_decision_ = kOpsToSettle;
+  ops_until_decision_ = kOpsPerDecision;
 }
 
 CompressionStats CompressionChoice::stats() const {

@@ -63,10 +63,10 @@ class CompressionChoice {
   };
   static constexpr Gain kWithIdleCores{1.10, 1.03};
   static constexpr Gain kWithoutIdleCores{1.25, 1.15};
-  static constexpr double kSlowestWrites = 2;    // encoded time over raw time
-  static constexpr unsigned kOpsToKnow = 8;      // of a kind, before its speed counts
-  static constexpr unsigned kOpsToSettle = 64;   // of both kinds, between two decisions
-  static constexpr unsigned kRecordsToKnow = 8;  // of a group, before its gain counts
+  static constexpr double kSlowestWrites = 2;      // encoded time over raw time
+  static constexpr unsigned kMinOps = 8;           // of a kind, before its speed counts
+  static constexpr unsigned kOpsPerDecision = 64;  // of both kinds, between two decisions
+  static constexpr unsigned kMinRecords = 8;       // of a group, before its gain counts
   // A group that gained too little is retried with one record in this many.
   static constexpr unsigned kTryAgain = 64;
 
@@ -102,7 +102,7 @@ class CompressionChoice {
   };
   struct Group {
     double ratio = 0;    // 0: none was tried
-    unsigned tried = 0;  // up to kRecordsToKnow
+    unsigned tried = 0;  // up to kMinRecords
     unsigned passed_over = 0;
   };
   // Seconds per byte of raw payload.
@@ -113,7 +113,7 @@ class CompressionChoice {
 
   bool is_float(std::uint32_t group) const { return element(group) != Element::kBytes; }
   Times times(OpKind kind) const REQUIRES(mutex_);
-  bool is_to_decide() REQUIRES(mutex_);
+  bool is_decision_due() REQUIRES(mutex_);
   void decide(double idle_cores) REQUIRES(mutex_);
   Moved& of(OpKind kind) REQUIRES(mutex_) { return moved_[static_cast<std::size_t>(kind)]; }
 

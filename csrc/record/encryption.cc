@@ -44,9 +44,9 @@ struct OpenFile {
   }
 };
 
-std::string what_is_wrong(int error) { return Status::from_errno(error, "open").message(); }
+std::string open_error(int error) { return Status::from_errno(error, "open").message(); }
 
-bool is_group_of_ours(::gid_t group) {
+bool is_own_group(::gid_t group) {
   std::vector<::gid_t> groups(static_cast<std::size_t>(std::max(::getgroups(0, nullptr), 0)) + 1);
   const int count = ::getgroups(static_cast<int>(groups.size()), groups.data());
   const auto end = groups.begin() + std::max(count, 0);
@@ -55,8 +55,8 @@ bool is_group_of_ours(::gid_t group) {
 
 // True for a secret as Kubernetes mounts it for a non-root user: its fsGroup may read the file, no user may
 // change it.
-bool is_lent_by_root(const struct ::stat& info) {
-  return info.st_uid == 0 && (info.st_mode & 07777u) == 0440u && is_group_of_ours(info.st_gid);
+bool is_shared_by_root(const struct ::stat& info) {
+  return info.st_uid == 0 && (info.st_mode & 07777u) == 0440u && is_own_group(info.st_gid);
 }
 
 // Follows links, because Kubernetes secrets are links.
@@ -64,10 +64,10 @@ void read_master(const std::string& path, EncryptionKeys::Master* master) {
   const OpenFile file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
   if (file.fd < 0) {
     throw_resource("encryption_key_file {}: {}; give a file with 32 random bytes (head -c 32 /dev/urandom)",
-                   path, what_is_wrong(errno));
+                   path, open_error(errno));
   }
   struct ::stat info;
-  if (::fstat(file.fd, &info) != 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  if (::fstat(file.fd, &info) != 0) throw_resource("encryption_key_file {}: {}", path, open_error(errno));
   // The file must be regular, owned by this user or root, and inaccessible to others.
   if (!S_ISREG(info.st_mode)) {
     throw_resource("encryption_key_file {} is not a regular file: give one with 32 random bytes", path);
@@ -77,7 +77,7 @@ void read_master(const std::string& path, EncryptionKeys::Master* master) {
         "encryption_key_file {} belongs to user {}, this process is user {}: chown it to {} or root", path,
         info.st_uid, ::geteuid(), ::geteuid());
   }
-  if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0 && !is_lent_by_root(info)) {
+  if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0 && !is_shared_by_root(info)) {
     throw_resource(
         "encryption_key_file {} has mode {:04o} and group {}, so other users may access it: chmod 600 it, or "
         "make root its owner, with mode 0440 and a group of this process (Kubernetes fsGroup)",
@@ -90,7 +90,7 @@ void read_master(const std::string& path, EncryptionKeys::Master* master) {
   do {
     length = ::read(file.fd, bytes.data(), bytes.size());
   } while (length < 0 && errno == EINTR);
-  if (length < 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  if (length < 0) throw_resource("encryption_key_file {}: {}", path, open_error(errno));
   const auto size = static_cast<std::uint64_t>(info.st_size);
   if (size != EncryptionKeys::kMasterBytes || static_cast<std::uint64_t>(length) != size) {
     throw_resource(

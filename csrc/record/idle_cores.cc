@@ -36,7 +36,7 @@ IdleCores::IdleCores(const Clock& clock) : IdleCores(clock, allowed_cpus(), proc
 
 // The line of a CPU: "cpu3 user nice system idle iowait irq softirq steal guest guest_nice". Guest time is
 // part of user.
-std::vector<IdleCores::Ticks> IdleCores::look() const {
+std::vector<IdleCores::Ticks> IdleCores::read_ticks() const {
   constexpr int kCounted = 8, kIdle = 3, kIoWait = 4;
   std::vector<Ticks> found(cpus_.size());
   std::istringstream lines(read_());
@@ -61,8 +61,8 @@ std::vector<IdleCores::Ticks> IdleCores::look() const {
 
 double IdleCores::now() {
   const Nanos now = clock_.now();
-  if (!last_.empty() && now - looked_at_ < kEvery) return idle_;
-  std::vector<Ticks> ticks = look();
+  if (!last_.empty() && now - read_at_ < kReadInterval) return idle_;
+  std::vector<Ticks> ticks = read_ticks();
   if (!last_.empty()) {
     idle_ = 0;
     bool known = false;
@@ -76,7 +76,7 @@ double IdleCores::now() {
     if (!known) idle_ = -1;
   }
   last_ = std::move(ticks);
-  looked_at_ = now;
+  read_at_ = now;
   return idle_;
 }
 

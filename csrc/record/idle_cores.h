@@ -16,7 +16,7 @@ namespace kv_offload {
 
 class IdleCores {
  public:
-  static constexpr Nanos kEvery{std::chrono::seconds(2)};
+  static constexpr Nanos kReadInterval{std::chrono::seconds(2)};
 
   // `cpus`: the cores to count. `read`: returns the text of /proc/stat. Both are copied.
   IdleCores(const Clock& clock, std::vector<unsigned> cpus, std::function<std::string()> read);
@@ -31,13 +31,13 @@ class IdleCores {
   struct Ticks {
     std::uint64_t idle = 0, all = 0;
   };
-  std::vector<Ticks> look() const;
+  std::vector<Ticks> read_ticks() const;
 
   const Clock& clock_;
   const std::vector<unsigned> cpus_;
   const std::function<std::string()> read_;
   std::vector<Ticks> last_;
-  Nanos looked_at_{0};
+  Nanos read_at_{0};
   double idle_ = -1;
 };
 

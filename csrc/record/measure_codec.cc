@@ -54,10 +54,10 @@ std::string advice(const CodecSpeed& codec, double read_bytes_per_second, double
   CompressionOptions options{.compress = Compress::kAuto, .elements = {Element::kBf16}};
   if (codec.encode > 0 && codec.decode > 0) options.expected = codec;
   CompressionChoice choice(options);
-  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow; ++i) {
+  for (unsigned i = 0; i < CompressionChoice::kMinOps; ++i) {
     if (write_bytes_per_second > 0) choice.moved(OpKind::kWrite, kBytes, kBytes / write_bytes_per_second);
   }
-  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow + CompressionChoice::kOpsToSettle; ++i) {
+  for (unsigned i = 0; i < CompressionChoice::kMinOps + CompressionChoice::kOpsPerDecision; ++i) {
     if (read_bytes_per_second > 0) choice.moved(OpKind::kRead, kBytes, kBytes / read_bytes_per_second);
   }
   return choice.reason();

@@ -75,12 +75,12 @@ class Blocks {
       each_part([](std::byte* part, std::byte* there, std::size_t n) { std::memcpy(part, there, n); });
   }
   void next() {
-    std::size_t going = bytes();
-    left_ -= going;
-    while (going > 0) {
-      const std::size_t part = std::min(going, shards_[shard_].size() - at_);
+    std::size_t remaining = bytes();
+    left_ -= remaining;
+    while (remaining > 0) {
+      const std::size_t part = std::min(remaining, shards_[shard_].size() - at_);
       at_ += part;
-      going -= part;
+      remaining -= part;
       skip_empty();
     }
   }

@@ -65,7 +65,7 @@ Status OutgoingRecord::encode() {
   const double seconds = to_seconds(choice->clock().now() - began);
   const std::uint64_t pages = round_up(bytes, kPageBytes);
   const bool gains = bytes != 0 && pages < header_.payload_bytes;
-  tried_ = Tried{gains ? pages : header_.payload_bytes, seconds};
+  attempt_ = EncodeAttempt{gains ? pages : header_.payload_bytes, seconds};
   if (!gains) return Status::ok();
   std::memset(out.data() + bytes, 0, pages - bytes);
   header_.codec = Codec::kSplitZstd;
@@ -74,9 +74,9 @@ Status OutgoingRecord::encode() {
 }
 
 std::uint64_t OutgoingRecord::written() {
-  if (tried_)
-    form_.compression()->encoded(op_.group, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
-  tried_.reset();
+  if (attempt_)
+    form_.compression()->encoded(op_.group, header_.payload_bytes, attempt_->stored_bytes, attempt_->seconds);
+  attempt_.reset();
   form_.traffic().written_bytes += bytes();
   return header_.payload_bytes;
 }
@@ -144,10 +144,10 @@ IncomingRecord::IncomingRecord(RecordForm& form, const NamespaceId& namespace_id
     : form_(form), namespace_id_(namespace_id), op_(op), payload_bytes_(padded_payload_bytes(op.shards)) {}
 
 Status IncomingRecord::check_length(std::uint64_t bytes) const {
-  const bool encoded = bytes > kRecordHeaderBytes && bytes % kPageBytes == 0 && bytes < most_bytes();
-  if (bytes == most_bytes() || encoded) return Status::ok();
+  const bool encoded = bytes > kRecordHeaderBytes && bytes % kPageBytes == 0 && bytes < max_bytes();
+  if (bytes == max_bytes() || encoded) return Status::ok();
   return Status::error(StatusKind::kCorrupt,
-                       fmt::format("{} bytes long, expected {}, or fewer whole pages", bytes, most_bytes()));
+                       fmt::format("{} bytes long, expected {}, or fewer whole pages", bytes, max_bytes()));
 }
 
 std::vector<std::span<std::byte>> IncomingRecord::pieces() const {

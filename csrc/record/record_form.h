@@ -97,7 +97,7 @@ class OutgoingRecord {
 
  private:
   // Result of the codec, whether it saved space or not.
-  struct Tried {
+  struct EncodeAttempt {
     std::uint64_t stored_bytes = 0;
     double seconds = 0;
   };
@@ -107,8 +107,8 @@ class OutgoingRecord {
   RecordForm& form_;
   const RecordOp& op_;
   RecordHeader header_;
-  std::optional<Tried> tried_;          // not reported yet
-  std::unique_ptr<HugeBuffer> buffer_;  // header page, then the stored bytes
+  std::optional<EncodeAttempt> attempt_;  // not reported yet
+  std::unique_ptr<HugeBuffer> buffer_;    // header page, then the stored bytes
   std::optional<AlignedBuffer> page_;
   std::vector<std::span<const std::byte>> pieces_;
 };
@@ -125,11 +125,11 @@ class IncomingRecord {
   IncomingRecord& operator=(const IncomingRecord&) = delete;
 
   std::uint64_t payload_bytes() const { return payload_bytes_; }  // raw
-  std::uint64_t most_bytes() const { return kRecordHeaderBytes + payload_bytes_; }
+  std::uint64_t max_bytes() const { return kRecordHeaderBytes + payload_bytes_; }
   // Returns kCorrupt if a record of this op cannot have this many bytes.
   Status check_length(std::uint64_t bytes) const;
   std::span<std::byte> header_page() const { return page_.span(); }
-  // The header page, then the shards including padding: most_bytes() in total, filled from the front.
+  // The header page, then the shards including padding: max_bytes() in total, filled from the front.
   std::vector<std::span<std::byte>> pieces() const;
 
   // `bytes`: the record's length. kCorrupt: the record does not belong to the op. kNotFound: another release

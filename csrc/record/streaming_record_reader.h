@@ -26,14 +26,14 @@ class StreamingRecordReader final : public ReadProgressSink {
   explicit StreamingRecordReader(IncomingRecord& record) : record_(record) {}
 
   void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
-    if (status_ && offset != came_) {
+    if (status_ && offset != received_) {
       status_ = Status::error(StatusKind::kIo, "the store restarted its answer");
     }
     if (!status_) return;
     try {
-      if (came_ < kRecordHeaderBytes) {
+      if (received_ < kRecordHeaderBytes) {
         // The header page is a separate piece, so no part extends beyond it.
-        if (came_ + part.size() == kRecordHeaderBytes && announced > 0) {
+        if (received_ + part.size() == kRecordHeaderBytes && announced > 0) {
           status_ = record_.begin(announced);
           begun_ = true;
         }
@@ -43,7 +43,7 @@ class StreamingRecordReader final : public ReadProgressSink {
     } catch (const std::exception& error) {
       status_ = Status::error(StatusKind::kIo, error.what());
     }
-    came_ += part.size();
+    received_ += part.size();
   }
   // Call after the last byte of a record of `bytes` bytes; like IncomingRecord::open().
   Status finish(std::uint64_t bytes) {
@@ -54,7 +54,7 @@ class StreamingRecordReader final : public ReadProgressSink {
  private:
   IncomingRecord& record_;
   Status status_;
-  std::uint64_t came_ = 0;
+  std::uint64_t received_ = 0;
   bool begun_ = false;
 };
 

@@ -36,7 +36,7 @@ class Replayer {
         options_(options),
         index_(make_index()),
         catalog_(std::make_unique<FsCatalog>(options.tier_eviction_policy)),
-        memory_(4 * options.host_chunks) {}
+        key_history_(4 * options.host_chunks) {}
 
   ReplayResult run() {
     for (std::size_t i = 0; i < trace_.size(); ++i) {
@@ -63,7 +63,7 @@ class Replayer {
       }
     }
     restart_host();
-    memory_.clear();
+    key_history_.clear();
     restart_tier();
     killed_ = true;
   }
@@ -77,7 +77,7 @@ class Replayer {
     std::sort(kept.begin(), kept.end(),
               [](const auto& one, const auto& other) { return one.first < other.first; });
     index_ = make_index();
-    for (const auto& [when, entry] : kept) {
+    for (const auto& [time, entry] : kept) {
       const Slot slot =
           index_->insert(entry.key, 0, 0, {0, entry.parent, entry.depth, 0, 0}, ChunkState::kFilling);
       make_resident(slot, ChunkOrigin::kBefore);
@@ -94,7 +94,7 @@ class Replayer {
     std::sort(records.begin(), records.end(),
               [](const auto& one, const auto& other) { return one.first < other.first; });
     auto restarted = std::make_unique<FsCatalog>(options_.tier_eviction_policy);
-    for (const auto& [when, record] : records) restarted->insert(record, {});
+    for (const auto& [time, record] : records) restarted->insert(record, {});
     catalog_ = std::move(restarted);
   }
 
@@ -168,7 +168,7 @@ class Replayer {
       if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
     }
     if (options_.tier.write_policy == WritePolicy::kWriteThrough) write_stored(number);
-    for (const Slot slot : stored_) see_again(slot);
+    for (const Slot slot : stored_) count_use(slot);
   }
 
   Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
@@ -222,11 +222,11 @@ class Replayer {
     if (options_.tier_chunks == 0 || catalog_->holds(entry.key)) return true;
     while (catalog_->size() >= options_.tier_chunks) {
       if (spared_request != 0 && catalog_->next_is_of(spared_request)) return false;
-      const auto gone = catalog_->take_victim();
-      if (!gone) return true;
-      const ChunkEntry* here = index_->find(gone->key);
-      if (here != nullptr && here->state == ChunkState::kResident)
-        index_->set_recorded(index_->slot_of(here), false);
+      const auto victim = catalog_->take_victim();
+      if (!victim) return true;
+      const ChunkEntry* victim_entry = index_->find(victim->key);
+      if (victim_entry != nullptr && victim_entry->state == ChunkState::kResident)
+        index_->set_recorded(index_->slot_of(victim_entry), false);
       ++result_.tier_evicted;
     }
     catalog_->insert({entry.key, kPageBytes}, index_->entry_info(entry));
@@ -247,11 +247,11 @@ class Replayer {
       index_->set_recorded(slot, recorded(entry.key));
     }
     if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);
-    see_again(slot);
+    count_use(slot);
   }
-  void see_again(Slot slot) {
+  void count_use(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
-    const std::uint32_t uses = memory_.count_use(index_->at(slot).key);
+    const std::uint32_t uses = key_history_.count_use(index_->at(slot).key);
     if (uses >= options_.tier.reuse_threshold) write(slot);
   }
 
@@ -259,7 +259,7 @@ class Replayer {
   const ReplayOptions& options_;
   std::unique_ptr<ChunkIndex> index_;
   std::unique_ptr<FsCatalog> catalog_;
-  KeyHistory memory_;
+  KeyHistory key_history_;
   ReplayResult result_;
   std::vector<ChunkKey> keys_;  // of the current request
   std::vector<Slot> held_, stored_;
@@ -313,7 +313,7 @@ std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
     std::uint64_t next;
     std::size_t depth;
   };
-  std::unordered_map<std::uint64_t, Use> here;
+  std::unordered_map<std::uint64_t, Use> victim_entry;
   std::set<std::tuple<std::uint64_t, std::size_t, std::uint64_t>> order;  // next use, depth, block
   std::uint64_t hits = 0;
   std::size_t at = 0;
@@ -321,19 +321,19 @@ std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
     const auto blocks = trace.request(i);
     bool all = true;
     for (std::size_t depth = 0; depth < blocks.size(); ++depth) {
-      const auto found = here.find(blocks[depth]);
-      all &= found != here.end();
+      const auto found = victim_entry.find(blocks[depth]);
+      all &= found != victim_entry.end();
       hits += all;
-      if (found == here.end()) continue;
+      if (found == victim_entry.end()) continue;
       order.erase({found->second.next, found->second.depth, blocks[depth]});
-      here.erase(found);
+      victim_entry.erase(found);
     }
     for (std::size_t depth = 0; depth < blocks.size(); ++depth, ++at) {
-      if (next[at] == kNever || !here.emplace(blocks[depth], Use{next[at], depth}).second) continue;
+      if (next[at] == kNever || !victim_entry.emplace(blocks[depth], Use{next[at], depth}).second) continue;
       order.insert({next[at], depth, blocks[depth]});
     }
     while (order.size() > capacity) {
-      here.erase(std::get<2>(*order.rbegin()));
+      victim_entry.erase(std::get<2>(*order.rbegin()));
       order.erase(std::prev(order.end()));
     }
   }

@@ -6,28 +6,28 @@
 namespace kv_offload {
 
 std::optional<CircuitBreaker::Pass> CircuitBreaker::admit(Nanos now, Kind kind) {
-  if (closed()) return Pass{rests_.load(), false, kind};
+  if (closed()) return Pass{openings_.load(), false, kind};
   const MutexLock lock(mutex_);
-  if (closed()) return Pass{rests_.load(), false, kind};
+  if (closed()) return Pass{openings_.load(), false, kind};
   if (probing(kind) || now.count() < retry_at(kind).load()) return std::nullopt;
   probing(kind) = true;
-  return Pass{rests_.load(), true, kind};
+  return Pass{openings_.load(), true, kind};
 }
 
-bool CircuitBreaker::counts(const Pass& pass) const {
-  return pass.rests == rests_.load() && (closed() || pass.probe);
+bool CircuitBreaker::is_valid_locked(const Pass& pass) const {
+  return pass.openings == openings_.load() && (closed() || pass.probe);
 }
 
-void CircuitBreaker::open(Nanos now, Kind because_of) {
-  rests_.fetch_add(1);
+void CircuitBreaker::open(Nanos now, Kind cause) {
+  openings_.fetch_add(1);
   probing_[0] = probing_[1] = false;
   failures_[0] = failures_[1] = 0;
-  rest(now, because_of);
+  start_cool_down(now, cause);
   closed_.store(false, std::memory_order_release);
 }
 
-void CircuitBreaker::rest(Nanos now, Kind because_of) {
-  opened_by_ = because_of;
+void CircuitBreaker::start_cool_down(Nanos now, Kind cause) {
+  opened_by_ = cause;
   cool_down_ = cool_down_.count() == 0 ? kFirstCoolDown : std::min(cool_down_ * 2, kLastCoolDown);
   for (auto& retry_at : retry_at_) retry_at.store((now + cool_down_).count());
   trips_.fetch_add(1);
@@ -35,8 +35,8 @@ void CircuitBreaker::rest(Nanos now, Kind because_of) {
 
 void CircuitBreaker::succeeded(const Pass& pass) {
   const MutexLock lock(mutex_);
-  if (!counts(pass)) return;
-  failures(Kind::kQuestion) = 0;
+  if (!is_valid_locked(pass)) return;
+  failures(Kind::kLookup) = 0;
   if (pass.kind == Kind::kRecord) failures(Kind::kRecord) = 0;
   if (closed()) return;
   probing(pass.kind) = false;
@@ -48,7 +48,7 @@ void CircuitBreaker::succeeded(const Pass& pass) {
 
 void CircuitBreaker::failed(const Pass& pass, Nanos now) {
   const MutexLock lock(mutex_);
-  if (!counts(pass)) return;
+  if (!is_valid_locked(pass)) return;
   if (closed()) {
     if (++failures(pass.kind) >= kFailuresToTrip) open(now, pass.kind);
     return;
@@ -57,13 +57,13 @@ void CircuitBreaker::failed(const Pass& pass, Nanos now) {
   if (pass.kind < opened_by_) {  // a lookup's probe does not extend the cool-down of records
     retry_at(pass.kind).store((now + cool_down_).count());
   } else {
-    rest(now, pass.kind);
+    start_cool_down(now, pass.kind);
   }
 }
 
-void CircuitBreaker::not_tried(const Pass& pass) {
+void CircuitBreaker::withdraw(const Pass& pass) {
   const MutexLock lock(mutex_);
-  if (pass.probe && counts(pass)) probing(pass.kind) = false;
+  if (pass.probe && is_valid_locked(pass)) probing(pass.kind) = false;
 }
 
 void CircuitBreaker::trip(Nanos now) {

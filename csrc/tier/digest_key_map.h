@@ -55,11 +55,11 @@ class DigestKeyMap {
     set[0] = key;
   }
   // Returns the key and forgets it, which frees its cell. For digests whose record was removed.
-  template <typename IsIt>
-  std::optional<ChunkKey> take(const ChunkKey& digest, IsIt&& is_it) {
+  template <typename Matches>
+  std::optional<ChunkKey> take(const ChunkKey& digest, Matches&& matches) {
     for (ChunkKey* set : sets_of(digest)) {
       for (std::size_t i = 0; i < kWays && set[i].size() > 0; ++i) {
-        if (!is_it(set[i])) continue;
+        if (!matches(set[i])) continue;
         const ChunkKey key = set[i];
         std::move(set + i + 1, set + kWays, set + i);
         set[kWays - 1] = ChunkKey();

@@ -37,9 +37,9 @@ class EncryptedKeyTier final : public Tier {
   bool cancel(OpId id) override { return tier_->cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
-  void forget_absence(const ChunkKey& key) override {
+  void forget_miss(const ChunkKey& key) override {
     const DigestCache::Place place = names_.place_of(key);
-    for (std::size_t i = 0; i < ways_; ++i) tier_->forget_absence(names_.name(place, i));
+    for (std::size_t i = 0; i < ways_; ++i) tier_->forget_miss(names_.name(place, i));
   }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override;
@@ -110,7 +110,7 @@ void EncryptedKeyTier::submit(std::vector<TierOp> ops) {
 void EncryptedKeyTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   const std::size_t first = completions->size(), first_removal = removals->size();
   tier_->poll(completions, removals);
-  const auto is_not_ours_to_tell = [&](TierRemoval& removal) {
+  const auto is_not_reportable = [&](TierRemoval& removal) {
     const ChunkKey digest = removal.key;
     const auto key = keys_.take(digest, [&](const ChunkKey& candidate) {
       for (std::size_t i = 0; i < ways_; ++i) {
@@ -123,7 +123,7 @@ void EncryptedKeyTier::poll(std::vector<Completion>* completions, std::vector<Ti
     return ways_ > 1 && contains(*key) == Presence::kPresent;  // still present under another key
   };
   removals->erase(std::remove_if(removals->begin() + static_cast<std::ptrdiff_t>(first_removal),
-                                 removals->end(), is_not_ours_to_tell),
+                                 removals->end(), is_not_reportable),
                   removals->end());
   for (std::size_t i = first; i < completions->size(); ++i) {
     Completion& completion = (*completions)[i];

@@ -45,10 +45,10 @@ void EpochRegistry::set_start(const std::string& name) {
   remember(name, &starts_);
 }
 
-void EpochRegistry::start_with(const std::string& kept) {
+void EpochRegistry::start_with(const std::string& stored) {
   const MutexLock lock(mutex_);
-  set_start(kept);
-  if (!kept.empty()) epoch_ = std::make_shared<Named>(kept);
+  set_start(stored);
+  if (!stored.empty()) epoch_ = std::make_shared<Named>(stored);
 }
 
 std::string EpochRegistry::startup_epoch() const {
@@ -56,17 +56,18 @@ std::string EpochRegistry::startup_epoch() const {
   return start_;
 }
 
-void EpochRegistry::on_kept(const std::string& known, const std::string& kept, bool read_only) {
+void EpochRegistry::update_startup_epoch(const std::string& known, const std::string& stored,
+                                         bool read_only) {
   const MutexLock lock(mutex_);
-  if (kept.empty()) return;
+  if (stored.empty()) return;
   // Not if a reset happened in between: the name that it replaced must not be put back.
-  if (start_ == known && epoch_ != nullptr) set_start(kept);
+  if (start_ == known && epoch_ != nullptr) set_start(stored);
   if (resets_ > 0) return;  // our epoch is then ours alone, or there is none
-  if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(kept);
-  if (epoch_ != nullptr && name_of(epoch_) != kept) diverged_ = true;
+  if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(stored);
+  if (epoch_ != nullptr && name_of(epoch_) != stored) diverged_ = true;
 }
 
-Status EpochRegistry::begin(const std::function<Status(std::string* kept)>& ask,
+Status EpochRegistry::begin(const std::function<Status(std::string* stored)>& ask,
                             const std::function<Status(const std::string& name)>& put) {
   std::uint64_t resets = 0;
   {

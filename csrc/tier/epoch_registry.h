@@ -34,16 +34,17 @@ class EpochRegistry {
   static const std::string& name_of(const EpochPtr& epoch);
 
   // Sets the name that the store had at our start; empty: none, and begin() sets one later.
-  void start_with(const std::string& kept) EXCLUDES(mutex_);
+  void start_with(const std::string& stored) EXCLUDES(mutex_);
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);
-  // Reports an upkeep check: the store keeps `kept`, and startup_epoch() was `known` before the check.
+  // Reports an upkeep check: the store keeps `stored`, and startup_epoch() was `known` before the check.
   // With read_only, joins an epoch that another process made since we started.
-  void on_kept(const std::string& known, const std::string& kept, bool read_only) EXCLUDES(mutex_);
+  void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)
+      EXCLUDES(mutex_);
   // RecordStore::begin_epoch. ask: reads the name that the store keeps, or sets one. put: replaces any stored
   // name with this new one.
-  Status begin(const std::function<Status(std::string* kept)>& ask,
+  Status begin(const std::function<Status(std::string* stored)>& ask,
                const std::function<Status(const std::string& name)>& put) EXCLUDES(mutex_);
   EpochPtr current() const EXCLUDES(mutex_);
   void forget() EXCLUDES(mutex_);

@@ -16,22 +16,22 @@ namespace kv_offload {
 
 class ExistenceCheckPolicy {
  public:
-  static constexpr std::uint32_t kRun = 16;   // consecutive checks that found no record
-  static constexpr std::uint32_t kEvery = 8;  // then one write in this many checks
+  static constexpr std::uint32_t kMissesToSkip = 16;  // consecutive checks that found no record
+  static constexpr std::uint32_t kCheckInterval = 8;  // then one write in this many checks
 
   // Returns whether the next write should check first.
-  bool should_ask() {
-    if (not_there_.load(std::memory_order_relaxed) < kRun) return true;
-    return unasked_.fetch_add(1, std::memory_order_relaxed) % kEvery == kEvery - 1;
+  bool should_check() {
+    if (missing_in_a_row_.load(std::memory_order_relaxed) < kMissesToSkip) return true;
+    return unchecked_.fetch_add(1, std::memory_order_relaxed) % kCheckInterval == kCheckInterval - 1;
   }
-  void answered(bool there) {
-    if (there) return start_over();
-    not_there_.fetch_add(1, std::memory_order_relaxed);
+  void record_result(bool exists) {
+    if (exists) return restart();
+    missing_in_a_row_.fetch_add(1, std::memory_order_relaxed);
   }
-  void start_over() { not_there_.store(0, std::memory_order_relaxed); }
+  void restart() { missing_in_a_row_.store(0, std::memory_order_relaxed); }
 
  private:
-  std::atomic<std::uint64_t> not_there_{0}, unasked_{0};
+  std::atomic<std::uint64_t> missing_in_a_row_{0}, unchecked_{0};
 };
 
 }  // namespace kv_offload

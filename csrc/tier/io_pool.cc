@@ -36,8 +36,8 @@ using Queue = std::map<std::uint64_t, Queued>;
 // they hold an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
 class LaneQueue {
  public:
-  bool empty() const { return urgent_.empty() && others_.empty(); }
-  std::size_t size() const { return urgent_.size() + others_.size(); }
+  bool empty() const { return urgent_.empty() && normal_.empty(); }
+  std::size_t size() const { return urgent_.size() + normal_.size(); }
 
   // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
@@ -49,28 +49,28 @@ class LaneQueue {
   // Allocates nothing.
   void take_all_of(LaneQueue& from) {
     urgent_.merge(from.urgent_);
-    others_.merge(from.others_);
+    normal_.merge(from.normal_);
     by_tag_.merge(from.by_tag_);
     by_deadline_.merge(from.by_deadline_);
   }
   // Moves all ops to `other`. REQUIRES: `other` is empty. Constant time.
-  void swap_all(LaneQueue& other) {
+  void swap(LaneQueue& other) {
     std::swap(urgent_, other.urgent_);
-    std::swap(others_, other.others_);
+    std::swap(normal_, other.normal_);
     std::swap(by_tag_, other.by_tag_);
     std::swap(by_deadline_, other.by_deadline_);
     urgent_in_a_row_ = 0;
   }
   void move_all_to(Queue* to) {
     to->merge(urgent_);
-    to->merge(others_);
+    to->merge(normal_);
   }
   // REQUIRES: not empty.
   Queue::node_type pop() {
-    const bool others_turn =
-        !others_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerOther);
-    urgent_in_a_row_ = others_turn || others_.empty() ? 0 : urgent_in_a_row_ + 1;
-    return extract(!others_turn, queue(!others_turn).begin()->first);
+    const bool is_normal_turn =
+        !normal_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerNormal);
+    urgent_in_a_row_ = is_normal_turn || normal_.empty() ? 0 : urgent_in_a_row_ + 1;
+    return extract(!is_normal_turn, queue(!is_normal_turn).begin()->first);
   }
   // Returns the oldest op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
@@ -79,19 +79,19 @@ class LaneQueue {
     return extract(found->second, found->first.second);
   }
   // Returns the op with the earliest passed deadline; empty if no deadline has passed.
-  Queue::node_type take_late(Nanos now) {
+  Queue::node_type take_expired(Nanos now) {
     if (by_deadline_.empty() || now < by_deadline_.begin()->first.first) return {};
     return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
   }
   Nanos oldest(Nanos now) const {
-    for (const Queue* one : {&urgent_, &others_}) {
+    for (const Queue* one : {&urgent_, &normal_}) {
       if (!one->empty()) now = std::min(now, one->begin()->second.submitted);
     }
     return now;
   }
 
  private:
-  Queue& queue(bool urgent) { return urgent ? urgent_ : others_; }
+  Queue& queue(bool urgent) { return urgent ? urgent_ : normal_; }
   Queue::node_type extract(bool urgent, std::uint64_t number) {
     Queue::node_type node = queue(urgent).extract(number);
     const IoPool::Op& op = node.mapped().op;
@@ -100,7 +100,7 @@ class LaneQueue {
     return node;
   }
 
-  Queue urgent_, others_;
+  Queue urgent_, normal_;
   unsigned urgent_in_a_row_ = 0;  // while others waited
   // Key: the tag or deadline, and the op's number. Value: true for an urgent op.
   std::map<std::pair<std::uint64_t, std::uint64_t>, bool> by_tag_;
@@ -147,7 +147,7 @@ struct IoPool::State {
   bool abandoned GUARDED_BY(mutex) = false;
 
   // Returns the number of queued reads beyond those that free read threads are about to take.
-  std::size_t reads_left_over() const REQUIRES(mutex) {
+  std::size_t unserved_reads() const REQUIRES(mutex) {
     const std::size_t queued = queues[index(Lane::kRead)].size();
     return queued - std::min<std::size_t>(queued, free_readers);
   }
@@ -156,7 +156,7 @@ struct IoPool::State {
     if (own == Lane::kRead) {
       return queues[index(own)].empty() ? std::nullopt : std::optional(own);
     }
-    const bool reads = reads_left_over() > 0;
+    const bool reads = unserved_reads() > 0;
     const bool writes = !queues[index(Lane::kWrite)].empty();
     if (writes && (!reads || reads_since_write >= kReadsPerWrite)) return Lane::kWrite;
     if (reads) return Lane::kRead;
@@ -166,7 +166,7 @@ struct IoPool::State {
   // Wakes as many threads as can start one of the added ops.
   void wake(std::size_t added_reads, std::size_t added_writes) REQUIRES(mutex) {
     for (std::size_t i = std::min<std::size_t>(added_reads, free_readers); i > 0; --i) reads.notify_one();
-    for (std::size_t i = added_writes + std::min(added_reads, reads_left_over()); i > 0; --i)
+    for (std::size_t i = added_writes + std::min(added_reads, unserved_reads()); i > 0; --i)
       writes.notify_one();
   }
 
@@ -269,12 +269,12 @@ struct IoPool::State {
   }
 
   // Removes and returns a bounded number of ops whose deadline has passed.
-  Queue take_late(Nanos now) EXCLUDES(mutex) {
+  Queue take_expired(Nanos now) EXCLUDES(mutex) {
     Queue late;
     const MutexLock lock(mutex);
     for (LaneQueue& queue : queues) {
       while (late.size() < kOpsPerLock) {
-        Queue::node_type node = queue.take_late(now);
+        Queue::node_type node = queue.take_expired(now);
         if (!node) break;
         late.insert(std::move(node));
       }
@@ -349,7 +349,7 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
   LaneQueue queued;
   {
     const MutexLock lock(state_->mutex);
-    state_->queues[index(lane)].swap_all(queued);
+    state_->queues[index(lane)].swap(queued);
   }
   Queue failed;
   queued.move_all_to(&failed);
@@ -359,7 +359,7 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
 void IoPool::expire() {
   const Nanos now = state_->clock->now();
   for (;;) {
-    const Queue late = state_->take_late(now);
+    const Queue late = state_->take_expired(now);
     if (late.empty()) return;
     state_->fail(late, state_->too_late);
   }
@@ -376,26 +376,26 @@ bool IoPool::close() {
   }
   fail_queued(Status::error(StatusKind::kCancelled, "closing"));
   if (threads.empty()) return true;
-  const auto give_up = std::chrono::steady_clock::now() + state_->close_wait;
-  bool all_left = false;
+  const auto close_deadline = std::chrono::steady_clock::now() + state_->close_wait;
+  bool all_exited = false;
   {
     const MutexLock lock(state_->mutex);
     while (state_->live > 0) {
-      const auto remaining = give_up - std::chrono::steady_clock::now();
+      const auto remaining = close_deadline - std::chrono::steady_clock::now();
       if (remaining <= remaining.zero()) break;
       state_->left.wait_for(state_->mutex, remaining);
     }
-    all_left = state_->live == 0;
-    state_->abandoned = !all_left;
+    all_exited = state_->live == 0;
+    state_->abandoned = !all_exited;
   }
   for (std::thread& thread : threads) {
-    if (all_left) {
+    if (all_exited) {
       thread.join();
     } else {
       thread.detach();  // owns the state; see the header
     }
   }
-  return all_left;
+  return all_exited;
 }
 
 IoPool::Depth IoPool::depth(Lane lane) const {
@@ -415,7 +415,7 @@ IoPool::Depth IoPool::depth(Lane lane) const {
   return depth;
 }
 
-bool IoPool::is_held_up(Lane lane, Nanos until) const {
+bool IoPool::is_stalled(Lane lane, Nanos until) const {
   const auto takes = [lane](Lane thread) { return lane == Lane::kRead || thread == Lane::kWrite; };
   const MutexLock lock(state_->mutex);
   std::size_t free = 0;

@@ -8,7 +8,7 @@
 // deadline. An op that has not started by its deadline ends kExpired without running (noticed by a thread
 // that becomes free, or by expire()). cancel() ends a queued op kCancelled. Every submitted op ends exactly
 // once in `done`. Ops of a lane start in order, urgent ones first, but one other op starts for every
-// kUrgentPerOther urgent ones.
+// kUrgentPerNormal urgent ones.
 //
 // No call holds the pool's lock longer when more ops are queued: submit() and expire() move a bounded number
 // at a time, and cancel() finds its op by the tag.
@@ -43,7 +43,7 @@ struct IoPoolOptions {
 class IoPool {
  public:
   static constexpr unsigned kReadsPerWrite = 8;
-  static constexpr unsigned kUrgentPerOther = 8;
+  static constexpr unsigned kUrgentPerNormal = 8;
 
   struct Op {
     std::uint64_t tag = 0;
@@ -85,7 +85,7 @@ class IoPool {
   std::uint32_t running_since(Lane lane, Nanos after, Nanos until) const;
   // True if every thread that serves this lane is running an op that started before `until`. Always false
   // without threads.
-  bool is_held_up(Lane lane, Nanos until) const;
+  bool is_stalled(Lane lane, Nanos until) const;
 
  private:
   struct State;

@@ -27,7 +27,7 @@ std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
 void PresenceCache::Entries::prefetch(const ChunkKey& key) const {
   const ChunkId id = chunk_id(key);
   places_.prefetch(id);
-  __builtin_prefetch(&word_of(mark_of(id)));
+  __builtin_prefetch(&mark_word(mark_of(id)));
 }
 
 const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
@@ -35,7 +35,7 @@ const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) co
   if (place >= entries_.size() || entries_[place].key != key) {
     const ChunkId id = chunk_id(key);
     const std::size_t mark = mark_of(id);
-    if ((word_of(mark) >> mark % 64 & 1) == 0) return nullptr;
+    if ((mark_word(mark) >> mark % 64 & 1) == 0) return nullptr;
     place = place_of(id);
     if (place == IdTable::kNone || entries_[place].key != key) return nullptr;
   }
@@ -51,7 +51,7 @@ void PresenceCache::Entries::put(const Entry& entry) {
   if (place == IdTable::kNone) {
     entries_.push_back(entry);  // first: it may throw
     place = static_cast<std::uint32_t>(entries_.size() - 1);
-    word_of(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
+    mark_word(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
   } else {
     entries_[place] = entry;
   }
@@ -63,8 +63,8 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 }
 
 Presence PresenceCache::presence_of(const Entry* entry) const {
-  if (entry == nullptr || entry->state == State::kForgotten) return Presence::kUnknown;
-  if (entry->state == State::kAsking) return Presence::kLookupPending;
+  if (entry == nullptr || entry->state == State::kUnknown) return Presence::kUnknown;
+  if (entry->state == State::kPending) return Presence::kLookupPending;
   if (entry->state == State::kPresent) return Presence::kPresent;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kStaleMiss;
 }
@@ -83,8 +83,8 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
   return presence_of(find(key));
 }
 
-void PresenceCache::begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
-                                 std::vector<ChunkKey>* asked) {
+void PresenceCache::begin_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                                 std::vector<ChunkKey>* started) {
   const Nanos now = clock_.now();
   std::vector<Entries> spent;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
@@ -98,24 +98,24 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, EpochNumber epo
     const ChunkKey& key = keys[i];
     const Presence presence = presence_of(find(key));
     if (presence != Presence::kUnknown && presence != Presence::kStaleMiss) continue;
-    put({key, now, State::kAsking});
-    asked->push_back(key);
+    put({key, now, State::kPending});
+    started->push_back(key);
   }
 }
 
-void PresenceCache::forget_absence(const ChunkKey& key) {
+void PresenceCache::forget_miss(const ChunkKey& key) {
   const MutexLock lock(mutex_);
-  if (presence_of(find(key)) == Presence::kStaleMiss) put({key, Nanos{0}, State::kForgotten});
+  if (presence_of(find(key)) == Presence::kStaleMiss) put({key, Nanos{0}, State::kUnknown});
 }
 
-void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
+void PresenceCache::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
   const Nanos until = clock_.now() + absent_for_;
   const MutexLock lock(mutex_);
   if (epoch_number != epoch_number_) return;  // the keys may have a new lookup by now
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
-    if (entry != nullptr && entry->state == State::kAsking) *entry = {key, until, State::kAbsent};
+    if (entry != nullptr && entry->state == State::kPending) *entry = {key, until, State::kAbsent};
   }
 }
 
@@ -131,9 +131,9 @@ void PresenceCache::answered(const ChunkKey& key, bool present, EpochNumber epoc
   spent.swap(spent_);
   if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
-  if (entry == nullptr || entry->state != State::kAsking) return;
+  if (entry == nullptr || entry->state != State::kPending) return;
   if (present) return put({key, Nanos{0}, State::kPresent});
-  const Nanos absent = std::max(kLeastAbsent, kAbsentPerAsking * (now - entry->time));
+  const Nanos absent = std::max(kMinAbsent, kAbsentPerLatency * (now - entry->time));
   put({key, now + std::min(absent, absent_for_), State::kAbsent});
 }
 
@@ -144,10 +144,10 @@ void PresenceCache::written(const ChunkKey& key, EpochNumber epoch_number) {
   if (epoch_number == epoch_number_) put({key, Nanos{0}, State::kPresent});
 }
 
-void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) {
+void PresenceCache::removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) {
   // Lookups of a prompt do not check every key, so a key that counted as present may be about to be written.
   const bool vanished = reason == TierRemoval::Reason::kVanished;
-  const Nanos until = clock_.now() + (vanished ? std::min(kLeastAbsent, absent_for_) : absent_for_);
+  const Nanos until = clock_.now() + (vanished ? std::min(kMinAbsent, absent_for_) : absent_for_);
   const MutexLock lock(mutex_);
   if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
@@ -157,19 +157,19 @@ void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, EpochN
 }
 
 void PresenceCache::reset() {
-  Forgotten forgotten{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty tables for the new epoch
+  DroppedEntries dropped{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty tables for the new epoch
   const MutexLock lock(mutex_);
-  forgotten_.push_back(std::move(forgotten));  // the last step that may throw
-  std::swap(forgotten_.back().young, young_);
-  std::swap(forgotten_.back().old, old_);
+  dropped_.push_back(std::move(dropped));  // the last step that may throw
+  std::swap(dropped_.back().young, young_);
+  std::swap(dropped_.back().old, old_);
   ++epoch_number_;
 }
 
 // False for keys that are present again: their new presence was reported.
-bool PresenceCache::was_present(const Forgotten& forgotten, const Entry& entry) const {
+bool PresenceCache::was_present(const DroppedEntries& dropped, const Entry& entry) const {
   if (entry.state != State::kPresent) return false;
-  const bool is_old = forgotten.told >= forgotten.young.size();
-  if (is_old && forgotten.young.find(entry.key) != nullptr) return false;  // the young entry is newer
+  const bool is_old = dropped.reported >= dropped.young.size();
+  if (is_old && dropped.young.find(entry.key) != nullptr) return false;  // the young entry is newer
   return presence_of(find(entry.key)) != Presence::kPresent;
 }
 
@@ -180,17 +180,18 @@ void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
     removals->push_back(removals_.front());
     removals_.pop_front();
   }
-  while (left > 0 && !forgotten_.empty()) {
-    Forgotten& oldest = forgotten_.front();
+  while (left > 0 && !dropped_.empty()) {
+    DroppedEntries& oldest = dropped_.front();
     const std::size_t young = oldest.young.size(), all = young + oldest.old.size();
-    for (; left > 0 && oldest.told < all; --left, ++oldest.told) {
-      const Entry& entry = oldest.told < young ? oldest.young[oldest.told] : oldest.old[oldest.told - young];
+    for (; left > 0 && oldest.reported < all; --left, ++oldest.reported) {
+      const Entry& entry =
+          oldest.reported < young ? oldest.young[oldest.reported] : oldest.old[oldest.reported - young];
       if (was_present(oldest, entry)) removals->push_back({entry.key, TierRemoval::Reason::kReset});
     }
-    if (oldest.told < all) break;
+    if (oldest.reported < all) break;
     spent_.push_back(std::move(oldest.young));
     spent_.push_back(std::move(oldest.old));
-    forgotten_.pop_front();
+    dropped_.pop_front();
   }
   count_steps(kMostRemovals - left);
 }

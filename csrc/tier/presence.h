@@ -34,15 +34,15 @@ class Catalog {
   // Appends those keys that have to be looked up: unknown, without a pending lookup, and only if
   // `epoch_number` is current. Each appended key has a pending lookup until its RecordStore::locate() ended
   // or the lookup is given up. If memory runs out, that holds for the keys appended so far, provided that
-  // *asked had room for all.
-  virtual void begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
-                            std::vector<ChunkKey>* asked) = 0;
+  // *started had room for all.
+  virtual void begin_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                            std::vector<ChunkKey>* started) = 0;
   // See Tier.
-  virtual void forget_absence(const ChunkKey& key) = 0;
+  virtual void forget_miss(const ChunkKey& key) = 0;
   // Ends lookups that failed or never ran. The keys count as absent for now, so that callers do not ask in a
   // loop. `epoch_number`: the epoch in which the lookup began. Allocates nothing: a lookup that cannot be
   // given up would stay pending forever.
-  virtual void give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) = 0;
+  virtual void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier
   // Appends the keys that were removed since the last call.
@@ -54,23 +54,23 @@ class Catalog {
 // set aside, and I/O threads free them without the lock.
 //
 // A present key stays present until a read finds otherwise. An absent key is worth another lookup after some
-// time, because other processes write to the store. That time is kAbsentPerAsking times the latency of the
+// time, because other processes write to the store. That time is kAbsentPerLatency times the latency of the
 // answer: a fast store is seen up to date, and a slow one is not kept busy with lookups. After a read that
-// found no record the time is kLeastAbsent. The result of an op counts only in the epoch that the op was
+// found no record the time is kMinAbsent. The result of an op counts only in the epoch that the op was
 // submitted in.
 class PresenceCache final : public Catalog {
  public:
-  static constexpr int kAbsentPerAsking = 8;
-  static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
+  static constexpr int kAbsentPerLatency = 8;
+  static constexpr Nanos kMinAbsent{std::chrono::milliseconds(10)};
 
   // `absent_for`: the longest time a key stays absent; also used for keys whose lookup got no answer.
   PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number,
-                    std::vector<ChunkKey>* asked) override EXCLUDES(mutex_);
-  void forget_absence(const ChunkKey& key) override EXCLUDES(mutex_);
-  void give_up_asking(std::span<const ChunkKey> keys, EpochNumber epoch_number) override EXCLUDES(mutex_);
+  void begin_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number,
+                    std::vector<ChunkKey>* started) override EXCLUDES(mutex_);
+  void forget_miss(const ChunkKey& key) override EXCLUDES(mutex_);
+  void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
 
@@ -78,7 +78,7 @@ class PresenceCache final : public Catalog {
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
   void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);
   void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);  // or read
-  void gone(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
+  void removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
   // Makes every key unknown. If memory runs out, throws and changes nothing.
   void reset() EXCLUDES(mutex_);
 
@@ -86,10 +86,10 @@ class PresenceCache final : public Catalog {
   static constexpr std::size_t kAhead = 8;  // entries prefetched into the CPU cache
   // Most removals that one take_removals() call reports; the next calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
-  enum class State : std::uint8_t { kForgotten, kAsking, kPresent, kAbsent };
+  enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;
-    Nanos time{0};  // kAbsent: until then; kAsking: since then
+    Nanos time{0};  // kAbsent: until then; kPending: since then
     State state = State::kAbsent;
   };
   // Entries in insertion order, found by a hash of their keys. The scheduler looks up thousands of keys at
@@ -113,7 +113,7 @@ class PresenceCache final : public Catalog {
    private:
     static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed in vain
     std::uint32_t place_of(ChunkId id) const;
-    std::uint64_t& word_of(std::size_t mark) const {
+    std::uint64_t& mark_word(std::size_t mark) const {
       return static_cast<std::uint64_t*>(marks_.data())[mark / 64];
     }
     std::size_t mark_of(ChunkId id) const { return IdTable::tag(id) & (marks_in_all_ - 1); }
@@ -129,11 +129,11 @@ class PresenceCache final : public Catalog {
   // and the young one becomes the old one.
   void put(const Entry& entry) REQUIRES(mutex_);
   // Entries from before a reset. Its present keys have yet to be reported as removed.
-  struct Forgotten {
+  struct DroppedEntries {
     Entries young, old;
-    std::size_t told = 0;  // entries reported so far: the young ones first, then the old ones
+    std::size_t reported = 0;  // entries reported so far: the young ones first, then the old ones
   };
-  bool was_present(const Forgotten& forgotten, const Entry& entry) const REQUIRES(mutex_);
+  bool was_present(const DroppedEntries& dropped, const Entry& entry) const REQUIRES(mutex_);
   Presence presence_of(const Entry* entry) const;
 
   const Clock& clock_;
@@ -144,8 +144,8 @@ class PresenceCache final : public Catalog {
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
   EpochNumber epoch_number_ GUARDED_BY(mutex_) = 0;
   std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
-  std::deque<Forgotten> forgotten_ GUARDED_BY(mutex_);  // oldest first
-  std::vector<Entries> spent_ GUARDED_BY(mutex_);       // to be freed by I/O threads
+  std::deque<DroppedEntries> dropped_ GUARDED_BY(mutex_);  // oldest first
+  std::vector<Entries> spent_ GUARDED_BY(mutex_);          // to be freed by I/O threads
 };
 
 }  // namespace kv_offload

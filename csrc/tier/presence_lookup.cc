@@ -42,18 +42,22 @@ struct PresenceLookup::Prompt {
   Mutex mutex;
   WindowPtr window GUARDED_BY(mutex);  // the last one begun
 
-  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
-      : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
+  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> lookup_keys, KeyOrder lookup_order,
+         Submitted now)
+      : context(std::move(in)),
+        keys(std::move(lookup_keys)),
+        order(lookup_order),
+        submitted(std::move(now)) {}
 
   // True if a thread will look these keys up, or find that their lookups are pending. REQUIRES: both lists
   // end with the same key.
-  bool stands_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
-    if (order != others_order || submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number)
+  bool covers(const std::vector<ChunkKey>& others, KeyOrder other_order, const Submitted& now) const {
+    if (order != other_order || submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number)
       return false;
     return others.size() <= keys.size() - next.load() &&
            std::equal(others.rbegin(), others.rend(), keys.rbegin());
   }
-  void give_up_rest() { next.store(keys.size()); }
+  void cancel_rest() { next.store(keys.size()); }
 };
 
 PresenceLookup::PresenceLookup(std::shared_ptr<TierRuntime> shared, const ThreadPoolTierOptions& options,
@@ -61,7 +65,7 @@ PresenceLookup::PresenceLookup(std::shared_ptr<TierRuntime> shared, const Thread
     : context_(std::make_shared<const Context>(
           Context{std::move(shared), &clock_of(options), options.op_timeout, std::move(submit)})) {}
 
-void PresenceLookup::ask(std::vector<ChunkKey> keys, KeyOrder order) {
+void PresenceLookup::start(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
   if (prompts_.size() >= most_prompts_) {
     std::erase_if(prompts_, [](const auto& prompt) { return prompt.second.expired(); });
@@ -70,17 +74,17 @@ void PresenceLookup::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const auto [first, last] = prompts_.equal_range(keys.back());
   for (auto one = first; one != last; ++one) {
     const auto prompt = one->second.lock();
-    if (prompt && prompt->stands_for(keys, order, now)) return;
+    if (prompt && prompt->covers(keys, order, now)) return;
   }
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
   prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
-  ops.push_back(op_that_goes_on(prompt));
+  ops.push_back(next_window_op(prompt));
   context_->submit(std::move(ops));
 }
 
 // Lookups that have not begun find the breaker open and give up by themselves.
-void PresenceLookup::give_up_all() {
+void PresenceLookup::cancel_all() {
   for (const auto& [last_key, one] : prompts_) {
     const auto prompt = one.lock();
     if (!prompt) continue;
@@ -91,7 +95,7 @@ void PresenceLookup::give_up_all() {
     }
     for (std::size_t part = 0; window && part < window->parts.size(); ++part) {
       if (window->ended[part].load()) continue;
-      give_up(*prompt, window->keys_of(part));
+      cancel(*prompt, window->keys_of(part));
       window->failed.store(true);
       window->ended[part].store(true);
     }
@@ -109,26 +113,26 @@ IoPool::Op PresenceLookup::op_of(const Context& context, std::function<Status()>
   return op;
 }
 
-IoPool::Op PresenceLookup::op_that_goes_on(const PromptPtr& prompt) {
+IoPool::Op PresenceLookup::next_window_op(const PromptPtr& prompt) {
   return op_of(
       *prompt->context,
       [prompt] {
-        go_on(prompt);
+        start_next_window(prompt);
         return Status::ok();
       },
       [](const Status&) {});  // an op that never ran has begun no lookup
 }
 
 // Picks keys until some of them are unknown, and looks those up.
-void PresenceLookup::go_on(const PromptPtr& prompt) {
+void PresenceLookup::start_next_window(const PromptPtr& prompt) {
   const TierRuntime& shared = *prompt->context->shared;
   while (prompt->next.load() < prompt->keys.size()) {
     WindowPtr window;
     std::vector<IoPool::Op> ops;
-    const Status prepared = contained([&] {
+    const Status prepared = catch_exceptions([&] {
       window = std::make_shared<Window>();
       if (!prompt->submitted.epoch || prompt->submitted.epoch != shared.store->epoch()) {
-        prompt->give_up_rest();
+        prompt->cancel_rest();
         return Status::ok();
       }
       const std::size_t at_once = std::max<std::size_t>(shared.store->keys_per_locate(prompt->order), 1);
@@ -141,35 +145,35 @@ void PresenceLookup::go_on(const PromptPtr& prompt) {
       return Status::ok();
     });
     if (!prepared) {
-      prompt->give_up_rest();
-      if (window) give_up(*prompt, window->unknown);
+      prompt->cancel_rest();
+      if (window) cancel(*prompt, window->unknown);
       return;
     }
-    if (!ops.empty()) return ask(prompt, window, std::move(ops));
+    if (!ops.empty()) return start(prompt, window, std::move(ops));
   }
 }
 
 // The thread that picked the keys looks up the first part itself.
-void PresenceLookup::ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops) {
+void PresenceLookup::start(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops) {
   const Context& context = *prompt->context;
   CircuitBreaker& breaker = context.shared->breaker(Lane::kRead);
   const Nanos now = context.clock->now();
   std::optional<std::size_t> own;
-  std::size_t let_through = 0;
+  std::size_t admitted = 0;
   for (std::size_t part = 0; part < ops.size(); ++part) {
     // The breaker admits each part separately; this thread keeps the first one admitted.
-    window->parts[part].pass = breaker.admit(now, CircuitBreaker::Kind::kQuestion);
+    window->parts[part].pass = breaker.admit(now, CircuitBreaker::Kind::kLookup);
     if (!window->parts[part].pass) continue;
-    ++let_through;
+    ++admitted;
     if (!own) own = part;
   }
   // The extra one keeps the window from ending while its parts are handed out.
-  window->unanswered.store(let_through + 1);
+  window->unanswered.store(admitted + 1);
   {
     const MutexLock lock(prompt->mutex);
     prompt->window = window;
   }
-  const Status shared = contained([&] {
+  const Status shared = catch_exceptions([&] {
     std::vector<IoPool::Op> others;
     for (std::size_t part = 0; part < ops.size(); ++part) {
       // All admitted parts but its own are queued for other threads.
@@ -182,21 +186,21 @@ void PresenceLookup::ask(const PromptPtr& prompt, const WindowPtr& window, std::
     // A part that was refused, or that could not be queued, is given up.
     if (!window->parts[part].pass) {
       window->failed.store(true);
-      give_up(*prompt, window->keys_of(part));
+      cancel(*prompt, window->keys_of(part));
     } else if (part != own && !shared) {
       end_part(prompt, *window, part, shared);
     }
   }
-  if (own) end_part(prompt, *window, *own, ask_part(*prompt, *window, *own));
+  if (own) end_part(prompt, *window, *own, run_part(*prompt, *window, *own));
   if (window->unanswered.fetch_sub(1) == 1) end_window(prompt, *window);
 }
 
-void PresenceLookup::give_up(const Prompt& prompt, std::span<const ChunkKey> keys) {
-  (void)contained([&] {
+void PresenceLookup::cancel(const Prompt& prompt, std::span<const ChunkKey> keys) {
+  (void)catch_exceptions([&] {
     Catalog& catalog = prompt.context->shared->catalog();
     for (std::size_t first = 0; first < keys.size(); first += kKeysPerLock) {
       const std::size_t count = std::min(kKeysPerLock, keys.size() - first);
-      catalog.give_up_asking(keys.subspan(first, count), prompt.submitted.epoch_number);
+      catalog.cancel_lookup(keys.subspan(first, count), prompt.submitted.epoch_number);
     }
     return Status::ok();
   });
@@ -210,7 +214,7 @@ void PresenceLookup::pick(Prompt& prompt, std::size_t end, Window* window) {
   window->unknown.reserve(end - first);  // whatever throws, it holds every key that the catalog was given
   for (std::size_t count = 0; first < end; first += count) {
     count = std::min(kKeysPerLock, end - first);
-    shared.catalog().begin_asking(keys.subspan(first, count), prompt.submitted.epoch_number,
+    shared.catalog().begin_lookup(keys.subspan(first, count), prompt.submitted.epoch_number,
                                   &window->unknown);
   }
 }
@@ -223,18 +227,18 @@ std::vector<IoPool::Op> PresenceLookup::divide(const PromptPtr& prompt, const Wi
     const std::size_t part = window->parts.size();
     window->parts.push_back({first, std::min(at_once, window->unknown.size() - first), std::nullopt});
     ops.push_back(op_of(
-        *prompt->context, [prompt, window, part] { return ask_part(*prompt, *window, part); },
+        *prompt->context, [prompt, window, part] { return run_part(*prompt, *window, part); },
         [prompt, window, part](const Status& status) { end_part(prompt, *window, part, status); }));
   }
   window->ended = std::vector<std::atomic<bool>>(window->parts.size());
   return ops;
 }
 
-Status PresenceLookup::ask_part(Prompt& prompt, Window& window, std::size_t part) {
-  return contained([&] {
+Status PresenceLookup::run_part(Prompt& prompt, Window& window, std::size_t part) {
+  return catch_exceptions([&] {
     TierRuntime& shared = *prompt.context->shared;
     // The device may have become stuck after the part was admitted.
-    if (!shared.breaker(Lane::kRead).stands(*window.parts[part].pass)) return off();
+    if (!shared.breaker(Lane::kRead).is_valid(*window.parts[part].pass)) return breaker_open_error();
     return run_locate(shared, window.keys_of(part), prompt.order, prompt.submitted);
   });
 }
@@ -249,11 +253,11 @@ void PresenceLookup::end_part(const PromptPtr& prompt, Window& window, std::size
   } else if (status) {
     shared.answered(Lane::kRead, pass);
   } else {
-    breaker.not_tried(pass);
+    breaker.withdraw(pass);
   }
   // Last: a thread that sees the lookup end also sees its effect on the breaker. A part that was given up
   // while stuck may have a new lookup by now, so it is not given up twice.
-  if (!status && !window.ended[part].load()) give_up(*prompt, window.keys_of(part));
+  if (!status && !window.ended[part].load()) cancel(*prompt, window.keys_of(part));
   if (!status) window.failed.store(true);
   window.ended[part].store(true);
   if (window.unanswered.fetch_sub(1) == 1) end_window(prompt, window);
@@ -265,14 +269,14 @@ void PresenceLookup::end_window(const PromptPtr& prompt, const Window& window) {
   if (next >= prompt->keys.size()) return;
   const Presence last = prompt->context->shared->catalog().contains(prompt->keys[next - 1]);
   const bool is_missing = last == Presence::kAbsent || last == Presence::kStaleMiss;
-  if (window.failed.load() || is_missing) return prompt->give_up_rest();
-  const Status submitted = contained([&] {
+  if (window.failed.load() || is_missing) return prompt->cancel_rest();
+  const Status submitted = catch_exceptions([&] {
     std::vector<IoPool::Op> ops;
-    ops.push_back(op_that_goes_on(prompt));
+    ops.push_back(next_window_op(prompt));
     prompt->context->submit(std::move(ops));
     return Status::ok();
   });
-  if (!submitted) prompt->give_up_rest();
+  if (!submitted) prompt->cancel_rest();
 }
 
 }  // namespace kv_offload

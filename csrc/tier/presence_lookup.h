@@ -2,7 +2,7 @@
 // PresenceLookup: looks up which keys of prompts a store has records for, on the threads of a pool.
 //
 // The scheduler's thread only hands the keys over. An I/O thread picks the keys that are unknown and have no
-// pending lookup (Catalog::begin_asking). It gives all but the first part of them to other threads and
+// pending lookup (Catalog::begin_lookup). It gives all but the first part of them to other threads and
 // looks that part up itself. From then on the catalog reports the lookups as pending, and the keys are not
 // handed over again. Until then a waiting request hands its prompt over in each step: whole, or without the
 // first keys if another prompt looks these up. It is not queued twice.
@@ -40,9 +40,9 @@ class PresenceLookup {
                  IoPool::Submitter submit);
 
   // REQUIRES: at least one key.
-  void ask(std::vector<ChunkKey> keys, KeyOrder order);
+  void start(std::vector<ChunkKey> keys, KeyOrder order);
   // The device is stuck: gives pending lookups up, because their threads may never return.
-  void give_up_all();
+  void cancel_all();
 
  private:
   static constexpr std::size_t kFewPrompts = 64;
@@ -60,14 +60,14 @@ class PresenceLookup {
 
   static IoPool::Op op_of(const Context& context, std::function<Status()> run,
                           std::function<void(const Status&)> end);
-  static IoPool::Op op_that_goes_on(const PromptPtr& prompt);
-  static void go_on(const PromptPtr& prompt);
+  static IoPool::Op next_window_op(const PromptPtr& prompt);
+  static void start_next_window(const PromptPtr& prompt);
   static void pick(Prompt& prompt, std::size_t end, Window* window);
   static std::vector<IoPool::Op> divide(const PromptPtr& prompt, const WindowPtr& window,
                                         std::size_t at_once);
-  static void ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops);
-  static Status ask_part(Prompt& prompt, Window& window, std::size_t part);
-  static void give_up(const Prompt& prompt, std::span<const ChunkKey> keys);
+  static void start(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops);
+  static Status run_part(Prompt& prompt, Window& window, std::size_t part);
+  static void cancel(const Prompt& prompt, std::span<const ChunkKey> keys);
   static void end_part(const PromptPtr& prompt, Window& window, std::size_t part, const Status& status);
   static void end_window(const PromptPtr& prompt, const Window& window);
 

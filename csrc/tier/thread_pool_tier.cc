@@ -32,16 +32,15 @@ class ThreadPoolTier final : public Tier {
         clock_(clock_of(options)),
         shared_(std::make_shared<TierRuntime>(std::move(store), options)),
         next_upkeep_(clock_.now() + kMaintainEvery),
-        pool_(options.driven_by_hand != nullptr
-                  ? IoPoolOptions{0, 0, &clock_, options.close_wait}
-                  : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock_,
-                                  options.close_wait}),
-        questions_(shared_, options_, pool_.submitter()),
+        pool_(options.manual_pool != nullptr ? IoPoolOptions{0, 0, &clock_, options.close_wait}
+                                             : IoPoolOptions{options.n_read_threads, options.n_write_threads,
+                                                             &clock_, options.close_wait}),
+        presence_lookup_(shared_, options_, pool_.submitter()),
         upkeep_({1, 1, &clock_, options.close_wait}),
-        ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
-    if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
-    keep(Lane::kWrite, [](RecordStore& started) { started.start(); });
-    look_for_epoch();
+        ticker_(kMaintainEvery, [this] { maintain_if_due(); }) {
+    if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
+    submit_upkeep(Lane::kWrite, [](RecordStore& started) { started.start(); });
+    update_in_epoch();
   }
   ~ThreadPoolTier() override { close(); }
 
@@ -50,7 +49,7 @@ class ThreadPoolTier final : public Tier {
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
-  void forget_absence(const ChunkKey& key) override { shared_->catalog().forget_absence(key); }
+  void forget_miss(const ChunkKey& key) override { shared_->catalog().forget_miss(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalog().touch(key); }
   void used(const TierUses& uses) override { shared_->catalog().used(uses); }
@@ -64,13 +63,13 @@ class ThreadPoolTier final : public Tier {
 
  private:
   IoPool::Op make_op(std::shared_ptr<OpInFlight> in_flight) const;
-  void keep(Lane lane, std::function<void(RecordStore&)> work);
+  void submit_upkeep(Lane lane, std::function<void(RecordStore&)> work);
   // Runs on upkeep's fast lane. Returns kTimeout if the work did not end in time (it keeps running).
-  Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
+  Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
-  void keep_up_when_due();
+  void maintain_if_due();
   bool takes(Lane lane) const;
-  void look_for_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
+  void update_in_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
 
   const ThreadPoolTierOptions options_;
@@ -85,7 +84,7 @@ class ThreadPoolTier final : public Tier {
     Nanos answered_at{0};
     std::uint64_t answers = 0;
     std::uint64_t timeouts = 0;
-    bool held_up = false;  // every thread is stuck: none would start an op
+    bool stalled = false;  // every thread is stuck: none would start an op
   };
   Watched& watched(Lane lane) { return watched_[static_cast<std::size_t>(lane)]; }
   const Watched& watched(Lane lane) const { return watched_[static_cast<std::size_t>(lane)]; }
@@ -96,16 +95,16 @@ class ThreadPoolTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last members: their threads end before the members that they use.
   IoPool pool_;
-  PresenceLookup questions_;
+  PresenceLookup presence_lookup_;
   IoPool upkeep_;  // write lane: start and upkeep; read lane: work that must not wait for it
   Ticker ticker_;
 };
 
-void ThreadPoolTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
+void ThreadPoolTier::submit_upkeep(Lane lane, std::function<void(RecordStore&)> work) {
   IoPool::Op op;
   op.lane = lane;
   op.run = [shared = shared_, work = std::move(work)] {
-    return contained([&] {
+    return catch_exceptions([&] {
       work(*shared->store);
       return Status::ok();
     });
@@ -121,7 +120,7 @@ IoPool::Op ThreadPoolTier::make_op(std::shared_ptr<OpInFlight> in_flight) const 
   queued.tag = in_flight->op.id;
   queued.lane = in_flight->lane();
   queued.deadline = in_flight->op.deadline;
-  queued.run = [in_flight] { return contained([&] { return in_flight->run(); }); };
+  queued.run = [in_flight] { return catch_exceptions([&] { return in_flight->run(); }); };
   queued.done = [in_flight = std::move(in_flight), clock = &clock_](const Status& status, double seconds,
                                                                     double queued_seconds) {
     in_flight->end(status, seconds, queued_seconds, *clock);
@@ -138,67 +137,67 @@ void ThreadPoolTier::submit(std::vector<TierOp> ops) {
   }
   watch();
   const Nanos now = clock_.now();
-  const Status refused = off();
+  const Status refused = breaker_open_error();
   // The epoch is captured here, not when a thread starts the op. A reset may happen in between, and a record
   // computed before the reset must not be found after it.
   const Submitted submitted(*shared_);
   std::vector<IoPool::Op> queued;
-  std::vector<std::shared_ptr<OpInFlight>> not_let_through;
+  std::vector<std::shared_ptr<OpInFlight>> rejected;
   queued.reserve(ops.size());
-  not_let_through.reserve(ops.size());
+  rejected.reserve(ops.size());
   for (TierOp& op : ops) {
     auto in_flight = std::make_shared<OpInFlight>(shared_, std::move(op), submitted);
     IoPool::Op made = make_op(in_flight);
     if (closed_ || in_flight->admit(now)) {  // nothing from here on can fail
       queued.push_back(std::move(made));
     } else {
-      not_let_through.push_back(std::move(in_flight));
+      rejected.push_back(std::move(in_flight));
     }
   }
   pool_.submit(std::move(queued));
-  for (const auto& in_flight : not_let_through) in_flight->end(refused, 0, 0, clock_);
+  for (const auto& in_flight : rejected) in_flight->end(refused, 0, 0, clock_);
 }
 
 // A thread is stuck if its op has been running longer than op_timeout. That trips both lanes, except a lane
 // in which the device has answered since.
 void ThreadPoolTier::watch() {
   const Nanos now = clock_.now();
-  const Nanos too_long_ago = now - options_.op_timeout;
+  const Nanos stuck_before = now - options_.op_timeout;
   bool stuck[2] = {};
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
     const std::uint64_t answers = shared_->answers[static_cast<std::size_t>(lane)].load();
     if (std::exchange(seen.answers, answers) != answers) seen.answered_at = watched_at_;  // or later
-    seen.timeouts += pool_.running_since(lane, counted_until_, too_long_ago);
-    seen.held_up = pool_.is_held_up(lane, too_long_ago);
-    stuck[static_cast<std::size_t>(lane)] = pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
+    seen.timeouts += pool_.running_since(lane, counted_until_, stuck_before);
+    seen.stalled = pool_.is_stalled(lane, stuck_before);
+    stuck[static_cast<std::size_t>(lane)] = pool_.running_since(lane, seen.tripped_at, stuck_before) > 0;
   }
-  counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
+  counted_until_ = std::max(counted_until_, stuck_before - Nanos{1});
   watched_at_ = now;
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
     const bool own = stuck[static_cast<std::size_t>(lane)];
-    const bool trips = own || ((stuck[0] || stuck[1]) && seen.answered_at < too_long_ago);
+    const bool trips = own || ((stuck[0] || stuck[1]) && seen.answered_at < stuck_before);
     if (trips) {
       seen.tripped_at = now;
       shared_->breaker(lane).trip(now);
-      if (lane == Lane::kRead) questions_.give_up_all();
+      if (lane == Lane::kRead) presence_lookup_.cancel_all();
     }
-    if (trips || seen.held_up) pool_.fail_queued(lane, off());
+    if (trips || seen.stalled) pool_.fail_queued(lane, breaker_open_error());
   }
 }
 
 void ThreadPoolTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   watch();
   pool_.expire();
-  if (!closed_) keep_up_when_due();
-  look_for_epoch();
+  if (!closed_) maintain_if_due();
+  update_in_epoch();
   shared_->catalog().take_removals(removals);
   shared_->take_completions(completions);
 }
 
 bool ThreadPoolTier::takes(Lane lane) const {
-  if (watched(lane).held_up) return false;
+  if (watched(lane).stalled) return false;
   const CircuitBreaker& breaker = shared_->breaker(lane);
   return breaker.closed() || breaker.offers(clock_.now());
 }
@@ -212,16 +211,16 @@ Presence ThreadPoolTier::contains(const ChunkKey& key) const {
 
 void ThreadPoolTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   if (keys.empty() || closed_ || !in_epoch_ || !takes(Lane::kRead)) return;
-  questions_.ask(std::move(keys), order);
+  presence_lookup_.start(std::move(keys), order);
 }
 
-void ThreadPoolTier::keep_up_when_due() {
+void ThreadPoolTier::maintain_if_due() {
   const Nanos now = clock_.now();
   if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
   next_upkeep_.store(now + kMaintainEvery);
-  const Status queued = contained([&] {
-    keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
-      (void)contained([&] {
+  const Status queued = catch_exceptions([&] {
+    submit_upkeep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
+      (void)catch_exceptions([&] {
         upkeep(store);
         return Status::ok();
       });
@@ -232,7 +231,7 @@ void ThreadPoolTier::keep_up_when_due() {
   if (!queued) shared_->maintaining.store(false);  // otherwise no upkeep would run again
 }
 
-Status ThreadPoolTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
+Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
   struct Answer {
     Mutex mutex;
     CondVar ready;
@@ -240,17 +239,17 @@ Status ThreadPoolTier::keep_and_wait(Nanos wait, std::function<Status(RecordStor
     Status status GUARDED_BY(mutex);
   };
   auto answer = std::make_shared<Answer>();
-  keep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
-    Status status = contained([&] { return work(store); });
+  submit_upkeep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
+    Status status = catch_exceptions([&] { return work(store); });
     const MutexLock lock(answer->mutex);
     answer->status = std::move(status);
     answer->done = true;
     answer->ready.notify_all();
   });
-  const auto give_up = std::chrono::steady_clock::now() + wait;
+  const auto deadline = std::chrono::steady_clock::now() + wait;
   const MutexLock lock(answer->mutex);
   while (!answer->done) {
-    const auto remaining = give_up - std::chrono::steady_clock::now();
+    const auto remaining = deadline - std::chrono::steady_clock::now();
     if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not respond");
     answer->ready.wait_for(answer->mutex, remaining);
   }
@@ -261,7 +260,7 @@ Status ThreadPoolTier::reset() {
   was_reset_ = true;
   shared_->store->forget();
   in_epoch_ = false;
-  if (shared_->learnt) shared_->learnt->reset();
+  if (shared_->presence_cache) shared_->presence_cache->reset();
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (!shared_->store->can_reset()) {
     return Status::error(StatusKind::kUnavailable,
@@ -270,9 +269,10 @@ Status ThreadPoolTier::reset() {
   // Waits, unlike everything else here: after a change of weights the caller must know that no older record
   // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
   // until upkeep, or the call that timed out, has begun one.
-  Status status = keep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
-  keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
-  look_for_epoch();
+  Status status =
+      run_upkeep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
+  submit_upkeep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
+  update_in_epoch();
   return status;
 }
 
@@ -311,7 +311,7 @@ void ThreadPoolTier::close() {
   shared_->store->stop();
   // Last upkeep while threads still run. Skipped if the device is failing.
   if (shared_->breaker(Lane::kWrite).closed()) {
-    (void)keep_and_wait(options_.close_wait, [](RecordStore& store) {
+    (void)run_upkeep_and_wait(options_.close_wait, [](RecordStore& store) {
       store.maintain();
       return Status::ok();
     });

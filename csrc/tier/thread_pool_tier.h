@@ -33,7 +33,7 @@ struct ThreadPoolTierOptions {
   const Clock* clock = nullptr;
   // For tests: no thread serves the ops; the test runs them one by one with the pool stored here
   // (IoPool::begin_next).
-  IoPool** driven_by_hand = nullptr;
+  IoPool** manual_pool = nullptr;
 };
 
 // Returns the clock that the tier uses.

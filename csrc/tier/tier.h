@@ -132,7 +132,7 @@ class Tier {
   virtual Presence contains(const ChunkKey& key) const = 0;
   // Turns kStaleMiss of a key into kUnknown before the key is looked up again, so that no caller takes the
   // stale answer for the new one. O(1).
-  virtual void forget_absence(const ChunkKey&) {}
+  virtual void forget_miss(const ChunkKey&) {}
   // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
   // kLookupPending once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;

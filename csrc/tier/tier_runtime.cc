@@ -8,7 +8,7 @@
 namespace kv_offload {
 namespace {
 
-Status of_before_a_reset() {
+Status reset_error() {
   return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
 }
 
@@ -17,15 +17,16 @@ void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& s
   const PresenceCache::EpochNumber epoch_number = in_flight.submitted.epoch_number;
   if (status) return presence.written(key, epoch_number);
   if (in_flight.op.kind != OpKind::kRead) return;
-  if (status.kind() == StatusKind::kCorrupt) presence.gone(key, TierRemoval::Reason::kCorrupt, epoch_number);
+  if (status.kind() == StatusKind::kCorrupt)
+    presence.removed(key, TierRemoval::Reason::kCorrupt, epoch_number);
   if (status.kind() == StatusKind::kNotFound)
-    presence.gone(key, TierRemoval::Reason::kVanished, epoch_number);
+    presence.removed(key, TierRemoval::Reason::kVanished, epoch_number);
 }
 
 }  // namespace
 
-OpInFlight::OpInFlight(std::shared_ptr<TierRuntime> shared, TierOp its_op, Submitted in)
-    : op(std::move(its_op)),
+OpInFlight::OpInFlight(std::shared_ptr<TierRuntime> shared, TierOp tier_op, Submitted in)
+    : op(std::move(tier_op)),
       submitted(std::move(in)),
       shared_(std::move(shared)),
       waiting_bytes_(op.kind == OpKind::kRead ? padded_payload_bytes(op.shards) : 0) {
@@ -33,8 +34,8 @@ OpInFlight::OpInFlight(std::shared_ptr<TierRuntime> shared, TierOp its_op, Submi
 }
 
 OpInFlight::~OpInFlight() {
-  wait_no_longer();
-  if (pass_) shared_->breaker(lane()).not_tried(*pass_);
+  stop_waiting();
+  if (pass_) shared_->breaker(lane()).withdraw(*pass_);
 }
 
 bool OpInFlight::admit(Nanos now) {
@@ -48,28 +49,28 @@ Status OpInFlight::run() {
   const RecordStore::EpochPtr& epoch = submitted.epoch;
   const bool is_read = op.kind == OpKind::kRead;
   if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is in progress");
-  if (epoch != store.epoch()) return of_before_a_reset();
+  if (epoch != store.epoch()) return reset_error();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (!is_read && shared_->learnt && shared_->learnt->contains(op.key) == Presence::kPresent)
+  if (!is_read && shared_->presence_cache && shared_->presence_cache->contains(op.key) == Presence::kPresent)
     return Status::ok();
-  Status status = contained([&] {
+  Status status = catch_exceptions([&] {
     Status done = is_read ? store.read(op, epoch, &moved) : store.write(op, epoch, &moved);
-    if (shared_->learnt) learn(*shared_->learnt, *this, done);
+    if (shared_->presence_cache) learn(*shared_->presence_cache, *this, done);
     return done;
   });
   // The result may belong to an epoch that has ended.
-  return epoch == store.epoch() ? status : of_before_a_reset();
+  return epoch == store.epoch() ? status : reset_error();
 }
 
 void OpInFlight::end(const Status& status, double seconds, double queued_seconds, const Clock& clock) {
-  wait_no_longer();
-  publish_breaker(status, clock);
+  stop_waiting();
+  report_to_breaker(status, clock);
   const std::uint64_t bytes = status ? moved : 0;
   ended_.front() = {op.id, op.kind, op.key, copy_of(status), bytes, seconds, queued_seconds};
   shared_->complete(std::move(ended_));
 }
 
-void OpInFlight::publish_breaker(const Status& status, const Clock& clock) {
+void OpInFlight::report_to_breaker(const Status& status, const Clock& clock) {
   const auto pass = std::exchange(pass_, std::nullopt);
   if (!pass) return;
   CircuitBreaker& breaker = shared_->breaker(lane());
@@ -78,21 +79,21 @@ void OpInFlight::publish_breaker(const Status& status, const Clock& clock) {
   } else if (device_answered(status, moved)) {
     shared_->answered(lane(), *pass);
   } else {
-    breaker.not_tried(*pass);
+    breaker.withdraw(*pass);
   }
 }
 
 Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted) {
-  if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
+  if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return reset_error();
   std::vector<bool> present(keys.size());
   Status status = shared.store->locate(keys, order, submitted.epoch, &present);
-  for (std::size_t i = 0; status && shared.learnt && i < keys.size(); ++i)
-    shared.learnt->answered(keys[i], present[i], submitted.epoch_number);
+  for (std::size_t i = 0; status && shared.presence_cache && i < keys.size(); ++i)
+    shared.presence_cache->answered(keys[i], present[i], submitted.epoch_number);
   return status;
 }
 
-Status off() {
+Status breaker_open_error() {
   return Status::error(StatusKind::kUnavailable,
                        "the tier is out of service for now: its device is stuck or keeps failing");
 }

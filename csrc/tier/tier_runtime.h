@@ -42,7 +42,7 @@ class ReadSpeed {
 // Runs a store call and turns exceptions into a Status. RecordStore promises not to throw; if a store throws
 // anyway (out of memory), that op fails and no thread ends.
 template <typename Work>
-Status contained(Work&& work) {
+Status catch_exceptions(Work&& work) {
   try {
     return work();
   } catch (const std::bad_alloc&) {
@@ -57,11 +57,12 @@ Status contained(Work&& work) {
 struct TierRuntime {
   TierRuntime(std::unique_ptr<RecordStore> record_store, const ThreadPoolTierOptions& options)
       : store(std::move(record_store)), compression(options.form.compression) {
-    if (store->catalog() == nullptr) learnt.emplace(clock_of(options), options.absent_for, options.most_keys);
+    if (store->catalog() == nullptr)
+      presence_cache.emplace(clock_of(options), options.absent_for, options.most_keys);
   }
   const std::unique_ptr<RecordStore> store;
   const std::shared_ptr<CompressionChoice> compression;  // null: records are never encoded
-  std::optional<PresenceCache> learnt;                   // none: the store keeps a catalog
+  std::optional<PresenceCache> presence_cache;           // none: the store keeps a catalog
   CircuitBreaker breakers[2];                            // by lane
   std::atomic<std::uint64_t> answers[2] = {};            // of the device, by lane
   std::atomic<bool> maintaining{false};
@@ -75,12 +76,12 @@ struct TierRuntime {
     answers[static_cast<std::size_t>(lane)].fetch_add(1);
     breaker(lane).succeeded(pass);
   }
-  Catalog& catalog() { return learnt ? static_cast<Catalog&>(*learnt) : *store->catalog(); }
+  Catalog& catalog() { return presence_cache ? static_cast<Catalog&>(*presence_cache) : *store->catalog(); }
 
   // Moves the one completion in `ended` to the list. Allocates nothing.
   void complete(std::list<Completion> ended) EXCLUDES(mutex) {
     const Completion& completion = ended.front();
-    (void)contained([&] {
+    (void)catch_exceptions([&] {
       if (compression && completion.status)
         compression->moved(completion.kind, completion.bytes, completion.seconds);
       return Status::ok();
@@ -114,7 +115,7 @@ struct TierRuntime {
 // The epoch (the time between two resets) in which an op or a lookup was submitted.
 struct Submitted {
   explicit Submitted(TierRuntime& shared) : epoch(shared.store->epoch()) {
-    if (shared.learnt) epoch_number = shared.learnt->epoch_number();
+    if (shared.presence_cache) epoch_number = shared.presence_cache->epoch_number();
   }
   RecordStore::EpochPtr epoch;  // null: a reset was in progress
   PresenceCache::EpochNumber epoch_number = 0;
@@ -125,7 +126,7 @@ struct Submitted {
 // for good.
 class OpInFlight {
  public:
-  OpInFlight(std::shared_ptr<TierRuntime> shared, TierOp its_op, Submitted in);
+  OpInFlight(std::shared_ptr<TierRuntime> shared, TierOp tier_op, Submitted in);
   ~OpInFlight();
   OpInFlight(const OpInFlight&) = delete;
   OpInFlight& operator=(const OpInFlight&) = delete;
@@ -142,8 +143,8 @@ class OpInFlight {
   std::uint64_t moved = 0;
 
  private:
-  void publish_breaker(const Status& status, const Clock& clock);
-  void wait_no_longer() { shared_->read_bytes_waiting.fetch_sub(std::exchange(waiting_bytes_, 0)); }
+  void report_to_breaker(const Status& status, const Clock& clock);
+  void stop_waiting() { shared_->read_bytes_waiting.fetch_sub(std::exchange(waiting_bytes_, 0)); }
 
   const std::shared_ptr<TierRuntime> shared_;
   std::uint64_t waiting_bytes_;
@@ -164,7 +165,7 @@ inline Status copy_of(const Status& status) noexcept {
 Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
 
-Status off();  // the status of an op that the breaker refuses
+Status breaker_open_error();  // the status of an op that the breaker refuses
 // True if the status is a failure of the device. Reaching our own size bound is not.
 bool device_failed(const Status& status);
 // True if the device answered. A result without the device (no record, a reset meanwhile, our own size bound)

@@ -29,7 +29,7 @@ struct RankWorker::Impl {
   void end(CopyResult result);
   void drain();
   void count(const CopyResult& result);
-  void tell(const CopyResult& result);
+  void log_failure(const CopyResult& result);
   void refuse_after_failed_load() const {
     if (!failed_load.empty()) throw ResourceError(failed_load);
   }
@@ -40,7 +40,7 @@ void RankWorker::Impl::end(CopyResult result) {
   if (!result.status.is_ok()) result.failed_groups = kDeviceFailed;
   if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
   count(result);
-  if (!result.status.is_ok()) tell(result);
+  if (!result.status.is_ok()) log_failure(result);
   finished.push_back(std::move(result));
 }
 
@@ -63,7 +63,7 @@ void RankWorker::Impl::count(const CopyResult& result) {
 
 // Incomplete chunks of a store are not a copy failure: the scheduler counts them. Only the first device
 // failure of a store is logged, because every later job would repeat it.
-void RankWorker::Impl::tell(const CopyResult& result) {
+void RankWorker::Impl::log_failure(const CopyResult& result) {
   if (result.direction == CopyDirection::kLoad) {
     if (!failed_load.empty()) return;
     failed_load = fmt::format(

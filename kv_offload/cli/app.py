@@ -83,9 +83,9 @@ def _options(
     pass
 
 
-def _stand_in() -> None:
+def _placeholder() -> None:
     """Never called: ``LazyGroup`` puts the command in its place."""
 
 
 for _name, _, _summary in COMMANDS:
-    app.command(_name, help=_summary)(_stand_in)
+    app.command(_name, help=_summary)(_placeholder)

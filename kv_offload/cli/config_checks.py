@@ -46,7 +46,7 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
     partial = transfer.get("kv_connector") is None and "cpu_bytes_to_use" not in extra
     if in_effect.get("kv_connector") is None and not partial:
         refused.append('kv_connector is missing, so vLLM would offload nothing: set "OffloadingConnector"')
-    refused += _not_ours(in_effect, extra, refused)
+    refused += _plugin_not_used(in_effect, extra, refused)
     checks = _vllms_verdict(transfer, None if refused else in_effect)
     checks += [Check("config", "refused", text) for text in refused]
     checks += [Check("config", "note", text) for text in notes]
@@ -65,7 +65,7 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
     return Judged(checks, parsed, parsed)
 
 
-def _not_ours(in_effect: Mapping[str, Any], extra: Mapping[str, Any], refused: list[str]) -> list[str]:
+def _plugin_not_used(in_effect: Mapping[str, Any], extra: Mapping[str, Any], refused: list[str]) -> list[str]:
     """Returns why vLLM would start, but serve without this plugin."""
     module = in_effect.get("kv_connector_module_path")
     if in_effect.get("kv_connector") == vllm_verdict.REPORTING_CONNECTOR and not module:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import PROBLEM, fail, plain_errors, say
+from kv_offload.cli.terminal import PROBLEM, echo, fail, plain_errors
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -158,16 +158,16 @@ def config(
     for given, made in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
         given.update(made.portable())
     for note in notes:
-        say(f"note: {note}")
+        echo(f"note: {note}")
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
 
 
 def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
     """The entries of secondary_tiers, the disks first."""
-    from kv_offload.tiers.registry import entry_at, kind_behind, kinds
+    from kv_offload.tiers.registry import entry_at, kind_of_tier, kinds
 
-    kind = kind_behind("disk")
+    kind = kind_of_tier("disk")
     sizes = [*bounds, *[None] * (len(disks) - len(bounds))]
     tiers = [kind.entry(place, size) for place, size in zip(disks, sizes, strict=True)]
     for text in others:
@@ -220,7 +220,7 @@ def _share_of_memory() -> str:
     count = size >> (30 if unit == "GiB" else 20)
     if count == 0:
         fail(f"{format_bytes(available)} of host memory available ({limited_by}); give --cpu", PROBLEM)
-    say(f"note: --cpu {count}{unit}, a quarter of {format_bytes(available)} ({limited_by})")
+    echo(f"note: --cpu {count}{unit}, a quarter of {format_bytes(available)} ({limited_by})")
     return f"{count}{unit}"
 
 

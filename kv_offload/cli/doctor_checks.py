@@ -142,14 +142,14 @@ def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
         if address is None:
             return []
         host, _, port = address.rpartition(":")
-        whose = "the scheduler" if rank is None else f"rank {rank}"
+        process = "the scheduler" if rank is None else f"rank {rank}"
         try:
             with socket.socket() as probe:
                 # Like a server: a closed earlier connection must not block the port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
-            what = f"{address} for {whose}: {error.strerror}; set another metrics_port or metrics_host"
+            what = f"{address} for {process}: {error.strerror}; set another metrics_port or metrics_host"
             found.append(Check("metrics port", "refused", what))
     if not found:
         text = f"{config.metrics_host}:{config.metrics_port} to +{ranks} are free"

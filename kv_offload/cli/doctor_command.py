@@ -93,12 +93,14 @@ def doctor(
     if url is not None:
         if config is not None or root:
             fail("URL checks a running server, --config and --root this machine: give one of them", USAGE)
-        found, plan = _ask_server(url)
+        found, plan = _check_server(url)
     else:
         if kv_offloading_size is not None and config is None:
             fail("--kv-offloading-size needs --config: without it, vLLM uses its own spec", USAGE)
-        asked = Asked(config, kv_offloading_size, root or [], ranks, measure, parse_byte_size(measure_size))
-        found, plan = _ask_machine(asked)
+        options = DoctorOptions(
+            config, kv_offloading_size, root or [], ranks, measure, parse_byte_size(measure_size)
+        )
+        found, plan = _check_machine(options)
     if as_json:
         print_json(_as_json(found, plan))
     else:
@@ -106,7 +108,7 @@ def doctor(
     raise typer.Exit(PROBLEM if any(check.state == "refused" for check in found) else OK)
 
 
-def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
+def _check_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
     """Checks a running server from its metrics, which do not include its settings."""
     from kv_offload.cli.server import metrics_url, scrape
     from kv_offload.cli.server_checks import server_checks
@@ -116,7 +118,7 @@ def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     """The requested checks of this machine."""
 
     config: str | None
@@ -127,7 +129,7 @@ class Asked:
     total: int  # bytes that a measurement may write
 
 
-def _ask_machine(asked: Asked) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
+def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
     """Returns the results of all checks of this machine, and the effective settings."""
     from kv_offload.cli import doctor_checks as checks
     from kv_offload.cli.config_checks import Judged, judge
@@ -135,32 +137,32 @@ def _ask_machine(asked: Asked) -> "tuple[list[Check], list[tuple[str, str, bool]
 
     judged = Judged([])
     status = console(stderr=True).status("checking this machine")
-    if asked.config is not None:
-        given = read_config(asked.config)
+    if options.config is not None:
+        given = read_config(options.config)
         with status:
             status.update("checking: vLLM's parser")
-            judged = judge(given, asked.offloading_gib)
-    parsed, ranks, measure, total = judged.config, asked.ranks, asked.measure, asked.total
+            judged = judge(given, options.offloading_gib)
+    parsed, ranks, measure, total = judged.config, options.ranks, options.measure, options.total
     found = list(judged.checks)
     tiers = list(judged.tiers.secondary_tiers if judged.tiers else ())
-    tiers += [tier_at(place) for place in asked.roots]
-    questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+    tiers += [tier_at(place) for place in options.roots]
+    planned_checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
         ("memory", lambda: [checks.memory(parsed)]),
         ("kept memory", checks.kept_memory),
     ]
     if parsed is not None:
-        questions.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
+        planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
     for tier in tiers:
-        questions.append((tier.label(), partial(_tier, tier, measure, total)))
+        planned_checks.append((tier.label(), partial(_tier, tier, measure, total)))
     if measure:
         threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
-        questions.append(("copy", lambda: [checks.copy_speed(threads, total)]))
+        planned_checks.append(("copy", lambda: [checks.copy_speed(threads, total)]))
     with status:
-        for name, question in questions:
+        for name, check in planned_checks:
             status.update(f"asking: {name}")
-            found += _answers(name, question)
+            found += _run_check(name, check)
     return found, checks.plan(parsed) if parsed else []
 
 
@@ -173,12 +175,12 @@ def _tier(tier: "TierConfig", measure: bool, total: int) -> "list[Check]":
     return found
 
 
-def _answers(name: str, question: "Callable[[], Iterable[Check]]") -> "list[Check]":
+def _run_check(name: str, check: "Callable[[], Iterable[Check]]") -> "list[Check]":
     """Runs a check. A check that fails becomes a result, and the other checks still run."""
     from kv_offload.cli.doctor_checks import Check
 
     try:
-        return list(question())
+        return list(check())
     except ImportError as error:
         return [Check(name, "refused", f"the C++ core cannot be loaded: {error}")]
     except (OSError, RuntimeError, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_offload.cli.root_commands import Json
-from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json, say
+from kv_offload.cli.terminal import OK, PROBLEM, console, echo, plain_errors, print_json
 from kv_offload.tiers.fs.root import open_root
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tie
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
 _WALK_EVERY_SECONDS = 3600.0  # in between, the root's own ledger is trusted
-_REST_SECONDS = 60.0  # after a walk that removed nothing: the ledger is too high, or no file is a record
+_BACK_OFF_SECONDS = 60.0  # after a walk that removed nothing: the ledger is too high, or no file is a record
 
 
 class Stopped(Exception):
@@ -97,9 +97,9 @@ def evict(
     are not records), or was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers.registry import kind_behind, refuse_address
+    from kv_offload.tiers.registry import kind_of_tier, refuse_address
 
-    refuse_address(root, kind_behind("disk"))
+    refuse_address(root, kind_of_tier("disk"))
     size = parse_byte_size(max_bytes)
     if low > high:
         raise ValueError(f"--low {low:g} is above --high {high:g}; eviction would never start or never stop")
@@ -152,53 +152,53 @@ class Watch:
         self._show = show
         self._ended = threading.Event()
         self._next_walk = 0.0  # the first look is a walk: the ledger may be older than the files
-        self._rest_until = 0.0
+        self._back_off_until = 0.0
 
     def run(self) -> None:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            self._look_until_ended()
+            self._watch_until_stopped()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _look_until_ended(self) -> None:
+    def _watch_until_stopped(self) -> None:
         from kv_offload._core import ResourceError
 
-        told_waiting = False
+        reported_waiting = False
         while not self._ended.is_set():
             try:
-                self.look()
+                self.check()
             except ValueError as error:  # no root yet: the first server creates it
-                if not told_waiting:
-                    say(f"waiting: {error}")
-                told_waiting = True
+                if not reported_waiting:
+                    echo(f"waiting: {error}")
+                reported_waiting = True
             except Stopped:
                 return
             except (OSError, ResourceError) as error:  # the volume may be unavailable for a while
-                say(str(error))
+                echo(str(error))
             self._ended.wait(self._interval)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Runs one check. Reads only the ledger while the root is below its high mark."""
         from kv_offload.tiers.fs.config import held_bytes
 
         root = open_root(self._path, changes=True)
         now = time.monotonic()
         walks = now >= self._next_walk
-        if not walks and now < self._rest_until:
+        if not walks and now < self._back_off_until:
             return
         above = held_bytes(self._path) > self._bound.start_above
         if not walks and not above:
             return
         self._next_walk = now + _WALK_EVERY_SECONDS
-        report = evict_once(root, self._bound, progress=self._goes_on)
+        report = evict_once(root, self._bound, progress=self._raise_if_stopped)
         if above and not report["bytes_freed"]:
-            self._rest_until = now + _REST_SECONDS
+            self._back_off_until = now + _BACK_OFF_SECONDS
         if report["bytes_freed"] or not report["below_bound"]:
             self._show(report)
 
-    def _goes_on(self, _: int) -> None:
+    def _raise_if_stopped(self, _: int) -> None:
         if self._ended.is_set():
             raise Stopped
 

@@ -18,11 +18,11 @@ from kv_offload.cli.terminal import (
     USAGE,
     add_row,
     console,
+    echo,
     escape,
     fail,
     plain_errors,
     print_json,
-    say,
     shortened,
     table,
 )
@@ -81,7 +81,7 @@ def stat(root: Root, as_json: Json = False) -> None:
     out.print(
         f"[bold]{escape(opened.where)}[/bold]: {format_bytes(report['bytes'])}, "
         f"{_count(report['records'], 'record')}, {_count(len(report['namespaces']), 'namespace')}, "
-        + _beside_records(report)
+        + _other_contents(report)
     )
     numbers = ("bytes", "records", "oldest", "newest")
     shown = table("", "namespace", *numbers, "in use", "model", right=numbers, fold=("model",))
@@ -105,7 +105,7 @@ def stat(root: Root, as_json: Json = False) -> None:
         out.print(f"{_count(further, 'record')} in further namespaces, which are not listed separately")
 
 
-def _beside_records(report: dict[str, Any]) -> str:
+def _other_contents(report: dict[str, Any]) -> str:
     """Counts temporary files in a directory, or foreign keys under a prefix."""
     if "others" in report:
         return _count(report["others"], "key") + " not from kv-offload"
@@ -178,7 +178,7 @@ def ls(
     from kv_offload.sizes import format_bytes
 
     opened = open_root(root)
-    if by is Order.HITS and not opened.knows_hits:
+    if by is Order.HITS and not opened.has_hits:
         raise ValueError(f"{opened.where}: hits are not recorded there; choose another --by")
     chosen = None if namespace is None else full_id(opened.stat(), namespace)
     found: Iterable[dict[str, Any]] = opened.records(chosen)
@@ -266,7 +266,7 @@ def verify(
     else:
         _print_damage(opened.where, checked, damaged, repair)
     if any(bad["removed"] for bad in damaged):
-        _tell(opened.notes())
+        _print_notes(opened.notes())
     raise typer.Exit(PROBLEM if damaged else OK)
 
 
@@ -326,7 +326,7 @@ def purge(
         print_json({"records": records, "bytes": size})
     else:
         console().print(f"{_count(records, 'record')} removed, {format_bytes(size)}")
-    _tell(opened.notes())
+    _print_notes(opened.notes())
 
 
 def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | None) -> str:
@@ -336,19 +336,19 @@ def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | 
     further = report.get("records_of_further_namespaces", 0)
     if further and chosen is None:
         records, size = report["records"], report["bytes"]
-        told = f"more than {_count(len(spaces), 'namespace')}"
+        namespaces = f"more than {_count(len(spaces), 'namespace')}"
     elif further and not spaces:
         return f"the records of namespace {chosen}, one of those that are not listed separately,"
     else:
         records = sum(space["records"] for space in spaces)
         size = sum(space["bytes"] for space in spaces)
-        told = _count(len(spaces), "namespace")
-    return f"{_count(records, 'record')} ({format_bytes(size)}, {told})"
+        namespaces = _count(len(spaces), "namespace")
+    return f"{_count(records, 'record')} ({format_bytes(size)}, {namespaces})"
 
 
-def _tell(notes: Iterable[str]) -> None:
+def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
-        say(note)
+        echo(note)
 
 
 def full_id(report: dict[str, Any], prefix: str | None) -> str | None:

@@ -32,12 +32,12 @@ def server_checks(address: str, page: "Page") -> list[Check]:
 
 def _software(address: str, page: "Page") -> Iterator[Check]:
     engines = page.labels(f"{PREFIX}info")
-    said = [
+    reports = [
         ", ".join(f"{key} {engine[key]}" for key in ("version", "namespace", "copier") if engine.get(key))
         for engine in engines
     ]
-    text = "; ".join(dict.fromkeys(said)) or "no engine has reported yet"
-    yield Check("server", "ok" if said else "note", f"{address}: {text}")
+    text = "; ".join(dict.fromkeys(reports)) or "no engine has reported yet"
+    yield Check("server", "ok" if reports else "note", f"{address}: {text}")
     for layout in dict.fromkeys(engine.get("layout", "") for engine in engines):
         _, kept_apart, reason = layout.partition(", kept apart: ")
         if kept_apart:

@@ -156,12 +156,12 @@ def _tiers(
     from kv_offload.config_compat import own_extra_config
     from kv_offload.machine import tier_bounds
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers.registry import kind_behind, labels_of
+    from kv_offload.tiers.registry import kind_of_tier, labels_of
 
     sizes: list[tuple[str, int | None]] = []
     if cpu is not None:
         sizes.append(("cpu", parse_byte_size(cpu)))
-    labels = labels_of([str(kind_behind("disk").model_fields["type"].default)] * len(disks))
+    labels = labels_of([str(kind_of_tier("disk").model_fields["type"].default)] * len(disks))
     sizes += zip(labels, map(parse_byte_size, disks), strict=True)
     if config is not None:
         if sizes:
@@ -182,11 +182,11 @@ def _tiers(
 
 
 def _small_tiers(tiers: list[dict[str, Any]]) -> list[str]:
-    from kv_offload.machine import smaller_than_memory
+    from kv_offload.machine import small_tier_notes
 
     memory = next((tier["bytes"] for tier in tiers if tier["name"] == "cpu"), 0)
     bounded = [tier for tier in tiers if tier["name"] != "cpu" and tier["bytes"] is not None]
-    return [note for tier in bounded for note in smaller_than_memory(tier["name"], tier["bytes"], memory)]
+    return [note for tier in bounded for note in small_tier_notes(tier["name"], tier["bytes"], memory)]
 
 
 def _print(report: dict[str, Any]) -> None:

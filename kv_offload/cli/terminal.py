@@ -30,11 +30,11 @@ _LINE_END = "\n"
 
 def fail(sentence: str, status: int) -> NoReturn:
     """Prints the error on stderr and exits with ``status``."""
-    say(sentence)
+    echo(sentence)
     raise typer.Exit(status)
 
 
-def say(sentence: str) -> None:
+def echo(sentence: str) -> None:
     """Prints a sentence on stderr."""
     typer.echo(f"kv-offload: {printable(sentence, _LINE_END)}", err=True)
 
@@ -76,7 +76,7 @@ def console(stderr: bool = False) -> "Console":
 @functools.cache
 def _console_type() -> "type[Console]":
     """Returns a Console class that escapes terminal control characters. All output goes through it or
-    ``say``. ``add_row`` and ``exposition.Page`` escape line ends within foreign text."""
+    ``echo``. ``add_row`` and ``exposition.Page`` escape line ends within foreign text."""
     from rich.console import Console
     from rich.segment import Segment
 

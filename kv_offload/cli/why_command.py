@@ -59,10 +59,10 @@ def diagnose(source: str) -> "Diagnosis":
     from kv_offload.diagnosis import from_metrics
 
     if source == "-":
-        return _of_text(sys.stdin)
+        return _diagnose_text(sys.stdin)
     if os.path.isfile(source):
         with open(source, encoding="utf-8", errors="replace") as file:
-            return _of_text(file)
+            return _diagnose_text(file)
     if not _ADDRESS.fullmatch(source):
         raise ValueError(
             f"{source}: no such file; give a log, or the address of a server such as http://host:8000"
@@ -70,7 +70,7 @@ def diagnose(source: str) -> "Diagnosis":
     return from_metrics(scrape(metrics_url(source)))
 
 
-def _of_text(lines: Iterable[str]) -> "Diagnosis":
+def _diagnose_text(lines: Iterable[str]) -> "Diagnosis":
     """A saved metrics page or a log; a page is recognised by its first lines."""
     from kv_offload.diagnosis import from_log, from_metrics
     from kv_offload.exposition import Page

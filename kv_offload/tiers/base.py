@@ -44,7 +44,7 @@ class Root(Protocol):
         """Its name in output; never contains a password."""
 
     @property
-    def knows_hits(self) -> bool:
+    def has_hits(self) -> bool:
         """True if the root records which records were used since they were written."""
 
     def stat(self) -> dict[str, Any]:

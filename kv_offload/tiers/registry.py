@@ -44,7 +44,7 @@ def kinds() -> dict[str, type[TierConfig]]:
     return dict(_kinds)
 
 
-def kind_behind(option: str) -> type[TierConfig]:
+def kind_of_tier(option: str) -> type[TierConfig]:
     """Returns the kind whose places a command-line option takes: directories for --disk."""
     return next(kind for kind in _kinds.values() if kind.option == option)
 
@@ -62,8 +62,8 @@ def entry_at(place: str) -> dict[str, Any]:
     kind = _kind_of_address(place.strip())
     if kind is not None:
         return kind.entry_of_address(place.strip())
-    refuse_address(place, kind_behind("disk"))
-    return kind_behind("disk").entry(place)
+    refuse_address(place, kind_of_tier("disk"))
+    return kind_of_tier("disk").entry(place)
 
 
 def _kind_of_address(place: str) -> type[TierConfig] | None:

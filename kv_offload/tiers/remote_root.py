@@ -23,7 +23,7 @@ _MOST_OTHERS = 10  # shown names that are not records
 _MOST_NAME = 120  # characters of such a name
 _MOST_DAMAGED = 10_000  # verify stops here
 _FAILURES_IN_A_ROW = 8  # then the server is considered unreadable
-_ANSWERED = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that must stay
+_REACHABLE = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that must stay
 
 
 def shown_name(name: bytes) -> str:
@@ -37,14 +37,14 @@ class RemoteRoot:
     """``records``: opened by the kind; ``where``: their address without credentials; ``folder``: the prefix
     of each record name."""
 
-    knows_hits = False  # every read of a record counts as a use, also by this program
+    has_hits = False  # every read of a record counts as a use, also by this program
 
     def __init__(self, records: "RemoteRecords", where: str, folder: str = "") -> None:
         self._records = records
         self._folder = folder
         self.where = where
         self._versions = 0  # bytes removed that remain as older versions
-        self._listed_nothing = False  # the full listing under the prefix was empty
+        self._prefix_was_empty = False  # the full listing under the prefix was empty
 
     # ---- lists
 
@@ -59,7 +59,7 @@ class RemoteRoot:
             names += len(page)
             yield page
             if not start:
-                self._listed_nothing = names == 0 and namespace is None
+                self._prefix_was_empty = names == 0 and namespace is None
                 return
             if start == landmark:
                 raise RuntimeError(f"{self.where}: the server keeps listing the same pages")
@@ -113,13 +113,13 @@ class RemoteRoot:
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
         """``mtime`` is None if the server does not record the last use."""
         found: RemoteRecord = record["record"]
-        created = found.written or self._asked(lambda: self._records.written(found))
-        told = {name: value for name, value in record.items() if name != "record"}
-        return told | {"mtime": found.used or None, "created": created or None, "hit": None}
+        created = found.written or self._call(lambda: self._records.written(found))
+        fields = {name: value for name, value in record.items() if name != "record"}
+        return fields | {"mtime": found.used or None, "created": created or None, "hit": None}
 
-    def _asked(self, question: Callable[[], float]) -> float:
+    def _call(self, call: Callable[[], float]) -> float:
         try:
-            return question()
+            return call()
         except RuntimeError as error:
             raise RuntimeError(f"{self.where}: {error}") from None
 
@@ -153,10 +153,10 @@ class RemoteRoot:
                 continue
             done += 1
             progress(done, None)
-            failures = failures + 1 if kind not in _ANSWERED else 0
+            failures = failures + 1 if kind not in _REACHABLE else 0
             if failures == _FAILURES_IN_A_ROW:
                 # The previous failures report the same cause.
-                if all(bad["kind"] not in _ANSWERED for bad in damaged):
+                if all(bad["kind"] not in _REACHABLE for bad in damaged):
                     damaged.clear()
                 raise RuntimeError(f"{self.where}: {message}")
             if kind == "ok":
@@ -213,7 +213,7 @@ class RemoteRoot:
 
     def notes(self) -> list[str]:
         """Returns warnings: there are no records at all, or the bucket keeps versions."""
-        if self._listed_nothing:
+        if self._prefix_was_empty:
             return [f"no records under {self.where}: check the address and the prefix of the tier"]
         if not self._records.keeps_versions:
             return []

@@ -29,7 +29,7 @@ from setting import PROMPT_BLOCKS, Reference, Serve
 from slow_link import SlowLink
 
 WHOLE = PROMPT_BLOCKS * BLOCK
-ASK_SECONDS = 120  # per answer, whatever the store does
+REQUEST_TIMEOUT_SECONDS = 120  # per answer, whatever the store does
 HOST_MEMORY = "56MiB"  # two of the six prompts: a repeated prompt is loaded from the store
 ONE_PROMPT = "28MiB"
 # bytes per second: a prompt takes 25 s to load and about 3 s to compute on two old cores
@@ -38,7 +38,7 @@ PASSWORD = "correct-horse-e2e"
 
 
 def step(server: LocalServer) -> None:
-    waiting.step(server, timeout=ASK_SECONDS)
+    waiting.step(server, timeout=REQUEST_TIMEOUT_SECONDS)
 
 
 class Redis:
@@ -294,7 +294,7 @@ def test_the_server_recomputes_when_the_store_is_slower(
 
         def ask() -> None:
             prompt, expected = next(prompts)
-            assert_same([server.ask(prompt, timeout=ASK_SECONDS)], [expected])
+            assert_same([server.ask(prompt, timeout=REQUEST_TIMEOUT_SECONDS)], [expected])
 
         def hits() -> float:
             return server.metric("kv_offload_hit_tokens_total", tier=store.tier()["type"])
@@ -342,7 +342,7 @@ class Asking:
         try:
             while not self._done.is_set():
                 prompt = self.reference.prompts[len(self.answers) % len(self.reference.prompts)]
-                self.answers.append(self.server.ask(prompt, timeout=ASK_SECONDS))
+                self.answers.append(self.server.ask(prompt, timeout=REQUEST_TIMEOUT_SECONDS))
         except Exception as error:
             self._errors.append(error)
 
@@ -398,11 +398,11 @@ def test_a_store_that_dies_and_returns_empty_during_requests_costs_only_time(
     def used_again() -> bool:
         # New prompts: chunks in host memory were offered to the tier once, while it was down, and are not
         # offered again.
-        first.ask([next(fresh)] * (2 * BLOCK), max_tokens=1, timeout=ASK_SECONDS)
+        first.ask([next(fresh)] * (2 * BLOCK), max_tokens=1, timeout=REQUEST_TIMEOUT_SECONDS)
         return written() > before
 
     waiting.until(used_again, 180, f"records on the server that came back\n{first.log_tail()}")
-    again = [second.ask(prompt, timeout=ASK_SECONDS) for prompt in reference.prompts[:2]]
+    again = [second.ask(prompt, timeout=REQUEST_TIMEOUT_SECONDS) for prompt in reference.prompts[:2]]
     assert_same(again, reference.answers[:2])
 
 

@@ -170,10 +170,10 @@ def test_a_watched_root_below_its_mark_is_checked_again_at_once(root):
     used = used_bytes(root)
     shown = []
     watch = Watch(str(root), Bound(used, used, used, 7 * DAY), 0.1, shown.append)
-    watch.look()
+    watch.check()
     assert shown == []
     write_root(root, OTHER)
-    watch.look()
+    watch.check()
     (report,) = shown
     assert report["bytes_after"] <= used < report["bytes_before"]
 
@@ -184,13 +184,13 @@ def test_watching_continues_when_the_root_is_temporarily_unusable(root, monkeypa
     watch = Watch(str(root), Bound(1, 1, 1, DAY), 0.0, print)
     answers = iter([ResourceError("cannot open its account"), OSError("stale")])
 
-    def look():
+    def check():
         error = next(answers, None)
         if error is not None:
             raise error
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(watch, "look", look)
+    monkeypatch.setattr(watch, "check", check)
     watch.run()
     assert capsys.readouterr().err.splitlines() == [
         "kv-offload: cannot open its account",

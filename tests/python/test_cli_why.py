@@ -177,7 +177,7 @@ def warned(caplog, **around):
     metrics.add("kv_offload_miss_tokens_total", ["not_stored"], 2e6)
     metrics.set("kv_offload_tier_chunks", ["cpu"], 1)
     with caplog.at_level(logging.WARNING):
-        HitWatch(metrics, ("cpu",), None, Surroundings(**around)).look(0.0)
+        HitWatch(metrics, ("cpu",), None, Surroundings(**around)).poll(0.0)
     return caplog.messages[-1]
 
 

@@ -74,7 +74,7 @@ class Asked:
         self.map[: len(text)] = text
         self.map[client.NAMES_BYTES : client.NAMES_BYTES + len(put)] = put
         self.socket.send(
-            client.QUESTION.pack(
+            client.CALL_HEADER.pack(
                 verb, len(names) if count is None else count, len(text), len(put) if size is None else size
             )
         )
@@ -153,10 +153,10 @@ def test_an_unreachable_master_is_reported_at_once(package: Path) -> None:
 
 
 def test_the_own_address_is_the_one_that_the_master_sees() -> None:
-    assert client.own_address("127.0.0.1:50051") == "127.0.0.1"
-    assert client.own_address("etcd://127.0.0.1:2379") == "127.0.0.1"
-    assert client.own_address("127.0.0.2:1,127.0.0.3:1").startswith("127.")
-    assert client.own_address("etcd://no.such.host.invalid:1;127.0.0.1:2") == "127.0.0.1", (
+    assert client.local_address("127.0.0.1:50051") == "127.0.0.1"
+    assert client.local_address("etcd://127.0.0.1:2379") == "127.0.0.1"
+    assert client.local_address("127.0.0.2:1,127.0.0.3:1").startswith("127.")
+    assert client.local_address("etcd://no.such.host.invalid:1;127.0.0.1:2") == "127.0.0.1", (
         "the next address must be tried"
     )
 
@@ -166,7 +166,7 @@ def test_the_own_address_is_the_one_that_the_master_sees() -> None:
 )
 def test_an_unknown_own_address_must_be_configured(master: str) -> None:
     with pytest.raises(client.Refused, match=r"set local_host"):
-        client.own_address(master)
+        client.local_address(master)
 
 
 def test_an_ipv6_address_is_probed_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_an_ipv6_address_is_probed_over_ipv6(monkeypatch: pytest.MonkeyPatch) ->
             return ("fd00::2", 1, 0, 0)
 
     monkeypatch.setattr(socket, "socket", Probe)
-    assert client.own_address("[fd00::1]:50051") == "fd00::2"
+    assert client.local_address("[fd00::1]:50051") == "fd00::2"
 
 
 def run_with_descriptors(program: str) -> str:
@@ -206,7 +206,7 @@ def test_inherited_descriptors_are_closed_without_counting_to_the_limit() -> Non
     program = (
         "import os; from kv_offload.tiers.mooncake import client\n"
         "os.closerange = None; os.sysconf = lambda _: 10**9\n"
-        "client.close_what_was_inherited()\n"
+        "client.close_inherited_descriptors()\n"
         "print([one for one in os.listdir('/proc/self/fd') if int(one) > 4])"
     )
     assert run_with_descriptors(program) == "[]\n", "descriptor 4 belongs to the listing"
@@ -309,9 +309,9 @@ def test_a_call_that_does_not_return_ends_the_process(package: Path) -> None:
     program = (
         "import threading; from kv_offload.tiers.mooncake import client\n"
         "watch = client.Watch(0.05)\n"
-        "with watch.over(): pass\n"  # a call that returned
+        "with watch.timed(): pass\n"  # a call that returned
         "def hang():\n"
-        "    with watch.over(): threading.Event().wait()\n"
+        "    with watch.timed(): threading.Event().wait()\n"
         "threading.Thread(target=hang, daemon=True).start()\n"
         "watch.run()"
     )
@@ -340,7 +340,7 @@ size = client.NAMES_BYTES + 4096
 os.ftruncate(memory, size)
 os.pwrite(memory, b"a\\n", 0)
 socket.send_fds(ours, [struct.pack("<Q", size)], [other.fileno(), memory])
-channel.send(client.QUESTION.pack(client.EXIST, 1, 2, 0))
+channel.send(client.CALL_HEADER.pack(client.EXIST, 1, 2, 0))
 channel.recv(100)
 """
 
@@ -360,7 +360,7 @@ def test_the_watchdog_uses_the_timeout_of_the_core(package: Path, monkeypatch: p
         given.append(patience)
 
     monkeypatch.setattr(client, "serve_all", serve_all)
-    for name in ("end_with_the_engine", "ignore_signals", "close_what_was_inherited", "log_elsewhere"):
+    for name in ("end_with_the_engine", "ignore_signals", "close_inherited_descriptors", "redirect_logs"):
         monkeypatch.setattr(client, name, lambda: None)
     for setup in ({"patience_seconds": 7.0}, {}):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -373,7 +373,7 @@ def test_the_watchdog_uses_the_timeout_of_the_core(package: Path, monkeypatch: p
 
 def test_a_call_that_returned_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = client.Watch(0.0)
-    with watch.over():
+    with watch.timed():
         pass
     slept: list[float] = []
 
@@ -396,7 +396,7 @@ def test_the_process_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_message_layout_matches_the_core() -> None:
     header = (Path(__file__).parents[2] / "csrc/backends/mooncake/channel.h").read_text()
-    assert client.QUESTION.size == 24
+    assert client.CALL_HEADER.size == 24
     assert "sizeof(Question) == 24" in header
     assert f"kNamesBytes = std::size_t{{{client.NAMES_BYTES >> 10}}} << 10" in header
     for name, verb in (

@@ -16,10 +16,10 @@ from mooncake_store import MooncakeProcesses, mooncake_store
 
 from kv_offload.tiers.mooncake.records import (
     BAD_LENGTH,
-    IS_THERE,
     NO_OBJECT,
     NOT_COMPLETE,
     NOT_IN_MEMORY,
+    OBJECT_EXISTS,
     Records,
 )
 
@@ -95,7 +95,7 @@ class Scripted:
         if names[0] in self.begun:
             return [BAD_LENGTH]
         if names[0] in self.objects:
-            return [IS_THERE]
+            return [OBJECT_EXISTS]
         self.begun[names[0]] = bytes(sizes[0])
         return [0]
 
@@ -181,9 +181,9 @@ def test_a_put_during_an_unfinished_put_stores_nothing(buffer: Buffer, sessions:
     store = Scripted(completes=sessions)
     records = Records(store)
     assert records.put("first", buffer.address, 1) == 1
-    store.answers = {"start": [IS_THERE], "put_from": [0]}
+    store.answers = {"start": [OBJECT_EXISTS], "put_from": [0]}
     assert records.put("a", buffer.address, 1) == NOT_COMPLETE
-    store.answers = {"start": [IS_THERE], "put_from": [0], "is_exist": [-900]}
+    store.answers = {"start": [OBJECT_EXISTS], "put_from": [0], "is_exist": [-900]}
     assert records.put("a", buffer.address, 1) == -900
     assert "a" not in store.objects
 

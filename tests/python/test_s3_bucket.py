@@ -3,7 +3,7 @@
 
 import pytest
 
-from kv_offload.tiers.s3.bucket import is_about_bucket, look_at_bucket
+from kv_offload.tiers.s3.bucket import explain_bucket, is_bucket_error
 
 NOT_VERSIONED = (200, "", b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
 VERSIONED = (200, "", b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")
@@ -23,7 +23,7 @@ def lifecycle(*rules: str) -> tuple[int, str, bytes]:
 def said(
     told: tuple[int, str, bytes], versioning: tuple[int, str, bytes] = NOT_VERSIONED
 ) -> list[tuple[str, str]]:
-    return [(answer.state, answer.text) for answer in look_at_bucket("kv_offload", told, versioning)]
+    return [(answer.state, answer.text) for answer in explain_bucket("kv_offload", told, versioning)]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_earliest_of_several_rules_applies() -> None:
     dated = "<Status>Enabled</Status><Filter/><Expiration><Date>2027-01-01T00:00:00Z</Date></Expiration>"
     ((_, text),) = said(lifecycle(dated, f"<Status>Enabled</Status><Filter/>{EXPIRES}"))
     assert "after 7 days" in text
-    alone, *_ = look_at_bucket("kv_offload", lifecycle(dated), NOT_VERSIONED)
+    alone, *_ = explain_bucket("kv_offload", lifecycle(dated), NOT_VERSIONED)
     assert (alone.text.endswith("at a date"), alone.figures) == (True, None)
 
 
@@ -126,11 +126,11 @@ def test_retained_noncurrent_versions_are_a_note() -> None:
 
 def test_facts_in_the_summary_are_not_repeated() -> None:
     told_already = [(403, "InvalidAccessKeyId"), (404, "NoSuchBucket"), (301, "PermanentRedirect"), (307, "")]
-    assert not any(is_about_bucket((*each, b"")) for each in told_already)
+    assert not any(is_bucket_error((*each, b"")) for each in told_already)
     for each in (
         (200, ""),
         (403, "AccessDenied"),
         (404, "NoSuchLifecycleConfiguration"),
         (501, "NotImplemented"),
     ):
-        assert is_about_bucket((*each, b""))
+        assert is_bucket_error((*each, b""))

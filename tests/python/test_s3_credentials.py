@@ -220,9 +220,9 @@ def test_a_role_is_assumed_and_renewed_and_not_logged(
     assert found.keys == Credentials("first", SECRET, "t")
     renewer = Renewer()
     renewal = Renewal(found, renewer, "s3 bucket")
-    assert renewal.look()  # 12 minutes are left; botocore renews from 15 minutes before expiry
+    assert renewal.refresh()  # 12 minutes are left; botocore renews from 15 minutes before expiry
     assert renewer.keys == ["second"]
-    assert renewal.look()
+    assert renewal.refresh()
     assert roles.asked[:2] == ["of-base", "of-base"]
     assert len(roles.asked) > 2, "refused"
     assert SECRET not in caplog.text
@@ -312,16 +312,16 @@ def test_a_changed_file_is_read_again_and_a_removed_one_keeps_the_keys(
     files.write("default", "first")
     renewer = Renewer()
     renewal = Renewal(find_credentials(None), renewer, "s3 bucket")
-    assert renewal.look()
+    assert renewal.refresh()
     assert renewer.keys == []
     files.credentials.unlink()
-    assert renewal.look()
-    assert renewal.look()
+    assert renewal.refresh()
+    assert renewal.refresh()
     files.write("default", "second")
-    assert renewal.look()
-    assert renewal.look()
+    assert renewal.refresh()
+    assert renewal.refresh()
     files.credentials.write_text(f"nonsense {SECRET}")
-    assert renewal.look()
+    assert renewal.refresh()
     assert renewer.keys == ["second"]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [("is missing" in text, "cannot be read" in text) for text in warnings] == [
@@ -330,7 +330,7 @@ def test_a_changed_file_is_read_again_and_a_removed_one_keeps_the_keys(
     ]
     assert SECRET not in caplog.text
     renewer.is_used = False
-    assert not renewal.look()
+    assert not renewal.refresh()
 
 
 def test_keys_of_a_role_that_soon_expire_are_renewed_by_botocore(
@@ -340,16 +340,16 @@ def test_keys_of_a_role_that_soon_expire_are_renewed_by_botocore(
     renewer = Renewer()
     renewal = Renewal(find_credentials(None), renewer, "s3 bucket")
     files.give("second", minutes=5)
-    assert renewal.look()
+    assert renewal.refresh()
     assert renewer.keys == ["second"]
     files.refuse()
-    assert renewal.look()
+    assert renewal.refresh()
     assert renewer.keys == ["second"]
     assert "s3 bucket: credentials cannot be renewed (CredentialRetrievalError)" in caplog.text
     assert SECRET not in caplog.text
     assert {record.name.partition(".")[0] for record in caplog.records} == {"vllm"}
     files.give("third", minutes=60)
-    assert renewal.look()
+    assert renewal.refresh()
     assert renewer.keys == ["second", "third"]
 
 

@@ -30,7 +30,7 @@ SECRET = "hunter2-never-shown"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises timeouts: the machine is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.redis.config._LOOK_SECONDS", 240.0)
+    monkeypatch.setattr("kv_offload.tiers.redis.config._PROBE_SECONDS", 240.0)
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_timeout_seconds", property(lambda _: 240.0))
 
 
@@ -293,7 +293,7 @@ def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
     (tier,) = config(url=cluster, op_timeout_ms=240_000).secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     assert tier._others() == []
-    found = tier._look(1)
+    found = tier._probe(1)
     assert found["cluster"]
     assert [node["failure"] for node in found["nodes"]] == [""]
     assert found["write_refused"] == ""
@@ -367,7 +367,7 @@ def test_doctor_reports_the_allocated_size_of_a_record(
         "bytes_per_record": taken,
         "records": 2,
     }
-    monkeypatch.setattr(RedisTierConfig, "_look", lambda *_: found)
+    monkeypatch.setattr(RedisTierConfig, "_probe", lambda *_: found)
     measured = tier.measure(1 << 22)
     assert measured.state == "ok"
     assert ("each takes 2.5 MiB of its memory" in measured.text) == told

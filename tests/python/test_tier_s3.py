@@ -153,7 +153,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns tier options for a machine that is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.s3.config._LOOK_SECONDS", 240.0)
+    monkeypatch.setattr("kv_offload.tiers.s3.config._PROBE_SECONDS", 240.0)
     return {"op_timeout_ms": 240_000}
 
 

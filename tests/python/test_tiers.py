@@ -129,8 +129,8 @@ def test_options_apply_to_tiers_whose_kind_has_them(toy: type[TierConfig]) -> No
 
 def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None:
     assert tiers.entry_at("toy=shelf") == {"type": "toy", "server": "shelf"}
-    assert tiers.entry_at("/a=b") == tiers.kind_behind("disk").entry("/a=b")
-    assert tiers.entry_at("tape=1") == tiers.kind_behind("disk").entry("tape=1"), "no kind: a directory"
+    assert tiers.entry_at("/a=b") == tiers.kind_of_tier("disk").entry("/a=b")
+    assert tiers.entry_at("tape=1") == tiers.kind_of_tier("disk").entry("tape=1"), "no kind: a directory"
     with pytest.raises(ValueError, match="a tier of type 'toy' takes no size"):
         toy.entry("shelf", "1GiB")
 

@@ -35,12 +35,12 @@ FasterPath::Path FasterPath::pick() {
   const Seen& bounced = seen_[1];
   const bool bounced_wins =
       bounced.bytes > 0 && in_place.bytes > 0 &&
-      bounced.nanos * in_place.bytes < kBouncedMustTake * in_place.nanos * bounced.bytes;
-  const bool other = number % kTryOtherEvery >= kTryOtherEvery - kTries;
+      bounced.nanos * in_place.bytes < kMaxBouncedRatio * in_place.nanos * bounced.bytes;
+  const bool other = number % kOtherPathInterval >= kOtherPathInterval - kTries;
   return bounced_wins != other ? Path::kBounced : Path::kInPlace;
 }
 
-void FasterPath::observe(Path path, std::uint64_t bytes, Nanos took) {
+void FasterPath::record(Path path, std::uint64_t bytes, Nanos took) {
   Seen& seen = seen_[static_cast<std::size_t>(path)];
   seen.bytes = seen.bytes * kFade + static_cast<double>(bytes);
   seen.nanos = seen.nanos * kFade + static_cast<double>(took.count());
@@ -70,7 +70,7 @@ void BounceBuffers::end(Transfer direction, bool chosen, std::unique_ptr<HugeBuf
   if (!chosen) return;
   const MutexLock lock(mutex_);
   if (status)
-    path(direction).observe(buffer ? FasterPath::Path::kBounced : FasterPath::Path::kInPlace, bytes, took);
+    path(direction).record(buffer ? FasterPath::Path::kBounced : FasterPath::Path::kInPlace, bytes, took);
   if (buffer) free_[static_cast<std::size_t>(direction)].push_back(std::move(buffer));
 }
 

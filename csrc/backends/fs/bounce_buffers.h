@@ -29,15 +29,15 @@ class FasterPath {
   // Consecutive tries of one path. Concurrent transfers share the device, so a slow path slows down the fast
   // one.
   static constexpr unsigned kTries = 4;
-  // At first each path is tried in turn. Then the path not in use gets kTries of every kTryOtherEvery
+  // At first each path is tried in turn. Then the path not in use gets kTries of every kOtherPathInterval
   // transfers.
-  static constexpr unsigned kTryOtherEvery = 256;
+  static constexpr unsigned kOtherPathInterval = 256;
   // A copy uses memory bandwidth that other work needs, so the bounced path must take at most this fraction
   // of the time.
-  static constexpr double kBouncedMustTake = 0.85;
+  static constexpr double kMaxBouncedRatio = 0.85;
 
   Path pick();
-  void observe(Path path, std::uint64_t bytes, Nanos took);
+  void record(Path path, std::uint64_t bytes, Nanos took);
 
  private:
   struct Seen {  // weighted sums; older transfers fade

@@ -38,7 +38,7 @@ bool FsCatalog::insert(const Record& record, const EntryInfo& entry_info) {
   if (known != kNone) {
     bytes_ += record.file_bytes - entries_[known].file_bytes;
     entries_[known].file_bytes = record.file_bytes;
-    make_known(known);
+    add_known(known);
     return false;
   }
   EntryInfo info = entry_info;
@@ -61,12 +61,12 @@ bool FsCatalog::insert_in_order(const Record& record) {
   }
   Entry& entry = entries_[slot];
   if (!entry.unordered || entry.readers > 0) return false;
-  make_known(slot);
+  add_known(slot);
   return true;
 }
 
 // Gives the policy the chunk id of an unordered record; the record takes the place of one inserted now.
-void FsCatalog::make_known(Slot slot) {
+void FsCatalog::add_known(Slot slot) {
   Entry& entry = entries_[slot];
   if (!entry.unordered) return;
   entry.unordered = false;
@@ -135,7 +135,7 @@ Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* 
   return static_cast<Slot>(std::max<std::size_t>(end, first));
 }
 
-void FsCatalog::hand_over(FsCatalog* all) {
+void FsCatalog::move_into(FsCatalog* all) {
   std::swap(*this, *all);
   next_serial_ = all->next_serial_;
 }
@@ -172,9 +172,9 @@ void FsCatalog::read_succeeded(const ChunkKey& key) {
 void FsCatalog::touch(const ChunkKey& key, Nanos now) {
   const Slot slot = find(key);
   if (slot == kNone) return;
-  make_known(slot);
+  add_known(slot);
   policy_->refresh(slot, {.id = chunk_id(key)});
-  on_touched(slot, now);
+  mark_touched(slot, now);
 }
 
 void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now) {
@@ -182,13 +182,13 @@ void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now)
   if (slot == kNone) return;
   EntryInfo info = entry_info;
   info.id = chunk_id(key);
-  make_known(slot);
+  add_known(slot);
   entries_[slot].request = entry_info.request;
   policy_->access(slot, info);
-  on_touched(slot, now);
+  mark_touched(slot, now);
 }
 
-void FsCatalog::on_touched(Slot slot, Nanos now) {
+void FsCatalog::mark_touched(Slot slot, Nanos now) {
   Entry& entry = entries_[slot];
   const auto second =
       static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());

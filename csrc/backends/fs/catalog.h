@@ -68,7 +68,7 @@ class FsCatalog {
   Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
   // Moves everything into *all, which must be empty, and leaves this object empty. O(1). A Ref taken before
   // the call never matches an entry added after it.
-  void hand_over(FsCatalog* all);
+  void move_into(FsCatalog* all);
   // For iteration over all entries: slots below slots() are in use (key_at() returns the key) or free (null).
   Slot slots() const { return static_cast<Slot>(entries_.size()); }
   const ChunkKey* key_at(Slot slot) const { return entries_[slot].used ? &entries_[slot].key : nullptr; }
@@ -108,9 +108,9 @@ class FsCatalog {
   Slot find(const ChunkKey& key) const;
   // REQUIRES: the record is not known. The policy gets `entry_info` unchanged, including its id.
   Slot add(const Record& record, const EntryInfo& entry_info);
-  void make_known(Slot slot);
+  void add_known(Slot slot);
   void drop(Slot slot);
-  void on_touched(Slot slot, Nanos now);
+  void mark_touched(Slot slot, Nanos now);
   auto is(const ChunkKey& key) const {
     return [this, &key](Slot slot) { return entries_[slot].key == key; };
   }

@@ -42,17 +42,18 @@ int EpochManager::make_next(const RecordIndex::Next& next, const std::vector<std
                             std::shared_ptr<FsEpoch>* made) {
   const int directory = root_.namespace_directory.get();
   const std::string path = root_.namespace_path();
-  // Another server may have been reset, and our epoch removed, since the last look.
+  // Another server may have been reset, and our epoch removed, since the last poll.
   const bool alone = next.by_reset || reset_made_any_from(ops_, directory, next.least_number);
   if (!alone) {
     for (const std::uint64_t same : {next.least_number, next.least_number - 1}) {
       if (!std::binary_search(numbers.begin(), numbers.end(), same) || made_by_reset(ops_, directory, same))
         continue;
-      return open_epoch(ops_, directory, path, same, Generate::kNot, made);
+      return open_epoch(ops_, directory, path, same, EpochCreation::kNone, made);
     }
   }
   const std::uint64_t number = std::max(next.least_number, numbers.empty() ? 1 : numbers.back() + 1);
-  return open_epoch(ops_, directory, path, number, alone ? Generate::kByReset : Generate::kAtStart, made);
+  return open_epoch(ops_, directory, path, number, alone ? EpochCreation::kByReset : EpochCreation::kAtStart,
+                    made);
 }
 
 bool EpochManager::keep(std::vector<std::string>* lost) {
@@ -63,7 +64,7 @@ bool EpochManager::keep(std::vector<std::string>* lost) {
   const int directory = root_.namespace_directory.get();
   if (!own || !list_epochs(ops_, directory, &numbers)) return false;
   if (!std::binary_search(numbers.begin(), numbers.end(), own->number) ||
-      lost_its_name(ops_, own->directory.get(), directory, layout::epoch_directory_name(own->number))) {
+      is_unlinked(ops_, own->directory.get(), directory, layout::epoch_directory_name(own->number))) {
     lost->push_back(layout::epoch_directory_name(own->number) + " with its records");
     records_.drop(own);
     if (!begin()) return false;
@@ -72,7 +73,7 @@ bool EpochManager::keep(std::vector<std::string>* lost) {
     if (!own || !list_epochs(ops_, directory, &numbers)) return false;
   }
   (void)keep_mark(ops_, directory, *own);  // without it, other processes would reclaim the epoch as unused
-  records_.on_newer(own, !numbers.empty() && numbers.back() > own->number);
+  records_.set_newer(own, !numbers.empty() && numbers.back() > own->number);
   return numbers.size() > 1;
 }
 

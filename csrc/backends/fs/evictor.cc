@@ -20,7 +20,7 @@ constexpr int kMostNotRemovable = 4;  // unremovable records before a write give
 // Missing records per hold of mutex_, and per write or request. Each one costs two calls to the file system.
 constexpr int kMissingPerLock = 64;
 constexpr int kMostMissing = 8 * kMissingPerLock;
-constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
+constexpr Nanos kScanInterval{std::chrono::seconds(1)};
 }  // namespace
 
 Evictor::Evictor(const Context& context)
@@ -31,10 +31,10 @@ Evictor::Evictor(const Context& context)
       clock_(context.clock),
       stop_(context.stop),
       shares_(context.options.max_bytes, context.root, context.records, context.clock),
-      dead_(context.root.ops, context.root.directory.get()),
-      others_(context.root.ops, context.root.directory.get()) {}
+      unused_records_(context.root.ops, context.root.directory.get()),
+      peer_records_(context.root.ops, context.root.directory.get()) {}
 
-Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) {
+Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) {
   shares_.on_write(bytes);
   Status status;
   int missing_records = 0;
@@ -43,18 +43,18 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* 
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound()) return status;  // eviction cannot help
     if (missing_records >= kMostMissing) {
-      ran_dry_.store(true);  // the next count forgets the other missing records
-      return sum_is_doubtful();
+      exhausted_.store(true);  // the next count forgets the other missing records
+      return doubtful_sum_error();
     }
     const int before = missing_records;
-    const Status made = make_space(missing, draft, reservation, &missing_records);
+    const Status made = make_space(missing, pending, reservation, &missing_records);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
     if (missing_records - before < kMissingPerLock) ++attempt;
   }
   return status;
 }
 
-Status Evictor::sum_is_doubtful() const {
+Status Evictor::doubtful_sum_error() const {
   return Status::error(StatusKind::kIo, "another program removed records: the root is counted again", ENOENT,
                        root_.path);
 }
@@ -62,24 +62,24 @@ Status Evictor::sum_is_doubtful() const {
 // Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
 // While this process is below its share and the others do not answer, their records are evicted before ours.
 // After kMissingPerLock missing records this returns ok, so that threads waiting for the lock get it.
-Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation,
+Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation,
                            int* missing_records) {
   const MutexLock lock(mutex_);
   // A reset may have happened while this thread waited for the lock. No request wants the new record any
   // more, so nothing is evicted for it.
-  if (draft != nullptr && draft->epoch != records_.epoch())
+  if (pending != nullptr && pending->epoch != records_.epoch())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
-  freed = take_dead(bytes, reservation);
+  freed = evict_unused_epochs(bytes, reservation);
   // Until the scan ends, records outside the catalog may be older than those in it.
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
-  if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
-    freed += take_from_others(bytes - freed, false, reservation);
+  if (ordered && freed < bytes && shares_.is_below() && shares_.is_overdue())
+    freed += evict_peer_records(bytes - freed, false, reservation);
   Status failure;
   bool has_more = ordered;
   while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
-    const Status status = evict_own(draft, reservation, &own);
+    const Status status = evict_own(pending, reservation, &own);
     if (status.kind() == StatusKind::kDeclined) return status;
     has_more = status.kind() != StatusKind::kNotFound;
     if (has_more && !status) failure = status;
@@ -87,7 +87,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   *missing_records += own.missing;
   // The other servers evict whole prompts, which we cannot: only they know which chunks belong together. A
   // write that may be declined waits for them; the next ones find what they granted.
-  const bool may_decline = draft != nullptr && draft->spared_request != 0;
+  const bool may_decline = pending != nullptr && pending->spared_request != 0;
   if (ordered && !has_more && failure && freed < bytes && may_decline && shares_.may_be_granted()) {
     return Status::error(StatusKind::kDeclined,
                          "the servers that hold more than their share were asked for space");
@@ -95,19 +95,19 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
   // Only when we have no record left, removable or not: otherwise our failing removals would cost the other
   // sharers their records on every write.
   if (ordered && !has_more && failure && freed < bytes)
-    freed += take_from_others(bytes - freed, true, reservation);
+    freed += evict_peer_records(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   if (has_more) return Status::ok();
-  ran_dry_.store(ordered);
+  exhausted_.store(ordered);
   // There is room, but the sum is not corrected yet.
-  if (root_.changes->suspected()) return sum_is_doubtful();
+  if (root_.changes->suspected()) return doubtful_sum_error();
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) {
+Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) {
   bool own = false;
-  const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
+  const std::uint32_t spared = pending != nullptr ? pending->spared_request : 0;
   const std::optional<RecordIndex::Victim> victim = records_.take_victim(spared, &own);
   if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
@@ -115,15 +115,15 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
   // With fsync, a record that was reported as written must never be found torn, and evicted files may
   // reappear after a power failure. So their bytes are left unchanged then.
-  const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
-                      draft->epoch == victim->epoch && draft->file_bytes == victim->record.file_bytes;
+  const bool usable = pending != nullptr && !pending->fd && options_.fsync == FsyncMode::kNone &&
+                      pending->epoch == victim->epoch && pending->file_bytes == victim->record.file_bytes;
   const SpaceLedger::Finished before = root_.space->finished();
   std::uint64_t bytes = 0;
-  int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
+  int rc = usable ? recycle(path, pending, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
-    root_.changes->on_missing();
+    root_.changes->add_missing();
     ++progress->missing;
   }
   reservation->adopt(bytes, before);
@@ -143,20 +143,20 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
 // of the time of a write in a full root. Other processes that have the record open read bytes that do not
 // match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
 // has no file yet, and this file has its size.
-int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) {
-  const int directory = draft->epoch->directory.get();
-  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+int Evictor::recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) {
+  const int directory = pending->epoch->directory.get();
+  const int flags = O_WRONLY | (pending->direct ? O_DIRECT : 0);
   std::string temporary;
   FileInfo info;
   const int moved =
-      rename_to_temporary(ops_, directory, path, flags, root_.writer, &draft->fd, &temporary, &info);
+      rename_to_temporary(ops_, directory, path, flags, root_.writer, &pending->fd, &temporary, &info);
   if (moved < 0) return moved;
-  if (draft->fd && info.size == draft->file_bytes) {
-    draft->path = std::move(temporary);
+  if (pending->fd && info.size == pending->file_bytes) {
+    pending->path = std::move(temporary);
     *freed = info.charge();
     return 0;
   }
-  draft->fd.reset();
+  pending->fd.reset();
   const int rc = unlink_file(ops_, directory, temporary, freed);
   if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
   return rc;
@@ -166,7 +166,7 @@ int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_
 
 namespace {
 // Adds each removed file to the reservation, so that no other write gets its bytes.
-Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
+OnRemoved adopt_removed(SpaceLedger& space, Reservation* reservation) {
   return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
     reservation->adopt(bytes, before);
     before = space.finished();
@@ -174,41 +174,41 @@ Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
 }
 }  // namespace
 
-std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation) {
+std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, Reservation* reservation) {
   const Nanos now = clock_.now();
-  if (now < next_look_for_dead_) return 0;
-  const Gone gone = adopt_each(*root_.space, reservation);
+  if (now < next_unused_scan_) return 0;
+  const OnRemoved on_removed = adopt_removed(*root_.space, reservation);
   std::vector<OldestRecords::Source> found;
   const OldestRecords::Request request{
       enough,
-      [&] { return found = dead_epochs(); },
+      [&] { return found = unused_epochs(); },
       [&](const OldestRecords::Source& source) {
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
-      gone,
+      on_removed,
   };
-  std::uint64_t freed = dead_.remove(request, stop_);
+  std::uint64_t freed = unused_records_.remove(request, stop_);
   if (freed < enough) {
-    freed += remove_what_is_empty(found, gone);
-    next_look_for_dead_ = now + kLookAgainAfter;
+    freed += remove_empty_epochs(found, on_removed);
+    next_unused_scan_ = now + kScanInterval;
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
 }
 
 // Removes directories and marks of unused epochs after their records were removed.
-std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Source>& dead,
-                                            const Gone& gone) {
+std::uint64_t Evictor::remove_empty_epochs(const std::vector<OldestRecords::Source>& dead,
+                                           const OnRemoved& on_removed) {
   std::uint64_t freed = 0;
   std::string last;
   for (const OldestRecords::Source& source : dead) {
     if (source.namespace_name == last || stop_.load()) continue;
     last = source.namespace_name;
     if (last != root_.namespace_name) {
-      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, gone);
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, on_removed);
     } else if (const std::shared_ptr<FsEpoch> own = records_.epoch()) {
       freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number,
-                                                 kAllUnused, stop_, gone);
+                                                 kAllUnused, stop_, on_removed);
     }
   }
   return freed;
@@ -216,25 +216,25 @@ std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Sou
 
 // Lists the epochs of namespaces that no server has open, and the epochs in our namespace that a reset left
 // behind.
-std::vector<OldestRecords::Source> Evictor::dead_epochs() {
+std::vector<OldestRecords::Source> Evictor::unused_epochs() {
   std::vector<OldestRecords::Source> dead;
   std::vector<std::string> names;
   if (!list_namespaces(ops_, root_.directory.get(), &names)) return dead;
   const std::shared_ptr<FsEpoch> own = records_.epoch();
   for (const std::string& name : names) {
-    const bool ours = name == root_.namespace_name;
-    if (ours ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
+    const bool is_own = name == root_.namespace_name;
+    if (is_own ? !own : shares_.is_open(name)) continue;  // open, possibly on another host
     int error = 0;
     const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
     std::vector<std::uint64_t> numbers;
-    if (!directory || (!ours && namespace_is_open(ops_, directory.get())) ||
+    if (!directory || (!is_own && namespace_is_open(ops_, directory.get())) ||
         !list_epochs(ops_, directory.get(), &numbers)) {
       continue;
     }
     const std::vector<std::uint64_t> live = live_epochs(ops_, directory.get());
     for (const std::uint64_t number : numbers) {
       const bool findable = std::binary_search(live.begin(), live.end(), number);
-      if (!ours || (!findable && number != own->number)) dead.push_back({name, number, findable});
+      if (!is_own || (!findable && number != own->number)) dead.push_back({name, number, findable});
     }
   }
   return dead;
@@ -259,10 +259,10 @@ std::vector<OldestRecords::Source> Evictor::other_epochs() {
 }
 
 // any: takes records of every sharer, in any amount. Otherwise only those of sharers above their share.
-std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
+std::uint64_t Evictor::evict_peer_records(std::uint64_t enough, bool any, Reservation* reservation) {
   const Nanos now = clock_.now();
-  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
-  if (!any && (from.empty() || now < next_look_at_others_)) return 0;
+  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.sharers_above();
+  if (!any && (from.empty() || now < next_peer_scan_)) return 0;
   const auto may_take = [&](const OldestRecords::Source& source) {
     const std::uint64_t id = sharer(source.namespace_name, source.epoch);
     return any || std::find(from.begin(), from.end(), id) != from.end();
@@ -275,10 +275,10 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
         return sources;
       },
       may_take,
-      adopt_each(*root_.space, reservation),
+      adopt_removed(*root_.space, reservation),
   };
-  const std::uint64_t freed = others_.remove(request, stop_);
-  if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;
+  const std::uint64_t freed = peer_records_.remove(request, stop_);
+  if (!any && freed < enough) next_peer_scan_ = now + kScanInterval;
   evicted_bytes_.fetch_add(freed);
   return freed;
 }
@@ -294,17 +294,17 @@ void Evictor::reclaim_unused_epochs() {
 
 void Evictor::trade() {
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
-  for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
+  for (bool more = ordered && shares_.has_request(); more && !stop_.load();) {
     publish_held();
     const std::optional<LedgerRequest> request = root_.space->claim();
-    goes_on = request && give_back(*request);
+    more = request && evict_for_peer(*request);
   }
   shares_.ask();
 }
 
 // Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
-// if it could not evict that much; the asker's request then keeps the rest.
-bool Evictor::give_back(const LedgerRequest& request) {
+// if it could not evict that much; the requester's request then keeps the rest.
+bool Evictor::evict_for_peer(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
   Progress own;
   while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
@@ -312,7 +312,7 @@ bool Evictor::give_back(const LedgerRequest& request) {
     const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
     if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
   }
-  if (own.missing >= kMostMissing) ran_dry_.store(true);
+  if (own.missing >= kMostMissing) exhausted_.store(true);
   const bool enough = own.freed >= request.bytes;
   root_.space->grant(request, enough ? 0 : request.bytes - own.freed, &evicted);
   return enough;

@@ -51,12 +51,12 @@ class Evictor {
   // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
   // declined (PendingRecord::spared_request): the next victim belongs to its own request, or other servers
   // were asked to evict for it.
-  Status reserve(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation) EXCLUDES(mutex_);
+  Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_epochs();
 
   // Reports the ledger figures that upkeep read.
-  void observe(const SpaceFigures& figures) { shares_.observe(figures); }
+  void update_figures(const SpaceFigures& figures) { shares_.update_figures(figures); }
   // Publishes how many bytes this process holds. Other sharers decide by it, even while this process is
   // stopped.
   void publish_held() { root_.space->publish_held(shares_.held()); }
@@ -64,14 +64,14 @@ class Evictor {
   void trade() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.
-  bool ran_dry() const { return ran_dry_.load(); }
-  void forget_that_it_ran_dry() { ran_dry_.store(false); }
+  bool exhausted() const { return exhausted_.load(); }
+  void clear_exhausted() { exhausted_.store(false); }
   std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
 
  private:
-  Status make_space(std::uint64_t bytes, PendingRecord* draft, Reservation* reservation, int* missing_records)
-      EXCLUDES(mutex_);
-  Status sum_is_doubtful() const;
+  Status make_space(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation,
+                    int* missing_records) EXCLUDES(mutex_);
+  Status doubtful_sum_error() const;
   // Totals of one write, or of one request of another server, over our own records.
   struct Progress {
     std::uint64_t freed = 0;
@@ -79,15 +79,15 @@ class Evictor {
   };
   // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
   // own request.
-  Status evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
-  int recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) REQUIRES(mutex_);
-  std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
-  std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
-  std::uint64_t remove_what_is_empty(const std::vector<OldestRecords::Source>& dead, const Gone& gone)
-      REQUIRES(mutex_);
-  std::vector<OldestRecords::Source> dead_epochs();
+  Status evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
+  int recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) REQUIRES(mutex_);
+  std::uint64_t evict_unused_epochs(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t evict_peer_records(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t remove_empty_epochs(const std::vector<OldestRecords::Source>& dead,
+                                    const OnRemoved& on_removed) REQUIRES(mutex_);
+  std::vector<OldestRecords::Source> unused_epochs();
   std::vector<OldestRecords::Source> other_epochs();
-  bool give_back(const LedgerRequest& request) EXCLUDES(mutex_);
+  bool evict_for_peer(const LedgerRequest& request) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;
@@ -97,12 +97,12 @@ class Evictor {
   const std::atomic<bool>& stop_;
   Shares shares_;
   Mutex mutex_;
-  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // unused namespaces and epochs
-  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // sharers that do not answer
-  OldestRecords dead_ GUARDED_BY(mutex_);
-  OldestRecords others_ GUARDED_BY(mutex_);
+  Nanos next_unused_scan_ GUARDED_BY(mutex_){0};  // unused namespaces and epochs
+  Nanos next_peer_scan_ GUARDED_BY(mutex_){0};    // sharers that do not answer
+  OldestRecords unused_records_ GUARDED_BY(mutex_);
+  OldestRecords peer_records_ GUARDED_BY(mutex_);
   // Atomic: upkeep and figures() read these without waiting for a thread that makes space.
-  std::atomic<bool> ran_dry_{false};
+  std::atomic<bool> exhausted_{false};
   std::atomic<std::uint64_t> evicted_bytes_{0};
 };
 

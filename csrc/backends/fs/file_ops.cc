@@ -178,15 +178,15 @@ int lock_file(FileOps& ops, int fd, int operation) {
   return rc;
 }
 
-int stat_anew(FileOps& ops, int directory, const std::string& parent, const std::string& path,
-              FileInfo* info) {
+int stat_refreshed(FileOps& ops, int directory, const std::string& parent, const std::string& path,
+                   FileInfo* info) {
   if (const int rc = ops.stat(directory, path, info); rc != -ENOENT) return rc;
   int rc = ops.refresh(directory, parent);
   if (rc == -ENOENT && (rc = ops.refresh(directory, ".")) == 0) rc = ops.refresh(directory, parent);
   return rc < 0 ? rc : ops.stat(directory, path, info);
 }
 
-bool lost_its_name(FileOps& ops, int fd, int directory, const std::string& name) {
+bool is_unlinked(FileOps& ops, int fd, int directory, const std::string& name) {
   FileInfo held, named;
   if (const int rc = ops.fstat(fd, &held); rc < 0) return rc == -ESTALE;
   if (held.links == 0) return true;

@@ -117,11 +117,11 @@ Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsi
 // flock() with EINTR retried.
 int lock_file(FileOps& ops, int fd, int operation);
 // stat() that also finds recent changes of other hosts below `parent`, a directory in `directory`.
-int stat_anew(FileOps& ops, int directory, const std::string& parent, const std::string& path,
-              FileInfo* info);
+int stat_refreshed(FileOps& ops, int directory, const std::string& parent, const std::string& path,
+                   FileInfo* info);
 // True if the name certainly no longer refers to this open file. The link count alone does not show this: an
 // NFS client keeps a removed open file under another name.
-bool lost_its_name(FileOps& ops, int fd, int directory, const std::string& name);
+bool is_unlinked(FileOps& ops, int fd, int directory, const std::string& name);
 // Reads a whole small file. Returns 0 or -errno; -EFBIG above kMostTextBytes.
 inline constexpr std::size_t kMostTextBytes = std::size_t{1} << 20;
 int read_text(FileOps& ops, int directory, const std::string& path, std::string* text);

@@ -60,7 +60,7 @@ bool reset_made_any_from(FileOps& ops, int namespace_directory, std::uint64_t le
 int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch) {
   const std::string name =
       layout::mark_name(epoch.number, epoch.by_reset ? layout::Mark::kReset : layout::Mark::kOpen);
-  if (!lost_its_name(ops, epoch.mark.get(), namespace_directory, name)) return 0;
+  if (!is_unlinked(ops, epoch.mark.get(), namespace_directory, name)) return 0;
   int error = 0;
   const Fd again = open_fd(ops, namespace_directory, name, kMarkFlags | O_CREAT, 0600, &error);
   if (!again) return -error;
@@ -69,11 +69,11 @@ int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch) {
 }
 
 int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
-               Generate make, std::shared_ptr<FsEpoch>* epoch) {
+               EpochCreation make, std::shared_ptr<FsEpoch>* epoch) {
   const std::string name = layout::epoch_directory_name(number);
   auto opened = std::make_shared<FsEpoch>();
   int error = 0;
-  const auto kind = make == Generate::kByReset ? layout::Mark::kReset : layout::Mark::kOpen;
+  const auto kind = make == EpochCreation::kByReset ? layout::Mark::kReset : layout::Mark::kOpen;
   opened->mark =
       open_fd(ops, namespace_directory, layout::mark_name(number, kind), kMarkFlags | O_CREAT, 0600, &error);
   if (!opened->mark) return -error;
@@ -88,7 +88,7 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
   if (ops.stat(namespace_directory, layout::mark_name(number, kind), &named) != 0 ||
       named.inode != info.inode)
     return -ENOENT;
-  if (make != Generate::kNot) {
+  if (make != EpochCreation::kNone) {
     if (rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
     // Durable: after a power failure no older epoch may be found again.
     rc = ops.fsync(namespace_directory, false);
@@ -96,10 +96,10 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
   if (rc == 0) opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!opened->directory) {
     // The mark stays: another process may be creating the same epoch.
-    if (make != Generate::kNot) (void)ops.rmdir(namespace_directory, name);
+    if (make != EpochCreation::kNone) (void)ops.rmdir(namespace_directory, name);
     return rc < 0 ? rc : -error;
   }
-  opened->made = make != Generate::kNot;
+  opened->made = make != EpochCreation::kNone;
   opened->by_reset = kind == layout::Mark::kReset;
   opened->number = number;
   opened->path = namespace_path + "/" + name;
@@ -116,7 +116,7 @@ int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& 
     const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
     const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest);
     const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
-                              make ? Generate::kAtStart : Generate::kNot, epoch);
+                              make ? EpochCreation::kAtStart : EpochCreation::kNone, epoch);
     if (rc != -ENOENT && rc != -EEXIST) return rc;
   }
   return -EBUSY;
@@ -141,21 +141,21 @@ std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory) {
   std::vector<std::uint64_t> numbers;
   (void)list_epochs(ops, namespace_directory, &numbers);
   std::erase_if(numbers, [&, newest = numbers.empty() ? 0 : numbers.back()](std::uint64_t number) {
-    const bool for_who_starts = number == newest && !made_by_reset(ops, namespace_directory, number);
-    return !for_who_starts && !epoch_is_open(ops, namespace_directory, number);
+    const bool for_new_processes = number == newest && !made_by_reset(ops, namespace_directory, number);
+    return !for_new_processes && !epoch_is_open(ops, namespace_directory, number);
   });
   return numbers;
 }
 
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
                                     std::uint64_t enough, const std::atomic<bool>& stop,
-                                    const std::function<void(std::uint64_t)>& gone) {
+                                    const std::function<void(std::uint64_t)>& on_removed) {
   std::vector<std::uint64_t> numbers;
   if (!list_epochs(ops, namespace_directory, &numbers) || numbers.empty()) return 0;
   std::uint64_t freed = 0;
   each_unused(ops, namespace_directory, numbers, own, [&](std::uint64_t number, bool all) {
     if (freed < enough)
-      freed += reclaim_epoch(ops, namespace_directory, number, enough - freed, all, stop, gone);
+      freed += reclaim_epoch(ops, namespace_directory, number, enough - freed, all, stop, on_removed);
   });
   if (freed >= enough) return freed;
   // Marks of epoch directories that were removed by hand. Only numbers below the newest are safe: a process
@@ -168,7 +168,7 @@ std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::
     held.push_back(std::move(*unused));
     return true;
   });
-  if (marks > 0) gone(marks);
+  if (marks > 0) on_removed(marks);
   return freed + marks;
 }
 

@@ -37,15 +37,15 @@ struct FsEpoch : RecordStore::Epoch {
   LeafDirectories leaves;
 };
 
-enum class Generate : std::uint8_t {
-  kNot,      // open an existing epoch
+enum class EpochCreation : std::uint8_t {
+  kNone,     // open an existing epoch
   kAtStart,  // shared by every process that starts
   kByReset,  // for this process only
 };
 // Opens or creates an epoch. Returns 0 or -errno: ENOENT if it was removed or is being removed; EEXIST if it
 // was to be created and exists.
 int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
-               Generate make, std::shared_ptr<FsEpoch>* epoch);
+               EpochCreation make, std::shared_ptr<FsEpoch>* epoch);
 // Opens the epoch for a process that starts. Returns 0 or -errno.
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                       std::shared_ptr<FsEpoch>* epoch);
@@ -68,10 +68,10 @@ std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory);
 
 // Removes what no process can hit any more: all epochs that are neither in use, nor `own`, nor the newest.
 // Also removes the records of the newest if a reset created it and its process has ended. Ends once `enough`
-// bytes are freed. Returns the bytes freed on disk; calls `gone` with the bytes of each removed file.
+// bytes are freed. Returns the bytes freed on disk; calls `on_removed` with the bytes of each removed file.
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
                                     std::uint64_t enough, const std::atomic<bool>& stop,
-                                    const std::function<void(std::uint64_t)>& gone);
+                                    const std::function<void(std::uint64_t)>& on_removed);
 inline constexpr std::uint64_t kAllUnused = std::numeric_limits<std::uint64_t>::max();
 // Returns the bytes that reclaim_unused_epochs() would remove.
 std::uint64_t count_unused_epochs(FileOps& ops, int namespace_directory);

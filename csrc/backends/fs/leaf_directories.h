@@ -22,7 +22,7 @@ namespace kv_offload {
 class LeafDirectories {
  public:
   // Sets the directory's current size. Returns the growth that was not reported yet.
-  std::uint64_t on_size(std::uint32_t leaf, std::uint64_t bytes) EXCLUDES(mutex_) {
+  std::uint64_t update_size(std::uint32_t leaf, std::uint64_t bytes) EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     std::uint32_t& known = bytes_[leaf];
     const std::uint64_t grown = known != 0 && bytes > known ? bytes - known : 0;
@@ -40,7 +40,7 @@ class LeafDirectories {
     const MutexLock lock(mutex_);
     return durable_[leaf];
   }
-  void on_durable(std::uint32_t leaf) EXCLUDES(mutex_) {
+  void set_durable(std::uint32_t leaf) EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     durable_[leaf] = true;
   }

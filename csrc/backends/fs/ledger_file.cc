@@ -16,7 +16,7 @@
 
 namespace kv_offload {
 namespace {
-constexpr unsigned kMostLost = 2;  // one loss may be a file server that forgot its locks
+constexpr unsigned kMaxOverwritten = 2;  // one loss may be a file server that forgot its locks
 
 // Unlocks the page, also when memory runs out while it is held: all servers of the root wait for this lock.
 struct PageLock {
@@ -78,7 +78,7 @@ void SpaceLedger::replace_page() {
 }
 
 bool SpaceLedger::was_replaced() {
-  return lost_its_name(ops_, fd_.get(), root_, std::string(layout::kLedgerFile));
+  return is_unlinked(ops_, fd_.get(), root_, std::string(layout::kLedgerFile));
 }
 
 Status SpaceLedger::read_page(LedgerPage* page) {
@@ -105,14 +105,14 @@ Status SpaceLedger::write_page(LedgerPage* page) {
 
 // Finds or creates our slot and fills in our values. If the slot is not as we left it, a lock did not exclude
 // another process.
-LedgerSlot* SpaceLedger::enter(LedgerPage* page) {
+LedgerSlot* SpaceLedger::claim_slot(LedgerPage* page) {
   if (writer_ == 0) return nullptr;
   LedgerSlot* own = page->find(writer_);
   if (own != nullptr && own->version != version_) {
     page->trusted = 0;
     if (own->version < version_) {
-      ++lost_;
-      not_exclusive_ = not_exclusive_ || lost_ >= kMostLost;
+      ++overwritten_;
+      not_exclusive_ = not_exclusive_ || overwritten_ >= kMaxOverwritten;
     }
   }
   if (own == nullptr) {  // new, or folded by a process that took us for dead
@@ -132,14 +132,14 @@ LedgerSlot* SpaceLedger::enter(LedgerPage* page) {
   return own;
 }
 
-void SpaceLedger::pay(LedgerPage* page) {
-  const auto pay_bytes = [page](const Owed::Bytes& bytes, bool unsure) {
-    if (bytes.appeared > 0) page->appeared(bytes.appeared, unsure);
-    if (bytes.gone > 0) (void)page->went(bytes.gone, unsure);
+void SpaceLedger::apply_pending(LedgerPage* page) {
+  const auto apply_bytes = [page](const PendingChanges::Bytes& bytes, bool uncertain) {
+    if (bytes.appeared > 0) page->appeared(bytes.appeared, uncertain);
+    if (bytes.removed > 0) (void)page->subtract_used(bytes.removed, uncertain);
   };
-  pay_bytes(owed_.sure, owed_.before != page->finished);
-  pay_bytes(owed_.unsure, true);
-  page->writes += owed_.writes;
+  apply_bytes(pending_.certain, pending_.before != page->finished);
+  apply_bytes(pending_.uncertain, true);
+  page->writes += pending_.writes;
 }
 
 Status SpaceLedger::update(const Change& change) {
@@ -158,8 +158,8 @@ Status SpaceLedger::update_locked(const Change& change) {
       const PageLock held{ops_, fd_.get()};
       status = read_page(&page);
       if (status) {
-        LedgerSlot* own = enter(&page);
-        pay(&page);
+        LedgerSlot* own = claim_slot(&page);
+        apply_pending(&page);
         change(page, own);
         status = write_page(&page);
       }
@@ -171,8 +171,8 @@ Status SpaceLedger::update_locked(const Change& change) {
     }
     if (!status) return status;
     ++version_;
-    own_writes_ += std::exchange(owed_, {}).writes;
-    vouched_ = vouched_ || (page.trusted != 0 && page.host == host_);
+    own_writes_ += std::exchange(pending_, {}).writes;
+    counted_this_boot_ = counted_this_boot_ || (page.trusted != 0 && page.host == host_);
     total_.store(page.total, std::memory_order_relaxed);
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();

@@ -13,7 +13,7 @@
 namespace kv_offload {
 namespace {
 constexpr unsigned kMostReturns = 3;
-constexpr Nanos kForgetAfter{std::chrono::minutes(1)};
+constexpr Nanos kSeenLifetime{std::chrono::minutes(1)};
 }  // namespace
 
 // Takes the presence lock. A file server may have lost the lock, so it is taken again each time.
@@ -21,7 +21,7 @@ void SpaceLedger::hold_presence() {
   const std::string name = layout::presence_name(writer_);
   const auto holds = [&] {
     return presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
-           !lost_its_name(ops_, presence_.get(), root_, name);
+           !is_unlinked(ops_, presence_.get(), root_, name);
   };
   if (holds()) return;
   for (int attempt = 0; attempt < 3; ++attempt) {
@@ -55,7 +55,7 @@ bool SpaceLedger::is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) {
   return true;
 }
 
-Status SpaceLedger::look(Nanos now, SpaceFigures* figures) {
+Status SpaceLedger::poll(Nanos now, SpaceFigures* figures) {
   hold_presence();
   LedgerPage page;
   std::uint64_t own_writes = 0;  // matching the page: more may be applied before it is read
@@ -65,7 +65,7 @@ Status SpaceLedger::look(Nanos now, SpaceFigures* figures) {
     own_writes = own_writes_;
     return status;
   };
-  if (Status status = change_and_read([&](LedgerPage& now_there, LedgerSlot*) { page = now_there; }); !status)
+  if (Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) { page = current; }); !status)
     return status;
   std::vector<std::pair<LedgerSlot, Fd>> dead;
   for (const LedgerSlot& slot : page.slots) {
@@ -75,15 +75,16 @@ Status SpaceLedger::look(Nanos now, SpaceFigures* figures) {
   }
   std::erase_if(seen_, [&](const auto& seen) {
     return page.find(seen.first) == nullptr &&
-           (!seen.second.folded || now - seen.second.moved > kForgetAfter);
+           (!seen.second.folded || now - seen.second.moved > kSeenLifetime);
   });
   if (!dead.empty()) {
-    const Status status = change_and_read([&](LedgerPage& now_there, LedgerSlot*) {
+    const Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) {
       for (const auto& [slot, presence] : dead) {
-        LedgerSlot* there = now_there.find(slot.writer);
-        if (there != nullptr && there->version == slot.version) now_there.fold(*there, host_);
+        LedgerSlot* current_slot = current.find(slot.writer);
+        if (current_slot != nullptr && current_slot->version == slot.version)
+          current.fold(*current_slot, host_);
       }
-      page = now_there;
+      page = current;
     });
     if (!status) return status;
     for (const auto& [slot, presence] : dead) {
@@ -92,7 +93,7 @@ Status SpaceLedger::look(Nanos now, SpaceFigures* figures) {
     }
   }
   const MutexLock lock(mutex_);
-  observe(page, own_writes, figures);
+  fill_figures(page, own_writes, figures);
   return Status::ok();
 }
 
@@ -126,18 +127,19 @@ void SpaceLedger::grant(const LedgerRequest& request, std::uint64_t missing, Res
   --evicting_;
   const Status written = update_locked([&](LedgerPage& page, LedgerSlot*) {
     for (const Reservation::Freed& freed : reservation->freed_)
-      page.grant(request.asker, freed.bytes, freed.before != page.finished);
+      page.grant(request.requester, freed.bytes, freed.before != page.finished);
     // A request that was withdrawn meanwhile reappears for one tick.
-    if (LedgerSlot* asker = page.find(request.asker); asker != nullptr && missing > 0)
-      asker->wanted += std::min(missing, ~asker->wanted);
+    if (LedgerSlot* requester = page.find(request.requester); requester != nullptr && missing > 0)
+      requester->wanted += std::min(missing, ~requester->wanted);
   });
   // On failure the destructor reports them, as free space for any process.
   if (written) reservation->freed_.clear();
 }
 
-void SpaceLedger::observe(const LedgerPage& page, std::uint64_t own_writes, SpaceFigures* figures) const {
+void SpaceLedger::fill_figures(const LedgerPage& page, std::uint64_t own_writes,
+                               SpaceFigures* figures) const {
   *figures = {};
-  const bool counted = page.trusted != 0 && (vouched_ || page.host == host_);
+  const bool counted = page.trusted != 0 && (counted_this_boot_ || page.host == host_);
   figures->state = not_exclusive_ ? SpaceState::kNotExclusive
                    : counted      ? SpaceState::kCounted
                                   : SpaceState::kUncounted;
@@ -164,7 +166,7 @@ void SpaceLedger::observe(const LedgerPage& page, std::uint64_t own_writes, Spac
       continue;
     }
     figures->shared |= slot.sharer == sharer_.load(std::memory_order_relaxed);
-    figures->asked |= slot.wanted > 0;
+    figures->space_requested |= slot.wanted > 0;
     if (slot.counting == 0) continue;
     figures->counter = slot.writer;
     figures->counter_version = slot.version;

@@ -97,8 +97,8 @@ void LedgerPage::appeared(std::uint64_t bytes, bool twice) {
   }
 }
 
-bool LedgerPage::went(std::uint64_t bytes, bool unsure) {
-  if (unsure) {
+bool LedgerPage::subtract_used(std::uint64_t bytes, bool uncertain) {
+  if (uncertain) {
     add(doubt, bytes);
   } else {
     used -= std::min(used, bytes);
@@ -106,15 +106,15 @@ bool LedgerPage::went(std::uint64_t bytes, bool unsure) {
   for (LedgerSlot& slot : slots) {
     if (slot.counting != 0) add(slot.doubt, bytes);
   }
-  return !unsure;
+  return !uncertain;
 }
 
 void LedgerPage::fold(LedgerSlot& slot, std::uint64_t folder) {
   const std::uint64_t bytes = slot.reserved;
-  const bool unsure = bytes > 0 || slot.evicting > 0 || slot.host != folder;
+  const bool uncertain = bytes > 0 || slot.evicting > 0 || slot.host != folder;
   slot = {};
   appeared(bytes, true);
-  if (!unsure) return;
+  if (!uncertain) return;
   add(doubt, 1);
   for (LedgerSlot& other : slots) {
     if (other.counting != 0) add(other.doubt, 1);
@@ -133,7 +133,7 @@ std::optional<LedgerRequest> LedgerPage::claim(const LedgerSlot& own, std::uint6
     // No sharer is above its share: half of the difference makes both equal.
     if (most <= share && more > slot.wanted) surplus = more / 2;
     const LedgerRequest request{slot.writer, std::min(slot.wanted, surplus)};
-    // We have nothing to give to this asker.
+    // We have nothing to give to this requester.
     if (request.bytes == 0) continue;
     slot.wanted -= request.bytes;
     return request;
@@ -141,9 +141,9 @@ std::optional<LedgerRequest> LedgerPage::claim(const LedgerSlot& own, std::uint6
   return std::nullopt;
 }
 
-void LedgerPage::grant(std::uint64_t asker, std::uint64_t bytes, bool unsure) {
-  if (!went(bytes, unsure)) return;
-  if (LedgerSlot* slot = find(asker); slot != nullptr) add(slot->credit, bytes);
+void LedgerPage::grant(std::uint64_t requester, std::uint64_t bytes, bool uncertain) {
+  if (!subtract_used(bytes, uncertain)) return;
+  if (LedgerSlot* slot = find(requester); slot != nullptr) add(slot->credit, bytes);
 }
 
 void LedgerPage::begin_count(LedgerSlot& slot, std::uint64_t number) {

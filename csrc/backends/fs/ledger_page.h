@@ -6,7 +6,7 @@
 // counted twice are counted. `doubt` is the most that this can amount to; a count of the root makes it zero.
 //
 // A process below its share requests space from the others in its own slot (`wanted`). A process above its
-// share claims a part of that, evicts records, and turns their bytes into `credit` of the asker, which no
+// share claims a part of that, evicts records, and turns their bytes into `credit` of the requester, which no
 // other process can reserve.
 //
 // Any number of processes may count at once, each for itself: bytes that a count may have missed are recorded
@@ -40,7 +40,7 @@ struct LedgerSlot {
 
 // Bytes that one process evicts for another.
 struct LedgerRequest {
-  std::uint64_t asker = 0;  // the writer of its slot
+  std::uint64_t requester = 0;  // the writer of its slot
   std::uint64_t bytes = 0;
 };
 
@@ -74,20 +74,20 @@ struct LedgerPage {
   // Bytes became permanent that were reserved or not requested. twice: a count that ended meanwhile may
   // include them already.
   void appeared(std::uint64_t bytes, bool twice);
-  // Bytes were removed. unsure: a count that ended meanwhile may have missed them already; then they stay in
-  // `used`, and this returns false.
-  bool went(std::uint64_t bytes, bool unsure);
+  // Bytes were removed. uncertain: a count that ended meanwhile may have missed them already; then they stay
+  // in `used`, and this returns false.
+  bool subtract_used(std::uint64_t bytes, bool uncertain);
   // Frees the slot of a dead process: its reserved bytes may be on disk. For a process of another boot than
   // `folder`, more may be on disk than its slot shows, because a power failure may have lost the page that
   // showed it.
   void fold(LedgerSlot& slot, std::uint64_t folder);
   // Takes on a part of another sharer's request: what `own` holds above its share of max_bytes. While no
-  // sharer is above its share, half of what it holds more than the asker (if that is clearly more). Empty if
-  // there is no matching request.
+  // sharer is above its share, half of what it holds more than the requester (if that is clearly more). Empty
+  // if there is no matching request.
   std::optional<LedgerRequest> claim(const LedgerSlot& own, std::uint64_t max_bytes);
   // Bytes of a removed file become credit of the process that asked for them, or free space if that process
   // has ended.
-  void grant(std::uint64_t asker, std::uint64_t bytes, bool unsure);
+  void grant(std::uint64_t requester, std::uint64_t bytes, bool uncertain);
   void begin_count(LedgerSlot& slot, std::uint64_t number);
   void finish_count(LedgerSlot& slot, std::uint64_t counted);
 };

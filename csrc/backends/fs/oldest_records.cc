@@ -29,7 +29,8 @@ std::uint64_t OldestRecords::remove(const Request& request, const std::atomic<bo
       if (began && freed == freed_before_pass) break;  // none of them can be removed
       began = true;
       freed_before_pass = freed;
-      if (!begin_pass({request.bytes - freed, request.sources, request.may_take, request.gone}, stop)) break;
+      if (!begin_pass({request.bytes - freed, request.sources, request.may_take, request.on_removed}, stop))
+        break;
       continue;
     }
     if (!request.may_take(opened_[candidates_.back().source].source)) {
@@ -38,7 +39,7 @@ std::uint64_t OldestRecords::remove(const Request& request, const std::atomic<bo
     }
     const std::uint64_t bytes = remove_next();
     freed += bytes;
-    if (bytes > 0) request.gone(bytes);
+    if (bytes > 0) request.on_removed(bytes);
   }
   return freed;
 }

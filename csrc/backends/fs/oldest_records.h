@@ -33,7 +33,7 @@ class OldestRecords {
     std::uint64_t bytes = 0;
     std::function<std::vector<Source>()> sources;  // called at the start of a pass
     std::function<bool(const Source&)> may_take;   // called before each record
-    Gone gone;                                     // called after each removed record
+    OnRemoved on_removed;                          // called after each removed record
   };
   // A pass removes about 1/kParts of all records.
   static constexpr std::uint64_t kParts = 32;

@@ -61,7 +61,7 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
   SpaceFigures figures;
   const Nanos now = options.clock != nullptr ? options.clock->now() : SteadyClock().now();
   // Other processes with the root open may write already.
-  if (!open.space->look(now, &figures) || !figures.alone) return false;
+  if (!open.space->poll(now, &figures) || !figures.alone) return false;
   std::vector<std::string> names;
   // Other namespaces, or older epochs of ours, may hold records.
   if (!list_namespaces(ops, open.directory.get(), &names) || names.size() > 1) return false;

@@ -14,7 +14,7 @@ namespace kv_offload {
 
 class OutsideChanges {
  public:
-  void on_missing() { missing_.fetch_add(1); }
+  void add_missing() { missing_.fetch_add(1); }
   // Running total.
   std::uint64_t missing() const { return missing_.load(); }
   // True if missing records were found that no count has explained yet: the sum of the root may be too high.
@@ -23,8 +23,8 @@ class OutsideChanges {
   std::uint64_t explained() const { return explained_.load(); }
 
   // Statistics; running totals.
-  void on_rebuilt() { rebuilds_.fetch_add(1); }
-  void on_lost(std::uint64_t bytes) { lost_bytes_.fetch_add(bytes); }
+  void add_rebuild() { rebuilds_.fetch_add(1); }
+  void add_lost_bytes(std::uint64_t bytes) { lost_bytes_.fetch_add(bytes); }
   std::uint64_t rebuilds() const { return rebuilds_.load(); }
   std::uint64_t lost_bytes() const { return lost_bytes_.load(); }
 

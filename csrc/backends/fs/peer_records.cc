@@ -13,13 +13,13 @@ namespace {
 constexpr Nanos kGrain{std::chrono::seconds(3)};
 }  // namespace
 
-void PeerRecords::look(std::uint64_t writes) {
+void PeerRecords::poll(std::uint64_t writes) {
   if (records_.extent() != RecordIndex::Extent::kOrder) return;
   const Nanos started = clock_.now();
-  if ((writes == writes_seen_ && !unsettled_) || started < next_look_) return;
+  if ((writes == writes_seen_ && !unsettled_) || started < next_poll_) return;
   writes_seen_ = writes;
   unsettled_ = !adopt_changed_leaves();
-  next_look_ = started + (clock_.now() - started) * 20;
+  next_poll_ = started + (clock_.now() - started) * 20;
 }
 
 // Compares each directory's mtime with its previous value only: another host's clock may be ahead, or go

@@ -2,7 +2,7 @@
 // PeerRecords: finds the records that other processes write into our epoch. The ledger page shows at no
 // extra cost that another process wrote; then the changed directories are listed.
 //
-// Invariant: a record that another process has reported as written is known here after one look that started
+// Invariant: a record that another process has reported as written is known here after one poll that started
 // later. Larger roots are looked at less often, to use at most one twentieth of a thread.
 //
 // Threads: upkeep thread only. No lock.
@@ -22,12 +22,12 @@ namespace kv_offload {
 
 class PeerRecords {
  public:
-  // All arguments must outlive this object. A look returns soon once `stop` is true.
+  // All arguments must outlive this object. A poll returns soon once `stop` is true.
   PeerRecords(const OpenRoot& root, RecordIndex& records, const Clock& clock, const std::atomic<bool>& stop)
       : ops_(root.ops), records_(records), clock_(clock), stop_(stop) {}
 
   // writes: the number of writes by other processes, from the page (SpaceFigures::writes_by_others).
-  void look(std::uint64_t writes);
+  void poll(std::uint64_t writes);
 
  private:
   // State of a leaf directory when it was last listed.
@@ -46,7 +46,7 @@ class PeerRecords {
   std::vector<Listed> leaves_;
   std::uint64_t epoch_ = 0;  // the epoch of leaves_
   bool unsettled_ = false;
-  Nanos next_look_{0};
+  Nanos next_poll_{0};
 };
 
 }  // namespace kv_offload

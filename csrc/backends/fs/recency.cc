@@ -18,7 +18,7 @@ void Recency::write() {
   std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
   for (const FsCatalog::Record& record : records) {
     const std::string path = layout::record_path(record.key, record.file_bytes);
-    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->on_missing();
+    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->add_missing();
   }
 }
 
@@ -27,15 +27,16 @@ void Recency::write() {
 std::int64_t Recency::now_of_files() const {
   // A smaller difference is the age of the ledger's last write.
   constexpr std::int64_t kMostSkew = 5'000'000'000;
-  const std::int64_t here =
+  const std::int64_t local_time =
       std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
   FileInfo ledger;
-  if (ops_.stat(root_.directory.get(), std::string(layout::kLedgerFile), &ledger) != 0) return here;
-  const std::int64_t skew = ledger.mtime_nanos > here ? ledger.mtime_nanos - here : here - ledger.mtime_nanos;
-  return skew > kMostSkew ? ledger.mtime_nanos : here;
+  if (ops_.stat(root_.directory.get(), std::string(layout::kLedgerFile), &ledger) != 0) return local_time;
+  const std::int64_t skew =
+      ledger.mtime_nanos > local_time ? ledger.mtime_nanos - local_time : local_time - ledger.mtime_nanos;
+  return skew > kMostSkew ? ledger.mtime_nanos : local_time;
 }
 
-void Recency::write_when_due() {
+void Recency::write_if_due() {
   const Nanos now = clock_.now();
   if (now - last_write_ < FsCatalog::kTouchEvery) return;
   last_write_ = now;

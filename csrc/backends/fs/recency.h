@@ -2,7 +2,7 @@
 // Recency: writes the time of last use into the file times, so that the eviction order survives a restart and
 // other processes see it.
 //
-// Threads: write_when_due() on upkeep threads, write() on any. Best effort: a lost time costs a record its
+// Threads: write_if_due() on upkeep threads, write() on any. Best effort: a lost time costs a record its
 // place in the eviction order, nothing else. No lock.
 #pragma once
 
@@ -19,7 +19,7 @@ class Recency {
       : root_(root), ops_(root.ops), records_(records), clock_(clock), last_write_(clock.now()) {}
 
   void write();
-  void write_when_due();  // about once a minute
+  void write_if_due();  // about once a minute
 
  private:
   std::int64_t now_of_files() const;

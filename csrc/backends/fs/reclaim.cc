@@ -92,7 +92,7 @@ bool namespace_is_open(FileOps& ops, int namespace_directory) {
 }
 
 std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name, std::uint64_t enough,
-                                bool even_open, const std::atomic<bool>& stop, const Gone& gone) {
+                                bool even_open, const std::atomic<bool>& stop, const OnRemoved& on_removed) {
   int error = 0;
   const Fd directory = open_fd(ops, root, name, kOpenDirectory, 0, &error);
   if (!directory) return 0;
@@ -110,7 +110,8 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   bool older_stays = false;
   for (const std::uint64_t number : epochs) {
     if (freed >= enough) break;
-    freed += reclaim_epoch(ops, directory.get(), number, enough - freed, closed && !older_stays, stop, gone);
+    freed +=
+        reclaim_epoch(ops, directory.get(), number, enough - freed, closed && !older_stays, stop, on_removed);
     older_stays |= ops.stat(directory.get(), layout::epoch_directory_name(number), &info) != -ENOENT;
   }
   epochs.clear();
@@ -122,12 +123,12 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
     }
   }
   if (ops.stat(root, name, &info) == 0 && ops.rmdir(root, name) == 0) last += info.disk_bytes;
-  gone(last);
+  on_removed(last);
   return freed + last;
 }
 
 Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>& names, std::uint64_t enough,
-                         bool dry_run, const Gone& gone) {
+                         bool dry_run, const OnRemoved& on_removed) {
   constexpr std::size_t kMostListed = std::size_t{1} << 20;  // 64 MiB
   Reclaimed reclaimed;
   const std::vector<OpenEpoch> live = open_live(ops, root, names);
@@ -138,7 +139,7 @@ Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>&
       if (!dry_run && !remove_victim(ops, live[victim.epoch], victim)) continue;
       reclaimed.bytes += victim.charge;
       ++reclaimed.records;
-      if (!dry_run) gone(victim.charge);
+      if (!dry_run) on_removed(victim.charge);
     }
     if (dry_run || reclaimed.bytes == bytes_before) break;
   }

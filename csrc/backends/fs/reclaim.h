@@ -3,7 +3,7 @@
 // namespaces together. Functions only; used by the tier's evictor and by FsRoot.
 //
 // No server is asked, and no lock is held for long. Readers tolerate files that vanish. Each freed size is
-// reported to `gone`, which subtracts it from the ledger.
+// reported to `on_removed`, which subtracts it from the ledger.
 #pragma once
 
 #include <atomic>
@@ -16,13 +16,13 @@
 
 namespace kv_offload {
 
-using Gone = std::function<void(std::uint64_t bytes)>;
+using OnRemoved = std::function<void(std::uint64_t bytes)>;
 
 // Removes our files of one namespace until `enough` bytes are freed. Skips a namespace that a process has
 // open, unless even_open. Blocks opening a closed namespace meanwhile, and removes the namespace itself once
 // it is empty. Returns the bytes freed.
 std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name, std::uint64_t enough,
-                                bool even_open, const std::atomic<bool>& stop, const Gone& gone);
+                                bool even_open, const std::atomic<bool>& stop, const OnRemoved& on_removed);
 
 // True if some process has the namespace open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
@@ -41,6 +41,6 @@ struct Reclaimed {
 // directory by directory. Here no write waits: one walk per 2^20 removed records, with 64 bytes of memory for
 // each. dry_run: counts what would be removed, in one walk.
 Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>& names, std::uint64_t enough,
-                         bool dry_run, const Gone& gone);
+                         bool dry_run, const OnRemoved& on_removed);
 
 }  // namespace kv_offload

@@ -28,14 +28,14 @@ RecordIndex::RecordIndex(const std::string& eviction_policy, const Clock& clock)
       catalog_(eviction_policy),
       leaves_(layout::kLeaves),
       declined_(kDeclinedCells),
-      not_found_(clock, kAskAgainAfter, kMostNotFound) {}
+      not_found_(clock, kLookupRetryDelay, kMostNotFound) {}
 
 // ---- Catalog
 
 bool RecordIndex::is_unknown(const Leaf& leaf, Nanos now) const {
   if (extent_ != Extent::kSome) return false;
   return leaf.state == Leaf::State::kUnknown ||
-         (leaf.state == Leaf::State::kGivenUp && now >= leaf.ask_again);
+         (leaf.state == Leaf::State::kCancelled && now >= leaf.retry_at);
 }
 
 Presence RecordIndex::contains(const ChunkKey& key) const {
@@ -46,7 +46,7 @@ Presence RecordIndex::contains(const ChunkKey& key) const {
     if (catalog_.holds(key)) return Presence::kAbsent;
     if (extent_ == Extent::kSome) {
       const Leaf& leaf = leaves_[layout::leaf_of(key)];
-      if (leaf.state == Leaf::State::kAsking) return Presence::kLookupPending;
+      if (leaf.state == Leaf::State::kPending) return Presence::kLookupPending;
       return is_unknown(leaf, now) ? Presence::kUnknown : Presence::kAbsent;
     }
     if (!shared_) return Presence::kAbsent;
@@ -54,7 +54,7 @@ Presence RecordIndex::contains(const ChunkKey& key) const {
   return not_found_.contains(key);
 }
 
-void RecordIndex::begin_asking(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* asked) {
+void RecordIndex::begin_lookup(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* started) {
   std::vector<ChunkKey> by_name;
   const Nanos now = clock_.now();
   {
@@ -67,22 +67,22 @@ void RecordIndex::begin_asking(std::span<const ChunkKey> keys, EpochNumber, std:
       }
       Leaf& leaf = leaves_[layout::leaf_of(key)];
       if (!is_unknown(leaf, now)) continue;
-      asked->push_back(key);  // one key per directory
-      leaf.state = Leaf::State::kAsking;
+      started->push_back(key);  // one key per directory
+      leaf.state = Leaf::State::kPending;
     }
   }
-  not_found_.begin_asking(by_name, not_found_.epoch_number(), asked);
+  not_found_.begin_lookup(by_name, not_found_.epoch_number(), started);
 }
 
 // Ignores the caller's epoch number: an epoch may end without a reset, and pending lookups must end then too.
-void RecordIndex::give_up_asking(std::span<const ChunkKey> keys, EpochNumber) {
-  not_found_.give_up_asking(keys, not_found_.epoch_number());
-  const Nanos ask_again = clock_.now() + kAskAgainAfter;
+void RecordIndex::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber) {
+  not_found_.cancel_lookup(keys, not_found_.epoch_number());
+  const Nanos retry_at = clock_.now() + kLookupRetryDelay;
   const MutexLock lock(mutex_);
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Leaf& leaf = leaves_[layout::leaf_of(key)];
-    if (leaf.state == Leaf::State::kAsking) leaf = {Leaf::State::kGivenUp, ask_again};
+    if (leaf.state == Leaf::State::kPending) leaf = {Leaf::State::kCancelled, retry_at};
   }
 }
 
@@ -94,25 +94,25 @@ void RecordIndex::touch(const ChunkKey& key) {
 
 void RecordIndex::used(const TierUses& uses) {
   if (uses->empty()) return;
-  std::vector<TierUses> forgotten;  // freed after the lock is released
+  std::vector<TierUses> dropped;  // freed after the lock is released
   const MutexLock lock(mutex_);
   uses_.push_back(uses);
   used_keys_ += uses->size();
   while ((used_keys_ > kMostUses && uses_.size() > 1) || uses_.size() > kMostUseLists) {
     count_steps(1);
     used_keys_ -= uses_.front()->size();
-    forgotten.push_back(std::move(uses_.front()));
+    dropped.push_back(std::move(uses_.front()));
     uses_.pop_front();
     next_use_ = 0;
   }
 }
 
 void RecordIndex::apply_uses() {
-  while (apply_some_uses()) mutex_.let_others_in();
+  while (apply_use_batch()) mutex_.yield_to_waiters();
 }
 
 // Returns true if there are more.
-bool RecordIndex::apply_some_uses() {
+bool RecordIndex::apply_use_batch() {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   for (std::size_t n = 0; n < kRecordsPerLock && !uses_.empty(); ++n) {
@@ -134,16 +134,16 @@ void RecordIndex::take_removals(std::vector<TierRemoval>* removals) {
     removals->push_back(removals_.front());
     removals_.pop_front();
   }
-  while (left > 0 && !forgotten_.empty()) {
-    Forgotten& oldest = *forgotten_.front();
-    for (; left > 0 && oldest.told < oldest.catalog.slots(); --left, ++oldest.told) {
-      const ChunkKey* key = oldest.catalog.key_at(oldest.told);
+  while (left > 0 && !dropped_.empty()) {
+    DroppedState& oldest = *dropped_.front();
+    for (; left > 0 && oldest.reported < oldest.catalog.slots(); --left, ++oldest.reported) {
+      const ChunkKey* key = oldest.catalog.key_at(oldest.reported);
       // Skips a key that was written again since: it was reported as present.
       if (key != nullptr && !catalog_.holds(*key)) removals->push_back({*key, TierRemoval::Reason::kReset});
     }
-    if (oldest.told < oldest.catalog.slots()) break;
-    told_.push_back(std::move(forgotten_.front()));
-    forgotten_.pop_front();
+    if (oldest.reported < oldest.catalog.slots()) break;
+    reported_.push_back(std::move(dropped_.front()));
+    dropped_.pop_front();
   }
   count_steps(kMostRemovals - left);
 }
@@ -173,35 +173,35 @@ bool RecordIndex::begin(FsEpochPtr epoch, const Next& made_for, Extent extent) {
   return true;
 }
 
-void RecordIndex::on_shared(bool shared) {
+void RecordIndex::set_shared(bool shared) {
   const MutexLock lock(mutex_);
   shared_ = shared;
 }
 
 void RecordIndex::drop(const FsEpochPtr& epoch) {
-  std::unique_ptr<Forgotten> forgotten = nothing();
+  std::unique_ptr<DroppedState> dropped = empty_state();
   const MutexLock lock(mutex_);
   if (epoch != epoch_) return;
   next_.by_reset |= diverged_;
-  drop_all(std::move(forgotten));
+  drop_all(std::move(dropped));
 }
 
 void RecordIndex::reset() {
-  std::unique_ptr<Forgotten> forgotten = nothing();
+  std::unique_ptr<DroppedState> dropped = empty_state();
   const MutexLock lock(mutex_);
   next_.by_reset = true;
-  drop_all(std::move(forgotten));
+  drop_all(std::move(dropped));
 }
 
-void RecordIndex::drop_all(std::unique_ptr<Forgotten> forgotten) {
+void RecordIndex::drop_all(std::unique_ptr<DroppedState> dropped) {
   if (epoch_) {
     next_.least_number = epoch_->number + 1;
-    over_.push_back(epoch_);
+    ended_epochs_.push_back(epoch_);
     epoch_.reset();
   }
-  forgotten_.push_back(std::move(forgotten));  // first, because it may throw
-  catalog_.hand_over(&forgotten_.back()->catalog);
-  forgotten_.back()->uses.swap(uses_);
+  dropped_.push_back(std::move(dropped));  // first, because it may throw
+  catalog_.move_into(&dropped_.back()->catalog);
+  dropped_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;
   diverged_ = false;
   declined_.assign(kDeclinedCells, 0);
@@ -211,10 +211,10 @@ void RecordIndex::drop_all(std::unique_ptr<Forgotten> forgotten) {
 // A use count of 1 cannot rise: the only other references come from this object, under the lock.
 void RecordIndex::free_unused() {
   std::vector<FsEpochPtr> unused;  // closed after the lock is released
-  std::vector<std::unique_ptr<Forgotten>> told;
+  std::vector<std::unique_ptr<DroppedState>> reported;
   const MutexLock lock(mutex_);
-  told.swap(told_);
-  std::erase_if(over_, [&](FsEpochPtr& epoch) {
+  reported.swap(reported_);
+  std::erase_if(ended_epochs_, [&](FsEpochPtr& epoch) {
     if (epoch.use_count() > 1) return false;
     unused.push_back(std::move(epoch));
     return true;
@@ -223,13 +223,13 @@ void RecordIndex::free_unused() {
 
 void RecordIndex::close() {
   FsEpochPtr last;  // closed after the lock is released
-  std::vector<FsEpochPtr> over;
+  std::vector<FsEpochPtr> ended;
   const MutexLock lock(mutex_);
   last.swap(epoch_);
-  over.swap(over_);
+  ended.swap(ended_epochs_);
 }
 
-void RecordIndex::on_newer(const FsEpochPtr& epoch, bool newer) {
+void RecordIndex::set_newer(const FsEpochPtr& epoch, bool newer) {
   const MutexLock lock(mutex_);
   // A process that was reset itself does not share records either, but is not reported as split off.
   if (epoch == epoch_) diverged_ = newer && !next_.by_reset;
@@ -293,7 +293,7 @@ void RecordIndex::answered(std::span<const ChunkKey> keys) {
   for (const ChunkKey& key : keys) not_found_.answered(key, false, epoch_number);
 }
 
-void RecordIndex::on_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) {
+void RecordIndex::mark_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) {
   const std::uint64_t mark = declined_mark(chunk_id(key), request);
   const MutexLock lock(mutex_);
   if (epoch == epoch_) declined_[declined_place(mark)] = mark;
@@ -355,22 +355,22 @@ std::vector<std::uint64_t> RecordIndex::file_bytes_of(std::span<const ChunkKey> 
   return file_bytes;
 }
 
-void RecordIndex::on_extent(const FsEpochPtr& epoch, Extent extent) {
+void RecordIndex::raise_extent(const FsEpochPtr& epoch, Extent extent) {
   const MutexLock lock(mutex_);
   if (epoch == epoch_) extent_ = std::max(extent_, extent);
 }
 
-void RecordIndex::on_listed(const FsEpochPtr& epoch, std::uint32_t leaf) {
+void RecordIndex::mark_listed(const FsEpochPtr& epoch, std::uint32_t leaf) {
   const MutexLock lock(mutex_);
   if (epoch == epoch_) leaves_[leaf].state = Leaf::State::kListed;
 }
 
 template <typename Visit>
-bool RecordIndex::in_pieces(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
-                            Visit visit) const {
+bool RecordIndex::in_batches(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
+                             Visit visit) const {
   for (std::size_t next = 0; next < count;) {
     if (stop.load()) return false;
-    mutex_.let_others_in();
+    mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (epoch != nullptr && *epoch != epoch_) return false;
     const std::size_t end = std::min(next + kRecordsPerLock, count);
@@ -382,7 +382,7 @@ bool RecordIndex::in_pieces(std::size_t count, const FsEpochPtr* epoch, const st
 
 void RecordIndex::adopt_names(const FsEpochPtr& epoch, std::span<const FoundRecord> records, bool newest,
                               const std::atomic<bool>& stop) {
-  in_pieces(records.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
+  in_batches(records.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
     const FsCatalog::Record record{records[at].key, records[at].file_bytes};
     if (newest) {
       catalog_.insert(record, {});
@@ -395,14 +395,14 @@ void RecordIndex::adopt_names(const FsEpochPtr& epoch, std::span<const FoundReco
 void RecordIndex::adopt_in_order(const FsEpochPtr& epoch, std::span<const FoundRecord> records,
                                  std::span<const LastUse> order, bool first, const std::atomic<bool>& stop) {
   std::vector<ChunkKey> used;  // used since the epoch was opened
-  in_pieces(order.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
+  in_batches(order.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
     const FoundRecord& record = records[order[at].second];
     if (!catalog_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
   });
   const Nanos now = clock_.now();
   static constexpr std::atomic<bool> kToTheEnd{false};
-  in_pieces(used.size(), &epoch, kToTheEnd,
-            [&](std::size_t at) REQUIRES(mutex_) { catalog_.touch(used[at], now); });
+  in_batches(used.size(), &epoch, kToTheEnd,
+             [&](std::size_t at) REQUIRES(mutex_) { catalog_.touch(used[at], now); });
 }
 
 bool RecordIndex::known_from(const FsEpochPtr& epoch, Slot* slot,
@@ -416,7 +416,7 @@ bool RecordIndex::known_from(const FsEpochPtr& epoch, Slot* slot,
 std::vector<FoundRecord> RecordIndex::unknown_of(std::span<const FoundRecord> records) const {
   std::vector<FoundRecord> unknown;
   static constexpr std::atomic<bool> kToTheEnd{false};
-  in_pieces(records.size(), nullptr, kToTheEnd, [&](std::size_t at) REQUIRES(mutex_) {
+  in_batches(records.size(), nullptr, kToTheEnd, [&](std::size_t at) REQUIRES(mutex_) {
     if (!catalog_.holds(records[at].key)) unknown.push_back(records[at]);
   });
   return unknown;
@@ -427,7 +427,7 @@ std::vector<FoundRecord> RecordIndex::unknown_of(std::span<const FoundRecord> re
 std::vector<FsCatalog::Record> RecordIndex::take_touched(FsEpochPtr* epoch) {
   std::vector<FsCatalog::Record> records;
   for (bool more = true, first = true; more; first = false) {
-    mutex_.let_others_in();
+    mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (first) *epoch = epoch_;
     if (*epoch != epoch_) return {};

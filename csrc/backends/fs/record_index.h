@@ -48,7 +48,7 @@ class RecordIndex final : public Catalog {
     kOrder,  // the last uses are known too: records may be evicted
   };
   // Delay before a failed lookup is tried again; until then it is a miss.
-  static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
+  static constexpr Nanos kLookupRetryDelay{std::chrono::seconds(1)};
   // Bound on remembered lookups that found nothing (48 MiB): enough for all waiting requests and the chunks
   // that they share.
   static constexpr std::size_t kMostNotFound = std::size_t{1} << 19;
@@ -66,10 +66,10 @@ class RecordIndex final : public Catalog {
 
   // ---- Catalog
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* asked) override
+  void begin_lookup(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* started) override
       EXCLUDES(mutex_);
-  void forget_absence(const ChunkKey& key) override { not_found_.forget_absence(key); }
-  void give_up_asking(std::span<const ChunkKey> keys, EpochNumber) override EXCLUDES(mutex_);
+  void forget_miss(const ChunkKey& key) override { not_found_.forget_miss(key); }
+  void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
@@ -89,7 +89,7 @@ class RecordIndex final : public Catalog {
   // only.
   void free_unused() EXCLUDES(mutex_);
   // Sets whether other processes write into the epoch.
-  void on_shared(bool shared) EXCLUDES(mutex_);
+  void set_shared(bool shared) EXCLUDES(mutex_);
   // Forgets the epoch and all its records, because its directory was removed; no effect if the epoch is no
   // longer ours. If other processes were reset and this one was not, the next epoch is for this process only.
   void drop(const FsEpochPtr& epoch) EXCLUDES(mutex_);
@@ -98,7 +98,7 @@ class RecordIndex final : public Catalog {
   void close() EXCLUDES(mutex_);  // releases all epochs and their locks
   // Sets whether an epoch with a higher number exists. If so, others were reset, and unless this process was
   // reset too, it no longer shares records with them.
-  void on_newer(const FsEpochPtr& epoch, bool newer) EXCLUDES(mutex_);
+  void set_newer(const FsEpochPtr& epoch, bool newer) EXCLUDES(mutex_);
 
   // ---- ops. kCancelled: the epoch is no longer in use.
   // Held by a read. While it exists, its record is not evicted.
@@ -131,7 +131,7 @@ class RecordIndex final : public Catalog {
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
   // Records that the record was declined for this request. Later chunks of the same request are declined too,
   // because they are useless without this one. Chunks that a later request stores are decided again.
-  void on_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) EXCLUDES(mutex_);
+  void mark_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) EXCLUDES(mutex_);
   bool is_declined(ChunkId id, std::uint32_t request) const EXCLUDES(mutex_);
   Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                  std::vector<bool>* present) const EXCLUDES(mutex_);
@@ -153,8 +153,8 @@ class RecordIndex final : public Catalog {
   // key's group was seen.
   std::vector<std::uint64_t> file_bytes_of(std::span<const ChunkKey> keys) const EXCLUDES(mutex_);
   // Only raises the extent.
-  void on_extent(const FsEpochPtr& epoch, Extent extent) EXCLUDES(mutex_);
-  void on_listed(const FsEpochPtr& epoch, std::uint32_t leaf) EXCLUDES(mutex_);
+  void raise_extent(const FsEpochPtr& epoch, Extent extent) EXCLUDES(mutex_);
+  void mark_listed(const FsEpochPtr& epoch, std::uint32_t leaf) EXCLUDES(mutex_);
   // Adds names without times. newest: they are more recent than all known records; otherwise a scan reports
   // their order later.
   void adopt_names(const FsEpochPtr& epoch, std::span<const FoundRecord> records, bool newest,
@@ -183,35 +183,35 @@ class RecordIndex final : public Catalog {
 
  private:
   struct Leaf {
-    enum class State : std::uint8_t { kUnknown, kAsking, kGivenUp, kListed } state = State::kUnknown;
-    Nanos ask_again{0};  // kGivenUp
+    enum class State : std::uint8_t { kUnknown, kPending, kCancelled, kListed } state = State::kUnknown;
+    Nanos retry_at{0};  // kCancelled
   };
   // State from before a reset. Its keys are reported as removed.
-  struct Forgotten {
+  struct DroppedState {
     FsCatalog catalog;
     std::deque<TierUses> uses;
-    Slot told = 0;  // the slots below this one were reported
+    Slot reported = 0;  // the slots below this one were reported
 
-    explicit Forgotten(const std::string& eviction_policy) : catalog(eviction_policy) {}
+    explicit DroppedState(const std::string& eviction_policy) : catalog(eviction_policy) {}
   };
-  std::unique_ptr<Forgotten> nothing() const { return std::make_unique<Forgotten>(policy_name_); }
+  std::unique_ptr<DroppedState> empty_state() const { return std::make_unique<DroppedState>(policy_name_); }
 
-  bool apply_some_uses() EXCLUDES(mutex_);
+  bool apply_use_batch() EXCLUDES(mutex_);
   // Calls visit(at) for each `at` below `count`, kRecordsPerLock per hold of the lock. Returns false if it
   // ended early, because *stop became true or *epoch (if given) is no longer ours.
   template <typename Visit>
-  bool in_pieces(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop, Visit visit) const
-      EXCLUDES(mutex_);
+  bool in_batches(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
+                  Visit visit) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
   // Sets the known state aside; *forgotten is the empty place for it.
-  void drop_all(std::unique_ptr<Forgotten> forgotten) REQUIRES(mutex_);
+  void drop_all(std::unique_ptr<DroppedState> dropped) REQUIRES(mutex_);
   void unpin(const FsCatalog::Ref& ref) EXCLUDES(mutex_);
 
   const std::string policy_name_;
   const Clock& clock_;
   mutable Mutex mutex_;
   FsEpochPtr epoch_ GUARDED_BY(mutex_);
-  std::vector<FsEpochPtr> over_ GUARDED_BY(mutex_);  // ended epochs that are still open
+  std::vector<FsEpochPtr> ended_epochs_ GUARDED_BY(mutex_);  // ended epochs that are still open
   Next next_ GUARDED_BY(mutex_);
   bool diverged_ GUARDED_BY(mutex_) = false;
   bool shared_ GUARDED_BY(mutex_) = false;
@@ -219,8 +219,8 @@ class RecordIndex final : public Catalog {
   FsCatalog catalog_ GUARDED_BY(mutex_);
   std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
   std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
-  std::deque<std::unique_ptr<Forgotten>> forgotten_ GUARDED_BY(mutex_);  // oldest first
-  std::vector<std::unique_ptr<Forgotten>> told_ GUARDED_BY(mutex_);      // fully reported; to be freed
+  std::deque<std::unique_ptr<DroppedState>> dropped_ GUARDED_BY(mutex_);    // oldest first
+  std::vector<std::unique_ptr<DroppedState>> reported_ GUARDED_BY(mutex_);  // fully reported; to be freed
   std::deque<TierUses> uses_ GUARDED_BY(mutex_);            // not applied yet, oldest first; no empty lists
   std::size_t used_keys_ GUARDED_BY(mutex_) = 0;            // number of uses in uses_
   std::size_t next_use_ GUARDED_BY(mutex_) = 0;             // index into the oldest list

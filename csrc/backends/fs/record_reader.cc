@@ -22,7 +22,7 @@ Status RecordReader::read(const TierOp& op, const std::shared_ptr<FsEpoch>& epoc
   const Status status = records_.finish_read(op, epoch, read_file(op, *epoch, pin.file_bytes(), &inode));
   // Possibly removed or truncated by another program, which the sum does not include.
   if (status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
-    root_.changes->on_missing();
+    root_.changes->add_missing();
   if (status.kind() == StatusKind::kCorrupt)
     remove(op.key, epoch, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
   if (status.kind() == StatusKind::kNotFound)

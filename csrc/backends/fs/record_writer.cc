@@ -23,12 +23,12 @@ constexpr int kPublishAttempts = 4;
 }  // namespace
 
 // Removes the temporary however the write ends, also after an exception.
-struct RecordWriter::UnlessPublished {
+struct RecordWriter::PendingGuard {
   RecordWriter& writer;
-  const PendingRecord& draft;
+  const PendingRecord& pending;
   Reservation& reservation;
-  ~UnlessPublished() {
-    if (!draft.published) writer.discard(draft, &reservation);
+  ~PendingGuard() {
+    if (!pending.published) writer.discard(pending, &reservation);
   }
 };
 
@@ -55,15 +55,15 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<FsEpoch>& epo
     root_.space->raise_bound(kToMaxBytes);
     first = write_once(op, epoch, moved, &full);
   }
-  if (first) root_.full_disk->on_evicted(true);
+  if (first) root_.full_disk->set_eviction_helped(true);
   if (!full) return first;
-  root_.full_disk->on_full();
+  root_.full_disk->add_full_write();
   if (!root_.full_disk->eviction_helps()) {
     root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict on every further write
     return first;
   }
   const Status second = write_once(op, epoch, moved, &full);
-  if (second || full) root_.full_disk->on_evicted(second.is_ok());
+  if (second || full) root_.full_disk->set_eviction_helped(second.is_ok());
   if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
     root_.space->raise_bound(kToMaxBytes);
   return has_nothing_to_evict(second) ? first : second;  // then report the device's failure
@@ -73,62 +73,64 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
                                 bool* full) {
   *full = false;
   const std::uint64_t payload = padded_payload_bytes(op.shards);
-  PendingRecord draft;
-  draft.epoch = epoch;
-  draft.leaf = layout::leaf_of(op.key);
-  draft.file_bytes = draft.named_bytes = kRecordHeaderBytes + payload;
-  draft.direct = root_.direct && is_aligned(op.shards);
-  draft.spared_request = op.may_decline ? op.entry_info.request : 0;
+  PendingRecord pending;
+  pending.epoch = epoch;
+  pending.leaf = layout::leaf_of(op.key);
+  pending.file_bytes = pending.named_bytes = kRecordHeaderBytes + payload;
+  pending.direct = root_.direct && is_aligned(op.shards);
+  pending.spared_request = op.may_decline ? op.entry_info.request : 0;
   bool present = false, replace = false;
   Status status = records_.begin_write(op.key, epoch, &present, &replace);
   if (!status || present) return status;
   if (op.may_decline && records_.is_declined(op.entry_info.parent, op.entry_info.request)) {
-    records_.on_declined(op.key, op.entry_info.request, epoch);
+    records_.mark_declined(op.key, op.entry_info.request, epoch);
     return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
   OutgoingRecord record(form_, options_.namespace_id, op);
   status = record.encode();  // before the reservation, which is for the encoded size
   if (!status) return status;
-  draft.file_bytes = record.bytes();
+  pending.file_bytes = record.bytes();
   {
     Reservation reservation(*root_.space);
-    const UnlessPublished rest{*this, draft, reservation};
-    status = evictor_.reserve(root_.charges->of_planned(draft.file_bytes) + kOverhead, &draft, &reservation);
+    const PendingGuard guard{*this, pending, reservation};
+    status =
+        evictor_.reserve(root_.charges->of_planned(pending.file_bytes) + kOverhead, &pending, &reservation);
     if (status) {
-      status = write_file(record, op, replace, &draft, &reservation);
+      status = write_file(record, op, replace, &pending, &reservation);
       *full = status.kind() == StatusKind::kNoSpace && status.error_number() != 0;
       if (*full) root_.space->lower_bound(reservation);
     }
   }
-  if (status.kind() == StatusKind::kDeclined) records_.on_declined(op.key, op.entry_info.request, epoch);
-  if (status) status = records_.written({op.key, draft.named_bytes}, op.entry_info, epoch);
+  if (status.kind() == StatusKind::kDeclined) records_.mark_declined(op.key, op.entry_info.request, epoch);
+  if (status) status = records_.written({op.key, pending.named_bytes}, op.entry_info, epoch);
   if (status) *moved = record.written();
   return status;
 }
 
-Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool replace, PendingRecord* draft,
-                                Reservation* reservation) {
-  FsEpoch& epoch = *draft->epoch;
-  const std::string path = layout::record_path(op.key, draft->named_bytes);
+Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool replace,
+                                PendingRecord* pending, Reservation* reservation) {
+  FsEpoch& epoch = *pending->epoch;
+  const std::string path = layout::record_path(op.key, pending->named_bytes);
   const std::string shown = epoch.path + "/" + path;
   // A reused file stays in its old leaf directory, so the leaf directory of the new record may be missing.
   const Status opened =
-      draft->fd ? make_leaf(epoch, draft->leaf, reservation) : open_temporary(draft, reservation);
+      pending->fd ? make_leaf(epoch, pending->leaf, reservation) : open_temporary(pending, reservation);
   if (!opened) return opened;
   Status status;
   if (record.in_place()) {
-    status = buffers_.write(ops_, draft->fd.get(), record.header(), op.shards, draft->direct, shown);
+    status = buffers_.write(ops_, pending->fd.get(), record.header(), op.shards, pending->direct, shown);
   } else {
     status = record.finish();
-    if (status) status = buffers_.write_whole(ops_, draft->fd.get(), record.pieces(), draft->direct, shown);
+    if (status)
+      status = buffers_.write_whole(ops_, pending->fd.get(), record.pieces(), pending->direct, shown);
   }
   if (status && options_.fsync != FsyncMode::kNone) {
-    const int rc = ops_.fsync(draft->fd.get(), options_.fsync == FsyncMode::kData);
+    const int rc = ops_.fsync(pending->fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
   }
   if (!status) return status;
   FileInfo info;
-  if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
+  if (const int rc = ops_.fstat(pending->fd.get(), &info); rc < 0)
     return Status::from_errno(-rc, "stat", shown);
   if (replace) {
     // Only now that the new record is complete.
@@ -136,42 +138,42 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
   const std::uint64_t charge = root_.charges->of_written(info);
-  status = publish(draft, path, charge, reservation);
+  status = publish(pending, path, charge, reservation);
   if (!status) return status;
-  root_.charges->add_stored(draft->named_bytes, charge);
-  count_growth(epoch, draft->leaf, reservation);
+  root_.charges->add_stored(pending->named_bytes, charge);
+  count_growth(epoch, pending->leaf, reservation);
   return status;
 }
 
 // Removes the temporary after a failure. If that fails, its bytes stay in the sum until the next count
 // removes the file.
-void RecordWriter::discard(const PendingRecord& draft, Reservation* reservation) {
-  if (!draft.fd) return;
-  const int directory = draft.epoch->directory.get();
+void RecordWriter::discard(const PendingRecord& pending, Reservation* reservation) {
+  if (!pending.fd) return;
+  const int directory = pending.epoch->directory.get();
   FileInfo info;
-  const std::uint64_t bytes = ops_.fstat(draft.fd.get(), &info) == 0 ? info.charge() : draft.file_bytes;
-  int rc = ops_.unlink(directory, draft.path);
-  if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, draft.path);
+  const std::uint64_t bytes = ops_.fstat(pending.fd.get(), &info) == 0 ? info.charge() : pending.file_bytes;
+  int rc = ops_.unlink(directory, pending.path);
+  if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, pending.path);
   if (rc < 0 && rc != -ENOENT) reservation->used += bytes;
 }
 
-Status RecordWriter::open_temporary(PendingRecord* draft, Reservation* reservation) {
-  FsEpoch& epoch = *draft->epoch;
-  const std::string prefix = layout::leaf_path(draft->leaf) + '/';
-  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+Status RecordWriter::open_temporary(PendingRecord* pending, Reservation* reservation) {
+  FsEpoch& epoch = *pending->epoch;
+  const std::string prefix = layout::leaf_path(pending->leaf) + '/';
+  const int flags = O_WRONLY | (pending->direct ? O_DIRECT : 0);
   Fd fd;
   int rc = 0;
   // Three attempts: a reclaimer may remove the empty directory that was just created.
   for (int attempt = 0; attempt < 3; ++attempt) {
-    rc = create_temporary(ops_, epoch.directory.get(), prefix, flags, root_.writer, &fd, &draft->path);
+    rc = create_temporary(ops_, epoch.directory.get(), prefix, flags, root_.writer, &fd, &pending->path);
     if (rc != -ENOENT) break;
-    if (Status status = make_leaf(epoch, draft->leaf, reservation); !status) return status;
+    if (Status status = make_leaf(epoch, pending->leaf, reservation); !status) return status;
   }
   if (rc == 0) {
-    draft->fd = std::move(fd);
+    pending->fd = std::move(fd);
     return Status::ok();
   }
-  Status status = Status::from_errno(-rc, "create", epoch.path + "/" + draft->path);
+  Status status = Status::from_errno(-rc, "create", epoch.path + "/" + pending->path);
   // ENOENT on a write does not mean a missing record: the directory was removed (reset).
   if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
   return status;
@@ -189,40 +191,40 @@ Status RecordWriter::make_leaf(FsEpoch& epoch, std::uint32_t leaf, Reservation* 
   }
   if (ops_.stat(epoch.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
   reservation->used += info.disk_bytes;
-  (void)epoch.leaves.on_size(leaf, info.disk_bytes);
+  (void)epoch.leaves.update_size(leaf, info.disk_bytes);
   return Status::ok();
 }
 
-int RecordWriter::rename_to_name(const PendingRecord& draft, const std::string& path) {
-  const int directory = draft.epoch->directory.get();
-  const int rc = ops_.rename(directory, draft.path, path, true);
+int RecordWriter::rename_to_name(const PendingRecord& pending, const std::string& path) {
+  const int directory = pending.epoch->directory.get();
+  const int rc = ops_.rename(directory, pending.path, path, true);
   if (rc != -EINVAL) return rc;
   FileInfo old;  // NFS and others do not support RENAME_NOREPLACE
-  (void)ops_.refresh(directory, layout::leaf_path(draft.leaf));
-  return ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, draft.path, path, false);
+  (void)ops_.refresh(directory, layout::leaf_path(pending.leaf));
+  return ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, pending.path, path, false);
 }
 
 // True if a file of this length is the whole record of another process, which may have encoded it to another
 // length: the length in its header decides.
-bool RecordWriter::is_complete(const PendingRecord& draft, const std::string& path, std::uint64_t bytes) {
-  if (bytes == draft.named_bytes) return true;
+bool RecordWriter::is_complete(const PendingRecord& pending, const std::string& path, std::uint64_t bytes) {
+  if (bytes == pending.named_bytes) return true;
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
   int error = 0;
-  const Fd fd = open_fd(ops_, draft.epoch->directory.get(), path, kFlags, 0, &error);
+  const Fd fd = open_fd(ops_, pending.epoch->directory.get(), path, kFlags, 0, &error);
   if (!fd) return false;
   std::array<std::byte, kRecordHeaderBytes> page;
   RecordHeader header;
   return transfer_all(ops_, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path) &&
          decode_header(page, &header) && header.record_bytes() == bytes &&
-         kRecordHeaderBytes + header.payload_bytes == draft.named_bytes;
+         kRecordHeaderBytes + header.payload_bytes == pending.named_bytes;
 }
 
 // Gives the record its name. If another process wrote the same record meanwhile, that record keeps the name.
-Status RecordWriter::publish(PendingRecord* draft, const std::string& path, std::uint64_t charge,
+Status RecordWriter::publish(PendingRecord* pending, const std::string& path, std::uint64_t charge,
                              Reservation* reservation) {
-  FsEpoch& epoch = *draft->epoch;
+  FsEpoch& epoch = *pending->epoch;
   const int directory = epoch.directory.get();
-  int rc = rename_to_name(*draft, path);
+  int rc = rename_to_name(*pending, path);
   for (int attempt = 1; rc == -EEXIST && attempt < kPublishAttempts; ++attempt) {
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
@@ -231,15 +233,15 @@ Status RecordWriter::publish(PendingRecord* draft, const std::string& path, std:
                            "the name of the record is taken by something that is not a regular file", EEXIST,
                            epoch.path + "/" + path);
     }
-    if (known == 0 && is_complete(*draft, path, old.size)) {
-      const int gone = ops_.unlink(directory, draft->path);
-      if (gone < 0 && gone != -ENOENT) reservation->used += charge;
-      draft->published = true;
+    if (known == 0 && is_complete(*pending, path, old.size)) {
+      const int unlinked = ops_.unlink(directory, pending->path);
+      if (unlinked < 0 && unlinked != -ENOENT) reservation->used += charge;
+      pending->published = true;
       return Status::ok();
     }
     // Removed rather than replaced: only the process that removes a file may subtract its bytes from the sum.
     rc = root_.remove_file(directory, path);
-    if (rc == 0) rc = rename_to_name(*draft, path);
+    if (rc == 0) rc = rename_to_name(*pending, path);
   }
   if (rc < 0) {
     Status status = Status::from_errno(-rc, "rename", epoch.path + "/" + path);
@@ -247,9 +249,9 @@ Status RecordWriter::publish(PendingRecord* draft, const std::string& path, std:
     return status;
   }
   reservation->used += charge;
-  draft->published = true;
+  pending->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
-  const Status status = sync_names(epoch, draft->leaf);
+  const Status status = sync_names(epoch, pending->leaf);
   // The requested durability failed, so the record is removed again.
   if (!status && ops_.unlink(directory, path) == 0) reservation->used -= charge;
   return status;
@@ -268,14 +270,14 @@ Status RecordWriter::sync_names(FsEpoch& epoch, std::uint32_t leaf) {
     return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
                          status.message(), error, status.path());
   }
-  epoch.leaves.on_durable(leaf);
+  epoch.leaves.set_durable(leaf);
   return Status::ok();
 }
 
 void RecordWriter::count_growth(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation) {
   FileInfo info;
   if (ops_.stat(epoch.directory.get(), layout::leaf_path(leaf), &info) == 0)
-    reservation->used += epoch.leaves.on_size(leaf, info.disk_bytes);
+    reservation->used += epoch.leaves.update_size(leaf, info.disk_bytes);
 }
 
 }  // namespace kv_offload

@@ -37,20 +37,20 @@ class RecordWriter {
   Status write(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved);
 
  private:
-  struct UnlessPublished;
+  struct PendingGuard;
   // *full: the file system has no room although the tier is below its bound; evicting may allow another
   // attempt.
   Status write_once(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved,
                     bool* full);
-  Status write_file(OutgoingRecord& record, const TierOp& op, bool replace, PendingRecord* draft,
+  Status write_file(OutgoingRecord& record, const TierOp& op, bool replace, PendingRecord* pending,
                     Reservation* reservation);
   Status make_leaf(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation);
-  Status open_temporary(PendingRecord* draft, Reservation* reservation);
-  void discard(const PendingRecord& draft, Reservation* reservation);
-  int rename_to_name(const PendingRecord& draft,
+  Status open_temporary(PendingRecord* pending, Reservation* reservation);
+  void discard(const PendingRecord& pending, Reservation* reservation);
+  int rename_to_name(const PendingRecord& pending,
                      const std::string& path);  // 0 or -errno; -EEXIST: the name is taken
-  bool is_complete(const PendingRecord& draft, const std::string& path, std::uint64_t bytes);
-  Status publish(PendingRecord* draft, const std::string& path, std::uint64_t charge,
+  bool is_complete(const PendingRecord& pending, const std::string& path, std::uint64_t bytes);
+  Status publish(PendingRecord* pending, const std::string& path, std::uint64_t charge,
                  Reservation* reservation);
   Status sync_names(FsEpoch& epoch, std::uint32_t leaf);
   void count_growth(FsEpoch& epoch, std::uint32_t leaf, Reservation* reservation);

@@ -53,13 +53,13 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
 }
 
 // Frees (or counts) what resets left behind and no process can hit any more.
-std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
-                                  const Gone& gone) {
+std::uint64_t reclaim_ended_epochs(FileOps& ops, int root, const std::string& name, bool dry_run,
+                                   const OnRemoved& on_removed) {
   const std::atomic<bool> stop{false};
   const Fd directory = open_directory(root, name);
   if (!directory) return 0;
   return dry_run ? count_unused_epochs(ops, directory.get())
-                 : reclaim_unused_epochs(ops, directory.get(), std::nullopt, kAllUnused, stop, gone);
+                 : reclaim_unused_epochs(ops, directory.get(), std::nullopt, kAllUnused, stop, on_removed);
 }
 
 }  // namespace
@@ -232,12 +232,12 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
     bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kNoLimit, true, stop,
-                               [&](std::uint64_t gone) { space->remove(gone, space->finished()); });
+                               [&](std::uint64_t bytes) { space->remove(bytes, space->finished()); });
   }
   return {records_removed, bytes};
 }
 
-EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone) {
+EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& on_removed) {
   FileOps& ops = posix_file_ops();
   const int root = impl_->root.get();
   const std::atomic<bool> stop{false};
@@ -247,32 +247,33 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   const std::uint64_t wanted = report.bytes_before - options.target_bytes;
   const std::unique_ptr<SpaceLedger> space = options.dry_run ? nullptr : impl_->space();
   std::uint64_t freed = 0;
-  const Gone observe = [&](std::uint64_t bytes) {
+  const OnRemoved report_removed = [&](std::uint64_t bytes) {
     space->remove(bytes, space->finished());
     freed += bytes;
-    if (gone) gone(freed);
+    if (on_removed) on_removed(freed);
   };
   std::vector<std::string> live, dead;
   for (const std::string& name : namespaces_of(root, std::nullopt, impl_->path)) {
     if (report.dead_bytes < wanted)
-      report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, observe);
+      report.dead_bytes += reclaim_ended_epochs(ops, root, name, options.dry_run, report_removed);
     (is_dead(name, options.dead_before_unix_nanos) ? dead : live).push_back(name);
   }
   // By age, too: a server of a namespace that was considered dead may still start.
   if (report.dead_bytes < wanted && !dead.empty()) {
     report.dead_namespaces = dead;
     report.dead_bytes +=
-        reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, observe).bytes;
+        reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, report_removed).bytes;
   }
   // All their records were removed; this removes their directories.
   for (const std::string& name : dead) {
     if (report.dead_bytes >= wanted || options.dry_run) break;
-    report.dead_bytes += reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, observe);
+    report.dead_bytes +=
+        reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, report_removed);
   }
   report.bytes_freed = report.dead_bytes;
   if (report.dead_bytes < wanted) {
     const Reclaimed oldest =
-        reclaim_oldest(ops, root, live, wanted - report.dead_bytes, options.dry_run, observe);
+        reclaim_oldest(ops, root, live, wanted - report.dead_bytes, options.dry_run, report_removed);
     report.records = oldest.records;
     report.bytes_freed += oldest.bytes;
   }

@@ -102,8 +102,9 @@ class FsRoot {
 
   // Makes space like the evictor of a tier, for all processes that share the root: first what no process can
   // hit any more (epochs that a reset left behind, dead namespaces), then records of all namespaces by age.
-  // Running servers continue and use the freed space. gone(bytes freed so far) may throw to end it early.
-  EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone);
+  // Running servers continue and use the freed space. on_removed(bytes freed so far) may throw to end it
+  // early.
+  EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& on_removed);
 
  private:
   bool is_dead(const std::string& name, std::int64_t before_unix_nanos);

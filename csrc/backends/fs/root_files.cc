@@ -37,14 +37,14 @@ bool is_torn(const std::string& found, const std::string& whole) {
   return true;
 }
 
-std::size_t bytes_that_differ(const std::string& a, const std::string& b) {
+std::size_t count_differences(const std::string& a, const std::string& b) {
   std::size_t count = a.size() > b.size() ? a.size() - b.size() : b.size() - a.size();
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) count += a[i] != b[i];
   return count;
 }
 
 bool one_bit_differs(const std::string& a, const std::string& b) {
-  if (a.size() != b.size() || bytes_that_differ(a, b) != 1) return false;
+  if (a.size() != b.size() || count_differences(a, b) != 1) return false;
   const auto at = std::mismatch(a.begin(), a.end(), b.begin());
   const unsigned bits = static_cast<unsigned char>(*at.first) ^ static_cast<unsigned char>(*at.second);
   return (bits & (bits - 1)) == 0;
@@ -53,20 +53,20 @@ bool one_bit_differs(const std::string& a, const std::string& b) {
 // True if kv_offload.json is damaged. The file of another version is valid, and may differ from ours only in
 // a number. The ledger next to it changes with the format, so it distinguishes our file with a damaged number
 // from another version's.
-bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
+bool is_damaged_root_file(const std::string& found, bool ledger_is_valid) {
   constexpr std::size_t kMostDamaged = 2;  // bytes
-  const std::string ours(layout::kRootText);
-  if (found == ours) return false;
-  if (is_torn(found, ours)) return true;
-  if (found.size() == ours.size() && bytes_that_differ(found, ours) <= kMostDamaged) {
-    const auto at =
-        static_cast<std::size_t>(std::mismatch(ours.begin(), ours.end(), found.begin()).first - ours.begin());
+  const std::string expected(layout::kRootText);
+  if (found == expected) return false;
+  if (is_torn(found, expected)) return true;
+  if (found.size() == expected.size() && count_differences(found, expected) <= kMostDamaged) {
+    const auto at = static_cast<std::size_t>(
+        std::mismatch(expected.begin(), expected.end(), found.begin()).first - expected.begin());
     const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
-    return ledger_is_ours || !(is_digit(ours[at]) && is_digit(found[at]));
+    return ledger_is_valid || !(is_digit(expected[at]) && is_digit(found[at]));
   }
   const std::size_t end = found.find_last_not_of(" \n");
   const bool statement = end != found.npos && found.front() == '{' && found[end] == '}';
-  return ledger_is_ours && !statement;
+  return ledger_is_valid && !statement;
 }
 
 using Damaged = std::function<bool(const std::string& found)>;
@@ -171,12 +171,12 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
 void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
   const std::string name(layout::kRootFile);
   std::string ledger;
-  const bool ledger_is_ours =
+  const bool ledger_is_valid =
       read_text(ops, open.directory.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
       LedgerPage::is_of_this_format(ledger.data(), ledger.size());
   const std::string text = write_once(
       options, ops, open.directory.get(), open.path, name, std::string(layout::kRootText), open.writer,
-      [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); }, nullptr);
+      [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_valid); }, nullptr);
   if (text != layout::kRootText) {
     throw_invalid("{}/{} is of another format: '{}', this version writes '{}'; use another root_dir",
                   open.path, name, text.substr(0, 80),

@@ -28,22 +28,22 @@ RootRepairer::RootRepairer(const FsTierOptions& options, const OpenRoot& root)
   if (FileInfo info; ops_.fstat(root_.directory.get(), &info) == 0) device_ = info.device;
 }
 
-std::vector<std::string> RootRepairer::look(const std::shared_ptr<FsEpoch>& own) {
+std::vector<std::string> RootRepairer::poll(const std::shared_ptr<FsEpoch>& own) {
   std::vector<std::string> lost;
   problem_.clear();
   try {
-    mend_root(&lost);
-    if (problem_.empty()) mend_files(&lost);
+    repair_root(&lost);
+    if (problem_.empty()) repair_files(&lost);
   } catch (const std::exception& error) {
     problem_ = error.what();
   }
   if (problem_.empty()) check_modes(own);
-  if (!problem_.empty() && problem_ != told_) options_.warn(problem_);
-  told_ = problem_;
+  if (!problem_.empty() && problem_ != warned_problem_) options_.warn(problem_);
+  warned_problem_ = problem_;
   return lost;
 }
 
-void RootRepairer::mend_root(std::vector<std::string>* lost) {
+void RootRepairer::repair_root(std::vector<std::string>* lost) {
   const std::filesystem::path path(root_.path);
   FileInfo held, named, parent;
   // A relative path refers to another place once the process has changed its directory.
@@ -52,8 +52,8 @@ void RootRepairer::mend_root(std::vector<std::string>* lost) {
   const bool missing = rc == -ENOENT;
   if (!missing && (rc != 0 || (named.inode == held.inode && named.device == held.device))) return;
   const std::string above = (path.has_filename() ? path : path.parent_path()).parent_path().string();
-  const bool parent_is_there = ops_.stat(AT_FDCWD, above, &parent) == 0;
-  if (missing ? !parent_is_there || parent.device != device_ : named.device != device_) {
+  const bool parent_exists = ops_.stat(AT_FDCWD, above, &parent) == 0;
+  if (missing ? !parent_exists || parent.device != device_ : named.device != device_) {
     problem_ = fmt::format(
         "{} is no longer the directory that this server opened, and another file system is there "
         "(unmounted?): this server creates nothing there and keeps using the directory that it opened; "
@@ -65,25 +65,25 @@ void RootRepairer::mend_root(std::vector<std::string>* lost) {
   if (ops_.replace(root_.directory.get(), again.get()) == 0) lost->emplace_back("the directory");
 }
 
-bool RootRepairer::is_other(const std::string& name, std::uint64_t size) const {
+bool RootRepairer::is_replaced(const std::string& name, std::uint64_t size) const {
   FileInfo info;
   const int directory = name == layout::kRootFile ? root_.directory.get() : root_.namespace_directory.get();
   const int rc = ops_.stat(directory, name, &info);
   return rc == -ENOENT || (rc == 0 && info.size != size);
 }
 
-void RootRepairer::mend_files(std::vector<std::string>* lost) {
+void RootRepairer::repair_files(std::vector<std::string>* lost) {
   (void)ops_.refresh(root_.directory.get(), ".");
   const std::string format(layout::kRootFile), description(layout::kNamespaceFile);
-  if (is_other(format, layout::kRootText.size())) {
+  if (is_replaced(format, layout::kRootText.size())) {
     write_format(quietly_, ops_, root_);
     lost->push_back(format);
   }
   const int directory = root_.namespace_directory.get();
-  const bool whole = lost_its_name(ops_, directory, root_.directory.get(), root_.namespace_name);
+  const bool whole = is_unlinked(ops_, directory, root_.directory.get(), root_.namespace_name);
   const bool lock =
-      !whole && lost_its_name(ops_, root_.open_lock.get(), directory, std::string(layout::kOpenFile));
-  const bool described = !whole && is_other(description, options_.namespace_json.size());
+      !whole && is_unlinked(ops_, root_.open_lock.get(), directory, std::string(layout::kOpenFile));
+  const bool described = !whole && is_replaced(description, options_.namespace_json.size());
   if (!whole && !lock && !described) return;
   const NamespaceFiles made = open_namespace(quietly_, ops_, root_);
   // The directory first: a lock in a removed directory is useless.

@@ -24,13 +24,13 @@ class RootRepairer {
   RootRepairer(const FsTierOptions& options, const OpenRoot& root);
 
   // Returns what was missing and was created again, in words for an operator. A failure is reported once, and
-  // retried at the next look.
-  std::vector<std::string> look(const std::shared_ptr<FsEpoch>& own);
+  // retried at the next poll.
+  std::vector<std::string> poll(const std::shared_ptr<FsEpoch>& own);
 
  private:
-  bool is_other(const std::string& name, std::uint64_t size) const;
-  void mend_root(std::vector<std::string>* lost);
-  void mend_files(std::vector<std::string>* lost);
+  bool is_replaced(const std::string& name, std::uint64_t size) const;
+  void repair_root(std::vector<std::string>* lost);
+  void repair_files(std::vector<std::string>* lost);
   void check_modes(const std::shared_ptr<FsEpoch>& own);
 
   const FsTierOptions& options_;
@@ -38,7 +38,7 @@ class RootRepairer {
   const OpenRoot& root_;
   FileOps& ops_;
   std::uint64_t device_ = 0;  // of the root's file system
-  std::string problem_, told_;
+  std::string problem_, warned_problem_;
 };
 
 }  // namespace kv_offload

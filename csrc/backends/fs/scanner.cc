@@ -52,7 +52,7 @@ Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) 
   Status status = scan_leaf(ops_, epoch->directory.get(), leaf, {.names_only = true}, &found);
   if (!status && !is_no_record(status.error_number())) return status;
   records_.adopt_names(epoch, found.records, false, stop_);
-  records_.on_listed(epoch, leaf);
+  records_.mark_listed(epoch, leaf);
   return Status::ok();
 }
 
@@ -68,8 +68,8 @@ Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const Chun
     } else {
       FileInfo info;
       const std::string path = layout::record_path(keys[i], file_bytes[i]);
-      const int rc =
-          stat_anew(ops_, epoch->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])), path, &info);
+      const int rc = stat_refreshed(ops_, epoch->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])),
+                                    path, &info);
       if (rc == 0 && info.is_regular()) {
         found.push_back({keys[i], file_bytes[i], 0, 0});
         continue;
@@ -100,12 +100,12 @@ struct Scanner::Scan {
 };
 
 bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count, std::uint64_t* counted,
-                   Unseen* unseen, std::uint64_t* forgotten) {
+                   Unseen* unseen, std::uint64_t* dropped) {
   Scan scan;
   scan.own = epoch;
   const int directory = epoch->directory.get();
   if (const Status listed = list_leaves(ops_, directory, &scan.leaves, counted); !listed) {
-    unseen->observe(listed.error_number());
+    unseen->add(listed.error_number());
     return true;
   }
   FileInfo info;
@@ -115,7 +115,7 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
   if (first) {  // lookups need to know soon which records exist; their order can wait
     by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
     scan.next.store(0);
-    if (!stop_.load() && !unseen->any()) records_.on_extent(epoch, RecordIndex::Extent::kNames);
+    if (!stop_.load() && !unseen->any()) records_.raise_extent(epoch, RecordIndex::Extent::kNames);
   }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
   if (stop_.load()) return false;
@@ -128,41 +128,42 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
     root_.charges->learn_stored(scan.named, scan.charged);
   }
   if (scan.outdated.load()) return true;
-  if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
-  if (!first) records = not_known(scan, records);
+  if (dropped != nullptr) *dropped += drop_missing(scan, records);
+  if (!first) records = unknown_records(scan, records);
   std::vector<RecordIndex::LastUse> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
   records_.adopt_in_order(epoch, records, order, first, stop_);
-  records_.on_extent(epoch, RecordIndex::Extent::kOrder);
+  records_.raise_extent(epoch, RecordIndex::Extent::kOrder);
   return true;
 }
 
 // Forgets the known records whose files are missing. A record that was written after its directory was listed
 // has a file, so it stays.
-std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
-  std::vector<std::size_t> there;  // hashes: a collision only leaves a missing record known
-  there.reserve(found.size());
-  for (const FoundRecord& record : found) there.push_back(ChunkKey::Hash{}(record.key));
-  std::sort(there.begin(), there.end());
-  std::uint64_t forgotten = 0;
+std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
+  std::vector<std::size_t> found_hashes;  // hashes: a collision only leaves a missing record known
+  found_hashes.reserve(found.size());
+  for (const FoundRecord& record : found) found_hashes.push_back(ChunkKey::Hash{}(record.key));
+  std::sort(found_hashes.begin(), found_hashes.end());
+  std::uint64_t dropped = 0;
   FileInfo info;
   std::vector<FsCatalog::Record> known;
   for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
     for (const FsCatalog::Record& record : known) {
-      if (std::binary_search(there.begin(), there.end(), ChunkKey::Hash{}(record.key))) continue;
+      if (std::binary_search(found_hashes.begin(), found_hashes.end(), ChunkKey::Hash{}(record.key)))
+        continue;
       const std::string path = layout::record_path(record.key, record.file_bytes);
       if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
       records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);
-      ++forgotten;
+      ++dropped;
     }
   }
-  return forgotten;
+  return dropped;
 }
 
 // Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;
 // only those still on disk are kept.
-std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<FoundRecord>& records) {
+std::vector<FoundRecord> Scanner::unknown_records(const Scan& scan, const std::vector<FoundRecord>& records) {
   std::vector<FoundRecord> unknown = records_.unknown_of(records);
   FileInfo info;
   std::erase_if(unknown, [&](const FoundRecord& record) {
@@ -176,7 +177,7 @@ void Scanner::list_leaves_of(Scan& scan) {
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load()) return;
     if (const Status status = list(scan.own, scan.leaves[at]); !status)
-      scan.options.unseen->observe(status.error_number());
+      scan.options.unseen->add(status.error_number());
   }
 }
 
@@ -199,7 +200,7 @@ void Scanner::scan_leaves_of(Scan& scan) {
       settled_sizes += whole;
     }
     records.insert(records.end(), found.records.begin(), found.records.end());
-    (void)scan.own->leaves.on_size(leaf, found.directory_bytes);
+    (void)scan.own->leaves.update_size(leaf, found.directory_bytes);
     if (scan.own != records_.epoch()) scan.outdated.store(true);
   }
   const MutexLock lock(scan.mutex);

@@ -39,14 +39,14 @@ class Scanner {
   // nor known. forgotten (or null): forgets known records that are no longer on disk, and adds their number
   // to it.
   bool scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count, std::uint64_t* counted,
-            Unseen* unseen, std::uint64_t* forgotten = nullptr);
+            Unseen* unseen, std::uint64_t* dropped = nullptr);
 
  private:
   struct Scan;
   void list_leaves_of(Scan& scan);
   void scan_leaves_of(Scan& scan);
-  std::uint64_t forget_missing(const Scan& scan, const std::vector<FoundRecord>& found);
-  std::vector<FoundRecord> not_known(const Scan& scan, const std::vector<FoundRecord>& records);
+  std::uint64_t drop_missing(const Scan& scan, const std::vector<FoundRecord>& found);
+  std::vector<FoundRecord> unknown_records(const Scan& scan, const std::vector<FoundRecord>& records);
 
   const OpenRoot& root_;
   FileOps& ops_;

@@ -11,14 +11,14 @@ std::uint64_t Shares::share() const {
 }
 
 std::uint64_t Shares::quantum() const {
-  return std::max(std::min(max_bytes_ / kParts, kMostAsked), kLeastWrites * largest_write_.load());
+  return std::max(std::min(max_bytes_ / kParts, kMaxRequestBytes), kLeastWrites * largest_write_.load());
 }
 
 void Shares::on_write(std::uint64_t bytes) {
   if (bytes > largest_write_.load(std::memory_order_relaxed)) largest_write_.store(bytes);
 }
 
-void Shares::observe(const SpaceFigures& figures) {
+void Shares::update_figures(const SpaceFigures& figures) {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   // A claim lowers the wanted bytes; a new page has neither wanted bytes nor credit.
@@ -32,7 +32,7 @@ void Shares::ask() {
   std::uint64_t wanted = 0, credit = 0;
   {
     const Nanos now = clock_.now();
-    const bool below = is_below() && !others_above().empty();  // otherwise no sharer can give space
+    const bool below = is_below() && !sharers_above().empty();  // otherwise no sharer can give space
     const MutexLock lock(mutex_);
     // Asks slightly early, because some of the bound is kept for directories.
     const bool full = figures_.used + figures_.reserved + 2 * enough > root_.space->bound();
@@ -48,23 +48,23 @@ void Shares::ask() {
 }
 
 bool Shares::is_below() const {
-  const std::uint64_t ours_held = held();
+  const std::uint64_t own_held = held();
   const MutexLock lock(mutex_);
-  return figures_.sharers.size() > 1 && ours_held < share();
+  return figures_.sharers.size() > 1 && own_held < share();
 }
 
-bool Shares::is_asked() const {
+bool Shares::has_request() const {
   const MutexLock lock(mutex_);
-  return figures_.asked;
+  return figures_.space_requested;
 }
 
-bool Shares::is_unanswered() const {
+bool Shares::is_overdue() const {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
-  return requested_ > 0 && now - answered_ > kAnswerWithin;
+  return requested_ > 0 && now - answered_ > kRequestTimeout;
 }
 
-bool Shares::may_be_granted() const { return is_below() && !is_unanswered() && !others_above().empty(); }
+bool Shares::may_be_granted() const { return is_below() && !is_overdue() && !sharers_above().empty(); }
 
 bool Shares::is_open(const std::string& namespace_name) const {
   const MutexLock lock(mutex_);
@@ -73,20 +73,20 @@ bool Shares::is_open(const std::string& namespace_name) const {
       [&](const SpaceFigures::Sharer& sharer) { return is_of_namespace(sharer.id, namespace_name); });
 }
 
-std::vector<std::uint64_t> Shares::others_above() const {
+std::vector<std::uint64_t> Shares::sharers_above() const {
   const std::shared_ptr<FsEpoch> own = records_.epoch();
-  const std::uint64_t ours = sharer(root_.namespace_name, own ? own->number : 0);
-  const std::uint64_t ours_held = held();
+  const std::uint64_t own_id = sharer(root_.namespace_name, own ? own->number : 0);
+  const std::uint64_t own_held = held();
   const MutexLock lock(mutex_);
   std::uint64_t most = 0;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
-    if (other.id != ours) most = std::max(most, other.held);
+    if (other.id != own_id) most = std::max(most, other.held);
   }
   // A small difference is ignored: otherwise two servers would take from each other forever.
-  const std::uint64_t above = most > share() ? share() : ours_held + quantum();
+  const std::uint64_t above = most > share() ? share() : own_held + quantum();
   std::vector<std::uint64_t> others;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
-    if (other.id != ours && other.held > above) others.push_back(other.id);
+    if (other.id != own_id && other.held > above) others.push_back(other.id);
   }
   return others;
 }

@@ -6,8 +6,8 @@
 // for it by their own policy. A server that does not answer (stopped, stuck, cut off) loses records by their
 // age instead.
 //
-// Threads: observe() and ask() on upkeep threads, all other calls on any thread. mutex_ is innermost; ask()
-// takes SpaceLedger's lock without holding it.
+// Threads: update_figures() and ask() on upkeep threads, all other calls on any thread. mutex_ is innermost;
+// ask() takes SpaceLedger's lock without holding it.
 #pragma once
 
 #include <atomic>
@@ -26,12 +26,12 @@ namespace kv_offload {
 class Shares {
  public:
   // How long a request may stay unanswered: three ticks.
-  static constexpr Nanos kAnswerWithin{std::chrono::seconds(3)};
+  static constexpr Nanos kRequestTimeout{std::chrono::seconds(3)};
   // Size of one request: 1/kParts of the root, but at least kLeastWrites writes and at most 1 GiB, which a
   // server can evict in about a second.
   static constexpr std::uint64_t kParts = 256;
   static constexpr std::uint64_t kLeastWrites = 4;
-  static constexpr std::uint64_t kMostAsked = std::uint64_t{1} << 30;
+  static constexpr std::uint64_t kMaxRequestBytes = std::uint64_t{1} << 30;
 
   // All arguments must outlive this object.
   Shares(std::uint64_t max_bytes, const OpenRoot& root, RecordIndex& records, const Clock& clock)
@@ -40,21 +40,21 @@ class Shares {
   // Returns the disk space of our records. (Their names show the size of raw records.)
   std::uint64_t held() const { return root_.charges->of_named(records_.bytes()); }
   // Reports the ledger figures that upkeep read.
-  void observe(const SpaceFigures& figures) EXCLUDES(mutex_);
+  void update_figures(const SpaceFigures& figures) EXCLUDES(mutex_);
   // Requests as much as the next second's writes may take, or withdraws the request.
   void ask() EXCLUDES(mutex_);
   // Records a write of this size.
   void on_write(std::uint64_t bytes);
 
   bool is_below() const EXCLUDES(mutex_);
-  bool is_asked() const EXCLUDES(mutex_);       // another sharer requests space
-  bool is_unanswered() const EXCLUDES(mutex_);  // for longer than kAnswerWithin
+  bool has_request() const EXCLUDES(mutex_);  // another sharer requests space
+  bool is_overdue() const EXCLUDES(mutex_);   // for longer than kRequestTimeout
   // True while other sharers can still evict for us: we hold less than our share, they hold more than theirs,
   // and our request is not overdue.
   bool may_be_granted() const EXCLUDES(mutex_);
   bool is_open(const std::string& namespace_name) const EXCLUDES(mutex_);
   // Returns the other sharers above their share. While none is, those that hold clearly more than we do.
-  std::vector<std::uint64_t> others_above() const EXCLUDES(mutex_);
+  std::vector<std::uint64_t> sharers_above() const EXCLUDES(mutex_);
 
  private:
   std::uint64_t share() const REQUIRES(mutex_);

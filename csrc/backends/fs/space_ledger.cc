@@ -94,31 +94,31 @@ void SpaceLedger::close() {
 
 // ---- changes
 
-void SpaceLedger::Owed::add(Bytes bytes, Finished of) noexcept {
+void SpaceLedger::PendingChanges::add(Bytes bytes, Finished of) noexcept {
   if (of > before) {
-    unsure.appeared += sure.appeared;
-    unsure.gone += sure.gone;
-    sure = {};
+    uncertain.appeared += certain.appeared;
+    uncertain.removed += certain.removed;
+    certain = {};
     before = of;
   }
-  Bytes& sum = of == before ? sure : unsure;
+  Bytes& sum = of == before ? certain : uncertain;
   sum.appeared += bytes.appeared;
-  sum.gone += bytes.gone;
+  sum.removed += bytes.removed;
 }
 
 void SpaceLedger::add(std::uint64_t bytes) {
   {
     const MutexLock lock(mutex_);
-    owed_.add({.appeared = bytes}, finished());
+    pending_.add({.appeared = bytes}, finished());
   }
-  (void)update([](LedgerPage&, LedgerSlot*) {});  // if it fails, the bytes stay in owed_
+  (void)update([](LedgerPage&, LedgerSlot*) {});  // if it fails, the bytes stay in pending_
 }
 
 void SpaceLedger::remove(std::uint64_t bytes, Finished before) {
   if (bytes == 0) return;
   const MutexLock lock(mutex_);
   if (writer_ == 0 && !fd_) return;
-  owed_.add({.gone = bytes}, before);
+  pending_.add({.removed = bytes}, before);
   (void)update_locked([](LedgerPage&, LedgerSlot*) {});
 }
 
@@ -136,11 +136,11 @@ Status SpaceLedger::refuse(const LedgerPage& page, const LedgerSlot* own) const 
         "local_lock or localflock?): writes are disabled; give each host a root_dir of its own",
         0, path_);
   }
-  if (vouched_ && page.trusted == 0) {  // not at a start: the page was trusted before
+  if (counted_this_boot_ && page.trusted == 0) {  // not at a start: the page was trusted before
     return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",
                          ENOENT, path_);
   }
-  if (page.trusted == 0 || !(vouched_ || page.host == host_))
+  if (page.trusted == 0 || !(counted_this_boot_ || page.host == host_))
     return Status::error(StatusKind::kNoSpace, "the bytes under the root are still being counted", 0, path_);
   return Status::ok();
 }
@@ -159,7 +159,7 @@ Status SpaceLedger::reserve(Reservation* reservation, std::uint64_t bytes, std::
     answer = refuse(page, own);
     if (own == nullptr) return;
     for (const Reservation::Freed& freed : reservation->freed_) {
-      if (page.went(freed.bytes, freed.before != page.finished)) held += freed.bytes;
+      if (page.subtract_used(freed.bytes, freed.before != page.finished)) held += freed.bytes;
     }
     own->reserved += held - before;
     if (!answer) return;
@@ -199,7 +199,7 @@ Status SpaceLedger::reserve(Reservation* reservation, std::uint64_t bytes, std::
   return answer;
 }
 
-// Runs in a destructor, also when memory has run out. Then the bytes stay in owed_, and the next change of
+// Runs in a destructor, also when memory has run out. Then the bytes stay in pending_, and the next change of
 // the page applies them.
 void SpaceLedger::settle(Reservation* reservation) noexcept {
   const Reservation& done = *reservation;
@@ -207,14 +207,14 @@ void SpaceLedger::settle(Reservation* reservation) noexcept {
   const MutexLock lock(mutex_);
   reserved_ -= done.held_;
   evicting_ -= done.evicting_ ? 1 : 0;
-  for (const Reservation::Freed& freed : done.freed_) owed_.add({.gone = freed.bytes}, freed.before);
+  for (const Reservation::Freed& freed : done.freed_) pending_.add({.removed = freed.bytes}, freed.before);
   if (done.used > 0) {
-    owed_.add({.appeared = done.used}, done.since_);
-    ++owed_.writes;
+    pending_.add({.appeared = done.used}, done.since_);
+    ++pending_.writes;
   }
   try {
     (void)update_locked([](LedgerPage&, LedgerSlot*) {});
-  } catch (...) {  // no memory: the bytes stay in owed_
+  } catch (...) {  // no memory: the bytes stay in pending_
   }
 }
 
@@ -268,7 +268,7 @@ Status SpaceLedger::finish_count(std::uint64_t number, std::uint64_t counted, st
   if (!written) return written;
   if (!known)
     return Status::error(StatusKind::kCancelled, "the ledger was replaced during the count", 0, path_);
-  vouched_ = true;
+  counted_this_boot_ = true;
   if (surplus != nullptr) *surplus = too_high;
   return Status::ok();
 }

@@ -51,7 +51,7 @@ enum class SpaceState : std::uint8_t {
   kNotExclusive,  // file locks here do not exclude other hosts: nothing is granted any more
 };
 
-// The state at one look at the page.
+// The state at one poll of the page.
 struct SpaceFigures {
   SpaceState state = SpaceState::kUncounted;
   std::uint64_t used = 0, reserved = 0, doubt = 0;
@@ -65,7 +65,7 @@ struct SpaceFigures {
   };
   std::vector<Sharer> sharers;           // each listed once
   std::uint64_t wanted = 0, credit = 0;  // our own slot: bytes still requested, bytes granted
-  bool asked = false;                    // another sharer requests space
+  bool space_requested = false;          // another sharer requests space
   bool shared = false;                   // another process shares records with us
   // Another process that counts now, and a number that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;
@@ -103,7 +103,7 @@ class SpaceLedger {
   // The caller must finish with grant().
   std::optional<LedgerRequest> claim() EXCLUDES(mutex_);
   // Reports that the files which the reservation adopted were removed: their bytes become credit of the
-  // asker, whose request keeps the `missing` rest.
+  // requester, whose request keeps the `missing` rest.
   void grant(const LedgerRequest& request, std::uint64_t missing, Reservation* reservation) EXCLUDES(mutex_);
 
   // Adds bytes that appeared without a reservation (an empty directory).
@@ -122,7 +122,7 @@ class SpaceLedger {
 
   // For the one thread that looks after the root, about once a second: reads the page and folds the slots of
   // dead processes.
-  Status look(Nanos now, SpaceFigures* figures);
+  Status poll(Nanos now, SpaceFigures* figures);
 
   std::uint64_t total() const { return total_.load(std::memory_order_relaxed); }
 
@@ -142,14 +142,14 @@ class SpaceLedger {
   friend class Reservation;
   // Changes that happened but are not on the page yet. Sums instead of a list, because destructors add to it,
   // and memory may have run out.
-  struct Owed {
+  struct PendingChanges {
     struct Bytes {
-      std::uint64_t appeared = 0, gone = 0;
+      std::uint64_t appeared = 0, removed = 0;
     };
-    Bytes sure, unsure;   // unsure: a count that ended may have missed them, or included them already
-    Finished before = 0;  // for `sure`
+    Bytes certain, uncertain;  // uncertain: a count that ended may have missed them, or included them already
+    Finished before = 0;       // for `certain`
     std::uint64_t writes = 0;
-    // `finished` only grows on a page: bytes recorded at a lower value than others are unsure.
+    // `finished` only grows on a page: bytes recorded at a lower value than others are uncertain.
     void add(Bytes bytes, Finished of) noexcept;
   };
   // Earlier state of another process's slot.
@@ -176,13 +176,13 @@ class SpaceLedger {
   bool was_replaced() REQUIRES(mutex_);
   Status open_page() REQUIRES(mutex_);
   void replace_page() REQUIRES(mutex_);
-  LedgerSlot* enter(LedgerPage* page) REQUIRES(mutex_);
-  void pay(LedgerPage* page) REQUIRES(mutex_);
+  LedgerSlot* claim_slot(LedgerPage* page) REQUIRES(mutex_);
+  void apply_pending(LedgerPage* page) REQUIRES(mutex_);
 
   // ledger_members.cc
   void hold_presence();
   bool is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) EXCLUDES(mutex_);
-  void observe(const LedgerPage& page, std::uint64_t own_writes, SpaceFigures* figures) const
+  void fill_figures(const LedgerPage& page, std::uint64_t own_writes, SpaceFigures* figures) const
       REQUIRES(mutex_);
 
   FileOps& ops_;
@@ -202,10 +202,10 @@ class SpaceLedger {
   std::uint64_t evicting_ GUARDED_BY(mutex_) = 0;
   std::uint64_t own_writes_ GUARDED_BY(mutex_) = 0;
   std::uint64_t counts_ GUARDED_BY(mutex_) = 0;
-  unsigned lost_ GUARDED_BY(mutex_) = 0;     // our changes that other processes overwrote
-  bool vouched_ GUARDED_BY(mutex_) = false;  // the page is from this boot
+  unsigned overwritten_ GUARDED_BY(mutex_) = 0;        // our changes that other processes overwrote
+  bool counted_this_boot_ GUARDED_BY(mutex_) = false;  // the page is from this boot
   bool not_exclusive_ GUARDED_BY(mutex_) = false;
-  Owed owed_ GUARDED_BY(mutex_);
+  PendingChanges pending_ GUARDED_BY(mutex_);
   std::atomic<std::uint64_t> total_{0};
   std::atomic<std::uint64_t> bound_;
   std::atomic<Finished> finished_{0};

@@ -42,9 +42,9 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       reader_(options_, root_, records_, buffers_, form_),
       writer_(options_, root_, records_, evictor_, buffers_, form_),
       scanner_(root_, records_, stop_),
-      counter_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
-      own_(root_, records_),
-      mender_(options_, root_),
+      usage_scanner_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
+      epoch_manager_(root_, records_),
+      root_repairer_(options_, root_),
       recency_(root_, records_, clock) {}
 
 Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
@@ -70,7 +70,7 @@ Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
 
 void FsStore::start() {
   if (root_.fresh) return;
-  counter_.start();
+  usage_scanner_.start();
   if (stop_.load()) return;
   evictor_.reclaim_unused_epochs();
   evictor_.trade();
@@ -81,13 +81,13 @@ void FsStore::maintain() {
     records_.apply_uses();
     return recency_.write();
   }
-  std::vector<std::string> lost = mender_.look(records_.epoch());
-  if (own_.keep(&lost)) evictor_.reclaim_unused_epochs();
-  evictor_.publish_held();  // with this look
-  counter_.look(std::move(lost));
+  std::vector<std::string> lost = root_repairer_.poll(records_.epoch());
+  if (epoch_manager_.keep(&lost)) evictor_.reclaim_unused_epochs();
+  evictor_.publish_held();  // with this poll
+  usage_scanner_.poll(std::move(lost));
   evictor_.trade();
   records_.apply_uses();
-  recency_.write_when_due();
+  recency_.write_if_due();
 }
 
 void FsStore::close() {

@@ -56,9 +56,9 @@ class FsStore final : public RecordStore {
   }
   void start() override;
   void maintain() override;
-  Status begin_epoch() override { return own_.begin(); }
+  Status begin_epoch() override { return epoch_manager_.begin(); }
   EpochPtr epoch() const override { return records_.epoch(); }
-  void forget() override { own_.reset(); }
+  void forget() override { epoch_manager_.reset(); }
   void stop() override { stop_.store(true); }
   void close() override;
   void figures(TierStats* stats) const override;
@@ -75,9 +75,9 @@ class FsStore final : public RecordStore {
   RecordReader reader_;
   RecordWriter writer_;
   Scanner scanner_;
-  UsageScanner counter_;
-  EpochManager own_;
-  RootRepairer mender_;
+  UsageScanner usage_scanner_;
+  EpochManager epoch_manager_;
+  RootRepairer root_repairer_;
   Recency recency_;
 };
 

@@ -41,22 +41,22 @@ class UsageScanner {
 
   // Called once, first: finds the existing records.
   void start();
-  // lost: files that another program removed since the last look, and that were created again.
-  void look(std::vector<std::string> lost = {});
+  // lost: files that another program removed since the last poll, and that were created again.
+  void poll(std::vector<std::string> lost = {});
 
  private:
-  void on_sharers(const SpaceFigures& figures);
-  void on_lost(std::vector<std::string> lost, const SpaceFigures& figures);
-  void follow_full_disk();
+  void update_sharers(const SpaceFigures& figures);
+  void report_lost_files(std::vector<std::string> lost, const SpaceFigures& figures);
+  void update_bound();
   bool is_due(const SpaceFigures& figures);
   bool is_suspicious(const SpaceFigures& figures) const;
   bool is_unsettled(const SpaceFigures& figures);
-  bool another_counts(const SpaceFigures& figures);
+  bool peer_is_counting(const SpaceFigures& figures);
   void count(const SpaceFigures& figures);
   void explain(const SpaceFigures& figures, std::uint64_t missing, std::uint64_t surplus,
-               std::uint64_t forgotten);
-  bool is_whole(const Unseen& unseen);
-  std::uint64_t count_others(std::uint64_t epoch_manager, const CountFor& count, Unseen* unseen);
+               std::uint64_t dropped);
+  bool is_accepted(const Unseen& unseen);
+  std::uint64_t count_others(std::uint64_t own_epoch, const CountFor& count, Unseen* unseen);
 
   static constexpr Nanos kFirstSuspicion{std::chrono::minutes(1)};
 
@@ -68,18 +68,18 @@ class UsageScanner {
   Scanner& scanner_;
   const Clock& clock_;
   const std::atomic<bool>& stop_;
-  PeerRecords foreign_;
+  PeerRecords peer_records_;
   Nanos next_count_{0};
-  bool count_again_ = false;         // the last count failed or was incomplete
+  bool recount_needed_ = false;      // the last count failed or was incomplete
   unsigned failed_counts_ = 0;       // consecutive counts in which errors hid a part of the root
-  std::uint64_t writes_before_ = 0;  // at the last look
+  std::uint64_t writes_before_ = 0;  // at the last poll
   // Another process that counts, and when it last made progress.
   struct {
     std::uint64_t writer = 0, version = 0;
     Nanos moved{0};
-  } counter_;
-  bool told_not_exclusive_ = false;
-  bool was_counted_ = false;  // state at the last look
+  } counting_peer_;
+  bool warned_not_exclusive_ = false;
+  bool was_counted_ = false;  // state at the last poll
   // Known records that were missing. While others evict, most of them were evicted by the others. Then the
   // root is counted less and less often, unless a count finds that something else removed them.
   struct {
@@ -96,7 +96,7 @@ class UsageScanner {
   struct {
     std::uint64_t times = 0;
     Nanos lowered{0};
-    bool told = false;
+    bool warned = false;
   } full_;
 };
 

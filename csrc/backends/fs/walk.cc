@@ -39,10 +39,10 @@ Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std
 std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name, std::uint64_t writer,
                            const CountFor& count) {
   const std::uint64_t bytes = charge_of(ops, directory, name);
-  const bool lives = std::find(count.writers.begin(), count.writers.end(), writer) != count.writers.end();
-  if (!lives || writer == count.writer) {
+  const bool is_open = std::find(count.writers.begin(), count.writers.end(), writer) != count.writers.end();
+  if (!is_open || writer == count.writer) {
     if (sweep_temporary(ops, directory, name)) return 0;
-    return lives ? 0 : bytes;
+    return is_open ? 0 : bytes;
   }
   // A temporary of another process is under its reservation while it is locked. It is never removed here,
   // because locks may not reach from host to host.
@@ -53,7 +53,7 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
 
 }  // namespace
 
-void Unseen::observe(int error) {
+void Unseen::add(int error) {
   switch (error) {
     case 0:
     // Vanished, not ours, or hidden by permissions for good: not an incomplete walk.
@@ -95,7 +95,7 @@ Status scan_leaf(FileOps& ops, int epoch, std::uint32_t leaf, const LeafOptions&
   Fd fd;
   std::vector<DirEntry> entries;
   if (Status status = list_at(ops, epoch, layout::leaf_path(leaf), &fd, &entries); !status) {
-    if (options.unseen != nullptr) options.unseen->observe(status.error_number());
+    if (options.unseen != nullptr) options.unseen->add(status.error_number());
     return status;
   }
   if (!fd) return Status::ok();
@@ -116,7 +116,7 @@ Status scan_leaf(FileOps& ops, int epoch, std::uint32_t leaf, const LeafOptions&
       continue;
     }
     if (const int rc = ops.stat(fd.get(), entry.name, &info); rc != 0) {  // vanished
-      if (options.unseen != nullptr) options.unseen->observe(-rc);
+      if (options.unseen != nullptr) options.unseen->add(-rc);
       continue;
     }
     if (in_place) {
@@ -146,7 +146,7 @@ Status list_leaves(FileOps& ops, int epoch, std::vector<std::uint32_t>* leaves, 
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
                          const std::atomic<bool>& stop, int levels) {
   const auto is_seen = [&](int error) {
-    if (options.unseen != nullptr) options.unseen->observe(error);
+    if (options.unseen != nullptr) options.unseen->add(error);
     return error == 0;
   };
   FileInfo info;
@@ -173,17 +173,17 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 
 std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t number, std::uint64_t enough,
                             bool remove_directories, const std::atomic<bool>& stop,
-                            const std::function<void(std::uint64_t)>& gone) {
+                            const std::function<void(std::uint64_t)>& on_removed) {
   std::uint64_t freed = 0;
-  const auto observe = [&](std::uint64_t bytes) {
+  const auto report_removed = [&](std::uint64_t bytes) {
     freed += bytes;
-    if (bytes > 0) gone(bytes);
+    if (bytes > 0) on_removed(bytes);
   };
   const auto remove_directory = [&](int at, const std::string& path) {
     if (!remove_directories) return false;
     const std::uint64_t bytes = charge_of(ops, at, path);
     if (ops.rmdir(at, path) != 0) return false;
-    observe(bytes);
+    report_removed(bytes);
     return true;
   };
   const std::string name = layout::epoch_directory_name(number);
@@ -203,7 +203,7 @@ std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t
       const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
                                                            : layout::parse_record(file.name).has_value() &&
                                                                  ops.unlink(leaf_fd.get(), file.name) == 0;
-      if (removed) observe(bytes);
+      if (removed) report_removed(bytes);
     }
     if (stop.load() || freed >= enough) return freed;
     (void)remove_directory(epoch.get(), leaf.name);
@@ -214,7 +214,7 @@ std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t
   for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
     const std::string mark = layout::mark_name(number, kind);
     const std::uint64_t bytes = charge_of(ops, namespace_directory, mark);
-    if (ops.unlink(namespace_directory, mark) == 0) observe(bytes);
+    if (ops.unlink(namespace_directory, mark) == 0) report_removed(bytes);
   }
   return freed;
 }

@@ -48,7 +48,7 @@ struct Unseen {
   std::atomic<bool> failed{false};    // any other error
 
   bool any() const { return shortage.load() || failed.load(); }
-  void observe(int error);  // 0: no error
+  void add(int error);  // 0: no error
 };
 struct LeafOptions {
   const CountFor* count = nullptr;  // null: count everything by its blocks
@@ -67,10 +67,10 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 
 // Removes our files (records, temporaries of dead processes) below an epoch until `enough` bytes are freed.
 // With remove_directories, also removes emptied directories, and finally the epoch directory and its marks.
-// Returns the bytes freed on disk. Calls `gone` with the bytes of each removed file.
+// Returns the bytes freed on disk. Calls `on_removed` with the bytes of each removed file.
 std::uint64_t reclaim_epoch(FileOps& ops, int namespace_directory, std::uint64_t number, std::uint64_t enough,
                             bool remove_directories, const std::atomic<bool>& stop,
-                            const std::function<void(std::uint64_t)>& gone);
+                            const std::function<void(std::uint64_t)>& on_removed);
 
 // Lists an open directory.
 Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries);

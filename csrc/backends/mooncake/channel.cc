@@ -47,8 +47,8 @@ std::size_t bytes_of_character(std::string_view text) {
 
 }  // namespace
 
-std::string text_of(std::span<const std::byte> said) {
-  std::string_view left(reinterpret_cast<const char*>(said.data()), said.size());
+std::string text_of(std::span<const std::byte> message) {
+  std::string_view left(reinterpret_cast<const char*>(message.data()), message.size());
   std::string text;
   while (!left.empty()) {
     const std::size_t bytes = bytes_of_character(left);
@@ -72,13 +72,13 @@ void Descriptor::reset() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-Status make_pair(Descriptor* ours, Descriptor* theirs) {
+Status make_pair(Descriptor* local_end, Descriptor* peer_end) {
   std::array<int, 2> ends{};
   if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) {
     return Status::from_errno(errno, "socketpair");
   }
-  *ours = Descriptor(ends[0]);
-  *theirs = Descriptor(ends[1]);
+  *local_end = Descriptor(ends[0]);
+  *peer_end = Descriptor(ends[1]);
   return Status::ok();
 }
 
@@ -128,7 +128,7 @@ Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, 
 }
 
 Status Channel::make(std::size_t object_bytes, std::uint64_t client, std::unique_ptr<Channel>* made,
-                     Descriptor* theirs, Descriptor* memory) {
+                     Descriptor* peer_end, Descriptor* memory) {
   const std::size_t bytes = kNamesBytes + round_up(object_bytes, kPageBytes);
   *memory = Descriptor(::memfd_create("kv_offload mooncake", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory->get() < 0) return Status::from_errno(errno, "memfd_create");
@@ -137,11 +137,11 @@ Status Channel::make(std::size_t object_bytes, std::uint64_t client, std::unique
       ::fcntl(memory->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return Status::from_errno(errno, "ftruncate");
   }
-  Descriptor ours;
-  if (Status status = make_pair(&ours, theirs); !status) return status;
+  Descriptor local_end;
+  if (Status status = make_pair(&local_end, peer_end); !status) return status;
   void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory->get(), 0);
   if (at == MAP_FAILED) return Status::from_errno(errno, "mmap");
-  made->reset(new Channel(std::move(ours), {static_cast<std::byte*>(at), bytes}, client));
+  made->reset(new Channel(std::move(local_end), {static_cast<std::byte*>(at), bytes}, client));
   return Status::ok();
 }
 
@@ -149,14 +149,14 @@ Channel::~Channel() { ::munmap(memory_.data(), memory_.size()); }
 
 Status Channel::call(Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
                      Deadline until, Answer* answer) const {
-  Question question{static_cast<std::uint32_t>(verb), static_cast<std::uint32_t>(names.size()), 0,
-                    object_bytes};
+  CallHeader call_header{static_cast<std::uint32_t>(verb), static_cast<std::uint32_t>(names.size()), 0,
+                         object_bytes};
   for (const std::string& name : names) {
-    std::memcpy(memory_.data() + question.names_bytes, name.data(), name.size());
-    question.names_bytes += name.size();
-    memory_[question.names_bytes++] = std::byte{'\n'};
+    std::memcpy(memory_.data() + call_header.names_bytes, name.data(), name.size());
+    call_header.names_bytes += name.size();
+    memory_[call_header.names_bytes++] = std::byte{'\n'};
   }
-  if (Status status = send_message(socket_.get(), std::as_bytes(std::span(&question, 1))); !status) {
+  if (Status status = send_message(socket_.get(), std::as_bytes(std::span(&call_header, 1))); !status) {
     return status;
   }
   std::array<std::byte, sizeof(answer->result) + kMostText> buffer{};

@@ -33,13 +33,13 @@ enum class Verb : std::uint32_t {
   kRemove = 5,  // also removes an object that is being read
 };
 
-struct Question {
+struct CallHeader {
   std::uint32_t verb = 0;
   std::uint32_t names = 0;         // at the start of the memory, each followed by '\n'
   std::uint64_t names_bytes = 0;   // of all names together
   std::uint64_t object_bytes = 0;  // put, set: bytes to write; get: expected bytes, 0: unknown
 };
-static_assert(sizeof(Question) == 24);
+static_assert(sizeof(CallHeader) == 24);
 
 // A negative result is a Mooncake error code.
 struct Answer {
@@ -67,21 +67,21 @@ class Descriptor {
 };
 
 // Creates a connected pair of message sockets. kIo: the system has no resources left.
-Status make_pair(Descriptor* ours, Descriptor* theirs);
+Status make_pair(Descriptor* local_end, Descriptor* peer_end);
 // Sends one message and optionally duplicates descriptors into the peer. kIo: the peer has ended.
 Status send_message(int socket, std::span<const std::byte> message, std::span<const int> descriptors = {});
 // kTimeout, kIo. *got: bytes received. A message longer than the buffer is truncated.
 Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, std::size_t* got);
 
 // Returns the peer's text for users: bytes that are not valid UTF-8 become '?'.
-std::string text_of(std::span<const std::byte> said);
+std::string text_of(std::span<const std::byte> message);
 
 class Channel {
  public:
-  // Creates a channel with memory for an object of `object_bytes`. `theirs` and `memory` must be sent to the
-  // process.
+  // Creates a channel with memory for an object of `object_bytes`. `peer_end` and `memory` must be sent to
+  // the process.
   static Status make(std::size_t object_bytes, std::uint64_t client, std::unique_ptr<Channel>* made,
-                     Descriptor* theirs, Descriptor* memory);
+                     Descriptor* peer_end, Descriptor* memory);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;

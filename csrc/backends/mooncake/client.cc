@@ -22,24 +22,24 @@ using std::chrono::steady_clock;
 constexpr std::size_t kMostIdle = 64;
 // Channel memory is allocated in steps, so that groups of nearly equal record size share channels.
 constexpr std::size_t kStep = std::size_t{256} << 10;
-constexpr std::chrono::seconds kToGoByItself{1};
+constexpr std::chrono::seconds kExitGrace{1};
 // A process that ran this long does not count as a failing start.
-constexpr std::chrono::seconds kAWhile{60};
+constexpr std::chrono::seconds kStableRunTime{60};
 
 // Parses the first message of the process: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
-bool starts_with_word(std::string_view text, std::string_view word, std::string* rest) {
+bool parse_start_message(std::string_view text, std::string_view word, std::string* rest) {
   if (!text.starts_with(word) || text.size() <= word.size()) return false;
   *rest = text.substr(word.size() + 1);
   return true;
 }
 
 // "it ended with status 127" says more than a closed socket.
-Status end_before_a_word(Process* process) {
-  process->wait_until(steady_clock::now() + kToGoByItself);
-  const std::string how = process->how_it_ended();
+Status early_exit_error(Process* process) {
+  process->wait_until(steady_clock::now() + kExitGrace);
+  const std::string reason = process->end_reason();
   return Status::error(StatusKind::kIo,
                        fmt::format("the Mooncake client process did not report its start: {}",
-                                   how.empty() ? "it closed its socket" : how));
+                                   reason.empty() ? "it closed its socket" : reason));
 }
 
 }  // namespace
@@ -47,7 +47,7 @@ Status end_before_a_word(Process* process) {
 Client::Client(ClientOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_.get() < 0) throw_resource("cannot create an eventfd (errno {})", errno);
-  keeper_ = std::thread([this] { keep(); });
+  supervisor_ = std::thread([this] { supervise(); });
 }
 
 Client::~Client() { close(); }
@@ -59,7 +59,7 @@ void Client::close() {
     changed_.notify_all();
   }
   wake();
-  if (keeper_.joinable()) keeper_.join();
+  if (supervisor_.joinable()) supervisor_.join();
   const MutexLock lock(mutex_);
   idle_.clear();
 }
@@ -69,9 +69,9 @@ void Client::wake() const {
   (void)!::write(wake_.get(), &one, sizeof(one));
 }
 
-// ---- the keeper
+// ---- the supervisor
 
-void Client::keep() {
+void Client::supervise() {
   // The child inherits this thread's CPU share. It reads records that requests wait for.
   begin_thread("kv-mooncake", CpuShare::kFull);
   Nanos next_pause = options_.shortest_pause;
@@ -84,30 +84,30 @@ void Client::keep() {
       const bool hung = wait_for_end(control.get());
       // Closing the socket ends concurrent calls; they must end now if the process was killed for hanging.
       control.reset();
-      if (process && !hung) process->wait_until(steady_clock::now() + kToGoByItself);
-      const std::string how = process ? process->how_it_ended() : "";
+      if (process && !hung) process->wait_until(steady_clock::now() + kExitGrace);
+      const std::string reason = process ? process->end_reason() : "";
       status = Status::error(StatusKind::kIo, fmt::format("the Mooncake client process is restarting: {}",
                                                           hung ? "it was killed because a call timed out"
-                                                          : how.empty() ? "it ended"
-                                                                        : how));
-      on_end(status, false);
+                                                          : reason.empty() ? "it ended"
+                                                                           : reason));
+      set_ended(status, false);
     }
     process.reset();
-    if (steady_clock::now() - begun > kAWhile) next_pause = options_.shortest_pause;
+    if (steady_clock::now() - begun > kStableRunTime) next_pause = options_.shortest_pause;
     if (!pause(next_pause)) return;
     next_pause = std::min(next_pause * 2, options_.longest_pause);
   }
 }
 
 Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
-  std::string said, rest;
+  std::string message, rest;
   bool refused = false;
   const auto start = [&] {
-    Descriptor theirs;
-    if (Status status = make_pair(control, &theirs); !status) return status;
-    if (Status status = options_.launch(std::move(theirs), process); !status) return status;
+    Descriptor peer_end;
+    if (Status status = make_pair(control, &peer_end); !status) return status;
+    if (Status status = options_.launch(std::move(peer_end), process); !status) return status;
     if (!send_message(control->get(), std::as_bytes(std::span(options_.setup)))) {
-      return end_before_a_word(process->get());
+      return early_exit_error(process->get());
     }
     // Waits for close(), too, so that closing does not wait for a slow start.
     std::array<std::byte, kMostText> buffer{};
@@ -126,23 +126,23 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     if (status.kind() == StatusKind::kTimeout) {
       return Status::error(StatusKind::kTimeout, "Mooncake's client did not start in time");
     }
-    if (!status) return end_before_a_word(process->get());
-    said = text_of(std::span(buffer).first(got));
-    if (starts_with_word(said, "ready", &rest)) return Status::ok();
-    refused = starts_with_word(said, "refused", &rest);
-    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "unexpected start message";
+    if (!status) return early_exit_error(process->get());
+    message = text_of(std::span(buffer).first(got));
+    if (parse_start_message(message, "ready", &rest)) return Status::ok();
+    refused = parse_start_message(message, "refused", &rest);
+    if (!refused && !parse_start_message(message, "failed", &rest)) rest = "unexpected start message";
     return Status::error(StatusKind::kIo, rest);
   };
   Status status = start();
   if (!status) {
-    on_end(status, refused);
+    set_ended(status, refused);
     return status;
   }
-  on_running(control->get(), rest);
+  set_running(control->get(), rest);
   return status;
 }
 
-void Client::on_running(int control, const std::string& version) {
+void Client::set_running(int control, const std::string& version) {
   const MutexLock lock(mutex_);
   state_ = State::kRunning;
   version_ = version;
@@ -152,10 +152,10 @@ void Client::on_running(int control, const std::string& version) {
   changed_.notify_all();
 }
 
-void Client::on_end(const Status& status, bool refused) {
+void Client::set_ended(const Status& status, bool refused) {
   const MutexLock lock(mutex_);
   state_ = refused ? State::kRefused : State::kFailed;
-  why_ = status;
+  failure_ = status;
   control_ = -1;
   idle_.clear();
   changed_.notify_all();
@@ -164,10 +164,10 @@ void Client::on_end(const Status& status, bool refused) {
 bool Client::wait_for_end(int control) {
   while (true) {
     pollfd either[2] = {{control, POLLIN, 0}, {wake_.get(), POLLIN, 0}};
-    const int ready = ::poll(either, 2, until_calls_end());
+    const int ready = ::poll(either, 2, poll_timeout());
     const bool closed = was_closed();
     const MutexLock lock(mutex_);
-    // Cleared before the keeper closes the descriptor: its number may be reused at once.
+    // Cleared before the supervisor closes the descriptor: its number may be reused at once.
     if (hung_ || closed) control_ = -1;
     if (hung_) return true;
     if (closed) return false;
@@ -179,12 +179,12 @@ bool Client::wait_for_end(int control) {
   }
 }
 
-int Client::until_calls_end() {
+int Client::poll_timeout() {
   const MutexLock lock(mutex_);
   if (!stopped_ || hung_) return hung_ ? 0 : -1;
   const auto now = steady_clock::now();
   const Deadline oldest = calls_.empty() ? now : *calls_.begin();
-  const auto left = std::max(oldest, stopped_at_) + kCallsMayTake - now;
+  const auto left = std::max(oldest, stopped_at_) + kStopGrace - now;
   hung_ = left <= left.zero();
   if (hung_) return 0;
   return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(left).count());
@@ -212,7 +212,7 @@ bool Client::pause(Nanos time) {
 
 Status Client::wait_for_start(Deadline until, bool* refused) {
   const MutexLock lock(mutex_);
-  until = std::min(until, steady_clock::now() + options_.start_deadline + kToGoByItself);
+  until = std::min(until, steady_clock::now() + options_.start_deadline + kExitGrace);
   while (state_ == State::kStarting && !closed_) {
     const auto left = until - steady_clock::now();
     if (left <= left.zero()) {
@@ -221,7 +221,7 @@ Status Client::wait_for_start(Deadline until, bool* refused) {
     changed_.wait_for(mutex_, left);
   }
   *refused = state_ == State::kRefused;
-  return state_ == State::kRunning ? Status::ok() : why_;
+  return state_ == State::kRunning ? Status::ok() : failure_;
 }
 
 Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel) {
@@ -230,7 +230,7 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
   if (state_ == State::kStarting) {
     return Status::error(StatusKind::kIo, "the Mooncake client process has not started yet");
   }
-  if (state_ != State::kRunning) return why_;
+  if (state_ != State::kRunning) return failure_;
   if (control_ < 0) return Status::error(StatusKind::kIo, "the Mooncake client process ended");
   const auto fits = std::find_if(idle_.begin(), idle_.end(), [&](const std::unique_ptr<Channel>& one) {
     return one->object().size() >= object_bytes;
@@ -242,11 +242,11 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
   }
   // Replaces one that is too small: there are as many channels as are in use at once.
   if (!idle_.empty()) idle_.pop_back();
-  Descriptor theirs, memory;
+  Descriptor peer_end, memory;
   std::unique_ptr<Channel> made;
   const std::size_t bytes = round_up(std::max<std::size_t>(object_bytes, 1), kStep);
-  if (Status status = Channel::make(bytes, client_, &made, &theirs, &memory); !status) return status;
-  const std::array descriptors{theirs.get(), memory.get()};
+  if (Status status = Channel::make(bytes, client_, &made, &peer_end, &memory); !status) return status;
+  const std::array descriptors{peer_end.get(), memory.get()};
   const std::uint64_t total = kNamesBytes + made->object().size();
   if (Status status = send_message(control_, std::as_bytes(std::span(&total, 1)), descriptors); !status) {
     return status;
@@ -257,26 +257,28 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
 
 void Client::give_back(std::unique_ptr<Channel> channel) {
   const MutexLock lock(mutex_);
-  const bool of_use = state_ == State::kRunning && control_ >= 0 && channel->client() == client_;
-  if (of_use && !closed_ && idle_.size() < kMostIdle) idle_.push_back(std::move(channel));
+  const bool reusable = state_ == State::kRunning && control_ >= 0 && channel->client() == client_;
+  if (reusable && !closed_ && idle_.size() < kMostIdle) idle_.push_back(std::move(channel));
 }
 
 Status Client::call(const Channel& channel, Verb verb, std::span<const std::string> names,
-                    std::uint64_t object_bytes, Deadline until, Nanos whole, Answer* answer) {
+                    std::uint64_t object_bytes, Deadline until, Nanos op_timeout, Answer* answer) {
   const auto begun = steady_clock::now();
-  const bool little = is_little(until, whole);
+  const bool short_time = is_short(until, op_timeout);
   {
     const MutexLock lock(mutex_);
     calls_.insert(begun);
   }
   Status status = channel.call(verb, names, object_bytes, until, answer);
-  if (status.kind() == StatusKind::kTimeout && !little) end_of(channel);
+  if (status.kind() == StatusKind::kTimeout && !short_time) report_hung(channel);
   const MutexLock lock(mutex_);
   calls_.erase(calls_.find(begun));
   return status;
 }
 
-bool Client::is_little(Deadline until, Nanos whole) { return until - steady_clock::now() < whole / 4; }
+bool Client::is_short(Deadline until, Nanos op_timeout) {
+  return until - steady_clock::now() < op_timeout / 4;
+}
 
 void Client::stop() {
   {
@@ -289,7 +291,7 @@ void Client::stop() {
   wake();
 }
 
-void Client::end_of(const Channel& channel) {
+void Client::report_hung(const Channel& channel) {
   {
     const MutexLock lock(mutex_);
     if (state_ != State::kRunning || channel.client() != client_) return;

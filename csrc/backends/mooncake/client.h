@@ -3,8 +3,8 @@
 //
 // Mooncake has no library that a C++ program can load, only a Python package, and no core thread runs Python
 // in the engine's process. Therefore the package runs in a separate process
-// (kv_offload/tiers/mooncake/client.py). One thread, the keeper, starts it, detects its end, and restarts it
-// after a pause, which grows while starts keep failing. The process ends with this object, and with the
+// (kv_offload/tiers/mooncake/client.py). One thread, the supervisor, starts it, detects its end, and restarts
+// it after a pause, which grows while starts keep failing. The process ends with this object, and with the
 // engine, no matter how the engine ends.
 //
 // A call that misses its deadline is stuck inside Mooncake. Killing the process is the only way to end it;
@@ -48,17 +48,17 @@ class Client {
   Status take(std::size_t object_bytes, std::unique_ptr<Channel>* channel) EXCLUDES(mutex_);
   // Only after a call that got a reply. Channels of other calls must be dropped.
   void give_back(std::unique_ptr<Channel> channel) EXCLUDES(mutex_);
-  // Like Channel::call. A timeout kills the process, unless the call had only a small part of `whole` left
-  // (is_little()). `whole` is the time that one op may take. After stop(), the call is cut short by
-  // kCallsMayTake.
+  // Like Channel::call. A timeout kills the process, unless the call had only a small part of `op_timeout`
+  // left (is_short()). `op_timeout` is the time that one op may take. After stop(), the call is cut short by
+  // kStopGrace.
   Status call(const Channel& channel, Verb verb, std::span<const std::string> names,
-              std::uint64_t object_bytes, Deadline until, Nanos whole, Answer* answer) EXCLUDES(mutex_);
+              std::uint64_t object_bytes, Deadline until, Nanos op_timeout, Answer* answer) EXCLUDES(mutex_);
   // True if the time left is too short to conclude from a timeout that the call hangs.
-  static bool is_little(Deadline until, Nanos whole);
+  static bool is_short(Deadline until, Nanos op_timeout);
   // Never waits. From now on a process that ends is not restarted. If calls have not ended after
-  // kCallsMayTake, the process is killed.
+  // kStopGrace, the process is killed.
   void stop() EXCLUDES(mutex_);
-  static constexpr std::chrono::seconds kCallsMayTake{1};
+  static constexpr std::chrono::seconds kStopGrace{1};
   void close();  // Idempotent. Running calls fail.
 
   std::string version() const EXCLUDES(mutex_);  // of Mooncake, as reported by the process
@@ -67,33 +67,33 @@ class Client {
  private:
   enum class State { kStarting, kRunning, kFailed, kRefused };
 
-  void keep();
+  void supervise();
   Status begin(Descriptor* control, std::unique_ptr<Process>* process) EXCLUDES(mutex_);
-  void on_running(int control, const std::string& version) EXCLUDES(mutex_);
-  void on_end(const Status& status, bool refused) EXCLUDES(mutex_);
+  void set_running(int control, const std::string& version) EXCLUDES(mutex_);
+  void set_ended(const Status& status, bool refused) EXCLUDES(mutex_);
   bool wait_for_end(int control) EXCLUDES(mutex_);  // true: kill it, because a call hung
-  int until_calls_end() EXCLUDES(mutex_);           // milliseconds; -1: no limit. Sets hung_
+  int poll_timeout() EXCLUDES(mutex_);              // milliseconds; -1: no limit. Sets hung_
   bool pause(Nanos time) EXCLUDES(mutex_);          // false: closed or stopped
-  void end_of(const Channel& channel) EXCLUDES(mutex_);
+  void report_hung(const Channel& channel) EXCLUDES(mutex_);
   void wake() const;
-  bool was_closed() EXCLUDES(mutex_);  // called by the keeper when it wakes up
+  bool was_closed() EXCLUDES(mutex_);  // called by the supervisor when it wakes up
 
   const ClientOptions options_;
-  Descriptor wake_;  // an eventfd that wakes the keeper
+  Descriptor wake_;  // an eventfd that wakes the supervisor
   mutable Mutex mutex_;
   CondVar changed_;
   State state_ GUARDED_BY(mutex_) = State::kStarting;
-  Status why_ GUARDED_BY(mutex_);
+  Status failure_ GUARDED_BY(mutex_);
   std::string version_ GUARDED_BY(mutex_);
   std::uint64_t client_ GUARDED_BY(mutex_) = 0;  // counts starts
-  int control_ GUARDED_BY(mutex_) = -1;          // owned by the keeper; valid while the process runs
+  int control_ GUARDED_BY(mutex_) = -1;          // owned by the supervisor; valid while the process runs
   bool hung_ GUARDED_BY(mutex_) = false;
   bool closed_ GUARDED_BY(mutex_) = false;
   bool stopped_ GUARDED_BY(mutex_) = false;
   std::multiset<Deadline> calls_ GUARDED_BY(mutex_);  // start times of the running calls
   Deadline stopped_at_ GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Channel>> idle_ GUARDED_BY(mutex_);
-  std::thread keeper_;
+  std::thread supervisor_;
 };
 
 }  // namespace kv_offload::mooncake

@@ -7,29 +7,29 @@
 namespace kv_offload::mooncake {
 namespace {
 
-struct Meaning {
+struct ErrorMapping {
   std::int64_t code;
   StatusKind kind;
   std::string_view sentence;
 };
 
-constexpr std::array kMeanings{
-    Meaning{kNoSpaceLeft, StatusKind::kNoSpace,
-            "Mooncake's memory is full, and its objects were used too recently to be evicted"},
-    Meaning{kHolderGone, StatusKind::kIo, "the node that holds the object is down"},
-    Meaning{kBadLength, StatusKind::kIo, "Mooncake rejects this object"},
-    Meaning{kNotComplete, StatusKind::kNotFound, "another process is still writing the object"},
-    Meaning{kNoObject, StatusKind::kNotFound, "no record of this key"},
-    Meaning{-800, StatusKind::kIo, "the node that holds the object does not respond"},
-    Meaning{-900, StatusKind::kIo, "Mooncake's master does not answer"},
+constexpr std::array kErrorMappings{
+    ErrorMapping{kNoSpaceLeft, StatusKind::kNoSpace,
+                 "Mooncake's memory is full, and its objects were used too recently to be evicted"},
+    ErrorMapping{kHolderGone, StatusKind::kIo, "the node that holds the object is down"},
+    ErrorMapping{kBadLength, StatusKind::kIo, "Mooncake rejects this object"},
+    ErrorMapping{kNotComplete, StatusKind::kNotFound, "another process is still writing the object"},
+    ErrorMapping{kNoObject, StatusKind::kNotFound, "no record of this key"},
+    ErrorMapping{-800, StatusKind::kIo, "the node that holds the object does not respond"},
+    ErrorMapping{-900, StatusKind::kIo, "Mooncake's master does not answer"},
 };
 
 }  // namespace
 
 Status refusal(std::int64_t code, std::string_view text) {
-  const auto found =
-      std::find_if(kMeanings.begin(), kMeanings.end(), [&](const Meaning& one) { return one.code == code; });
-  if (found == kMeanings.end()) {
+  const auto found = std::find_if(kErrorMappings.begin(), kErrorMappings.end(),
+                                  [&](const ErrorMapping& one) { return one.code == code; });
+  if (found == kErrorMappings.end()) {
     return Status::error(StatusKind::kIo, text.empty()
                                               ? fmt::format("Mooncake refused the request (code {})", code)
                                               : std::string(text));

@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr int kQuestions = 9;
+constexpr int kProbeRequests = 9;
 
 double seconds_since(steady_clock::time_point start) {
   return std::chrono::duration<double>(steady_clock::now() - start).count();
@@ -39,13 +39,13 @@ class Prober {
 
   void ask(Probe* found) {
     std::vector<double> times;
-    for (int i = 0; i < kQuestions; ++i) {
+    for (int i = 0; i < kProbeRequests; ++i) {
       const auto start = steady_clock::now();
       if (const std::int64_t code = call(Verb::kExist, name_); code < 0) check(refusal(code, text_));
       times.push_back(seconds_since(start));
     }
     std::sort(times.begin(), times.end());
-    found->answer_seconds = times[kQuestions / 2];
+    found->answer_seconds = times[kProbeRequests / 2];
     found->version = client_.version();
     found->start_seconds = start_seconds_;
   }

@@ -21,8 +21,8 @@ extern char** environ;
 namespace kv_offload::mooncake {
 namespace {
 
-constexpr int kTheirDescriptor = 3;
-constexpr std::chrono::milliseconds kLookEvery{5};
+constexpr int kChildDescriptor = 3;
+constexpr std::chrono::milliseconds kPollInterval{5};
 // If the kernel does not release a killed process in this time (it waits for a device), the process is
 // abandoned to init.
 constexpr std::chrono::seconds kKilledWithin{5};
@@ -35,29 +35,30 @@ class Child final : public Process {
     wait_until(std::chrono::steady_clock::now() + kKilledWithin);
   }
   void wait_until(Deadline until) override {
-    while (!has_ended() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kLookEvery);
+    while (!has_ended() && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(kPollInterval);
   }
-  std::string how_it_ended() override { return has_ended() ? how_ : ""; }
+  std::string end_reason() override { return has_ended() ? end_reason_ : ""; }
 
  private:
   // Until waitpid() reaps the child, its pid cannot be reused.
   bool has_ended() {
-    if (!how_.empty()) return true;
+    if (!end_reason_.empty()) return true;
     int state = 0;
     const pid_t found = ::waitpid(pid_, &state, WNOHANG);
     if (found == 0 || (found < 0 && errno == EINTR)) return false;
     if (found < 0) {
-      how_ = "it ended";  // another waiter in this process reaped it
+      end_reason_ = "it ended";  // another waiter in this process reaped it
     } else if (WIFSIGNALED(state)) {
-      how_ = fmt::format("it was ended by signal {}", WTERMSIG(state));
+      end_reason_ = fmt::format("it was ended by signal {}", WTERMSIG(state));
     } else {
-      how_ = fmt::format("it ended with status {}", WEXITSTATUS(state));
+      end_reason_ = fmt::format("it ended with status {}", WEXITSTATUS(state));
     }
     return true;
   }
 
   const pid_t pid_;
-  std::string how_;
+  std::string end_reason_;
 };
 
 // The part of the engine's environment that the client needs: paths of programs, modules and temporary files,
@@ -90,7 +91,7 @@ constexpr std::string_view kPassedPrefixes[] = {"LC_",   "PYTHON", "CONDA_", "MC
                                                 "IBV_",  "RDMAV_", "MLX4_",  "MLX5_", "UCX_",      "FI_",
                                                 "ASAN_", "TSAN_",  "UBSAN_", "LSAN_"};
 
-bool is_passed(std::string_view variable) {
+bool is_inherited(std::string_view variable) {
   const std::string_view name = variable.substr(0, variable.find('='));
   return std::ranges::find(kPassedNames, name) != std::end(kPassedNames) ||
          std::ranges::any_of(kPassedPrefixes,
@@ -98,12 +99,12 @@ bool is_passed(std::string_view variable) {
 }
 
 std::vector<char*> passed_environment() {
-  std::vector<char*> passed;
+  std::vector<char*> inherited;
   for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
-    if (is_passed(*variable)) passed.push_back(*variable);
+    if (is_inherited(*variable)) inherited.push_back(*variable);
   }
-  passed.push_back(nullptr);
-  return passed;
+  inherited.push_back(nullptr);
+  return inherited;
 }
 
 // Default signal handling, as if started by a shell: the engine's signal settings do not apply.
@@ -116,10 +117,10 @@ void set_signals(posix_spawnattr_t* attributes) {
   posix_spawnattr_setflags(attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
 }
 
-Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::unique_ptr<Process>* begun) {
+Status spawn(const std::vector<std::string>& argv, Descriptor peer_end, std::unique_ptr<Process>* begun) {
   // Uses a descriptor above the target number: dup2() of a descriptor onto itself would leave it
   // close-on-exec.
-  const Descriptor above(::fcntl(theirs.get(), F_DUPFD_CLOEXEC, kTheirDescriptor + 1));
+  const Descriptor above(::fcntl(peer_end.get(), F_DUPFD_CLOEXEC, kChildDescriptor + 1));
   if (above.get() < 0) return Status::from_errno(errno, "dup");
   std::vector<char*> words;
   for (const std::string& word : argv) words.push_back(const_cast<char*>(word.c_str()));
@@ -128,7 +129,7 @@ Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::uniqu
   posix_spawnattr_t attributes;
   posix_spawn_file_actions_init(&actions);
   posix_spawnattr_init(&attributes);
-  posix_spawn_file_actions_adddup2(&actions, above.get(), kTheirDescriptor);
+  posix_spawn_file_actions_adddup2(&actions, above.get(), kChildDescriptor);
   set_signals(&attributes);
   pid_t pid = -1;
   std::vector<char*> environment = passed_environment();
@@ -146,8 +147,8 @@ Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::uniqu
 }  // namespace
 
 Launch launch_of(std::vector<std::string> argv) {
-  return [argv = std::move(argv)](Descriptor theirs, std::unique_ptr<Process>* begun) {
-    return spawn(argv, std::move(theirs), begun);
+  return [argv = std::move(argv)](Descriptor peer_end, std::unique_ptr<Process>* begun) {
+    return spawn(argv, std::move(peer_end), begun);
   };
 }
 

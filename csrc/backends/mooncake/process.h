@@ -21,11 +21,11 @@ class Process {
   // Waits for the process to exit. Call it after closing its socket.
   virtual void wait_until(Deadline until) = 0;
   // "it was ended by signal 9"; empty while it runs.
-  virtual std::string how_it_ended() = 0;
+  virtual std::string end_reason() = 0;
 };
 
-// Starts a process with `theirs` as its descriptor 3. Call it from one thread that outlives the process.
-using Launch = std::function<Status(Descriptor theirs, std::unique_ptr<Process>* begun)>;
+// Starts a process with `peer_end` as its descriptor 3. Call it from one thread that outlives the process.
+using Launch = std::function<Status(Descriptor peer_end, std::unique_ptr<Process>* begun)>;
 
 // Launches this program. argv[0] is a path, or a name to find in PATH.
 Launch launch_of(std::vector<std::string> argv);

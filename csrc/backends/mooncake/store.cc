@@ -14,7 +14,7 @@ namespace kv_offload {
 namespace mooncake {
 namespace {
 
-constexpr std::size_t kMostLeftWrong = 4096;
+constexpr std::size_t kMaxDamagedKeys = 4096;
 
 // Writes the record to one contiguous buffer. In-place shards are checksummed while they are copied.
 Status pack(OutgoingRecord& record, const TierOp& op, std::span<std::byte> object) {
@@ -64,7 +64,7 @@ Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::ui
 }
 
 // True if Mooncake may still use the channel's memory after this code.
-bool leaves_memory_in_use(std::int64_t code) {
+bool may_use_memory_later(std::int64_t code) {
   return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft &&
          code != kBadLength && code != kHolderGone;
 }
@@ -83,7 +83,7 @@ Status refusal_of_write(const Answer& answer) {
 MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
-      start_key_(prefix_ + "epoch"),
+      startup_epoch_key_(prefix_ + "epoch"),
       client_(options.client),
       form_(options.form) {
   bool refused = false;
@@ -91,7 +91,7 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
   // Waits until the start ends, which start_deadline limits: a later refusal could not be reported.
   Status status = client_.wait_for_start(Deadline::max(), &refused);
   if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
-  if (status) status = ask_for_start(&found);
+  if (status) status = fetch_startup_epoch(&found);
   epochs_.start_with(status ? found : "");
 }
 
@@ -102,34 +102,34 @@ std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) co
 Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
                            std::uint64_t object_bytes, Deadline until, Answer* answer) {
   Status status = client_.call(**channel, verb, names, object_bytes, until, options_.op_timeout, answer);
-  if (!status || leaves_memory_in_use(answer->result)) channel->reset();
+  if (!status || may_use_memory_later(answer->result)) channel->reset();
   return status;
 }
 
 // ---- records
 
-Status MooncakeStore::is_there(const std::string& key, Deadline until, bool* there) {
+Status MooncakeStore::check_exists(const std::string& key, Deadline until, bool* exists) {
   ChannelPtr channel;
   if (Status status = client_.take(1, &channel); !status) return status;
   Answer answer;
   const Status status = call(&channel, Verb::kExist, {&key, 1}, 0, until, &answer);
-  if (status && answer.result >= 0) *there = channel->object()[0] == std::byte{1};
+  if (status && answer.result >= 0) *exists = channel->object()[0] == std::byte{1};
   if (channel) client_.give_back(std::move(channel));
   return status && answer.result < 0 ? refusal_of_write(answer) : status;
 }
 
 Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const std::string key = key_of(op.key, epoch);
-  const Deadline asked_until = deadline();
-  const bool replace = was_left_wrong(key);
-  if (!replace && ask_first_.should_ask()) {
-    bool there = false;
-    if (Status status = is_there(key, asked_until, &there); !status) return status;
-    ask_first_.answered(there);
-    if (there) return Status::ok();
+  const Deadline check_deadline = deadline();
+  const bool replace = take_damaged_key(key);
+  if (!replace && existence_check_.should_check()) {
+    bool exists = false;
+    if (Status status = check_exists(key, check_deadline, &exists); !status) return status;
+    existence_check_.record_result(exists);
+    if (exists) return Status::ok();
   }
 
-  const auto left = asked_until - std::chrono::steady_clock::now();
+  const auto left = check_deadline - std::chrono::steady_clock::now();
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;
   ChannelPtr channel;
@@ -147,7 +147,7 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
   if (!status || answer.result < 0) {
     // A put of an existing object sends nothing and returns the same result as a real write. Therefore the
     // next writes check first, which shows whether writing works again.
-    ask_first_.start_over();
+    existence_check_.restart();
     return status ? refusal_of_write(answer) : status;
   }
   *moved = record.written();
@@ -158,11 +158,11 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   const Deadline until = deadline();
   IncomingRecord record(form_, options_.namespace_id, op);
   ChannelPtr channel;
-  if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
+  if (Status status = client_.take(record.max_bytes(), &channel); !status) return status;
   const std::string key = key_of(op.key, epoch);
   // The length of an encoded record is unknown.
   const std::uint64_t group = std::uint64_t{1} << op.group % 64;
-  const std::uint64_t expected = (encoded_ & group) == 0 ? record.most_bytes() : 0;
+  const std::uint64_t expected = (encoded_ & group) == 0 ? record.max_bytes() : 0;
   Answer answer;
   Status status = call(&channel, Verb::kGet, {&key, 1}, expected, until, &answer);
   if (status && answer.result < 0) status = refusal(answer.result, answer.text);
@@ -171,7 +171,7 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
     return status;
   }
   const auto length = static_cast<std::uint64_t>(answer.result);
-  if (length < record.most_bytes()) {
+  if (length < record.max_bytes()) {
     encoded_ |= group;
   } else {
     encoded_ &= ~group;
@@ -182,10 +182,10 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     const bool possible = static_cast<bool>(record.check_length(length));
-    const bool gone = remove_wrong(
+    const bool removed = remove_damaged(
         key, record, until, possible ? record.header_page() : std::span<std::byte>(), std::move(channel));
     const MutexLock lock(mutex_);
-    if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(key);
+    if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(key);
   } else {
     client_.give_back(std::move(channel));
   }
@@ -195,32 +195,32 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
 // Removes the bad object only if it is still there. An object of a valid length with another header has
 // replaced it. An object written between the two calls is lost; that is a miss. If little time is left,
 // nothing is removed and the next write replaces the object.
-bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
-                                 std::span<const std::byte> header_page, ChannelPtr channel) {
+bool MooncakeStore::remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+                                   std::span<const std::byte> header_page, ChannelPtr channel) {
   Answer answer;
-  if (Client::is_little(until, options_.op_timeout)) {
+  if (Client::is_short(until, options_.op_timeout)) {
     client_.give_back(std::move(channel));
     return false;
   }
   // Either of these proves that the object is still bad: an impossible length, the same header.
   if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return false;
-  const bool there = answer.result >= 0;
-  const bool other_length = there && !record.check_length(static_cast<std::uint64_t>(answer.result));
-  const bool same_header = there && !header_page.empty() &&
+  const bool exists = answer.result >= 0;
+  const bool other_length = exists && !record.check_length(static_cast<std::uint64_t>(answer.result));
+  const bool same_header = exists && !header_page.empty() &&
                            std::memcmp(channel->object().data(), header_page.data(), header_page.size()) == 0;
-  bool gone = there || answer.result == kNoObject;
+  bool removed = exists || answer.result == kNoObject;
   if (other_length || same_header) {
-    gone = call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer) &&
-           (answer.result >= 0 || answer.result == kNoObject);
+    removed = call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer) &&
+              (answer.result >= 0 || answer.result == kNoObject);
   }
   if (channel) client_.give_back(std::move(channel));
-  return gone;
+  return removed;
 }
 
 // True once for each read that left a damaged object behind.
-bool MooncakeStore::was_left_wrong(const std::string& key) {
+bool MooncakeStore::take_damaged_key(const std::string& key) {
   const MutexLock lock(mutex_);
-  return left_wrong_.erase(key) > 0;
+  return damaged_keys_.erase(key) > 0;
 }
 
 Status MooncakeStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
@@ -243,13 +243,14 @@ Status MooncakeStore::locate(std::span<const ChunkKey> keys, KeyOrder, const Epo
 
 // ---- epochs
 
-Status MooncakeStore::read_start(Deadline until, std::string* found, bool* strange) {
+Status MooncakeStore::read_startup_epoch(Deadline until, std::string* found, bool* invalid) {
   found->clear();
-  *strange = false;
+  *invalid = false;
   ChannelPtr channel;
   if (Status status = client_.take(EpochRegistry::kNameDigits, &channel); !status) return status;
   Answer answer;
-  if (Status status = call(&channel, Verb::kGet, {&start_key_, 1}, 0, until, &answer); !status) return status;
+  if (Status status = call(&channel, Verb::kGet, {&startup_epoch_key_, 1}, 0, until, &answer); !status)
+    return status;
   Status status;
   if (answer.result < 0 && answer.result != kNoObject) {
     status = refusal(answer.result, answer.text);
@@ -261,18 +262,18 @@ Status MooncakeStore::read_start(Deadline until, std::string* found, bool* stran
     const bool name = answer.result == static_cast<std::int64_t>(EpochRegistry::kNameDigits) &&
                       EpochRegistry::is_name(text);
     if (name) *found = text;
-    *strange = !name;
+    *invalid = !name;
   }
   if (channel) client_.give_back(std::move(channel));
   return status;
 }
 
-Status MooncakeStore::put_start(Verb verb, const std::string& name, Deadline until) {
+Status MooncakeStore::write_startup_epoch(Verb verb, const std::string& name, Deadline until) {
   ChannelPtr channel;
   if (Status status = client_.take(name.size(), &channel); !status) return status;
   std::memcpy(channel->object().data(), name.data(), name.size());
   Answer answer;
-  if (Status status = call(&channel, verb, {&start_key_, 1}, name.size(), until, &answer); !status) {
+  if (Status status = call(&channel, verb, {&startup_epoch_key_, 1}, name.size(), until, &answer); !status) {
     return status;
   }
   if (channel) client_.give_back(std::move(channel));
@@ -281,17 +282,18 @@ Status MooncakeStore::put_start(Verb verb, const std::string& name, Deadline unt
   return status.kind() == StatusKind::kNotFound ? Status::error(StatusKind::kIo, status.message()) : status;
 }
 
-Status MooncakeStore::ask_for_start(std::string* found) {
+Status MooncakeStore::fetch_startup_epoch(std::string* found) {
   const std::string known = epochs_.startup_epoch();
   const Deadline until = deadline();
   const std::string name = known.empty() ? EpochRegistry::new_name() : known;
   // Reads again after writing, because another process may have been faster.
   for (int tries = 0; tries < 3; ++tries) {
-    bool strange = false;
-    if (Status status = read_start(until, found, &strange); !status) return status;
+    bool invalid = false;
+    if (Status status = read_startup_epoch(until, found, &invalid); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
     // No process uses an object that is not an epoch name, so it may be replaced.
-    if (Status status = put_start(strange ? Verb::kSet : Verb::kPut, name, until); !status) return status;
+    if (Status status = write_startup_epoch(invalid ? Verb::kSet : Verb::kPut, name, until); !status)
+      return status;
   }
   return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
@@ -300,16 +302,16 @@ void MooncakeStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
   const std::string known = epochs_.startup_epoch();
   std::string found;
-  if (!ask_for_start(&found)) return;
-  if (!epochs_.has_ended(found)) return epochs_.on_kept(known, found, options_.read_only);
+  if (!fetch_startup_epoch(&found)) return;
+  if (!epochs_.has_ended(found)) return epochs_.update_startup_epoch(known, found, options_.read_only);
   // Another process restored an epoch that our reset had ended: replace it.
   if (known.empty() || epochs_.has_ended(known)) return;
-  (void)put_start(Verb::kSet, known, deadline());
+  (void)write_startup_epoch(Verb::kSet, known, deadline());
 }
 
 Status MooncakeStore::begin_epoch() {
-  const auto ask = [&](std::string* kept) { return ask_for_start(kept); };
-  const auto put = [&](const std::string& name) { return put_start(Verb::kSet, name, deadline()); };
+  const auto ask = [&](std::string* kept) { return fetch_startup_epoch(kept); };
+  const auto put = [&](const std::string& name) { return write_startup_epoch(Verb::kSet, name, deadline()); };
   return epochs_.begin(ask, put);
 }
 

@@ -48,32 +48,33 @@ class MooncakeStore final : public RecordStore {
   // Mooncake's negative codes are returned in *answer.
   Status call(ChannelPtr* channel, Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
               Deadline until, Answer* answer);
-  Status is_there(const std::string& key, Deadline until, bool* there);
+  Status check_exists(const std::string& key, Deadline until, bool* exists);
   // Removes the damaged object under the key, unless another record replaced it. False: it may still be
   // there.
-  bool remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
-                    std::span<const std::byte> header_page, ChannelPtr channel);
-  bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
+  bool remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+                      std::span<const std::byte> header_page, ChannelPtr channel);
+  bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Reads the name from the epoch object. *found is empty: there is no object, or its content is not a name
   // (*strange).
-  Status read_start(Deadline until, std::string* found, bool* strange);
-  Status put_start(Verb verb, const std::string& name, Deadline until);
+  Status read_startup_epoch(Deadline until, std::string* found, bool* invalid);
+  Status write_startup_epoch(Verb verb, const std::string& name, Deadline until);
   // Returns the startup epoch from the store; publishes one if there is none. *found is empty: the store has
   // none and this process must not publish one.
-  Status ask_for_start(std::string* found);
+  Status fetch_startup_epoch(std::string* found);
 
   const MooncakeTierOptions options_;
-  const std::string prefix_, start_key_;
+  const std::string prefix_, startup_epoch_key_;
   Client client_;
   RecordForm form_;
-  ExistenceCheckPolicy ask_first_;
+  ExistenceCheckPolicy existence_check_;
   std::atomic<bool> stopped_{false};
   // Bit g % 64: the last record read from group g was shorter than a raw one. Reading an object of known
   // length takes less CPU time (kv_offload/tiers/mooncake/records.py).
   std::atomic<std::uint64_t> encoded_{0};
   EpochRegistry epochs_;
   Mutex mutex_;
-  std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces them
+  std::set<std::string> damaged_keys_
+      GUARDED_BY(mutex_);  // could not be removed: the next write replaces them
 };
 
 }  // namespace kv_offload::mooncake

@@ -8,7 +8,7 @@
 namespace kv_offload::redis {
 namespace {
 
-constexpr unsigned kLearnEvery = 60;  // calls of keep_up()
+constexpr unsigned kLearnInterval = 60;  // calls of maintain()
 
 // Refuses a Sentinel, which answers PING and INFO like a server but stores no keys. Every real server reports
 // cluster_enabled in the requested section; a second command is needed only if it is missing.
@@ -43,8 +43,8 @@ Status no_map(std::string_view why) {
 
 Status failure_of(const Reply& reply) {
   if (reply.kind != Reply::Kind::kError || redirect_of(reply)) return Status::ok();
-  Status meant = refusal(reply.text);
-  return meant.kind() == StatusKind::kIo ? meant : Status::ok();
+  Status failure = refusal(reply.text);
+  return failure.kind() == StatusKind::kIo ? failure : Status::ok();
 }
 
 Deadline share_of(Deadline until, std::size_t left) {
@@ -58,17 +58,17 @@ Cluster::Cluster(std::vector<Server> seeds)
   for (const Server& seed : seeds_) (void)node_at(seed);
 }
 
-NodePtr Cluster::keep(const Server& server, Nodes* staying) {
+NodePtr Cluster::keep_node(const Server& server, Nodes* kept_nodes) {
   const std::string id = id_of(server);
-  if (const auto found = staying->find(id); found != staying->end()) return found->second;
-  if (staying->size() >= kMostNodes + seeds_.size()) return nullptr;
+  if (const auto found = kept_nodes->find(id); found != kept_nodes->end()) return found->second;
+  if (kept_nodes->size() >= kMostNodes + seeds_.size()) return nullptr;
   const auto known = nodes_.find(id);
   NodePtr node = known != nodes_.end() ? known->second : std::make_shared<Node>(server, tls_);
   if (closed_) node->connections.close();
-  staying->emplace(id, node);
+  kept_nodes->emplace(id, node);
   return node;
 }
-NodePtr Cluster::node_at(const Server& server) { return keep(server, &nodes_); }
+NodePtr Cluster::node_at(const Server& server) { return keep_node(server, &nodes_); }
 
 bool Cluster::is_known() const {
   const MutexLock lock(mutex_);
@@ -84,7 +84,7 @@ std::vector<NodePtr> Cluster::owners() const {
   return owners_;
 }
 
-std::uint32_t Cluster::slots_of_nobody() const {
+std::uint32_t Cluster::unassigned_slots() const {
   const MutexLock lock(mutex_);
   return static_cast<std::uint32_t>(std::count(slots_.begin(), slots_.end(), nullptr));
 }
@@ -100,8 +100,8 @@ void Cluster::close() {
 // Returns the nodes to ask for the map: healthy owners, then other nodes, then resting nodes. Within each
 // group the seeds come first, because an operator configured them.
 std::vector<NodePtr> Cluster::sources() {
-  const std::vector<NodePtr> having = owners();
-  const std::set<NodePtr> owning(having.begin(), having.end());
+  const std::vector<NodePtr> owner_list = owners();
+  const std::set<NodePtr> owner_set(owner_list.begin(), owner_list.end());
   std::vector<NodePtr> all;
   const MutexLock lock(mutex_);
   if (slots_.empty()) {
@@ -114,8 +114,8 @@ std::vector<NodePtr> Cluster::sources() {
   }
   std::stable_sort(all.begin(), all.end(), [&](const NodePtr& one, const NodePtr& other) {
     const auto rank = [&](const NodePtr& node) {
-      if (node->rests_for(OpKind::kRead) || node->rests_for(OpKind::kWrite)) return 2;
-      return owning.contains(node) ? 0 : 1;
+      if (node->is_out_of_service(OpKind::kRead) || node->is_out_of_service(OpKind::kWrite)) return 2;
+      return owner_set.contains(node) ? 0 : 1;
     };
     return rank(one) < rank(other);
   });
@@ -123,34 +123,34 @@ std::vector<NodePtr> Cluster::sources() {
 }
 
 // *alone: the server is not a cluster node.
-Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
-                            bool* alone) {
+Status Cluster::fetch_slot_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
+                               bool* standalone) {
   std::unique_ptr<Connection> connection;
   if (Status status = source.connections.take(until, &connection, refused); !status) return status;
   Reply info, map;
   if (Status status = connection->call({"INFO", "cluster"}, until, &info); !status) return status;
-  if (info.kind == Reply::Kind::kError && is_passing(info.text)) return refusal(info.text);
+  if (info.kind == Reply::Kind::kError && is_transient(info.text)) return refusal(info.text);
   if (Status status = refuse_sentinel(*connection, info, until, refused); !status) return status;
   const bool is_node = info.text.find("cluster_enabled:1") != std::string::npos;
   // Several nodes are configured, and this user may not run INFO.
-  const bool untold = info.kind == Reply::Kind::kError && seeds_.size() > 1;
-  *alone = !is_node && !was_redirected_ && !untold;
-  if (*alone) {
+  const bool info_refused = info.kind == Reply::Kind::kError && seeds_.size() > 1;
+  *standalone = !is_node && !was_redirected_ && !info_refused;
+  if (*standalone) {
     source.connections.give_back(std::move(connection));
     return Status::ok();
   }
   if (Status status = connection->call_for_map({"CLUSTER", "SLOTS"}, until, &map); !status) return status;
   source.connections.give_back(std::move(connection));
-  *alone = untold && map.text.starts_with("ERR ");  // "... cluster support disabled"
-  if (*alone) return Status::ok();
-  if (map.kind == Reply::Kind::kError && !is_node && !untold) {
+  *standalone = info_refused && map.text.starts_with("ERR ");  // "... cluster support disabled"
+  if (*standalone) return Status::ok();
+  if (map.kind == Reply::Kind::kError && !is_node && !info_refused) {
     *refused = true;
     return Status::error(StatusKind::kIo,
                          "the server redirects keys (MOVED) but is not a cluster node: give the address of a "
                          "node, or of a server that stores all keys itself");
   }
   if (map.kind == Reply::Kind::kError) {
-    *refused = is_setting(map.text);
+    *refused = is_configuration_error(map.text);
     return refusal(map.text);
   }
   auto found = slot_ranges(map);
@@ -163,21 +163,22 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
 Status Cluster::adopt(const NodePtr& source, const std::vector<SlotRange>& ranges) {
   const MutexLock lock(mutex_);
   std::vector<NodePtr> slots(kSlots), owners;
-  Nodes staying;
-  for (const Server& seed : seeds_) (void)keep(seed, &staying);
+  Nodes kept_nodes;
+  for (const Server& seed : seeds_) (void)keep_node(seed, &kept_nodes);
   for (const SlotRange& range : ranges) {
-    const NodePtr owner = keep(server_at(range.owner, source->server), &staying);
+    const NodePtr owner = keep_node(server_at(range.owner, source->server), &kept_nodes);
     if (!owner) return no_map(fmt::format("it has more than {} nodes", kMostNodes));
     std::fill(slots.begin() + range.first, slots.begin() + range.last + 1, owner);
     if (std::find(owners.begin(), owners.end(), owner) == owners.end()) owners.push_back(owner);
   }
   for (const SlotRange& range : ranges) {
-    for (const Endpoint& replica : range.replicas) (void)keep(server_at(replica, source->server), &staying);
+    for (const Endpoint& replica : range.replicas)
+      (void)keep_node(server_at(replica, source->server), &kept_nodes);
   }
   slots_.swap(slots);
   owners_.swap(owners);
-  nodes_.swap(staying);
-  for (const auto& [id, node] : staying) {
+  nodes_.swap(kept_nodes);
+  for (const auto& [id, node] : kept_nodes) {
     if (!nodes_.contains(id)) node->connections.close();
   }
   return Status::ok();
@@ -185,19 +186,20 @@ Status Cluster::adopt(const NodePtr& source, const std::vector<SlotRange>& range
 
 Status Cluster::learn(Deadline until, bool* refused) {
   stale_ = false;  // cleared before asking, so that changes found meanwhile count
-  const std::vector<NodePtr> asked = sources();
+  const std::vector<NodePtr> source_nodes = sources();
   const bool was_cluster = is_cluster();
   Status failure = not_known();
   bool any_refused = false;
-  for (std::size_t i = 0; i < asked.size(); ++i) {
+  for (std::size_t i = 0; i < source_nodes.size(); ++i) {
     // An attempt may use up the time left for the others.
     if (i > 0 && std::chrono::steady_clock::now() >= until) break;
-    const NodePtr& source = asked[i];
+    const NodePtr& source = source_nodes[i];
     std::vector<SlotRange> ranges;
-    bool alone = false, no = false;
-    Status status = ask_for_map(*source, share_of(until, asked.size() - i), &no, &ranges, &alone);
-    if (status && alone && was_cluster) status = no_map("the node has left the cluster");
-    if (status && alone && !was_cluster) {
+    bool standalone = false, no = false;
+    Status status =
+        fetch_slot_map(*source, share_of(until, source_nodes.size() - i), &no, &ranges, &standalone);
+    if (status && standalone && was_cluster) status = no_map("the node has left the cluster");
+    if (status && standalone && !was_cluster) {
       const MutexLock lock(mutex_);
       if (seeds_.size() > 1) {
         *refused = true;
@@ -220,30 +222,31 @@ Status Cluster::learn(Deadline until, bool* refused) {
   return failure;
 }
 
-void Cluster::keep_up(Deadline until, const std::atomic<bool>& stopped) {
+void Cluster::maintain(Deadline until, const std::atomic<bool>& stopped) {
   const std::vector<NodePtr> before = owners();
-  bool resting = false;
+  bool any_out_of_service = false;
   for (const NodePtr& node : before)
-    resting |= node->rests_for(OpKind::kRead) || node->rests_for(OpKind::kWrite);
-  const unsigned calls = ++kept_up_;
-  const bool due = calls % kLearnEvery == 0 && is_cluster();
+    any_out_of_service |= node->is_out_of_service(OpKind::kRead) || node->is_out_of_service(OpKind::kWrite);
+  const unsigned calls = ++maintain_calls_;
+  const bool due = calls % kLearnInterval == 0 && is_cluster();
   bool refused = false;
-  if (stale_ || resting || due) (void)learn(share_of(until, 2), &refused);
-  const std::vector<NodePtr> resting_now = those_that_rest();
-  for (std::size_t i = 0; i < resting_now.size(); ++i) {
+  if (stale_ || any_out_of_service || due) (void)learn(share_of(until, 2), &refused);
+  const std::vector<NodePtr> unavailable = out_of_service_nodes();
+  for (std::size_t i = 0; i < unavailable.size(); ++i) {
     // Starts with another node each time: silent nodes may use up the whole time.
     if (stopped || std::chrono::steady_clock::now() >= until) return;
-    Node& node = *resting_now[(calls + i) % resting_now.size()];
+    Node& node = *unavailable[(calls + i) % unavailable.size()];
     ping(node, std::min(until, std::chrono::steady_clock::now() + kPingAtMost));
   }
 }
 
 // Covers owners of keys, and nodes that only received ASK redirects.
-std::vector<NodePtr> Cluster::those_that_rest() const {
+std::vector<NodePtr> Cluster::out_of_service_nodes() const {
   std::vector<NodePtr> found;
   const MutexLock lock(mutex_);
   for (const auto& [id, node] : nodes_) {
-    if (node->rests_for(OpKind::kRead) || node->rests_for(OpKind::kWrite)) found.push_back(node);
+    if (node->is_out_of_service(OpKind::kRead) || node->is_out_of_service(OpKind::kWrite))
+      found.push_back(node);
   }
   return found;
 }
@@ -256,9 +259,9 @@ void Cluster::ping(Node& node, Deadline until) {
   if (!connection->call({"PING"}, until, &reply)) return node.connections.drop_idle();
   node.connections.give_back(std::move(connection));
   const bool answers = reply.kind == Reply::Kind::kStatus;
-  const bool reads = reply.kind == Reply::Kind::kError && is_only_of_writes(reply.text);
-  if (answers || reads) node.rests[static_cast<std::size_t>(OpKind::kRead)] = false;
-  if (answers) node.rests[static_cast<std::size_t>(OpKind::kWrite)] = false;
+  const bool reads = reply.kind == Reply::Kind::kError && refuses_only_writes(reply.text);
+  if (answers || reads) node.out_of_service[static_cast<std::size_t>(OpKind::kRead)] = false;
+  if (answers) node.out_of_service[static_cast<std::size_t>(OpKind::kWrite)] = false;
 }
 
 // ---- one key
@@ -287,8 +290,8 @@ Cluster::Target Cluster::follow(const Redirect& redirect, std::uint16_t slot, co
   return {node, redirect.asking};
 }
 
-Status Cluster::next_of(const Redirect& redirect, std::string_view key, const Node& from, int redirects,
-                        Target* target) {
+Status Cluster::resolve_redirect(const Redirect& redirect, std::string_view key, const Node& from,
+                                 int redirects, Target* target) {
   if (!redirect.asking) stale_ = true;
   if (!is_cluster()) {
     stale_ = was_redirected_ = true;
@@ -303,16 +306,16 @@ Status Cluster::next_of(const Redirect& redirect, std::string_view key, const No
   if (redirect.slot != slot) {
     return Status::error(StatusKind::kIo, "the node redirected the key with the number of another slot");
   }
-  *target = redirect.nowhere ? Target{} : follow(redirect, slot, from);
+  *target = redirect.has_no_address ? Target{} : follow(redirect, slot, from);
   if (target->node) return Status::ok();
   stale_ = true;  // the map may have a usable address
   return Status::error(StatusKind::kUnavailable, "the node redirected the key without a usable address");
 }
 
-Status Cluster::rest_of(const Node& node, OpKind kind) const {
-  if (!node.rests_for(kind)) return Status::ok();
+Status Cluster::service_status(const Node& node, OpKind kind) const {
+  if (!node.is_out_of_service(kind)) return Status::ok();
   for (const NodePtr& other : owners()) {
-    if (!other->rests_for(kind)) {
+    if (!other->is_out_of_service(kind)) {
       return Status::error(
           StatusKind::kUnavailable,
           fmt::format("the node {} failed and is out of service until it answers", address_of(node.server)));
@@ -324,17 +327,18 @@ Status Cluster::rest_of(const Node& node, OpKind kind) const {
 Status Cluster::failed_at(Node& node, OpKind kind, Status failure) {
   if (!is_cluster()) return failure;
   const std::string where = address_of(node.server);
-  const bool rested = node.rests[static_cast<std::size_t>(kind)].exchange(true);
-  if (!rested) stale_ = true;
-  const bool told_already = rested && !rest_of(node, kind);
-  return Status::error(told_already ? StatusKind::kUnavailable : failure.kind(),
+  const bool was_out_of_service = node.out_of_service[static_cast<std::size_t>(kind)].exchange(true);
+  if (!was_out_of_service) stale_ = true;
+  const bool is_repeated = was_out_of_service && !service_status(node, kind);
+  return Status::error(is_repeated ? StatusKind::kUnavailable : failure.kind(),
                        fmt::format("the node {}: {}", where, failure.message()), failure.error_number());
 }
 
-Status Cluster::on_node(const Target& target, OpKind kind, Deadline until, Reply* reply, const Work& work) {
+Status Cluster::run_on_node(const Target& target, OpKind kind, Deadline until, Reply* reply,
+                            const Work& work) {
   Node& node = *target.node;
   *reply = {};
-  if (Status rests = rest_of(node, kind); !rests) return rests;
+  if (Status service = service_status(node, kind); !service) return service;
   std::unique_ptr<Connection> connection;
   bool refused = false;
   Status status = node.connections.take(until, &connection, &refused);
@@ -360,11 +364,11 @@ Status Cluster::at(std::string_view key, OpKind kind, Deadline until, Reply* rep
       stale_ = true;
       return no_owner(slot);
     }
-    if (Status status = on_node(target, kind, until, reply, work); !status) return status;
+    if (Status status = run_on_node(target, kind, until, reply, work); !status) return status;
     const std::optional<Redirect> redirect = redirect_of(*reply);
     if (!redirect) return Status::ok();
     const NodePtr from = target.node;
-    if (Status status = next_of(*redirect, key, *from, redirects, &target); !status) return status;
+    if (Status status = resolve_redirect(*redirect, key, *from, redirects, &target); !status) return status;
   }
 }
 

@@ -43,8 +43,8 @@ struct Node {
       : server(where), connections(where, tls) {}
   const Server server;
   Connections connections;
-  std::array<std::atomic<bool>, 2> rests{};  // by OpKind
-  bool rests_for(OpKind kind) const { return rests[static_cast<std::size_t>(kind)].load(); }
+  std::array<std::atomic<bool>, 2> out_of_service{};  // by OpKind
+  bool is_out_of_service(OpKind kind) const { return out_of_service[static_cast<std::size_t>(kind)].load(); }
 };
 using NodePtr = std::shared_ptr<Node>;
 
@@ -63,13 +63,13 @@ class Cluster {
   bool is_known() const EXCLUDES(mutex_);
   bool is_cluster() const EXCLUDES(mutex_);
   // True if a server that was taken for standalone redirected a key.
-  bool is_in_doubt() const { return stale_ && !is_cluster(); }
+  bool may_be_cluster() const { return stale_ && !is_cluster(); }
   // A server reported that it is a cluster node.
-  void note_a_node() {
+  void report_cluster_node() {
     if (!is_cluster()) stale_ = true;
   }
   // Upkeep, about once a second: reloads the map if needed and checks the nodes that rest.
-  void keep_up(Deadline until, const std::atomic<bool>& stopped) EXCLUDES(mutex_);
+  void maintain(Deadline until, const std::atomic<bool>& stopped) EXCLUDES(mutex_);
   // The nodes that own keys; the only server if it is standalone.
   std::vector<NodePtr> owners() const EXCLUDES(mutex_);
   // The owner of the key; null: none known.
@@ -77,7 +77,7 @@ class Cluster {
   NodePtr owner_of_slot(std::uint32_t slot) const EXCLUDES(mutex_) {
     return owner_of(static_cast<std::uint16_t>(slot)).node;
   }
-  std::uint32_t slots_of_nobody() const EXCLUDES(mutex_);
+  std::uint32_t unassigned_slots() const EXCLUDES(mutex_);
   void close() EXCLUDES(mutex_);  // closes connections as Connections::close() does
 
   // One exchange on a connection. Ok means that the server replied; *reply shows whether it refused or
@@ -97,37 +97,37 @@ class Cluster {
     NodePtr node;  // null: no known owner of the slot
     bool asking = false;
   };
-  struct Asked;
+  struct NodeBatch;
   struct Gathering;
 
   Target owner_of(std::uint16_t slot) const EXCLUDES(mutex_);
   Target follow(const Redirect& redirect, std::uint16_t slot, const Node& from) EXCLUDES(mutex_);
   // Finds the target of a redirect from `from`.
-  Status next_of(const Redirect& redirect, std::string_view key, const Node& from, int redirects,
-                 Target* target) EXCLUDES(mutex_);
+  Status resolve_redirect(const Redirect& redirect, std::string_view key, const Node& from, int redirects,
+                          Target* target) EXCLUDES(mutex_);
   using Nodes = std::map<std::string, NodePtr>;            // by address and certificate name
   NodePtr node_at(const Server& server) REQUIRES(mutex_);  // null: too many nodes
-  // Returns the node of the server, known or new, and adds it to `staying`. Null: too many nodes.
-  NodePtr keep(const Server& server, Nodes* staying) REQUIRES(mutex_);
-  Status on_node(const Target& target, OpKind kind, Deadline until, Reply* reply, const Work& work);
+  // Returns the node of the server, known or new, and adds it to `kept_nodes`. Null: too many nodes.
+  NodePtr keep_node(const Server& server, Nodes* kept_nodes) REQUIRES(mutex_);
+  Status run_on_node(const Target& target, OpKind kind, Deadline until, Reply* reply, const Work& work);
   // Not ok if the node rests, so that an op for it must fail at once.
-  Status rest_of(const Node& node, OpKind kind) const EXCLUDES(mutex_);
+  Status service_status(const Node& node, OpKind kind) const EXCLUDES(mutex_);
   // Records a failure at a node. Only the op that makes the node rest reports the failure itself.
   Status failed_at(Node& node, OpKind kind, Status failure);
-  std::vector<NodePtr> those_that_rest() const EXCLUDES(mutex_);
+  std::vector<NodePtr> out_of_service_nodes() const EXCLUDES(mutex_);
   static void ping(Node& node, Deadline until);     // ends the rest if the node answers
   std::vector<NodePtr> sources() EXCLUDES(mutex_);  // nodes that may know the map, likeliest first
-  Status ask_for_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges, bool* alone)
-      EXCLUDES(mutex_);
+  Status fetch_slot_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
+                        bool* standalone) EXCLUDES(mutex_);
   Status adopt(const NodePtr& source, const std::vector<SlotRange>& ranges) EXCLUDES(mutex_);
-  Status send_to(Asked& asked, std::span<const std::string> keys, std::string_view verb, Deadline until);
-  Status receive_from(Asked& asked, Deadline until);
+  Status send_to(NodeBatch& batch, std::span<const std::string> keys, std::string_view verb, Deadline until);
+  Status receive_from(NodeBatch& batch, Deadline until);
 
   const std::vector<Server> seeds_;
   const std::shared_ptr<TlsContext> tls_;
   std::atomic<bool> stale_{false};           // the map, or the knowledge that there is none, must be reloaded
   std::atomic<bool> was_redirected_{false};  // by a server that was taken for standalone
-  std::atomic<unsigned> kept_up_{0};
+  std::atomic<unsigned> maintain_calls_{0};
   mutable Mutex mutex_;
   bool closed_ GUARDED_BY(mutex_) = false;
   Nodes nodes_ GUARDED_BY(mutex_);                  // all known nodes

@@ -19,7 +19,7 @@ class ClusterRecords final : public RemoteRecords {
       : options_(options), cluster_({options.server}) {
     const Status learnt = learn(cluster_);
     if (!learnt) throw_resource("{}: {}", address_of(options.server), learnt.message());
-    if (const std::uint32_t slots = cluster_.slots_of_nobody(); slots > 0) {
+    if (const std::uint32_t slots = cluster_.unassigned_slots(); slots > 0) {
       throw_resource("{}: {} of the cluster's {} slots are on no node, and their records would be left out",
                      address_of(options.server), slots, kSlots);
     }

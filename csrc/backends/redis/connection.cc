@@ -27,7 +27,7 @@ constexpr long long kMostElements = 16384;  // a page of names, or a map of slot
 // Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
 
-Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
+Status malformed_reply() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
 // False: a type that none of our commands returns.
 bool to_reply(const valkeyReply& from, Reply* reply) {
@@ -71,7 +71,7 @@ void append_word(std::string* to, std::string_view word) {
   *to += word;
   *to += "\r\n";
 }
-void append_command(std::string* to, const Connection::Words& words) {
+void append_command(std::string* to, const Connection::Command& words) {
   append_head(to, '*', words.size());
   for (const std::string_view word : words) append_word(to, word);
 }
@@ -110,8 +110,8 @@ std::vector<iovec> next_step(std::span<const iovec> vectors) {
 }
 
 // Passes the received bytes of the pieces from `begin` up to `end` to the observer.
-void tell(ReadProgressSink* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
-          std::uint64_t end, std::uint64_t announced) {
+void report_progress(ReadProgressSink* observer, std::span<const std::span<std::byte>> pieces,
+                     std::uint64_t begin, std::uint64_t end, std::uint64_t announced) {
   if (observer == nullptr) return;
   std::uint64_t at = 0;
   for (const std::span<std::byte>& piece : pieces) {
@@ -163,11 +163,11 @@ Status Connection::open(const Server& server, const std::shared_ptr<TlsContext>&
 
 // Never quotes a reply to AUTH: it may contain the credentials.
 Status Connection::log_in(const Server& server, Deadline deadline, bool* refused) {
-  std::vector<Words> commands;
+  std::vector<Command> commands;
   const std::string database = std::to_string(server.database);
   if (!server.password.empty()) {
-    commands.push_back(server.user.empty() ? Words{"AUTH", server.password}
-                                           : Words{"AUTH", server.user, server.password});
+    commands.push_back(server.user.empty() ? Command{"AUTH", server.password}
+                                           : Command{"AUTH", server.user, server.password});
   }
   if (server.database != 0) commands.push_back({"SELECT", database});
   commands.push_back({"PING"});
@@ -177,10 +177,10 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
     // PING may fail while reads still work (MISCONF).
     if (replies[i].kind != Reply::Kind::kError) continue;
     const std::string_view verb = commands[i][0];
-    if (verb == "PING" && is_only_of_writes(replies[i].text)) continue;
+    if (verb == "PING" && refuses_only_writes(replies[i].text)) continue;
     // Errors unrelated to the login, such as too many clients, can hit whichever command is first.
-    if (is_passing(replies[i].text)) return refusal(replies[i].text);
-    *refused = verb != "PING" || is_setting(replies[i].text);
+    if (is_transient(replies[i].text)) return refusal(replies[i].text);
+    *refused = verb != "PING" || is_configuration_error(replies[i].text);
     // The remaining errors name the setting to change.
     if (verb == "AUTH")
       return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
@@ -194,7 +194,7 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
       return Status::error(StatusKind::kIo,
                            "the server does not support databases: it is a Sentinel or not a Redis server");
     }
-    if (verb == "SELECT" && !is_setting(replies[i].text)) {
+    if (verb == "SELECT" && !is_configuration_error(replies[i].text)) {
       return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
     }
     return refusal(replies[i].text);
@@ -212,7 +212,7 @@ Status Connection::begin_call() {
 // Extra bytes belong to another command's reply, and then the reply before them may, too.
 Status Connection::end_call() {
   const valkeyReader* reader = stream_->reader;
-  if (reader->pos != reader->len) return nonsense();
+  if (reader->pos != reader->len) return malformed_reply();
   usable_ = true;
   return Status::ok();
 }
@@ -232,36 +232,37 @@ Status Connection::next_reply(Deadline deadline, Reply* reply) {
   std::array<char, 4096> buffer;
   for (;;) {
     void* found = nullptr;
-    if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return nonsense();
+    if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return malformed_reply();
     const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
     if (found != nullptr) {
-      return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
+      return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : malformed_reply();
     }
     if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the reply is too long", EMSGSIZE);
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
-    if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return nonsense();
+    if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return malformed_reply();
     fed_ += moved;
   }
 }
 
-Status Connection::call(const Words& command, Deadline deadline, Reply* reply) {
+Status Connection::call(const Command& command, Deadline deadline, Reply* reply) {
   std::vector<Reply> replies;
   if (Status status = call_all({&command, 1}, deadline, &replies); !status) return status;
   *reply = std::move(replies.front());
   return Status::ok();
 }
 
-Status Connection::call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies) {
+Status Connection::call_all(std::span<const Command> commands, Deadline deadline,
+                            std::vector<Reply>* replies) {
   if (Status status = send_all(commands, deadline); !status) return status;
   return receive_all(commands.size(), deadline, replies);
 }
 
-Status Connection::send_all(std::span<const Words> commands, Deadline deadline) {
+Status Connection::send_all(std::span<const Command> commands, Deadline deadline) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
-  for (const Words& command : commands) append_command(&text, command);
+  for (const Command& command : commands) append_command(&text, command);
   const ConstBytes bytes = std::as_bytes(std::span(text));
   return send({&bytes, 1}, deadline);
 }
@@ -274,14 +275,14 @@ Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector
   return end_call();
 }
 
-Status Connection::call_for_map(const Words& command, Deadline deadline, Reply* reply) {
+Status Connection::call_for_map(const Command& command, Deadline deadline, Reply* reply) {
   most_reply_bytes_ = kMostMapBytes;
   Status status = call(command, deadline, reply);
   most_reply_bytes_ = kMostReplyBytes;
   return status;
 }
 
-Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces, const Words& options,
+Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces, const Command& options,
                        Deadline deadline, Reply* reply) {
   if (Status status = begin_call(); !status) return status;
   std::size_t length = 0;
@@ -329,13 +330,13 @@ Status Connection::read_value_start(Deadline deadline, ValueStart* start, Reply*
     const std::string_view seen(start->bytes.data(), start->have);
     // Values bypass libvalkey's reader, which would copy them. It parses all other replies.
     if (start->have > 0 && seen[0] != '$') {
-      if (valkeyReaderFeed(stream_->reader, seen.data(), seen.size()) != VALKEY_OK) return nonsense();
+      if (valkeyReaderFeed(stream_->reader, seen.data(), seen.size()) != VALKEY_OK) return malformed_reply();
       if (Status status = next_reply(deadline, reply); !status) return status;
-      return reply->kind == Reply::Kind::kError ? end_call() : nonsense();
+      return reply->kind == Reply::Kind::kError ? end_call() : malformed_reply();
     }
     const std::size_t end = seen.find("\r\n");
     if (end != seen.npos) start->line = end + 2;
-    if (start->line == 0 && start->have == start->bytes.size()) return nonsense();
+    if (start->line == 0 && start->have == start->bytes.size()) return malformed_reply();
   }
   return Status::ok();
 }
@@ -361,21 +362,21 @@ Status Connection::read_value(std::span<const Bytes> pieces, std::span<const cha
     from += part;
     left -= part;
   }
-  tell(observer, value, 0, early.size(), length);
+  report_progress(observer, value, 0, early.size(), length);
   std::vector<iovec> vectors = vectors_of(std::span<const Bytes>(all));
-  std::uint64_t came = early.size();
+  std::uint64_t received = early.size();
   for (std::span<iovec> rest = vectors; !rest.empty();) {
     std::size_t moved = 0;
     std::vector<iovec> step = next_step(rest);
     if (Status status = stream_->socket->read_some(step, deadline, &moved); !status) return status;
-    tell(observer, value, came, came + moved, length);
-    came += moved;
+    report_progress(observer, value, received, received + moved, length);
+    received += moved;
     rest = without(rest, moved);
   }
-  return tail == std::array{std::byte{'\r'}, std::byte{'\n'}} ? Status::ok() : nonsense();
+  return tail == std::array{std::byte{'\r'}, std::byte{'\n'}} ? Status::ok() : malformed_reply();
 }
 
-Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
+Status Connection::get(const Command& command, std::span<const Bytes> pieces, std::uint64_t least,
                        Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
@@ -385,11 +386,11 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
   ValueStart start;
   if (Status status = read_value_start(deadline, &start, reply); !status || start.line == 0) return status;
   const std::optional<long long> announced = start.announced();
-  if (!announced) return nonsense();
+  if (!announced) return malformed_reply();
   const std::span<const char> early = start.early();
   if (*announced == -1) {
     *reply = {};
-    return early.empty() ? end_call() : nonsense();
+    return early.empty() ? end_call() : malformed_reply();
   }
   *length = static_cast<std::uint64_t>(*announced);
   std::size_t most = 0;
@@ -399,7 +400,7 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
   const bool fits = *length <= most && *length >= least;
   if (!fits || early.size() > *length + 2) {
     *reply = {Reply::Kind::kWrongLength, 0, {}};
-    return fits ? nonsense() : Status::ok();
+    return fits ? malformed_reply() : Status::ok();
   }
   if (Status status = read_value(pieces, early, *length, deadline, observer); !status) return status;
   *reply = {Reply::Kind::kString, 0, {}};

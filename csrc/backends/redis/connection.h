@@ -59,17 +59,17 @@ class Connection {
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  using Words = std::vector<std::string_view>;
-  Status call(const Words& command, Deadline deadline, Reply* reply);
+  using Command = std::vector<std::string_view>;
+  Status call(const Command& command, Deadline deadline, Reply* reply);
   // Sends all commands at once. When ok, there are as many replies as commands.
-  Status call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies);
+  Status call_all(std::span<const Command> commands, Deadline deadline, std::vector<Reply>* replies);
   // The two halves of call_all(), so that several servers can work at the same time.
-  Status send_all(std::span<const Words> commands, Deadline deadline);
+  Status send_all(std::span<const Command> commands, Deadline deadline);
   Status receive_all(std::size_t count, Deadline deadline, std::vector<Reply>* replies);
   // Like call(), for the slot map of a cluster, which may be much longer than all other replies.
-  Status call_for_map(const Words& command, Deadline deadline, Reply* reply);
+  Status call_for_map(const Command& command, Deadline deadline, Reply* reply);
   // SET of a value in pieces. The pieces must stay valid until the call returns. `options` follow the value.
-  Status set(std::string_view key, std::span<const std::span<const std::byte>> pieces, const Words& options,
+  Status set(std::string_view key, std::span<const std::span<const std::byte>> pieces, const Command& options,
              Deadline deadline, Reply* reply);
   // GET into the pieces, which are filled from the front. The value must have at least `least` bytes and fit
   // into the pieces; then *reply is kString without text. A value of another length is not read: *reply is
@@ -77,10 +77,10 @@ class Connection {
   // the bytes as they arrive.
   Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
              Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer = nullptr) {
-    return get(Words{"GET", key}, pieces, least, deadline, reply, length, observer);
+    return get(Command{"GET", key}, pieces, least, deadline, reply, length, observer);
   }
   // The same for another command whose reply is a value, such as GETRANGE.
-  Status get(const Words& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
+  Status get(const Command& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
              Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer = nullptr);
 
   bool usable() const { return usable_; }

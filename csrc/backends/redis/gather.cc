@@ -11,7 +11,7 @@
 namespace kv_offload::redis {
 
 // The keys that one node is asked for in one round.
-struct Cluster::Asked {
+struct Cluster::NodeBatch {
   Target target;
   std::vector<std::size_t> keys;  // indexes into the keys
   std::unique_ptr<Connection> connection;
@@ -21,12 +21,12 @@ struct Cluster::Asked {
 namespace {
 
 // Returns the first node with something to read, or the first of the list after the timeout.
-template <typename Asked>
-std::size_t first_ready(const std::vector<Asked>& asked, Deadline until) {
+template <typename NodeBatch>
+std::size_t first_ready(const std::vector<NodeBatch>& batch, Deadline until) {
   std::vector<pollfd> watched;
-  for (std::size_t i = 0; i < asked.size(); ++i) {
-    if (asked[i].connection->stale()) return i;
-    watched.push_back({asked[i].connection->descriptor(), POLLIN, 0});
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    if (batch[i].connection->stale()) return i;
+    watched.push_back({batch[i].connection->descriptor(), POLLIN, 0});
   }
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   (void)poll(watched.data(), watched.size(), static_cast<int>(std::clamp<long>(left.count(), 0, 1'000'000)));
@@ -37,38 +37,38 @@ std::size_t first_ready(const std::vector<Asked>& asked, Deadline until) {
 
 }  // namespace
 
-Status Cluster::send_to(Asked& asked, std::span<const std::string> keys, std::string_view verb,
+Status Cluster::send_to(NodeBatch& batch, std::span<const std::string> keys, std::string_view verb,
                         Deadline until) {
-  Node& node = *asked.target.node;
-  if (Status rests = rest_of(node, OpKind::kRead); !rests) return rests;
-  std::vector<Connection::Words> commands;
-  for (const std::size_t key : asked.keys) {
-    if (asked.target.asking) commands.push_back({"ASKING"});
+  Node& node = *batch.target.node;
+  if (Status service = service_status(node, OpKind::kRead); !service) return service;
+  std::vector<Connection::Command> commands;
+  for (const std::size_t key : batch.keys) {
+    if (batch.target.asking) commands.push_back({"ASKING"});
     commands.push_back({verb, keys[key]});
   }
   bool refused = false;
-  Status status = node.connections.take(until, &asked.connection, &refused);
-  if (status) status = asked.connection->send_all(commands, until);
+  Status status = node.connections.take(until, &batch.connection, &refused);
+  if (status) status = batch.connection->send_all(commands, until);
   if (!status) node.connections.drop_idle();
   return status ? status : failed_at(node, OpKind::kRead, std::move(status));
 }
 
-Status Cluster::receive_from(Asked& asked, Deadline until) {
-  Node& node = *asked.target.node;
-  const std::size_t each = asked.target.asking ? 2 : 1;
+Status Cluster::receive_from(NodeBatch& batch, Deadline until) {
+  Node& node = *batch.target.node;
+  const std::size_t each = batch.target.asking ? 2 : 1;
   std::vector<Reply> replies;
-  Status status = asked.connection->receive_all(each * asked.keys.size(), until, &replies);
+  Status status = batch.connection->receive_all(each * batch.keys.size(), until, &replies);
   if (!status) {
     node.connections.drop_idle();
     return failed_at(node, OpKind::kRead, std::move(status));
   }
-  node.connections.give_back(std::move(asked.connection));
+  node.connections.give_back(std::move(batch.connection));
   bool any = false;
   for (std::size_t i = each - 1; i < replies.size(); i += each) {
-    Status meant = failure_of(replies[i]);
-    any |= meant.is_ok();
-    if (status) status = std::move(meant);
-    asked.replies.push_back(std::move(replies[i]));
+    Status status_of_reply = failure_of(replies[i]);
+    any |= status_of_reply.is_ok();
+    if (status) status = std::move(status_of_reply);
+    batch.replies.push_back(std::move(replies[i]));
   }
   // A node that refuses some keys and answers others has not failed.
   return any ? Status::ok() : failed_at(node, OpKind::kRead, std::move(status));
@@ -91,8 +91,8 @@ struct Cluster::Gathering {
     if (failure || failure.kind() == StatusKind::kUnavailable) failure = std::move(status);
   }
   // Sends each node its keys.
-  std::vector<Asked> send() {
-    std::map<std::pair<const Node*, bool>, Asked> round;
+  std::vector<NodeBatch> send() {
+    std::map<std::pair<const Node*, bool>, NodeBatch> round;
     for (auto& [key, target] : waiting) {
       if (!target.node) {
         cluster.stale_ = true;
@@ -100,40 +100,40 @@ struct Cluster::Gathering {
                              "the owner of the key is unknown"));
         continue;
       }
-      Asked& asked = round[{target.node.get(), target.asking}];
-      asked.target = target;
-      asked.keys.push_back(key);
+      NodeBatch& batch = round[{target.node.get(), target.asking}];
+      batch.target = target;
+      batch.keys.push_back(key);
     }
     waiting.clear();
-    std::vector<Asked> sent;
-    std::vector<Asked*> order;
-    for (auto& [id, asked] : round) order.push_back(&asked);
+    std::vector<NodeBatch> sent;
+    std::vector<NodeBatch*> order;
+    for (auto& [id, batch] : round) order.push_back(&batch);
     // Nodes with an idle connection first, because connecting may take long.
     std::stable_partition(order.begin(), order.end(),
-                          [](Asked* asked) { return asked->target.node->connections.has_idle(); });
-    for (Asked* asked : order) {
+                          [](NodeBatch* batch) { return batch->target.node->connections.has_idle(); });
+    for (NodeBatch* batch : order) {
       // Limits the connect time, so that the others have time left for their replies.
-      Status status = cluster.send_to(*asked, keys, verb, share_of(until, round.size()));
-      if (status) sent.push_back(std::move(*asked));
+      Status status = cluster.send_to(*batch, keys, verb, share_of(until, round.size()));
+      if (status) sent.push_back(std::move(*batch));
       if (!status) failed(std::move(status));
     }
     return sent;
   }
-  void take(Asked& asked, int redirects) {
-    for (std::size_t i = 0; i < asked.keys.size(); ++i) {
-      const std::size_t key = asked.keys[i];
-      if (const auto redirect = redirect_of(asked.replies[i])) {
+  void take(NodeBatch& batch, int redirects) {
+    for (std::size_t i = 0; i < batch.keys.size(); ++i) {
+      const std::size_t key = batch.keys[i];
+      if (const auto redirect = redirect_of(batch.replies[i])) {
         Target next;
-        Status status = cluster.next_of(*redirect, keys[key], *asked.target.node, redirects, &next);
+        Status status = cluster.resolve_redirect(*redirect, keys[key], *batch.target.node, redirects, &next);
         if (status) waiting.emplace_back(key, next);
         if (!status) failed(std::move(status));
         continue;
       }
-      if (Status meant = failure_of(asked.replies[i]); !meant) {
-        failed(std::move(meant));
+      if (Status status_of_reply = failure_of(batch.replies[i]); !status_of_reply) {
+        failed(std::move(status_of_reply));
         continue;
       }
-      (*replies)[key] = std::move(asked.replies[i]);
+      (*replies)[key] = std::move(batch.replies[i]);
       (*answered)[key] = any = true;
     }
   }
@@ -147,12 +147,12 @@ Status Cluster::at_each(std::span<const std::string> keys, std::string_view verb
   for (std::size_t i = 0; i < keys.size(); ++i) all.waiting.emplace_back(i, owner_of(slot_of(keys[i])));
   for (int redirects = 0; !all.waiting.empty(); ++redirects) {
     // Reads whichever reply is ready first, so that a silent node does not delay the others.
-    for (std::vector<Asked> sent = all.send(); !sent.empty();) {
+    for (std::vector<NodeBatch> sent = all.send(); !sent.empty();) {
       const std::size_t ready = first_ready(sent, share_of(until, sent.size()));
-      Asked asked = std::move(sent[ready]);
+      NodeBatch batch = std::move(sent[ready]);
       sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(ready));
-      Status status = receive_from(asked, share_of(until, sent.size() + 1));
-      if (status) all.take(asked, redirects);
+      Status status = receive_from(batch, share_of(until, sent.size() + 1));
+      if (status) all.take(batch, redirects);
       if (!status) all.failed(std::move(status));
     }
   }

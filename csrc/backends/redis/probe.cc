@@ -58,13 +58,13 @@ class Prober {
           ask_node(*nodes[i], share_of(until_, nodes.size() - i + 1), &probed, &found->ping_seconds);
       if (!status) probed.failure = status.message();
       if (!status && found->cluster) {  // transfer() must not wait for its keys
-        for (auto& rests : nodes[i]->rests) rests = true;
+        for (auto& flag : nodes[i]->out_of_service) flag = true;
       }
       if (!status && !found->cluster) check(status);
     }
   }
   void transfer(const std::string& key_prefix, std::uint64_t bytes, unsigned most, Probe* found) {
-    const unsigned records = records_that_fit(*found, bytes, most);
+    const unsigned records = fitting_records(*found, bytes, most);
     if (records == 0) return;
     const AlignedBuffer record(bytes), back(bytes);
     std::fill(record.span().begin(), record.span().end(), std::byte{0x5a});
@@ -81,11 +81,12 @@ class Prober {
       sent.push_back(name);
       const auto start = steady_clock::now();
       Status status = at(name, OpKind::kWrite, &reply, [&](Connection& connection, Reply* answer) {
-        return connection.set(name, {&from, 1}, {"EX", "60"}, soon(), answer);
+        return connection.set(name, {&from, 1}, {"EX", "60"}, step_deadline(), answer);
       });
       const bool refused = reply.kind == Reply::Kind::kError;
       // In a cluster one node may be loading or refuse writes; the others are still measured.
-      if (refused && !(cluster_.is_cluster() && (is_passing(reply.text) || is_only_of_writes(reply.text)))) {
+      if (refused &&
+          !(cluster_.is_cluster() && (is_transient(reply.text) || refuses_only_writes(reply.text)))) {
         found->write_refused = refusal(reply.text).message();
       } else if (!status) {
         failure = std::move(status);
@@ -107,7 +108,7 @@ class Prober {
       std::uint64_t length = 0;
       const auto start = steady_clock::now();
       Status status = at(name, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
-        return connection.get(name, {&to, 1}, to.size(), soon(), answer, &length);
+        return connection.get(name, {&to, 1}, to.size(), step_deadline(), answer, &length);
       });
       if (status) ++(reply.kind == Reply::Kind::kString ? read : dropped);
       if (status) reading += seconds_since(start);
@@ -134,7 +135,7 @@ class Prober {
     for (const std::string& name : names) (void)call(name, {"DEL", name}, &reply);
   }
   // Keys are spread over the nodes at random, so the fullest node sets the limit.
-  static unsigned records_that_fit(const Probe& found, std::uint64_t bytes, unsigned most) {
+  static unsigned fitting_records(const Probe& found, std::uint64_t bytes, unsigned most) {
     for (const NodeProbe& node : found.nodes) {
       const auto free = node.failure.empty() ? node.free_bytes() : std::nullopt;
       if (!free) continue;
@@ -145,13 +146,14 @@ class Prober {
     return most;
   }
   // Leaves time for the other nodes when one is silent.
-  Deadline soon() const { return share_of(until_, 3); }
+  Deadline step_deadline() const { return share_of(until_, 3); }
   Status at(std::string_view key, OpKind kind, Reply* reply, const Cluster::Work& work) {
-    return cluster_.at(key, kind, soon(), reply, work);
+    return cluster_.at(key, kind, step_deadline(), reply, work);
   }
-  Status call(std::string_view key, const Connection::Words& words, Reply* reply) {
-    return at(key, OpKind::kRead, reply,
-              [&](Connection& connection, Reply* answer) { return connection.call(words, soon(), answer); });
+  Status call(std::string_view key, const Connection::Command& words, Reply* reply) {
+    return at(key, OpKind::kRead, reply, [&](Connection& connection, Reply* answer) {
+      return connection.call(words, step_deadline(), answer);
+    });
   }
   // Returns the server memory that the value takes with its key, including allocator overhead; 0: not
   // reported.
@@ -159,12 +161,12 @@ class Prober {
     Reply reply;
     // A missing permission or an unknown command is not a failure of the node.
     const Status status = at(key, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
-      Status asked = connection.call({"MEMORY", "USAGE", key}, soon(), answer);
-      if (asked && answer->kind == Reply::Kind::kError && !redirect_of(*answer)) *answer = {};
-      return asked;
+      Status called = connection.call({"MEMORY", "USAGE", key}, step_deadline(), answer);
+      if (called && answer->kind == Reply::Kind::kError && !redirect_of(*answer)) *answer = {};
+      return called;
     });
-    const bool said = status && reply.kind == Reply::Kind::kInteger && reply.integer > 0;
-    return said ? static_cast<std::uint64_t>(reply.integer) : 0;
+    const bool reported = status && reply.kind == Reply::Kind::kInteger && reply.integer > 0;
+    return reported ? static_cast<std::uint64_t>(reply.integer) : 0;
   }
   static Status ask_node(Node& node, Deadline until, NodeProbe* found, double* ping_seconds) {
     std::unique_ptr<Connection> connection;

@@ -12,18 +12,18 @@ namespace kv_offload {
 namespace redis {
 namespace {
 
-using Words = Connection::Words;
+using Command = Connection::Command;
 using Kind = Reply::Kind;
 
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
-constexpr int kMostLooks = 3;  // attempts at a record that others keep writing
+constexpr int kMaxReads = 3;  // attempts at a record that others keep writing
 constexpr std::size_t kCursorDigits = 20;
 
 Status is_restarted() {
   return Status::error(StatusKind::kIo,
                        "the server was restarted or replaced during the listing: run it again");
 }
-Status is_gone() { return Status::error(StatusKind::kNotFound, "it no longer exists"); }
+Status missing_record() { return Status::error(StatusKind::kNotFound, "it no longer exists"); }
 
 bool is_word(const Reply& reply, std::string_view word) {
   return reply.kind == Kind::kError &&
@@ -55,7 +55,7 @@ std::string lower_of(std::string_view text) {
 
 // The status of a refused command, with the missing permission by name. REQUIRES: the command was sent by
 // itself, so that the error belongs to it.
-Status refusal_of(const Words& command, const Reply& reply, std::string_view prefix) {
+Status refusal_of(const Command& command, const Reply& reply, std::string_view prefix) {
   const bool twofold = command[0] == "MEMORY" || command[0] == "OBJECT";
   const std::string name = twofold ? fmt::format("{}|{}", command[0], command[1]) : std::string(command[0]);
   const bool exec_refused =
@@ -94,15 +94,15 @@ std::int64_t unix_now() {
 
 class RedisRecords final : public RemoteRecords {
  public:
-  RedisRecords(const RedisRecordsOptions& options, bool may_be_node)
+  RedisRecords(const RedisRecordsOptions& options, bool accepts_node)
       : options_(options),
         prefix_(options.key_prefix + ":"),
         tls_(make_tls_context(options.server)),
-        may_be_node_(may_be_node) {}
-  // Throws ResourceError. False: the server is a cluster node, and may_be_node_ is false.
+        accepts_node_(accepts_node) {}
+  // Throws ResourceError. False: the server is a cluster node, and accepts_node_ is false.
   bool open() {
     const Status status = connect();
-    if (is_node_ && !may_be_node_) return false;
+    if (is_node_ && !accepts_node_) return false;
     if (!status) throw_resource("{}: {}", address_of(options_.server), status.message());
     return true;
   }
@@ -115,31 +115,31 @@ class RedisRecords final : public RemoteRecords {
  private:
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.deadline; }
   Status connect();
-  Status ask(std::span<const Words> commands, std::vector<Reply>* replies);
+  Status ask(std::span<const Command> commands, std::vector<Reply>* replies);
   Status scan(const std::string& match, const std::string& cursor, Reply* reply);
   Status measure(std::vector<RemoteRecord>* records);
-  Words size_of(const RemoteRecord& record) const {
-    return memory_usage_ ? Words{"MEMORY", "USAGE", record.name} : Words{"STRLEN", record.name};
+  Command size_of(const RemoteRecord& record) const {
+    return memory_usage_ ? Command{"MEMORY", "USAGE", record.name} : Command{"STRLEN", record.name};
   }
-  Status look(const RemoteRecord& record);
+  Status read_and_check(const RemoteRecord& record);
   Status read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check);
   struct Settled {
     bool unchanged = false;
-    bool in_doubt = false;  // the removal was sent, but no reply arrived
+    bool outcome_unknown = false;  // the removal was sent, but no reply arrived
   };
   Status settle(const RemoteRecord& record, bool repair, Settled* settled);
 
   const RedisRecordsOptions options_;
   const std::string prefix_;
   const std::shared_ptr<TlsContext> tls_;
-  const bool may_be_node_;
+  const bool accepts_node_;
   bool is_node_ = false;  // according to the last INFO reply
   std::unique_ptr<Connection> connection_;
   std::uint64_t connections_ = 0;
   // The server process that connection_ is connected to, and the one that issued the last cursor, which is
   // valid only there. If a process does not report a run id, the connection's number stands for it.
-  std::string process_, listed_by_;
-  bool names_itself_ = false;
+  std::string process_, cursor_process_;
+  bool has_run_id_ = false;
   bool no_touch_ = false;
   bool memory_usage_ = true;  // until the server refuses MEMORY USAGE
   const AlignedBuffer piece_{kPieceBytes};
@@ -153,8 +153,8 @@ Status RedisRecords::connect() {
     return status;
   // CLIENT may be refused or unknown: then reads count as uses. INFO may be unknown: then the server is not a
   // cluster node.
-  const std::array greet{Words{"CLIENT", "NO-TOUCH", "ON"}, Words{"INFO", "cluster"},
-                         Words{"INFO", "server"}};
+  const std::array greet{Command{"CLIENT", "NO-TOUCH", "ON"}, Command{"INFO", "cluster"},
+                         Command{"INFO", "server"}};
   std::vector<Reply> replies;
   if (Status status = connection_->call_all(greet, until, &replies); !status) return status;
   if (is_word(replies[1], "NOPERM")) {
@@ -162,18 +162,18 @@ Status RedisRecords::connect() {
     return refusal_of(greet[1], replies[1], options_.key_prefix);
   }
   process_ = run_id_of(replies[2]);
-  names_itself_ = !process_.empty();
+  has_run_id_ = !process_.empty();
   ++connections_;
-  if (!names_itself_) process_ = fmt::format("connection {}", connections_);
+  if (!has_run_id_) process_ = fmt::format("connection {}", connections_);
   no_touch_ = replies[0].kind == Kind::kStatus && replies[0].text == "OK";
   is_node_ =
       replies[1].kind != Kind::kError && replies[1].text.find("cluster_enabled:1") != std::string::npos;
-  if (!is_node_ || may_be_node_) return Status::ok();
+  if (!is_node_ || accepts_node_) return Status::ok();
   connection_.reset();
   return has_moved();
 }
 
-Status RedisRecords::ask(std::span<const Words> commands, std::vector<Reply>* replies) {
+Status RedisRecords::ask(std::span<const Command> commands, std::vector<Reply>* replies) {
   if (Status status = connect(); !status) return status;
   return connection_->call_all(commands, deadline(), replies);
 }
@@ -185,13 +185,13 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
   unsigned keys = options_.page;
   for (;;) {
     const std::string count = std::to_string(keys);
-    const Words command{"SCAN", cursor, "MATCH", match, "COUNT", count};
+    const Command command{"SCAN", cursor, "MATCH", match, "COUNT", count};
     if (Status status = connect(); !status) return status;
-    if (cursor != "0" && !listed_by_.empty() && process_ != listed_by_) return is_restarted();
+    if (cursor != "0" && !cursor_process_.empty() && process_ != cursor_process_) return is_restarted();
     std::vector<Reply> replies;
     const Status status = connection_->call_all({&command, 1}, deadline(), &replies);
     if (status) {
-      listed_by_ = process_;
+      cursor_process_ = process_;
       *reply = std::move(replies.front());
       if (reply->kind == Kind::kError) return refusal_of(command, *reply, options_.key_prefix);
       return Status::ok();
@@ -203,7 +203,7 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
                            "cannot be listed: remove that key");
     }
     keys = std::max(1u, keys / 16);
-    if (!names_itself_) listed_by_.clear();  // we reconnected, so the number changed on the same server
+    if (!has_run_id_) cursor_process_.clear();  // we reconnected, so the number changed on the same server
   }
 }
 
@@ -240,7 +240,7 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
 
 // Leaves out records that vanished meanwhile.
 Status RedisRecords::measure(std::vector<RemoteRecord>* records) {
-  std::vector<Words> commands;
+  std::vector<Command> commands;
   for (const RemoteRecord& record : *records) {
     commands.push_back(size_of(record));
     commands.push_back({"OBJECT", "IDLETIME", record.name});
@@ -278,7 +278,7 @@ Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nano
   if (Status status = connect(); !status) return status;
   if (!no_touch_) return Status::ok();
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
-  const Words command{"GETRANGE", record.name, "0", end};
+  const Command command{"GETRANGE", record.name, "0", end};
   std::vector<Reply> replies;
   if (Status status = ask({&command, 1}, &replies); !status) return status;
   if (is_word(replies[0], "WRONGTYPE")) return Status::ok();
@@ -292,10 +292,10 @@ Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nano
 // ---- verification
 
 // Reads and checks the record. It stays watched until settle() or the next look().
-Status RedisRecords::look(const RemoteRecord& record) {
+Status RedisRecords::read_and_check(const RemoteRecord& record) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
-  const std::array commands{Words{"UNWATCH"}, Words{"WATCH", record.name}, Words{"EXISTS", record.name},
-                            Words{"STRLEN", record.name}, Words{"GETRANGE", record.name, "0", end}};
+  const std::array commands{Command{"UNWATCH"}, Command{"WATCH", record.name}, Command{"EXISTS", record.name},
+                            Command{"STRLEN", record.name}, Command{"GETRANGE", record.name, "0", end}};
   std::vector<Reply> replies;
   if (Status status = ask(commands, &replies); !status) return status;
   // A failed command is reported with the permission it needs.
@@ -309,7 +309,7 @@ Status RedisRecords::look(const RemoteRecord& record) {
   if (there.kind != Kind::kInteger || length.kind != Kind::kInteger || length.integer < 0 ||
       header.kind != Kind::kString)
     return unexpected_reply();
-  if (there.integer == 0) return is_gone();
+  if (there.integer == 0) return missing_record();
   RecordCheck check(keys());
   check.add(std::as_bytes(std::span(header.text)));
   const auto bytes = static_cast<std::uint64_t>(length.integer);
@@ -324,11 +324,12 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
   while (check->total() < length) {
     const std::uint64_t from = check->total(), bytes = std::min<std::uint64_t>(length - from, kPieceBytes);
     const std::string first = std::to_string(from), last = std::to_string(from + bytes - 1);
-    const Words command{"GETRANGE", record.name, first, last};
+    const Command command{"GETRANGE", record.name, first, last};
     const std::span<std::byte> piece = piece_.span().first(static_cast<std::size_t>(bytes));
     Reply reply;
-    std::uint64_t came = 0;
-    if (Status status = connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &came);
+    std::uint64_t value_bytes = 0;
+    if (Status status =
+            connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &value_bytes);
         !status)
       return status;
     if (reply.kind == Kind::kError) return refusal_of(command, reply, options_.key_prefix);
@@ -345,28 +346,28 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
 Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* settled) {
   *settled = {};
   if (!connection_->usable()) return Status::ok();
-  const Words begin{"MULTI"};
+  const Command begin{"MULTI"};
   Reply begun;
   if (Status status = connection_->call(begin, deadline(), &begun); !status) return status;
   if (begun.kind == Kind::kError) return refusal_of(begin, begun, options_.key_prefix);
   if (begun.kind != Kind::kStatus || begun.text != "OK") return unexpected_reply();
-  const std::array commands{Words{repair ? "DEL" : "EXISTS", record.name}, Words{"EXEC"}};
+  const std::array commands{Command{repair ? "DEL" : "EXISTS", record.name}, Command{"EXEC"}};
   std::vector<Reply> replies;
-  settled->in_doubt = repair;
+  settled->outcome_unknown = repair;
   if (Status status = connection_->call_all(commands, deadline(), &replies); !status) return status;
   const Reply& done = replies[1];
   if (done.kind == Kind::kError) {
-    settled->in_doubt = false;
+    settled->outcome_unknown = false;
     // The transaction may still be open if EXEC was refused.
     if (Status status = connection_->call({"DISCARD"}, deadline(), &begun); !status) return status;
     const std::size_t refused = replies[0].kind == Kind::kError ? 0 : 1;
     return refusal_of(commands[refused], replies[refused], options_.key_prefix);
   }
-  settled->in_doubt = repair && done.kind != Kind::kNil;
+  settled->outcome_unknown = repair && done.kind != Kind::kNil;
   if (done.kind == Kind::kNil) return Status::ok();  // another process wrote it
   if (done.kind != Kind::kArray || done.elements.size() != 1) return unexpected_reply();
   const Reply& removed = done.elements[0];
-  settled->in_doubt = false;
+  settled->outcome_unknown = false;
   if (removed.kind == Kind::kError) return refusal_of(commands[0], removed, options_.key_prefix);
   settled->unchanged = removed.kind == Kind::kInteger && removed.integer == 1;
   return Status::ok();
@@ -374,12 +375,12 @@ Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* se
 
 Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* removed) {
   *removed = false;
-  for (int looks = 0; looks < kMostLooks; ++looks) {
-    Status status = look(record);
+  for (int reads = 0; reads < kMaxReads; ++reads) {
+    Status status = read_and_check(record);
     if (status.kind() != StatusKind::kCorrupt) return status;
     Settled settled;
     if (Status failed = settle(record, repair, &settled); !failed) {
-      const char* const then = settled.in_doubt ? "it may have been removed" : "it was not removed";
+      const char* const then = settled.outcome_unknown ? "it may have been removed" : "it was not removed";
       return Status::error(failed.kind(),
                            fmt::format("{}; {}: {}", status.message(), then, failed.message()));
     }
@@ -394,7 +395,7 @@ Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* remov
 Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) {
   for (std::size_t from = 0; from < records.size();) {
     const auto some = records.subspan(from, std::min<std::size_t>(records.size() - from, options_.page));
-    std::vector<Words> commands;
+    std::vector<Command> commands;
     for (const RemoteRecord& record : some) commands.push_back({"DEL", record.name});
     std::vector<Reply> replies;
     if (Status status = ask(commands, &replies); !status) return status;

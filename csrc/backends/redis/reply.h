@@ -27,10 +27,10 @@ Status unexpected_reply();
 // the reply than its first word: some servers quote arguments, and the arguments of AUTH are credentials.
 Status refusal(std::string_view text);
 // True for errors that waiting does not fix at startup: credentials, permissions.
-bool is_setting(std::string_view text);
+bool is_configuration_error(std::string_view text);
 // True if the server responds and serves reads, but refuses writes and PING.
-bool is_only_of_writes(std::string_view text);
+bool refuses_only_writes(std::string_view text);
 // True for errors caused by the server's state and not by the command, its credentials or its database.
-bool is_passing(std::string_view text);
+bool is_transient(std::string_view text);
 
 }  // namespace kv_offload::redis

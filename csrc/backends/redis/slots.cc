@@ -86,9 +86,9 @@ std::uint16_t slot_of(std::string_view key) {
   return static_cast<std::uint16_t>(crc % kSlots);
 }
 
-Server server_at(const Endpoint& endpoint, const Server& said_by) {
-  Server server = said_by;
-  if (endpoint.host.empty() && said_by.host.empty()) return server;  // on its Unix socket
+Server server_at(const Endpoint& endpoint, const Server& reporter) {
+  Server server = reporter;
+  if (endpoint.host.empty() && reporter.host.empty()) return server;  // on its Unix socket
   server.unix_socket.clear();
   if (endpoint.host.empty()) {
     server.port = endpoint.port;
@@ -140,8 +140,8 @@ std::optional<Redirect> redirect_of(const Reply& reply) {
   const std::size_t colon = rest.rfind(':');  // the last colon: an IPv6 address contains more of them
   if (colon == rest.npos || !to_number(rest.substr(colon + 1), &redirect.to.port)) return std::nullopt;
   redirect.to.host = rest.substr(0, colon);
-  redirect.nowhere = redirect.to.host == "?";
-  if (redirect.nowhere) redirect.to.host.clear();
+  redirect.has_no_address = redirect.to.host == "?";
+  if (redirect.has_no_address) redirect.to.host.clear();
   if (redirect.slot >= kSlots || redirect.to.port == 0 || !is_host(redirect.to.host)) return std::nullopt;
   return redirect;
 }

@@ -27,7 +27,7 @@ struct Endpoint {
   std::string tls_name;
 };
 // Returns the server at the endpoint, with the connection settings of the server that reported it.
-Server server_at(const Endpoint& endpoint, const Server& said_by);
+Server server_at(const Endpoint& endpoint, const Server& reporter);
 
 struct SlotRange {
   std::uint16_t first = 0, last = 0;
@@ -38,8 +38,8 @@ struct SlotRange {
 std::optional<std::vector<SlotRange>> slot_ranges(const Reply& reply);
 
 struct Redirect {
-  bool asking = false;   // ASK: applies to this command only
-  bool nowhere = false;  // "?": the node knows no address to redirect to
+  bool asking = false;          // ASK: applies to this command only
+  bool has_no_address = false;  // "?": the node knows no address to redirect to
   std::uint16_t slot = 0;
   Endpoint to;
 };

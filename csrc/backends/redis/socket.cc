@@ -139,8 +139,8 @@ Status Socket::begin_tls(const TlsContext& tls, const std::string& name, Deadlin
   for (;;) {
     const TlsStep step = tls_handshake(session_);
     if (step.broken) return tls_verdict(session_, refused);
-    if (step.wants == 0) return Status::ok();
-    if (Status status = wait_for(fd_, step.wants, deadline); !status) return status;
+    if (step.wait_events == 0) return Status::ok();
+    if (Status status = wait_for(fd_, step.wait_events, deadline); !status) return status;
   }
 }
 
@@ -152,7 +152,7 @@ Status Socket::read_some(std::span<iovec> vectors, Deadline deadline, std::size_
     const TlsStep step = tls_read(session_, vectors.front().iov_base, vectors.front().iov_len);
     *moved = step.moved;
     if (step.broken) return lost(0);
-    return step.wants == 0 ? Status::ok() : wait_for(fd_, step.wants, deadline);
+    return step.wait_events == 0 ? Status::ok() : wait_for(fd_, step.wait_events, deadline);
   }
   if (Status status = wait_for(fd_, POLLIN, deadline); !status) return status;
   msghdr message{};
@@ -173,7 +173,7 @@ Status Socket::write_some(std::span<iovec> vectors, Deadline deadline, std::size
     const TlsStep step = tls_write(session_, vectors.front().iov_base, vectors.front().iov_len);
     *moved = step.moved;
     if (step.broken) return lost(0);
-    return step.wants == 0 ? Status::ok() : wait_for(fd_, step.wants, deadline);
+    return step.wait_events == 0 ? Status::ok() : wait_for(fd_, step.wait_events, deadline);
   }
   if (Status status = wait_for(fd_, POLLOUT, deadline); !status) return status;
   msghdr message{};

@@ -14,7 +14,7 @@ namespace kv_offload {
 namespace redis {
 namespace {
 
-constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
+constexpr unsigned kMemoryInterval = 10;  // calls of maintain()
 
 // Parses "used_memory:123\r\n" from an INFO reply; 0 if missing.
 std::uint64_t figure_of(std::string_view info, std::string_view name) {
@@ -33,19 +33,19 @@ Status absent() { return Status::error(StatusKind::kNotFound, "no record of this
 // MULTI succeeded: after a refused MULTI the server would run it at once, even if the key has changed.
 // *reply: the first error caused by server state rather than by permissions, so that a demoted primary is
 // detected.
-Status in_transaction(Connection& connection, const Connection::Words& command, Deadline until,
+Status in_transaction(Connection& connection, const Connection::Command& command, Deadline until,
                       Reply* reply) {
   std::vector<Reply> done(1);
   if (Status status = connection.call({"MULTI"}, until, &done[0]); !status) return status;
   const bool begun = done[0].kind == Reply::Kind::kStatus && done[0].text == "OK";
-  std::vector<Connection::Words> rest{{"UNWATCH"}};
+  std::vector<Connection::Command> rest{{"UNWATCH"}};
   if (begun) rest = {command, {"EXEC"}};
   std::vector<Reply> replies;
   if (Status status = connection.call_all(rest, until, &replies); !status) return status;
   done.insert(done.end(), replies.begin(), replies.end());
   const auto refused = std::find_if(done.begin(), done.end(),
                                     [](const Reply& one) { return one.kind == Reply::Kind::kError; });
-  if (refused != done.end() && !is_setting(refused->text)) *reply = *refused;
+  if (refused != done.end() && !is_configuration_error(refused->text)) *reply = *refused;
   return Status::ok();
 }
 
@@ -60,12 +60,12 @@ std::vector<Server> seeds_of(const RedisTierOptions& options) {
 RedisStore::RedisStore(const RedisTierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
-      start_key_(prefix_ + "epoch"),
+      startup_epoch_key_(prefix_ + "epoch"),
       cluster_(seeds_of(options)),
       form_(options.form) {
   std::string found;
   bool refused = false;
-  const Status status = ask_for_start(&found, &refused);
+  const Status status = fetch_startup_epoch(&found, &refused);
   if (refused) throw_resource("redis tier at {}: {}", address_of(options.server), status.message());
   epochs_.start_with(found);
 }
@@ -81,7 +81,7 @@ Deadline RedisStore::deadline() const {
          (cluster_.is_cluster() ? options_.op_timeout / 2 : options_.op_timeout);
 }
 
-Status RedisStore::call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply) {
+Status RedisStore::call(OpKind kind, const Connection::Command& words, Deadline until, Reply* reply) {
   return cluster_.at(words[1], kind, until, reply, [&](Connection& connection, Reply* answer) {
     return connection.call(words, until, answer);
   });
@@ -95,21 +95,21 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const std::string ttl = std::to_string(options_.ttl_seconds);
   const bool expires = options_.ttl_seconds > 0;
   Reply reply;
-  if (ask_first_.should_ask()) {
+  if (existence_check_.should_check()) {
     // EXPIRE also renews the TTL of a record that exists.
-    const Connection::Words ask =
-        expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
+    const Connection::Command ask =
+        expires ? Connection::Command{"EXPIRE", key, ttl} : Connection::Command{"EXISTS", key};
     if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
     if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
     if (reply.kind != Reply::Kind::kInteger) return unexpected_reply();
-    ask_first_.answered(reply.integer == 1);
+    existence_check_.record_result(reply.integer == 1);
     if (reply.integer == 1) return Status::ok();
   }
 
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;
   if (Status status = record.finish(); !status) return status;
-  const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
+  const Connection::Command options = expires ? Connection::Command{"EX", ttl} : Connection::Command{};
   const auto set = [&](Connection& connection, Reply* answer) {
     return connection.set(key, record.pieces(), options, until, answer);
   };
@@ -143,7 +143,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       break;
     case Reply::Kind::kWrongLength:
       status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} to {}", length,
-                                                               kRecordHeaderBytes, record->most_bytes()));
+                                                               kRecordHeaderBytes, record->max_bytes()));
       break;
     default:
       status = record->check_length(length);
@@ -153,8 +153,8 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
-    remove_wrong(key, *record, until,
-                 reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
+    remove_damaged(key, *record, until,
+                   reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
   }
   return status;
 }
@@ -162,14 +162,14 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
 // Removes the bad value only if it is still there. A value of a valid length with another header has replaced
 // it. WATCH covers the time between the check and DEL. While its slot is being moved, the node answers only
 // the first command; then nothing is removed until the next read.
-void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
-                              std::span<const std::byte> header_page) {
+void RedisStore::remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+                                std::span<const std::byte> header_page) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
   const auto work = [&](Connection& connection, Reply* reply) {
-    const std::array look{Connection::Words{"WATCH", key}, Connection::Words{"STRLEN", key},
-                          Connection::Words{"GETRANGE", key, "0", end}};
+    const std::array watch_and_read{Connection::Command{"WATCH", key}, Connection::Command{"STRLEN", key},
+                                    Connection::Command{"GETRANGE", key, "0", end}};
     std::vector<Reply> seen, done;
-    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    if (Status status = connection.call_all(watch_and_read, until, &seen); !status) return status;
     *reply = seen[0];
     const Reply &length = seen[1], &header = seen[2];
     // Each of these proves that the value is still bad: a wrong type, an impossible length, the same header.
@@ -183,7 +183,7 @@ void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& reco
     if (watched && (other_type || other_length || same_header)) {
       return in_transaction(connection, {"DEL", key}, until, reply);
     }
-    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+    return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;
   (void)cluster_.at(key, OpKind::kWrite, until, &reply, work);
@@ -210,8 +210,8 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
 
 // ---- epochs
 
-Status RedisStore::put_start(const std::string& name, bool if_none, bool* done) {
-  Connection::Words command{"SET", start_key_, name};
+Status RedisStore::write_startup_epoch(const std::string& name, bool if_none, bool* done) {
+  Connection::Command command{"SET", startup_epoch_key_, name};
   if (if_none) command.emplace_back("NX");
   Reply reply;
   if (Status status = call(OpKind::kWrite, command, deadline(), &reply); !status) return status;
@@ -221,33 +221,34 @@ Status RedisStore::put_start(const std::string& name, bool if_none, bool* done) 
 }
 
 // A standalone server may have become a cluster node. INFO reports it, or a redirect of the key.
-Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
+Status RedisStore::read_startup_epoch(Deadline until, Reply* start, bool* refused) {
   const auto ask = [&](Connection& connection, Reply* answer) {
-    const std::array words{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
+    const std::array words{Connection::Command{"GET", startup_epoch_key_},
+                           Connection::Command{"INFO", "cluster"}};
     std::vector<Reply> replies;
     if (Status status = connection.call_all(words, until, &replies); !status) return status;
     *answer = replies[0];
-    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) cluster_.note_a_node();
+    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) cluster_.report_cluster_node();
     return Status::ok();
   };
-  Status learnt, asked;
+  Status learned, outcome;
   for (int tries = 0; tries < 2; ++tries) {
-    if (!cluster_.is_known() || cluster_.is_in_doubt()) learnt = cluster_.learn(until, refused);
-    if (!cluster_.is_known()) return learnt;
-    asked = cluster_.at(start_key_, OpKind::kRead, until, start, ask);
-    if (!cluster_.is_in_doubt()) break;
+    if (!cluster_.is_known() || cluster_.may_be_cluster()) learned = cluster_.learn(until, refused);
+    if (!cluster_.is_known()) return learned;
+    outcome = cluster_.at(startup_epoch_key_, OpKind::kRead, until, start, ask);
+    if (!cluster_.may_be_cluster()) break;
   }
-  if (!asked && !learnt) return learnt;  // it redirects us, but does not report its nodes
-  *refused = !asked && start->kind == Reply::Kind::kError && is_setting(start->text);
-  return asked;
+  if (!outcome && !learned) return learned;  // it redirects us, but does not report its nodes
+  *refused = !outcome && start->kind == Reply::Kind::kError && is_configuration_error(start->text);
+  return outcome;
 }
 
-Status RedisStore::ask_for_start(std::string* found, bool* refused) {
+Status RedisStore::fetch_startup_epoch(std::string* found, bool* refused) {
   const std::string known = epochs_.startup_epoch();
   // Two attempts: another process may publish first, or the server may drop the key right now.
   for (int tries = 0; tries < 2; ++tries) {
     Reply start;
-    if (Status status = look_for_start(deadline(), &start, refused); !status) return status;
+    if (Status status = read_startup_epoch(deadline(), &start, refused); !status) return status;
     const bool other_type = start.text.starts_with("WRONGTYPE");
     if (start.kind == Reply::Kind::kError && !other_type) return refusal(start.text);
     if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
@@ -259,7 +260,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     const bool if_none = start.kind == Reply::Kind::kNil;
     const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     bool done = false;
-    if (Status status = put_start(name, if_none, &done); !status) return status;
+    if (Status status = write_startup_epoch(name, if_none, &done); !status) return status;
     if (done) *found = name;
     if (done) return Status::ok();
   }
@@ -267,44 +268,46 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
 }
 
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
-void RedisStore::publish_again(const std::string& ended, const std::string& name) {
+void RedisStore::replace_ended_epoch(const std::string& ended, const std::string& name) {
   if (name.empty() || epochs_.has_ended(name)) return;
   const Deadline until = deadline();
   const auto work = [&](Connection& connection, Reply* reply) {
-    const std::array look{Connection::Words{"WATCH", start_key_}, Connection::Words{"GET", start_key_}};
+    const std::array watch_and_read{Connection::Command{"WATCH", startup_epoch_key_},
+                                    Connection::Command{"GET", startup_epoch_key_}};
     std::vector<Reply> seen, done;
-    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    if (Status status = connection.call_all(watch_and_read, until, &seen); !status) return status;
     *reply = seen[0];
     const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == ended;
-    if (there) return in_transaction(connection, {"SET", start_key_, name}, until, reply);
-    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+    if (there) return in_transaction(connection, {"SET", startup_epoch_key_, name}, until, reply);
+    return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;
-  (void)cluster_.at(start_key_, OpKind::kWrite, until, &reply, work);  // maintain() tries again in a second
+  (void)cluster_.at(startup_epoch_key_, OpKind::kWrite, until, &reply,
+                    work);  // maintain() tries again in a second
 }
 
 void RedisStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
-  cluster_.keep_up(deadline(), stopped_);
+  cluster_.maintain(deadline(), stopped_);
   const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
-  const bool looked = ask_for_start(&found, &refused).is_ok();
+  const bool fetched = fetch_startup_epoch(&found, &refused).is_ok();
   // Covers the nodes that respond, even while the owner of the epoch key does not.
-  if ((looked || cluster_.is_cluster()) && maintained_++ % kMemoryEvery == 0) look_at_memory();
-  if (!looked) return;
-  if (epochs_.has_ended(found)) return publish_again(found, known);
-  epochs_.on_kept(known, found, options_.read_only);
+  if ((fetched || cluster_.is_cluster()) && maintained_++ % kMemoryInterval == 0) update_memory_figures();
+  if (!fetched) return;
+  if (epochs_.has_ended(found)) return replace_ended_epoch(found, known);
+  epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
 // Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
-void RedisStore::look_at_memory() {
+void RedisStore::update_memory_figures() {
   const Deadline until = deadline();
   std::uint64_t used = 0, bound = 0;
   bool all_bounded = true, any = false;
   const std::vector<NodePtr> nodes = cluster_.owners();
   for (std::size_t i = 0; i < nodes.size() && !stopped_; ++i) {
-    if (nodes[i]->rests_for(OpKind::kRead)) continue;
+    if (nodes[i]->is_out_of_service(OpKind::kRead)) continue;
     const Deadline share = share_of(until, nodes.size() - i);
     std::unique_ptr<Connection> connection;
     Reply reply;
@@ -327,11 +330,11 @@ void RedisStore::look_at_memory() {
 Status RedisStore::begin_epoch() {
   const auto ask = [&](std::string* kept) {
     bool refused = false;
-    return ask_for_start(kept, &refused);
+    return fetch_startup_epoch(kept, &refused);
   };
   const auto put = [&](const std::string& name) {
     bool done = false;
-    if (Status status = put_start(name, false, &done); !status) return status;
+    if (Status status = write_startup_epoch(name, false, &done); !status) return status;
     return done ? Status::ok() : Status::error(StatusKind::kIo, "the server did not store the new epoch");
   };
   return epochs_.begin(ask, put);

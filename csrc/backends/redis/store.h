@@ -37,25 +37,25 @@ class RedisStore final : public RecordStore {
  private:
   Deadline deadline() const;
   // Runs a command whose second word is a key, on the node that owns the key.
-  Status call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply);
+  Status call(OpKind kind, const Connection::Command& words, Deadline until, Reply* reply);
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
   // type, a length that no record of this op can have, or this header.
-  void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
-                    std::span<const std::byte> header_page);
+  void remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+                      std::span<const std::byte> header_page);
   // Returns the startup epoch from the server; publishes one if the server has none. *found is empty: the
   // server has none and this process must not publish one (read_only).
-  Status ask_for_start(std::string* found, bool* refused);
-  Status look_for_start(Deadline until, Reply* start, bool* refused);
-  Status put_start(const std::string& name, bool if_none, bool* done);
-  void publish_again(const std::string& ended, const std::string& name);
-  void look_at_memory() EXCLUDES(mutex_);
+  Status fetch_startup_epoch(std::string* found, bool* refused);
+  Status read_startup_epoch(Deadline until, Reply* start, bool* refused);
+  Status write_startup_epoch(const std::string& name, bool if_none, bool* done);
+  void replace_ended_epoch(const std::string& ended, const std::string& name);
+  void update_memory_figures() EXCLUDES(mutex_);
 
   const RedisTierOptions options_;
-  const std::string prefix_, start_key_;
+  const std::string prefix_, startup_epoch_key_;
   Cluster cluster_;
   RecordForm form_;
-  ExistenceCheckPolicy ask_first_;
+  ExistenceCheckPolicy existence_check_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   EpochRegistry epochs_;

@@ -27,11 +27,11 @@ class TlsContext {
   [[maybe_unused]] ssl_ctx_st* context_ = nullptr;
 };
 
-// The result of one step. `moved`: bytes moved. `wants`: the event (POLLIN, POLLOUT) to wait for before a
-// retry with the same bytes. `broken`: the connection is lost.
+// The result of one step. `moved`: bytes moved. `wait_events`: the event (POLLIN, POLLOUT) to wait for before
+// a retry with the same bytes. `broken`: the connection is lost.
 struct TlsStep {
   std::size_t moved = 0;
-  short wants = 0;
+  short wait_events = 0;
   bool broken = false;
 };
 TlsStep tls_handshake(ssl_st* session);

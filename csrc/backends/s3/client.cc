@@ -72,7 +72,7 @@ Nanos jittered(Nanos pause) {
   return pause / 2 + Nanos(std::uniform_int_distribution<Nanos::rep>(0, pause.count() / 2)(random));
 }
 
-bool asks_again(long status) {
+bool is_retryable(long status) {
   return status == 429 || status == 500 || status == 502 || status == 503 || status == 504;
 }
 
@@ -146,7 +146,7 @@ Keys keys_of(const Bucket& bucket) {
 
 static_assert(sizeof(long) == sizeof(std::int64_t), "kInFileSize is given as a long");
 
-void set_how(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
+void set_connection_options(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
   // Makes the deadline also end a name lookup of the system; older versions cannot.
   (void)library().easy_setopt(easy, curl::kQuickExit, 1L);
   (void)library().easy_setopt(easy, curl::kUploadBufferSize, 2L << 20);
@@ -168,7 +168,7 @@ void set_how(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
   set(easy, curl::kCaPath, static_cast<const char*>(nullptr));  // trust no other CA of the system
 }
 
-void set_what(curl::Easy* easy, const Request& request, Transfer* transfer) {
+void set_request_options(curl::Easy* easy, const Request& request, Transfer* transfer) {
   set(easy, curl::kHeaderFunction, &Transfer::on_header);
   set(easy, curl::kHeaderData, transfer);
   set(easy, curl::kWriteFunction, &Transfer::on_body);
@@ -254,7 +254,7 @@ Status Client::call(const Request& request, Deadline deadline, Answer* answer) {
   for (unsigned tries = 1;; ++tries) {
     Nanos retry_after{0};
     Status status = call_once(request, sum, deadline, answer, &retry_after);
-    const bool again = status ? asks_again(answer->status) : answer->lost;
+    const bool again = status ? is_retryable(answer->status) : answer->lost;
     if (!again || request.once || tries == kMostTries) return status;
     const Nanos time = std::max(jittered(pause), retry_after);
     if (steady_clock::now() + time >= deadline || !wait(time)) return status;
@@ -271,8 +271,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   const Target target = target_of(bucket_, request.key);
   HeaderMap signed_headers{{"host", target.host}};
   if (!request.condition.empty()) signed_headers.insert(header_of(request.condition));
-  const ToSign asked{method_of(request.verb), target.path, request.query, sum, bucket_.region};
-  if (!sign(asked, keys_of(bucket_), std::time(nullptr), &signed_headers)) {
+  const ToSign to_sign{method_of(request.verb), target.path, request.query, sum, bucket_.region};
+  if (!sign(to_sign, keys_of(bucket_), std::time(nullptr), &signed_headers)) {
     return Status::error(StatusKind::kIo, "OpenSSL cannot sign a request");
   }
   Headers headers;
@@ -281,12 +281,12 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   Transfer transfer(request);
   std::unique_ptr<Handle> handle = take();
   curl::Easy* easy = handle->easy;
-  set_how(easy, bucket_, left);
+  set_connection_options(easy, bucket_, left);
   const std::string url = fmt::format("{}{}{}{}{}", target.scheme, target.host, target.path,
                                       request.query.empty() ? "" : "?", request.query);
   set(easy, curl::kUrl, url.c_str());
   set(easy, curl::kHttpHeader, headers.get());
-  set_what(easy, request, &transfer);
+  set_request_options(easy, request, &transfer);
   // With kNoSignal we must handle SIGPIPE, and libcurl before 7.87 writes TLS data with write(2).
   const NoSigpipe no_signal;
   const int result = library().easy_perform(easy);

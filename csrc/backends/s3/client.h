@@ -99,7 +99,7 @@ struct Answer {
   // holds nothing usable; or the body is longer than text_bytes.
   bool wrong_length = false;
   std::uint64_t length = 0;  // body length: announced, or else received so far
-  bool told_length = false;  // for a sink: the response says where its body ends, by a length or as chunks
+  bool has_length = false;   // for a sink: the response says where its body ends, by a length or as chunks
   bool versioned = false;    // the bucket keeps older versions
   // The next two are set only if there is no response at all. misconfigured: the certificate is not trusted,
   // ca_file is unusable, or the address is invalid.
@@ -111,7 +111,7 @@ struct Answer {
 Status refusal(const Answer& answer, const Bucket& bucket);
 // True for errors that waiting does not fix at startup: credentials, permissions, a missing bucket, another
 // region.
-bool is_setting(const Answer& answer);
+bool is_configuration_error(const Answer& answer);
 
 // Thread-safe. Keeps idle connections open; the pool grows to the largest number of connections in use at
 // once.

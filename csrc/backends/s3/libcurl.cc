@@ -11,7 +11,7 @@ namespace kv_offload::s3::curl {
 namespace {
 
 constexpr unsigned kOldest = 0x073d00;  // 7.61: Red Hat 8; older versions are untested
-constexpr const char* kHowToGetIt =
+constexpr const char* kInstallHint =
     "install it (Debian, Ubuntu: apt install libcurl4; Red Hat: dnf install libcurl), or name one in "
     "KV_OFFLOAD_LIBCURL, such as /opt/conda/lib/libcurl.so.4";
 
@@ -35,7 +35,7 @@ bool find_all(void* handle, Library* library) {
 }
 
 // Returns the file path, because a machine may have several libraries of one name.
-std::string where_is(void* handle, const std::string& name) {
+std::string library_path(void* handle, const std::string& name) {
   const link_map* map = nullptr;
   const bool found = dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0;
   return found && map != nullptr && map->l_name != nullptr && *map->l_name != '\0' ? map->l_name : name;
@@ -50,7 +50,7 @@ std::string load_one(const std::string& name, Loaded* found) {
     const char* error = dlerror();
     return error != nullptr ? error : name;
   }
-  const std::string path = where_is(handle, name);
+  const std::string path = library_path(handle, name);
   if (!find_all(handle, &found->library)) return fmt::format("{} is not libcurl", path);
   const Version& version = *found->library.version_info(0);
   found->version = fmt::format("{} ({})", version.version, path);
@@ -78,7 +78,7 @@ Loaded load(const std::vector<std::string>& names) {
   }
   Loaded none;
   none.problem = fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, but none is usable ({}): {}",
-                             problems, kHowToGetIt);
+                             problems, kInstallHint);
   return none;
 }
 

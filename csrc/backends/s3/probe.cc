@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr int kQuestions = 9;
+constexpr int kProbeRequests = 9;
 
 double seconds_since(steady_clock::time_point start) {
   return std::chrono::duration<double>(steady_clock::now() - start).count();
@@ -27,18 +27,19 @@ class Prober {
   // Requests an object that need not exist, with GET, because a HEAD response carries no error code.
   void ask(Probe* found) {
     std::vector<double> times;
-    for (int i = 0; i < kQuestions; ++i) {
+    for (int i = 0; i < kProbeRequests; ++i) {
       const auto start = steady_clock::now();
       const Answer answer = call({.verb = Verb::kGet, .key = prefix_ + "/conditions"});
       times.push_back(seconds_since(start));
       if (answer.status != 200 && refusal(answer, client_.bucket()).kind() != StatusKind::kNotFound) {
         const Status status = refusal(answer, client_.bucket());
-        if (is_setting(answer)) throw_invalid("{}: {}", address_of(client_.bucket()), status.message());
+        if (is_configuration_error(answer))
+          throw_invalid("{}: {}", address_of(client_.bucket()), status.message());
         check(status);
       }
     }
     std::sort(times.begin(), times.end());
-    found->answer_seconds = times[kQuestions / 2];
+    found->answer_seconds = times[kProbeRequests / 2];
   }
 
   void transfer(std::uint64_t bytes, unsigned records, Probe* found) {

@@ -44,11 +44,11 @@ class RecordSink final : public BodySink {
     const bool had_header = check.has_header();
     check.add(bytes);
     try {
-      if (!had_header && check.has_header()) most_ = check.announced();
+      if (!had_header && check.has_header()) max_bytes_ = check.announced();
     } catch (...) {  // out of memory: the record cannot be judged
       failed_ = true;
     }
-    ended_ = failed_ || check.total() > most_;
+    ended_ = failed_ || check.total() > max_bytes_;
     return !ended_;
   }
   bool failed() const { return failed_; }
@@ -57,7 +57,7 @@ class RecordSink final : public BodySink {
   RecordCheck check;
 
  private:
-  std::uint64_t most_ = UINT64_MAX;
+  std::uint64_t max_bytes_ = UINT64_MAX;
   bool failed_ = false, ended_ = false;
 };
 
@@ -81,17 +81,17 @@ class S3Records final : public RemoteRecords {
  private:
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.deadline; }
   Status refused(const Answer& answer, std::string_view permission) const;
-  Status look(const RemoteRecord& record, std::string* etag);
+  Status read_and_check(const RemoteRecord& record, std::string* etag);
   enum class Removal {
     kNone,     // unchanged
     kDone,     // by this call
     kOther,    // the object is missing or was replaced meanwhile
-    kInDoubt,  // the request was sent, but no response arrived
+    kUnknown,  // the request was sent, but no response arrived
   };
-  Status remove_this(const std::string& key, const std::string& etag, Removal* removal, bool* other_etag)
+  Status remove_version(const std::string& key, const std::string& etag, Removal* removal, bool* other_etag)
       EXCLUDES(mutex_);
-  Status knows_conditional_removal(bool* known) EXCLUDES(mutex_);
-  Status ask_conditional_removal() REQUIRES(mutex_);
+  Status supports_conditional_removal(bool* known) EXCLUDES(mutex_);
+  Status probe_conditional_removal() REQUIRES(mutex_);
 
   const S3RecordsOptions options_;
   const std::string prefix_;
@@ -99,7 +99,7 @@ class S3Records final : public RemoteRecords {
   std::atomic<bool> versions_{false};
   Mutex mutex_;
   std::optional<bool> conditional_ GUARDED_BY(mutex_);
-  Status not_asked_ GUARDED_BY(mutex_);  // why conditional_ is unknown; cleared with the next page
+  Status probe_failure_ GUARDED_BY(mutex_);  // why conditional_ is unknown; cleared with the next page
 };
 
 Status S3Records::refused(const Answer& answer, std::string_view permission) const {
@@ -119,7 +119,7 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
   *page = {};
   {
     const MutexLock lock(mutex_);
-    not_asked_ = Status::ok();
+    probe_failure_ = Status::ok();
   }
   const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + "/";
   // The parameters in the order in which they are signed.
@@ -157,7 +157,7 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
 
 // ---- verification
 
-Status S3Records::look(const RemoteRecord& record, std::string* etag) {
+Status S3Records::read_and_check(const RemoteRecord& record, std::string* etag) {
   RecordSink sink(keys());
   const Request request{.key = record.name, .sink = &sink};
   Answer answer;
@@ -171,7 +171,7 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
   if (sink.failed()) return Status::error(StatusKind::kIo, "not enough memory to check it");
   if (sink.ended()) return check.check_header(record, std::max(answer.length, check.total()));
   // Without a length or chunks, a cut connection looks like the end.
-  if (!answer.told_length) return Status::error(StatusKind::kIo, "the store does not report its length");
+  if (!answer.has_length) return Status::error(StatusKind::kIo, "the store does not report its length");
   if (check.total() != answer.length)
     return Status::error(StatusKind::kIo, "the store's response ended too early");
   return check.finish(record);
@@ -179,7 +179,7 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
 
 // Finds out whether the store respects If-Match in a DELETE: it must refuse to remove another version than
 // the present one. Uses the object that also shows whether the store knows conditions at all (tier.h).
-Status S3Records::ask_conditional_removal() {
+Status S3Records::probe_conditional_removal() {
   Answer answer;
   const Request put{.verb = Verb::kPut, .key = prefix_ + "conditions"};
   if (Status status = client_.call(put, deadline(), &answer); !status) return status;
@@ -191,20 +191,20 @@ Status S3Records::ask_conditional_removal() {
   return Status::ok();
 }
 
-Status S3Records::knows_conditional_removal(bool* known) {
+Status S3Records::supports_conditional_removal(bool* known) {
   const MutexLock lock(mutex_);
   // Failures are remembered. Otherwise each waiting thread would wait for a store that hangs.
-  if (!not_asked_) return not_asked_;
-  if (!conditional_) not_asked_ = ask_conditional_removal();
+  if (!probe_failure_) return probe_failure_;
+  if (!conditional_) probe_failure_ = probe_conditional_removal();
   *known = conditional_.value_or(false);
-  return not_asked_;
+  return probe_failure_;
 }
 
-Status S3Records::remove_this(const std::string& key, const std::string& etag, Removal* removal,
-                              bool* other_etag) {
+Status S3Records::remove_version(const std::string& key, const std::string& etag, Removal* removal,
+                                 bool* other_etag) {
   bool conditional = false;
   *removal = Removal::kNone;
-  if (Status status = knows_conditional_removal(&conditional); !status) return status;
+  if (Status status = supports_conditional_removal(&conditional); !status) return status;
   if (!conditional || etag.empty()) {
     return Status::error(StatusKind::kUnavailable,
                          "the store does not support conditional removal (If-Match), so a newer object could "
@@ -212,14 +212,14 @@ Status S3Records::remove_this(const std::string& key, const std::string& etag, R
   }
   const Request request{.verb = Verb::kDelete, .key = key, .condition = "If-Match: " + etag, .once = true};
   Answer answer;
-  *removal = Removal::kInDoubt;
+  *removal = Removal::kUnknown;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
   *removal = Removal::kOther;
   *other_etag = answer.status == 412;
   if (*other_etag || answer.status == 409 || (answer.status == 404 && answer.code != "NoSuchBucket"))
     return Status::ok();
   // A request that failed in the store may have been executed.
-  *removal = answer.status >= 500 ? Removal::kInDoubt : Removal::kNone;
+  *removal = answer.status >= 500 ? Removal::kUnknown : Removal::kNone;
   if (answer.status != 204 && answer.status != 200)
     return refused(answer, "s3:DeleteObject on the objects of the prefix");
   if (answer.versioned) versions_ = true;
@@ -232,7 +232,7 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
   std::string refused_etag;
   for (int reads = 0; reads < kMostReads; ++reads) {
     std::string etag;
-    Status status = look(record, &etag);
+    Status status = read_and_check(record, &etag);
     if (status.kind() != StatusKind::kCorrupt || !repair) return status;
     if (!etag.empty() && etag == refused_etag) {
       return Status::error(StatusKind::kCorrupt,
@@ -242,9 +242,9 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     }
     Removal removal = Removal::kNone;
     bool other_etag = false;
-    if (Status done = remove_this(record.name, etag, &removal, &other_etag); !done) {
+    if (Status done = remove_version(record.name, etag, &removal, &other_etag); !done) {
       const char* const then =
-          removal == Removal::kInDoubt ? "it may have been removed" : "it was not removed";
+          removal == Removal::kUnknown ? "it may have been removed" : "it was not removed";
       return Status::error(StatusKind::kCorrupt,
                            fmt::format("{}; {}: {}", status.message(), then, done.message()));
     }

@@ -55,12 +55,12 @@ std::string sha256_hex(std::span<const std::span<const std::byte>> pieces) {
 
 bool sign(const ToSign& request, const Keys& keys, std::time_t now, HeaderMap* headers) {
   std::tm utc{};
-  std::array<char, 17> when{};
+  std::array<char, 17> timestamp{};
   if (gmtime_r(&now, &utc) == nullptr ||
-      std::strftime(when.data(), when.size(), "%Y%m%dT%H%M%SZ", &utc) != when.size() - 1) {
+      std::strftime(timestamp.data(), timestamp.size(), "%Y%m%dT%H%M%SZ", &utc) != timestamp.size() - 1) {
     return false;
   }
-  const std::string_view moment(when.data()), day = moment.substr(0, 8);
+  const std::string_view moment(timestamp.data()), day = moment.substr(0, 8);
   (*headers)["x-amz-date"] = moment;
   (*headers)["x-amz-content-sha256"] = request.body_sum;
   if (!keys.session_token.empty()) (*headers)["x-amz-security-token"] = keys.session_token;

@@ -12,8 +12,8 @@ namespace kv_offload {
 namespace s3 {
 namespace {
 
-constexpr std::size_t kMostLeftWrong = 4096;
-constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
+constexpr std::size_t kMaxDamagedKeys = 4096;
+constexpr unsigned kEpochCheckInterval = 30;  // calls of maintain(): each look is a request that costs money
 
 bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
 // Another process was faster, or is about to be.
@@ -24,12 +24,12 @@ bool is_refused_condition(const Answer& answer) { return answer.status == 412 ||
 S3Store::S3Store(const S3TierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}/{}/", options.prefix, hex_of(options.namespace_id))),
-      start_key_(prefix_ + "epoch"),
+      startup_epoch_key_(prefix_ + "epoch"),
       client_(options.bucket, options.pause),
       form_(options.form) {
   std::string found;
   bool refused = false;
-  const Status status = ask_for_start(&found, &refused);
+  const Status status = fetch_startup_epoch(&found, &refused);
   if (refused) throw_resource("s3 tier {}: {}", address_of(options.bucket), status.message());
   epochs_.start_with(found);
 }
@@ -45,12 +45,12 @@ void S3Store::stop() {
 
 // ---- records
 
-Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
+Status S3Store::check_exists(const std::string& key, Deadline until, bool* exists) {
   Answer answer;
   const Request ask{.verb = Verb::kHead, .key = key};
   if (Status status = client_.call(ask, until, &answer); !status) return status;
-  *there = answer.status == 200;
-  return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
+  *exists = answer.status == 200;
+  return *exists || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
 }
 
 // A record may exist even if a lookup missed it: the lookup is as old as the prompt took to compute, and for
@@ -59,11 +59,11 @@ Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
 Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
-  if (!was_left_wrong(request.key) && ask_first_.should_ask()) {
-    bool there = false;
-    if (Status status = is_there(request.key, until, &there); !status) return status;
-    ask_first_.answered(there);
-    if (there) return Status::ok();
+  if (!take_damaged_key(request.key) && existence_check_.should_check()) {
+    bool exists = false;
+    if (Status status = check_exists(request.key, until, &exists); !status) return status;
+    existence_check_.record_result(exists);
+    if (exists) return Status::ok();
   }
 
   OutgoingRecord record(form_, options_.namespace_id, op);
@@ -97,7 +97,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   Status status;
   if (answer.wrong_length) {
     status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} at most",
-                                                             answer.length, record.most_bytes()));
+                                                             answer.length, record.max_bytes()));
   } else {
     status = record.check_length(answer.length);
     if (status) status = opened.finish(answer.length);
@@ -106,23 +106,23 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
-    const bool gone = remove_wrong(request.key, answer.etag, until);
+    const bool removed = remove_damaged(request.key, answer.etag, until);
     const MutexLock lock(mutex_);
-    if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(request.key);
+    if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(request.key);
   }
   return status;
 }
 
 // True once for each read that left a damaged object behind.
-bool S3Store::was_left_wrong(const std::string& key) {
+bool S3Store::take_damaged_key(const std::string& key) {
   const MutexLock lock(mutex_);
-  return left_wrong_.erase(key) > 0;
+  return damaged_keys_.erase(key) > 0;
 }
 
 // Removes the object only if it is still there. If the removal fails, the next write replaces it. If the
 // store does not support If-Match in DELETE, an object written between the two requests is lost, too; that is
 // a miss.
-bool S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
+bool S3Store::remove_damaged(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;
   if (!client_.call(request, until, &answer)) return false;
@@ -143,11 +143,11 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
                        std::vector<bool>* present) {
   const Deadline until = deadline();
   present->assign(keys.size(), false);
-  bool there = false;
+  bool exists = false;
   if (order == KeyOrder::kNone) {
     for (std::size_t i = 0; i < keys.size(); ++i) {
-      if (Status status = is_there(key_of(keys[i], epoch), until, &there); !status) return status;
-      (*present)[i] = there;
+      if (Status status = check_exists(key_of(keys[i], epoch), until, &exists); !status) return status;
+      (*present)[i] = exists;
     }
     return Status::ok();
   }
@@ -157,8 +157,8 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
     // Doubles the step until a key is missing; then bisects.
     const std::size_t at =
         missing == keys.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
-    if (Status status = is_there(key_of(keys[at], epoch), until, &there); !status) return status;
-    if (there) {
+    if (Status status = check_exists(key_of(keys[at], epoch), until, &exists); !status) return status;
+    if (exists) {
       known = at + 1;
     } else {
       missing = at;
@@ -178,14 +178,14 @@ Status S3Store::put(const std::string& key, std::string_view text, const std::st
   return client_.call(request, until, answer);
 }
 
-Status S3Store::read_start(Deadline until, std::string* found, std::string* etag, bool* refused) {
+Status S3Store::read_startup_epoch(Deadline until, std::string* found, std::string* etag, bool* refused) {
   std::string text(EpochRegistry::kNameDigits, '\0');
-  Request request{.verb = Verb::kGet, .key = start_key_};
+  Request request{.verb = Verb::kGet, .key = startup_epoch_key_};
   request.into.emplace_back(std::as_writable_bytes(std::span(text)));
   Answer answer;
   found->clear();
   const Status status = client_.call(request, until, &answer);
-  *refused = is_setting(answer);
+  *refused = is_configuration_error(answer);
   if (!status) return status;
   *etag = answer.etag;
   if (answer.status == 200) {
@@ -200,7 +200,7 @@ Status S3Store::read_start(Deadline until, std::string* found, std::string* etag
 
 // True if the store respects If-None-Match. After the first request the object certainly exists, so the
 // second one must be refused.
-bool S3Store::knows_conditions(Deadline until) {
+bool S3Store::supports_conditions(Deadline until) {
   Answer answer;
   for (int tries = 0; tries < 2; ++tries) {
     if (!put(options_.prefix + "/conditions", "", "If-None-Match: *", until, &answer)) return false;
@@ -209,25 +209,25 @@ bool S3Store::knows_conditions(Deadline until) {
   return false;
 }
 
-Status S3Store::ask_for_start(std::string* found, bool* refused) {
+Status S3Store::fetch_startup_epoch(std::string* found, bool* refused) {
   const std::string known = epochs_.startup_epoch();
   const Deadline until = deadline();
   for (int tries = 0; tries < 3; ++tries) {
     std::string etag;
-    if (Status status = read_start(until, found, &etag, refused); !status) return status;
+    if (Status status = read_startup_epoch(until, found, &etag, refused); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
     // No process uses an object that is not an epoch name, so it may be replaced. An older name is restored
     // only if no object is there.
-    if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
+    if (!known.empty() && (!etag.empty() || !supports_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
     const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     Answer answer;
-    if (Status status = put(start_key_, name, condition, until, &answer); !status) return status;
+    if (Status status = put(startup_epoch_key_, name, condition, until, &answer); !status) return status;
     if (answer.status == 501 && known.empty()) {
-      if (Status status = put(start_key_, name, {}, until, &answer); !status) return status;
+      if (Status status = put(startup_epoch_key_, name, {}, until, &answer); !status) return status;
     }
     if (is_done(answer) || is_refused_condition(answer)) continue;  // read the object that is there now
-    *refused = is_setting(answer);
+    *refused = is_configuration_error(answer);
     const Status status = refusal(answer, options_.bucket);
     return status.kind() == StatusKind::kNotFound
                ? Status::error(StatusKind::kIo, "the store answered a write with 404")
@@ -238,21 +238,21 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
 
 void S3Store::maintain() {
   if (stopped_) return;  // there is nothing to flush
-  if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
+  if (epochs_.current() != nullptr && maintained_++ % kEpochCheckInterval != 0) return;
   const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
-  if (ask_for_start(&found, &refused)) epochs_.on_kept(known, found, options_.read_only);
+  if (fetch_startup_epoch(&found, &refused)) epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
 Status S3Store::begin_epoch() {
   const auto ask = [&](std::string* kept) {
     bool refused = false;
-    return ask_for_start(kept, &refused);
+    return fetch_startup_epoch(kept, &refused);
   };
   const auto put_new = [&](const std::string& name) {
     Answer answer;
-    if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
+    if (Status status = put(startup_epoch_key_, name, {}, deadline(), &answer); !status) return status;
     if (is_done(answer)) return Status::ok();
     return Status::error(StatusKind::kIo, fmt::format("the store did not store the new epoch: {}",
                                                       refusal(answer, options_.bucket).message()));

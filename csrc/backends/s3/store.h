@@ -39,29 +39,29 @@ class S3Store final : public RecordStore {
  private:
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_timeout; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  Status is_there(const std::string& key, Deadline until, bool* there);
-  bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
+  Status check_exists(const std::string& key, Deadline until, bool* exists);
+  bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Removes the object with this ETag. False: it may still be there.
-  bool remove_wrong(const std::string& key, const std::string& etag, Deadline until);
+  bool remove_damaged(const std::string& key, const std::string& etag, Deadline until);
   // Returns the startup epoch from the bucket; publishes one if there is none. *found is empty: the bucket
   // has none and this process must not publish one.
-  Status ask_for_start(std::string* found, bool* refused);
-  Status read_start(Deadline until, std::string* found, std::string* etag, bool* refused);
+  Status fetch_startup_epoch(std::string* found, bool* refused);
+  Status read_startup_epoch(Deadline until, std::string* found, std::string* etag, bool* refused);
   Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,
              Answer* answer);
-  bool knows_conditions(Deadline until);
+  bool supports_conditions(Deadline until);
 
   const S3TierOptions options_;
-  const std::string prefix_, start_key_;
+  const std::string prefix_, startup_epoch_key_;
   Client client_;
   RecordForm form_;
-  ExistenceCheckPolicy ask_first_;
+  ExistenceCheckPolicy existence_check_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   EpochRegistry epochs_;
   Mutex mutex_;
   // Names of damaged objects that could not be removed.
-  std::unordered_set<std::string> left_wrong_ GUARDED_BY(mutex_);
+  std::unordered_set<std::string> damaged_keys_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kv_offload::s3

@@ -28,10 +28,10 @@ void keep(std::array<char, kSize>* to, std::string_view value) {
 
 }  // namespace
 
-Transfer::Transfer(const Request& asked) : request_(asked) {
-  for (const auto& piece : asked.into) most_ += piece.size();
-  least_ = std::min<std::uint64_t>(asked.least_bytes, most_);
-  text_.reserve(asked.text_bytes);
+Transfer::Transfer(const Request& request) : request_(request) {
+  for (const auto& piece : request.into) max_bytes_ += piece.size();
+  min_bytes_ = std::min<std::uint64_t>(request.least_bytes, max_bytes_);
+  text_.reserve(request.text_bytes);
 }
 
 std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept {
@@ -46,7 +46,7 @@ std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count,
 void Transfer::header(std::string_view line) {
   // Ignores trailers of a chunked body. A status in a trailer could cause a retry, and the observer would
   // then see parts of two bodies.
-  if (came_ > 0 || error_bytes_ > 0) return;
+  if (received_ > 0 || error_bytes_ > 0) return;
   if (line.starts_with("HTTP/")) {  // also after "100 Continue"
     const std::size_t space = line.find(' ');
     status_ = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
@@ -90,12 +90,12 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     const std::size_t kept = std::min(error_bytes_, error_.size());
     std::memcpy(error_.data() + kept, data, std::min(bytes, error_.size() - kept));
     error_bytes_ += bytes;
-    told_enough_ = error_bytes_ > kMostAnswerBytes;
-    return !told_enough_;
+    error_body_full_ = error_bytes_ > kMostAnswerBytes;
+    return !error_body_full_;
   }
-  came_ += bytes;
+  received_ += bytes;
   if (request_.text_bytes > 0) {
-    wrong_length_ = came_ > request_.text_bytes;
+    wrong_length_ = received_ > request_.text_bytes;
     if (!wrong_length_) text_.append(data, bytes);
     return !wrong_length_;
   }
@@ -104,9 +104,10 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     return !sink_ended_;
   }
   // Stop before the first byte if the announced length cannot fit.
-  wrong_length_ = (has_length_ && (announced_ > most_ || announced_ < least_)) || came_ > most_;
+  wrong_length_ =
+      (has_length_ && (announced_ > max_bytes_ || announced_ < min_bytes_)) || received_ > max_bytes_;
   if (wrong_length_) return false;
-  std::uint64_t offset = came_ - bytes;
+  std::uint64_t offset = received_ - bytes;
   while (bytes > 0) {
     const auto& to = request_.into[piece_];
     const std::size_t part = std::min(bytes, to.size() - at_);
@@ -152,23 +153,24 @@ Status Transfer::take(Answer* answer) const {
   answer->region = region_.data();
   answer->versioned = versioned_;
   if (request_.sink != nullptr && status_ == 200) {
-    answer->length = has_length_ ? announced_ : came_;
-    answer->told_length = has_length_ || chunked_;
+    answer->length = has_length_ ? announced_ : received_;
+    answer->has_length = has_length_ || chunked_;
     return Status::ok();
   }
   if (request_.verb != Verb::kGet || status_ != 200) return Status::ok();
   if (request_.text_bytes > 0) {
     answer->text = text_;
     answer->wrong_length = wrong_length_;
-    answer->length = came_;
+    answer->length = received_;
     return Status::ok();
   }
   // Without a length or chunks, a cut connection looks like the end.
-  if (!has_length_ && came_ < most_ && (came_ < least_ || !chunked_)) {
+  if (!has_length_ && received_ < max_bytes_ && (received_ < min_bytes_ || !chunked_)) {
     return Status::error(StatusKind::kIo, "the store's response ended too early");
   }
-  answer->length = has_length_ ? announced_ : came_;
-  answer->wrong_length = wrong_length_ || came_ > most_ || came_ < least_ || came_ != answer->length;
+  answer->length = has_length_ ? announced_ : received_;
+  answer->wrong_length =
+      wrong_length_ || received_ > max_bytes_ || received_ < min_bytes_ || received_ != answer->length;
   return Status::ok();
 }
 

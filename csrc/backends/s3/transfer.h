@@ -18,7 +18,7 @@ namespace kv_offload::s3 {
 
 class Transfer {
  public:
-  explicit Transfer(const Request& asked);  // `asked` must outlive this object
+  explicit Transfer(const Request& request);  // `request` must outlive this object
 
   // CURLOPT_HEADERFUNCTION, _WRITEFUNCTION, _READFUNCTION, _SEEKFUNCTION; `self` is the Transfer.
   static std::size_t on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept;
@@ -27,7 +27,7 @@ class Transfer {
   static int on_seek(void* self, std::int64_t offset, int origin) noexcept;
 
   // The transfer was stopped on purpose; the bytes received so far are the response.
-  bool was_stopped() const { return wrong_length_ || told_enough_ || sink_ended_; }
+  bool was_stopped() const { return wrong_length_ || error_body_full_ || sink_ended_; }
   // Fills in the response after the request. kIo: the body ended too soon.
   Status take(Answer* answer) const;
   std::uint64_t retry_after_seconds() const { return retry_after_; }
@@ -38,9 +38,9 @@ class Transfer {
   std::string code() const;
 
   const Request& request_;
-  std::uint64_t most_ = 0, least_ = 0, announced_ = 0, came_ = 0;
+  std::uint64_t max_bytes_ = 0, min_bytes_ = 0, announced_ = 0, received_ = 0;
   long status_ = 0;
-  bool has_length_ = false, wrong_length_ = false, told_enough_ = false;
+  bool has_length_ = false, wrong_length_ = false, error_body_full_ = false;
   bool chunked_ = false, sink_ended_ = false, versioned_ = false;
   std::size_t piece_ = 0, at_ = 0;  // the position of the next byte to store or to send
   std::size_t header_bytes_ = 0, error_bytes_ = 0;

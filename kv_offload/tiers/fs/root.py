@@ -29,13 +29,13 @@ def open_root(path: str, *, changes: bool = False) -> "FsRoot":
     try:
         opened = _core.FsRoot(path)
     except ValueError as error:
-        raise ValueError(what_is_there(path) or str(error)) from error
+        raise ValueError(describe_contents(path) or str(error)) from error
     if changes:
         refuse_other_user(path)
     return opened
 
 
-def what_is_there(path: str) -> str:
+def describe_contents(path: str) -> str:
     """Returns why ``path`` is not a root; empty if it contains the root file. Raises OSError."""
     try:
         names = os.listdir(path)
@@ -76,7 +76,7 @@ def refuse_other_user(path: str) -> None:
 class DirectoryRoot:
     """A directory with the interface of all roots (``kv_offload.tiers.base.Root``)."""
 
-    knows_hits = True
+    has_hits = True
 
     def __init__(self, path: str, *, changes: bool) -> None:
         self._root = open_root(path, changes=changes)

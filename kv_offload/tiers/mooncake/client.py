@@ -41,9 +41,9 @@ from kv_offload.tiers.mooncake.records import (
 CONTROL = 3
 NAMES_BYTES = 256 << 10
 MOST_TEXT = 1000
-QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
+CALL_HEADER = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
-NOTHING_IN_USE = (
+MEMORY_UNUSED = (
     HOLDER_GONE,
     NO_SPACE_LEFT,
     BAD_LENGTH,
@@ -54,7 +54,7 @@ LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # the file for Mooncake's log
 MOST_SECONDS = 120.0  # limit of a call if the core sets none
 _SET_PDEATHSIG = 1
 _CONNECT_SECONDS = 2.0
-_TO_LEAVE_SECONDS = 0.7
+_CLOSE_SECONDS = 0.7
 _LOCAL_BUFFER_BYTES = 16 << 20  # Mooncake's own copy buffer, unused here
 _MOST_KEPT_BYTES = 256 << 20  # limit of memory that Mooncake may still write to
 _MOST_DESCRIPTORS = 1 << 16  # tried one by one if /proc does not list the open ones
@@ -77,7 +77,7 @@ def end_with_the_engine() -> None:
         os._exit(0)
 
 
-def close_what_was_inherited() -> None:
+def close_inherited_descriptors() -> None:
     """Closes all descriptors except 0 to 3, without a loop up to the limit, which may be a billion."""
     try:
         opened = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -98,7 +98,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def log_elsewhere() -> None:
+def redirect_logs() -> None:
     """Redirects stdout and stderr. Mooncake logs each failed call and would flood the engine's log while the
     master is unreachable."""
     log = os.open(
@@ -115,7 +115,7 @@ def use_no_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def own_address(master: str) -> str:
+def local_address(master: str) -> str:
     """Returns the local address of the route to the master. Raises Refused."""
     for one in master.rpartition("://")[2].replace(";", ",").split(","):
         with contextlib.suppress(OSError, ValueError):
@@ -171,7 +171,7 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
             f"Mooncake's master at {master} does not answer: {error.strerror or error}"
         ) from None
     code = store.setup(
-        given["local_host"] or own_address(master),
+        given["local_host"] or local_address(master),
         given["metadata"],
         0,  # this process contributes no memory: its records would be lost with each engine
         _LOCAL_BUFFER_BYTES,
@@ -220,22 +220,22 @@ class Memory:
 
 
 _kept: list[Memory] = []
-_keeping = threading.Lock()
+_kept_lock = threading.Lock()
 
 
 def keep(memory: Memory) -> None:
     """Keeps memory mapped, because Mooncake does not report when it stops using it. Ends the process at the
     limit."""
-    with _keeping:
+    with _kept_lock:
         _kept.append(memory)
         if sum(NAMES_BYTES + one.room for one in _kept) > _MOST_KEPT_BYTES:
             print("failed calls left too much memory in use: this process is ended", flush=True)
             os._exit(1)
 
 
-def answer(store: Store, records: Records, memory: Memory, question: bytes) -> int:
+def answer(store: Store, records: Records, memory: Memory, header: bytes) -> int:
     """Serves one request and returns its result."""
-    verb, count, names_bytes, object_bytes = QUESTION.unpack(question)
+    verb, count, names_bytes, object_bytes = CALL_HEADER.unpack(header)
     names = memory.map[:names_bytes].decode().split("\n")[:-1]
     at = memory.address + NAMES_BYTES
     if len(names) != count or count == 0 or object_bytes > memory.room:
@@ -261,9 +261,9 @@ def answer(store: Store, records: Records, memory: Memory, question: bytes) -> i
     return 0
 
 
-def moves_bytes(question: bytes) -> bool:
+def moves_bytes(header: bytes) -> bool:
     """True if the request copies bytes between the channel's memory and the store."""
-    return QUESTION.unpack(question)[0] in (PUT, SET, GET)
+    return CALL_HEADER.unpack(header)[0] in (PUT, SET, GET)
 
 
 def as_message(text: str) -> bytes:
@@ -283,7 +283,7 @@ class Watch:
         self._begun: dict[int, float] = {}  # by thread
 
     @contextlib.contextmanager
-    def over(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """A call."""
         self._begun[threading.get_ident()] = time.monotonic()
         try:
@@ -306,17 +306,17 @@ def serve(
     """Serves the requests of one channel until its other end closes."""
     with contextlib.ExitStack() as ends:
         ends.enter_context(contextlib.closing(channel))
-        with watch.over():
+        with watch.timed():
             memory = ends.enter_context(contextlib.closing(Memory(store, descriptor, size)))
-        while question := channel.recv(QUESTION.size):
+        while header := channel.recv(CALL_HEADER.size):
             text = ""
             try:
-                with watch.over():
-                    code = answer(store, records, memory, question)
-                memory.in_use = code < 0 and code not in NOTHING_IN_USE and moves_bytes(question)
+                with watch.timed():
+                    code = answer(store, records, memory, header)
+                memory.in_use = code < 0 and code not in MEMORY_UNUSED and moves_bytes(header)
             except Exception as error:
                 code, text = FAILED, f"{type(error).__name__}: {error}"
-                memory.in_use = memory.registered == 0 and moves_bytes(question)
+                memory.in_use = memory.registered == 0 and moves_bytes(header)
             try:
                 channel.send(struct.pack("<q", code) + as_message(text))
             except OSError:
@@ -355,12 +355,12 @@ def run() -> None:
     """Runs the process up to its exit."""
     end_with_the_engine()
     ignore_signals()
-    close_what_was_inherited()
+    close_inherited_descriptors()
     use_no_gpu()
     control = socket.socket(fileno=CONTROL)
     given = json.loads(control.recv(65536))
     try:
-        log_elsewhere()
+        redirect_logs()
         store, version = open_store(given)
     except Refused as error:
         said = f"refused {error}"
@@ -374,7 +374,7 @@ def run() -> None:
         serve_all(control, store, given.get("patience_seconds", MOST_SECONDS))
         leaving = threading.Thread(target=store.close, daemon=True)  # lets the master remove this client
         leaving.start()
-        leaving.join(_TO_LEAVE_SECONDS)
+        leaving.join(_CLOSE_SECONDS)
 
 
 if __name__ == "__main__":

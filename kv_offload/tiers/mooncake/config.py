@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PROBE_RECORD = 2 << 20
 _LEAST_PATIENCE_SECONDS = 90.0  # Mooncake waits up to 60 s for bytes
 _MOST_PROBE_BYTES = 64 << 20
-_HOW_TO_GET_IT = (
+_INSTALL_HINT = (
     "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "
     "mooncake-transfer-engine-non-cuda where there is no CUDA (0.3.13 or newer)"
 )
@@ -30,7 +30,7 @@ _PROGRAM = (
     "import sys; sys.path[:1] = [where for where in sys.path[:1] if where]; "
     "from kv_offload.tiers.mooncake.client import main; main()"
 )
-_CANNOT_BE_LISTED = (
+_LIST_UNSUPPORTED = (
     "Mooncake Store cannot list its objects, so stat, ls, verify and purge do not support it: "
     "its master's metrics show how full it is, and the store evicts unused objects by itself"
 )
@@ -116,14 +116,14 @@ class MooncakeTierConfig(EncryptedTierConfig):
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
         """Raises ValueError: Mooncake cannot list its objects."""
-        raise ValueError(f"{self.label()}: {_CANNOT_BE_LISTED}")
+        raise ValueError(f"{self.label()}: {_LIST_UNSUPPORTED}")
 
     def problems(self, record_bytes: int = 0) -> list[str]:
         """Returns the problems of this host; the store is contacted when it is opened."""
         missing = importlib.util.find_spec("mooncake") is None
-        return [f"{self.label()}: {_HOW_TO_GET_IT}"] * missing + self.key_problems()
+        return [f"{self.label()}: {_INSTALL_HINT}"] * missing + self.key_problems()
 
-    def _look(self, records: int = 0) -> dict[str, Any]:
+    def _probe(self, records: int = 0) -> dict[str, Any]:
         """Probes the store. Raises RuntimeError if it does not answer, ValueError for problems of this
         host."""
         from kv_offload import _core
@@ -143,7 +143,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         if self.problems():
             return []
         try:
-            self._look()
+            self._probe()
         except ValueError:
             return []  # refused: summary() and the start report the reason
         except RuntimeError as error:
@@ -153,7 +153,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
     def summary(self) -> Answer:
         """Returns its version, transport and latency."""
         try:
-            return Answer("ok", self._described(self._look()))
+            return Answer("ok", self._described(self._probe()))
         except ValueError as error:
             return Answer("refused", str(error))
         except RuntimeError as error:
@@ -170,7 +170,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         """Writes and reads temporary objects, one at a time."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
-            found = self._look(records)
+            found = self._probe(records)
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
 HOLDER_GONE, NOT_IN_MEMORY, NOT_COMPLETE = -101, -702, -703
-NO_OBJECT, IS_THERE, LEASE_ENDED = -704, -705, -707
+NO_OBJECT, OBJECT_EXISTS, LEASE_ENDED = -704, -705, -707
 
 
 class Store(Protocol):
@@ -63,12 +63,12 @@ class Records:
         memory.
         """
         if self._puts_in_sessions is None:
-            self._puts_in_sessions = self._does_a_session_do_it_all(
+            self._puts_in_sessions = self._session_is_all_or_nothing(
                 f"{name}:probe:{uuid.uuid4().hex}", address
             )
         if not self._puts_in_sessions:
             code = self._store.put_from(name, address, size)
-            return code if code < 0 else self._size_if_there(name, size, NOT_COMPLETE)
+            return code if code < 0 else self._size_if_present(name, size, NOT_COMPLETE)
         with self._lock:
             if name in self._putting:
                 return NOT_COMPLETE
@@ -94,7 +94,7 @@ class Records:
         length = self._store.get_size(name)
         return length if length > room or length < 0 else BAD_LENGTH
 
-    def _size_if_there(self, name: str, size: int, otherwise: int) -> int:
+    def _size_if_present(self, name: str, size: int, otherwise: int) -> int:
         """Returns the size of the object after a put that may have collided with another client's."""
         there = self._store.is_exist(name)
         if there == 1:
@@ -107,9 +107,9 @@ class Records:
         if code == BAD_LENGTH:  # a session of ours may still be open because ending it failed
             store.batch_put_session_revoke([name])
             (code,) = store.batch_put_session_start([name], [size])
-        if code in (IS_THERE, BAD_LENGTH):
+        if code in (OBJECT_EXISTS, BAD_LENGTH):
             # BAD_LENGTH: or the end took effect although its reply was lost: there is nothing to revoke.
-            return self._size_if_there(name, size, NOT_COMPLETE if code == IS_THERE else BAD_LENGTH)
+            return self._size_if_present(name, size, NOT_COMPLETE if code == OBJECT_EXISTS else BAD_LENGTH)
         if code < 0:
             return code
         (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])
@@ -120,7 +120,7 @@ class Records:
         (code,) = store.batch_put_session_end([name])
         return code if code < 0 else size
 
-    def _does_a_session_do_it_all(self, name: str, address: int) -> bool | None:
+    def _session_is_all_or_nothing(self, name: str, address: int) -> bool | None:
         """True if a session does everything that a plain put does; None if that cannot be determined now.
 
         Tests it with an object of one byte, which can be removed only when all of its copies are written.

@@ -34,7 +34,7 @@ _SENTINEL_SCHEMES = (
 )
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
-_LOOK_SECONDS = 2.0
+_PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -268,11 +268,11 @@ class RedisTierConfig(EncryptedTierConfig):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
         return problems + self.key_problems()
 
-    def _look(self, records: int = 0) -> dict[str, Any]:
+    def _probe(self, records: int = 0) -> dict[str, Any]:
         """Probes the server. Raises RuntimeError if it does not answer, ValueError if it refuses access."""
         from kv_offload import _core
 
-        seconds = min(self.op_timeout_seconds, _LOOK_SECONDS) if records == 0 else self.op_timeout_seconds
+        seconds = min(self.op_timeout_seconds, _PROBE_SECONDS) if records == 0 else self.op_timeout_seconds
         return _core.probe_redis(
             self._server(), self.key_prefix, _PROBE_RECORD, records, seconds, self._others()
         )
@@ -280,7 +280,7 @@ class RedisTierConfig(EncryptedTierConfig):
     def cautions(self) -> list[str]:
         """Warns if the server does not answer, is a replica, or has no limit or cannot enforce one."""
         try:
-            found = self._look()
+            found = self._probe()
         except ValueError:
             return []  # refused: summary() and the start report the reason
         except RuntimeError as error:
@@ -325,7 +325,7 @@ class RedisTierConfig(EncryptedTierConfig):
     def summary(self) -> Answer:
         """Returns its version, memory and latency."""
         try:
-            return Answer("ok", self._described(self._look()))
+            return Answer("ok", self._described(self._probe()))
         except ValueError as error:
             return Answer("refused", str(error))
         except RuntimeError as error:
@@ -358,7 +358,7 @@ class RedisTierConfig(EncryptedTierConfig):
         """
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
-            found = self._look(records)
+            found = self._probe(records)
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         notes = self._cautions_of(found)
@@ -368,7 +368,7 @@ class RedisTierConfig(EncryptedTierConfig):
             )
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
         if not found["records"]:
-            return self._without_room(found, notes)
+            return self._memory_full_answer(found, notes)
         write, read = (
             f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
         )
@@ -379,7 +379,7 @@ class RedisTierConfig(EncryptedTierConfig):
         text = "; ".join((f"writes {write}, reads {read}, {self._described(found)}", size, *notes))
         return Answer("note" if notes else "ok", text, found)
 
-    def _without_room(self, found: dict[str, Any], notes: list[str]) -> Answer:
+    def _memory_full_answer(self, found: dict[str, Any], notes: list[str]) -> Answer:
         """Returns the result without a measurement; refused if the tier could not write either."""
         free = min(node["free_bytes"] for node in found["nodes"] if node["free_bytes"] is not None)
         full = free < _PROBE_RECORD and all(

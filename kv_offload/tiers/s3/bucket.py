@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kv_offload.tiers.base import Answer
 
-Told = tuple[int, str, bytes]  # status, the code of an error, text
+BucketReply = tuple[int, str, bytes]  # status, the code of an error, text
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def rules_of(text: bytes) -> Iterator[Rule]:
         )
 
 
-def is_about_bucket(told: Told) -> bool:
+def is_bucket_error(reply: BucketReply) -> bool:
     """False for errors that the summary reports: wrong keys, a missing bucket, a bucket in another region."""
-    status, code, _ = told
+    status, code, _ = reply
     refused = status in (400, 403) and code != "AccessDenied"
     return not refused and code != "NoSuchBucket" and not 300 <= status < 400
 
 
-def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answer]:
+def explain_bucket(prefix: str, lifecycle: BucketReply, versioning: BucketReply) -> list[Answer]:
     """Explains the replies to "lifecycle=" and "versioning=" for objects under ``prefix``."""
     folder = f"{prefix}/"
     status, code, text = lifecycle
@@ -91,13 +91,13 @@ def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answe
     else:
         bound = Answer(
             "note",
-            f"cannot tell whether a lifecycle rule limits the bucket: {_why(status, code, 'Lifecycle')}",
+            f"cannot tell whether a lifecycle rule limits the bucket: {_reason(status, code, 'Lifecycle')}",
         )
     return [bound, *_versions(versioning, any(rule.removes_versions for rule in rules))]
 
 
-def _versions(told: Told, removed: bool) -> list[Answer]:
-    status, code, text = told
+def _versions(reply: BucketReply, removed: bool) -> list[Answer]:
+    status, code, text = reply
     if status == 501:  # a store without versions
         return []
     try:
@@ -105,7 +105,7 @@ def _versions(told: Told, removed: bool) -> list[Answer]:
     except ValueError:
         status = 0
     if status != 200:
-        why = _why(status, code, "Bucket")
+        why = _reason(status, code, "Bucket")
         return [Answer("note", f"cannot tell whether the bucket keeps older versions: {why}")]
     if not on or removed:
         return []
@@ -118,7 +118,7 @@ def _versions(told: Told, removed: bool) -> list[Answer]:
     ]
 
 
-def _why(status: int, code: str, of: str) -> str:
+def _reason(status: int, code: str, of: str) -> str:
     if status == 403:
         right = "s3:GetLifecycleConfiguration" if of == "Lifecycle" else "s3:GetBucketVersioning"
         return f"access denied; allow {right}, or check the bucket yourself"

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, options_of
 from kv_offload.tiers.encryption import EncryptedTierConfig
-from kv_offload.tiers.s3.bucket import is_about_bucket, look_at_bucket
+from kv_offload.tiers.s3.bucket import explain_bucket, is_bucket_error
 from kv_offload.tiers.s3.credentials import Found, Renewal, find_credentials
 from kv_offload.tiers.s3.place import REGION, check_endpoint, endpoint_of, region_of
 from kv_offload.tiers.s3.place import Found as PlaceFound
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
-_LOOK_SECONDS = 2.0
+_PROBE_SECONDS = 2.0
 
 
 def _is_ip_address(host: str | None) -> bool:
@@ -200,19 +200,19 @@ class S3TierConfig(EncryptedTierConfig):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
         return problems + self.key_problems()
 
-    def _look(self, records: int = 0) -> dict[str, Any]:
+    def _probe(self, records: int = 0) -> dict[str, Any]:
         """Probes the store. Raises RuntimeError if it does not answer, ValueError if it refuses access or
         there are no credentials."""
         from kv_offload import _core
 
         bucket = self._bucket(find_credentials(self.profile))
-        seconds = min(self.op_timeout_seconds, _LOOK_SECONDS) if records == 0 else self.op_timeout_seconds
+        seconds = min(self.op_timeout_seconds, _PROBE_SECONDS) if records == 0 else self.op_timeout_seconds
         return _core.probe_s3(bucket, self.prefix, _PROBE_RECORD, records, seconds)
 
     def cautions(self) -> list[str]:
         """Warns if the store does not answer."""
         try:
-            self._look()
+            self._probe()
         except ValueError:
             return []  # a problem, or refused: summary() and the start report the reason
         except RuntimeError as error:
@@ -224,7 +224,7 @@ class S3TierConfig(EncryptedTierConfig):
         from kv_offload import _core
 
         try:
-            return Answer("ok", f"{self._described(self._look())}, libcurl {_core.s3_library_version()}")
+            return Answer("ok", f"{self._described(self._probe())}, libcurl {_core.s3_library_version()}")
         except ValueError as error:
             return Answer("refused", str(error))
         except RuntimeError as error:
@@ -239,27 +239,27 @@ class S3TierConfig(EncryptedTierConfig):
 
         try:
             bucket = self._bucket(find_credentials(self.profile))
-            seconds = min(self.op_timeout_seconds, _LOOK_SECONDS)
+            seconds = min(self.op_timeout_seconds, _PROBE_SECONDS)
             lifecycle = _core.ask_s3_bucket(bucket, "lifecycle=", seconds)
-            if not is_about_bucket(lifecycle):
+            if not is_bucket_error(lifecycle):
                 return []
             versioning = _core.ask_s3_bucket(bucket, "versioning=", seconds)
         except (RuntimeError, ValueError):
             return []  # the summary reports it
-        return look_at_bucket(self.prefix, lifecycle, versioning)
+        return explain_bucket(self.prefix, lifecycle, versioning)
 
     def _described(self, found: Mapping[str, Any]) -> str:
         endpoint = self._endpoint()
         region = region_of(self.region, self.profile, of_aws=endpoint is None)
         tls = "no TLS" if endpoint and endpoint.value.startswith("http:") else "TLS"
-        told = f"endpoint {endpoint}, " if endpoint and endpoint.source else ""
-        return f"{told}region {region}, answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
+        where = f"endpoint {endpoint}, " if endpoint and endpoint.source else ""
+        return f"{where}region {region}, answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
 
     def measure(self, total_bytes: int) -> Answer:
         """Writes and reads temporary objects on one connection."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
-            found = self._look(records)
+            found = self._probe(records)
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:

@@ -59,11 +59,11 @@ def find_credentials(profile: str | None) -> Found:
     if from_environment is not None:
         return Found(from_environment)
     name = profile or os.environ.get("AWS_PROFILE") or "default"
-    way = _way_of_botocore(name)
+    way = _external_key_setting(name)
     _refuse_codes(name)
     from_file = _from_file(name) if way is None else None
     if from_file is not None:
-        return Found(from_file, lambda: _again_from_file(name))
+        return Found(from_file, lambda: _reload_from_file(name))
     found = _from_botocore(profile, name)
     if found is not None:
         return found
@@ -155,7 +155,7 @@ def _refuse_codes(profile: str) -> None:
         profile = section.get("source_profile", "")
 
 
-def _way_of_botocore(profile: str) -> str | None:
+def _external_key_setting(profile: str) -> str | None:
     """Returns the profile setting that names an external source of keys; it precedes keys in the same
     section."""
     section = profile_settings(profile)
@@ -174,7 +174,7 @@ def _from_file(profile: str) -> Credentials | None:
     return Credentials(access, secret, section.get("aws_session_token", ""))
 
 
-def _again_from_file(profile: str) -> Credentials:
+def _reload_from_file(profile: str) -> Credentials:
     found = _from_file(profile)
     if found is None:
         raise NoCredentials(f"profile {profile} is missing from the credentials file")
@@ -196,10 +196,10 @@ class _Silence(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asking = threading.local()
+        self._requesting = threading.local()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(self._asking, "now", False)
+        return not getattr(self._requesting, "now", False)
 
     @contextmanager
     def on_this_thread(self) -> Iterator[None]:
@@ -207,11 +207,11 @@ class _Silence(logging.Filter):
         for name in [*logging.root.manager.loggerDict]:
             if name.partition(".")[0] in ("botocore", "urllib3"):
                 logging.getLogger(name).addFilter(self)
-        self._asking.now = True
+        self._requesting.now = True
         try:
             yield
         finally:
-            self._asking.now = False
+            self._requesting.now = False
 
 
 _silence = _Silence()
@@ -272,7 +272,7 @@ class Renewal:
         if self._source is not None:
             threading.Thread(target=self._run, name="kv-offload-s3-keys", daemon=True).start()
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Checks for new keys once. Returns False if the bucket is no longer in use."""
         if not self._renewer.is_used or self._source is None:
             return False
@@ -297,5 +297,5 @@ class Renewal:
 
     def _run(self) -> None:
         pause = threading.Event()
-        while self.look():
+        while self.refresh():
             pause.wait(RENEW_SECONDS)

@@ -58,7 +58,7 @@ def endpoint_of(given: str | None, profile: str | None) -> Found | None:
         return Found(given)
     if os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
         return None
-    found = _of_environment(_ENDPOINTS) or _of_profile(
+    found = _from_environment(_ENDPOINTS) or _from_profile(
         profile, lambda name: service_settings(name, "s3").get("endpoint_url"), "endpoint_url"
     )
     if found is None:
@@ -77,7 +77,7 @@ def region_of(given: str | None, profile: str | None, *, of_aws: bool) -> Found:
     found = (
         Found(given)
         if given is not None
-        else _of_environment(_REGIONS) or _of_profile(profile, None, "region")
+        else _from_environment(_REGIONS) or _from_profile(profile, None, "region")
     )
     if found is None:
         return Found(DEFAULT_REGION)
@@ -86,11 +86,11 @@ def region_of(given: str | None, profile: str | None, *, of_aws: bool) -> Found:
     return Found(found.value.lower(), found.source) if of_aws else found
 
 
-def _of_environment(names: tuple[str, ...]) -> Found | None:
+def _from_environment(names: tuple[str, ...]) -> Found | None:
     return next((Found(value, name) for name in names if (value := os.environ.get(name, "").strip())), None)
 
 
-def _of_profile(profile: str | None, more: Callable[[str], str | None] | None, key: str) -> Found | None:
+def _from_profile(profile: str | None, more: Callable[[str], str | None] | None, key: str) -> Found | None:
     name = profile or os.environ.get("AWS_PROFILE") or "default"
     try:
         settings: Mapping[str, str] = profile_settings(name)

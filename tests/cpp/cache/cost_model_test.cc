@@ -28,10 +28,10 @@ class CostModelTest : public ::testing::Test {
   static Stretch on(std::int32_t tier, std::uint32_t chunks) {
     return {tier, chunks, 10 * chunks, 10 * chunks};
   }
-  // `question`: all fields except the stretches.
-  Decision decide(std::vector<Stretch> stretches, CostModel::Question question = {}) {
-    question.stretches = stretches;
-    return model_.decide(question);
+  // `input`: all fields except the stretches.
+  Decision decide(std::vector<Stretch> stretches, CostModel::DecisionInput input = {}) {
+    input.stretches = stretches;
+    return model_.decide(input);
   }
 };
 
@@ -77,9 +77,9 @@ TEST_F(CostModelTest, TiersReadConcurrently) {
 TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
   compute(1000, 1);
   read(0, 5000);
-  model_.on_submitted(0, 20000);
+  model_.add_waiting(0, 20000);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
-  model_.on_ended(0, 20000);
+  model_.remove_waiting(0, 20000);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
@@ -125,7 +125,7 @@ TEST_F(CostModelTest, ChunksOnTheFastTierAreLoadedWithoutTheRest) {
 TEST_F(CostModelTest, ASlowChunkIsReadForTheChunksAfterIt) {
   compute(1000, 1);
   read(1, 100);
-  const Decision decision = decide({on(1, 1), on(Stretch::kHere, 99)});
+  const Decision decision = decide({on(1, 1), on(Stretch::kHostMemory, 99)});
   EXPECT_EQ(decision.choice, Choice::kLoad);
   EXPECT_EQ(decision.chunks, 100u);
 }
@@ -179,7 +179,7 @@ TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
   read(0, 100);
   decide({on(0, 100)});
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
-  model_.on_submitted(0, 80);
+  model_.add_waiting(0, 80);
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
 }
 

@@ -109,14 +109,14 @@ TEST_F(DeviceLoadsTest, WithWindowsLoadsRunConcurrentlyOnlyIfTheirRequestsFit) {
   options.cache.cache_blocks = 12;
   make(std::move(options));
   parts().resident("a");
-  EXPECT_FALSE(jobs().must_hold_back(16)) << "no load is in flight";
+  EXPECT_FALSE(jobs().must_wait(16)) << "no load is in flight";
   const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: 2 chunks and a draft in each group
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6 blocks, plus one that vLLM reserves";
+  EXPECT_TRUE(jobs().must_wait(16)) << "6 + 6 blocks, plus one that vLLM reserves";
   jobs().forget();
-  EXPECT_TRUE(jobs().must_hold_back(16)) << "the load may still run";
+  EXPECT_TRUE(jobs().must_wait(16)) << "the load may still run";
   parts().report(load.transfer.ticket);
   jobs().poll();
-  EXPECT_FALSE(jobs().must_hold_back(16));
+  EXPECT_FALSE(jobs().must_wait(16));
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ class FakeTier final : public ManualTier {
     if (records.contains(key)) return Presence::kPresent;
     return is_sure ? Presence::kAbsent : Presence::kStaleMiss;
   }
-  void forget_absence(const ChunkKey& key) override { forgotten.insert(key); }
+  void forget_miss(const ChunkKey& key) override { forgotten.insert(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
     for (const ChunkKey& key : keys) {
       if (answers) forgotten.erase(key);

@@ -52,8 +52,8 @@ TEST_F(HostChunksTest, OnlyChunksWithoutPinsAreVictimsInOrder) {
   EXPECT_EQ(chunks_.victim(), c);
   chunks_.end_write(b, 0, true);
   EXPECT_EQ(chunks_.victim(), b);
-  EXPECT_TRUE(chunks_.was_tried_on(b, 0));
-  EXPECT_FALSE(chunks_.was_tried_on(b, 1));
+  EXPECT_TRUE(chunks_.was_write_tried(b, 0));
+  EXPECT_FALSE(chunks_.was_write_tried(b, 1));
 }
 
 TEST_F(HostChunksTest, ACancelledWriteIsNotMarkedAsTried) {
@@ -62,7 +62,7 @@ TEST_F(HostChunksTest, ACancelledWriteIsNotMarkedAsTried) {
   EXPECT_TRUE(chunks_.is_written_to(slot, 0));
   chunks_.end_write(slot, 0, false);
   EXPECT_FALSE(chunks_.is_written_to(slot, 0));
-  EXPECT_FALSE(chunks_.was_tried_on(slot, 0));
+  EXPECT_FALSE(chunks_.was_write_tried(slot, 0));
 }
 
 TEST_F(HostChunksTest, OnlyTheFirstLoadOfAFetchedChunkCountsAsATierHit) {

@@ -114,7 +114,7 @@ TEST_P(OnRemoteTest, AChunkLookedUpTooEarlyIsHitSoon) {
   as(0);
   store_and_write(prompt);
   as(1);
-  pass_time(PresenceCache::kLeastAbsent);
+  pass_time(PresenceCache::kMinAbsent);
   EXPECT_EQ(ask(prompt), "HHH");
 }
 

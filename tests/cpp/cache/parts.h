@@ -124,10 +124,10 @@ struct ChunkParts {
 struct OpParts : ChunkParts {
   explicit OpParts(const PartsOptions& parts = {})
       : ChunkParts(parts),
-        memory(64),
+        key_history(64),
         costs(parts.tiers),
         ops(
-            {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(parts.tiers),
+            {groups, chunks, key_history, costs, events, metrics, clock}, region, make_tiers(parts.tiers),
             [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
               if (on_read_end) on_read_end(waiter, end);
             },
@@ -150,7 +150,7 @@ struct OpParts : ChunkParts {
   Metrics metrics;
   FakeTier* tier = nullptr;
   FakeTier* slower = nullptr;  // null unless PartsOptions::tiers is 2
-  KeyHistory memory;
+  KeyHistory key_history;
   CostModel costs;
   TierIo::OnReadEnd on_read_end;
   TierIo::OnFetched on_fetched;
@@ -172,8 +172,8 @@ struct OpParts : ChunkParts {
 struct SupplyParts : OpParts {
   explicit SupplyParts(PartsOptions parts = {})
       : OpParts(std::move(parts)),
-        write_back(groups, chunks, memory, ops, metrics, options.tiers),
-        row_provider(groups, chunks, memory, ops, write_back, metrics) {}
+        write_back(groups, chunks, key_history, ops, metrics, options.tiers),
+        row_provider(groups, chunks, key_history, ops, write_back, metrics) {}
 
   WriteBack write_back;
   RowProvider row_provider;
@@ -192,7 +192,7 @@ struct LoadParts : SupplyParts {
 struct RequestParts : LoadParts {
   explicit RequestParts(PartsOptions parts = {})
       : LoadParts(std::move(parts)),
-        requests({groups, chunks, memory, costs, ops, device_loads, metrics, clock}, options) {
+        requests({groups, chunks, key_history, costs, ops, device_loads, metrics, clock}, options) {
     on_read_end = [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
       requests.read_ended(waiter, end);
     };

@@ -100,7 +100,7 @@ TEST_F(PassScansTest, StretchesBeginAfterTheHitsAndAreSplitByTier) {
   EXPECT_EQ(loadable.stretches[0].tier, 2);
   EXPECT_EQ(loadable.stretches[0].chunks, 2u);
   EXPECT_EQ(loadable.stretches[0].tokens, 32u);
-  EXPECT_EQ(loadable.stretches[1].tier, Stretch::kHere);
+  EXPECT_EQ(loadable.stretches[1].tier, Stretch::kHostMemory);
   EXPECT_EQ(loadable.stretches[2].chunks, 1u);
 }
 

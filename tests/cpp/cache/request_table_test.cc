@@ -97,7 +97,7 @@ TEST_F(RequestTableTest, ACompletedReadIsPinnedByAllItsWaiters) {
 
 class ManyReads : public ::testing::Test {
  protected:
-  static constexpr std::size_t kMany = 2 * RequestTable::kReadsGivenBackAtOnce + 10;
+  static constexpr std::size_t kMany = 2 * RequestTable::kReadsCancelledPerStep + 10;
 
   void await_all(RequestHandle request) {
     for (const TierIo::Read& read : reads_) parts_.requests.await(request, read.slot);
@@ -119,7 +119,7 @@ TEST_F(ManyReads, ReadsOfAnEndedRequestAreCancelledInBatches) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
-  EXPECT_EQ(parts_.tier->queued_reads(), kMany - RequestTable::kReadsGivenBackAtOnce);
+  EXPECT_EQ(parts_.tier->queued_reads(), kMany - RequestTable::kReadsCancelledPerStep);
   EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine must continue to step";
   parts_.ops.poll();
   EXPECT_FALSE(parts_.has("0"));
@@ -222,7 +222,7 @@ TEST_F(RequestTableTest, AbandonedProbesAreNotAwaited) {
   const Slot x = fetch("x").slot, y = fetch("y").slot;
   requests_.await(a_, x);
   requests_.await(a_, y);
-  requests_.leave_probes(a_, 1, Nanos(0));
+  requests_.continue_as_probes(a_, 1, Nanos(0));
   EXPECT_THAT(requests_.at(a_).awaited, ElementsAre(::testing::Pair(::testing::_, y)));
   EXPECT_TRUE(parts_.ops.is_probe(x));
 }

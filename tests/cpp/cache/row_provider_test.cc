@@ -37,7 +37,8 @@ TEST_F(RowProviderTest, TheNextVictimIsEvictedForItsRow) {
   parts().chunks.pin(slots_["a"]);
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, ElementsAre(key_of("b")));
-  EXPECT_EQ(parts().memory.eviction_reason(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
+  EXPECT_EQ(parts().key_history.eviction_reason(key_of("b")),
+            static_cast<std::uint8_t>(MissReason::kEvicted));
   parts().row_provider.flush_metrics();
   parts().row_provider.flush_metrics();
   EXPECT_EQ(parts().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), kPageBytes);

@@ -33,7 +33,7 @@ class SteppedStore final : public ManualTier {
     FsTierOptions options = testing::options_for(disk.root());
     options.file_ops = &disk.ops;
     options.clock = &clock;
-    options.driven_by_hand = &pool_;
+    options.manual_pool = &pool_;
     tier_ = make_fs_tier(options);
     wait([&] { return tier_->stats().scan_complete; });
   }
@@ -109,7 +109,7 @@ class SteppedStore final : public ManualTier {
   }
   // The constructor waited for the scan, so no key is unknown.
   Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
-  void forget_absence(const ChunkKey& key) override { tier_->forget_absence(key); }
+  void forget_miss(const ChunkKey& key) override { tier_->forget_miss(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
     tier_->prefetch_presence(std::move(keys), order);
   }

@@ -12,7 +12,7 @@ using ::testing::IsEmpty;
 class StorePathTest : public ::testing::Test {
  protected:
   StorePathTest()
-      : stores_({parts_.groups, parts_.chunks, parts_.memory, parts_.tickets, parts_.costs,
+      : stores_({parts_.groups, parts_.chunks, parts_.key_history, parts_.tickets, parts_.costs,
                  parts_.row_provider, parts_.write_back, parts_.requests, parts_.metrics}) {}
   static std::vector<ChunkKey> keys(const Names& names) {
     std::vector<ChunkKey> result;

@@ -80,7 +80,7 @@ TEST_F(TierIoTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOnc
   EXPECT_THAT(told_, ElementsAre(Told{5, false, MissReason::kIoError, ChunkState::kFetching}));
   EXPECT_FALSE(parts_.has("a"));
   EXPECT_EQ(parts_.free_rows(), 4u);
-  EXPECT_EQ(parts_.memory.eviction_reason(key_of("a")), static_cast<std::uint8_t>(MissReason::kIoError));
+  EXPECT_EQ(parts_.key_history.eviction_reason(key_of("a")), static_cast<std::uint8_t>(MissReason::kIoError));
   EXPECT_EQ(failures("read", "io"), 1);
 }
 
@@ -98,7 +98,7 @@ TEST_F(TierIoTest, ACancelledReadIsNotAFailureOfItsKey) {
   parts_.finish();
   EXPECT_THAT(told_, IsEmpty());
   EXPECT_FALSE(parts_.has("a"));
-  EXPECT_EQ(parts_.memory.eviction_reason(key_of("a")), std::nullopt);
+  EXPECT_EQ(parts_.key_history.eviction_reason(key_of("a")), std::nullopt);
   EXPECT_EQ(failures("read", "cancelled"), 0);
 }
 
@@ -107,10 +107,10 @@ TEST_F(TierIoTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
   const Slot slot = read("a");
   const OpId op = ops_.await(slot, 5).value();
   ops_.await(slot, 6);
-  EXPECT_FALSE(ops_.leave_as_probe(slot, Nanos(0)));
+  EXPECT_FALSE(ops_.continue_as_probe(slot, Nanos(0)));
   ops_.stop_awaiting(op, 6);
   EXPECT_FALSE(ops_.is_probe(slot));
-  EXPECT_TRUE(ops_.leave_as_probe(slot, Nanos(0)));
+  EXPECT_TRUE(ops_.continue_as_probe(slot, Nanos(0)));
   EXPECT_TRUE(ops_.is_probe(slot));
   EXPECT_TRUE(ops_.await(slot, 7));
   EXPECT_FALSE(ops_.is_probe(slot)) << "a request waits for the read again";
@@ -139,7 +139,7 @@ TEST_F(TierIoTest, AFailedWriteIsCountedOnceAndItsChunkStays) {
   EXPECT_EQ(failures("write", "no_space"), 1);
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "no_space"}), kPageBytes);
   EXPECT_TRUE(parts_.has("a"));
-  EXPECT_TRUE(parts_.chunks.was_tried_on(slot, 0));
+  EXPECT_TRUE(parts_.chunks.was_write_tried(slot, 0));
 }
 
 TEST_F(TierIoTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
@@ -179,12 +179,12 @@ TEST_F(TierIoTest, AFailedResetOfATierIsCounted) {
 TEST_F(TierIoTest, PollsOnceAStepUnlessAlreadyPolled) {
   const Slot slot = parts_.resident("a");
   write(slot);
-  ops_.poll_once_a_step();
+  ops_.poll_once_per_step();
   parts_.tier->finish();
-  ops_.poll_once_a_step();
+  ops_.poll_once_per_step();
   EXPECT_EQ(ops_.writes_in_flight(0), 1u);
   ops_.end_step();
-  ops_.poll_once_a_step();
+  ops_.poll_once_per_step();
   EXPECT_EQ(ops_.writes_in_flight(0), 0u);
 }
 
@@ -194,8 +194,8 @@ TEST_F(TierIoTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
   parts_.tier->remove(key_of("a"), TierRemoval::Reason::kCorrupt);
   parts_.tier->remove(key_of("b"), TierRemoval::Reason::kEvicted);
   ops_.poll();
-  EXPECT_EQ(parts_.memory.eviction_reason(key_of("a")), static_cast<std::uint8_t>(MissReason::kCorrupt));
-  EXPECT_EQ(parts_.memory.eviction_reason(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
+  EXPECT_EQ(parts_.key_history.eviction_reason(key_of("a")), static_cast<std::uint8_t>(MissReason::kCorrupt));
+  EXPECT_EQ(parts_.key_history.eviction_reason(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
   const auto events = parts_.events.take();
   ASSERT_THAT(events, SizeIs(1));
   EXPECT_EQ(events[0].owner, "fs");
@@ -213,7 +213,7 @@ TEST_F(TierIoTest, ARecordWrittenAgainIsNotReportedAsRemoved) {
     if (event.storage) removed.push_back(event.removed);
   }
   EXPECT_THAT(removed, ElementsAre(false));
-  EXPECT_EQ(parts_.memory.eviction_reason(key_of("a")), std::nullopt);
+  EXPECT_EQ(parts_.key_history.eviction_reason(key_of("a")), std::nullopt);
 }
 
 TEST_F(TierIoTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRemoval) {

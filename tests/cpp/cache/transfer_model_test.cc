@@ -22,7 +22,7 @@ TEST_F(TransferModelTest, NothingIsKnownBeforeTheFirstSample) {
 
 TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
   read(8, 0.01, 1e6);
-  EXPECT_TRUE(model_.told_apart());
+  EXPECT_TRUE(model_.is_separable());
   EXPECT_NEAR(model_.latency(), 0.01, 1e-9);
   EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
   EXPECT_NEAR(model_.seconds(1e6), 1.01, 1e-6);
@@ -30,13 +30,13 @@ TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
 
 TEST_F(TransferModelTest, WithOneSizeAllTimeCountsAsRate) {
   for (int i = 0; i < 5; ++i) model_.observe(1000, 0.002);
-  EXPECT_FALSE(model_.told_apart());
+  EXPECT_FALSE(model_.is_separable());
   EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
 }
 
 TEST_F(TransferModelTest, OnlyTheNewestSamplesOfEachSizeCount) {
   read(32, 0, 1e6);
-  for (std::size_t i = 0; i < TransferModel::kOfSize; ++i) read(32, 0, 1e3);
+  for (std::size_t i = 0; i < TransferModel::kSamplesPerSize; ++i) read(32, 0, 1e3);
   EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
 }
 

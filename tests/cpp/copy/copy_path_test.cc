@@ -74,11 +74,11 @@ TEST(CopyPath, a_copy_without_waiters_uses_dma_unless_far_slower) {
       paths[1].fill(40e9);
       paths[2].fill(20e9);
     }
-    return choose_path(table, kStore, 64 * kMiB, 1000, CopyHaste::kBeside);
+    return choose_path(table, kStore, 64 * kMiB, 1000, CopyUrgency::kBackground);
   };
-  EXPECT_EQ(beside(40e9 / kBesideMayTake * 1.01), CopyPath::kDma);
+  EXPECT_EQ(beside(40e9 / kMaxBackgroundSlowdown * 1.01), CopyPath::kDma);
   EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 1000), CopyPath::kKernel);
-  EXPECT_EQ(beside(40e9 / kBesideMayTake * 0.99), CopyPath::kKernel);
+  EXPECT_EQ(beside(40e9 / kMaxBackgroundSlowdown * 0.99), CopyPath::kKernel);
   EXPECT_EQ(beside(0), CopyPath::kKernel);
 }
 

@@ -250,7 +250,7 @@ TEST_F(DeviceCopierTest, the_rest_of_a_waited_store_uses_the_fastest_path) {
 }
 
 TEST_F(DeviceCopierTest, failed_stores_do_not_count_as_in_flight) {
-  limits_.patient_seconds = 1.5 * kPageBytes / 10e9;
+  limits_.max_background_seconds = 1.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   state_.automatic = true;
   for (std::uint64_t id = 1; id <= 3; ++id) {
@@ -274,7 +274,7 @@ TEST_F(DeviceCopierTest, failed_stores_do_not_count_as_in_flight) {
 }
 
 TEST_F(DeviceCopierTest, a_backlog_of_stores_uses_the_fastest_path_until_done) {
-  limits_.patient_seconds = 2.5 * kPageBytes / 10e9;
+  limits_.max_background_seconds = 2.5 * kPageBytes / 10e9;
   start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
   submit(2, kStore, 1, 1);
@@ -300,7 +300,7 @@ TEST_F(DeviceCopierTest, each_store_in_flight_counts_with_its_own_page_rate) {
   const double page = kPageBytes / 6e9, pages = 16 * kPageBytes / 10e9;
   for (const bool page_first : {true, false}) {
     for (const bool patient : {true, false}) {
-      limits_.patient_seconds = (page + pages) * (patient ? 1.01 : 0.99);
+      limits_.max_background_seconds = (page + pages) * (patient ? 1.01 : 0.99);
       start(table);
       submit(1, kStore, 0, page_first ? 1 : 16);
       submit(2, kStore, 20, page_first ? 16 : 1);

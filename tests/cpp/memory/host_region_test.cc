@@ -192,7 +192,7 @@ TEST_F(KeptRegion, the_next_engine_gets_the_bytes_but_no_process_state) {
   {
     Engine engine(kept("first"));
     engine.worker->area(0)[7] = std::byte{7};
-    engine.scheduler->behind_areas(4096)[5] = std::byte{5};
+    engine.scheduler->memory_after_areas(4096)[5] = std::byte{5};
     engine.worker->report(0, 1, 0);
     engine.scheduler->set_fetching(true);
     EXPECT_TRUE(engine.worker->is_fetching());
@@ -204,7 +204,7 @@ TEST_F(KeptRegion, the_next_engine_gets_the_bytes_but_no_process_state) {
   const auto worker = HostRegion::attach_worker(kept("second"), 0, {{}, "another"});
   const auto scheduler = HostRegion::attach_scheduler(kept("second"));
   EXPECT_EQ(scheduler->area(0)[7], std::byte{7});
-  EXPECT_EQ(scheduler->behind_areas(4096)[5], std::byte{5});
+  EXPECT_EQ(scheduler->memory_after_areas(4096)[5], std::byte{5});
   EXPECT_EQ(scheduler->geometry(0).fingerprint, "another");
   std::uint64_t failed = 0;
   EXPECT_EQ(scheduler->result(1, &failed), TicketResult::kPending);

@@ -145,9 +145,9 @@ TEST_F(SharedFileTest, adopt_sweeps_a_stale_engine_name_of_the_file) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const std::string other = SharedFile::path_of(directory_, "other");
   std::filesystem::create_hard_link(directory_ + "/" + names().at(0), other);
-  const auto adopt = [&](std::chrono::nanoseconds patience) {
+  const auto adopt = [&](std::chrono::nanoseconds timeout) {
     return SharedFile::adopt(
-        directory_, "digest", path_, [](int) { return true; }, patience);
+        directory_, "digest", path_, [](int) { return true; }, timeout);
   };
   EXPECT_LT(adopt(std::chrono::seconds(0)).fd(), 0);
   EXPECT_EQ(names().size(), 2u);

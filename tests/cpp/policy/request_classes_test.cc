@@ -15,7 +15,7 @@ TEST(RequestClasses, the_class_grows_with_the_logarithm_of_new_chunks) {
     EXPECT_EQ(classes.class_of(record), of_class);
   }
   for (int i = 0; i < 10000; ++i) classes.on_stored(record, true, false);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning - 1);
 }
 
 TEST(RequestClasses, a_request_with_reused_chunks_gets_another_class) {
@@ -24,9 +24,9 @@ TEST(RequestClasses, a_request_with_reused_chunks_gets_another_class) {
   for (int i = 0; i < 3; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), 2u);
   classes.on_return(record);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning + 2);
   classes.on_stored(record, true, false);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning + 2);
   classes.on_return(classes.refer(0));
   EXPECT_EQ(classes.class_of(0), RequestClasses::kUnknown);
 }
@@ -35,17 +35,17 @@ TEST(RequestClasses, chunks_stored_before_do_not_count_as_new) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 50; ++i) classes.on_stored(record, true, true);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning);
 }
 
 TEST(RequestClasses, unsampled_chunks_are_assumed_to_be_like_the_sample) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 800; ++i) classes.on_stored(record, i % 8 == 0, true);
-  EXPECT_LE(classes.class_of(record), RequestClasses::kCameBack + 3);
+  EXPECT_LE(classes.class_of(record), RequestClasses::kFirstReturning + 3);
   const auto other = classes.refer(10);
   for (int i = 0; i < 800; ++i) classes.on_stored(other, false, false);
-  EXPECT_EQ(classes.class_of(other), RequestClasses::kCameBack - 1);
+  EXPECT_EQ(classes.class_of(other), RequestClasses::kFirstReturning - 1);
 }
 
 TEST(RequestClasses, a_record_lives_while_it_is_referenced) {

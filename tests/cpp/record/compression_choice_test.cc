@@ -77,7 +77,7 @@ TEST(CompressionChoice, auto_stays_off_on_a_fast_disk) {
 TEST(CompressionChoice, auto_turns_on_for_a_slow_tier) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 500e6;
-  tier.use(CompressionChoice::kOpsToKnow - 1);
+  tier.use(CompressionChoice::kMinOps - 1);
   EXPECT_FALSE(tier.on()) << "too few ops were measured";
   EXPECT_THAT(tier.choice.reason(), HasSubstr("too little"));
   tier.use(3);
@@ -168,9 +168,9 @@ TEST(CompressionChoice, a_decision_is_stable) {
   tier.use(20);
   ASSERT_TRUE(tier.on());
   tier.read_speed = tier.write_speed = 1e12;
-  for (unsigned i = 0; i < CompressionChoice::kOpsToSettle / 4; ++i) tier.use(1);
+  for (unsigned i = 0; i < CompressionChoice::kOpsPerDecision / 4; ++i) tier.use(1);
   EXPECT_TRUE(tier.on());
-  tier.use(CompressionChoice::kOpsToSettle);
+  tier.use(CompressionChoice::kOpsPerDecision);
   EXPECT_FALSE(tier.on());
 }
 
@@ -199,7 +199,7 @@ TEST(CompressionChoice, a_group_that_gains_nothing_is_retried_periodically) {
     tier.write(kStates);
     encoded += tier.was_encoded ? 1 : 0;
   }
-  constexpr unsigned kFirst = CompressionChoice::kRecordsToKnow;
+  constexpr unsigned kFirst = CompressionChoice::kMinRecords;
   EXPECT_EQ(encoded, kFirst + (kWrites - kFirst) / CompressionChoice::kTryAgain);
   tier.write(kFloats);
   EXPECT_TRUE(tier.was_encoded) << "groups are decided separately";
@@ -213,7 +213,7 @@ TEST(CompressionChoice, a_first_record_that_gains_nothing_does_not_decide_its_gr
   tier.ratio = 1;
   tier.write();
   tier.ratio = 1.45;
-  for (unsigned i = 0; i < 10 * CompressionChoice::kRecordsToKnow; ++i) {
+  for (unsigned i = 0; i < 10 * CompressionChoice::kMinRecords; ++i) {
     tier.write();
     EXPECT_TRUE(tier.was_encoded) << i;
   }
@@ -270,7 +270,7 @@ TEST(CompressionChoice, stats_are_available_while_a_thread_counts_idle_cores) {
                               return 8.0;
                             }});
   asked = &choice;
-  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow; ++i) choice.moved(OpKind::kRead, kMiB, 1);
+  for (unsigned i = 0; i < CompressionChoice::kMinOps; ++i) choice.moved(OpKind::kRead, kMiB, 1);
   EXPECT_EQ(counted, 1U);
   EXPECT_TRUE(choice.stats().on);
 }
@@ -279,7 +279,7 @@ TEST(CompressionChoice, idle_cores_that_cannot_be_counted_are_unknown) {
   CompressionChoice choice({.compress = Compress::kAuto,
                             .elements = {Element::kBf16},
                             .idle_cores = []() -> double { throw std::bad_alloc(); }});
-  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow; ++i) choice.moved(OpKind::kRead, kMiB, 1);
+  for (unsigned i = 0; i < CompressionChoice::kMinOps; ++i) choice.moved(OpKind::kRead, kMiB, 1);
   EXPECT_TRUE(choice.stats().on);
 }
 

@@ -47,7 +47,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   static const NamespaceId any{};
   IncomingRecord record(form, any, op);
   std::memcpy(record.header_page().data(), page.data(), kRecordHeaderBytes);
-  for (const std::uint64_t bytes : {header.record_bytes(), record.most_bytes()}) {
+  for (const std::uint64_t bytes : {header.record_bytes(), record.max_bytes()}) {
     if (record.check_length(bytes) && record.open(bytes)) std::abort();
   }
   return 0;

@@ -49,7 +49,7 @@ class Engine {
         ThreadPoolTierOptions tier;
         tier.name = "counted";
         tier.clock = &clock;
-        tier.driven_by_hand = &pool_;
+        tier.manual_pool = &pool_;
         return make_thread_pool_tier(std::make_unique<CountedStore>(kRecords, size.reads_end), tier);
       };
     }
@@ -253,7 +253,7 @@ TEST(CacheSteps, ending_a_request_with_queued_reads_costs_the_same_per_chunk) {
     engine.expect_reads(chunks);
     const RequestHandle request = engine.ask(Engine::keys(100'000, chunks));
     const std::uint64_t took = steps_of([&] { engine.cache().end_request(request); });
-    for (std::size_t i = 0; i < chunks / RequestTable::kReadsGivenBackAtOnce; ++i) engine.cache().end_step();
+    for (std::size_t i = 0; i < chunks / RequestTable::kReadsCancelledPerStep; ++i) engine.cache().end_step();
     EXPECT_EQ(engine.pool().depth(Lane::kRead).queued, chunks);
     return took / chunks;
   });

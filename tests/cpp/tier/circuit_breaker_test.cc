@@ -68,7 +68,7 @@ TEST_F(CircuitBreakerTest, a_failed_probe_doubles_the_cool_down_up_to_a_minute) 
 TEST_F(CircuitBreakerTest, a_probe_that_was_not_tried_allows_another_probe) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
-  breaker_.not_tried(pass());
+  breaker_.withdraw(pass());
   breaker_.succeeded(pass());
   EXPECT_TRUE(breaker_.closed());
 }
@@ -78,7 +78,7 @@ TEST_F(CircuitBreakerTest, while_a_probe_runs_the_ends_of_older_ops_change_nothi
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
   const CircuitBreaker::Pass probe = pass();
-  breaker_.not_tried(queued);
+  breaker_.withdraw(queued);
   EXPECT_TRUE(refuses()) << "the probe's slot was given to a second one";
   breaker_.succeeded(running);
   EXPECT_FALSE(breaker_.closed());
@@ -100,7 +100,7 @@ TEST_F(CircuitBreakerTest, a_stuck_probe_that_ends_later_changes_nothing) {
   breaker_.succeeded(stuck);
   EXPECT_FALSE(breaker_.closed());
   breaker_.failed(stuck, now_);
-  breaker_.not_tried(stuck);
+  breaker_.withdraw(stuck);
   EXPECT_TRUE(refuses());
   breaker_.succeeded(probe);
   EXPECT_TRUE(breaker_.closed());
@@ -120,25 +120,24 @@ TEST_F(CircuitBreakerTest, failures_before_opening_do_not_count_after_closing) {
 
 TEST_F(CircuitBreakerTest, only_consecutive_lookup_failures_trip_the_breaker) {
   for (int run = 0; run < 3; ++run) {
-    for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i)
-      breaker_.failed(pass(Kind::kQuestion), now_);
-    breaker_.succeeded(pass(Kind::kQuestion));
+    for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kLookup), now_);
+    breaker_.succeeded(pass(Kind::kLookup));
   }
   EXPECT_TRUE(breaker_.closed());
-  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
+  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kLookup), now_);
   EXPECT_FALSE(breaker_.closed());
 }
 
 TEST_F(CircuitBreakerTest, lookups_and_transfers_fail_separately_and_a_transfer_success_clears_both) {
   for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) {
-    breaker_.failed(pass(Kind::kQuestion), now_);
+    breaker_.failed(pass(Kind::kLookup), now_);
     breaker_.failed(pass(), now_);
-    breaker_.succeeded(pass(Kind::kQuestion));
+    breaker_.succeeded(pass(Kind::kLookup));
   }
   EXPECT_TRUE(breaker_.closed()) << "two runs of failures, and neither is long enough";
-  for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
+  for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kLookup), now_);
   breaker_.succeeded(pass());
-  breaker_.failed(pass(Kind::kQuestion), now_);
+  breaker_.failed(pass(Kind::kLookup), now_);
   breaker_.failed(pass(), now_);
   EXPECT_TRUE(breaker_.closed());
 }
@@ -149,41 +148,41 @@ TEST_F(CircuitBreakerTest, a_successful_lookup_ends_a_cool_down_that_lookups_beg
     EXPECT_FALSE(breaker_.closed());
     now_ += CircuitBreaker::kLastCoolDown;
   };
-  rest(Kind::kQuestion);
-  breaker_.succeeded(pass(Kind::kQuestion));
+  rest(Kind::kLookup);
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_TRUE(breaker_.closed());
 
   rest(Kind::kRecord);
-  breaker_.succeeded(pass(Kind::kQuestion));
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_FALSE(breaker_.closed());
-  breaker_.failed(pass(Kind::kQuestion), now_);  // does not clear the record's failures
+  breaker_.failed(pass(Kind::kLookup), now_);  // does not clear the record's failures
   now_ += CircuitBreaker::kLastCoolDown;
-  breaker_.succeeded(pass(Kind::kQuestion));
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_FALSE(breaker_.closed());
   breaker_.succeeded(pass());
   EXPECT_TRUE(breaker_.closed());
 
-  rest(Kind::kQuestion);
+  rest(Kind::kLookup);
   breaker_.failed(pass(), now_);  // a record made this attempt
   now_ += CircuitBreaker::kLastCoolDown;
-  breaker_.succeeded(pass(Kind::kQuestion));
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_FALSE(breaker_.closed());
 }
 
 TEST_F(CircuitBreakerTest, a_successful_lookup_does_not_end_the_cool_down_of_a_stuck_device) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
-  breaker_.succeeded(pass(Kind::kQuestion));
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_FALSE(breaker_.closed());
 }
 
 TEST_F(CircuitBreakerTest,
        a_successful_lookup_does_not_enable_a_device_that_got_stuck_in_a_lookup_cool_down) {
-  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
+  for (unsigned i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kLookup), now_);
   breaker_.trip(now_);
   EXPECT_EQ(breaker_.trips(), 1u);
   now_ += CircuitBreaker::kFirstCoolDown;
-  breaker_.succeeded(pass(Kind::kQuestion));
+  breaker_.succeeded(pass(Kind::kLookup));
   EXPECT_FALSE(breaker_.closed());
   breaker_.succeeded(pass());
   EXPECT_TRUE(breaker_.closed());
@@ -193,12 +192,12 @@ TEST_F(CircuitBreakerTest,
 TEST_F(CircuitBreakerTest, lookups_and_transfers_have_a_probe_each) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
-  const CircuitBreaker::Pass question = pass(Kind::kQuestion), record = pass();
-  EXPECT_FALSE(breaker_.admit(now_, Kind::kQuestion));
+  const CircuitBreaker::Pass lookup = pass(Kind::kLookup), record = pass();
+  EXPECT_FALSE(breaker_.admit(now_, Kind::kLookup));
   EXPECT_FALSE(breaker_.admit(now_));
-  breaker_.succeeded(question);
+  breaker_.succeeded(lookup);
   EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe has not ended";
-  pass(Kind::kQuestion);
+  pass(Kind::kLookup);
   breaker_.succeeded(record);
   EXPECT_TRUE(breaker_.closed());
 }
@@ -207,8 +206,8 @@ TEST_F(CircuitBreakerTest, lookups_and_transfers_have_a_probe_each) {
 TEST_F(CircuitBreakerTest, a_failed_lookup_does_not_cancel_the_success_of_a_concurrent_transfer) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
-  const CircuitBreaker::Pass question = pass(Kind::kQuestion), record = pass();
-  breaker_.failed(question, now_);
+  const CircuitBreaker::Pass lookup = pass(Kind::kLookup), record = pass();
+  breaker_.failed(lookup, now_);
   breaker_.succeeded(record);
   EXPECT_TRUE(breaker_.closed());
 }
@@ -217,9 +216,9 @@ TEST_F(CircuitBreakerTest, a_failed_lookup_does_not_cancel_the_success_of_a_conc
 TEST_F(CircuitBreakerTest, a_failed_lookup_admits_no_second_transfer_while_a_transfer_probe_runs) {
   breaker_.trip(now_);
   now_ += CircuitBreaker::kFirstCoolDown;
-  const CircuitBreaker::Pass question = pass(Kind::kQuestion);
+  const CircuitBreaker::Pass lookup = pass(Kind::kLookup);
   pass();
-  breaker_.failed(question, now_);
+  breaker_.failed(lookup, now_);
   now_ += CircuitBreaker::kLastCoolDown;
   EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe has not ended";
 }

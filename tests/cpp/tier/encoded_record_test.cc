@@ -259,7 +259,7 @@ TEST(EncodedTier, ops_report_the_tiers_speed_to_the_choice) {
       CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}});
   testing::TierDriver user(medium.open(options));
   EXPECT_THAT(user.tier().codec_reason(), StartsWith("off: too little"));
-  for (std::uint32_t i = 0; i < CompressionChoice::kOpsToKnow; ++i) {
+  for (std::uint32_t i = 0; i < CompressionChoice::kMinOps; ++i) {
     ASSERT_TRUE(user.write(i));
     ASSERT_TRUE(user.read(i));
   }

@@ -272,7 +272,7 @@ TEST(EncryptedKeyTierOrderTest, each_key_is_hashed_once_under_each_of_our_keys) 
             3 * kKeys);
   const std::uint64_t again = steps_of([&] {
     for (const ChunkKey& key : keys) (void)tier->contains(key);
-    for (std::size_t i = kKeys; i-- > 0;) tier->forget_absence(keys[i]);
+    for (std::size_t i = kKeys; i-- > 0;) tier->forget_miss(keys[i]);
     for (std::size_t i = 0; i < kKeys; i += 7) tier->touch(keys[i]);
     tier->prefetch_presence(keys, KeyOrder::kPrefix);
     tier->used(used);

@@ -25,11 +25,11 @@ TEST(EpochRegistryTest, a_name_kept_before_a_reset_is_not_the_start_epoch_after_
   epochs.start_with(kFirst);
   const std::string known = epochs.startup_epoch();
   epochs.forget();  // while the store is being asked
-  epochs.on_kept(known, kFirst, false);
+  epochs.update_startup_epoch(known, kFirst, false);
   EXPECT_EQ(epochs.startup_epoch(), "");
   std::string kept;
   ASSERT_TRUE(begin(epochs, &kept));
-  epochs.on_kept(known, kFirst, false);
+  epochs.update_startup_epoch(known, kFirst, false);
   EXPECT_EQ(epochs.startup_epoch(), kept);
 }
 

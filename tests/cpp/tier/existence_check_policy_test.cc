@@ -11,8 +11,8 @@ namespace {
 unsigned asked_of(ExistenceCheckPolicy& existence_check_policy, unsigned writes) {
   unsigned asked = 0;
   for (unsigned i = 0; i < writes; ++i) {
-    if (!existence_check_policy.should_ask()) continue;
-    existence_check_policy.answered(false);
+    if (!existence_check_policy.should_check()) continue;
+    existence_check_policy.record_result(false);
     ++asked;
   }
   return asked;
@@ -20,17 +20,20 @@ unsigned asked_of(ExistenceCheckPolicy& existence_check_policy, unsigned writes)
 
 TEST(ExistenceCheckPolicyTest, every_write_checks_until_a_run_of_misses_shows_a_single_writer) {
   ExistenceCheckPolicy existence_check_policy;
-  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  EXPECT_EQ(asked_of(existence_check_policy, 10 * ExistenceCheckPolicy::kEvery), 10u);
+  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kMissesToSkip),
+            ExistenceCheckPolicy::kMissesToSkip);
+  EXPECT_EQ(asked_of(existence_check_policy, 10 * ExistenceCheckPolicy::kCheckInterval), 10u);
 }
 
 TEST(ExistenceCheckPolicyTest, a_record_written_by_another_restarts_the_run) {
   ExistenceCheckPolicy existence_check_policy;
-  asked_of(existence_check_policy, ExistenceCheckPolicy::kRun - 1);
-  existence_check_policy.answered(true);
-  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  existence_check_policy.answered(true);  // one of the few writes that still check
-  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
+  asked_of(existence_check_policy, ExistenceCheckPolicy::kMissesToSkip - 1);
+  existence_check_policy.record_result(true);
+  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kMissesToSkip),
+            ExistenceCheckPolicy::kMissesToSkip);
+  existence_check_policy.record_result(true);  // one of the few writes that still check
+  EXPECT_EQ(asked_of(existence_check_policy, ExistenceCheckPolicy::kMissesToSkip),
+            ExistenceCheckPolicy::kMissesToSkip);
 }
 
 }  // namespace

@@ -220,12 +220,12 @@ TEST(IoPool, a_lane_is_stuck_when_every_thread_that_serves_it_is_stuck) {
   };
   hang(Lane::kRead, reading);
   clock.advance(std::chrono::seconds(1));
-  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now())) << "the write thread also takes reads";
-  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now()));
+  EXPECT_FALSE(pool.is_stalled(Lane::kRead, clock.now())) << "the write thread also takes reads";
+  EXPECT_FALSE(pool.is_stalled(Lane::kWrite, clock.now()));
   hang(Lane::kWrite, writing);
   clock.advance(std::chrono::seconds(1));
-  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
-  EXPECT_TRUE(pool.is_held_up(Lane::kWrite, clock.now()));
+  EXPECT_TRUE(pool.is_stalled(Lane::kRead, clock.now()));
+  EXPECT_TRUE(pool.is_stalled(Lane::kWrite, clock.now()));
   go.count_down();
 }
 
@@ -251,9 +251,9 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
   const Nanos started = clock.now() - std::chrono::seconds(1);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
-  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
-  EXPECT_FALSE(pool.is_held_up(Lane::kRead, started)) << "it has been stuck for no longer than that";
-  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now())) << "the lane has no thread";
+  EXPECT_TRUE(pool.is_stalled(Lane::kRead, clock.now()));
+  EXPECT_FALSE(pool.is_stalled(Lane::kRead, started)) << "it has been stuck for no longer than that";
+  EXPECT_FALSE(pool.is_stalled(Lane::kWrite, clock.now())) << "the lane has no thread";
   EXPECT_EQ(pool.running_since(Lane::kWrite, Nanos{0}, clock.now()), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, started), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, started, clock.now()), 0u);

@@ -18,7 +18,7 @@ class PresenceCacheTest : public ::testing::Test {
  protected:
   static std::vector<ChunkKey> ask(PresenceCache& cache, const std::vector<ChunkKey>& keys) {
     std::vector<ChunkKey> asked;
-    cache.begin_asking(keys, cache.epoch_number(), &asked);
+    cache.begin_lookup(keys, cache.epoch_number(), &asked);
     return asked;
   }
   Presence of(std::uint32_t number) const { return cache_.contains(key_of(number)); }
@@ -87,7 +87,7 @@ TEST_F(PresenceCacheTest, nothing_learnt_before_a_reset_counts_after_it) {
   ask(cache_, {key_of(2)});
   cache_.answered(key_of(2), true, 0);
   cache_.written(key_of(3), 0);
-  cache_.gone(key_of(4), TierRemoval::Reason::kVanished, 0);
+  cache_.removed(key_of(4), TierRemoval::Reason::kVanished, 0);
   EXPECT_EQ(of(2), Presence::kLookupPending);
   for (const std::uint32_t number : {3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
   cache_.answered(key_of(2), true, cache_.epoch_number());
@@ -98,16 +98,16 @@ TEST_F(PresenceCacheTest, nothing_learnt_before_a_reset_counts_after_it) {
 TEST_F(PresenceCacheTest, a_lookup_requested_before_a_reset_does_not_start_after_it) {
   cache_.reset();
   std::vector<ChunkKey> asked;
-  cache_.begin_asking(std::vector{key_of(1)}, 0, &asked);
+  cache_.begin_lookup(std::vector{key_of(1)}, 0, &asked);
   EXPECT_TRUE(asked.empty());
   EXPECT_EQ(ask(cache_, {key_of(1)}).size(), 1u);
 }
 
 TEST_F(PresenceCacheTest, a_removal_is_reported_once_and_only_for_present_keys) {
   cache_.written(key_of(1), 0);
-  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
-  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
-  cache_.gone(key_of(2), TierRemoval::Reason::kVanished, 0);
+  cache_.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.removed(key_of(2), TierRemoval::Reason::kVanished, 0);
   EXPECT_EQ(removed(TierRemoval::Reason::kVanished), 1u);
   EXPECT_EQ(of(1), Presence::kAbsent);
 }
@@ -116,17 +116,17 @@ TEST_F(PresenceCacheTest, a_removal_is_reported_once_and_only_for_present_keys) 
 TEST_F(PresenceCacheTest, a_key_that_a_read_missed_is_soon_looked_up_again) {
   ask(cache_, {key_of(1)});
   cache_.answered(key_of(1), true, 0);
-  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
-  clock_.advance(PresenceCache::kLeastAbsent);
+  clock_.advance(PresenceCache::kMinAbsent);
   EXPECT_EQ(of(1), Presence::kStaleMiss);
 }
 
 TEST_F(PresenceCacheTest, an_abandoned_lookup_counts_as_absent_for_a_time) {
   ask(cache_, {key_of(1)});
-  cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
+  cache_.cancel_lookup(std::vector{key_of(1), key_of(2)}, 1);
   EXPECT_EQ(of(1), Presence::kLookupPending) << "that lookup belongs to another epoch";
-  cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
+  cache_.cancel_lookup(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being looked up";
   clock_.advance(milliseconds(1000));
@@ -141,7 +141,7 @@ TEST_F(PresenceCacheTest, abandoning_lookups_needs_no_memory) {
     ask(cache, keys);
     {
       const FailingAllocation next(0);
-      EXPECT_NO_THROW(cache.give_up_asking(keys, 0));
+      EXPECT_NO_THROW(cache.cancel_lookup(keys, 0));
     }
     for (const ChunkKey& key : keys) EXPECT_EQ(cache.contains(key), Presence::kAbsent) << "one of " << count;
   }
@@ -176,8 +176,8 @@ TEST_F(PresenceCacheTest, a_reset_that_runs_out_of_memory_changes_nothing) {
 TEST_F(PresenceCacheTest, a_reset_reports_each_present_key_once) {
   PresenceCache small(clock_, milliseconds(1000), 10);
   for (std::uint32_t i = 0; i < 8; ++i) small.written(key_of(i), 0);
-  small.written(key_of(1), 0);                               // old, still present
-  small.gone(key_of(2), TierRemoval::Reason::kVanished, 0);  // old, no longer present
+  small.written(key_of(1), 0);                                  // old, still present
+  small.removed(key_of(2), TierRemoval::Reason::kVanished, 0);  // old, no longer present
   std::vector<TierRemoval> removals;
   small.take_removals(&removals);
   ASSERT_EQ(removals.size(), 1u);
@@ -198,7 +198,7 @@ TEST_F(PresenceCacheTest, keys_with_equal_hashes_are_kept_apart) {
   cache_.written(one, 0);
   EXPECT_EQ(cache_.contains(one), Presence::kPresent);
   EXPECT_EQ(cache_.contains(other), Presence::kUnknown);
-  cache_.gone(other, TierRemoval::Reason::kVanished, 0);
+  cache_.removed(other, TierRemoval::Reason::kVanished, 0);
   EXPECT_NE(cache_.contains(one), Presence::kAbsent)
       << "it may be forgotten, but not mistaken for the other key";
 }

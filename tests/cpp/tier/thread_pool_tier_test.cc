@@ -43,7 +43,7 @@ class ThreadPoolTierTest : public ::testing::Test {
   // The caller runs the pool's ops one by one.
   std::unique_ptr<Tier> open_by_hand(IoPool** pool, std::size_t keys_per_locate = 64) {
     ThreadPoolTierOptions by_hand = options();
-    by_hand.driven_by_hand = pool;
+    by_hand.manual_pool = pool;
     return open(by_hand, keys_per_locate);
   }
   static std::vector<ChunkKey> keys(std::uint32_t count) {
@@ -136,10 +136,10 @@ TEST_F(ThreadPoolTierTest, an_absent_key_becomes_unknown_once_its_absence_is_to_
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence(keys(2), KeyOrder::kPrefix);
   run_reads(pool);
-  tier->forget_absence(key_of(0));
+  tier->forget_miss(key_of(0));
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent) << "its absence has not expired";
   clock_.advance(options().absent_for);
-  tier->forget_absence(key_of(0));
+  tier->forget_miss(key_of(0));
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kStaleMiss);
   tier->prefetch_presence(keys(1), KeyOrder::kPrefix);
@@ -503,7 +503,7 @@ TEST_F(ThreadPoolTierTest, the_keys_of_a_stuck_lookup_are_looked_up_again_once_t
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
   clock_.advance(seconds(2));
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kStaleMiss);
-  tier->forget_absence(key_of(1));
+  tier->forget_miss(key_of(1));
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
   const auto newer = pool->begin_next(Lane::kRead);
   ASSERT_TRUE(newer) << "it was mistaken for the stuck one";
@@ -557,7 +557,7 @@ TEST_F(ThreadPoolTierTest, a_batch_that_was_not_admitted_is_looked_up_again_alon
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
   clock_.advance(options().absent_for);
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kStaleMiss);
-  tier->forget_absence(key_of(2));
+  tier->forget_miss(key_of(2));
   tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "no lookup is pending for it";
   if (const auto next = pool->begin_next(Lane::kRead)) next();
@@ -599,7 +599,7 @@ TEST_F(ThreadPoolTierTest, no_lookup_stays_pending_forever_when_memory_runs_out)
     run_reads(pool);
     clock_.advance(seconds(2));
     for (const ChunkKey& key : keys(7)) {
-      tier->forget_absence(key);
+      tier->forget_miss(key);
       tier->prefetch_presence({key}, KeyOrder::kNone);
       run_reads(pool);
       EXPECT_EQ(tier->contains(key), Presence::kAbsent) << after;

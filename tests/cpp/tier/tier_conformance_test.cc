@@ -35,7 +35,7 @@ class TierConformance : public ::testing::TestWithParam<Kind> {
   }
   ThreadPoolTierOptions by_hand(IoPool** pool) {
     ThreadPoolTierOptions chosen = options();
-    chosen.driven_by_hand = pool;
+    chosen.manual_pool = pool;
     return chosen;
   }
   std::unique_ptr<Tier> open() { return medium_->open(options()); }

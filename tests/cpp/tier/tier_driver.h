@@ -138,7 +138,7 @@ class TierDriver {
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
       if (presence == Presence::kStaleMiss && asked) return true;
       if (presence == Presence::kLookupPending || (asked && !idle)) return false;  // a lookup is pending
-      if (presence == Presence::kStaleMiss) tier_->forget_absence(key_of(number));
+      if (presence == Presence::kStaleMiss) tier_->forget_miss(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       asked = true;
       return false;

@@ -60,7 +60,7 @@ class Rank:
     def change_mapping(self, **fields: Any) -> None:
         self.refs[0] = replace(self.refs[0], mapping=replace(self.refs[0].mapping, **fields))
 
-    def look(self, replicated: bool = False) -> CanonicalPages | str:
+    def find_pages(self, replicated: bool = False) -> CanonicalPages | str:
         return canonical_pages(self.config, base.CanonicalKVCaches(self.tensors, [self.refs]), replicated)
 
 
@@ -77,7 +77,7 @@ def test_ranks_of_every_tensor_parallel_size_map_to_parts_of_the_same_record(
     pages = ((8 * TOKENS * CONTENT * 4,) * 2,)
     for ranks in (1, 2, 4, 8):
         for rank in range(ranks):
-            found = Rank(monkeypatch, [8, 8], rank, ranks).look()
+            found = Rank(monkeypatch, [8, 8], rank, ranks).find_pages()
             assert found == CanonicalPages(8, 8 // ranks, pages)
 
 
@@ -85,16 +85,17 @@ def test_several_heads_share_a_shard_if_there_are_more_heads_than_shards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages = ((72 * TOKENS * CONTENT * 4,),)
-    assert Rank(monkeypatch, [72], 0, 4).look() == CanonicalPages(36, 9, pages)
+    assert Rank(monkeypatch, [72], 0, 4).find_pages() == CanonicalPages(36, 9, pages)
     assert (
-        Rank(monkeypatch, [72], 0, 8).look() == "a record has 36 shards, which 8 ranks cannot share equally"
+        Rank(monkeypatch, [72], 0, 8).find_pages()
+        == "a record has 36 shards, which 8 ranks cannot share equally"
     )
 
 
 def test_a_replicated_cache_has_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [1], 1, 2)
-    assert one.look(replicated=True) == CanonicalPages(1, 1, ((TOKENS * CONTENT * 4,),))
-    assert "2 ranks hold the same KV heads" in str(Rank(monkeypatch, [1], 1, 2).look())
+    assert one.find_pages(replicated=True) == CanonicalPages(1, 1, ((TOKENS * CONTENT * 4,),))
+    assert "2 ranks hold the same KV heads" in str(Rank(monkeypatch, [1], 1, 2).find_pages())
 
 
 @pytest.mark.parametrize("mapping", [None, "not the same for all"])
@@ -106,7 +107,10 @@ def test_the_canonical_layout_needs_a_certificate_of_vllm(
         one.refs[0] = replace(one.refs[0], mapping=None)
     else:
         one.change_mapping(parallelism_agnostic=False)
-    assert one.look() == "vLLM declares no layout of layer.0 that is the same for all tensor-parallel sizes"
+    assert (
+        one.find_pages()
+        == "vLLM declares no layout of layer.0 that is the same for all tensor-parallel sizes"
+    )
 
 
 def by_tokens(cache: torch.Tensor) -> torch.Tensor:
@@ -129,7 +133,7 @@ def test_heads_must_be_contiguous_in_a_page(name: str, monkeypatch: pytest.Monke
     """vLLM's mapping looks the same for one rank in all of these layouts."""
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = SHAPES[name](one.layers["layer.0"].kv_cache)
-    assert "the KV heads of a page of layer.0 are not contiguous" in str(one.look())
+    assert "the KV heads of a page of layer.0 are not contiguous" in str(one.find_pages())
 
 
 @pytest.mark.parametrize("field", ["num_head_slots", "state_content_bytes"])
@@ -139,39 +143,39 @@ def test_planes_of_packed_pages_are_not_mistaken_for_heads(
     one = Rank(monkeypatch, [4, 4], 0, 2)
     packed = SimpleNamespace(num_kv_heads=2, **{field: 2})
     one.layers["layer.0"].get_kv_cache_spec = lambda _: packed
-    assert "packs its pages in a layout of its own" in str(one.look())
+    assert "packs its pages in a layout of its own" in str(one.find_pages())
 
 
 def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"layer\.0 is a part of it; start without canonical_layout"):
-        Rank(monkeypatch, [4, 4], 0, 2).look(replicated=True)
+        Rank(monkeypatch, [4, 4], 0, 2).find_pages(replicated=True)
 
 
 def test_ranks_whose_order_differs_from_their_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [4], 1, 2)
     run = one.refs[0].mapping.runs[0]
     one.change_mapping(runs=(replace(run, canonical_offset=0),))
-    assert one.look() == "vLLM places the heads of layer.0 in another order"
+    assert one.find_pages() == "vLLM places the heads of layer.0 in another order"
 
 
 def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [4], 0, 2)
     one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=1, pp_size=2))
-    assert "the ranks split layers or tokens" in str(one.look())
+    assert "the ranks split layers or tokens" in str(one.find_pages())
     one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=2, pp_size=1, dcp_size=2))
-    assert "the ranks split layers or tokens" in str(one.look())
-    assert "different numbers of KV heads ([4, 8])" in str(Rank(monkeypatch, [4, 8]).look())
+    assert "the ranks split layers or tokens" in str(one.find_pages())
+    assert "different numbers of KV heads ([4, 8])" in str(Rank(monkeypatch, [4, 8]).find_pages())
     one = Rank(monkeypatch, [4, 4])
     one.refs.pop()
-    assert "share one page" in str(one.look())
+    assert "share one page" in str(one.find_pages())
     one = Rank(monkeypatch, [4])
     one.vllm_config.cache_config.calculate_kv_scales = True
-    assert "calculate_kv_scales" in str(one.look())
+    assert "calculate_kv_scales" in str(one.find_pages())
     one = Rank(monkeypatch, [4])
     del one.layers["layer.0"].get_kv_cache_spec
-    assert "its layers could not be inspected (AttributeError" in str(one.look())
+    assert "its layers could not be inspected (AttributeError" in str(one.find_pages())
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = []
-    assert one.look() == "the cache of layer.0 is not known"
+    assert one.find_pages() == "the cache of layer.0 is not known"
     monkeypatch.setattr(compat, "current_vllm_config", lambda: None)
-    assert "does not pass the configuration" in str(one.look())
+    assert "does not pass the configuration" in str(one.find_pages())

@@ -325,4 +325,4 @@ def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
     new = SimpleNamespace(req_id="", block_ids=())
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
-    assert compat.mistakes_blocks_of_sessions() is not next(iter(yield_req_data(output)))[2]
+    assert compat.misplaces_session_blocks() is not next(iter(yield_req_data(output)))[2]

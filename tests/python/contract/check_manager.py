@@ -70,7 +70,7 @@ class Engine:
     def end_step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
         self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=new, preempted_req_ids=preempted))
 
-    def look(self, asked: list[bytes], request: Any) -> list[Any]:
+    def lookup(self, asked: list[bytes], request: Any) -> list[Any]:
         return [self.manager.lookup(one, request) for one in asked]
 
     def stop(self) -> None:
@@ -97,15 +97,15 @@ def test_overridden_methods_of_the_manager_keep_vllms_parameters() -> None:
 
 def test_a_chunk_is_missed_then_stored_then_hit(engine: Engine) -> None:
     request = engine.request()
-    assert engine.look(keys(1, 2), request) == [MISS, MISS]
+    assert engine.lookup(keys(1, 2), request) == [MISS, MISS]
     output = engine.offer(keys(1, 2), request)
     assert isinstance(output, base.PrepareStoreOutput)
     assert output.keys_to_store == keys(1, 2)
     assert list(output.evicted_keys) == []
-    assert engine.look(keys(1, 2), request) == [PENDING, PENDING]
+    assert engine.lookup(keys(1, 2), request) == [PENDING, PENDING]
     engine.copy(output, [0, 1])
     engine.manager.complete_store(set(output.keys_to_store), request)
-    assert engine.look(keys(1, 2, 3), request) == [HIT, HIT, MISS]
+    assert engine.lookup(keys(1, 2, 3), request) == [HIT, HIT, MISS]
 
 
 def test_lookup_is_the_core_builtin_and_the_class_has_a_python_version(engine: Engine) -> None:
@@ -152,7 +152,7 @@ def test_loaded_bytes_are_the_stored_ones(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1, 2, 3), request)
     tensor = engine.caches.tensors[0].tensor
-    assert engine.look(keys(1, 2, 3), request) == [HIT] * 3
+    assert engine.lookup(keys(1, 2, 3), request) == [HIT] * 3
     spec = engine.manager.prepare_load(keys(1, 2, 3), request)
     engine.copy(spec, [5, 6, 7], store=False)
     engine.manager.complete_load(set(keys(1, 2, 3)), request)
@@ -173,9 +173,9 @@ def test_a_store_that_failed_on_a_rank_is_never_a_hit(engine: Engine) -> None:
     output = engine.offer(keys(1, 2), request)
     engine.copy(output, [0])  # one block for two chunks, as vLLM sends chunks with null blocks
     engine.manager.complete_store(set(output.keys_to_store), request)
-    assert engine.look(keys(1, 2), request) == [MISS, MISS]
+    assert engine.lookup(keys(1, 2), request) == [MISS, MISS]
     engine.store(keys(1, 2), request)
-    assert engine.look(keys(1, 2), request) == [HIT, HIT]
+    assert engine.lookup(keys(1, 2), request) == [HIT, HIT]
 
 
 def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
@@ -183,7 +183,7 @@ def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
     output = engine.offer(keys(1), request)
     engine.copy(output, [0])
     engine.manager.complete_store(set(output.keys_to_store), request, success=False)
-    assert engine.look(keys(1), request) == [MISS]
+    assert engine.lookup(keys(1), request) == [MISS]
 
 
 def test_the_least_recently_used_chunk_is_evicted() -> None:
@@ -195,8 +195,8 @@ def test_the_least_recently_used_chunk_is_evicted() -> None:
         assert list(output.evicted_keys) == (keys(number - ROWS) if number >= ROWS else [])
         engine.manager.on_request_finished(request)
     later = engine.request("later")
-    assert engine.look(keys(ROWS + 3), later) == [HIT]
-    assert engine.look(keys(0), later) == [MISS]
+    assert engine.lookup(keys(ROWS + 3), later) == [HIT]
+    assert engine.lookup(keys(0), later) == [MISS]
 
 
 def test_a_request_never_evicts_its_own_chunks(engine: Engine) -> None:
@@ -205,7 +205,7 @@ def test_a_request_never_evicts_its_own_chunks(engine: Engine) -> None:
     for first in range(0, ROWS, 8):
         engine.store(keys(*range(first, first + 8)), request)
     assert engine.offer(keys(ROWS), request).keys_to_store == []
-    assert engine.look(keys(0), request) == [HIT]
+    assert engine.lookup(keys(0), request) == [HIT]
 
 
 def test_pinned_chunks_stay_and_the_last_chunks_that_do_not_fit_are_dropped(engine: Engine) -> None:
@@ -213,11 +213,11 @@ def test_pinned_chunks_stay_and_the_last_chunks_that_do_not_fit_are_dropped(engi
     held = keys(*range(ROWS - 2))
     for part in range(0, len(held), 8):
         engine.store(held[part : part + 8], request)
-    engine.look(held, request)
+    engine.lookup(held, request)
     engine.manager.prepare_load(held, request)
     output = engine.offer(keys(1000, 1001, 1002, 1003), request)
     assert output.keys_to_store == keys(1000, 1001)
-    assert engine.look(held, request) == [HIT] * len(held)
+    assert engine.lookup(held, request) == [HIT] * len(held)
 
 
 def test_a_reused_request_id_is_a_new_request(engine: Engine) -> None:
@@ -231,7 +231,7 @@ def test_a_reused_request_id_is_a_new_request(engine: Engine) -> None:
     engine.copy(output, [0])
     engine.manager.complete_store(set(output.keys_to_store), second)  # after the first request has ended
     third = engine.request("same")
-    assert engine.look(keys(1), third) == [HIT]
+    assert engine.lookup(keys(1), third) == [HIT]
 
 
 def test_an_untracked_request_begins_and_ends_at_once(engine: Engine) -> None:
@@ -246,13 +246,13 @@ def test_an_untracked_request_begins_and_ends_at_once(engine: Engine) -> None:
 def test_valid_hints_of_a_request_are_applied_and_invalid_ones_ignored(engine: Engine) -> None:
     engine.store(keys(1), engine.request("a"))
     skipping = engine.request("b", {"kv_offload_skip_store": True})
-    assert engine.look(keys(1), skipping) == [HIT]
+    assert engine.lookup(keys(1), skipping) == [HIT]
     assert engine.offer(keys(2), skipping).keys_to_store == []
     forgetful = engine.request("d", {"kv_offload_skip_load": True, "kv_offload_priority": -1})
-    assert engine.look(keys(1), forgetful) == [MISS]
+    assert engine.lookup(keys(1), forgetful) == [MISS]
     odd_hints = {"kv_offload_load_policy": 7, "kv_offload_skip_store": "no", "kv_offload_priority": 1.5}
     odd = engine.request("c", odd_hints | {"other": []})
-    assert engine.look(keys(1), odd) == [HIT]
+    assert engine.lookup(keys(1), odd) == [HIT]
     assert engine.offer(keys(2), odd).keys_to_store == keys(2)
 
 
@@ -271,7 +271,7 @@ def test_kv_load_tiers_selects_the_tiers_of_a_request(
 ) -> None:
     engine.store(keys(1), engine.request("a"))
     limited = engine.request("b", load_tier_filter=base.TierFilter(tuple(matchers)))
-    assert engine.look(keys(1), limited) == [expected]
+    assert engine.lookup(keys(1), limited) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_kv_load_tiers_selects_tiers_by_locality(matchers: list[Any], allowed: t
 def test_the_source_tier_of_a_hit_is_reported(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1), request)
-    assert engine.look(keys(1), request) == [HIT]
+    assert engine.lookup(keys(1), request) == [HIT]
     if compat.load_sources() is None:
         pytest.skip("vLLM 0.31 does not ask the manager")
     assert engine.manager.get_load_source(key(1), request).value == "host"
@@ -304,9 +304,9 @@ def test_a_reset_invalidates_all_chunks(engine: Engine) -> None:
     engine.manager.reset_cache()
     engine.manager.on_reset_flushed()
     later = engine.request("later")
-    assert engine.look(keys(1, 2), later) == [MISS, MISS]
+    assert engine.lookup(keys(1, 2), later) == [MISS, MISS]
     engine.store(keys(1), later)
-    assert engine.look(keys(1), later) == [HIT]
+    assert engine.lookup(keys(1), later) == [HIT]
 
 
 def test_a_copy_that_runs_through_a_reset_ends_in_no_hit(engine: Engine) -> None:
@@ -316,7 +316,7 @@ def test_a_copy_that_runs_through_a_reset_ends_in_no_hit(engine: Engine) -> None
     engine.copy(output, [0])  # the connector drops this completion
     engine.end_step()
     later = engine.request("later")
-    assert engine.look(keys(1), later) == [MISS]
+    assert engine.lookup(keys(1), later) == [MISS]
 
 
 def test_a_row_is_not_reused_before_its_copy_has_ended(engine: Engine) -> None:
@@ -335,12 +335,12 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_is_looked_u
     engine: Engine,
 ) -> None:
     known = engine.request("known")
-    engine.look(keys(1), known)
+    engine.lookup(keys(1), known)
     engine.manager.reset_cache()
     assert engine.offer(keys(1), known).keys_to_store == []
     assert engine.offer(keys(2), engine.request("fresh")).keys_to_store == keys(2)
     # the request was preempted, or waited: 0.33 says so only after the offers of a step
-    engine.look(keys(1), known)
+    engine.lookup(keys(1), known)
     assert engine.offer(keys(1), known).keys_to_store == keys(1)
 
 
@@ -348,7 +348,7 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_is_looked_u
 def test_a_resumed_session_stops_offloading_where_vllm_mistakes_its_blocks(
     engine: Engine, resumed_is_new: bool
 ) -> None:
-    turned_away = compat.mistakes_blocks_of_sessions()
+    turned_away = compat.misplaces_session_blocks()
     assert turned_away == (not compat.has_config_info()), "0.33 has both"
     engine.manager._options = replace(engine.manager._options, resumed_is_new=resumed_is_new)
     session = engine.request("session")
@@ -359,8 +359,8 @@ def test_a_resumed_session_stops_offloading_where_vllm_mistakes_its_blocks(
     engine.store(keys(2), session)
     engine.end_step(new=["session"])
     assert engine.offer(keys(3), session).keys_to_store == ([] if turned_away else keys(3))
-    assert engine.look(keys(1), session) == [MISS if turned_away else HIT]
-    assert engine.look(keys(1, 2), engine.request("other")) == [HIT, HIT]
+    assert engine.lookup(keys(1), session) == [MISS if turned_away else HIT]
+    assert engine.lookup(keys(1, 2), engine.request("other")) == [HIT, HIT]
 
 
 def _held(engine: Engine) -> tuple[int, int]:
@@ -373,7 +373,7 @@ def test_a_request_that_runs_without_load_or_store_holds_nothing(engine: Engine)
     engine.store(keys(1), engine.request("before"))
     output = engine.offer(keys(2), engine.request("beside"))
     waits = engine.request("waits")
-    assert engine.look(keys(1, 2), waits) == [HIT, PENDING]
+    assert engine.lookup(keys(1, 2), waits) == [HIT, PENDING]
     engine.end_step()
     assert _held(engine) == (1, 2), "pins must be on the hits and on the chunks being stored"
     engine.end_step(new=["waits"])
@@ -384,7 +384,7 @@ def test_a_request_that_runs_without_load_or_store_holds_nothing(engine: Engine)
 def test_a_request_that_offers_nothing_holds_nothing(engine: Engine) -> None:
     output = engine.offer(keys(2), engine.request("beside"))
     waits = engine.request("waits")
-    assert engine.look(keys(2), waits) == [PENDING]
+    assert engine.lookup(keys(2), waits) == [PENDING]
     assert _held(engine)[0] == 1
     engine.offer([], waits)
     assert _held(engine)[0] == 0
@@ -417,7 +417,7 @@ def test_stats_are_changes_and_each_metric_is_declared() -> None:
     engine.manager._clock = lambda: now[0]
     request = engine.request()
     engine.store(keys(1), request)
-    engine.look(keys(1, 2), request)
+    engine.lookup(keys(1, 2), request)
     engine.manager.prepare_load(keys(1), request)
     engine.end_step()
     engine.manager.on_request_finished(request)
@@ -457,7 +457,7 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
     request = engine.request()
     asked = keys(1, 2, 3, 4, 5)
     _positions(request, asked)
-    assert engine.look(asked[2:3], request) == [MISS]  # the device cache had two chunks
+    assert engine.lookup(asked[2:3], request) == [MISS]  # the device cache had two chunks
     engine.offer(asked[2:], request)
     stats = engine.manager.get_stats()
     assert engine.manager._metrics.value("kv_offload_miss_tokens_total", ("not_stored",)) == 48
@@ -488,10 +488,10 @@ def test_a_request_that_waits_for_remote_records_is_retried(tmp_path: Any) -> No
     try:
         impatient = waiting.request("b", {"kv_offload_remote_wait_ms": 0})
         until = time.monotonic() + 60
-        while waiting.look(keys(1), impatient) == [RETRY] and time.monotonic() < until:
+        while waiting.lookup(keys(1), impatient) == [RETRY] and time.monotonic() < until:
             waiting.end_step()  # wait until the directory scan is complete
-        assert waiting.look(keys(1), impatient) == [MISS]
-        assert waiting.look(keys(1), waiting.request("a")) == [RETRY]
+        assert waiting.lookup(keys(1), impatient) == [MISS]
+        assert waiting.lookup(keys(1), waiting.request("a")) == [RETRY]
     finally:
         waiting.stop()
 
@@ -544,7 +544,7 @@ def test_one_debug_line_summarises_a_request(engine: Engine, caplog: pytest.LogC
     engine.store(asked[:2], first)
     second = engine.request("second")
     _positions(second, asked)
-    assert engine.look(asked, second) == [HIT, HIT, MISS]
+    assert engine.lookup(asked, second) == [HIT, HIT, MISS]
     engine.manager.prepare_load(asked[:2], second)
     with caplog.at_level("DEBUG"):
         engine.manager.on_request_finished(second)

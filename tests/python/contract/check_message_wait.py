@@ -12,8 +12,8 @@ use_specs()
 
 from kv_offload.specs import compat  # noqa: E402
 from kv_offload.specs.message_wait import (  # noqa: E402
-    LOOK_EVERY_SECONDS,
-    SleepWhileFetching,
+    POLL_SECONDS,
+    FetchAwareWait,
     wait_for_messages,
 )
 
@@ -58,13 +58,13 @@ def test_a_rank_sleeps_while_a_request_waits_for_records_and_spins_otherwise(
     region: Any, queues: Any
 ) -> None:
     slept: list[float] = []
-    wait = SleepWhileFetching(region, queues, slept.append)
+    wait = FetchAwareWait(region, queues, slept.append)
     wait_once(queues)
     assert (queues.spun, slept) == (1, [])
     region.fetching = True
     wait_once(queues)
     wait_once(queues)
-    assert (queues.spun, slept) == (1, [LOOK_EVERY_SECONDS] * 2)
+    assert (queues.spun, slept) == (1, [POLL_SECONDS] * 2)
     region.fetching = False
     wait_once(queues)
     assert (queues.spun, len(slept)) == (2, 2)
@@ -89,7 +89,7 @@ def test_auto_sleeps_where_vllm_computes_on_the_cores(
 ) -> None:
     own = queues.sched_yield
     undo = wait_for_messages(how, copier, region, region)
-    assert isinstance(queues.sched_yield, SleepWhileFetching) is sleeps
+    assert isinstance(queues.sched_yield, FetchAwareWait) is sleeps
     undo()
     assert queues.sched_yield is own
 
@@ -97,7 +97,7 @@ def test_auto_sleeps_where_vllm_computes_on_the_cores(
 def test_two_engines_in_one_process_may_end_in_any_order(region: Any, queues: Any) -> None:
     slept: list[float] = []
     region.fetching = True
-    first = SleepWhileFetching(region, queues, slept.append).end
+    first = FetchAwareWait(region, queues, slept.append).end
     other: Any = Region()
     second = wait_for_messages("sleep", "host", other, other)
     first()

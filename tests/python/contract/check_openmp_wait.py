@@ -13,7 +13,7 @@ from adapter import use_specs
 use_specs()
 
 from kv_offload.specs import openmp_wait, plugin  # noqa: E402
-from kv_offload.specs.openmp_wait import SPINS, VARIABLES, asked_for, tune_ranks  # noqa: E402
+from kv_offload.specs.openmp_wait import SPINS, VARIABLES, requested_wait, tune_ranks  # noqa: E402
 from vllm import platforms  # noqa: E402
 from vllm.utils import ompmultiprocessing  # noqa: E402
 
@@ -211,5 +211,5 @@ def test_the_plugin_tunes_vllms_manager_once() -> None:
 def test_the_setting_is_read_from_the_configuration() -> None:
     from kv_offload.config import OffloadConfig
 
-    assert asked_for(engine()) == OffloadConfig.model_fields["openmp_wait"].default
-    assert openmp_wait.asked_for(engine({**OURS, "openmp_wait": "sleep"})) == "sleep"
+    assert requested_wait(engine()) == OffloadConfig.model_fields["openmp_wait"].default
+    assert openmp_wait.requested_wait(engine({**OURS, "openmp_wait": "sleep"})) == "sleep"

@@ -22,7 +22,7 @@ from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # no
 from kv_offload.specs.canonical import CanonicalPages  # noqa: E402
 from kv_offload.specs.identity_table import ENVIRONMENT  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
-from kv_offload.specs.message_wait import SleepWhileFetching  # noqa: E402
+from kv_offload.specs.message_wait import FetchAwareWait  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
@@ -220,7 +220,7 @@ def test_manager_and_worker_wait_as_configured_while_they_run(manager_first: boo
     assert queues is not None
     gc.collect()  # an earlier check may have left an engine uncollected
     own = queues.sched_yield
-    assert not isinstance(own, SleepWhileFetching)
+    assert not isinstance(own, FetchAwareWait)
 
     def made(how: str) -> list[Any]:
         config = offloading_config(wait_while_loading=how)
@@ -229,7 +229,7 @@ def test_manager_and_worker_wait_as_configured_while_they_run(manager_first: boo
         manager = KVOffloadSpec(config).get_manager()
         of_manager = queues.sched_yield
         assert [of_worker is not own, of_manager is not of_worker] == [how == "auto"] * 2
-        assert how == "spin" or isinstance(of_manager, SleepWhileFetching)
+        assert how == "spin" or isinstance(of_manager, FetchAwareWait)
         return [manager, worker] if manager_first else [worker, manager]
 
     for how in ("auto", "spin"):

@@ -57,7 +57,7 @@ def _watched(
 def test_the_watch_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     watch, _ = _watched(("not_stored", 50_000), ("deadline", 200_000))
     for now in (0.0, 100.0, 200.0):
-        watch.look(now)
+        watch.poll(now)
     (record,) = caplog.records
     assert "none was ever hit" in record.getMessage()
     assert "(deadline): reads take longer than lookup_timeout_ms" in record.getMessage()
@@ -75,8 +75,8 @@ def test_no_warning_where_misses_are_expected(
     misses: list[tuple[str, float]], hits: float, chunks: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, _ = _watched(*misses, hits=hits, chunks=chunks)
-    watch.look(0.0)
-    watch.look(100.0)
+    watch.poll(0.0)
+    watch.poll(100.0)
     assert not caplog.records
 
 
@@ -127,7 +127,7 @@ def test_the_warning_names_the_cause(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch, _ = _watched(*misses, cache=cache, **around)
-    watch.look(0.0)
+    watch.poll(0.0)
     (record,) = caplog.records
     assert cause in record.getMessage()
 
@@ -135,11 +135,11 @@ def test_the_warning_names_the_cause(
 def test_each_tier_with_diverged_replicas_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     tiers = Tiers(False, False)
     watch = DivergenceWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
-    watch.look()
+    watch.poll()
     assert not caplog.records
     tiers.diverged = [False, True]
     for _ in range(3):
-        watch.look()
+        watch.poll()
     (record,) = caplog.records
     assert "tier far: another replica" in record.getMessage()
     assert "reset_prefix_cache" in record.getMessage()
@@ -149,13 +149,13 @@ def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptur
     caplog.set_level("INFO")
     tiers = Tiers(False, False)
     watch = CodecWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
-    watch.look()
+    watch.poll()
     assert not caplog.records
     tiers.encodes = [False, True]
     for _ in range(3):
-        watch.look()
+        watch.poll()
     (record,) = caplog.records
     assert record.getMessage() == "tier far: compression is on: it pays"
     tiers.encodes = [False, False]
-    watch.look()
+    watch.poll()
     assert caplog.records[-1].getMessage() == "tier far: compression is off"

@@ -55,7 +55,7 @@ def verdicts() -> dict[str, list[Any]]:
         patch.setattr(vllm_verdict, "problems_of", remember)
         for case in CASES:
             judge(given(case), case.get("offloading_gib"))
-        answers = vllm_verdict.ask_vllm(list(asked))
+        answers = vllm_verdict.judge_in_subprocess(list(asked))
         asked.clear()
         return {case["name"]: judge(given(case), case.get("offloading_gib")).checks for case in CASES}
 
@@ -132,7 +132,7 @@ def test_without_vllm_doctor_gives_the_same_verdict_on_parsed_fields(
 
 def test_the_known_values_match_vllms() -> None:
     fields = {field for field in KVTransferConfig.__dataclass_fields__}
-    assert set(vllm_verdict.FIELDS) <= fields <= {*vllm_verdict.FIELDS, *vllm_verdict.FIELDS_OF_SOME}
+    assert set(vllm_verdict.FIELDS) <= fields <= {*vllm_verdict.FIELDS, *vllm_verdict.REMOVED_FIELDS}
     for key, words in (
         ("kv_role", vllm_verdict.ROLES),
         ("kv_load_failure_policy", vllm_verdict.FAILURE_POLICIES),

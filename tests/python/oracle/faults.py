@@ -108,7 +108,7 @@ class TrustingSessions(_AroundManager):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        inner._turns_sessions_away = False
+        inner._stops_resumed_sessions = False
 
 
 class TrustingAfterReset(_AroundManager):

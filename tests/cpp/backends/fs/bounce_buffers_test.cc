@@ -19,7 +19,7 @@ int bounced_of(FasterPath& paths, int count, Nanos in_place, Nanos bounced) {
   for (int i = 0; i < count; ++i) {
     const Path path = paths.pick();
     picked += path == Path::kBounced;
-    paths.observe(path, 1, path == Path::kBounced ? bounced : in_place);
+    paths.record(path, 1, path == Path::kBounced ? bounced : in_place);
   }
   return picked;
 }
@@ -32,7 +32,7 @@ TEST(FasterPathTest, both_paths_are_tried_before_one_is_chosen) {
 TEST(FasterPathTest, the_bounced_path_is_chosen_only_where_it_is_faster) {
   constexpr int kCount = 6400;
   constexpr int kOthers =
-      kCount / static_cast<int>(FasterPath::kTryOtherEvery) * static_cast<int>(FasterPath::kTries);
+      kCount / static_cast<int>(FasterPath::kOtherPathInterval) * static_cast<int>(FasterPath::kTries);
   for (const auto& [bounced, expected] :
        {std::pair{Nanos(50), kCount - kOthers}, std::pair{Nanos(90), kOthers},  // the gain is too small
         std::pair{Nanos(100), kOthers}, std::pair{Nanos(300), kOthers}}) {

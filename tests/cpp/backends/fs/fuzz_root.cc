@@ -67,7 +67,7 @@ void use(const FsTierOptions& options, testing::SimDisk& disk) {
     SpaceFigures figures;
     std::uint64_t number = 0;
     // A page full of slots has no slot for us until the dead owners are detected.
-    if (!space.look(Nanos{0}, &figures) || !space.look(SpaceLedger::kDeadAfter, &figures)) std::abort();
+    if (!space.poll(Nanos{0}, &figures) || !space.poll(SpaceLedger::kDeadAfter, &figures)) std::abort();
     if (!space.begin_count(&number) || !space.finish_count(number, 8192)) std::abort();
     if (space.total() < 8192 || figures.state == SpaceState::kNotExclusive) std::abort();
   } catch (const InvalidArgument&) {  // another format, another namespace

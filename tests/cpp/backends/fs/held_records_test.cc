@@ -110,7 +110,7 @@ TEST(HeldPresenceTest, steps_under_the_lock_do_not_grow_with_the_keys) {
   const StepWatch watch;
   std::vector<ChunkKey> asked;
   for (std::size_t at = 0; at < keys.size(); at += 64) {
-    presence.begin_asking(std::span(keys).subspan(at, std::min<std::size_t>(64, keys.size() - at)), 0,
+    presence.begin_lookup(std::span(keys).subspan(at, std::min<std::size_t>(64, keys.size() - at)), 0,
                           &asked);
   }
   for (const ChunkKey& key : asked) presence.answered(key, true, 0);

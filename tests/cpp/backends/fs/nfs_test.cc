@@ -59,7 +59,7 @@ struct NfsUser {
   }
   bool finds(std::uint32_t number) {
     std::vector<ChunkKey> keys;
-    store->catalog()->begin_asking(std::vector{key_of(number)}, 0, &keys);
+    store->catalog()->begin_lookup(std::vector{key_of(number)}, 0, &keys);
     std::vector<bool> present(keys.size());
     if (!keys.empty()) {
       EXPECT_TRUE(store->locate(keys, KeyOrder::kNone, store->epoch(), &present));
@@ -120,10 +120,10 @@ TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_cached_its_absence) {
   ASSERT_TRUE(b_->finds(1)) << "the size of its group is known from here on";
   for (std::uint32_t i = 2; i < 20; ++i) {  // in leaves that exist, and in leaves that do not
     ASSERT_FALSE(b_->finds(i));
-    clock_.advance(RecordIndex::kAskAgainAfter);
+    clock_.advance(RecordIndex::kLookupRetryDelay);
     ASSERT_FALSE(b_->finds(i)) << "the host caches the absence now";
     ASSERT_TRUE(a_->write(i));
-    clock_.advance(RecordIndex::kAskAgainAfter);
+    clock_.advance(RecordIndex::kLookupRetryDelay);
     EXPECT_TRUE(b_->finds(i)) << i;
     EXPECT_TRUE(b_->read(i)) << i;
   }
@@ -132,10 +132,10 @@ TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_cached_its_absence) {
 TEST_F(FsNfsTest, the_first_record_of_a_group_is_found_in_a_leaf_that_did_not_exist) {
   settle({a_.get(), b_.get()});
   ASSERT_FALSE(b_->finds(1));
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   ASSERT_FALSE(b_->finds(1));
   ASSERT_TRUE(a_->write(1));
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_TRUE(b_->finds(1));
 }
 
@@ -160,16 +160,16 @@ TEST_F(FsNfsTest, scans_read_a_changed_leaf_again) {
   ASSERT_TRUE(a_->write(other_leaf));
   const fs::path leaf = path_of(root_, 1).parent_path();
   fs::last_write_time(leaf, fs::last_write_time(leaf) - std::chrono::hours(1));
-  const auto look = [&] {
+  const auto poll = [&] {
     clock_.advance(seconds(30));
     b_->store->maintain();
     TierStats stats;
     b_->store->figures(&stats);
     return stats.chunks;
   };
-  EXPECT_EQ(look(), 2u);
+  EXPECT_EQ(poll(), 2u);
   ASSERT_TRUE(a_->write(same_leaf));
-  EXPECT_EQ(look(), 3u) << "its host caches when the directory last changed";
+  EXPECT_EQ(poll(), 3u) << "its host caches when the directory last changed";
 }
 
 TEST_F(FsNfsTest, a_record_evicted_by_another_host_is_a_miss_at_any_moment) {
@@ -195,7 +195,7 @@ TEST_F(FsNfsTest, a_record_evicted_by_another_host_is_a_miss_at_any_moment) {
     const Status status = meanwhile(n, 10, [](const fs::path& path) { fs::remove(path); });
     EXPECT_EQ(status.kind(), StatusKind::kNotFound) << n << ": " << status.to_string();
     ASSERT_EQ(a_->read(10).kind(), StatusKind::kNotFound);
-    clock_.advance(RecordIndex::kAskAgainAfter);
+    clock_.advance(RecordIndex::kLookupRetryDelay);
   }
   const auto recycle = [&](const fs::path& path) {
     const fs::path temporary = path.parent_path() / "recycled";
@@ -367,7 +367,7 @@ class SpaceOnNfs : public ::testing::Test {
   std::size_t seen_by(FileOps& ops) {
     const std::unique_ptr<SpaceLedger> third = open(99, ops);
     SpaceFigures figures;
-    EXPECT_TRUE(third->look(Nanos{0}, &figures));
+    EXPECT_TRUE(third->poll(Nanos{0}, &figures));
     third->close();
     return figures.writers.size() - 1;
   }
@@ -390,7 +390,7 @@ TEST_F(SpaceOnNfs, all_processes_move_to_a_replaced_ledger_page) {
     EXPECT_EQ(seen_by(host_), 2u) << "both use the page that has the name";
   }
   SpaceFigures figures;
-  EXPECT_TRUE(one->look(Nanos{0}, &figures));
+  EXPECT_TRUE(one->poll(Nanos{0}, &figures));
   EXPECT_NE(figures.state, SpaceState::kNotExclusive) << "their locks worked";
 }
 
@@ -399,7 +399,7 @@ TEST_F(SpaceOnNfs, a_process_declared_dead_by_its_host_becomes_visible_again) {
   const std::string presence = layout::presence_name(1);
   ASSERT_EQ(host_.unlink(root_.get(), presence), 0);
   SpaceFigures figures;
-  EXPECT_TRUE(one->look(Nanos{0}, &figures));
+  EXPECT_TRUE(one->poll(Nanos{0}, &figures));
   EXPECT_TRUE(fs::exists(dir_.path() + "/" + presence));
 }
 

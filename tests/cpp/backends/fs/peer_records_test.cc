@@ -113,11 +113,11 @@ class FsPeerLookupTest : public ::testing::Test {
     std::vector<ChunkKey> keys;
     for (const std::uint32_t number : numbers) keys.push_back(key_of(number));
     std::vector<ChunkKey> asked;
-    store.catalog()->begin_asking(keys, 0, &asked);
+    store.catalog()->begin_lookup(keys, 0, &asked);
     EXPECT_EQ(asked, keys) << "not all of them were unknown";
     std::vector<bool> present(keys.size());
     Status status = store.locate(keys, order, store.epoch(), &present);
-    if (!status) store.catalog()->give_up_asking(keys, 0);
+    if (!status) store.catalog()->cancel_lookup(keys, 0);
     return status;
   }
 
@@ -145,7 +145,7 @@ TEST_F(FsPeerLookupTest, a_missing_record_is_a_miss_until_its_absence_expires) {
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
   write(writer_, 2);
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_EQ(known(asker_, 2), Presence::kStaleMiss);
   ASSERT_TRUE(ask(asker_, {2}));
   EXPECT_EQ(known(asker_, 2), Presence::kPresent);
@@ -159,7 +159,7 @@ TEST_F(FsPeerLookupTest, a_server_without_neighbours_looks_nothing_up) {
   }
   EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
   std::vector<ChunkKey> asked;
-  asker_.catalog()->begin_asking(std::vector{key_of(1)}, 0, &asked);
+  asker_.catalog()->begin_lookup(std::vector{key_of(1)}, 0, &asked);
   EXPECT_TRUE(asked.empty());
 }
 
@@ -187,7 +187,7 @@ TEST_F(FsPeerLookupTest, nothing_after_the_first_gap_of_a_prompt_is_looked_up) {
   EXPECT_EQ(looks, 3);  // two hits and the gap, whose directory is missing
   EXPECT_EQ(known(asker_, 11), Presence::kPresent);
   for (const std::uint32_t number : {12u, 13u, 14u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   ASSERT_TRUE(ask(asker_, {12, 13, 14}));  // like a sliding window, whose chunks are looked up one by one
   EXPECT_EQ(known(asker_, 13), Presence::kPresent);
 }
@@ -199,7 +199,7 @@ TEST_F(FsPeerLookupTest, a_directory_that_does_not_answer_is_a_device_failure) {
   EXPECT_EQ(ask(asker_, {2, 3}).kind(), StatusKind::kIo);
   ops_.clear();
   for (const std::uint32_t number : {2u, 3u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   ASSERT_TRUE(ask(asker_, {2, 3}));
   EXPECT_EQ(known(asker_, 3), Presence::kPresent);
 }
@@ -220,7 +220,7 @@ TEST_F(FsPeerLookupTest, an_inaccessible_path_hides_only_its_own_record) {
     EXPECT_TRUE(ask(asker_, {20, there}));
     EXPECT_EQ(known(asker_, 20), Presence::kAbsent);
     EXPECT_EQ(known(asker_, there++), Presence::kPresent) << "the foreign file blocks it";
-    clock_.advance(RecordIndex::kAskAgainAfter);
+    clock_.advance(RecordIndex::kLookupRetryDelay);
   }
   first_look_fails(EIO);
   EXPECT_EQ(ask(asker_, {20, there}).kind(), StatusKind::kIo);
@@ -237,7 +237,7 @@ TEST_F(FsPeerLookupTest, a_leaf_that_must_not_be_listed_has_no_records) {
     ops_.fail_all(Call::kOpen, error);
     EXPECT_TRUE(ask(asker_, {1}));
     EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
-    clock_.advance(RecordIndex::kAskAgainAfter);
+    clock_.advance(RecordIndex::kLookupRetryDelay);
   }
   ops_.clear();
   EXPECT_TRUE(ask(asker_, {1}));

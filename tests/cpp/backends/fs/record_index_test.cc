@@ -67,8 +67,8 @@ TEST_F(RecordIndexTest, calls_for_an_ended_epoch_change_nothing) {
   const std::vector<RecordIndex::LastUse> order = {{1, 0}, {2, 1}, {3, 2}, {4, 3}, {5, 4}};
   records_.adopt_in_order(old, late, order, true, go_on_);
   records_.remove(key_of(2), old, TierRemoval::Reason::kCorrupt);
-  records_.on_extent(old, Extent::kOrder);
-  records_.on_newer(old, true);
+  records_.raise_extent(old, Extent::kOrder);
+  records_.set_newer(old, true);
   records_.drop(old);
 
   EXPECT_TRUE(has(2));
@@ -133,20 +133,20 @@ TEST_F(RecordIndexTest, a_directory_that_could_not_be_read_is_looked_up_again_la
   begin(epoch(1), Extent::kSome);
   const std::vector<ChunkKey> keys = {key_of(1)};
   std::vector<ChunkKey> asked;
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   ASSERT_EQ(asked, keys);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kLookupPending);
-  records_.give_up_asking(keys, 0);
+  records_.cancel_lookup(keys, 0);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   EXPECT_EQ(asked.size(), 1u) << "not in a loop";
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
-  records_.begin_asking(keys, 0, &asked);
+  records_.begin_lookup(keys, 0, &asked);
   EXPECT_EQ(asked.size(), 2u);
-  records_.on_listed(records_.epoch(), layout::leaf_of(key_of(1)));
-  records_.give_up_asking(keys, 0);
-  clock_.advance(RecordIndex::kAskAgainAfter);
+  records_.mark_listed(records_.epoch(), layout::leaf_of(key_of(1)));
+  records_.cancel_lookup(keys, 0);
+  clock_.advance(RecordIndex::kLookupRetryDelay);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
 }
 
@@ -212,7 +212,7 @@ TEST_F(RecordIndexTest, the_next_victim_stays_if_it_belongs_to_the_spared_reques
 TEST_F(RecordIndexTest, a_declined_write_is_remembered_until_written_or_reset) {
   begin(epoch(1));
   const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
-  records_.on_declined(key_of(1), 5, records_.epoch());
+  records_.mark_declined(key_of(1), 5, records_.epoch());
   EXPECT_TRUE(records_.is_declined(one, 5));
   EXPECT_FALSE(records_.is_declined(one, 6)) << "a later request is judged separately";
   EXPECT_FALSE(records_.is_declined(two, 5));
@@ -220,11 +220,11 @@ TEST_F(RecordIndexTest, a_declined_write_is_remembered_until_written_or_reset) {
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, records_.epoch()));
   EXPECT_FALSE(records_.is_declined(one, 5));
   const auto before = records_.epoch();
-  records_.on_declined(key_of(1), 5, before);
+  records_.mark_declined(key_of(1), 5, before);
   records_.reset();
   EXPECT_FALSE(records_.is_declined(one, 5));
   begin(epoch(2));
-  records_.on_declined(key_of(1), 5, before);
+  records_.mark_declined(key_of(1), 5, before);
   EXPECT_FALSE(records_.is_declined(one, 5)) << "that was decided before the reset";
 }
 

@@ -185,7 +185,7 @@ TEST_F(FsShares, space_granted_to_a_server_that_ended_is_free_again) {
     SpaceFigures figures;
     const Fd root(disk_, disk_.open(AT_FDCWD, "/root", O_RDONLY | O_DIRECTORY, 0));
     SpaceLedger looks(disk_, root.get(), "/root", kSharedBound, 99, 0);
-    ASSERT_TRUE(looks.look(clock_.now(), &figures));
+    ASSERT_TRUE(looks.poll(clock_.now(), &figures));
     EXPECT_GE(figures.reserved, 8 * kPromptRecord);
     looks.close();
   }

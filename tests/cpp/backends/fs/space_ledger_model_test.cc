@@ -106,7 +106,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
   void count(Process& process) {
     if (!process.count) {
       SpaceFigures figures;
-      if (!process.space->look(Nanos{0}, &figures)) return;
+      if (!process.space->poll(Nanos{0}, &figures)) return;
       Count count;
       count.writers = figures.writers;
       if (process.space->begin_count(&count.number)) process.count = count;
@@ -155,7 +155,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
       case 1:
       case 2: {
         SpaceFigures figures;
-        (void)process.space->look(Nanos{0}, &figures);
+        (void)process.space->poll(Nanos{0}, &figures);
         break;
       }
       case 3:
@@ -209,7 +209,7 @@ TEST_P(SpaceModel, every_byte_is_used_or_reserved_after_each_step) {
   }
   end();
   SpaceFigures figures;
-  ASSERT_TRUE(processes_[0]->space->look(Nanos{0}, &figures));
+  ASSERT_TRUE(processes_[0]->space->poll(Nanos{0}, &figures));
   EXPECT_EQ(figures.used, on_disk());
   EXPECT_EQ(figures.reserved, 0u);
   EXPECT_EQ(figures.doubt, 0u);

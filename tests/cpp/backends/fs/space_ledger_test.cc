@@ -28,9 +28,9 @@ class SpaceLedgerTest : public ::testing::Test {
   std::unique_ptr<SpaceLedger> open(std::uint64_t writer, FileOps& ops = posix_file_ops()) {
     return std::make_unique<SpaceLedger>(ops, root_.get(), dir_.path(), kMost, writer, writer);
   }
-  SpaceFigures look(SpaceLedger& space, Nanos now = Nanos{0}) {
+  SpaceFigures poll(SpaceLedger& space, Nanos now = Nanos{0}) {
     SpaceFigures figures;
-    EXPECT_TRUE(space.look(now, &figures));
+    EXPECT_TRUE(space.poll(now, &figures));
     return figures;
   }
   // Finishes a count with this result.
@@ -70,7 +70,7 @@ TEST_F(SpaceLedgerTest, used_bytes_stay_and_the_rest_of_a_reservation_is_returne
     reservation.used = 200;
   }
   EXPECT_EQ(server_->total(), 1200u);
-  EXPECT_EQ(look(*other_).doubt, 0u);
+  EXPECT_EQ(poll(*other_).doubt, 0u);
 }
 
 // A reservation of one process, and a count by another: the counting process knows all reservations.
@@ -83,7 +83,7 @@ TEST_F(SpaceLedgerTest, a_reservation_of_another_process_survives_a_count) {
     EXPECT_EQ(server_->total(), 1500u);
     theirs.used = 500;
   }
-  EXPECT_EQ(look(*server_).used, 1500u);
+  EXPECT_EQ(poll(*server_).used, 1500u);
 }
 
 TEST_F(SpaceLedgerTest, a_file_created_during_a_count_is_never_missed) {
@@ -98,7 +98,7 @@ TEST_F(SpaceLedgerTest, a_file_created_during_a_count_is_never_missed) {
   }
   ASSERT_TRUE(server_->finish_count(number, 1000));
   EXPECT_EQ(server_->total(), 1500u);
-  EXPECT_EQ(look(*server_).doubt, 500u) << "it might have been counted";
+  EXPECT_EQ(poll(*server_).doubt, 500u) << "it might have been counted";
 }
 
 TEST_F(SpaceLedgerTest, a_file_counted_before_its_reservation_ends_is_in_doubt) {
@@ -109,27 +109,27 @@ TEST_F(SpaceLedgerTest, a_file_counted_before_its_reservation_ends_is_in_doubt) 
     count(1500);  // the file already has its final name
     theirs.used = 500;
   }
-  const SpaceFigures figures = look(*server_);
+  const SpaceFigures figures = poll(*server_);
   EXPECT_EQ(figures.used, 2000u);
   EXPECT_EQ(figures.doubt, 500u);
 }
 
 TEST_F(SpaceLedgerTest, bytes_removed_between_two_counts_are_subtracted) {
   count(1000);
-  (void)look(*other_);
+  (void)poll(*other_);
   other_->remove(300, other_->finished());
-  EXPECT_EQ(look(*server_).used, 700u);
-  EXPECT_EQ(look(*server_).doubt, 0u);
+  EXPECT_EQ(poll(*server_).used, 700u);
+  EXPECT_EQ(poll(*server_).doubt, 0u);
 }
 
 TEST_F(SpaceLedgerTest, bytes_that_a_count_missed_are_not_subtracted_again) {
   count(1000);
-  (void)look(*other_);
+  (void)poll(*other_);
   const SpaceLedger::Finished before = other_->finished();
   count(700);  // the file was removed before this
   other_->remove(300, before);
-  EXPECT_EQ(look(*server_).used, 700u);
-  EXPECT_EQ(look(*server_).doubt, 300u);
+  EXPECT_EQ(poll(*server_).used, 700u);
+  EXPECT_EQ(poll(*server_).doubt, 300u);
   Reservation writer(*other_);
   writer.adopt(300, before);
   ASSERT_TRUE(reserve(writer, 300));
@@ -144,7 +144,7 @@ TEST_F(SpaceLedgerTest, a_removal_during_a_count_never_makes_the_total_too_low) 
   EXPECT_EQ(other_->total(), 700u);
   ASSERT_TRUE(server_->finish_count(number, 700));  // the file had been removed before
   EXPECT_EQ(server_->total(), 700u);
-  EXPECT_EQ(look(*server_).doubt, 300u) << "or not";
+  EXPECT_EQ(poll(*server_).doubt, 300u) << "or not";
 }
 
 TEST_F(SpaceLedgerTest, two_concurrent_counts_are_both_right) {
@@ -194,14 +194,14 @@ TEST_F(SpaceLedgerTest, a_failed_ledger_write_is_made_with_the_next_change) {
     EXPECT_EQ(reserve(more, 1).kind(), StatusKind::kIo);
   }
   ops_.clear();
-  EXPECT_EQ(look(*server_).reserved, 500u) << "too high, not too low";
-  EXPECT_EQ(look(*other_).used, 1100u);
-  EXPECT_EQ(look(*other_).reserved, 0u);
+  EXPECT_EQ(poll(*server_).reserved, 500u) << "too high, not too low";
+  EXPECT_EQ(poll(*other_).used, 1100u);
+  EXPECT_EQ(poll(*other_).reserved, 0u);
 }
 
 TEST_F(SpaceLedgerTest, writes_of_other_processes_are_reported_and_only_grow) {
   count(kMost - 1000);
-  std::uint64_t before = look(*server_).writes_by_others;
+  std::uint64_t before = poll(*server_).writes_by_others;
   for (int i = 0; i < 3; ++i) {
     Reservation writer(*other_);
     writer.adopt(1000, other_->finished());  // replaces another record: the total does not change
@@ -209,8 +209,8 @@ TEST_F(SpaceLedgerTest, writes_of_other_processes_are_reported_and_only_grow) {
     writer.used = 1000;
     ops_.clear();
   }
-  EXPECT_EQ(look(*server_).writes_by_others, before + 3);
-  before = look(*other_).writes_by_others;
+  EXPECT_EQ(poll(*server_).writes_by_others, before + 3);
+  before = poll(*other_).writes_by_others;
   EXPECT_EQ(before, 0u) << "own writes do not count";
 }
 
@@ -222,9 +222,9 @@ TEST_F(SpaceLedgerTest, reservations_of_a_dead_process_count_as_used_until_the_n
   const auto dying = open(5, process);
   Reservation lost(*dying);
   ASSERT_TRUE(reserve(lost, 500));
-  EXPECT_EQ(look(*server_).writers.size(), 3u) << "it lives";
+  EXPECT_EQ(poll(*server_).writers.size(), 3u) << "it lives";
   process.die();
-  const SpaceFigures figures = look(*server_);
+  const SpaceFigures figures = poll(*server_);
   EXPECT_EQ(figures.writers.size(), 2u);
   EXPECT_EQ(figures.used, 1500u);
   EXPECT_EQ(figures.doubt, 501u);
@@ -238,7 +238,7 @@ TEST_F(SpaceLedgerTest, a_process_that_died_while_freeing_space_leaves_the_total
   Reservation lost(*dying);
   ASSERT_FALSE(reserve(lost, 500));
   process.die();  // after a file was removed, before that was reported
-  EXPECT_GT(look(*server_).doubt, 0u);
+  EXPECT_GT(poll(*server_).doubt, 0u);
 }
 
 TEST_F(SpaceLedgerTest, a_process_that_closed_or_did_nothing_leaves_no_doubt) {
@@ -247,7 +247,7 @@ TEST_F(SpaceLedgerTest, a_process_that_closed_or_did_nothing_leaves_no_doubt) {
   const auto dying = open(5, process);
   open(7)->close();
   process.die();
-  const SpaceFigures figures = look(*server_);
+  const SpaceFigures figures = poll(*server_);
   EXPECT_EQ(figures.writers.size(), 2u);
   EXPECT_EQ(figures.doubt, 0u);
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(7)));
@@ -259,15 +259,15 @@ TEST_F(SpaceLedgerTest, a_dead_process_of_another_boot_leaves_doubt) {
   process.on_host("of the boot before");
   const auto dying = open(5, process);
   process.die();
-  EXPECT_GT(look(*server_).doubt, 0u) << "its temporary files are never swept";
+  EXPECT_GT(poll(*server_).doubt, 0u) << "its temporary files are never swept";
 }
 
 TEST_F(SpaceLedgerTest, a_process_that_is_idle_for_long_is_not_dead) {
   count(1000);
   Reservation theirs(*other_);
   ASSERT_TRUE(reserve(theirs, 500));
-  for (int i = 0; i < 3; ++i) (void)look(*server_, i * SpaceLedger::kDeadAfter);
-  EXPECT_EQ(look(*server_).reserved, 500u);
+  for (int i = 0; i < 3; ++i) (void)poll(*server_, i * SpaceLedger::kDeadAfter);
+  EXPECT_EQ(poll(*server_).reserved, 500u);
 }
 
 TEST_F(SpaceLedgerTest, an_idle_process_of_another_boot_is_declared_dead) {
@@ -277,9 +277,9 @@ TEST_F(SpaceLedgerTest, an_idle_process_of_another_boot_is_declared_dead) {
   const auto dying = open(5, process);
   process.die();
   fs::remove(dir_.path() + "/" + layout::presence_name(5));
-  EXPECT_EQ(look(*server_, Nanos{0}).writers.size(), 3u);
-  EXPECT_EQ(look(*server_, SpaceLedger::kDeadAfter - Nanos{1}).writers.size(), 3u);
-  EXPECT_EQ(look(*server_, SpaceLedger::kDeadAfter).writers.size(), 2u);
+  EXPECT_EQ(poll(*server_, Nanos{0}).writers.size(), 3u);
+  EXPECT_EQ(poll(*server_, SpaceLedger::kDeadAfter - Nanos{1}).writers.size(), 3u);
+  EXPECT_EQ(poll(*server_, SpaceLedger::kDeadAfter).writers.size(), 2u);
 }
 
 TEST_F(SpaceLedgerTest, a_process_declared_dead_returns_with_its_reservations) {
@@ -287,10 +287,10 @@ TEST_F(SpaceLedgerTest, a_process_declared_dead_returns_with_its_reservations) {
   Reservation theirs(*other_);
   ASSERT_TRUE(reserve(theirs, 500));
   fs::resize_file(dir_.path() + "/ledger", 0);  // all slots are lost
-  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted);
+  EXPECT_EQ(poll(*server_).state, SpaceState::kUncounted);
   count(1000);
-  EXPECT_EQ(look(*other_).reserved, 500u);
-  EXPECT_EQ(look(*server_).writers.size(), 2u);
+  EXPECT_EQ(poll(*other_).reserved, 500u);
+  EXPECT_EQ(poll(*server_).writers.size(), 2u);
 }
 
 // ---- a lock that is never released
@@ -301,13 +301,13 @@ TEST_F(SpaceLedgerTest, a_lock_that_is_held_forever_costs_one_count) {
   const std::string path = dir_.path() + "/ledger";
   const Fd held(posix_file_ops(), ::open(path.c_str(), O_RDWR));
   ASSERT_EQ(::flock(held.get(), LOCK_EX), 0);
-  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted);
+  EXPECT_EQ(poll(*server_).state, SpaceState::kUncounted);
   count(1000);
-  EXPECT_EQ(look(*server_).state, SpaceState::kCounted);
-  EXPECT_EQ(look(*other_).writers.size(), 2u);
+  EXPECT_EQ(poll(*server_).state, SpaceState::kCounted);
+  EXPECT_EQ(poll(*other_).writers.size(), 2u);
   // The stopped process continues on an orphaned file, and notices.
   ASSERT_EQ(::flock(held.get(), LOCK_UN), 0);
-  EXPECT_EQ(look(*other_).writers.size(), 2u);
+  EXPECT_EQ(poll(*other_).writers.size(), 2u);
 }
 
 TEST_F(SpaceLedgerTest, space_granted_on_a_replaced_page_is_requested_again) {
@@ -324,7 +324,7 @@ TEST_F(SpaceLedgerTest, space_granted_on_a_replaced_page_is_requested_again) {
   });
   EXPECT_EQ(reserve(writer, 1).kind(), StatusKind::kNoSpace);
   EXPECT_EQ(missing_, 0u) << "a count is due";
-  EXPECT_EQ(look(*server_).writers.size(), 2u);
+  EXPECT_EQ(poll(*server_).writers.size(), 2u);
 }
 
 TEST_F(SpaceLedgerTest, an_unreleased_lock_is_reported_but_no_device_failure) {
@@ -356,11 +356,11 @@ TEST_F(SpaceLedgerTest, lost_changes_are_detected_and_stop_writes) {
     between.clear();
   };
   lose_one();
-  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted) << "the total cannot be right";
+  EXPECT_EQ(poll(*server_).state, SpaceState::kUncounted) << "the total cannot be right";
   count(1020);
-  EXPECT_EQ(look(*server_).state, SpaceState::kCounted) << "a single lost change is tolerated";
+  EXPECT_EQ(poll(*server_).state, SpaceState::kCounted) << "a single lost change is tolerated";
   lose_one();
-  EXPECT_EQ(look(*server_).state, SpaceState::kNotExclusive);
+  EXPECT_EQ(poll(*server_).state, SpaceState::kNotExclusive);
   count(1040);
   Reservation writer(*server_);
   const Status status = reserve(writer, 1);
@@ -374,10 +374,10 @@ TEST_F(SpaceLedgerTest, a_live_process_of_another_host_without_its_lock_is_detec
   process.on_host("another");
   process.ignore_locks();
   const auto theirs = open(5, process);
-  SpaceState state = look(*server_).state;
+  SpaceState state = poll(*server_).state;
   for (int i = 0; i < 5 && state == SpaceState::kCounted; ++i) {
-    (void)look(*theirs);
-    state = look(*server_).state;
+    (void)poll(*theirs);
+    state = poll(*server_).state;
   }
   EXPECT_EQ(state, SpaceState::kNotExclusive);
 }
@@ -418,8 +418,8 @@ TEST_F(SpaceLedgerTest, changes_that_run_out_of_memory_are_applied_later) {
       }
       ops_.clear();
       used += kUsed - kGone;
-      ASSERT_EQ(look(*server_).reserved > 0, broken != Call::kFsync) << where << ": the control";
-      const SpaceFigures paid = look(*other_);
+      ASSERT_EQ(poll(*server_).reserved > 0, broken != Call::kFsync) << where << ": the control";
+      const SpaceFigures paid = poll(*other_);
       EXPECT_EQ(paid.used, used) << where;
       EXPECT_EQ(paid.reserved + paid.doubt, 0u) << where;
     }

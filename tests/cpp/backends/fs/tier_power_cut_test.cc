@@ -61,7 +61,7 @@ class Lives {
       TierUser user(options_);
       user.weights = weights_;
       user.wait_for_scan();
-      look(user);
+      poll(user);
       disk_.end_after(1 + random_() % most_changes, plan_.power);
       write_until_the_end(user);
       user.tier().close();
@@ -74,7 +74,7 @@ class Lives {
     TierUser user(options_);
     user.weights = weights_;
     user.wait_for_scan();
-    look(user);
+    poll(user);
   }
 
   // The result of a life is random, and a slow machine or a sanitizer runs fewer lives.
@@ -87,7 +87,7 @@ class Lives {
   std::uint64_t promises = 0, peak = 0, above = 0;
 
  private:
-  void look(TierUser& user) {
+  void poll(TierUser& user) {
     for (std::uint32_t number = 0; number < next_; ++number) {
       if (!user.has(number)) {
         broken_promises += promised_.contains(number);

@@ -62,7 +62,7 @@ class FsTierReset : public ::testing::Test {
 TEST_F(FsTierReset, an_op_that_a_thread_started_before_a_reset_leaves_nothing_after_it) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
-  options.driven_by_hand = &pool;
+  options.manual_pool = &pool;
   TierUser user(options);
   const OpId write = user.start(OpKind::kWrite, 1, {8192});
   const auto begun = pool->begin_next(Lane::kWrite);
@@ -77,7 +77,7 @@ TEST_F(FsTierReset, an_op_that_a_thread_started_before_a_reset_leaves_nothing_af
 TEST_F(FsTierReset, a_queued_op_that_was_not_cancelled_leaves_nothing_after_a_reset) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
-  options.driven_by_hand = &pool;
+  options.manual_pool = &pool;
   TierUser user(options);
   const OpId write = user.start(OpKind::kWrite, 1, {8192});
   ASSERT_TRUE(user.tier().reset());
@@ -447,7 +447,7 @@ TEST_F(FsTierReset, a_reset_that_times_out_completes_in_the_background) {
 TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
-  options.driven_by_hand = &pool;
+  options.manual_pool = &pool;
   TierUser user(options);
   ops_.fail_all(Call::kPwritev, EIO);
   std::uint32_t number = 0;

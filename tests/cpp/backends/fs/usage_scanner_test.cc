@@ -40,7 +40,7 @@ TEST(UsageScannerTest, a_count_that_throws_is_repeated_and_unlocks_the_ledger) {
     const Fd directory(posix_file_ops(), ::open(root.c_str(), O_RDONLY | O_DIRECTORY));
     SpaceLedger another(posix_file_ops(), directory.get(), root, options.max_bytes, 77, 0);
     SpaceFigures figures;
-    ASSERT_TRUE(another.look(clock.now(), &figures));
+    ASSERT_TRUE(another.poll(clock.now(), &figures));
     EXPECT_EQ(figures.counter, 0u);
     another.close();
   }

@@ -46,7 +46,7 @@ class FakeMooncake::Client final : public mooncake::Process {
     store_.changed_.notify_all();
   }
   void wait_until(mooncake::Deadline) override {}
-  std::string how_it_ended() override { return dead_ ? "it was killed" : ""; }
+  std::string end_reason() override { return dead_ ? "it was killed" : ""; }
 
  private:
   void say(const std::string& text) {
@@ -95,7 +95,7 @@ class FakeMooncake::Client final : public mooncake::Process {
         static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0));
     ::close(memory_fd);
     const std::span<std::byte> memory(at, bytes);
-    mooncake::Question question;
+    mooncake::CallHeader question;
     const auto asked = std::as_writable_bytes(std::span(&question, 1));
     while (::recv(socket, asked.data(), asked.size(), 0) == static_cast<ssize_t>(asked.size()) && !dead_) {
       if (!answer(socket, memory, question)) break;
@@ -106,7 +106,7 @@ class FakeMooncake::Client final : public mooncake::Process {
     sockets_.erase(socket);
     ::close(socket);
   }
-  static Verb verb_of(const mooncake::Question& question, const std::string& name) {
+  static Verb verb_of(const mooncake::CallHeader& question, const std::string& name) {
     if (name.ends_with(":epoch")) return Verb::kEpoch;
     switch (static_cast<Op>(question.verb)) {
       case Op::kGet:
@@ -119,7 +119,7 @@ class FakeMooncake::Client final : public mooncake::Process {
         return Verb::kWrite;
     }
   }
-  bool answer(int socket, std::span<std::byte> memory, const mooncake::Question& question) {
+  bool answer(int socket, std::span<std::byte> memory, const mooncake::CallHeader& question) {
     std::vector<std::string> names(1);
     for (const std::byte byte : memory.first(question.names_bytes)) {
       if (byte == std::byte{'\n'}) {
@@ -184,7 +184,7 @@ bool FakeMooncake::wait_until_it_answers(const std::atomic<bool>& dead) {
   return !dead;
 }
 
-std::int64_t FakeMooncake::answer(const mooncake::Question& question, const std::vector<std::string>& names,
+std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const std::vector<std::string>& names,
                                   std::span<std::byte> object) {
   const std::lock_guard lock(mutex_);
   if (down_) return -900;

@@ -61,7 +61,7 @@ class FakeMooncake {
 
   // Returns -900 while it is down. Waits while stand_still() is in effect, unless `dead` becomes true.
   bool wait_until_it_answers(const std::atomic<bool>& dead);
-  std::int64_t answer(const mooncake::Question& question, const std::vector<std::string>& names,
+  std::int64_t answer(const mooncake::CallHeader& question, const std::vector<std::string>& names,
                       std::span<std::byte> object);
 
   mutable std::mutex mutex_;

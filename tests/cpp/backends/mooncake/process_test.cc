@@ -38,10 +38,10 @@ Begun begin(const std::string& script) {
 TEST(MooncakeProcess, the_exit_status_or_signal_is_reported) {
   const Begun exits = begin("exit 3");
   exits.process->wait_until(soon());
-  EXPECT_EQ(exits.process->how_it_ended(), "it ended with status 3");
+  EXPECT_EQ(exits.process->end_reason(), "it ended with status 3");
   const Begun killed = begin("kill -9 $$");
   killed.process->wait_until(soon());
-  EXPECT_EQ(killed.process->how_it_ended(), "it was ended by signal 9");
+  EXPECT_EQ(killed.process->end_reason(), "it was ended by signal 9");
 }
 
 TEST(MooncakeProcess, the_process_uses_descriptor_3_and_detects_the_engines_end) {
@@ -50,10 +50,10 @@ TEST(MooncakeProcess, the_process_uses_descriptor_3_and_detects_the_engines_end)
   std::size_t got = 0;
   ASSERT_TRUE(receive_message(begun.ours.get(), buffer, soon(), &got));
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(buffer.data()), got), "hello\n");
-  EXPECT_EQ(begun.process->how_it_ended(), "") << "it waits for us";
+  EXPECT_EQ(begun.process->end_reason(), "") << "it waits for us";
   begun.ours.reset();
   begun.process->wait_until(soon());
-  EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 7");
+  EXPECT_EQ(begun.process->end_reason(), "it ended with status 7");
 }
 
 TEST(MooncakeProcess, the_process_gets_its_settings_but_no_engine_secrets) {
@@ -65,7 +65,7 @@ TEST(MooncakeProcess, the_process_gets_its_settings_but_no_engine_secrets) {
       "[ -z \"$AWS_SECRET_ACCESS_KEY$HF_TOKEN$VLLM_API_KEY$ANY_OTHER\" ] || exit 1; "
       "[ \"$MC_SET_BY_TEST\" = there ] && [ -n \"$PATH\" ] || exit 2");
   begun.process->wait_until(soon());
-  EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 0");
+  EXPECT_EQ(begun.process->end_reason(), "it ended with status 0");
   for (const char* name :
        {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "ANY_OTHER", "MC_SET_BY_TEST"}) {
     ::unsetenv(name);

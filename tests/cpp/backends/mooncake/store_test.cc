@@ -235,7 +235,7 @@ TEST_F(MooncakeTier, a_record_written_by_another_is_not_sent_again) {
 TEST_F(MooncakeTier, a_write_after_a_failure_checks_for_an_existing_record) {
   TierDriver user(open()), other(open());
   ASSERT_TRUE(user.write(1000));
-  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kRun; ++i)
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kMissesToSkip; ++i)
     ASSERT_TRUE(other.write(i));  // no longer checks first
   store_.faults.fail(Verb::kWrite, true);
   EXPECT_FALSE(other.write(2000));
@@ -252,8 +252,8 @@ TEST_F(MooncakeTier, a_single_writer_seldom_checks_for_existing_records) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
     return store_.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kMissesToSkip), ExistenceCheckPolicy::kMissesToSkip);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kCheckInterval), 2u);
 }
 
 TEST_F(MooncakeTier, a_write_to_a_record_that_another_writer_left_incomplete_is_no_success) {

@@ -199,12 +199,12 @@ TEST(RedisClusterScriptTest, slots_without_a_node_are_misses_and_the_others_are_
   Asker asker(options_of(script));
   ASSERT_NE(asker.store.epoch(), nullptr);
   script.answer("EXISTS", ":1\r\n");
-  const ChunkKey here = asker.key_in(low), nowhere = asker.key_in(!low);
+  const ChunkKey here = asker.key_in(low), unroutable = asker.key_in(!low);
   EXPECT_TRUE(asker.write(here));
-  EXPECT_EQ(asker.write(nowhere).kind(), StatusKind::kUnavailable) << "nothing against the others";
-  ASSERT_TRUE(asker.locate({nowhere, here}));
+  EXPECT_EQ(asker.write(unroutable).kind(), StatusKind::kUnavailable) << "nothing against the others";
+  ASSERT_TRUE(asker.locate({unroutable, here}));
   EXPECT_EQ(asker.present, (std::vector<bool>{false, true}));
-  EXPECT_EQ(asker.locate({nowhere}).kind(), StatusKind::kUnavailable);
+  EXPECT_EQ(asker.locate({unroutable}).kind(), StatusKind::kUnavailable);
 }
 
 // Two nodes: one answers, and the other accepts connections and stays silent.

@@ -101,8 +101,8 @@ TEST(RedisConnectionTest, an_endless_sequence_of_replies_is_not_buffered) {
   const RedisScript server(
       {{"PING", "+PONG\r\n"}, {"EXISTS", "$200000\r\n" + std::string(200'000, 'x') + "\r\n"}});
   const auto connection = connected(server.address());
-  const Connection::Words exists{"EXISTS", "a"};
-  const std::vector<Connection::Words> commands(8, exists);
+  const Connection::Command exists{"EXISTS", "a"};
+  const std::vector<Connection::Command> commands(8, exists);
   std::vector<Reply> replies;
   EXPECT_EQ(connection->call_all(commands, later(), &replies).kind(), StatusKind::kIo);
 }

@@ -42,9 +42,10 @@ TEST(RedisReplyTest, a_message_without_an_error_code_is_not_repeated) {
 }
 
 TEST(RedisReplyTest, settings_errors_are_distinguished_from_temporary_errors) {
-  EXPECT_TRUE(is_setting("NOAUTH x") && is_setting("NOPERM x"));
-  EXPECT_FALSE(is_setting("LOADING x") || is_setting("READONLY x") || is_setting("OOM x") ||
-               is_setting("ERR x") || is_setting("MOVED 1 a:1") || is_setting("CLUSTERDOWN x"));
+  EXPECT_TRUE(is_configuration_error("NOAUTH x") && is_configuration_error("NOPERM x"));
+  EXPECT_FALSE(is_configuration_error("LOADING x") || is_configuration_error("READONLY x") ||
+               is_configuration_error("OOM x") || is_configuration_error("ERR x") ||
+               is_configuration_error("MOVED 1 a:1") || is_configuration_error("CLUSTERDOWN x"));
 }
 
 TEST(RedisReplyTest, quoted_arguments_are_not_repeated) {

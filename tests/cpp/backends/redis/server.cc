@@ -153,7 +153,7 @@ void RedisProcess::stop_process() {
 }
 void RedisProcess::continue_process() { ::kill(pid_, SIGCONT); }
 
-redis::Reply RedisProcess::call(const redis::Connection::Words& command) const {
+redis::Reply RedisProcess::call(const redis::Connection::Command& command) const {
   const redis::Deadline until = steady_clock::now() + std::chrono::seconds(120);
   std::unique_ptr<redis::Connection> connection;
   redis::Reply reply;

@@ -41,7 +41,7 @@ class RedisProcess {
   void continue_process();
 
   // Runs a command on a separate connection.
-  redis::Reply call(const redis::Connection::Words& command) const;
+  redis::Reply call(const redis::Connection::Command& command) const;
   std::vector<std::string> keys() const;  // names of records
 
  private:

@@ -90,9 +90,9 @@ TEST(RedisSlotsTest, redirects_are_distinguished_from_other_errors) {
   const auto same = redirect_of(error("MOVED 1 :6381"));
   ASSERT_TRUE(same);
   EXPECT_EQ(same->to.host, "");
-  const auto nowhere = redirect_of(error("ASK 1 ?:6381"));
-  ASSERT_TRUE(nowhere && nowhere->asking && nowhere->nowhere);
-  EXPECT_FALSE(same->nowhere);
+  const auto unroutable = redirect_of(error("ASK 1 ?:6381"));
+  ASSERT_TRUE(unroutable && unroutable->asking && unroutable->has_no_address);
+  EXPECT_FALSE(same->has_no_address);
   for (const char* other :
        {"MOVED", "MOVED 1", "MOVED 16384 a:1", "MOVED x a:1", "MOVED 1 a", "MOVED 1 a:0", "MOVED 1 a:65536",
         "MOVED 1 a b:1", "MOVED 1 a\r:1", "MOVED -1 a:1", "ERR x", "ASKING 1 a:1"}) {

@@ -81,8 +81,8 @@ TEST_F(RedisTierTest, a_single_writer_seldom_checks_for_existing_records) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
     return medium_.proxy.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kMissesToSkip), ExistenceCheckPolicy::kMissesToSkip);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kCheckInterval), 2u);
 }
 
 TEST_F(RedisTierTest, large_records_and_many_shards_are_read_back) {
@@ -263,8 +263,8 @@ TEST_F(RedisTierTest, the_epoch_is_written_back_when_the_server_drops_it) {
 
 TEST_F(RedisTierTest, an_invalid_epoch_value_is_replaced) {
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
-  for (const redis::Connection::Words& junk :
-       {redis::Connection::Words{"SET", name, "../x"}, redis::Connection::Words{"RPUSH", name, "x"}}) {
+  for (const redis::Connection::Command& junk :
+       {redis::Connection::Command{"SET", name, "../x"}, redis::Connection::Command{"RPUSH", name, "x"}}) {
     medium_.server.call({"DEL", name});
     medium_.server.call(junk);
     TierDriver user(open());

@@ -147,13 +147,14 @@ TEST_F(S3TierTest, a_single_writer_seldom_checks_for_existing_records) {
     for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(write(store, first + i));
     return server_.faults.seen(Verb::kLocate) - before;
   };
-  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
-  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kEvery), 2u);
-  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kRun; ++i) EXPECT_TRUE(read(store, i));
+  EXPECT_EQ(questions(0, ExistenceCheckPolicy::kMissesToSkip), ExistenceCheckPolicy::kMissesToSkip);
+  EXPECT_EQ(questions(1000, 2 * ExistenceCheckPolicy::kCheckInterval), 2u);
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kMissesToSkip; ++i) EXPECT_TRUE(read(store, i));
   s3::S3Store other(options());
-  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kEvery; ++i) ASSERT_TRUE(write(other, 2000 + i));
-  questions(2000, ExistenceCheckPolicy::kEvery);  // one of them finds a record of the other
-  EXPECT_EQ(questions(3000, ExistenceCheckPolicy::kRun), ExistenceCheckPolicy::kRun);
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kCheckInterval; ++i)
+    ASSERT_TRUE(write(other, 2000 + i));
+  questions(2000, ExistenceCheckPolicy::kCheckInterval);  // one of them finds a record of the other
+  EXPECT_EQ(questions(3000, ExistenceCheckPolicy::kMissesToSkip), ExistenceCheckPolicy::kMissesToSkip);
 }
 
 TEST_F(S3TierTest, a_record_that_replaced_a_damaged_one_stays) {
