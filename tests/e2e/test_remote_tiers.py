@@ -151,7 +151,10 @@ class Mooncake:
 
 
 Store = Redis | S3 | Mooncake
-STORES = [Redis, S3, *([Mooncake] if os.environ.get("KV_OFFLOAD_LONG") else [])]
+LONG = bool(os.environ.get("KV_OFFLOAD_LONG"))
+STORES = [Redis, S3, *([Mooncake] if LONG else [])]
+# What does not depend on the kind of store is tested with one of them, except in long runs.
+ONE_STORE = STORES if LONG else STORES[:1]
 
 
 @pytest.fixture(scope="module", params=STORES)
@@ -234,6 +237,7 @@ class Served:
         )
 
 
+@pytest.mark.parametrize("store", ONE_STORE, indirect=True)
 @pytest.mark.parametrize("protocol", [DEMO, NIXL, P2P], ids=lambda protocol: protocol.name)
 def test_with_a_vllm_proxy_one_server_prefills_and_the_other_decodes(
     servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference, protocol: Protocol
@@ -271,12 +275,14 @@ def ask_at_once(
     return answers
 
 
+@pytest.mark.parametrize("store", ONE_STORE, indirect=True)
 def test_a_proxy_that_does_not_wait_for_records_costs_only_time(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
     ask_at_once(DEMO, servers, reference)
 
 
+@pytest.mark.parametrize("store", ONE_STORE, indirect=True)
 def test_a_server_that_waits_for_records_loads_whole_prompts_if_the_proxy_does_not_wait(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
@@ -284,6 +290,7 @@ def test_a_server_that_waits_for_records_loads_whole_prompts_if_the_proxy_does_n
     assert [answer.cached_tokens for answer in answers] == [WHOLE] * len(answers)
 
 
+@pytest.mark.parametrize("store", ONE_STORE, indirect=True)
 def test_the_server_recomputes_when_the_store_is_slower(
     start: Serve, model: Path, store: Store, reference: Reference
 ) -> None:
