@@ -105,7 +105,7 @@ void DeviceCopier::submit(CopyJob job) {
   const CopyUrgency wanted = plan.segments.empty() ? CopyUrgency::kUrgent : urgency(*queued);
   queued->path = wanted == CopyUrgency::kUrgent ? queued->urgent_path : path_for(wanted);
   queued->segments = std::move(plan.segments);
-  // wait() may switch the job to the hasty path, so the sub-jobs fit both paths.
+  // wait() may switch the job to the urgent path, so the sub-jobs fit both paths.
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->urgent_path, limits_));
   // A job without copies does not depend on the compute stream.
   Status marked = Status::ok();

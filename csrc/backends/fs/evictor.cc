@@ -141,7 +141,7 @@ Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Prog
 
 // Reuses the file of an evicted record. This saves freeing and allocating an inode and blocks, which is half
 // of the time of a write in a full root. Other processes that have the record open read bytes that do not
-// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
+// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: `pending`
 // has no file yet, and this file has its size.
 int Evictor::recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) {
   const int directory = pending->epoch->directory.get();

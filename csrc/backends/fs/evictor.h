@@ -46,11 +46,11 @@ class Evictor {
   };
   explicit Evictor(const Context& context);
 
-  // Grows the reservation to `bytes` and evicts as needed. draft (or null) may receive the file of an evicted
-  // record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be removed. kIo
-  // with ENOENT if missing records make the sum of the root doubtful. kDeclined for a draft that may be
-  // declined (PendingRecord::spared_request): the next victim belongs to its own request, or other servers
-  // were asked to evict for it.
+  // Grows the reservation to `bytes` and evicts as needed. pending (or null) may receive the file of an
+  // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
+  // removed. kIo with ENOENT if missing records make the sum of the root doubtful. kDeclined for a record
+  // that may be declined (PendingRecord::spared_request): the next victim belongs to its own request, or
+  // other servers were asked to evict for it.
   Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_epochs();
@@ -77,8 +77,8 @@ class Evictor {
     std::uint64_t freed = 0;
     int failed = 0, missing = 0;  // records
   };
-  // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
-  // own request.
+  // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the pending
+  // record's own request.
   Status evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
   int recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t evict_unused_epochs(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);

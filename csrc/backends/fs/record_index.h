@@ -203,7 +203,7 @@ class RecordIndex final : public Catalog {
   bool in_batches(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
                   Visit visit) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
-  // Sets the known state aside; *forgotten is the empty place for it.
+  // Sets the known state aside; *dropped is the empty place for it.
   void drop_all(std::unique_ptr<DroppedState> dropped) REQUIRES(mutex_);
   void unpin(const FsCatalog::Ref& ref) EXCLUDES(mutex_);
 

@@ -36,7 +36,7 @@ class Scanner {
   // Scans the whole epoch and sets its extent to kOrder. Adds its disk space to *counted. count (or null):
   // the process that counts, and how. Returns false if it gave up. A reset meanwhile ends it early with true:
   // nothing is left to learn then. unseen: errors that hid a part of the epoch, which is then neither counted
-  // nor known. forgotten (or null): forgets known records that are no longer on disk, and adds their number
+  // nor known. dropped (or null): drops known records that are no longer on disk, and adds their number
   // to it.
   bool scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count, std::uint64_t* counted,
             Unseen* unseen, std::uint64_t* dropped = nullptr);

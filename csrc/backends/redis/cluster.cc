@@ -122,7 +122,7 @@ std::vector<NodePtr> Cluster::sources() {
   return all;
 }
 
-// *alone: the server is not a cluster node.
+// *standalone: the server is not a cluster node.
 Status Cluster::fetch_slot_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
                                bool* standalone) {
   std::unique_ptr<Connection> connection;

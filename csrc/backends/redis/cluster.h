@@ -7,9 +7,10 @@
 // node reports about other nodes: we connect to any address it names, as the same user, with the same TLS
 // rules.
 //
-// A node that fails an op rests, i.e. is skipped, until it answers upkeep. Meanwhile ops for its keys end at
-// once with kUnavailable, which does not count against the device as a whole. If all nodes rest, ops still
-// try each of them, so that the failure counters see the outage. A standalone server never rests.
+// A node that fails an op is out of service, i.e. skipped, until it answers upkeep. Meanwhile ops for its
+// keys end at once with kUnavailable, which does not count against the device as a whole. If all nodes are
+// out of service, ops still try each of them, so that the failure counters see the outage. A standalone
+// server is never out of service.
 //
 // Thread-safe. No call waits past its deadline.
 #pragma once
@@ -68,7 +69,7 @@ class Cluster {
   void report_cluster_node() {
     if (!is_cluster()) stale_ = true;
   }
-  // Upkeep, about once a second: reloads the map if needed and checks the nodes that rest.
+  // Upkeep, about once a second: reloads the map if needed and checks the nodes that are out of service.
   void maintain(Deadline until, const std::atomic<bool>& stopped) EXCLUDES(mutex_);
   // The nodes that own keys; the only server if it is standalone.
   std::vector<NodePtr> owners() const EXCLUDES(mutex_);
@@ -110,12 +111,12 @@ class Cluster {
   // Returns the node of the server, known or new, and adds it to `kept_nodes`. Null: too many nodes.
   NodePtr keep_node(const Server& server, Nodes* kept_nodes) REQUIRES(mutex_);
   Status run_on_node(const Target& target, OpKind kind, Deadline until, Reply* reply, const Work& work);
-  // Not ok if the node rests, so that an op for it must fail at once.
+  // Not ok if the node is out of service, so that an op for it must fail at once.
   Status service_status(const Node& node, OpKind kind) const EXCLUDES(mutex_);
-  // Records a failure at a node. Only the op that makes the node rest reports the failure itself.
+  // Records a failure at a node. Only the op that takes the node out of service reports the failure itself.
   Status failed_at(Node& node, OpKind kind, Status failure);
   std::vector<NodePtr> out_of_service_nodes() const EXCLUDES(mutex_);
-  static void ping(Node& node, Deadline until);     // ends the rest if the node answers
+  static void ping(Node& node, Deadline until);     // puts the node back into service if it answers
   std::vector<NodePtr> sources() EXCLUDES(mutex_);  // nodes that may know the map, likeliest first
   Status fetch_slot_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
                         bool* standalone) EXCLUDES(mutex_);
