@@ -12,10 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
