@@ -104,7 +104,7 @@ def test_capacity_and_estimates_are_shown_where_they_are_the_cause():
         ([], ["nothing_stored", "nothing_looked_up"], "longer than a chunk"),
         ([STORED], ["nothing_looked_up"], "there was no request yet"),
         ([STORED, HIT], [], ""),
-        ([STORED, HIT, ("breaker_trips_total", ["fs"], 1)], ["tier_off"], "off once"),
+        ([STORED, HIT, ("breaker_trips_total", ["fs"], 1)], ["tier_off"], "out of service once"),
         (
             [STORED, HIT, ("failures_total", ["fs", "write", "no_space"], 3)],
             ["failures"],

@@ -147,7 +147,7 @@ def test_planes_of_packed_pages_are_not_mistaken_for_heads(
 
 
 def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"layer\.0 is a part of it; start without canonical_layout"):
+    with pytest.raises(ValueError, match=r"layer\.0 holds only a part; start without canonical_layout"):
         Rank(monkeypatch, [4, 4], 0, 2).find_pages(replicated=True)
 
 
@@ -155,7 +155,7 @@ def test_ranks_whose_order_differs_from_their_heads_are_refused(monkeypatch: pyt
     one = Rank(monkeypatch, [4], 1, 2)
     run = one.refs[0].mapping.runs[0]
     one.change_mapping(runs=(replace(run, canonical_offset=0),))
-    assert one.find_pages() == "vLLM places the heads of layer.0 in another order"
+    assert one.find_pages() == "vLLM stores the KV heads of layer.0 in another order"
 
 
 def test_other_partitions_of_a_cache_are_not_mistaken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:

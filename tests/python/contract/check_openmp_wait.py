@@ -21,7 +21,7 @@ from kv_offload.names import SPEC_NAME  # noqa: E402
 
 OURS = {"spec_name": SPEC_NAME, "spec_module_path": "kv_offload.specs", "cpu_bytes_to_use": "1GiB"}
 FEW = str(SPINS)
-SAID = "the threads of ranks sleep"
+SAID = "idle OpenMP threads of the ranks sleep"
 
 
 class Platform:
