@@ -10,7 +10,6 @@
 #include "backends/fs/layout.h"
 #include "backends/fs/reclaim.h"
 #include "backends/fs/record_file.h"
-#include "backends/fs/temporary.h"
 #include "backends/fs/walk.h"
 
 namespace kv_offload {
@@ -71,7 +70,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* draft, Reservatio
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
-  freed = take_dead(bytes, reservation);
+  freed = take_dead(bytes, draft, reservation);
   // Until the scan ends, records outside the catalog may be older than those in it.
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
   if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
@@ -113,13 +112,12 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const FsEpoch& epoch = *victim->epoch;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
-  // With fsync, a record that was reported as written must never be found torn, and evicted files may
-  // reappear after a power failure. So their bytes are left unchanged then.
-  const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
-                      draft->epoch == victim->epoch && draft->file_bytes == victim->record.file_bytes;
+  const bool usable =
+      may_recycle(draft) && draft->epoch == victim->epoch && draft->file_bytes == victim->record.file_bytes;
   const SpaceLedger::Finished before = root_.space->finished();
   std::uint64_t bytes = 0;
-  int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
+  const std::string leaf = path.substr(0, path.rfind('/') + 1);
+  int rc = usable ? recycle({epoch.directory.get(), path}, leaf, draft, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
@@ -139,26 +137,33 @@ Status Evictor::evict_own(PendingRecord* draft, Reservation* reservation, Progre
   return Status::ok();
 }
 
-// Reuses the file of an evicted record. This saves freeing and allocating an inode and blocks, which is half
-// of the time of a write in a full root. Other processes that have the record open read bytes that do not
-// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: the draft
-// has no file yet, and this file has its size.
-int Evictor::recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) {
-  const int directory = draft->epoch->directory.get();
+// With fsync, a record that was reported as written must never be found torn, and evicted files may reappear
+// after a power failure. So their bytes are left unchanged then.
+bool Evictor::may_recycle(const PendingRecord* draft) const {
+  return draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone;
+}
+
+// Reuses the file of an evicted record; `prefix` is the leaf directory in which it becomes the draft's
+// temporary. This saves freeing and allocating an inode and blocks, which is half of the time of a write in a
+// full root. Other processes that have the record open read bytes that do not match, and see that the name is
+// missing. Returns -errno if the file keeps its old name. REQUIRES: may_recycle(draft). The record is of the
+// draft's epoch or of another namespace: after a power failure the file may have its old bytes under the name
+// of the draft, and an older epoch of this namespace may have a record of the same key.
+int Evictor::recycle(const FileName& from, const std::string& prefix, PendingRecord* draft,
+                     std::uint64_t* freed) {
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
-  std::string temporary;
+  FileName temporary{draft->epoch->directory.get(), prefix};
   FileInfo info;
-  const int moved =
-      rename_to_temporary(ops_, directory, path, flags, root_.writer, &draft->fd, &temporary, &info);
+  const int moved = rename_to_temporary(ops_, from, &temporary, flags, root_.writer, &draft->fd, &info);
   if (moved < 0) return moved;
   if (draft->fd && info.size == draft->file_bytes) {
-    draft->path = std::move(temporary);
+    draft->path = std::move(temporary.path);
     *freed = info.charge();
     return 0;
   }
   draft->fd.reset();
-  const int rc = unlink_file(ops_, directory, temporary, freed);
-  if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
+  const int rc = unlink_file(ops_, temporary.directory, temporary.path, freed);
+  if (rc < 0) (void)ops_.move(temporary.directory, temporary.path, from.directory, from.path, true);
   return rc;
 }
 
@@ -174,7 +179,7 @@ Gone adopt_each(SpaceLedger& space, Reservation* reservation) {
 }
 }  // namespace
 
-std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation) {
+std::uint64_t Evictor::take_dead(std::uint64_t enough, PendingRecord* draft, Reservation* reservation) {
   const Nanos now = clock_.now();
   if (now < next_look_for_dead_) return 0;
   const Gone gone = adopt_each(*root_.space, reservation);
@@ -186,6 +191,15 @@ std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation)
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
       gone,
+      [&](const OldestRecords::Source& source, const FileName& name, const FileInfo& info) REQUIRES(mutex_) {
+        std::uint64_t bytes = 0;
+        if (source.namespace_name == root_.namespace_name || !may_recycle(draft) ||
+            info.size != draft->file_bytes) {
+          return bytes;
+        }
+        (void)recycle(name, layout::leaf_path(draft->leaf) + '/', draft, &bytes);
+        return bytes;
+      },
   };
   std::uint64_t freed = dead_.remove(request, stop_);
   if (freed < enough) {
@@ -276,6 +290,7 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
       },
       may_take,
       adopt_each(*root_.space, reservation),
+      nullptr,
   };
   const std::uint64_t freed = others_.remove(request, stop_);
   if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;

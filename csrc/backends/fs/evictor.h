@@ -28,6 +28,7 @@
 #include "backends/fs/record_index.h"
 #include "backends/fs/shares.h"
 #include "backends/fs/space_ledger.h"
+#include "backends/fs/temporary.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
@@ -80,8 +81,11 @@ class Evictor {
   // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the draft's
   // own request.
   Status evict_own(PendingRecord* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
-  int recycle(const std::string& path, PendingRecord* draft, std::uint64_t* freed) REQUIRES(mutex_);
-  std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
+  bool may_recycle(const PendingRecord* draft) const;
+  int recycle(const FileName& from, const std::string& prefix, PendingRecord* draft, std::uint64_t* freed)
+      REQUIRES(mutex_);
+  std::uint64_t take_dead(std::uint64_t enough, PendingRecord* draft, Reservation* reservation)
+      REQUIRES(mutex_);
   std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t remove_what_is_empty(const std::vector<OldestRecords::Source>& dead, const Gone& gone)
       REQUIRES(mutex_);
