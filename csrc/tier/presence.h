@@ -87,6 +87,7 @@ class PresenceCache final : public Catalog {
   // Most removals that one take_removals() call reports; the next calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
   static constexpr std::size_t kRemovalsPerLock = 64;
+  static_assert(kMostRemovals % kRemovalsPerLock == 0);
   enum class State : std::uint8_t { kForgotten, kAsking, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;

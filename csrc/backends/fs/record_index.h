@@ -60,6 +60,7 @@ class RecordIndex final : public Catalog {
   static constexpr std::size_t kRecordsPerLock = 64;
   // Removals that one call of take_removals() reports; later calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
+  static_assert(kMostRemovals % kRecordsPerLock == 0);
 
   // Throws InvalidArgument for an unknown policy.
   RecordIndex(const std::string& eviction_policy, const Clock& clock);

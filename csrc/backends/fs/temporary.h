@@ -12,6 +12,7 @@ namespace kv_offload {
 // Creates a temporary in `prefix` ("ab/" or ""), locked by this process. Returns 0 or -errno.
 int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
                      Fd* fd, std::string* path);
+// A file's path in an open directory.
 struct FileName {
   int directory = -1;
   std::string path;
