@@ -294,7 +294,7 @@ TEST(Kill, at_any_call_alongside_a_dead_namespace_leaves_a_consistent_root) {
 TEST(PowerCut, alongside_a_dead_namespace_leaves_no_wrong_byte) {
   MovesDisk disk;
   Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .two_namespaces = true});
-  lives.live_until([&] { return lives.corrupt > 0 && disk.moves > 20; }, rounds(200), 300);
+  lives.live_until([&] { return lives.corrupt > 0 && disk.moves > 20; }, rounds(60), 300);
   EXPECT_EQ(lives.wrong + lives.above, 0u);
   EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
   EXPECT_GT(disk.moves, 20) << "the control: files of dead records are reused";
