@@ -5,7 +5,8 @@
 //   root_owners dead DIRECTORY LEAVES FILES RECORD_BYTES WRITES BATCHES
 //     Two full roots with FILES records in each of LEAVES leaf directories. In one they are our own, in the
 //     other those of a namespace that no server has open. Writes go to both by turns, on this thread; a line
-//     for each batch of WRITES and root.
+//     for each batch of WRITES and root. "unqueued" is wall time without the time in which the thread waited
+//     for a core: what the write takes on a machine with an idle core.
 //   root_owners models DIRECTORY SECONDS MAX_BYTES RECORD_BYTES PER_SECOND PROMPT
 //     Two servers with different models on one root of MAX_BYTES. The first fills it, then both write prompts
 //     of PROMPT chunks, PER_SECOND chunks a second. A third one is alone on a root of half the size, as the
@@ -21,6 +22,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -60,6 +63,17 @@ double thread_seconds() {
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
 }
+// The time that this thread has waited for a core so far. Opened once, because procfs is slow.
+double queued_seconds() {
+  static const int file = ::open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+  char text[128] = {};
+  std::uint64_t ran = 0, waited = 0;
+  if (::pread(file, text, sizeof(text) - 1, 0) <= 0 ||
+      std::sscanf(text, "%" SCNu64 " %" SCNu64, &ran, &waited) != 2) {
+    give_up("/proc/thread-self/schedstat cannot be read");
+  }
+  return static_cast<double>(waited) / 1e9;
+}
 std::uint64_t disk_bytes(const std::string& path) {
   struct ::stat info;
   return ::lstat(path.c_str(), &info) == 0 ? static_cast<std::uint64_t>(info.st_blocks) * 512 : 0;
@@ -88,6 +102,11 @@ FsTierOptions options_for(const std::string& root, std::uint64_t max_bytes, std:
   return options;
 }
 
+// Seconds of one write.
+struct Cost {
+  double cpu = 0, wall = 0, unqueued = 0;
+};
+
 // A tier, and one record of it at a time, written by the thread that calls.
 class Writer {
  public:
@@ -97,8 +116,7 @@ class Writer {
   }
   Tier& tier() { return *tier_; }
   // Ok, or the write was declined, as a chunk of its own prompt would have been evicted for it.
-  bool write(const ChunkKey& key, const EntryInfo& entry_info, double* cpu = nullptr,
-             double* wall = nullptr) {
+  bool write(const ChunkKey& key, const EntryInfo& entry_info, Cost* cost = nullptr) {
     TierOp op;
     op.id = ++last_op_;
     op.kind = OpKind::kWrite;
@@ -110,10 +128,10 @@ class Writer {
     ops.push_back(std::move(op));
     tier_->submit(std::move(ops));
     const std::function<void()> run = pool_->begin_next(Lane::kWrite);
-    const double began = now(), cpu_began = thread_seconds();
+    const double queued = queued_seconds(), began = now(), cpu_began = thread_seconds();
     if (run) run();
-    if (cpu != nullptr) *cpu = thread_seconds() - cpu_began;
-    if (wall != nullptr) *wall = now() - began;
+    const double cpu = thread_seconds() - cpu_began, wall = now() - began;
+    if (cost != nullptr) *cost = {cpu, wall, wall - (queued_seconds() - queued)};
     std::vector<Completion> done;
     std::vector<TierRemoval> removals;
     for (;; pause_for(20e-6)) {
@@ -177,12 +195,12 @@ class FullRoot {
       const TierStats stats = writer_->tier().stats();
       return stats.scan_complete && stats.bytes + (4 << 20) > full;
     });
-    for (int i = 0; i < 300; ++i) (void)write_next(nullptr, nullptr);  // until each write evicts
+    for (int i = 0; i < 300; ++i) (void)write_next(nullptr);  // until each write evicts
   }
-  bool write_next(double* cpu, double* wall) {
+  bool write_next(Cost* cost) {
     EntryInfo entry_info;
     entry_info.request = ++request_;
-    return writer_->write(keys_.next(), entry_info, cpu, wall);
+    return writer_->write(keys_.next(), entry_info, cost);
   }
   const char* name() const { return name_; }
   std::uint64_t evicted_bytes() const { return writer_->tier().stats().evicted_bytes; }
@@ -228,15 +246,17 @@ void measure_dead(const std::string& directory, const DeadOptions& options, int 
   for (int batch = 0; batch < batches; ++batch) {
     struct Samples {
       FullRoot& root;
-      std::vector<double> cpu{}, wall{};
+      std::vector<double> cpu{}, wall{}, unqueued{};
       int refused = 0;
     } samples[] = {{own}, {dead}};
     const std::uint64_t before[] = {own.evicted_bytes(), dead.evicted_bytes()};
     for (int i = 0; i < writes; ++i) {
       for (Samples& of : samples) {
-        of.cpu.emplace_back();
-        of.wall.emplace_back();
-        of.refused += !of.root.write_next(&of.cpu.back(), &of.wall.back());
+        Cost cost;
+        of.refused += !of.root.write_next(&cost);
+        of.cpu.push_back(cost.cpu);
+        of.wall.push_back(cost.wall);
+        of.unqueued.push_back(cost.unqueued);
       }
     }
     for (Samples& of : samples) {
@@ -244,11 +264,11 @@ void measure_dead(const std::string& directory, const DeadOptions& options, int 
       const double evicted = static_cast<double>(of.root.evicted_bytes() - before[&of - samples]);
       fmt::print(
           "{{\"root\": \"{}\", \"mean_cpu_ms\": {:.4f}, \"median_cpu_ms\": {:.4f}, \"mean_ms\": {:.4f}, "
-          "\"median_ms\": {:.4f}, \"p99_ms\": {:.4f}, \"most_ms\": {:.4f}, \"refused\": {}, "
-          "\"evicted_bytes_per_write\": {:.0f}}}\n",
+          "\"median_ms\": {:.4f}, \"p99_ms\": {:.4f}, \"most_ms\": {:.4f}, \"mean_unqueued_ms\": {:.4f}, "
+          "\"median_unqueued_ms\": {:.4f}, \"refused\": {}, \"evicted_bytes_per_write\": {:.0f}}}\n",
           of.root.name(), mean(of.cpu) * 1e3, median(of.cpu) * 1e3, mean(of.wall) * 1e3,
-          median(of.wall) * 1e3, of.wall[of.wall.size() * 99 / 100] * 1e3, of.wall.back() * 1e3, of.refused,
-          evicted / writes);
+          median(of.wall) * 1e3, of.wall[of.wall.size() * 99 / 100] * 1e3, of.wall.back() * 1e3,
+          mean(of.unqueued) * 1e3, median(of.unqueued) * 1e3, of.refused, evicted / writes);
       std::fflush(stdout);
     }
   }

@@ -2,7 +2,8 @@
 """Measures writes to a full directory with other owners' records, and how many of those stay usable.
 
 ``dead``: writes to a full root that holds records of a namespace that no server has open, compared with
-writes to a full root of the writer's own records. Both alternate in one process.
+writes to a full root of the writer's own records. Both alternate in one process. "unqueued" is wall time
+without the time in which the thread waited for a core, so other programs disturb it little.
 
 ``models``: two servers with different models on one full root. The baseline is one server on a root of half
 the size. "held" is the part of a server's share that its records use. "usable" is the part of its records
@@ -65,7 +66,16 @@ def measure_dead(program: Path, options: argparse.Namespace) -> dict[str, list[f
     )
     figures: dict[str, list[float]] = defaultdict(list)
     for own, dead in zip(lines[::2], lines[1::2], strict=True):
-        for part in ("mean_cpu_ms", "median_cpu_ms", "mean_ms", "median_ms", "p99_ms", "most_ms"):
+        for part in (
+            "mean_cpu_ms",
+            "median_cpu_ms",
+            "mean_ms",
+            "median_ms",
+            "p99_ms",
+            "most_ms",
+            "mean_unqueued_ms",
+            "median_unqueued_ms",
+        ):
             figures[f"own, {part}"].append(own[part])
             figures[f"dead, {part}"].append(dead[part])
             figures[f"dead against own, {part}"].append(dead[part] / own[part])

@@ -5,6 +5,7 @@
 #include <bit>
 #include <utility>
 
+#include "base/make_room.h"
 #include "base/steps.h"
 
 namespace kv_offload {
@@ -174,8 +175,16 @@ bool PresenceCache::was_present(const DroppedEntries& dropped, const Entry& entr
 }
 
 void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
+  for (std::size_t left = kMostRemovals; left > 0; left -= kRemovalsPerLock) {
+    make_room(*removals, kRemovalsPerLock);
+    if (!take_some_removals(removals)) return;
+  }
+}
+
+// Returns true if there are more. REQUIRES: room for kRemovalsPerLock in the list.
+bool PresenceCache::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
-  std::size_t left = kMostRemovals;
+  std::size_t left = kRemovalsPerLock;
   for (; left > 0 && !removals_.empty(); --left) {
     removals->push_back(removals_.front());
     removals_.pop_front();
@@ -193,7 +202,8 @@ void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
     spent_.push_back(std::move(oldest.old));
     dropped_.pop_front();
   }
-  count_steps(kMostRemovals - left);
+  count_steps(kRemovalsPerLock - left);
+  return left == 0;
 }
 
 }  // namespace kv_offload

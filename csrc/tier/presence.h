@@ -86,6 +86,8 @@ class PresenceCache final : public Catalog {
   static constexpr std::size_t kAhead = 8;  // entries prefetched into the CPU cache
   // Most removals that one take_removals() call reports; the next calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
+  static constexpr std::size_t kRemovalsPerLock = 64;
+  static_assert(kMostRemovals % kRemovalsPerLock == 0);
   enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;
@@ -124,6 +126,7 @@ class PresenceCache final : public Catalog {
     mutable std::size_t next_ = 0;  // index after the entry found last
   };
 
+  bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
   // Puts the key into the young table. When the young table holds half of all keys, the old table is dropped
   // and the young one becomes the old one.

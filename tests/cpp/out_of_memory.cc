@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "out_of_memory.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace {
 
 constexpr unsigned kNever = ~0u;
 thread_local unsigned g_left = kNever;  // calls until one fails
 thread_local bool g_failed = false;
+thread_local std::size_t g_largest = 0;
 
 void* allocate(std::size_t bytes) {
+  g_largest = std::max(g_largest, bytes);
   if (g_left != kNever && g_left-- == 0) {
     g_left = kNever;
     g_failed = true;
@@ -41,5 +45,7 @@ FailingAllocation::FailingAllocation(unsigned after) {
 }
 FailingAllocation::~FailingAllocation() { g_left = kNever; }
 bool FailingAllocation::came() const { return g_failed; }
+
+std::size_t take_largest_allocation() { return std::exchange(g_largest, 0); }
 
 }  // namespace kv_offload::testing

@@ -10,7 +10,6 @@
 #include "backends/fs/layout.h"
 #include "backends/fs/reclaim.h"
 #include "backends/fs/record_file.h"
-#include "backends/fs/temporary.h"
 #include "backends/fs/walk.h"
 
 namespace kv_offload {
@@ -71,7 +70,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservat
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   Progress own;
   std::uint64_t& freed = own.freed;
-  freed = evict_unused_epochs(bytes, reservation);
+  freed = evict_unused_epochs(bytes, pending, reservation);
   // Until the scan ends, records outside the catalog may be older than those in it.
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
   if (ordered && freed < bytes && shares_.is_below() && shares_.is_overdue())
@@ -113,13 +112,12 @@ Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Prog
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const FsEpoch& epoch = *victim->epoch;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
-  // With fsync, a record that was reported as written must never be found torn, and evicted files may
-  // reappear after a power failure. So their bytes are left unchanged then.
-  const bool usable = pending != nullptr && !pending->fd && options_.fsync == FsyncMode::kNone &&
-                      pending->epoch == victim->epoch && pending->file_bytes == victim->record.file_bytes;
+  const bool usable = may_recycle(pending) && pending->epoch == victim->epoch &&
+                      pending->file_bytes == victim->record.file_bytes;
   const SpaceLedger::Finished before = root_.space->finished();
   std::uint64_t bytes = 0;
-  int rc = usable ? recycle(path, pending, &bytes) : -EAGAIN;
+  const std::string leaf = path.substr(0, path.rfind('/') + 1);
+  int rc = usable ? recycle({epoch.directory.get(), path}, leaf, pending, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
   if (rc == 0 && bytes == 0) {
@@ -139,26 +137,33 @@ Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Prog
   return Status::ok();
 }
 
-// Reuses the file of an evicted record. This saves freeing and allocating an inode and blocks, which is half
-// of the time of a write in a full root. Other processes that have the record open read bytes that do not
-// match, and see that the name is missing. Returns -errno if the file keeps its old name. REQUIRES: `pending`
-// has no file yet, and this file has its size.
-int Evictor::recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) {
-  const int directory = pending->epoch->directory.get();
+// With fsync, a record that was reported as written must never be found torn, and evicted files may reappear
+// after a power failure. So their bytes are left unchanged then.
+bool Evictor::may_recycle(const PendingRecord* pending) const {
+  return pending != nullptr && !pending->fd && options_.fsync == FsyncMode::kNone;
+}
+
+// Reuses the file of an evicted record; `prefix` is the leaf directory in which it becomes the temporary
+// of `pending`. This saves freeing and allocating an inode and blocks, which is half of the time of a write
+// in a full root. Other processes that have the record open read bytes that do not match, and see that the
+// name is missing. Returns -errno if the file keeps its old name. REQUIRES: may_recycle(pending). The record
+// is of the same epoch as `pending` or of another namespace: after a power failure the file may have its old
+// bytes under the new name, and an older epoch of this namespace may have a record of the same key.
+int Evictor::recycle(const FileName& from, const std::string& prefix, PendingRecord* pending,
+                     std::uint64_t* freed) {
   const int flags = O_WRONLY | (pending->direct ? O_DIRECT : 0);
-  std::string temporary;
+  FileName temporary{pending->epoch->directory.get(), prefix};
   FileInfo info;
-  const int moved =
-      rename_to_temporary(ops_, directory, path, flags, root_.writer, &pending->fd, &temporary, &info);
+  const int moved = rename_to_temporary(ops_, from, &temporary, flags, root_.writer, &pending->fd, &info);
   if (moved < 0) return moved;
   if (pending->fd && info.size == pending->file_bytes) {
-    pending->path = std::move(temporary);
+    pending->path = std::move(temporary.path);
     *freed = info.charge();
     return 0;
   }
   pending->fd.reset();
-  const int rc = unlink_file(ops_, directory, temporary, freed);
-  if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
+  const int rc = unlink_file(ops_, temporary.directory, temporary.path, freed);
+  if (rc < 0) (void)ops_.move(temporary.directory, temporary.path, from.directory, from.path, true);
   return rc;
 }
 
@@ -174,7 +179,8 @@ OnRemoved adopt_removed(SpaceLedger& space, Reservation* reservation) {
 }
 }  // namespace
 
-std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, Reservation* reservation) {
+std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, PendingRecord* pending,
+                                           Reservation* reservation) {
   const Nanos now = clock_.now();
   if (now < next_unused_scan_) return 0;
   const OnRemoved on_removed = adopt_removed(*root_.space, reservation);
@@ -186,6 +192,15 @@ std::uint64_t Evictor::evict_unused_epochs(std::uint64_t enough, Reservation* re
         return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
       },
       on_removed,
+      [&](const OldestRecords::Source& source, const FileName& name, const FileInfo& info) REQUIRES(mutex_) {
+        std::uint64_t bytes = 0;
+        if (source.namespace_name == root_.namespace_name || !may_recycle(pending) ||
+            info.size != pending->file_bytes) {
+          return bytes;
+        }
+        (void)recycle(name, layout::leaf_path(pending->leaf) + '/', pending, &bytes);
+        return bytes;
+      },
   };
   std::uint64_t freed = unused_records_.remove(request, stop_);
   if (freed < enough) {
@@ -276,6 +291,7 @@ std::uint64_t Evictor::evict_peer_records(std::uint64_t enough, bool any, Reserv
       },
       may_take,
       adopt_removed(*root_.space, reservation),
+      nullptr,
   };
   const std::uint64_t freed = peer_records_.remove(request, stop_);
   if (!any && freed < enough) next_peer_scan_ = now + kScanInterval;

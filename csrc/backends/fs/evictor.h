@@ -28,6 +28,7 @@
 #include "backends/fs/record_index.h"
 #include "backends/fs/shares.h"
 #include "backends/fs/space_ledger.h"
+#include "backends/fs/temporary.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
@@ -80,8 +81,11 @@ class Evictor {
   // Evicts one of our records. kNotFound if none is left; kDeclined if the next victim belongs to the pending
   // record's own request.
   Status evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
-  int recycle(const std::string& path, PendingRecord* pending, std::uint64_t* freed) REQUIRES(mutex_);
-  std::uint64_t evict_unused_epochs(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
+  bool may_recycle(const PendingRecord* pending) const;
+  int recycle(const FileName& from, const std::string& prefix, PendingRecord* pending, std::uint64_t* freed)
+      REQUIRES(mutex_);
+  std::uint64_t evict_unused_epochs(std::uint64_t enough, PendingRecord* pending, Reservation* reservation)
+      REQUIRES(mutex_);
   std::uint64_t evict_peer_records(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t remove_empty_epochs(const std::vector<OldestRecords::Source>& dead,
                                     const OnRemoved& on_removed) REQUIRES(mutex_);

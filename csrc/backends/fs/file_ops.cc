@@ -86,8 +86,9 @@ class PosixFileOps final : public FileOps {
   std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
     return or_errno(static_cast<std::int64_t>(::pwritev(fd, parts, count, offset)));
   }
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
-    return or_errno(::renameat2(directory, from.c_str(), directory, to.c_str(),
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    return or_errno(::renameat2(from_directory, from.c_str(), to_directory, to.c_str(),
                                 keep_existing ? unsigned{RENAME_NOREPLACE} : 0u));
   }
   int unlink(int directory, const std::string& path) override {

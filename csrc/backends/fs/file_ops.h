@@ -62,8 +62,12 @@ class FileOps {
   virtual int replace(int fd, int by) = 0;
   virtual std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
   virtual std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
-  // keep_existing: returns -EEXIST instead of replacing the target; -EINVAL where unsupported.
-  virtual int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) = 0;
+  // renameat2(). keep_existing: returns -EEXIST instead of replacing the target; -EINVAL where unsupported.
+  virtual int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+                   bool keep_existing) = 0;
+  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) {
+    return move(directory, from, directory, to, keep_existing);
+  }
   virtual int unlink(int directory, const std::string& path) = 0;
   virtual int rmdir(int directory, const std::string& path) = 0;
   virtual int mkdir(int directory, const std::string& path, unsigned mode) = 0;

@@ -29,15 +29,14 @@ std::uint64_t OldestRecords::remove(const Request& request, const std::atomic<bo
       if (began && freed == freed_before_pass) break;  // none of them can be removed
       began = true;
       freed_before_pass = freed;
-      if (!begin_pass({request.bytes - freed, request.sources, request.may_take, request.on_removed}, stop))
-        break;
+      if (!begin_pass(request, request.bytes - freed, stop)) break;
       continue;
     }
     if (!request.may_take(opened_[candidates_.back().source].source)) {
       candidates_.pop_back();
       continue;
     }
-    const std::uint64_t bytes = remove_next();
+    const std::uint64_t bytes = remove_next(request);
     freed += bytes;
     if (bytes > 0) request.on_removed(bytes);
   }
@@ -70,7 +69,7 @@ void OldestRecords::open(const std::vector<Source>& sources) {
 }
 
 // Returns false if there are no records.
-bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& stop) {
+bool OldestRecords::begin_pass(const Request& request, std::uint64_t needed, const std::atomic<bool>& stop) {
   open(request.sources());
   std::vector<Candidate> sample;
   std::uint64_t bytes = 0;
@@ -87,8 +86,7 @@ bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& 
   newest_ = std::numeric_limits<std::int64_t>::max();
   if (opened_[sample.front().source].source.findable) {
     const double listed = static_cast<double>(next_leaf_) / static_cast<double>(leaves_.size());
-    const double enough =
-        std::max(static_cast<double>(bytes) / kParts, static_cast<double>(request.bytes) * listed);
+    const double enough = std::max(static_cast<double>(bytes) / kParts, static_cast<double>(needed) * listed);
     std::sort(sample.begin(), sample.end(), [](const Candidate& a, const Candidate& b) {
       return a.record.mtime_nanos < b.record.mtime_nanos;
     });
@@ -124,13 +122,17 @@ void OldestRecords::queue(std::vector<Candidate> found) {
 }
 
 // Returns 0 if the record was already removed, was used since it was listed, or cannot be removed.
-std::uint64_t OldestRecords::remove_next() {
+std::uint64_t OldestRecords::remove_next(const Request& request) {
   const Candidate candidate = std::move(candidates_.back());
   candidates_.pop_back();
   const int directory = opened_[candidate.source].directory.get();
   const std::string path = layout::record_path(candidate.record.key, candidate.record.file_bytes);
   FileInfo info;
   if (ops_.stat(directory, path, &info) != 0 || info.mtime_nanos > newest_) return 0;
+  if (request.reuse) {
+    const std::uint64_t bytes = request.reuse(opened_[candidate.source].source, {directory, path}, info);
+    if (bytes > 0) return bytes;
+  }
   return ops_.unlink(directory, path) == 0 ? info.charge() : 0;
 }
 

@@ -18,6 +18,7 @@
 
 #include "backends/fs/file_ops.h"
 #include "backends/fs/reclaim.h"
+#include "backends/fs/temporary.h"
 #include "backends/fs/walk.h"
 
 namespace kv_offload {
@@ -34,6 +35,9 @@ class OldestRecords {
     std::function<std::vector<Source>()> sources;  // called at the start of a pass
     std::function<bool(const Source&)> may_take;   // called before each record
     OnRemoved on_removed;                          // called after each removed record
+    // Called instead of the removal of a record's file, or null. Returns the file's bytes if it has no name
+    // in its directory any more. Returns 0 if the file is to be removed.
+    std::function<std::uint64_t(const Source&, const FileName&, const FileInfo&)> reuse;
   };
   // A pass removes about 1/kParts of all records.
   static constexpr std::uint64_t kParts = 32;
@@ -60,11 +64,11 @@ class OldestRecords {
     std::size_t source = 0;
     FoundRecord record;
   };
-  bool begin_pass(const Request& request, const std::atomic<bool>& stop);
+  bool begin_pass(const Request& request, std::uint64_t needed, const std::atomic<bool>& stop);
   void open(const std::vector<Source>& sources);
   std::vector<Candidate> list_next();
   void queue(std::vector<Candidate> found);
-  std::uint64_t remove_next();
+  std::uint64_t remove_next(const Request& request);
 
   FileOps& ops_;
   const int root_;

@@ -20,7 +20,8 @@ struct PendingRecord {
   bool direct = false;
   // If not 0, the write is declined rather than evict a record of this request.
   std::uint32_t spared_request = 0;
-  // The temporary file, once there is one: a new file, or the file of an evicted record of the same size.
+  // The temporary file of `epoch`, once there is one: a new file, or the file of an evicted record of the
+  // same size.
   Fd fd;
   std::string path;
   // True once no temporary is left: the record has its name, or another process wrote the same record.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backends/fs/layout.h"
+#include "base/make_room.h"
 #include "base/steps.h"
 
 namespace kv_offload {
@@ -128,8 +129,16 @@ bool RecordIndex::apply_use_batch() {
 }
 
 void RecordIndex::take_removals(std::vector<TierRemoval>* removals) {
+  for (std::size_t left = kMostRemovals; left > 0; left -= kRecordsPerLock) {
+    make_room(*removals, kRecordsPerLock);
+    if (!take_some_removals(removals)) return;
+  }
+}
+
+// Returns true if there are more. REQUIRES: room for kRecordsPerLock in the list.
+bool RecordIndex::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
-  std::size_t left = kMostRemovals;
+  std::size_t left = kRecordsPerLock;
   for (; left > 0 && !removals_.empty(); --left) {
     removals->push_back(removals_.front());
     removals_.pop_front();
@@ -145,7 +154,8 @@ void RecordIndex::take_removals(std::vector<TierRemoval>* removals) {
     reported_.push_back(std::move(dropped_.front()));
     dropped_.pop_front();
   }
-  count_steps(kMostRemovals - left);
+  count_steps(kRecordsPerLock - left);
+  return left == 0;
 }
 
 // ---- the epoch
@@ -365,11 +375,12 @@ void RecordIndex::mark_listed(const FsEpochPtr& epoch, std::uint32_t leaf) {
   if (epoch == epoch_) leaves_[leaf].state = Leaf::State::kListed;
 }
 
-template <typename Visit>
+template <typename Visit, typename Prepare>
 bool RecordIndex::in_batches(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
-                             Visit visit) const {
+                             Visit visit, Prepare prepare) const {
   for (std::size_t next = 0; next < count;) {
     if (stop.load()) return false;
+    prepare();
     mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (epoch != nullptr && *epoch != epoch_) return false;
@@ -395,10 +406,11 @@ void RecordIndex::adopt_names(const FsEpochPtr& epoch, std::span<const FoundReco
 void RecordIndex::adopt_in_order(const FsEpochPtr& epoch, std::span<const FoundRecord> records,
                                  std::span<const LastUse> order, bool first, const std::atomic<bool>& stop) {
   std::vector<ChunkKey> used;  // used since the epoch was opened
-  in_batches(order.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
+  const auto visit = [&](std::size_t at) REQUIRES(mutex_) {
     const FoundRecord& record = records[order[at].second];
     if (!catalog_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
-  });
+  };
+  in_batches(order.size(), &epoch, stop, visit, [&] { make_room(used, kRecordsPerLock); });
   const Nanos now = clock_.now();
   static constexpr std::atomic<bool> kToTheEnd{false};
   in_batches(used.size(), &epoch, kToTheEnd,
@@ -416,9 +428,10 @@ bool RecordIndex::known_from(const FsEpochPtr& epoch, Slot* slot,
 std::vector<FoundRecord> RecordIndex::unknown_of(std::span<const FoundRecord> records) const {
   std::vector<FoundRecord> unknown;
   static constexpr std::atomic<bool> kToTheEnd{false};
-  in_batches(records.size(), nullptr, kToTheEnd, [&](std::size_t at) REQUIRES(mutex_) {
+  const auto visit = [&](std::size_t at) REQUIRES(mutex_) {
     if (!catalog_.holds(records[at].key)) unknown.push_back(records[at]);
-  });
+  };
+  in_batches(records.size(), nullptr, kToTheEnd, visit, [&] { make_room(unknown, kRecordsPerLock); });
   return unknown;
 }
 
@@ -427,6 +440,7 @@ std::vector<FoundRecord> RecordIndex::unknown_of(std::span<const FoundRecord> re
 std::vector<FsCatalog::Record> RecordIndex::take_touched(FsEpochPtr* epoch) {
   std::vector<FsCatalog::Record> records;
   for (bool more = true, first = true; more; first = false) {
+    make_room(records, kRecordsPerLock);
     mutex_.yield_to_waiters();
     const MutexLock lock(mutex_);
     if (first) *epoch = epoch_;

@@ -10,11 +10,11 @@
 //
 // Threads: any. mutex_ guards everything except not_found_. It is the innermost lock: it is never held across
 // a call to the file system, nor while another lock is taken. Each hold is short, whatever the number of
-// records. Long lists are processed in pieces, and waiting threads get the lock between two pieces. Tables
-// grow in small steps. A reset only sets the old state aside; other calls go through it and free it. So the
-// scheduler thread waits neither for storage nor for a scan. It does not close files either, which may wait
-// for a file server: an epoch stays open until free_unused(), whichever thread drops the last other
-// reference.
+// records. Long lists are processed in pieces, and waiting threads get the lock between two pieces. A
+// caller's list grows before the lock is taken (make_room). Tables grow in small steps. A reset only sets the
+// old state aside; other calls go through it and free it. So the scheduler thread waits neither for storage
+// nor for a scan. It does not close files either, which may wait for a file server: an epoch stays open until
+// free_unused(), whichever thread drops the last other reference.
 #pragma once
 
 #include <atomic>
@@ -60,6 +60,7 @@ class RecordIndex final : public Catalog {
   static constexpr std::size_t kRecordsPerLock = 64;
   // Removals that one call of take_removals() reports; later calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
+  static_assert(kMostRemovals % kRecordsPerLock == 0);
 
   // Throws InvalidArgument for an unknown policy.
   RecordIndex(const std::string& eviction_policy, const Clock& clock);
@@ -197,11 +198,14 @@ class RecordIndex final : public Catalog {
   std::unique_ptr<DroppedState> empty_state() const { return std::make_unique<DroppedState>(policy_name_); }
 
   bool apply_use_batch() EXCLUDES(mutex_);
-  // Calls visit(at) for each `at` below `count`, kRecordsPerLock per hold of the lock. Returns false if it
-  // ended early, because *stop became true or *epoch (if given) is no longer ours.
-  template <typename Visit>
-  bool in_batches(std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop,
-                  Visit visit) const EXCLUDES(mutex_);
+  bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
+  // Calls visit(at) for each `at` below `count`, kRecordsPerLock per hold of the lock. Calls prepare() before
+  // each hold. Returns false if it ended early, because *stop became true or *epoch (if given) is no longer
+  // ours.
+  template <typename Visit, typename Prepare = void (*)()>
+  bool in_batches(
+      std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop, Visit visit,
+      Prepare prepare = [] {}) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
   // Sets the known state aside; *dropped is the empty place for it.
   void drop_all(std::unique_ptr<DroppedState> dropped) REQUIRES(mutex_);

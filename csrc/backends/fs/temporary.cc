@@ -40,12 +40,12 @@ int create_temporary(FileOps& ops, int directory, const std::string& prefix, int
   return -EBUSY;
 }
 
-int rename_to_temporary(FileOps& ops, int directory, const std::string& from, int flags, std::uint64_t writer,
-                        Fd* fd, std::string* path, FileInfo* info) {
-  *path = next_temporary(from.substr(0, from.rfind('/') + 1), writer);
-  if (const int rc = ops.rename(directory, from, *path, false); rc < 0) return rc;
+int rename_to_temporary(FileOps& ops, const FileName& from, FileName* to, int flags, std::uint64_t writer,
+                        Fd* fd, FileInfo* info) {
+  to->path = next_temporary(to->path, writer);
+  if (const int rc = ops.move(from.directory, from.path, to->directory, to->path, false); rc < 0) return rc;
   int error = 0;
-  Fd opened = open_fd(ops, directory, *path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  Fd opened = open_fd(ops, to->directory, to->path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
   // A sweeper may have removed the file between the rename and the lock: links is 0 then.
   if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), info) == 0 &&
       info->is_regular() && info->links == 1 && info->owner == ::geteuid()) {

@@ -111,8 +111,10 @@ TEST(EvictorTest, a_new_server_can_write_to_a_root_full_of_reset_records) {
 class UnremovableRecords : public FaultyFileOps {
  public:
   void keep(const std::string& path) { kept_.insert(path); }
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
-    return kept_.contains(from) ? -EACCES : FaultyFileOps::rename(directory, from, to, keep_existing);
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    return kept_.contains(from) ? -EACCES
+                                : FaultyFileOps::move(from_directory, from, to_directory, to, keep_existing);
   }
   int unlink(int directory, const std::string& path) override {
     return kept_.contains(path) ? -EACCES : FaultyFileOps::unlink(directory, path);

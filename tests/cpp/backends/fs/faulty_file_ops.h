@@ -124,9 +124,10 @@ class FaultyFileOps : public FileOps {
     return transfer(Call::kPwritev, parts, count,
                     [&](const iovec* p, int n) { return real_.pwritev(fd, p, n, offset); });
   }
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
     const int fault = before(Call::kRename);
-    return fault != 0 ? fault : real_.rename(directory, from, to, keep_existing);
+    return fault != 0 ? fault : real_.move(from_directory, from, to_directory, to, keep_existing);
   }
   int unlink(int directory, const std::string& path) override {
     const int fault = before(Call::kUnlink);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "backends/fs/record_index.h"
+#include "out_of_memory.h"
 #include "step_watch.h"
 #include "test_iterations.h"
 #include "tier/presence.h"
@@ -18,6 +19,28 @@ using namespace testing;
 // The blocks of a table fill up at about the same time, so one hold may split some blocks of several tables.
 // One step takes a few nanoseconds.
 constexpr std::uint64_t kMostSteps = 32 * SplitTable::kCells / 2;
+
+// A list that grows under the lock copies all its elements. Tables allocate a block at a time, and the nodes
+// of a queue are small, but not the list of its nodes.
+constexpr std::size_t kMostAllocated = std::size_t{512} << 10;
+
+// The largest allocation under a lock during the watch, on the thread that created it.
+class AllocationWatch final : public Mutex::Watcher {
+ public:
+  AllocationWatch() { Mutex::watch(this); }
+  ~AllocationWatch() override { Mutex::watch(nullptr); }
+  void locked(const Mutex&) override {
+    if (depth_++ == 0) (void)take_largest_allocation();
+  }
+  void unlocking(const Mutex&) override {
+    if (depth_ > 0 && --depth_ == 0) most_ = std::max(most_, take_largest_allocation());
+  }
+  std::size_t most() const { return most_; }
+
+ private:
+  int depth_ = 0;
+  std::size_t most_ = 0;
+};
 
 ChunkKey held_key(std::uint64_t number) {
   std::uint64_t words[4] = {};
@@ -45,9 +68,15 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
     for (std::uint64_t i = 0; i < count; ++i) found.push_back({held_key(i), 8192, 8192, 0});
     return found;
   }
-  // The most steps in one hold while this many records are found by a scan, used, reported and forgotten.
+  // Returns the most steps in one hold while this many records are found by a scan, used, reported and
+  // forgotten.
   std::uint64_t most_of_a_life(std::uint64_t count) {
     const StepWatch watch;
+    live(count);
+    EXPECT_GT(watch.holds(), 3 * count / RecordIndex::kRecordsPerLock);
+    return watch.most();
+  }
+  void live(std::uint64_t count) {
     const auto epoch = begin(count);
     const std::vector<FoundRecord> all = found(count);
     records_.adopt_names(epoch, all, false, go_on_);
@@ -73,8 +102,20 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
     }
     EXPECT_EQ(removals.size(), count) << "each once";
     records_.free_unused();
-    EXPECT_GT(watch.holds(), 3 * count / RecordIndex::kRecordsPerLock);
-    return watch.most();
+  }
+  // Each write takes the place of another record, as in a full root. The removals are collected in one list.
+  void evict(std::uint64_t count) {
+    const auto epoch = begin(count + 1);
+    records_.adopt_names(epoch, found(count), true, go_on_);
+    std::vector<TierRemoval> removals;
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const auto victim = records_.take_victim();
+      ASSERT_TRUE(victim);
+      records_.evicted(*victim);
+      ASSERT_TRUE(records_.written({held_key(count + i), 8192}, {.request = 1}, epoch));
+      if (i % 64 == 0) records_.take_removals(&removals);
+    }
+    EXPECT_GT(removals.size(), count - 64);
   }
 
   FakeClock clock_;
@@ -86,6 +127,16 @@ TEST_P(HeldRecordsTest, steps_under_the_lock_do_not_grow_with_the_records) {
   const auto many = static_cast<std::uint64_t>(rounds(1'000'000));
   EXPECT_LT(most_of_a_life(many / 10), kMostSteps);
   EXPECT_LT(most_of_a_life(many), kMostSteps);
+}
+
+TEST_P(HeldRecordsTest, no_list_grows_under_the_lock) {
+  const auto many = static_cast<std::uint64_t>(rounds(200'000));
+  const AllocationWatch watch;
+  live(many);
+  EXPECT_LT(watch.most(), kMostAllocated) << "scan, use and reset";
+  EXPECT_GT(watch.most(), 0u) << "the control";
+  evict(many);
+  EXPECT_LT(watch.most(), kMostAllocated) << "eviction";
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "prefix"));
@@ -123,6 +174,19 @@ TEST(HeldPresenceTest, steps_under_the_lock_do_not_grow_with_the_keys) {
   }
   EXPECT_GT(removals.size(), keys.size() / 3) << "all that were not forgotten before";
   EXPECT_LT(watch.most(), kMostSteps);
+}
+
+TEST(HeldPresenceTest, no_list_grows_under_the_lock) {
+  FakeClock clock;
+  const auto many = static_cast<std::uint64_t>(rounds(200'000));
+  PresenceCache presence(clock, std::chrono::seconds(1), 2 * many);
+  for (std::uint64_t i = 0; i < many; ++i) presence.written(held_key(i), 0);
+  presence.reset();
+  std::vector<TierRemoval> removals;
+  const AllocationWatch watch;
+  for (std::uint64_t calls = 0; calls < many / 1000 + 2; ++calls) presence.take_removals(&removals);
+  EXPECT_EQ(removals.size(), many);
+  EXPECT_LT(watch.most(), kMostAllocated);
 }
 
 }  // namespace

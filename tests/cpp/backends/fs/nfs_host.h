@@ -99,12 +99,13 @@ class NfsHost final : public FileOps {
     Calling call(*this);
     return real_.pwritev(fd, parts, count, offset);  // also to a stale file: the cache accepts it
   }
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
     Calling call(*this);
     if (keep_existing) return -EINVAL;
-    const std::string source = full_path(directory, from), target = full_path(directory, to);
+    const std::string source = full_path(from_directory, from), target = full_path(to_directory, to);
     keep_if_open(target);
-    const int rc = real_.rename(directory, from, to, false);
+    const int rc = real_.move(from_directory, from, to_directory, to, false);
     for (const std::string& path : {source, target}) {
       names_.erase(path);
       if (rc == 0) server_.changed(parent_of(path));

@@ -56,8 +56,9 @@ class ProcessOps final : public FileOps {
   std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
     return dead() ? -EIO : real_.pwritev(fd, parts, count, offset);
   }
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
-    return dead() ? -EIO : real_.rename(directory, from, to, keep_existing);
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    return dead() ? -EIO : real_.move(from_directory, from, to_directory, to, keep_existing);
   }
   int unlink(int directory, const std::string& path) override {
     return dead() ? -EIO : real_.unlink(directory, path);

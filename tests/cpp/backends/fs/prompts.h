@@ -21,9 +21,10 @@ namespace kv_offload::testing {
 // Files get the time of their naming, one nanosecond apart. No real clock is that fine.
 class TimedDisk : public SimDisk {
  public:
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
-    const int rc = SimDisk::rename(directory, from, to, keep_existing);
-    if (rc == 0 && to.ends_with(".rec")) (void)SimDisk::set_mtime(directory, to, ++time_);
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    const int rc = SimDisk::move(from_directory, from, to_directory, to, keep_existing);
+    if (rc == 0 && to.ends_with(".rec")) (void)SimDisk::set_mtime(to_directory, to, ++time_);
     return rc;
   }
 

@@ -277,10 +277,11 @@ int SimDisk::replace(int fd, int by) {
   return 0;
 }
 
-int SimDisk::rename(int directory, const std::string& from, const std::string& to, bool keep_existing) {
+int SimDisk::move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+                  bool keep_existing) {
   const std::lock_guard lock(mutex_);
   if (ended_) return -EIO;
-  const Place source = find(directory, from), target = find(directory, to);
+  const Place source = find(from_directory, from), target = find(to_directory, to);
   if (!source.node) return source.error;
   if (target.node && keep_existing) return -EEXIST;
   if (!target.parent) return target.error;

@@ -55,7 +55,8 @@ class SimDisk : public FileOps {
   int replace(int fd, int by) override;
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override;
   std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override;
-  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override;
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override;
   int unlink(int directory, const std::string& path) override;
   int rmdir(int directory, const std::string& path) override;
   int mkdir(int directory, const std::string& path, unsigned mode) override;

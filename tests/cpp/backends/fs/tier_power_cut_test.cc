@@ -3,6 +3,8 @@
 // complete records, and never reads a wrong byte.
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "fixture.h"
 #include "record/record.h"
 #include "sim_disk.h"
@@ -38,12 +40,27 @@ class BlindDisk final : public SimDisk {
   }
 };
 
+// Counts the files that move from one namespace into another.
+class MovesDisk final : public SimDisk {
+ public:
+  using SimDisk::SimDisk;
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    const int rc = SimDisk::move(from_directory, from, to_directory, to, keep_existing);
+    moves += rc == 0 && from_directory != to_directory;
+    return rc;
+  }
+  std::atomic<int> moves{0};
+};
+
 struct Plan {
   bool power = true;
   FsyncMode fsync = FsyncMode::kNone;
   std::uint64_t max_bytes = std::uint64_t{64} << 20;
   bool resets = false;
   bool encrypted = false;
+  bool two_namespaces =
+      false;  // lives alternate between two, so that each finds the dead records of the other
 };
 
 // Many lives of a process on one disk, each of which ends during a write.
@@ -58,8 +75,10 @@ class Lives {
   }
   void live(int lives, unsigned most_changes) {
     for (int life = 0; life < lives; ++life) {
+      const bool other = plan_.two_namespaces && life % 2 == 1;
+      options_.namespace_id.fill(other ? 0x22 : 0x11);
       TierUser user(options_);
-      user.weights = weights_;
+      user.weights = weights_ + (other ? 1000 : 0);
       user.wait_for_scan();
       poll(user);
       disk_.end_after(1 + random_() % most_changes, plan_.power);
@@ -71,6 +90,7 @@ class Lives {
       disk_.boot();
       booted_with_ = disk_.du();
     }
+    options_.namespace_id.fill(0x11);
     TierUser user(options_);
     user.weights = weights_;
     user.wait_for_scan();
@@ -259,6 +279,25 @@ TEST(Kill, a_kill_at_any_call_loses_no_written_record) {
   lives.live_until([&] { return lives.promises > 10; }, rounds(100), 60);
   EXPECT_GT(lives.promises, 10u);
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
+}
+
+TEST(Kill, a_kill_alongside_a_dead_namespace_leaves_a_consistent_root) {
+  MovesDisk disk;
+  Lives lives(
+      disk, {.power = false, .max_bytes = kSmallBound + (std::uint64_t{256} << 10), .two_namespaces = true});
+  lives.live_until([&] { return disk.moves > 20; }, rounds(200), 300);
+  EXPECT_EQ(lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
+  EXPECT_LE(lives.peak, kSmallBound + (std::uint64_t{256} << 10));
+  EXPECT_GT(disk.moves, 20) << "the control: files of dead records are reused";
+}
+
+TEST(PowerCut, a_power_cut_alongside_a_dead_namespace_leaves_no_wrong_byte) {
+  MovesDisk disk;
+  Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .two_namespaces = true});
+  lives.live_until([&] { return lives.corrupt > 0 && disk.moves > 20; }, rounds(60), 300);
+  EXPECT_EQ(lives.wrong + lives.above, 0u);
+  EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
+  EXPECT_GT(disk.moves, 20) << "the control: files of dead records are reused";
 }
 
 TEST(Kill, a_kill_with_resets_and_a_bound_leaves_a_consistent_root) {
