@@ -182,24 +182,23 @@ void RecordIndex::drop(const FsEpochPtr& epoch) {
   std::unique_ptr<Forgotten> forgotten = nothing();
   const MutexLock lock(mutex_);
   if (epoch != epoch_) return;
-  next_.by_reset |= diverged_;
-  drop_all(std::move(forgotten));
+  drop_all(std::move(forgotten), diverged_);
 }
 
 void RecordIndex::reset() {
   std::unique_ptr<Forgotten> forgotten = nothing();
   const MutexLock lock(mutex_);
-  next_.by_reset = true;
-  drop_all(std::move(forgotten));
+  drop_all(std::move(forgotten), true);
 }
 
-void RecordIndex::drop_all(std::unique_ptr<Forgotten> forgotten) {
+void RecordIndex::drop_all(std::unique_ptr<Forgotten> forgotten, bool by_reset) {
+  over_.reserve(over_.size() + 1);
+  forgotten_.push_back(std::move(forgotten));  // the last call that may throw
+  next_.by_reset |= by_reset;
   if (epoch_) {
     next_.least_number = epoch_->number + 1;
-    over_.push_back(epoch_);
-    epoch_.reset();
+    over_.push_back(std::move(epoch_));
   }
-  forgotten_.push_back(std::move(forgotten));  // first, because it may throw
   catalog_.hand_over(&forgotten_.back()->catalog);
   forgotten_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
@@ -16,6 +18,17 @@ TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
   }
   for (int i = 0; i < 10000; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
+}
+
+TEST(RequestClasses, ARequestThatFindsNoMemoryIsNotKnown) {
+  RequestClasses classes;
+  unsigned failures = 0;
+  for (std::uint32_t request = 1; request < 400; ++request) {
+    failures += testing::fail_each_allocation([&] { classes.refer(request); },
+                                              [&] { EXPECT_EQ(classes.size(), request - 1); });
+    EXPECT_EQ(classes.size(), request);
+  }
+  EXPECT_GT(failures, 2u);
 }
 
 TEST(RequestClasses, WhatComesBackIsAnotherClass) {
