@@ -220,9 +220,48 @@ def _hub_folder(name: str, cache_dir: str | None, environ: Mapping[str, str]) ->
     return Path(os.path.expanduser(os.path.expandvars(cache))) / f"models--{name.replace('/', '--')}"
 
 
-def hub_snapshot(name: str, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Returns the directory of the main revision of ``name`` in the hub's local cache; None if missing."""
+def hub_snapshot(
+    name: str,
+    environ: Mapping[str, str] | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+) -> Path | None:
+    """Returns the directory of a revision of ``name`` in the hub's local cache; None if missing.
+
+    The default revision is "main".
+    """
     environment = os.environ if environ is None else environ
-    commit = _hub_commit(name, None, None, environment)
-    folder = _hub_folder(name, None, environment) / "snapshots" / (commit or "")
+    commit = _hub_commit(name, revision, cache_dir, environment)
+    folder = _hub_folder(name, cache_dir, environment) / "snapshots" / (commit or "")
     return folder if commit and folder.is_dir() else None
+
+
+def has_one_set_of_safetensors(
+    name: str,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> bool:
+    """True if every reader of safetensors files reads the same weights of ``name``.
+
+    Readers differ in how they treat files that the index does not name, and a second set of weights in
+    Mistral's format (consolidated*). False if the files are not known.
+    """
+    environ = os.environ if environ is None else environ
+    if Path(name).is_dir():
+        folder: Path | None = Path(name)
+    elif environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        folder = None
+    else:
+        folder = hub_snapshot(name, environ, revision=revision, cache_dir=cache_dir)
+    names = {file.name for file in folder.glob("*.safetensors")} if folder else set()
+    if folder is None or not names or any(each.startswith("consolidated") for each in names):
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return True
+    try:
+        return names == set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False

@@ -28,6 +28,8 @@ _CHANGES_WEIGHTS = (
     "reset_weights",
 )
 
+_LOADS_MODEL = "load_model"  # also the worker's first step, before there is a model
+
 _fixed: set[str] = set()  # ids of engines whose weights may not change
 
 
@@ -96,6 +98,8 @@ def refuse_weight_updates(vllm_config: Any) -> None:
         if hasattr(worker_class, name):
             _call_before(worker_class, name, _refuse)
     _call_before(worker_class, "sleep", _refuse_to_drop_weights)
+    if hasattr(worker_class, _LOADS_MODEL):
+        _call_before(worker_class, _LOADS_MODEL, _refuse_to_load_again)
 
 
 def _refuse(name: str, worker: Any, **arguments: Any) -> None:
@@ -110,6 +114,12 @@ def _refuse(name: str, worker: Any, **arguments: Any) -> None:
 def _refuse_to_drop_weights(name: str, worker: Any, level: int = 1, **arguments: Any) -> None:
     if level >= 2:  # drops the weights; the caller may then load different ones
         _refuse(f"sleep at level {level}", worker)
+
+
+def _refuse_to_load_again(name: str, worker: Any, **arguments: Any) -> None:
+    # The files may have changed since, or update_config() may have selected other ones.
+    if getattr(getattr(worker, "model_runner", None), "model", None) is not None:
+        _refuse(name, worker)
 
 
 def _worker_class() -> Any | None:

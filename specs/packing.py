@@ -36,7 +36,9 @@ def layer_packing(layer: Any, vllm_config: Any, device_type: str) -> str:
     """Returns the machine properties that decide how a layer's pages are packed; "" if there are none.
 
     CPU_ATTN packs K and V for the detected instruction set. GPU kernels choose encodings of quantized values
-    by compute capability. Passes on vLLM's exceptions.
+    by compute capability. The CUDA toolkit decides nothing here: NVFP4 pages have one layout and one scale
+    convention (vllm/third_party/fmha_sm100/nvfp4_kv.py), and toolkits from 13.4 on only add an instruction
+    that dequantizes the values (q8kv4). Passes on vLLM's exceptions.
     """
     if device_type == "cpu":
         return _cpu_packing(layer, vllm_config)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kv_offload.model_identity import BOOKKEEPING
+from kv_offload.model_identity import BOOKKEEPING, has_one_set_of_safetensors
 from kv_offload.namespace import setting_text
 from kv_offload.weights_digest import weights_digest
 
@@ -26,6 +26,11 @@ _FIXED_ROTATIONS = {None, "default", "linear", "yarn", "deepseek_yarn", "llama3"
 _READS_MAX_MODEL_LEN = ("llama4", "minimax_m2", "cohere_compass")
 # Configuration paths of an engine's models: the model and its drafter.
 _MODELS = ("model_config", "speculative_config.draft_model_config")
+# Configurations that say how the weights of these models are read.
+_LOADERS = ("load_config", "speculative_config.draft_load_config")
+# Values of load_format that read safetensors files, and differ only in speed if there is one set of them.
+# ("auto" and "hf" read files of other formats only if there are none.)
+_SAFETENSORS_READERS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
 _MAX_DEPTH = 8
 
 
@@ -35,6 +40,10 @@ def configured(vllm_config: Any) -> dict[str, str]:
     for path in _MODELS:
         if _length_is_free(_at(vllm_config, path)):
             found.pop(f"{path}.max_model_len", None)
+    if all(_has_one_set_of_weights(vllm_config, path) for path in _MODELS):
+        for path in _LOADERS:
+            if getattr(_at(vllm_config, path), "load_format", None) in _SAFETENSORS_READERS:
+                found.pop(f"{path}.load_format", None)
     return found
 
 
@@ -175,6 +184,18 @@ def _at(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
+
+
+def _has_one_set_of_weights(vllm_config: Any, path: str) -> bool:
+    """True if all _SAFETENSORS_READERS read the same weights of the model at ``path``, or there is none."""
+    model = _at(vllm_config, path)
+    if model is None:
+        return True
+    return has_one_set_of_safetensors(
+        str(getattr(model, "model", "")),
+        getattr(model, "revision", None),
+        _at(vllm_config, "load_config.download_dir"),
+    )
 
 
 def _length_is_free(model: Any) -> bool:

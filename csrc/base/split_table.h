@@ -43,19 +43,20 @@ class SplitTable {
   std::uint32_t find(std::uint32_t tag, Is is) const {
     return locate(directory_[index_of(tag)], tag, is)->value;
   }
-  // Returns a reference to the value. It is kNone if the key is new; then the caller must set it before the
-  // next call. On bad_alloc nothing visible has changed.
-  template <typename Is>
-  std::uint32_t& at(std::uint32_t tag, Is is) {
+  // Returns the value. If there is none, adds make(), which must not be kNone. make() must not call this
+  // table. If it throws, or on bad_alloc, nothing visible has changed.
+  template <typename Is, typename Make>
+  std::uint32_t find_or_add(std::uint32_t tag, Is is, Make make) {
     make_room(tag);
     const Place& place = directory_[index_of(tag)];
     Cell& cell = *locate(place, tag, is);
-    if (cell.value == kNone) {
-      cell.tag = tag;
-      ++blocks_[place.block].used;
-      ++size_;
-    }
-    return cell.value;
+    if (cell.value != kNone) return cell.value;
+    const std::uint32_t value = make();
+    assert(value != kNone);
+    cell = {tag, value};
+    ++blocks_[place.block].used;
+    ++size_;
+    return value;
   }
   // Erases a value. REQUIRES: it exists. Moves later cells of the run back into the hole.
   template <typename Is>

@@ -30,13 +30,15 @@ struct HugePageAllocator {
   T* allocate(std::size_t count) {
     if (count > static_cast<std::size_t>(-1) / 2 / sizeof(T)) throw std::bad_array_new_length();
     const std::size_t bytes = count * sizeof(T);
-    const bool large = pays(bytes);
-    void* memory = large ? std::aligned_alloc(kHugePage, round_up(bytes, kHugePage)) : std::malloc(bytes);
+    if (!pays(bytes)) return static_cast<T*>(::operator new(bytes));
+    void* const memory = std::aligned_alloc(kHugePage, round_up(bytes, kHugePage));
     if (memory == nullptr) throw std::bad_alloc();
-    if (large) (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // best effort
+    (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // best effort
     return static_cast<T*>(memory);
   }
-  void deallocate(T* memory, std::size_t) { std::free(memory); }
+  void deallocate(T* memory, std::size_t count) {
+    pays(count * sizeof(T)) ? std::free(memory) : ::operator delete(memory);
+  }
   friend bool operator==(const HugePageAllocator&, const HugePageAllocator&) { return true; }
 };
 

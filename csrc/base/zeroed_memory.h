@@ -8,7 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -21,10 +21,10 @@ class ZeroedMemory {
   ZeroedMemory() = default;
   // Throws bad_alloc.
   explicit ZeroedMemory(std::size_t bytes) : bytes_(bytes) {
-    data_ = is_mapped() ? map(&bytes_) : std::calloc(bytes_, 1);
+    data_ = is_mapped() ? map(&bytes_) : std::memset(::operator new(bytes_), 0, bytes_);
     if (data_ == nullptr) throw std::bad_alloc();
   }
-  ~ZeroedMemory() { is_mapped() ? static_cast<void>(::munmap(data_, bytes_)) : std::free(data_); }
+  ~ZeroedMemory() { is_mapped() ? static_cast<void>(::munmap(data_, bytes_)) : ::operator delete(data_); }
   ZeroedMemory(ZeroedMemory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   ZeroedMemory& operator=(ZeroedMemory&& other) noexcept {
@@ -37,8 +37,9 @@ class ZeroedMemory {
 
  private:
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  // calloc() clears memory that it reuses, which takes long for large pieces.
-  bool is_mapped() const { return bytes_ >= kHugePage / 2; }
+  // Clearing takes long for larger pieces.
+  static constexpr std::size_t kMapped = std::size_t{128} << 10;
+  bool is_mapped() const { return bytes_ >= kMapped; }
   static void* map(std::size_t* bytes) {
     *bytes = round_up(*bytes, kPageBytes);
     const std::size_t spare = *bytes >= kHugePage ? kHugePage : 0;  // to align the start to a huge page

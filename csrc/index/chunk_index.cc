@@ -31,8 +31,7 @@ int sign_of(std::int8_t priority) { return (priority > 0) - (priority < 0); }
 struct ChunkIndex::Impl {
   std::unique_ptr<EvictionPolicy> policy;
   TableVector<ChunkEntry> entries;
-  std::vector<Slot> next_free;  // links of the queue of free slots
-  Slot first_free = kNoSlot;
+  Slot first_free = kNoSlot;  // a queue, linked by ChunkEntry::row
   Slot last_free = kNoSlot;
   TableVector<Cell> cells;  // linear probing, at most half full
   // One byte per cell: 0 if empty, else a few bits of the hash. A missing key is detected from these alone,
@@ -75,8 +74,10 @@ struct ChunkIndex::Impl {
     marks[at] = mark(hash);
   }
   void resize_table(std::size_t cell_count) {
-    cells.assign(cell_count, Cell{});
-    marks.assign(cell_count, 0);
+    TableVector<Cell> more_cells(cell_count);
+    TableVector<std::uint8_t> more_marks(cell_count);
+    cells.swap(more_cells);
+    marks.swap(more_marks);
     mask = cell_count - 1;
     for (Slot slot = 0; slot < entries.size(); ++slot) {
       if (entries[slot].state != ChunkState::kAbsent) place(slot);
@@ -102,17 +103,16 @@ struct ChunkIndex::Impl {
   Slot take_slot() {
     if (first_free == kNoSlot) {
       entries.emplace_back();
-      next_free.push_back(kNoSlot);
       return static_cast<Slot>(entries.size() - 1);
     }
     const Slot slot = first_free;
-    first_free = next_free[slot];
+    first_free = entries[slot].row;
     if (first_free == kNoSlot) last_free = kNoSlot;
     return slot;
   }
   void give_slot(Slot slot) {
-    next_free[slot] = kNoSlot;
-    (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
+    entries[slot].row = kNoSlot;
+    (last_free == kNoSlot ? first_free : entries[last_free].row) = slot;
     last_free = slot;
   }
   // Returns the entry with this id, or kNoSlot. (An id is the hash except for its lowest bit.)
@@ -166,6 +166,16 @@ struct ChunkIndex::Impl {
     for (; !spared.empty(); spared.pop_back()) release(spared.back());
     spared_were_taken = false;
   }
+  // Returns the first spared entries without pins, at most `most`. Looks at a few times as many.
+  std::vector<Slot> first_spared(std::size_t most) const {
+    std::vector<Slot> first;
+    const std::size_t end = std::min(spared.size(), 4 * most);
+    for (std::size_t i = 0; i < end && first.size() < most; ++i) {
+      count_steps(1);
+      if (entries[spared[i]].pins == 0) first.push_back(spared[i]);
+    }
+    return first;
+  }
   // Returns the next victim for a request other than the holder that entries are spared for: the first spared
   // entry, which was the next victim when it was spared.
   std::optional<Slot> victim_excluding_spared() {
@@ -185,7 +195,6 @@ ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capac
     : impl_(std::make_unique<Impl>()) {
   impl_->policy = std::move(policy);
   impl_->entries.reserve(capacity);
-  impl_->next_free.reserve(capacity);
   impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity)));
 }
 
@@ -259,10 +268,10 @@ void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   ChunkEntry& entry = impl_->entries[slot];
   assert(entry.state == ChunkState::kFilling || entry.state == ChunkState::kFetching);
   assert(entry.pins > 0);
+  impl_->policy->insert(slot, entry_info(entry));  // first, because it may throw
   entry.state = ChunkState::kResident;
   entry.origin = origin;
   ++impl_->resident;
-  impl_->policy->insert(slot, entry_info(entry));
   if (--entry.pins == 0) --impl_->pinned;
   if (entry.pins > 0 || entry.spared) impl_->policy->pin(slot);
 }
@@ -352,8 +361,12 @@ std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
 
 std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
   EvictionPolicy& policy = *impl_->policy;
-  impl_->release_spared();
   std::vector<Slot> next;
+  next.reserve(std::min(most, impl_->resident));
+  // The first spared entries were the next victims when they were spared. They stay spared, but until the end
+  // of this call the policy considers them again. (From last to first, as in release_spared().)
+  const std::vector<Slot> considered = impl_->first_spared(most);
+  for (std::size_t i = considered.size(); i-- > 0;) policy.unpin(considered[i]);
   while (next.size() < most) {
     const std::optional<Slot> victim = policy.victim();
     if (!victim) break;
@@ -361,6 +374,7 @@ std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
     next.push_back(*victim);
   }
   for (std::size_t i = next.size(); i-- > 0;) policy.put_back(next[i]);
+  for (const Slot slot : considered) policy.pin(slot);
   return next;
 }
 

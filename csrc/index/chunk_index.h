@@ -46,7 +46,7 @@ struct ChunkEntry {
   ChunkKey key;
   Ticket ticket = kNoTicket;  // the store job that fills it
   ChunkId parent = 0;         // the chunk before it in its prefix; 0 = none or not known
-  RowId row = kNoRow;
+  RowId row = kNoRow;         // kAbsent: the next free slot, internal to the index
   std::uint32_t pins = 0;
   std::uint32_t depth = 0;
   std::uint32_t holder = 0;  // number of the request that stored or loaded it last; 0 = none
@@ -65,7 +65,7 @@ struct ChunkEntry {
 static_assert(sizeof(ChunkEntry) == 88);
 
 // Memory: 88 bytes per entry, 9 bytes per table cell at a load of 0.25 to 0.5 (18 to 36), 26 bytes of the
-// policy (lru), 4 bytes of the free queue: 136 to 154 bytes per chunk.
+// policy (lru): 132 to 150 bytes per chunk.
 class ChunkIndex {
  public:
   // More entries than `capacity` still work, but then one insert() may move all of them at once.
@@ -112,7 +112,8 @@ class ChunkIndex {
   // after victim() reached a later chunk of it. If the policy returns the first chunk earlier, as lru may, it
   // is evicted.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
-  // Returns the next victims in eviction order, at most `most`, as if nothing else happened.
+  // Returns the next victims in eviction order, at most `most`, as if nothing else happened. Spared entries
+  // stay spared. O(most) calls of the policy.
   std::vector<Slot> next_victims(std::size_t most);
 
   std::size_t size() const;

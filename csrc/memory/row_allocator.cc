@@ -71,6 +71,7 @@ struct RowAllocator::Impl {
   std::vector<Slab> slabs;         // ascending by place
   std::vector<Pool> pools;         // ascending by length
   std::uint64_t usable_pages = 0;  // of all slabs: by their class, or by the best one
+  std::size_t next_by_place = 0;   // the slab that reclaim_by_place() checks next
 
   Impl(std::uint64_t area, const std::vector<std::uint64_t>& row_bytes);
   void make_classes(const std::vector<std::uint32_t>& group_pages);
@@ -87,10 +88,13 @@ struct RowAllocator::Impl {
   // Returns the smallest number >= `least` of rows in use of any slab of another class; nullopt if there is
   // none.
   std::optional<std::size_t> next_count(std::uint32_t class_index, std::size_t least) const;
-  // Returns the rows in use of a slab; empty if one of them is not movable. Subtracts the places checked from
-  // *places.
-  std::vector<RowId> movable_rows(const Slab& slab, const std::function<bool(RowId)>& movable,
-                                  std::uint32_t* places) const;
+  // Returns the rows in use of a slab; empty if one of them is not movable, if there are none, or if the slab
+  // is of no use to the class. Subtracts the places checked, and one for the slab, from *places.
+  std::vector<RowId> reclaimable_rows(const Slab& slab, std::uint32_t class_index,
+                                      const std::function<bool(RowId)>& movable, std::uint32_t* places) const;
+  // The two parts of slab_to_reclaim().
+  std::vector<RowId> reclaim_emptiest(std::uint32_t class_index, const std::function<bool(RowId)>& movable);
+  std::vector<RowId> reclaim_by_place(std::uint32_t class_index, const std::function<bool(RowId)>& movable);
 };
 
 RowAllocator::Impl::Impl(std::uint64_t area, const std::vector<std::uint64_t>& row_bytes) : area_bytes(area) {
@@ -265,9 +269,13 @@ std::optional<std::size_t> RowAllocator::Impl::next_count(std::uint32_t class_in
   return next == BitTree::kNone ? std::nullopt : std::optional(next);
 }
 
-std::vector<RowId> RowAllocator::Impl::movable_rows(const Slab& slab,
-                                                    const std::function<bool(RowId)>& movable,
-                                                    std::uint32_t* places) const {
+std::vector<RowId> RowAllocator::Impl::reclaimable_rows(const Slab& slab, std::uint32_t class_index,
+                                                        const std::function<bool(RowId)>& movable,
+                                                        std::uint32_t* places) const {
+  *places -= std::min(*places, 1u);
+  if (slab.row_class == kNoIndex || slab.row_class == class_index ||
+      slab.extent.pages < classes[class_index].pages)
+    return {};
   std::vector<RowId> rows;
   for (std::uint32_t place = 0; place < slab.rows; ++place) {
     *places -= std::min(*places, 1u);
@@ -277,6 +285,43 @@ std::vector<RowId> RowAllocator::Impl::movable_rows(const Slab& slab,
     rows.push_back(row);
   }
   return rows;
+}
+
+std::vector<RowId> RowAllocator::Impl::reclaim_emptiest(std::uint32_t class_index,
+                                                        const std::function<bool(RowId)>& movable) {
+  std::uint32_t places = kPlacesPerSearch;
+  for (std::size_t least = 0;;) {
+    const std::optional<std::size_t> count = next_count(class_index, least);
+    if (!count) return {};
+    least = *count + 1;
+    for (std::uint32_t other = 0; other < classes.size(); ++other) {
+      // A class of larger rows has no slab, and no ring, with this many rows.
+      if (other == class_index || *count >= classes[other].rings.size() ||
+          classes[other].rings[*count] == kNoIndex)
+        continue;
+      std::uint32_t& first = classes[other].rings[*count];
+      const std::uint32_t begin = first;
+      do {
+        if (places == 0) return {};
+        const Slab& slab = slabs[first];
+        std::vector<RowId> rows = reclaimable_rows(slab, class_index, movable, &places);
+        if (!rows.empty()) return rows;
+        first = slab.next;
+      } while (first != begin);
+    }
+  }
+}
+
+std::vector<RowId> RowAllocator::Impl::reclaim_by_place(std::uint32_t class_index,
+                                                        const std::function<bool(RowId)>& movable) {
+  std::uint32_t places = kPlacesPerSearch;
+  for (std::size_t checked = 0; checked < slabs.size() && places > 0; ++checked) {
+    const Slab& slab = slabs[next_by_place];
+    next_by_place = (next_by_place + 1) % slabs.size();
+    std::vector<RowId> rows = reclaimable_rows(slab, class_index, movable, &places);
+    if (!rows.empty()) return rows;
+  }
+  return {};
 }
 
 RowAllocator::RowAllocator(std::uint64_t area_bytes, std::vector<std::uint64_t> row_bytes)
@@ -338,30 +383,8 @@ void RowAllocator::free(RowId row) {
 std::vector<RowId> RowAllocator::slab_to_reclaim(std::uint32_t group,
                                                  const std::function<bool(RowId)>& movable) {
   const std::uint32_t class_index = impl_->class_of_group.at(group);
-  std::uint32_t places = kPlacesPerSearch;
-  for (std::size_t least = 0;;) {
-    const std::optional<std::size_t> count = impl_->next_count(class_index, least);
-    if (!count) return {};
-    least = *count + 1;
-    for (std::uint32_t other = 0; other < impl_->classes.size(); ++other) {
-      RowClass& row_class = impl_->classes[other];
-      // A class of larger rows has no slab, and no ring, with this many rows.
-      if (other == class_index || *count >= row_class.rings.size() || row_class.rings[*count] == kNoIndex)
-        continue;
-      std::uint32_t& first = row_class.rings[*count];
-      const std::uint32_t begin = first;
-      do {
-        const Slab& slab = impl_->slabs[first];
-        if (places == 0) return {};
-        --places;
-        if (slab.extent.pages >= impl_->classes[class_index].pages) {
-          std::vector<RowId> rows = impl_->movable_rows(slab, movable, &places);
-          if (!rows.empty()) return rows;
-        }
-        first = slab.next;
-      } while (first != begin);
-    }
-  }
+  std::vector<RowId> rows = impl_->reclaim_emptiest(class_index, movable);
+  return rows.empty() ? impl_->reclaim_by_place(class_index, movable) : rows;
 }
 
 std::uint64_t RowAllocator::row_bytes(std::uint32_t group) const {

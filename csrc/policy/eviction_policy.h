@@ -37,7 +37,7 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
   // Adds an entry, unpinned and most recent. REQUIRES: the slot is unknown. All other calls require a known
-  // slot.
+  // slot. If memory runs out, throws, and the slot stays unknown.
   virtual void insert(Slot slot, const EntryInfo& info) = 0;
   // A hit: a request uses the entry. `info`: the entry and the request that hits it.
   virtual void access(Slot slot, const EntryInfo& info) = 0;

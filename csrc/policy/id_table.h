@@ -22,11 +22,12 @@ class IdTable {
   std::uint32_t find(ChunkId id, IdOf id_of) const {
     return table_.find(tag(id), [&](std::uint32_t value) { return id_of(value) == id; });
   }
-  // Returns the value of `id`, adding it as kNone if it is new; the caller must then set it before the next
-  // call.
-  template <typename IdOf>
-  std::uint32_t& at(ChunkId id, IdOf id_of) {
-    return table_.at(tag(id), [&](std::uint32_t value) { return id_of(value) == id; });
+  // Returns the value of `id`. If there is none, adds make(). make() must not call this table. If it throws,
+  // or on bad_alloc, nothing visible has changed.
+  template <typename IdOf, typename Make>
+  std::uint32_t find_or_add(ChunkId id, IdOf id_of, Make make) {
+    return table_.find_or_add(
+        tag(id), [&](std::uint32_t value) { return id_of(value) == id; }, make);
   }
   // REQUIRES: the id is in the table.
   template <typename IdOf>

@@ -24,15 +24,28 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
   ++now_;
   Node& node = nodes_[slot];
   node = Node{};
-  on_use(node);
-  node.record = classes_.refer(info.request);
-  node.tree = tree_.take(info.id, info.parent, slot);
-  node.used = sampler_.is_tracked(info.id);
-  if (node.record != 0) classes_.on_stored(node.record, sampler_.sampled(info.id), node.used);
-  sampler_.used(info.id, use_of(node));
-  if (info.parent != 0) sampler_.extended(info.parent, node.record);
+  try {
+    on_use(node);
+    node.record = classes_.refer(info.request);
+    node.tree = tree_.take(info.id, info.parent, slot);
+    node.used = sampler_.is_tracked(info.id);
+    if (node.record != 0) classes_.on_stored(node.record, sampler_.sampled(info.id), node.used);
+    sampler_.used(info.id, use_of(node));
+    if (info.parent != 0) sampler_.extended(info.parent, node.record);
+    if (!has_children(node)) put_leaf(slot);  // the last call that may throw
+  } catch (...) {
+    forget(node);
+    throw;
+  }
   demote_parent(node);
-  put(slot);
+  if (has_children(node)) put(slot);
+}
+
+void PrefixPolicy::forget(Node& node) {
+  if (node.tree != PrefixTree::kNone) tree_.leave(node.tree);
+  classes_.release(node.record);
+  node = Node{};
+  --known_;
 }
 
 void PrefixPolicy::demote_parent(const Node& node) {
@@ -75,14 +88,11 @@ void PrefixPolicy::erase(Slot slot) {
   assert(node.place != Place::kUnknown);
   if (node.place != Place::kPinned) unlink(slot);
   const Slot parent = parent_of(node);
-  if (node.tree != PrefixTree::kNone) tree_.leave(node.tree);
+  forget(node);
   if (parent != kNone && nodes_[parent].place == Place::kInner) {
     unlink(parent);
     put(parent);
   }
-  classes_.release(node.record);
-  node = Node{};
-  --known_;
 }
 
 void PrefixPolicy::set_recorded(Slot slot, bool recorded) {

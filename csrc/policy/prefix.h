@@ -85,6 +85,7 @@ class PrefixPolicy final : public EvictionPolicy {
   };
 
   void on_use(Node& node);
+  void forget(Node& node);  // REQUIRES: it is in no set and no list
   Slot parent_of(const Node& node) const;
   // True if `above` was used later, or by the same request.
   static bool is_as_recent(const Node& above, const Node& node) {

@@ -10,7 +10,12 @@ PrefixTree::Node PrefixTree::take(ChunkId id, ChunkId parent, Slot slot) {
   const Node node = find_or_make(id);
   if (nodes_[node].slot != kNone) return kNone;
   nodes_[node].slot = slot;
-  set_parent(node, parent);
+  try {
+    set_parent(node, parent);
+  } catch (...) {
+    leave(node);
+    throw;
+  }
   return node;
 }
 
@@ -44,18 +49,18 @@ void PrefixTree::on_child(Node parent, ChunkId child) {
 }
 
 PrefixTree::Node PrefixTree::find_or_make(ChunkId id) {
-  Node& node = by_id_.at(id, id_of());
-  if (node != kNone) return node;
-  if (first_free_ == kNone) {
-    nodes_.push_back(Data{});
-    node = static_cast<Node>(nodes_.size() - 1);
-  } else {
-    node = first_free_;
-    first_free_ = nodes_[node].parent;
-    nodes_[node] = Data{};
-  }
-  nodes_[node].id = id;
-  return node;
+  return by_id_.find_or_add(id, id_of(), [&] {
+    Node node = first_free_;
+    if (node == kNone) {
+      node = static_cast<Node>(nodes_.size());
+      nodes_.push_back(Data{});
+    } else {
+      first_free_ = nodes_[node].parent;
+      nodes_[node] = Data{};
+    }
+    nodes_[node].id = id;
+    return node;
+  });
 }
 
 void PrefixTree::remove(Node node) {

@@ -17,7 +17,8 @@ class PrefixTree {
   using Node = std::uint32_t;
   static constexpr Node kNone = IdTable::kNone;
 
-  // Returns the entry's node, or kNone if it has no id (0) or another entry has the same id.
+  // Returns the entry's node, or kNone if it has no id (0) or another entry has the same id. If it throws,
+  // nothing has changed.
   Node take(ChunkId id, ChunkId parent, Slot slot);
   // Sets a taken node's parent later. Changes nothing if the parent is known.
   void set_parent(Node node, ChunkId parent);

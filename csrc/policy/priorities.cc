@@ -15,9 +15,9 @@ EvictionPolicy& Prioritised::make_level(Level level) {
 void Prioritised::insert(Slot slot, const EntryInfo& info) {
   states_.grow_to(std::size_t{slot} + 1);
   const Level level = level_of_priority(info.priority);
+  make_level(level).insert(slot, info);  // the last call that may throw
   states_[slot] = {.level = level};
   ++known_[level];
-  make_level(level).insert(slot, info);
 }
 
 void Prioritised::access(Slot slot, const EntryInfo& info) {

@@ -23,14 +23,12 @@ class RequestClasses {
 
   RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: unknown
 
-  // Returns this request's record and adds a reference to it.
+  // Returns this request's record and adds a reference to it. If it throws, nothing has changed.
   Record refer(std::uint32_t request) {
     if (request == 0) return 0;
     if (request != last_request_) {
-      Record& record = by_number_.at(request, number_of());
-      if (record == IdTable::kNone) record = make(request);
+      last_record_ = by_number_.find_or_add(request, number_of(), [&] { return make(request); });
       last_request_ = request;
-      last_record_ = record;
     }
     return add_reference(last_record_);
   }

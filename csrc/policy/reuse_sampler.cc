@@ -109,22 +109,25 @@ void ReuseSampler::add(ChunkId id, const Use& use) {
     drop(by_time_.oldest);
     if (!sampled(id)) return;
   }
-  std::uint32_t at = first_free_;
-  if (at == kNone) {
-    at = static_cast<std::uint32_t>(samples_.size());
-    samples_.push_back(Sample{});
-  } else {
-    first_free_ = samples_[at].newer;
-    if (first_free_ == kNone) last_free_ = kNone;
-  }
+  const std::uint32_t at = by_id_.find_or_add(id, id_of(), [&] { return take_free(); });
   samples_[at] = {.id = id,
                   .time = use.now,
                   .record = classes_.add_reference(use.record),
                   .end = use.end,
                   .used = use.used};
-  by_id_.at(id, id_of()) = at;
   link(at);
   if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[by_time_.oldest].id);  // the next to drop
+}
+
+std::uint32_t ReuseSampler::take_free() {
+  const std::uint32_t at = first_free_;
+  if (at == kNone) {
+    samples_.push_back(Sample{});
+    return static_cast<std::uint32_t>(samples_.size() - 1);
+  }
+  first_free_ = samples_[at].newer;
+  if (first_free_ == kNone) last_free_ = kNone;
+  return at;
 }
 
 // A few per new sample: sweeping all at once would take too long.

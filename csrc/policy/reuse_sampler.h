@@ -77,6 +77,7 @@ class ReuseSampler {
   void restart_sample(std::uint32_t at, const Use& use);
   void catch_up(Sample& sample, unsigned bucket);
   void add(ChunkId id, const Use& use);
+  std::uint32_t take_free();
   void sweep();  // drops samples whose ids are no longer sampled
   void drop(std::uint32_t at);
   void link(std::uint32_t at);

@@ -43,7 +43,7 @@ class DigestCache {
       entries_.grow_to(std::size_t{place} + 1);
       digests_.grow_to((std::size_t{place} + 1) * ways_);
       fill(place, key);
-      places_.at(id, id_at()) = place;
+      places_.find_or_add(id, id_at(), [&] { return place; });
       oldest_ = (oldest_ + 1) % most_;
     } else if (entries_[place].key != key) {  // two keys share one hash: the later one stays
       fill(place, key);

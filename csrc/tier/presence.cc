@@ -48,14 +48,12 @@ const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) co
 void PresenceCache::Entries::put(const Entry& entry) {
   const ChunkId id = chunk_id(entry.key);
   const auto id_of = [&](std::uint32_t place) { return chunk_id(entries_[place].key); };
-  std::uint32_t& place = places_.at(id, id_of);
-  if (place == IdTable::kNone) {
-    entries_.push_back(entry);  // first: it may throw
-    place = static_cast<std::uint32_t>(entries_.size() - 1);
-    mark_word(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
-  } else {
-    entries_[place] = entry;
-  }
+  const std::uint32_t place = places_.find_or_add(id, id_of, [&] {
+    entries_.push_back(entry);
+    return static_cast<std::uint32_t>(entries_.size() - 1);
+  });
+  entries_[place] = entry;
+  mark_word(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
 }
 
 const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {

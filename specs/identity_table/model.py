@@ -121,7 +121,10 @@ MODEL: dict[str, Decision] = {
     "quant_config": elsewhere(
         "model_config.hf_config, quantization and quantization_config: derived from them"
     ),
-    "load_config.load_format": counts("dummy weights have the name of real ones"),
+    "load_config.load_format": counts(
+        "dummy weights have the name of real ones, and formats differ in the files that they read; omitted "
+        "where it selects only how fast one set of safetensors files is read (resolved_settings)"
+    ),
     "load_config.model_loader_extra_config": counts("selects weights: adapters and subsets of files"),
     "load_config.ignore_patterns": counts("selects weights: adapters and subsets of files"),
     "load_config.download_dir": elsewhere("model: identity of the weights"),

@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
 
+namespace testing {}
 namespace kv_offload::testing {
+using namespace ::testing;  // so that testing::Test is gtest's inside kv_offload
 
 // While an instance exists, one call of operator new on this thread throws std::bad_alloc: the
 // first one after `after` successful calls.
@@ -17,6 +20,21 @@ class FailingAllocation {
   FailingAllocation& operator=(const FailingAllocation&) = delete;
   bool came() const;  // true if the failing call happened
 };
+
+// Calls `call` with its first, then its second, ... allocation failing, until it completes. Calls `check`
+// after each failure. Returns the number of failures.
+template <typename Call, typename Check>
+unsigned fail_each_allocation(Call call, Check check) {
+  for (unsigned after = 0;; ++after) {
+    try {
+      const FailingAllocation one(after);
+      call();
+      return after;
+    } catch (const std::bad_alloc&) {
+      check();
+    }
+  }
+}
 
 // Returns the largest number of bytes that one call of operator new on this thread requested since the last
 // call of this function.

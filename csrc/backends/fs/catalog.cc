@@ -2,6 +2,7 @@
 #include "backends/fs/catalog.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "base/steps.h"
@@ -76,13 +77,20 @@ void FsCatalog::add_known(Slot slot) {
 }
 
 Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
-  // Calls that may throw come first.
-  const Slot slot = first_free_ == kNone ? static_cast<Slot>(entries_.size()) : first_free_;
-  entries_.grow_to(std::size_t{slot} + 1);
-  Slot& cell = table_.at(tag_of(record.key), is(record.key));
-  cell = slot;
+  // Calls that may throw come first. Until the last of them has returned, the slot stays free.
+  if (first_free_ == kNone) {
+    entries_.push_back({});
+    first_free_ = static_cast<Slot>(entries_.size() - 1);
+  }
+  const std::uint32_t group = record.key.group_id();
+  if (file_bytes_of_.size() < kMostGroups || file_bytes_of_.contains(group))
+    file_bytes_of_[group] = record.file_bytes;
+  const Slot slot = table_.find_or_add(tag_of(record.key), is(record.key), [this, &entry_info] {
+    policy_->insert(first_free_, entry_info);
+    return first_free_;
+  });
   Entry& entry = entries_[slot];
-  if (slot == first_free_) first_free_ = entry.next_free;
+  first_free_ = entry.next_free;
   entry = {};
   entry.key = record.key;
   entry.file_bytes = record.file_bytes;
@@ -90,10 +98,6 @@ Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
   entry.request = entry_info.request;
   entry.used = true;
   bytes_ += record.file_bytes;
-  const std::uint32_t group = record.key.group_id();
-  if (file_bytes_of_.size() < kMostGroups || file_bytes_of_.contains(group))
-    file_bytes_of_[group] = record.file_bytes;
-  policy_->insert(slot, entry_info);
   return slot;
 }
 
@@ -135,9 +139,15 @@ Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* 
   return static_cast<Slot>(std::max<std::size_t>(end, first));
 }
 
-void FsCatalog::move_into(FsCatalog* all) {
-  std::swap(*this, *all);
-  next_serial_ = all->next_serial_;
+void FsCatalog::move_into(FsCatalog* all) noexcept {
+  // Member by member: moving a whole object creates a deque, which may throw halfway.
+  const auto members_of = [](FsCatalog& of) {
+    return std::tie(of.policy_name_, of.policy_, of.entries_, of.first_free_, of.table_, of.bytes_,
+                    of.file_bytes_of_, of.touched_);
+  };
+  auto own = members_of(*this), others = members_of(*all);
+  own.swap(others);
+  all->next_serial_ = next_serial_;
 }
 
 std::optional<FsCatalog::Ref> FsCatalog::begin_read(const ChunkKey& key) {

@@ -46,7 +46,8 @@ class FsCatalog {
   bool holds(const ChunkKey& key) const { return find(key) != kNone; }
   // True if the record is known and not in back-off, so readers may use it.
   bool offers(const ChunkKey& key, Nanos now) const;
-  // Returns false if the record was known already; then only its size is updated.
+  // Returns false if the record was known already; then only its size is updated. If adding a record throws,
+  // the record is not known.
   bool insert(const Record& record, const EntryInfo& entry_info);
   // For a start, when the last uses are not known yet. insert_unordered() adds a record with unknown recency.
   // insert_in_order() is called from the least recently used record on and gives each its place in the
@@ -66,9 +67,9 @@ class FsCatalog {
   bool next_is_of(std::uint32_t request);
   // Appends the records in up to `most` slots from `first` on. Returns the slot after those.
   Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
-  // Moves everything into *all, which must be empty, and leaves this object empty. O(1). A Ref taken before
-  // the call never matches an entry added after it.
-  void move_into(FsCatalog* all);
+  // Moves everything into *all, which must be empty and have the same policy, and leaves this object empty.
+  // O(1). A Ref taken before the call never matches an entry added after it.
+  void move_into(FsCatalog* all) noexcept;
   // For iteration over all entries: slots below slots() are in use (key_at() returns the key) or free (null).
   Slot slots() const { return static_cast<Slot>(entries_.size()); }
   const ChunkKey* key_at(Slot slot) const { return entries_[slot].used ? &entries_[slot].key : nullptr; }

@@ -192,24 +192,23 @@ void RecordIndex::drop(const FsEpochPtr& epoch) {
   std::unique_ptr<DroppedState> dropped = empty_state();
   const MutexLock lock(mutex_);
   if (epoch != epoch_) return;
-  next_.by_reset |= diverged_;
-  drop_all(std::move(dropped));
+  drop_all(std::move(dropped), diverged_);
 }
 
 void RecordIndex::reset() {
   std::unique_ptr<DroppedState> dropped = empty_state();
   const MutexLock lock(mutex_);
-  next_.by_reset = true;
-  drop_all(std::move(dropped));
+  drop_all(std::move(dropped), true);
 }
 
-void RecordIndex::drop_all(std::unique_ptr<DroppedState> dropped) {
+void RecordIndex::drop_all(std::unique_ptr<DroppedState> dropped, bool by_reset) {
+  ended_epochs_.reserve(ended_epochs_.size() + 1);
+  dropped_.push_back(std::move(dropped));  // the last call that may throw
+  next_.by_reset |= by_reset;
   if (epoch_) {
     next_.least_number = epoch_->number + 1;
-    ended_epochs_.push_back(epoch_);
-    epoch_.reset();
+    ended_epochs_.push_back(std::move(epoch_));
   }
-  dropped_.push_back(std::move(dropped));  // first, because it may throw
   catalog_.move_into(&dropped_.back()->catalog);
   dropped_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;

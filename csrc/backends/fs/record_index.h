@@ -207,8 +207,9 @@ class RecordIndex final : public Catalog {
       std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop, Visit visit,
       Prepare prepare = [] {}) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
-  // Sets the known state aside; *dropped is the empty place for it.
-  void drop_all(std::unique_ptr<DroppedState> dropped) REQUIRES(mutex_);
+  // Sets the known state aside; *dropped is the empty place for it. If memory runs out, throws and changes
+  // nothing.
+  void drop_all(std::unique_ptr<DroppedState> dropped, bool by_reset) REQUIRES(mutex_);
   void unpin(const FsCatalog::Ref& ref) EXCLUDES(mutex_);
 
   const std::string policy_name_;

@@ -15,8 +15,8 @@
 // Other files under the root count against the bound and are left unchanged.
 //
 // Write: reserve bytes -> temporary -> (fsync) -> rename -> catalog. A failed write leaves no temporary and
-// no entry. In a full root, without fsync, the temporary is the file of an evicted record of the same size, of
-// this epoch or of a namespace that no server has open.
+// no entry. In a full root, without fsync, the temporary is the file of an evicted record of the same size,
+// of this epoch or of a namespace that no server has open.
 //
 // Read: open, verify length, header, key, checksum. A proven-bad record is removed. An unreadable one is a
 // failure with back-off, and is not deleted. O_DIRECT transfers from and into the shards where the root

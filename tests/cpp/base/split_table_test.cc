@@ -32,7 +32,7 @@ TEST_P(SplitTableTest, agrees_with_a_map_for_tags_that_share_bits) {
       table.erase(tags[value], is(value));
       known[value] = false;
     } else {
-      table.at(tags[value], is(value)) = value;
+      EXPECT_EQ(table.find_or_add(tags[value], is(value), [&] { return value; }), value);
       known[value] = true;
     }
   }
@@ -47,14 +47,30 @@ TEST_P(SplitTableTest, agrees_with_a_map_for_tags_that_share_bits) {
 INSTANTIATE_TEST_SUITE_P(Tags, SplitTableTest,
                          ::testing::Values(0xFFFFFFFFu, 0x00FFFFFFu, 0xFFF00000u, 0x000FF000u, 0x80000001u));
 
+TEST(SplitTableTest, a_value_that_cannot_be_made_is_not_counted) {
+  SplitTable table;
+  const auto is_it = [](std::uint32_t) { return true; };
+  const std::uint64_t steps = steps_of([&] {
+    for (std::uint32_t i = 0; i < SplitTable::kCells; ++i)
+      EXPECT_THROW(table.find_or_add(i, is_it, []() -> std::uint32_t { throw std::bad_alloc(); }),
+                   std::bad_alloc);
+  });
+  EXPECT_EQ(table.size(), 0u);
+  EXPECT_EQ(steps, 0u) << "the table grew";
+  EXPECT_EQ(table.find_or_add(1, is_it, [] { return 7u; }), 7u);
+  EXPECT_EQ(table.size(), 1u);
+}
+
 TEST(SplitTableGrowthTest, an_insert_moves_a_bounded_number_of_cells) {
   const auto many = static_cast<std::uint32_t>(rounds(10'000'000));
   SplitTable table;
   std::uint64_t most = 0, all = 0;
   for (std::uint32_t value = 0; value < many; ++value) {
     const auto tag = static_cast<std::uint32_t>(value * 0x9E3779B97F4A7C15ull >> 32);
-    const std::uint64_t steps =
-        steps_of([&] { table.at(tag, [&](std::uint32_t other) { return other == value; }) = value; });
+    const std::uint64_t steps = steps_of([&] {
+      table.find_or_add(
+          tag, [&](auto other) { return other == value; }, [&] { return value; });
+    });
     most = std::max(most, steps);
     all += steps;
   }

@@ -11,6 +11,7 @@
 #include <set>
 #include <utility>
 
+#include "out_of_memory.h"
 #include "step_watch.h"
 #include "test_iterations.h"
 
@@ -351,6 +352,17 @@ TEST_P(SharedHeadTest, the_head_of_the_own_prompt_is_spared_after_other_uses) {
   EXPECT_TRUE(index_.victim(9).has_value());
 }
 
+TEST_P(SharedHeadTest, AHeadThatIsPinnedDuringALookAheadIsSparedAfterIt) {
+  const Slot head = store("head", "", 7);
+  store("own", "head", 7);
+  index_.access(head, 8, 0);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  index_.pin(head);
+  EXPECT_EQ(index_.next_victims(8).size(), 1u);
+  index_.unpin(head);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+}
+
 TEST_P(SharedHeadTest, a_filling_head_of_the_own_prompt_is_spared_once_resident) {
   const Slot head = index_.insert(key_of("head"), 0, row_++, {.request = 8}, ChunkState::kFilling);
   store("own", "head", 7);
@@ -491,6 +503,55 @@ TEST_P(NextVictimsTest, next_victims_lists_a_whole_prompt_before_the_next) {
   EXPECT_EQ(drain(4), next);
 }
 
+TEST_P(NextVictimsTest, SparedChunksAreAmongThemInTheirOrderAndStaySpared) {
+  serve(1, {"a1", "a2", "a3"});
+  const std::vector<Slot> before = index_.next_victims(2);
+  EXPECT_EQ(index_.victim(1), std::nullopt);
+  EXPECT_EQ(index_.next_victims(2), before);
+  EXPECT_EQ(index_.next_victims(9).size(), 3u);
+  EXPECT_EQ(testing::steps_of([&] { EXPECT_EQ(index_.victim(1), std::nullopt); }), 0u) << "they were spared";
+  EXPECT_TRUE(index_.victim(2).has_value());
+}
+
+// A request that stores a long prompt looks ahead in each step.
+TEST_P(NextVictimsTest, ALookAheadCostsTheSameWithTenTimesAsManySparedChunks) {
+  const auto steps_with = [](std::uint32_t chunks) {
+    ChunkIndex index(make_eviction_policy(GetParam()), chunks);
+    ChunkId last = 0;
+    for (RowId row = 0; row < chunks; ++row) {
+      const ChunkKey key = key_of(fmt::format("{}", row));
+      index.make_resident(index.insert(key, 0, row, {.parent = last, .request = 1}, ChunkState::kFilling),
+                          ChunkOrigin::kStore);
+      last = chunk_id(key);
+    }
+    EXPECT_EQ(index.victim(1), std::nullopt);
+    return testing::steps_of([&] {
+      for (int step = 0; step < 10; ++step) {
+        EXPECT_EQ(index.next_victims(16).size(), 16u);
+        EXPECT_EQ(index.victim(1), std::nullopt);
+      }
+    });
+  };
+  const std::uint64_t few = steps_with(200), many = steps_with(2000);
+  EXPECT_GT(few, 0u);
+  EXPECT_EQ(few, many);
+}
+
+TEST_P(NextVictimsTest, SparedChunksThatArePinnedAreNotAmongThemAndStaySpared) {
+  std::vector<std::string> prompt;
+  for (int i = 0; i < 40; ++i) prompt.push_back(fmt::format("a{}", i));
+  serve(1, prompt);
+  EXPECT_EQ(index_.victim(1), std::nullopt);
+  const std::vector<Slot> first = index_.next_victims(20);
+  for (const Slot slot : first) index_.pin(slot);
+  const std::vector<Slot> second = index_.next_victims(20);
+  EXPECT_EQ(second.size(), 20u);
+  for (const Slot slot : second) EXPECT_EQ(index_.at(slot).pins, 0u);
+  for (const Slot slot : first) index_.unpin(slot);
+  EXPECT_EQ(testing::steps_of([&] { EXPECT_EQ(index_.victim(1), std::nullopt); }), 0u) << "they were spared";
+  EXPECT_EQ(index_.next_victims(99).size(), 40u);
+}
+
 // Only lru must evict exactly these: with other policies a look may change the state of an entry,
 // like victim().
 TEST_P(NextVictimsTest, next_victims_match_lru_evictions_and_the_prefix_order) {
@@ -549,6 +610,35 @@ TEST_F(ChunkIndexTest, agrees_with_a_map_under_random_inserts_and_erases) {
   });
   EXPECT_EQ(seen, model.size());
 }
+
+class ChunkIndexMemoryTest : public testing::TestWithParam<std::string> {};
+
+TEST_P(ChunkIndexMemoryTest, AChunkThatFindsNoMemoryIsNotAdded) {
+  ChunkIndex index(make_eviction_policy(GetParam()), 4);
+  const auto name_of = [](RowId row) { return key_of(fmt::format("{}", row)); };
+  unsigned failures = 0;
+  for (RowId row = 0; row < 200; ++row) {
+    const auto expect_others = [&] {
+      ASSERT_EQ(index.size(), row);
+      for (RowId other = 0; other < row; ++other) ASSERT_EQ(index.find(name_of(other))->row, other);
+    };
+    Slot slot = 0;
+    const EntryInfo info{.parent = row % 10 == 0 ? 0 : chunk_id(name_of(row - 1)), .request = row / 10 + 1};
+    failures += testing::fail_each_allocation(
+        [&] { slot = index.insert(name_of(row), 0, row, info, ChunkState::kFilling); }, expect_others);
+    failures += testing::fail_each_allocation([&] { index.make_resident(slot, ChunkOrigin::kStore); },
+                                              [&] {
+                                                EXPECT_EQ(index.at(slot).state, ChunkState::kFilling);
+                                                EXPECT_EQ(index.resident(), row);
+                                              });
+  }
+  EXPECT_GT(failures, 10u);
+  for (RowId row = 0; row < 200; ++row) index.erase(index.victim().value());
+  EXPECT_EQ(index.size(), 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, ChunkIndexMemoryTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
 
 TEST(ChunkIndexGrowthTest, inserts_up_to_the_capacity_move_no_cells) {
   const auto capacity = static_cast<std::uint32_t>(testing::rounds(1'500'000));

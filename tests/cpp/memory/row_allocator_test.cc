@@ -358,6 +358,33 @@ TEST_F(Reclaiming, a_slab_with_a_row_that_must_stay_is_not_reclaimed) {
   EXPECT_TRUE(rows_.slab_to_reclaim(1, [](RowId) { return false; }).empty());
 }
 
+// More of the emptiest slabs than one search checks have a row that must stay.
+TEST_F(Reclaiming, finds_a_fuller_slab_after_searches_of_emptier_ones) {
+  RowAllocator rows(256 * kMiB, {4 * kKiB, 8 * kKiB});
+  std::vector<RowId> taken;
+  for (RowId row = rows.allocate(0); row != kNoRow; row = rows.allocate(0)) taken.push_back(row);
+  const std::size_t per_slab = rows.slab_to_reclaim(1, always).size(), slabs = taken.size() / per_slab;
+  ASSERT_GE(slabs, 2048u);
+  const std::size_t fuller = (slabs - 2) * per_slab;  // the first row of the last slab but one
+  const std::set<RowId> movable = {taken[fuller + 1], taken[fuller + 2]};
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    const bool stays = i % per_slab == 0 && i != fuller;
+    if (!stays && !movable.contains(taken[i])) rows.free(taken[i]);
+  }
+  std::size_t most = 0;
+  std::vector<RowId> found;
+  for (std::size_t calls = 0; found.empty() && calls < slabs; ++calls) {
+    std::size_t checked = 0;
+    found = rows.slab_to_reclaim(1, [&](RowId row) {
+      ++checked;
+      return movable.contains(row);
+    });
+    most = std::max(most, checked);
+  }
+  EXPECT_EQ(std::set<RowId>(found.begin(), found.end()), movable);
+  EXPECT_LT(most, slabs / 2) << "one call checked every second slab";
+}
+
 // A slab has hundreds of the smallest rows, but only one of the largest.
 TEST_F(Reclaiming, a_slab_of_many_small_rows_can_be_reclaimed) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 1024 * kKiB, 4 * kKiB});

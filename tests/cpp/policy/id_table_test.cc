@@ -27,7 +27,8 @@ TEST(IdTable, agrees_with_a_map_under_random_calls) {
       table.erase(id, id_of);
       known.erase(found);
     } else {
-      table.at(id, id_of) = known[id] = value;
+      const std::uint32_t expected = known.emplace(id, value).first->second;
+      ASSERT_EQ(table.find_or_add(id, id_of, [&] { return value; }), expected) << "call " << i;
     }
     ASSERT_EQ(table.size(), known.size());
   }
@@ -41,7 +42,7 @@ TEST(IdTable, a_find_probes_fewer_than_100_cells) {
     IdTable table;
     for (std::uint64_t n = 1; n <= 100000; ++n) {
       ids.push_back(n << shift);
-      table.at(ids.back(), id_of) = static_cast<std::uint32_t>(ids.size() - 1);
+      table.find_or_add(ids.back(), id_of, [&] { return static_cast<std::uint32_t>(ids.size() - 1); });
     }
     EXPECT_LT(table.longest_probe(), 100u) << shift;
   }
@@ -56,7 +57,7 @@ TEST(IdTable, ids_selected_by_spare_bits_spread_over_the_table) {
     const ChunkId id = random();
     if (IdTable::spare_bits(id) % 64 != 0) continue;
     ids.push_back(id);
-    table.at(id, id_of) = static_cast<std::uint32_t>(ids.size() - 1);
+    table.find_or_add(id, id_of, [&] { return static_cast<std::uint32_t>(ids.size() - 1); });
   }
   EXPECT_LT(table.longest_probe(), 200u);
 }

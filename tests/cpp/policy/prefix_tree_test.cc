@@ -6,6 +6,8 @@
 #include <map>
 #include <random>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
@@ -44,6 +46,28 @@ TEST(PrefixTree, a_parent_can_be_set_later_once) {
   EXPECT_EQ(tree.children(parent), 0u);
   tree.leave(parent);
   EXPECT_EQ(tree.size(), 0u);
+}
+
+// A table grows when it gets its 33rd or 65th node: an entry's own, or its parent's.
+TEST(PrefixTree, AnEntryThatFindsNoMemoryIsNotTaken) {
+  for (const ChunkId alone : {ChunkId{0}, ChunkId{1000}}) {
+    PrefixTree tree;
+    std::vector<PrefixTree::Node> nodes;
+    if (alone != 0) nodes.push_back(tree.take(alone, 0, 1000));
+    unsigned failures = 0;
+    for (ChunkId id = 1; id < 400; id += 2) {  // each with a new parent
+      const std::size_t size = tree.size();
+      PrefixTree::Node node = PrefixTree::kNone;
+      failures += testing::fail_each_allocation([&] { node = tree.take(id, id + 1, static_cast<Slot>(id)); },
+                                                [&] { EXPECT_EQ(tree.size(), size) << id; });
+      ASSERT_NE(node, PrefixTree::kNone) << id;
+      ASSERT_EQ(tree.slot(node), id);
+      nodes.push_back(node);
+    }
+    EXPECT_GT(failures, 2u);
+    for (const PrefixTree::Node node : nodes) tree.leave(node);
+    EXPECT_EQ(tree.size(), 0u);
+  }
 }
 
 TEST(PrefixTree, only_a_node_with_different_children_is_branched) {

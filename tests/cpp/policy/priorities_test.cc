@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "out_of_memory.h"
 #include "policy/lru.h"
 
 namespace kv_offload {
@@ -81,6 +82,14 @@ TEST_F(PrioritisedTest, the_high_level_is_evicted_above_half_of_the_entries) {
   EXPECT_EQ(policy_.victim(), 0u);
   insert(6, 1);
   EXPECT_EQ(policy_.victim(), 3u);
+}
+
+TEST_F(PrioritisedTest, AnEntryThatFindsNoMemoryIsCountedInNoLevel) {
+  for (const Slot slot : {0u, 1u}) insert(slot, 0);
+  const unsigned failures =
+      testing::fail_each_allocation([&] { insert(2, 1); }, [&] { EXPECT_EQ(policy_.victim(), 0u); });
+  EXPECT_GE(failures, 2u);
+  EXPECT_EQ(policy_.victim(), 0u) << "the high level holds a third";
 }
 
 TEST_F(PrioritisedTest, a_level_with_only_pinned_entries_is_skipped) {

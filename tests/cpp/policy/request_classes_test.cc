@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
@@ -16,6 +18,17 @@ TEST(RequestClasses, the_class_grows_with_the_logarithm_of_new_chunks) {
   }
   for (int i = 0; i < 10000; ++i) classes.on_stored(record, true, false);
   EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning - 1);
+}
+
+TEST(RequestClasses, ARequestThatFindsNoMemoryIsNotKnown) {
+  RequestClasses classes;
+  unsigned failures = 0;
+  for (std::uint32_t request = 1; request < 400; ++request) {
+    failures += testing::fail_each_allocation([&] { classes.refer(request); },
+                                              [&] { EXPECT_EQ(classes.size(), request - 1); });
+    EXPECT_EQ(classes.size(), request);
+  }
+  EXPECT_GT(failures, 2u);
 }
 
 TEST(RequestClasses, a_request_with_reused_chunks_gets_another_class) {

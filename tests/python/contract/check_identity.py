@@ -69,6 +69,45 @@ def test_a_setting_that_changes_bytes_changes_the_namespace(resolved: Any, name:
     assert settings() != before
 
 
+READERS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+OTHER_FORMATS = ("dummy", "pt", "npcache", "mistral", "sharded_state", "tensorizer", "ipc_cache")
+
+
+def namespaces_by_format(resolved: Any, formats: tuple[str, ...]) -> int:
+    found = set()
+    for name in formats:
+        resolved.load_config.load_format = name
+        found.add(setting_text(settings()))
+    return len(found)
+
+
+@pytest.mark.parametrize(
+    ("files", "one_set"),
+    [
+        (["model.safetensors"], True),
+        (["a.safetensors", "b.safetensors", "model.safetensors.index.json"], True),
+        (["a.safetensors", "b.safetensors", "c.safetensors", "model.safetensors.index.json"], False),
+        (["model.safetensors", "consolidated.safetensors"], False),
+        (["model.bin"], False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else " ".join(value),
+)
+@pytest.mark.parametrize("of", ["model", "drafter"])
+def test_the_load_format_is_in_the_namespace_unless_it_selects_only_a_speed(
+    resolved: Any, tmp_path: Path, of: str, files: list[str], one_set: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "model.safetensors").touch()
+    resolved.model_config.model = str(tmp_path if of == "model" else one)
+    if of == "drafter":
+        _draft(resolved, str(tmp_path))
+    assert namespaces_by_format(resolved, READERS) == (1 if one_set else len(READERS))
+    assert namespaces_by_format(resolved, ("auto", *OTHER_FORMATS)) == 1 + len(OTHER_FORMATS)
+
+
 def test_a_variable_that_changes_a_librarys_precision_changes_the_namespace(
     resolved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

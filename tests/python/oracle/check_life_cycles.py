@@ -187,6 +187,11 @@ def test_every_weight_update_is_refused_when_weights_are_fixed() -> None:
     for name in changes - AFTER_THE_START:
         with pytest.raises(RuntimeError, match=f"{name} is refused: fixed_weights"):
             getattr(gpu_worker.Worker, name)(SimpleNamespace(vllm_config=config), *arguments_of(name))
+    loaded = SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(model=object()))
+    with pytest.raises(RuntimeError, match="load_model is refused: fixed_weights"):
+        gpu_worker.Worker.load_model(loaded)
+    with pytest.raises(AttributeError):  # the first load begins
+        gpu_worker.Worker.load_model(SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace()))
     with pytest.raises(RuntimeError, match="sleep at level 2 is refused"):
         gpu_worker.Worker.sleep(SimpleNamespace(vllm_config=config), level=2)
     # Another engine of the same process updates its own weights.

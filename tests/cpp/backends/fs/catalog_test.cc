@@ -4,10 +4,19 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
 ChunkKey numbered_key(int n) { return ChunkKey(fmt::format("{:08}--------", n) + std::string(4, '\0')); }
+
+ChunkKey of_group(const ChunkKey& key, int group) {
+  std::string bytes(key.bytes());
+  bytes[bytes.size() - 2] = static_cast<char>(group >> 8);
+  bytes[bytes.size() - 1] = static_cast<char>(group);
+  return ChunkKey(bytes);
+}
 
 class FsCatalogTest : public testing::TestWithParam<std::string> {
  protected:
@@ -44,6 +53,39 @@ TEST_P(FsCatalogTest, the_next_victim_belongs_to_the_request_that_used_it_last) 
   EXPECT_TRUE(catalog_.next_is_of(2));
   EXPECT_EQ(drain(), (std::vector<int>{0}));
   EXPECT_FALSE(catalog_.next_is_of(2)) << "the catalog is empty";
+}
+
+TEST_P(FsCatalogTest, a_record_that_finds_no_memory_is_not_known) {
+  unsigned failures = 0;
+  for (int n = 0; n < 200; ++n) {
+    const ChunkKey key = of_group(numbered_key(n), n);
+    const auto check = [&] {
+      EXPECT_FALSE(catalog_.holds(key));
+      EXPECT_EQ(catalog_.size(), static_cast<std::size_t>(n));
+      EXPECT_EQ(catalog_.bytes(), 8192u * static_cast<unsigned>(n));
+    };
+    const EntryInfo info{.parent = n % 10 == 0 ? 0 : chunk_id(numbered_key(n - 1)),
+                         .request = static_cast<std::uint32_t>(n / 10 + 1)};
+    failures += testing::fail_each_allocation([&] { catalog_.insert({key, 8192}, info); }, check);
+    EXPECT_TRUE(catalog_.holds(key));
+  }
+  EXPECT_GT(failures, 200u) << "each record has a new group";
+  EXPECT_EQ(drain().size(), 200u);
+  EXPECT_EQ(catalog_.bytes(), 0u);
+}
+
+TEST_P(FsCatalogTest, nothing_is_lost_when_all_is_handed_over_without_memory) {
+  insert(0, 0, 1);
+  FsCatalog all{GetParam()};
+  {
+    const testing::FailingAllocation next(0);
+    catalog_.hand_over(&all);
+    EXPECT_FALSE(next.came());
+  }
+  EXPECT_EQ(catalog_.size(), 0u);
+  EXPECT_EQ(all.size(), 1u);
+  insert(1, 1, 1);
+  EXPECT_EQ(drain(), (std::vector<int>{1}));
 }
 
 TEST_P(FsCatalogTest, a_record_is_not_evicted_while_it_is_read) {

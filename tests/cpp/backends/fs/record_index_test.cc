@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "backends/fs/layout.h"
+#include "out_of_memory.h"
 #include "tier/tier_driver.h"
 
 namespace kv_offload {
@@ -112,6 +113,29 @@ TEST_F(RecordIndexTest, only_upkeep_closes_an_ended_epoch) {
   EXPECT_FALSE(next.expired()) << "a reset closes nothing";
   records_.close();
   EXPECT_TRUE(next.expired());
+}
+
+TEST_F(RecordIndexTest, a_reset_that_runs_out_of_memory_changes_nothing) {
+  const auto own = epoch(4);
+  begin(own);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, own));
+  std::vector<TierRemoval> removals;
+  const unsigned failures = fail_each_allocation([&] { records_.reset(); },
+                                                 [&] {
+                                                   records_.free_unused();
+                                                   records_.take_removals(&removals);
+                                                   EXPECT_EQ(records_.epoch(), own);
+                                                   EXPECT_EQ(records_.next(), std::nullopt);
+                                                   EXPECT_TRUE(has(1));
+                                                 });
+  EXPECT_GT(failures, 2u);
+  EXPECT_TRUE(removals.empty());
+  EXPECT_FALSE(has(1));
+  ASSERT_TRUE(records_.next());
+  EXPECT_EQ(records_.next()->least_number, 5u);
+  EXPECT_TRUE(records_.next()->by_reset);
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), 1u);
 }
 
 TEST_F(RecordIndexTest, a_record_that_was_written_again_is_not_reported_as_evicted) {
