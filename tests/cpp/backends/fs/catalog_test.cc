@@ -79,7 +79,7 @@ TEST_P(FsCatalogTest, nothing_is_lost_when_all_is_handed_over_without_memory) {
   FsCatalog all{GetParam()};
   {
     const testing::FailingAllocation next(0);
-    catalog_.hand_over(&all);
+    catalog_.move_into(&all);
     EXPECT_FALSE(next.came());
   }
   EXPECT_EQ(catalog_.size(), 0u);
