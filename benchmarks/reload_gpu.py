@@ -212,7 +212,7 @@ def wait_until_written(root: Path, server: LocalServer, seconds: float, times: T
     while time.monotonic() - since < 2:
         if time.monotonic() > deadline:
             echo(
-                f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that"
+                f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: writes disturb later figures"
             )
             times.beside_writes = True
             break
