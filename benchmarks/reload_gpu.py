@@ -211,9 +211,7 @@ def wait_until_written(root: Path, server: LocalServer, seconds: float, times: T
     deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
     while time.monotonic() - since < 2:
         if time.monotonic() > deadline:
-            echo(
-                f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that"
-            )
+            echo(f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: writes disturb later figures")
             times.beside_writes = True
             break
         server.ask([2] * 8, max_tokens=1)  # vLLM reports ended jobs only in its steps

@@ -64,7 +64,7 @@ def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
     if vllm_config is None:
         raise _NotCanonicalError("this vLLM does not pass the configuration to its workers")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise _NotCanonicalError("calculate_kv_scales gives each rank scales of its own")
+        raise _NotCanonicalError("calculate_kv_scales gives each rank its own scales")
     known = vllm_config.compilation_config.static_forward_context
     heads: set[int] = set()
     pages = []
@@ -129,7 +129,7 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
     # look like two heads.
     packed = ("num_head_slots", "state_content_bytes")
     if any(getattr(spec, field, None) is not None for field in packed):
-        raise _NotCanonicalError(f"the attention backend of {name} packs its pages in a layout of its own")
+        raise _NotCanonicalError(f"the attention backend of {name} packs its pages in its own layout")
     if cache is None or not heads:
         raise _NotCanonicalError(f"the cache of {name} is not known")
     size = cache.element_size()

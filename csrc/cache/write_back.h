@@ -66,7 +66,7 @@ class WriteBack {
   std::vector<TierSlotOptions> policies_;
   std::vector<TierUse> uses_;      // in this step
   std::size_t evictions_ = 0;      // evictions since the last visit of the whole cold end
-  bool cold_end_written_ = false;  // at that visit, all of it was written or on its way
+  bool cold_end_written_ = false;  // at that visit, all of it was written or being written
 };
 
 }  // namespace kv_offload

@@ -47,7 +47,7 @@ CopyTable single_path_table(CopyPath path);
 
 enum class CopyUrgency : std::uint8_t {
   kUrgent,      // a caller waits for the copy
-  kBackground,  // background: disturb the model as little as possible
+  kBackground,  // disturbs the model as little as possible
 };
 
 // kUrgent: chooses the path with the least estimated time; a path that takes SMs from the model must be

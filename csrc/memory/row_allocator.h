@@ -41,10 +41,11 @@ class RowAllocator {
 
   // For a group g that finds no row and whose own class has nothing to evict. Returns the rows in use of the
   // slab of another class that is cheapest to empty: the one with the fewest rows in use, among those where
-  // movable(row) holds for ALL of them. Evicting these rows frees the slab for g. Returns an empty list if
-  // the slabs that one call checks include none: a bounded number of the emptiest, and as many of all slabs
-  // by their place. The next call checks others: it continues after the last slab by place, and after the
-  // last of equally full ones. So each slab is checked, however many emptier ones have a row that must stay.
+  // movable(row) holds for ALL of them. Evicting these rows frees the slab for g.
+  // One call checks a bounded number of the emptiest slabs, then of all slabs in order of their place. It
+  // returns an empty list if none of these qualifies. The next call continues after the last slab by place,
+  // and after the last of equally full ones. So each slab is checked in the end, however many emptier ones
+  // are pinned.
   std::vector<RowId> slab_to_reclaim(std::uint32_t group, const std::function<bool(RowId)>& movable);
 
   std::uint64_t row_bytes(std::uint32_t group) const;  // padded

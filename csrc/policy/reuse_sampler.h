@@ -54,9 +54,9 @@ class ReuseSampler {
 
  private:
   static constexpr std::uint32_t kNone = IdTable::kNone;
-  static constexpr int kDropsPerAdvance = 64;  // more than arrive between two advances
+  static constexpr int kDropsPerAdvance = 64;  // more samples than arrive between two advances
   static constexpr std::size_t kSweepsPerAdvance = 4;
-  static constexpr int kCrossingsPerBucket = 128;  // per bucket; samples of one time arrive together
+  static constexpr int kCrossingsPerBucket = 128;  // samples of the same time arrive together
   struct Sample {
     ChunkId id = 0;
     std::uint64_t time = 0;

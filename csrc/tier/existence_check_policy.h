@@ -17,9 +17,9 @@ namespace kv_offload {
 class ExistenceCheckPolicy {
  public:
   static constexpr std::uint32_t kMissesToSkip = 16;  // consecutive checks that found no record
-  static constexpr std::uint32_t kCheckInterval = 8;  // then one write in this many checks
+  static constexpr std::uint32_t kCheckInterval = 8;  // after that, one of this many writes checks
 
-  // Returns whether the next write should check first.
+  // True if the next write should check first.
   bool should_check() {
     if (missing_in_a_row_.load(std::memory_order_relaxed) < kMissesToSkip) return true;
     return unchecked_.fetch_add(1, std::memory_order_relaxed) % kCheckInterval == kCheckInterval - 1;

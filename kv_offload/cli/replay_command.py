@@ -95,7 +95,7 @@ def replay(
     read = read_trace(trace, limit)
     if kill_after > len(read.prompts):
         raise ValueError(
-            f"--kill-after is {kill_after:,}, the trace has {len(read.prompts):,} requests: give less"
+            f"--kill-after is {kill_after:,}, the trace has {len(read.prompts):,} requests: lower it"
         )
     core = read.to_core()
     unique = read.unique_blocks()

@@ -408,7 +408,7 @@ VLLM_VARIABLES: dict[str, Decision] = {
     "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": same("other connectors"),
     "VLLM_USE_SIMPLE_KV_OFFLOAD": same("other connectors"),
     "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": same(
-        "which cache groups exist; the namespace has them"
+        "which cache groups exist; the namespace contains them"
     ),
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": same("form of published events"),
 }

@@ -107,7 +107,7 @@ def test_a_bucket_without_rules_is_noted_as_unbounded() -> None:
 def test_an_unknown_lifecycle_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
     ((state, text),) = said(told)
     assert state == "note"
-    assert "cannot tell whether a lifecycle rule limits the bucket" in text
+    assert "unknown whether a lifecycle rule limits the bucket" in text
     assert why in text
 
 

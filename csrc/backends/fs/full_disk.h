@@ -23,8 +23,8 @@ class FullDisk {
   void try_again() { failed_evictions_.store(0); }
 
  private:
-  static constexpr unsigned kMaxFailedEvictions =
-      2;  // consecutive writes; two concurrent ones may count as one
+  // Consecutive writes. Two concurrent ones may count as one.
+  static constexpr unsigned kMaxFailedEvictions = 2;
   std::atomic<std::uint64_t> times_{0};
   std::atomic<unsigned> failed_evictions_{0};
 };

@@ -12,7 +12,7 @@
 // a call to the file system, nor while another lock is taken. Each hold is short, whatever the number of
 // records. Long lists are processed in pieces, and waiting threads get the lock between two pieces. A
 // caller's list grows before the lock is taken (make_room). Tables grow in small steps. A reset only sets the
-// old state aside; other calls go through it and free it. So the scheduler thread waits neither for storage
+// old state aside; later calls report its keys and free it. So the scheduler thread waits neither for storage
 // nor for a scan. It does not close files either, which may wait for a file server: an epoch stays open until
 // free_unused(), whichever thread drops the last other reference.
 #pragma once
@@ -200,15 +200,14 @@ class RecordIndex final : public Catalog {
   bool apply_use_batch() EXCLUDES(mutex_);
   bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
   // Calls visit(at) for each `at` below `count`, kRecordsPerLock per hold of the lock. Calls prepare() before
-  // each hold. Returns false if it ended early, because *stop became true or *epoch (if given) is no longer
-  // ours.
+  // each hold. Returns false if it ended early: *stop became true, or *epoch (if given) is no longer current.
   template <typename Visit, typename Prepare = void (*)()>
   bool in_batches(
       std::size_t count, const FsEpochPtr* epoch, const std::atomic<bool>& stop, Visit visit,
       Prepare prepare = [] {}) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
-  // Sets the known state aside; *dropped is the empty place for it. If memory runs out, throws and changes
-  // nothing.
+  // Moves the known state into `dropped`, which must be empty, and keeps that until its keys are reported. If
+  // memory runs out, throws and changes nothing.
   void drop_all(std::unique_ptr<DroppedState> dropped, bool by_reset) REQUIRES(mutex_);
   void unpin(const FsCatalog::Ref& ref) EXCLUDES(mutex_);
 

@@ -152,7 +152,7 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
   if (!info.is_directory()) throw_resource("root_dir {} is not a directory", path);
   if (info.owner != ::geteuid()) {
     throw_resource(
-        "root_dir {} belongs to uid {}, this process is uid {}; give a directory of its own, such as {}/kv",
+        "root_dir {} belongs to uid {}, this process is uid {}; give it its own directory, such as {}/kv",
         path, info.owner, ::geteuid(), path);
   }
   if ((info.mode & (S_IWGRP | S_IWOTH)) != 0) {

@@ -130,11 +130,10 @@ Status SpaceLedger::refuse(const LedgerPage& page, const LedgerSlot* own) const 
         fmt::format("{} processes have this root open, which is the maximum", LedgerPage::kSlots), 0, path_);
   }
   if (not_exclusive_) {
-    return Status::error(
-        StatusKind::kUnavailable,
-        "the locks of this file system do not keep other hosts out (mounted with nolock, "
-        "local_lock or localflock?): writes are disabled; give each host a root_dir of its own",
-        0, path_);
+    return Status::error(StatusKind::kUnavailable,
+                         "the locks of this file system do not keep other hosts out (mounted with nolock, "
+                         "local_lock or localflock?): writes are disabled; give each host its own root_dir",
+                         0, path_);
   }
   if (counted_this_boot_ && page.trusted == 0) {  // not at a start: the page was trusted before
     return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",

@@ -18,8 +18,8 @@ struct FileName {
   std::string path;
 };
 // Turns an unneeded file into a temporary, locked by this process, with its content unchanged. to->path is
-// the prefix of the new name, and becomes that name. Returns 0 and sets *fd and *info. *fd is empty if it is
-// not a plain file of ours or has other names. Returns -errno if the file keeps its old name.
+// the prefix of the new name, and becomes that name. Returns 0 and sets *fd and *info. *fd is empty if the
+// file is not a plain file of this user, or has other names. Returns -errno if the file keeps its old name.
 int rename_to_temporary(FileOps& ops, const FileName& from, FileName* to, int flags, std::uint64_t writer,
                         Fd* fd, FileInfo* info);
 

@@ -72,7 +72,7 @@ void UsageScanner::poll(std::vector<std::string> lost) {
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(warned_not_exclusive_, true)) {
     options_.warn(fmt::format(
         "the file locks of {} do not keep other hosts out (mounted with nolock, local_lock or localflock?): "
-        "this server still reads from it but no longer writes; give each host a root_dir of its own",
+        "this server still reads from it but no longer writes; give each host its own root_dir",
         root_.path));
   }
   peer_records_.poll(figures.writes_by_others);  // first: records must be known before they can be evicted

@@ -91,7 +91,7 @@ def explain_bucket(prefix: str, lifecycle: BucketReply, versioning: BucketReply)
     else:
         bound = Answer(
             "note",
-            f"cannot tell whether a lifecycle rule limits the bucket: {_reason(status, code, 'Lifecycle')}",
+            f"unknown whether a lifecycle rule limits the bucket: {_reason(status, code, 'Lifecycle')}",
         )
     return [bound, *_versions(versioning, any(rule.removes_versions for rule in rules))]
 
@@ -106,7 +106,7 @@ def _versions(reply: BucketReply, removed: bool) -> list[Answer]:
         status = 0
     if status != 200:
         why = _reason(status, code, "Bucket")
-        return [Answer("note", f"cannot tell whether the bucket keeps older versions: {why}")]
+        return [Answer("note", f"unknown whether the bucket keeps older versions: {why}")]
     if not on or removed:
         return []
     return [

@@ -143,7 +143,7 @@ def test_planes_of_packed_pages_are_not_mistaken_for_heads(
     one = Rank(monkeypatch, [4, 4], 0, 2)
     packed = SimpleNamespace(num_kv_heads=2, **{field: 2})
     one.layers["layer.0"].get_kv_cache_spec = lambda _: packed
-    assert "packs its pages in a layout of its own" in str(one.find_pages())
+    assert "packs its pages in its own layout" in str(one.find_pages())
 
 
 def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
