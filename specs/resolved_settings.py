@@ -29,8 +29,9 @@ _MODELS = ("model_config", "speculative_config.draft_model_config")
 # Configurations that say how the weights of these models are read.
 _LOADERS = ("load_config", "speculative_config.draft_load_config")
 # Values of load_format that read safetensors files, and differ only in speed if there is one set of them.
-# ("auto" and "hf" read files of other formats only if there are none.)
-_SAFETENSORS_READERS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
+# ("auto" and "hf" read files of other formats only if there are none. "runai_streamer" is not one of these:
+# its loader ignores secondary_weights and allow_patterns_overrides of a model's class, so it may load less.)
+_SAFETENSORS_READERS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor"}
 _MAX_DEPTH = 8
 
 

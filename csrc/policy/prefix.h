@@ -92,7 +92,7 @@ class PrefixPolicy final : public EvictionPolicy {
     return above.use > node.use || (node.record != 0 && above.record == node.record);
   }
   void demote_parent(const Node& node);  // its parent has a child now
-  // Files the slot by its current state: leaf, inner or pinned. lift: removes it from its set or list.
+  // Files the slot by its current state: leaf, inner or pinned. unlink: removes it from its set or list.
   void put(Slot slot);
   void unlink(Slot slot);
   void put_leaf(Slot slot);

@@ -24,11 +24,11 @@ void Prioritised::access(Slot slot, const EntryInfo& info) {
   State& state = states_[slot];
   const Level level = level_of_priority(info.priority);
   if (level <= state.level) return level_of(slot).access(slot, info);
+  make_level(level).insert(slot, info);  // first, because it may throw
   level_of(slot).erase(slot);
   --known_[state.level];
   state.level = level;
   ++known_[level];
-  make_level(level).insert(slot, info);
   if (state.recorded) level_of(slot).set_recorded(slot, true);
   if (state.pinned) level_of(slot).pin(slot);
 }

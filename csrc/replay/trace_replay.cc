@@ -313,7 +313,7 @@ std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
     std::uint64_t next;
     std::size_t depth;
   };
-  std::unordered_map<std::uint64_t, Use> victim_entry;
+  std::unordered_map<std::uint64_t, Use> resident;
   std::set<std::tuple<std::uint64_t, std::size_t, std::uint64_t>> order;  // next use, depth, block
   std::uint64_t hits = 0;
   std::size_t at = 0;
@@ -321,19 +321,19 @@ std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
     const auto blocks = trace.request(i);
     bool all = true;
     for (std::size_t depth = 0; depth < blocks.size(); ++depth) {
-      const auto found = victim_entry.find(blocks[depth]);
-      all &= found != victim_entry.end();
+      const auto found = resident.find(blocks[depth]);
+      all &= found != resident.end();
       hits += all;
-      if (found == victim_entry.end()) continue;
+      if (found == resident.end()) continue;
       order.erase({found->second.next, found->second.depth, blocks[depth]});
-      victim_entry.erase(found);
+      resident.erase(found);
     }
     for (std::size_t depth = 0; depth < blocks.size(); ++depth, ++at) {
-      if (next[at] == kNever || !victim_entry.emplace(blocks[depth], Use{next[at], depth}).second) continue;
+      if (next[at] == kNever || !resident.emplace(blocks[depth], Use{next[at], depth}).second) continue;
       order.insert({next[at], depth, blocks[depth]});
     }
     while (order.size() > capacity) {
-      victim_entry.erase(std::get<2>(*order.rbegin()));
+      resident.erase(std::get<2>(*order.rbegin()));
       order.erase(std::prev(order.end()));
     }
   }

@@ -57,6 +57,7 @@ Presence RecordIndex::contains(const ChunkKey& key) const {
 
 void RecordIndex::begin_lookup(std::span<const ChunkKey> keys, EpochNumber, std::vector<ChunkKey>* started) {
   std::vector<ChunkKey> by_name;
+  by_name.reserve(keys.size());
   const Nanos now = clock_.now();
   {
     const MutexLock lock(mutex_);

@@ -148,6 +148,7 @@ std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRec
   std::uint64_t dropped = 0;
   FileInfo info;
   std::vector<FsCatalog::Record> known;
+  known.reserve(RecordIndex::kRecordsPerLock);
   for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
     for (const FsCatalog::Record& record : known) {
       if (std::binary_search(found_hashes.begin(), found_hashes.end(), ChunkKey::Hash{}(record.key)))

@@ -92,6 +92,14 @@ TEST_F(PrioritisedTest, AnEntryThatFindsNoMemoryIsCountedInNoLevel) {
   EXPECT_EQ(policy_.victim(), 0u) << "the high level holds a third";
 }
 
+TEST_F(PrioritisedTest, an_entry_that_finds_no_memory_in_a_higher_level_stays_in_its_own) {
+  for (const Slot slot : {0u, 1u}) insert(slot, 0);
+  const unsigned failures = testing::fail_each_allocation([&] { policy_.access(0, {.priority = 1}); },
+                                                          [&] { EXPECT_EQ(policy_.victim(), 0u); });
+  EXPECT_GE(failures, 2u) << "for the level, and for its table";
+  EXPECT_EQ(drain(), (std::vector<Slot>{1, 0}));
+}
+
 TEST_F(PrioritisedTest, a_level_with_only_pinned_entries_is_skipped) {
   insert(0, -1);
   insert(1, 0);
