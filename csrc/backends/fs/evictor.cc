@@ -148,7 +148,9 @@ bool Evictor::may_recycle(const PendingRecord* pending) const {
 // in a full root. Other processes that have the record open read bytes that do not match, and see that the
 // name is missing. Returns -errno if the file keeps its old name. REQUIRES: may_recycle(pending). The record
 // is of the same epoch as `pending` or of another namespace: after a power failure the file may have its old
-// bytes under the new name, and an older epoch of this namespace may have a record of the same key.
+// bytes under the new name, and an older epoch of this namespace may have a record of the same key. One case
+// is left: a file goes to another namespace and back, with a reset in between, before the kernel writes its
+// data.
 int Evictor::recycle(const FileName& from, const std::string& prefix, PendingRecord* pending,
                      std::uint64_t* freed) {
   const int flags = O_WRONLY | (pending->direct ? O_DIRECT : 0);
