@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "backends/fs/layout.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -82,10 +83,11 @@ class FsDeadReuse : public ::testing::Test {
       dead_.push_back(next_number());
       ASSERT_TRUE(dead.write(dead_.back()));
     }
-    std::erase_if(dead_, [&](std::uint32_t number) { return !exists(number); });
+    const std::map<std::string, fs::path> present = paths_by_key();
+    std::erase_if(dead_, [&](std::uint32_t number) { return !present.contains(key_of(number).hex()); });
     std::int64_t nanos = 1'000'000'000;
     for (const std::uint32_t number : dead_)
-      ASSERT_EQ(posix_file_ops().set_mtime(AT_FDCWD, path_of(root_, number), ++nanos), 0);
+      ASSERT_EQ(posix_file_ops().set_mtime(AT_FDCWD, present.at(key_of(number).hex()), ++nanos), 0);
     ASSERT_GT(dead_.size(), 128u) << "a pass has several records";
   }
   // Starts a server of another namespace and writes until its leaf directories exist.
@@ -106,15 +108,23 @@ class FsDeadReuse : public ::testing::Test {
     return info.st_ino;
   }
   bool exists(std::uint32_t number) const { return !path_of(root_, number).empty(); }
+  std::map<std::string, fs::path> paths_by_key() const {
+    std::map<std::string, fs::path> paths;
+    for (const fs::path& path : records_in(root_))
+      paths[layout::parse_record(path.filename().string())->key.hex()] = path;
+    return paths;
+  }
   std::size_t dead_records() const {
-    return static_cast<std::size_t>(
-        std::count_if(dead_.begin(), dead_.end(), [&](std::uint32_t number) { return exists(number); }));
+    const auto present = paths_by_key();
+    return static_cast<std::size_t>(std::count_if(dead_.begin(), dead_.end(), [&](std::uint32_t number) {
+      return present.contains(key_of(number).hex());
+    }));
   }
   // True if a dead record is missing although an older one exists.
   bool is_in_a_pass() const {
-    const auto oldest =
-        std::find_if(dead_.begin(), dead_.end(), [&](std::uint32_t number) { return exists(number); });
-    return !std::all_of(oldest, dead_.end(), [&](std::uint32_t number) { return exists(number); });
+    const auto present = paths_by_key();
+    const auto is_present = [&](std::uint32_t number) { return present.contains(key_of(number).hex()); };
+    return !std::all_of(std::find_if(dead_.begin(), dead_.end(), is_present), dead_.end(), is_present);
   }
   // Counts the writes into existing files. The existing files are held open, so that no inode number is
   // reused.
