@@ -397,7 +397,7 @@ def test_the_process_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_message_layout_matches_the_core() -> None:
     header = (Path(__file__).parents[2] / "csrc/backends/mooncake/channel.h").read_text()
     assert client.CALL_HEADER.size == 24
-    assert "sizeof(Question) == 24" in header
+    assert "sizeof(CallHeader) == 24" in header
     assert f"kNamesBytes = std::size_t{{{client.NAMES_BYTES >> 10}}} << 10" in header
     for name, verb in (
         ("kPut", client.PUT),
