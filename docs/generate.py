@@ -85,11 +85,13 @@ def _type(field: FieldInfo) -> str:
         return "size"
     types = [part for part in (annotation, *get_args(annotation)) if part is not type(None)]
     if words := _literals(annotation):
-        return ", ".join(f"`{word}`" for word in words)
+        return ", ".join(f"`{word}`" for word in words) + (", list" if "tuple" in str(annotation) else "")
     if bool in types:
         return "boolean"
     if int in types:
         return f"integer, {_bounds(metadata)}"
+    if float in types:
+        return f"number, {_bounds(metadata)}"
     if "tuple" in str(annotation):
         return "list of strings" if "str" in str(annotation) else "list of objects"
     return "string"
@@ -140,6 +142,40 @@ def tier_settings() -> str:
         described = (inspect.getdoc(kind) or "").partition("\n\n")[0]
         parts += [f'### `"type": "{name}"`', " ".join(described.split()), table(header, own)]
     return "\n\n".join(parts)
+
+
+# ---- hints about sessions
+
+
+def hint_fields() -> str:
+    """Returns the fields of kv_offload_hints, then those of every action."""
+    from kv_offload.hints import Action, Envelope
+
+    return "\n\n".join(
+        [_hint_table(Envelope.model_fields), "Every action has:", _hint_table(Action.model_fields)]
+    )
+
+
+def hint_actions() -> str:
+    """Returns a section for each type of action."""
+    from kv_offload.hints import ACTIONS, Action, type_of
+
+    parts = []
+    for action in ACTIONS:
+        own = {
+            name: field
+            for name, field in action.model_fields.items()
+            if name != "type" and name not in Action.model_fields
+        }
+        parts += [f"### {type_of(action)}", " ".join((inspect.getdoc(action) or "").split())]
+        parts += [_hint_table(own)] if own else []
+    return "\n\n".join(parts)
+
+
+def _hint_table(fields: Mapping[str, FieldInfo]) -> str:
+    types = {"version": "`1`", "actions": "list of objects", "target": "object with `session`, `branch`"}
+    rows = [[row[0], types.get(row[0].strip("`"), row[1]), *row[2:]] for row in setting_rows(fields)]
+    return table(("field", "type", "default", "meaning"), rows)
 
 
 # ---- metrics
@@ -253,6 +289,8 @@ def version() -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "engine_settings": engine_settings,
     "tier_settings": tier_settings,
+    "hint_fields": hint_fields,
+    "hint_actions": hint_actions,
     "metrics": lambda: metrics(worker=False),
     "worker_metrics": lambda: metrics(worker=True),
     "miss_reasons": miss_reasons,

@@ -224,6 +224,44 @@ class RemoteRecord:
     @property
     def written(self) -> float: ...
 
+class WholeRecord:
+    """A record as it is stored: header and stored bytes."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def key(self) -> str:
+        """In hex."""
+
+    @property
+    def created(self) -> float:
+        """The write time in its header, in unix seconds."""
+
+    @property
+    def encryption_key_id(self) -> str:
+        """In hex; "" if the record is not encrypted."""
+
+class RecordImporter:
+    """Writes whole records into a tier, in the epoch that newly started processes use. Evicts nothing."""
+
+    def __init__(self, spec: TierSpec) -> None:
+        """May take minutes: a directory is counted. Raises like the tier, RuntimeError if there is no epoch,
+        ValueError if records cannot be copied into this kind of tier."""
+
+    @property
+    def epoch(self) -> str: ...
+    def write(self, record: WholeRecord, used: float) -> tuple[str, str, bool]:
+        """Writes the record; several threads may call it. ``used``: unix seconds of the last use; 0: now.
+
+        Returns (ok | no_space | cancelled (it was reset) | ..., error message, False if the tier already had
+        it).
+        """
+
+    def close(self) -> None:
+        """No write may be running."""
+
 class RemoteRecords:
     """Records under a prefix of a server or a bucket, for the commands. Raises RuntimeError if it refuses
     access or does not answer."""
@@ -240,8 +278,18 @@ class RemoteRecords:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
         removed)."""
 
+    def read(self, record: RemoteRecord) -> tuple[str, str, WholeRecord | None]:
+        """Reads and verifies the whole record. Returns (ok | not_found | corrupt | ..., the problem, the
+        record); None unless it is ok."""
+
+    def startup_epoch(self, namespace_id: str) -> str:
+        """Returns the epoch that newly started processes use; "" if there is none."""
+
+    def use_record_sizes(self) -> None:
+        """Lists the bytes of records from now on, not the memory that they take."""
+
     def use_keys(self, encryption_key_files: list[str]) -> None:
-        """Sets the keys with which verify() decrypts records."""
+        """Sets the keys with which verify() and read() decrypt records."""
 
     def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
         """Returns (records, bytes) removed, and the error that stopped it; "" if all were removed."""
@@ -365,6 +413,8 @@ class TieredCache:
         blocks_per_chunk: int = 1,
         shards_per_area: int = 1,  # of a record, each of shard_bytes; more than one in the canonical layout
         keep_identity: str = "",  # not empty: host memory outlives the cache; the region needs keep_for
+        max_sessions: int = 4096,  # remembered for hints
+        max_pinned_bytes: int = 0,  # of host memory, by hints; at most half of it
     ) -> None: ...
     def begin_request(
         self,
@@ -376,7 +426,29 @@ class TieredCache:
         load_policy: str | None = None,
         priority: int = 0,
         remote_wait_seconds: float = 0.0,
+        family: int = 0,  # 32 bits of the session's name; 0: none
+        client: int = 0,  # 64 bits of the client's name
+        returns_in: float = 0.0,  # seconds until the session's next request; inf: none; 0: unknown
     ) -> int: ...
+    def apply_hints(self, hints: Sequence[tuple[str, bytes, bytes, float, int]]) -> list[str]:
+        """Executes hints about other sessions: (resume | prefetch | release | retain | pin, target, trunk,
+        seconds, bytes).
+
+        Sessions are 16 bytes, or b"" for none. ``trunk``: chunks that it shares with the target are not
+        released. Returns accepted, clipped, rejected or missing for each.
+        """
+    def end_turn(
+        self,
+        request: int,
+        session: bytes,
+        client: int,
+        hints: Sequence[tuple[str, bytes, bytes, float, int]],
+    ) -> list[str]:
+        """Ends the request's turn of its session, and executes hints about it. Call it before end_request.
+
+        The hints are as above, and about this prompt; ``("supersede", target, b"", 0, 0)``: the newest
+        earlier prompt of the target (b"": of this session) is replaced.
+        """
     def end_request(self, request: int) -> None: ...
     def admit(self, request: int) -> None:
         """The request was scheduled and waits for no more records. Loads and stores imply it."""
@@ -442,6 +514,9 @@ class Trace:
     def __init__(self, ends: npt.NDArray[np.uint32], blocks: npt.NDArray[np.uint64]) -> None:
         """``blocks``: those of all requests, concatenated; ``ends``: the end of each request's part."""
     def __len__(self) -> int: ...
+    @property
+    def blocks(self) -> int:
+        """Returns the number of blocks of all requests."""
     def replay(
         self,
         *,
@@ -453,14 +528,43 @@ class Trace:
         kill_after: int = 0,
         recent_requests: int = 50,
         keep_host_memory: bool = False,
-    ) -> dict[str, int]:
+        hints: npt.NDArray[np.float64] | None = None,
+        late_hints: bool = False,
+        prefetch: bool = True,
+        tier_chunks_per_second: float = 0.0,
+    ) -> dict[str, Any]:
         """Returns the number of requests, and these counts of blocks:
 
-        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_declined, tier_evicted; for a
-        kill also killed_with, recent_blocks, recent_hits, blocks_after, hits_after.
+        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_declined, tier_evicted,
+        prefetched (from the tier, before a hinted return) and prefetched_used; for a kill also killed_with,
+        recent_blocks, recent_hits, blocks_after, hits_after. host_hits_of and tier_hits_of are arrays with
+        the hits of each request. ``hints``, for merged sessions: when the
+        session of each request is expected back, seconds; 0: unknown; inf: never. ``late_hints``: they come
+        at the end of the requests, which otherwise carry them. ``prefetch``: prompts that a hint expects
+        back are read from the tier before their return, at ``tier_chunks_per_second`` (0: at once).
         """
     def optimal_hits(self, capacity: int) -> int:
         """Returns the hits of an optimal cache of this size, which knows the future."""
+
+def merge_sessions(
+    *,
+    session_ends: npt.NDArray[np.uint32],
+    streams: npt.NDArray[np.uint32],
+    durations: npt.NDArray[np.float64],
+    pauses: npt.NDArray[np.float64],
+    common: npt.NDArray[np.uint32],
+    new_ends: npt.NDArray[np.uint64],
+    new_blocks: npt.NDArray[np.uint64],
+    order: npt.NDArray[np.uint32],
+    active: int,
+    max_pause: float,
+    chunk_blocks: int,
+) -> dict[str, Any]:
+    """Merges agent sessions in a closed loop (csrc/replay/agent_sessions.h).
+
+    Returns: trace; for each of its requests, requests (position in the arrays), ends and returns_at
+    (seconds); needed_chunks; and different_chunks.
+    """
 
 class RankWorker:
     def __init__(
@@ -541,6 +645,16 @@ class FsRoot:
         """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
         """Removes the records of one namespace, or all. Returns (records, bytes) removed."""
+    def startup_epoch(self, namespace: str) -> int | None:
+        """Returns the epoch that newly started processes use; None if there is none, or a reset made the
+        newest. Raises RuntimeError if the namespace cannot be read."""
+    def remove(self, paths: Sequence[str]) -> int:
+        """Removes record files; returns the number of those that existed."""
+
+def read_record_file(
+    path: str, namespace: str, encryption_key_files: Sequence[str] = ()
+) -> tuple[str, str, WholeRecord | None]:
+    """Reads and verifies a record file. Returns (ok | not_found | corrupt | ..., the problem, the record)."""
 
 def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""

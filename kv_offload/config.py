@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from kv_offload import config_compat
+from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
@@ -28,6 +29,8 @@ logger = get_logger(__name__)
 
 MAX_TIERS = 8
 MAX_REMOTE_WAIT_MS = 3_600_000  # lookup_timeout_ms ends a wait sooner
+# Request settings: each is the key kv_offload_* of kv_transfer_params.
+REQUEST_SETTINGS = ("load_policy", "priority", "skip_load", "skip_store", "remote_wait_ms")
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
@@ -68,10 +71,17 @@ class OffloadConfig(BaseModel):
         description="name of the weights. Required where neither local files nor a commit identify them "
         "(object stores, models outside the hub's cache). Servers share records only under the same name",
     )
-    request_hints: Literal["allow", "ignore"] = Field(
+    request_hints: Literal["allow", "ignore"] | tuple[str, ...] = Field(
         default="allow",
-        description="whether requests may set the kv_offload_* keys in their kv_transfer_params. Use ignore "
-        "if clients are not trusted",
+        description="hints that requests may send in their kv_transfer_params: all, none, or a list of "
+        'request settings and hint types, such as ["priority", "resume_in", "release"]. Use ignore if '
+        "clients are not trusted",
+    )
+    max_pinned_bytes: ByteSize | None = Field(
+        default=None,
+        ge=0,
+        description="host memory that pin hints of all requests may hold, at most half of cpu_bytes_to_use; "
+        "one client may hold half of this. Default: an eighth of cpu_bytes_to_use",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -137,6 +147,19 @@ class OffloadConfig(BaseModel):
     def _zero_is_off(cls, value: object) -> object:
         return None if value in (0, "0", "") else value
 
+    @field_validator("request_hints", mode="before")
+    @classmethod
+    def _known_hints(cls, value: object) -> object:
+        if value in ("allow", "ignore"):
+            return value
+        known = (*REQUEST_SETTINGS, *ACTION_TYPES)
+        names = value if isinstance(value, (list, tuple)) else [value]
+        wrong = [name for name in names if not isinstance(name, str) or name not in known]
+        if isinstance(value, (list, tuple)) and not wrong:
+            return tuple(value)
+        given = repr(wrong[0]) if wrong else f"{value!r} without a list"
+        raise ValueError(f"is {given}; possible: allow, ignore, or a list of {', '.join(known)}")
+
     @field_validator("eviction_policy")
     @classmethod
     def _known_eviction_policy(cls, value: str) -> str:
@@ -199,6 +222,19 @@ class OffloadConfig(BaseModel):
         if problems:
             raise ConfigError(problems)
         return config, notes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The effective ``max_pinned_bytes``."""
+        given = self.max_pinned_bytes
+        return self.cpu_bytes_to_use // 8 if given is None else min(given, self.cpu_bytes_to_use // 2)
+
+    @property
+    def allowed_hints(self) -> frozenset[str]:
+        """The request settings and types of hints that requests may send."""
+        if isinstance(self.request_hints, tuple):
+            return frozenset(self.request_hints)
+        return frozenset((*REQUEST_SETTINGS, *ACTION_TYPES) if self.request_hints == "allow" else ())
 
     @property
     def lookup_timeout_seconds(self) -> float:

@@ -82,6 +82,7 @@ _FAILURES = {
     "no_space": "free space on the file system, or lower max_bytes; on a Redis server, set maxmemory-policy",
     "timeout": "check whether the device hangs or is overloaded",
     "device": "see the log of the workers: copies to or from the device failed",
+    "exception": "check whether the host is out of memory; the tier is not used until a reset succeeds",
 }
 
 
@@ -283,7 +284,7 @@ _LINES = (
         "set PYTHONHASHSEED to the same value for every start, or use --prefix-caching-hash-algo sha256",
     ),
     (
-        re.compile(r"kv_transfer_params: .* is ignored"),
+        re.compile(r"kv_transfer_params: .* is (ignored|rejected)"),
         "ignored_hint",
         "correct what the client sends in kv_transfer_params",
     ),

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kv_offload._core import Trace as CoreTrace
+    from kv_offload.replay.sessions import MergedTrace
 
 OPTIMUM = "optimum"  # knows the future
 
@@ -22,6 +26,7 @@ class Trace:
 
     prompts: list[list[int]] = field(default_factory=list)
     tokens: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens of each prompt; empty if unknown
 
     @property
     def blocks(self) -> int:
@@ -56,6 +61,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             prompt, tokens = _request(line, f"{path}:{number}")
             trace.prompts.append(prompt)
             trace.tokens += tokens
+            trace.lengths.append(tokens)
     if not trace.prompts:
         raise ValueError(f"{path} has no request; write one JSON object a line: " + _EXAMPLE)
     return trace
@@ -78,7 +84,17 @@ def _request(line: str, where: str) -> tuple[list[int], int]:
     return blocks, tokens
 
 
-_COUNTS = ("host_hits", "tier_hits", "stored", "written", "declined", "tier_declined", "tier_evicted")
+_COUNTS = (
+    "host_hits",
+    "tier_hits",
+    "stored",
+    "written",
+    "declined",
+    "tier_declined",
+    "tier_evicted",
+    "prefetched",
+    "prefetched_used",
+)
 _KILL_COUNTS = ("killed_with", "recent_blocks", "recent_hits", "blocks_after", "hits_after")
 
 
@@ -94,19 +110,37 @@ class Setting:
     kill_after: int = 0  # requests; 0: no kill
     recent: int = 50  # requests before the kill
     keep_host_memory: bool = False  # host memory survives the kill
+    prefetch: bool = True  # of prompts that a hint expects back, from the tier
 
 
-def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: float) -> dict[str, Any]:
-    """Returns the hits with ``setting`` in blocks, tokens and saved prefill seconds (``prefill_speed`` in
-    tokens/s).
+@dataclass(frozen=True)
+class Speeds:
+    """What is known about the time and bytes of a token."""
+
+    prefill: float = 10_000  # tokens/s
+    token_bytes: int = 0  # of KV cache; 0: not known, loads take no time
+    load: float = 10 << 30  # bytes/s from host memory to the GPU
+    disk: float = 2 << 30  # bytes/s from the disk to host memory
+
+
+def replay(
+    core: "CoreTrace",
+    trace: "Trace | MergedTrace",
+    setting: Setting,
+    speeds: Speeds,
+    hints: "npt.NDArray[np.float64] | None" = None,
+    late_hints: bool = False,
+) -> dict[str, Any]:
+    """Returns the hits with ``setting`` in blocks, tokens and saved prefill seconds, the bytes moved and the
+    estimated TTFT. ``hints``: one per request, see ``kv_offload.replay.hints``.
 
     With a kill also: ``killed_with`` records on the tier; ``recent_hits`` of the ``recent_blocks`` of the
     last prompts before the kill, looked up after it; ``hits_after`` of the ``blocks_after`` the kill.
     """
-    found: dict[str, int | None]
+    found: dict[str, Any]
     if setting.policy == OPTIMUM:
         hits = core.optimal_hits(setting.host_blocks + setting.tier_blocks)
-        found = {name: None for name in (*_COUNTS, *_KILL_COUNTS)} | {
+        found = {name: None for name in (*_COUNTS, *_KILL_COUNTS, *_TTFT_PERCENTILES)} | {
             "host_hits": hits,
             "tier_hits": 0,
             "declined": 0,
@@ -121,10 +155,17 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
             kill_after=setting.kill_after,
             recent_requests=setting.recent,
             keep_host_memory=setting.keep_host_memory,
+            hints=hints,
+            late_hints=late_hints,
+            prefetch=setting.prefetch,
+            tier_chunks_per_second=speeds.disk / (trace.block_tokens * speeds.token_bytes)
+            if speeds.token_bytes
+            else 0.0,
         )
         hits = result["host_hits"] + result["tier_hits"]
         found = {name: result[name] for name in _COUNTS}
         found |= {name: result[name] if setting.kill_after else None for name in _KILL_COUNTS}
+        found |= _first_tokens(result, trace, speeds)
     tokens = hits * trace.block_tokens
     return {
         "policy": setting.policy,
@@ -134,6 +175,41 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
         "hit_blocks": hits,
         "hit_ratio": hits / trace.blocks if trace.blocks else 0.0,
         "hit_tokens": round(tokens),
-        "saved_prefill_seconds": tokens / prefill_speed,
+        "saved_prefill_seconds": tokens / speeds.prefill,
         **found,
+        **_moved(found, hits, trace.block_tokens * speeds.token_bytes),
+    }
+
+
+_TTFT_PERCENTILES = ("ttft_p50_seconds", "ttft_p95_seconds")
+
+
+def _first_tokens(
+    result: dict[str, Any], trace: "Trace | MergedTrace", speeds: Speeds
+) -> dict[str, float | None]:
+    """Returns the estimated TTFT: hits are loaded, then the rest of the prompt is computed. No request waits
+    for another one."""
+    import numpy as np
+
+    lengths = np.asarray(trace.lengths, dtype=np.float64)
+    if not lengths.any():
+        return dict.fromkeys(_TTFT_PERCENTILES)
+    host = result["host_hits_of"] * trace.block_tokens
+    tier = result["tier_hits_of"] * trace.block_tokens
+    seconds = (host + tier) * (speeds.token_bytes / speeds.load) + tier * (speeds.token_bytes / speeds.disk)
+    seconds += np.maximum(lengths - host - tier, 0) / speeds.prefill
+    return dict(zip(_TTFT_PERCENTILES, map(float, np.percentile(seconds, (50, 95))), strict=True))
+
+
+def _moved(found: dict[str, Any], hits: int, block_bytes: float) -> dict[str, int | None]:
+    """Returns the bytes that move: to the GPU, to host memory, and from and to the tier."""
+    counts = {
+        "loaded": hits,
+        "stored": found["stored"],
+        "read": found["tier_hits"],
+        "written": found["written"],
+    }
+    return {
+        f"{name}_bytes": None if count is None or not block_bytes else round(count * block_bytes)
+        for name, count in counts.items()
     }

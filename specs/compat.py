@@ -296,6 +296,19 @@ def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
     return first, max(positions.values())
 
 
+def first_key(req_context: Any) -> bytes | None:
+    """Returns the key of a request's first chunk; None if it has no whole chunk or was never looked up.
+
+    See ``asked_span``: vLLM records the keys from the first chunk on.
+    """
+    return next(iter(getattr(req_context, "_offload_key_positions", None) or ()), None)
+
+
+def hints_envelope(req_context: Any) -> Any | None:
+    """Returns the request's KvHintsEnvelope, or None."""
+    return getattr(req_context, "kv_hints", None)
+
+
 def group_has_window(group: Any) -> bool | None:
     """True if a group of the OffloadingConfig drops the blocks before a window; None before 0.33."""
     if not hasattr(group, "sliding_window_size_in_chunks"):

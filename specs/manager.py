@@ -7,10 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.config import REQUEST_SETTINGS
+from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
 
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
+from .hints import METRIC as HINTS_METRIC
+from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
@@ -34,7 +38,8 @@ class ManagerOptions:
     event_tiers: Set[str] = frozenset()  # names of the tiers that publish KV events
     self_evicting_tiers: Set[str] = frozenset()  # names of the tiers whose servers evict without notice
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
-    request_hints: bool = True  # requests may set load_policy, priority, a wait and the skip flags
+    # request settings and types of hints that requests may send
+    request_hints: Set[str] = frozenset((*REQUEST_SETTINGS, *ACTION_TYPES))
     remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
     describes_events: bool = (
@@ -72,6 +77,9 @@ class KVOffloadManager(OffloadingManager):
         self._closed = False
         self.at_shutdown: Callable[[], None] = lambda: None  # called first, before the cache is closed
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
+        self._session_hints = HintExecutor(
+            cache, self._count_hints, self._options.request_hints, self._hints.log_rejected
+        )
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
@@ -95,11 +103,13 @@ class KVOffloadManager(OffloadingManager):
         state = req_context.get_state(RequestState)
         if state is None or state.handle < 0:
             return
+        if state.hints is not None:
+            self._session_hints.finish(state.hints, compat.first_key(req_context), state.handle)
         self._cache.end_request(state.handle)
         self._unstored += state.pending
         state.pending.clear()
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("Request %s: %s", req_context.req_id, report_text(self._cache.report(state.handle)))
+            logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))
         state.handle = -1
         if self._live.get(req_context.req_id) is state:
             del self._live[req_context.req_id]
@@ -108,7 +118,14 @@ class KVOffloadManager(OffloadingManager):
     def report_of(self, request_id: str) -> dict[str, Any] | None:
         """Returns the report on a request so far (TieredCache.report); None if the request has ended."""
         state = self._live.get(request_id)
-        return None if state is None else self._cache.report(state.handle)
+        return None if state is None else self._report(state)
+
+    def _report(self, state: RequestState) -> dict[str, Any]:
+        report = self._cache.report(state.handle)
+        return report if state.hints is None else {**report, "hints": self._session_hints.report(state.hints)}
+
+    def _count_hints(self, type: str, outcome: str, number: int) -> None:
+        self._metrics.add(HINTS_METRIC, (type, outcome), number)
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_tiers = compat.tiers_allowed(req_context, self._localities)
@@ -118,8 +135,18 @@ class KVOffloadManager(OffloadingManager):
             "remote_wait_seconds": self._options.remote_wait_seconds,
         }
         hints = self._hints.read(req_context.kv_transfer_params)
+        earlier = req_context.get_state(RequestState)
+        if earlier is not None:  # it was ended by a reset of vLLM's: its hints are executed once
+            of_session = earlier.hints
+        else:
+            envelope = compat.hints_envelope(req_context)
+            of_session = self._session_hints.read(req_context.kv_transfer_params, envelope)
+        if of_session is not None:
+            hints["family"] = of_session.family
+            hints["client"] = of_session.client
+            hints["returns_in"] = of_session.returns_in
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
-        state = RequestState(handle, self._epoch)
+        state = RequestState(handle, self._epoch, hints=of_session)
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state

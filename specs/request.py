@@ -2,12 +2,17 @@
 """The hints that a request may send in its ``kv_transfer_params``."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kv_offload.config import MAX_REMOTE_WAIT_MS
+from kv_offload import hints as session_hints
+from kv_offload.config import MAX_REMOTE_WAIT_MS, REQUEST_SETTINGS
+from kv_offload.hints import Outcome, shown
 from kv_offload.log import get_logger
+
+if TYPE_CHECKING:
+    from .hints import RequestHints
 
 logger = get_logger(__name__)
 
@@ -21,7 +26,7 @@ _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT = (
     "kv_offload_skip_store",
     "kv_offload_remote_wait_ms",
 )
-_HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT)
+_HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _REMOTE_WAIT, session_hints.KEY)
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class RequestState:
     pending: set[bytes] = field(
         default_factory=set
     )  # keys of pending hits, if vLLM tracks their event payloads
+    hints: "RequestHints | None" = None
 
 
 class HintReader:
@@ -43,9 +49,15 @@ class HintReader:
     minute.
     """
 
-    def __init__(self, *, allowed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        """``allowed`` False: all hints are ignored (the setting ``request_hints``)."""
+    def __init__(
+        self,
+        *,
+        allowed: Set[str] = frozenset(REQUEST_SETTINGS),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``allowed``: those of REQUEST_SETTINGS that are not ignored (the setting ``request_hints``)."""
         self._allowed = allowed
+        self._barred = frozenset(_PREFIX + name for name in REQUEST_SETTINGS if name not in allowed)
         self._clock = clock
         self._next_line = 0.0
         self._suppressed = 0
@@ -59,6 +71,8 @@ class HintReader:
         """
         if not self._allowed or not isinstance(params, dict):
             return {}
+        if not self._barred.isdisjoint(params):
+            params = {name: value for name, value in params.items() if name not in self._barred}
         hints: dict[str, Any] = {}
         policy = params.get(_LOAD_POLICY)
         if isinstance(policy, str) and policy in LOAD_POLICIES:
@@ -83,7 +97,7 @@ class HintReader:
             if isinstance(name, str) and name.startswith(_PREFIX) and name not in _HINTS:
                 known = ", ".join(_HINTS)
                 self._log_limited(
-                    "kv_transfer_params: %.80r is not known and is ignored; possible: %s", name, known
+                    "kv_transfer_params: %s is not known and is ignored; possible: %s", shown(name), known
                 )
         return hints
 
@@ -93,9 +107,15 @@ class HintReader:
             self._ignored(name, value, "true, false")
         return value is True
 
+    def log_rejected(self, outcome: Outcome) -> None:
+        """Logs a hint about a session that was rejected."""
+        self._log_limited(
+            "kv_transfer_params: a hint of type %s is rejected: %s", outcome.type, outcome.reason
+        )
+
     def _ignored(self, name: str, value: object, possible: str) -> None:
         self._log_limited(
-            "kv_transfer_params: %s is %.80r and is ignored; possible: %s", name, value, possible
+            "kv_transfer_params: %s is %s and is ignored; possible: %s", name, shown(value), possible
         )
 
     def _log_limited(self, text: str, *parts: object) -> None:

@@ -175,7 +175,7 @@ class KVOffloadSpec(OffloadingSpec):
             # The servers of these tiers evict records, so no removal is ever reported.
             self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
             info=self._info(merged, identity),
-            request_hints=options.request_hints == "allow",
+            request_hints=options.allowed_hints,
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
             describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
@@ -270,6 +270,7 @@ class KVOffloadSpec(OffloadingSpec):
             blocks_per_chunk=self.config.cache.blocks_per_chunk,
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
+            max_pinned_bytes=self._options.pinned_bytes,
         )
 
     def _parts_of(self) -> int | None:

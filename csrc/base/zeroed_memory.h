@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #include "base/types.h"
@@ -57,6 +58,30 @@ class ZeroedMemory {
 
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
+};
+
+// A table of zero bytes. The memory of a large one is first touched where it is used, so that making it and
+// freeing it take no time for its size.
+template <typename T>
+class ZeroedTable {
+  static_assert(std::is_trivially_copyable_v<T> && std::is_trivially_destructible_v<T>);
+
+ public:
+  ZeroedTable() = default;
+  explicit ZeroedTable(std::size_t size) : memory_(size * sizeof(T)), size_(size) {}
+  T& operator[](std::size_t at) { return data()[at]; }
+  const T& operator[](std::size_t at) const { return data()[at]; }
+  std::size_t size() const { return size_; }
+  void swap(ZeroedTable& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(size_, other.size_);
+  }
+
+ private:
+  T* data() const { return static_cast<T*>(memory_.data()); }
+
+  ZeroedMemory memory_;
+  std::size_t size_ = 0;
 };
 
 }  // namespace kv_offload

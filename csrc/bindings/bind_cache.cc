@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <charconv>
+#include <cstring>
 
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
@@ -48,8 +49,10 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_timeout_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
-                 std::string keep_identity) {
+                 std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes) {
   CacheOptions options;
+  options.max_sessions = max_sessions;
+  options.max_pinned_bytes = max_pinned_bytes;
   options.keep_identity = std::move(keep_identity);
   options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, shards_per_area, *region);
   options.full_attention = std::move(full_attention);
@@ -78,7 +81,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
 RequestHandle begin_request(const Cache& self, const std::string& request_id, bool load_from_cpu,
                             std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
-                            double remote_wait_seconds) {
+                            double remote_wait_seconds, std::uint32_t family, std::uint64_t client,
+                            double returns_in) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
   options.load_tiers = load_tiers;
@@ -86,9 +90,60 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
   if (load_policy) options.load_policy = load_policy_of(*load_policy);
   options.priority = priority;
   options.remote_wait = to_nanos(remote_wait_seconds, "remote_wait_seconds");
+  options.family = family;
+  options.client = client;
+  options.returns_in = returns_in;
   const RequestHandle handle = self->cache->begin_request(request_id, options);
   self->handles = std::max(self->handles, std::uint64_t{handle} + 1);
   return handle;
+}
+
+// A session's 16 bytes; empty: none.
+SessionId to_session(const std::string& bytes) {
+  SessionId id;
+  if (bytes.empty()) return id;
+  if (bytes.size() != sizeof(id)) throw_invalid("a session has 16 bytes, not {}", bytes.size());
+  std::memcpy(&id.high, bytes.data(), sizeof(id.high));
+  std::memcpy(&id.low, bytes.data() + sizeof(id.high), sizeof(id.low));
+  return id;
+}
+
+// The fields of Hint.
+using HintTuple = std::tuple<std::string, py::bytes, py::bytes, double, std::uint64_t>;
+
+std::vector<Hint> to_hints(const std::vector<HintTuple>& tuples) {
+  std::vector<Hint> hints;
+  for (const auto& [type, target, trunk, seconds, bytes] : tuples) {
+    Hint& hint = hints.emplace_back();
+    hint.type = one_of<HintType>("a hint's type", type,
+                                 {{"resume", HintType::kResume},
+                                  {"prefetch", HintType::kPrefetch},
+                                  {"release", HintType::kRelease},
+                                  {"supersede", HintType::kSupersede},
+                                  {"retain", HintType::kRetain},
+                                  {"pin", HintType::kPin}});
+    hint.target = to_session(target);
+    hint.trunk = to_session(trunk);
+    hint.seconds = seconds;
+    hint.bytes = bytes;
+  }
+  return hints;
+}
+
+std::vector<std::string> to_texts(const std::vector<HintOutcome>& outcomes) {
+  std::vector<std::string> texts;
+  for (const HintOutcome outcome : outcomes) texts.emplace_back(to_string(outcome));
+  return texts;
+}
+
+std::vector<std::string> apply_hints(const Cache& self, const std::vector<HintTuple>& hints) {
+  return to_texts(self->cache->apply_hints(to_hints(hints)));
+}
+
+std::vector<std::string> end_turn(const Cache& self, std::uint64_t request, const py::bytes& session,
+                                  std::uint64_t client, const std::vector<HintTuple>& hints) {
+  const Turn turn{to_session(session), client};
+  return to_texts(self->cache->end_turn(self->check_handle(request), turn, to_hints(hints)));
 }
 
 py::array_t<std::uint32_t> to_array(const std::vector<RowId>& rows) {
@@ -138,6 +193,7 @@ py::dict stats(const Cache& self) {
                   "quarantined_rows"_a = stats.quarantined_rows,
                   "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests,
                   "longest_prompt"_a = stats.longest_prompt, "taken_over_chunks"_a = stats.taken_over_chunks,
+                  "sessions"_a = stats.sessions, "hint_pinned_bytes"_a = stats.hint_pinned_bytes,
                   "is_kept"_a = stats.is_kept);
 }
 
@@ -194,11 +250,14 @@ void bind_cache(py::module_& module) {
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_timeout_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
-           py::arg("keep_identity") = "")
+           py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
-           py::arg("remote_wait_seconds") = 0.0)
+           py::arg("remote_wait_seconds") = 0.0, py::arg("family") = 0, py::arg("client") = 0,
+           py::arg("returns_in") = 0.0)
+      .def("apply_hints", &apply_hints, py::arg("hints"))
+      .def("end_turn", &end_turn, py::arg("request"), py::arg("session"), py::arg("client"), py::arg("hints"))
       .def(
           "end_request",
           [](const Cache& self, RequestHandle request) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
+#include "bindings/whole_record.h"
+#include "tier/record_importer.h"
 #include "tier/remote_records.h"
 
 namespace kv_offload::bindings {
@@ -32,6 +34,26 @@ py::tuple verify_record(RemoteRecords& self, const RemoteRecord& record, bool re
     status = self.verify(record, repair, &removed);
   }
   return py::make_tuple(to_string(status.kind()), status.message(), removed);
+}
+
+std::string read_startup_epoch(RemoteRecords& self, const std::string& namespace_id) {
+  std::string name;
+  raise_unless_ok(self.read_startup_epoch(namespace_id, &name));
+  return name;
+}
+
+std::unique_ptr<RecordImporter> open_importer(const TierSpec& spec) {
+  return std::make_unique<RecordImporter>(spec.open_for_import());
+}
+
+py::tuple import_record(RecordImporter& self, const WholeRecord& record, double used) {
+  bool written = false;
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = self.write(record, static_cast<std::int64_t>(used * 1e9), &written);
+  }
+  return py::make_tuple(to_string(status.kind()), status.message(), written);
 }
 
 // Returns the removed records and bytes, and the error that stopped the call: a failed call may have removed
@@ -69,9 +91,34 @@ void bind_records(py::module_& module) {
           "use_keys",
           [](RemoteRecords& self, const std::vector<std::string>& paths) { self.use_keys(keys_from(paths)); },
           py::arg("encryption_key_files"), Released())
+      .def(
+          "read",
+          [](RemoteRecords& self, const RemoteRecord& record) {
+            return read_whole([&](WholeRecord* copy) { return self.read(record, copy); });
+          },
+          py::arg("record"))
+      .def("startup_epoch", &read_startup_epoch, py::arg("namespace_id"), Released())
+      .def("use_record_sizes", &RemoteRecords::use_record_sizes)
       .def("remove", &remove_records, py::arg("records"))
       .def_property_readonly("takes_threads", &RemoteRecords::takes_threads)
       .def_property_readonly("keeps_versions", &RemoteRecords::keeps_versions);
+
+  py::class_<WholeRecord, std::shared_ptr<WholeRecord>>(module, "WholeRecord")
+      .def_property_readonly("size", [](const WholeRecord& self) { return self.bytes().size(); })
+      .def_property_readonly("key", [](const WholeRecord& self) { return self.header().key.hex(); })
+      .def_property_readonly(
+          "created",
+          [](const WholeRecord& self) { return static_cast<double>(self.header().created_unix_nanos) / 1e9; })
+      // The id of the key; empty if the record is not encrypted.
+      .def_property_readonly("encryption_key_id", [](const WholeRecord& self) {
+        return self.header().cipher == Cipher::kNone ? std::string()
+                                                     : hex_of(self.header().cipher_fields.key_id);
+      });
+  py::class_<RecordImporter>(module, "RecordImporter")
+      .def(py::init(&open_importer), py::arg("spec"), Released())
+      .def_property_readonly("epoch", &RecordImporter::epoch)
+      .def("write", &import_record, py::arg("record"), py::arg("used"))
+      .def("close", &RecordImporter::close, Released());
 }
 
 }  // namespace kv_offload::bindings

@@ -12,6 +12,7 @@
 #include "cache/tiered_cache.h"
 #include "record/record.h"
 #include "record/record_form.h"
+#include "tier/record_store.h"
 
 namespace kv_offload::bindings {
 
@@ -29,6 +30,11 @@ struct TierSpec {
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;
+  // Opens the store alone, for RecordImporter. It evicts nothing for a write where it knows its bound. Throws
+  // like open(), and InvalidArgument if records cannot be copied into this kind of tier.
+  virtual std::unique_ptr<RecordStore> open_for_import() const {
+    throw_invalid("records cannot be copied into this kind of tier");
+  }
   // Reads the keys; throws like EncryptionKeys::from_files.
   RecordFormOptions form() const;
 };

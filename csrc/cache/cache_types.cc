@@ -27,4 +27,18 @@ std::string_view to_string(MissReason reason) {
   return "unknown";
 }
 
+std::string_view to_string(HintOutcome outcome) {
+  switch (outcome) {
+    case HintOutcome::kAccepted:
+      return "accepted";
+    case HintOutcome::kClipped:
+      return "clipped";
+    case HintOutcome::kRejected:
+      return "rejected";
+    case HintOutcome::kMissing:
+      return "missing";
+  }
+  return "unknown";
+}
+
 }  // namespace kv_offload

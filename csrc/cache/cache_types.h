@@ -48,6 +48,8 @@ struct CacheOptions {
   Nanos lookup_timeout{std::chrono::seconds(5)};
   std::vector<TierSlotOptions> tiers{};  // one per tier
   bool keep_events = false;
+  std::size_t max_sessions = 4096;     // remembered at once
+  std::uint64_t max_pinned_bytes = 0;  // of all pin hints; at most half of host memory
   // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
   // identity takes it over. The identity covers everything that the bytes of a chunk depend on.
   std::string keep_identity{};
@@ -63,7 +65,41 @@ struct RequestOptions {
   // How long after the first lookup the request waits for chunks that no tier has, because another server may
   // still be writing them.
   Nanos remote_wait{0};
+  std::uint32_t family = 0;  // the session's family: see HostChunks::claim
+  std::uint64_t client = 0;  // as in Turn
+  // Expected time from now until the session's next request, in seconds: a hint that the request itself
+  // carries. Infinity: there is none; 0 = unknown.
+  double returns_in = 0;
 };
+
+// ---- hints about sessions: see Sessions
+// A digest of the session's name, its client and the first chunk of its prompts. Zeros: no session.
+struct SessionId {
+  std::uint64_t high = 0, low = 0;
+  bool operator==(const SessionId&) const = default;
+  explicit operator bool() const { return (high | low) != 0; }
+};
+// The session that a request belongs to.
+struct Turn {
+  SessionId session{};
+  std::uint64_t client = 0;  // a digest of the client's name
+};
+enum class HintType : std::uint8_t { kResume, kPrefetch, kRelease, kSupersede, kRetain, kPin };
+struct Hint {
+  HintType type = HintType::kResume;
+  SessionId target{};  // none: the prompt of the request
+  SessionId trunk{};   // kRelease of a branch: the chunks of this session's newest prompt stay as they are
+  // From now. kResume: until the session returns; kRetain, kPin: until the hint ends.
+  double seconds = 0;
+  std::uint64_t bytes = 0;  // kPin: at most; 0 = as many as the limits allow
+};
+enum class HintOutcome : std::uint8_t {
+  kAccepted,
+  kClipped,  // accepted with a smaller amount
+  kRejected,
+  kMissing  // the target has no chunk in host memory, and none can be prefetched
+};
+std::string_view to_string(HintOutcome outcome);
 
 // Outcome for one request's prompt, summed over all its admissions.
 struct RequestReport {

@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <type_traits>
 #include <utility>
 
+#include "base/make_room.h"
 #include "base/status.h"
 #include "cache/key_history.h"
 
@@ -18,6 +21,29 @@ std::uint64_t fingerprint_of(std::span<const ChunkKey> keys) {
 }
 
 }  // namespace
+
+// The pins of a load that begins, until it has begun.
+class DeviceLoads::Pins {
+ public:
+  Pins(HostChunks& chunks, const std::vector<Slot>& slots) : chunks_(chunks), slots_(slots) {}
+  ~Pins() {
+    for (; count_ > 0; --count_) chunks_.end_load(slots_[slots_.size() - count_]);
+  }
+  Pins(const Pins&) = delete;
+  Pins& operator=(const Pins&) = delete;
+  // Pins the slots from the last to the first.
+  std::optional<std::uint8_t> pin_next() {
+    const auto fetched_from = chunks_.begin_load(slots_[slots_.size() - count_ - 1]);
+    ++count_;
+    return fetched_from;
+  }
+  void keep() { count_ = 0; }
+
+ private:
+  HostChunks& chunks_;
+  const std::vector<Slot>& slots_;
+  std::size_t count_ = 0;
+};
 
 DeviceLoads::DeviceLoads(const Context& context, const CacheOptions& options)
     : groups_(context.groups),
@@ -73,11 +99,16 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
     transfer.rows.push_back(entry->row);
     ++transfer.group_rows[group];
   }
+  make_room_for_one();
+  Pins pins(chunks_, job.slots);
   // From the last to the first, so that the head of a prefix is evicted last.
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
-    const auto fetched_from = chunks_.begin_load(slot);
+    const auto fetched_from = pins.pin_next();
     chunks_.access(slot, load.request, load.priority);
+    chunks_.claim(slot, load.family);
+    if (load.returns_at > 0 && chunks_.belongs_to(slot, load.family))
+      chunks_.set_return(slot, load.returns_at);
     const ChunkEntry& entry = chunks_.at(slot);
     const ChunkGroups::Group& of = groups_[entry.group];
     const std::uint32_t part = entry.depth % of.tokens;  // depth: where the chunk ends
@@ -96,9 +127,25 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   job.cache_blocks = cache_blocks_of(load.last_end);
   job.began = load.began;
   job.ticket = transfer.ticket = tickets_.next();
+  Job& running = running_.emplace(fingerprint_of(keys), Job())->second;  // the last call that may throw
+  pins.keep();
   loading_blocks_ += job.cache_blocks;
-  running_.emplace(fingerprint_of(keys), std::move(job));
+  running = std::move(job);
   return begun;
+}
+
+void DeviceLoads::withdraw(Ticket ticket) {
+  const auto found = std::find_if(running_.begin(), running_.end(),
+                                  [&](const auto& one) { return one.second.ticket == ticket; });
+  loading_blocks_ -= found->second.cache_blocks;
+  for (const Slot slot : found->second.slots) chunks_.end_load(slot);
+  running_.erase(found);
+}
+
+void DeviceLoads::make_room_for_one() {
+  make_room(completed_, running_.size() + 1);
+  // abandon() adds a running load to both; forget() then adds it again.
+  make_room(abandoned_, 2 * (running_.size() + 1) + completed_.size());
 }
 
 void DeviceLoads::complete(std::span<const ChunkKey> keys) {
@@ -106,11 +153,11 @@ void DeviceLoads::complete(std::span<const ChunkKey> keys) {
   const auto found =
       std::find_if(first, last, [&](const auto& one) { return one.second.slots.size() == keys.size(); });
   if (found == last) return;
-  Job job = std::move(found->second);
+  completed_.push_back(std::move(found->second));
   running_.erase(found);
-  loading_blocks_ -= job.cache_blocks;
-  record_outcome(job);
-  if (!release(job)) completed_.push_back(std::move(job));
+  loading_blocks_ -= completed_.back().cache_blocks;
+  record_outcome(completed_.back());
+  if (release(completed_.back())) completed_.pop_back();
 }
 
 void DeviceLoads::record_outcome(const Job& job) {
@@ -136,28 +183,31 @@ void DeviceLoads::poll() {
   std::erase_if(abandoned_, [&](const AbandonedJob& job) {
     if (!is_reported(job.ticket)) return false;
     loading_blocks_ -= job.cache_blocks;
+    for (const RowId row : job.rows) chunks_.release(row);
     return true;
   });
 }
 
-void DeviceLoads::forget() {
-  for (const auto& [fingerprint, job] : running_) {
-    abandoned_.push_back({job.ticket, job.cache_blocks});
-    forget(job);
-  }
-  for (const Job& job : completed_) forget(job);
+void DeviceLoads::forget() noexcept {
+  for (auto& [fingerprint, job] : running_) forget(&job, job.cache_blocks);
+  for (Job& job : completed_) forget(&job, 0);
   running_.clear();
   completed_.clear();
 }
 
-void DeviceLoads::forget(const Job& job) {
-  if (is_reported(job.ticket)) return;
-  for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
+void DeviceLoads::forget(Job* job, std::uint64_t cache_blocks) noexcept {
+  static_assert(std::is_same_v<Slot, RowId>);  // the rows take the place of the slots
+  if (is_reported(job->ticket)) {
+    job->slots.clear();
+  } else {
+    for (Slot& slot : job->slots) slot = chunks_.quarantine(slot);
+  }
+  abandoned_.push_back({job->ticket, cache_blocks, std::move(job->slots)});
 }
 
 void DeviceLoads::abandon() {
   for (auto& [fingerprint, job] : running_) {
-    abandoned_.push_back({job.ticket, job.cache_blocks});
+    abandoned_.push_back({job.ticket, job.cache_blocks, {}});
     completed_.push_back(std::move(job));
   }
   running_.clear();

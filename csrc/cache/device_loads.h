@@ -6,6 +6,9 @@
 // any more. vLLM reports the keys that ended, not the load. Two loads may share keys, so a load is identified
 // by all of its keys.
 //
+// If begin() throws, no load has begun. The calls that end loads allocate no memory, except for metrics after
+// the load has ended: begin() reserves what they need.
+//
 // Threads: one (the scheduler's).
 #pragma once
 
@@ -40,6 +43,8 @@ class DeviceLoads {
   struct Load {
     std::uint32_t request = 0;  // request number
     std::int8_t priority = 0;
+    std::uint32_t family = 0;                   // see HostChunks::claim
+    double returns_at = 0;                      // of the request's session, in seconds; 0 = unknown
     std::uint32_t first_end = 0, last_end = 0;  // span in tokens; 0 = unknown
     double waited_seconds = 0;                  // wait before the load could begin
     Nanos began{0};
@@ -54,14 +59,16 @@ class DeviceLoads {
   // Throws InvalidArgument if a key is not resident, has an unknown group or is out of order; nothing has
   // changed then. REQUIRES: at least one key.
   Begun begin(std::span<const ChunkKey> keys, const Load& load);
+  // Undoes begin(): no rank knows of the load.
+  void withdraw(Ticket ticket);
   // vLLM is done with the load of these keys, given in any order. Unknown loads are ignored: they began
   // before a reset.
   void complete(std::span<const ChunkKey> keys);
   // Releases completed loads whose tickets have been reported.
   void poll();
-  // Forgets all loads. Rows that ranks may still read are quarantined, and these loads still hold back
-  // others.
-  void forget();
+  // Forgets all loads. Rows that ranks may still read are quarantined until poll() sees the report, and these
+  // loads still hold back others.
+  void forget() noexcept;
   // vLLM will not report the end of the loads begun so far. Their chunks stay, pinned until the ranks have
   // reported.
   void abandon();
@@ -78,16 +85,19 @@ class DeviceLoads {
     Nanos began{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;
   };
-  struct AbandonedJob {  // forgotten while it ran: vLLM does not report its end
+  struct AbandonedJob {  // vLLM does not report its end
     Ticket ticket;
     std::uint64_t cache_blocks;
+    std::vector<RowId> rows;  // in quarantine
   };
+  class Pins;
 
   bool is_reported(Ticket ticket) const { return tickets_.is_reported(ticket, TicketKind::kLoad); }
   std::uint64_t cache_blocks_of(std::uint32_t last_end) const;
+  void make_room_for_one();      // in completed_ and abandoned_
   bool release(const Job& job);  // false: a rank may still read its rows
   void record_outcome(const Job& job);
-  void forget(const Job& job);  // quarantines its rows
+  void forget(Job* job, std::uint64_t cache_blocks) noexcept;  // quarantines its rows
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
@@ -98,7 +108,8 @@ class DeviceLoads {
   const Clock& clock_;
   const std::uint32_t cache_blocks_, blocks_per_chunk_;  // see CacheOptions
   std::multimap<std::uint64_t, Job> running_;  // not completed; by a fingerprint of the keys, in any order
-  std::vector<Job> completed_;                 // completed but not reported yet
+  // Both have room for all loads that end.
+  std::vector<Job> completed_;  // completed but not reported yet
   std::vector<AbandonedJob> abandoned_;
   std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and abandoned_
 };

@@ -15,6 +15,12 @@ std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
   return capacity;
 }
 
+std::uint64_t smallest_row(const RowAllocator& rows, std::size_t groups) {
+  std::uint64_t bytes = rows.row_bytes(0);
+  for (std::uint32_t g = 1; g < groups; ++g) bytes = std::min(bytes, rows.row_bytes(g));
+  return bytes;
+}
+
 }  // namespace
 
 HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets,
@@ -24,15 +30,12 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
       events_(events),
       area_bytes_(region.area_bytes()),
       rows_(area_bytes_, groups.row_bytes()),
+      row_unit_(smallest_row(rows_, groups.size())),
       capacity_(capacity_of(rows_, groups.size())),
       index_(make_eviction_policy(eviction_policy), capacity_),
-      quarantine_([this](RowId row) { rows_.free(row); }),
-      resident_by_group_(groups.size(), 0),
-      row_unit_(rows_.row_bytes(0)) {
-  for (std::uint32_t g = 1; g < groups.size(); ++g) {
-    one_row_size_ &= rows_.row_bytes(g) == rows_.row_bytes(0);
-    row_unit_ = std::min(row_unit_, rows_.row_bytes(g));
-  }
+      quarantine_(area_bytes_ / kPageBytes, row_unit_ / kPageBytes, [this](RowId row) { rows_.free(row); }),
+      resident_by_group_(groups.size(), 0) {
+  for (std::uint32_t g = 1; g < groups.size(); ++g) one_row_size_ &= rows_.row_bytes(g) == rows_.row_bytes(0);
   if (!one_row_size_) owners_.assign(area_bytes_ / row_unit_ + 1, kNoOwner);
 }
 
@@ -60,8 +63,18 @@ bool HostChunks::take_over(const RowTable::Row& row) {
   return true;
 }
 
+RowId HostChunks::allocate(std::uint32_t group) {
+  const RowId row = rows_.allocate(group);
+  if (row != kNoRow || index_.forgotten() == 0) return row;
+  drop_some_forgotten();
+  return rows_.allocate(group);
+}
+
 Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
                         ChunkState state) {
+  if (index_.forgotten() > 0) {
+    if (const std::optional<Slot> old = index_.find_forgotten(key)) drop_forgotten(*old);
+  }
   const Slot slot = index_.insert(key, group, row, entry_info, state);
   if (!one_row_size_) owner_of(row) = slot;
   return slot;
@@ -82,10 +95,16 @@ Slot HostChunks::insert_fetching(const ChunkKey& key, std::uint32_t group, RowId
 }
 
 void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
-  index_.make_resident(slot, origin);
   const ChunkEntry& entry = index_.at(slot);
-  ++resident_by_group_[entry.group];
+  // Either may run out of memory: then the chunk has not changed.
   events_.host_has(entry.key);
+  try {
+    index_.make_resident(slot, origin);
+  } catch (...) {
+    events_.take_back();
+    throw;
+  }
+  ++resident_by_group_[entry.group];
   if (table_) update_table(entry);
 }
 
@@ -106,6 +125,7 @@ RowId HostChunks::remove(Slot slot) {
     --resident_by_group_[entry.group];
     if (table_) table_->erase(row);
   }
+  if (on_removed_) on_removed_(entry);
   if (!one_row_size_) owner_of(row) = kNoOwner;
   index_.erase(slot);
   return row;
@@ -117,16 +137,14 @@ void HostChunks::discard_store(Slot slot) {
   if (tickets_.is_reported(ticket, TicketKind::kStore)) {
     rows_.free(row);
   } else {
-    quarantine_.hold(ticket, TicketKind::kStore, row);
+    quarantine_.hold(ticket, row);
   }
 }
 
 void HostChunks::discard_stores() {
-  std::vector<Slot> filling;
   index_.for_each([&](Slot slot, const ChunkEntry& entry) {
-    if (entry.state == ChunkState::kFilling) filling.push_back(slot);
+    if (entry.state == ChunkState::kFilling) discard_store(slot);
   });
-  for (const Slot slot : filling) discard_store(slot);
 }
 
 void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) {
@@ -138,6 +156,23 @@ void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) 
     update_table(entry);
   } else {
     table_->use(entry.row);
+  }
+}
+
+void HostChunks::claim(Slot slot, std::uint32_t family, bool is_new) {
+  has_families_ |= family != 0;
+  if (!has_families_) return;
+  std::optional<Slot> other = slot;
+  if (is_new) {
+    index_.at(slot).family = family;
+    other = index_.parent_of(slot);
+  }
+  // The chunks before one of this family are of this family or shared.
+  for (; other; other = index_.parent_of(*other)) {
+    ChunkEntry& entry = index_.at(*other);
+    if (entry.family == family || entry.family == kShared) return;
+    entry.family = kShared;
+    index_.set_return(*other, 0);
   }
 }
 
@@ -181,7 +216,8 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t s
     const Slot slot = owners_[row / pages];
     if (slot == kNoOwner) return false;
     const ChunkEntry& entry = index_.at(slot);
-    return entry.state == ChunkState::kResident && entry.pins == 0 && entry.holder != spared_holder;
+    if (entry.state != ChunkState::kResident || quarantine_.holds(row)) return false;
+    return index_.is_forgotten(slot) || (entry.pins == 0 && entry.holder != spared_holder);
   };
   std::vector<Slot> slots;
   for (const RowId row : rows_.slab_to_reclaim(group, movable)) slots.push_back(owners_[row / pages]);
@@ -192,23 +228,50 @@ bool HostChunks::has_free(std::uint64_t share) const {
   return rows_.bytes_in_use() + rows_.wasted_bytes() + area_bytes_ / share < area_bytes_;
 }
 
-void HostChunks::poll() {
-  quarantine_.poll([&](Ticket ticket, TicketKind kind) { return tickets_.is_reported(ticket, kind); });
+RowId HostChunks::quarantine(Slot slot) noexcept {
+  const RowId row = at(slot).row;
+  quarantine_.hold_owned(row);
+  return row;
 }
 
-void HostChunks::forget() {
+void HostChunks::poll() {
+  quarantine_.poll([&](Ticket ticket) { return tickets_.is_reported(ticket, TicketKind::kStore); });
+  drop_some_forgotten();
+}
+
+void HostChunks::prepare_forget() {
+  while (!index_.may_forget()) drop_some_forgotten();  // only after many resets within a few steps
+}
+
+void HostChunks::forget() noexcept {
   if (table_) table_->clear();
   table_.reset();
-  index_.for_each([&](Slot, ChunkEntry& entry) {
-    if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
-    if (entry.state == ChunkState::kFilling && !tickets_.is_reported(entry.ticket, TicketKind::kStore)) {
-      quarantine_.hold(entry.ticket, TicketKind::kStore, entry.row);
-    }
-    if (!quarantine_.holds(entry.row)) rows_.free(entry.row);
-  });
-  index_.clear();
-  std::fill(owners_.begin(), owners_.end(), kNoOwner);
+  index_.forget();
   std::fill(resident_by_group_.begin(), resident_by_group_.end(), 0);
+}
+
+bool HostChunks::drop_forgotten(Slot slot) {
+  if (!index_.is_forgotten(slot)) return false;
+  const ChunkEntry& entry = index_.at(slot);
+  const RowId row = entry.row;
+  const bool is_filling = entry.state == ChunkState::kFilling;
+  const Ticket ticket = entry.ticket;
+  // First, because it may throw: then the chunk is dropped later.
+  if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
+  if (!one_row_size_) owner_of(row) = kNoOwner;
+  index_.erase(slot);
+  if (is_filling && !tickets_.is_reported(ticket, TicketKind::kStore)) {
+    quarantine_.hold(ticket, row);
+  } else {
+    quarantine_.disown(row);
+  }
+  return true;
+}
+
+void HostChunks::drop_some_forgotten() {
+  for (std::size_t left = kCheckedAtOnce; left > 0 && index_.forgotten() > 0; --left) {
+    if (const std::optional<Slot> slot = index_.next_forgotten()) (void)drop_forgotten(*slot);
+  }
 }
 
 std::uint64_t HostChunks::resident_bytes() const {

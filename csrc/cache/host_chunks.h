@@ -6,6 +6,8 @@
 // - free;
 // - returned by allocate() and not inserted yet;
 // - owned by a chunk (filling, fetching or resident);
+// - owned by a forgotten chunk: forget() takes the same time for any number of chunks, and the calls after it
+//   free their rows and report their removal, a few chunks at a time;
 // - in quarantine: it has no owner, but a rank or a tier may still touch it.
 // A row is reused only when no rank copies under an unreported ticket and no tier op runs on it. A pinned
 // chunk is never evicted. Each load, each write and each request that relies on a chunk holds a pin; while a
@@ -15,10 +17,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cache/cache_events.h"
@@ -66,8 +70,9 @@ class HostChunks {
   void prefetch_eviction(Slot slot) const { index_.prefetch_erase(slot); }
 
   // ---- rows
-  // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it.
-  RowId allocate(std::uint32_t group) { return rows_.allocate(group); }
+  // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it. Drops some
+  // forgotten chunks if no row is free.
+  RowId allocate(std::uint32_t group);
   void free(RowId row) { rows_.free(row); }
 
   // ---- life of a chunk. Inserts REQUIRE an absent key and a row from allocate().
@@ -80,15 +85,45 @@ class HostChunks {
   // Makes the chunk absent and frees its row at once. REQUIRES: no pins except the one of the op that was to
   // bring its bytes, and nothing can still touch the row.
   void discard(Slot slot) { rows_.free(remove(slot)); }
-  // Same, for a failed store: the row is quarantined while a rank may still copy.
+  // Same, for a failed store: the row is quarantined while a rank may still copy. Allocates no memory.
   void discard_store(Slot slot);
   // Discards every store that has not ended.
   void discard_stores();
+  // Called for each chunk that becomes absent, except by forget(). It must not throw. Replaces an earlier
+  // one.
+  using OnRemoved = std::function<void(const ChunkEntry&)>;
+  void set_on_removed(OnRemoved on_removed) { on_removed_ = std::move(on_removed); }
 
   // ---- use
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // ---- sessions. A family is a session with its branches, as a number: 0 = none. A chunk belongs to the
+  // only family that used it since it is here; a chunk used by several families, or by one and by requests
+  // without a session, belongs to none, like the chunks before it. `is_new`: the chunk was inserted for this
+  // request.
+  void claim(Slot slot, std::uint32_t family, bool is_new = false);
+  bool belongs_to(Slot slot, std::uint32_t family) const { return family != 0 && at(slot).family == family; }
+  static std::uint32_t valid_family(std::uint32_t family) { return family == kShared ? 1 : family; }
+  std::optional<Slot> find(ChunkId id) const { return index_.find(id); }
+  std::optional<Slot> parent_of(Slot slot) const { return index_.parent_of(slot); }
+  // See ChunkIndex.
+  void retain(Slot slot) { index_.retain(slot); }
+  void end_retention(Slot slot, std::int8_t priority) { index_.end_retention(slot, priority); }
+  // Sets when the chunk is expected to be used again: see EntryInfo. A use ends the expectation.
+  void set_return(Slot slot, double returns_at) { index_.set_return(slot, returns_at); }
+  // The time in seconds, for hints. Call it before the first insert.
+  void set_now(double seconds) {
+    now_ = seconds;
+    index_.set_now(seconds);
+  }
+  double now() const { return now_; }
+  // True if the chunk has an expected return before this time (infinity: never).
+  bool returns_before(Slot slot, double seconds) const {
+    const double returns_at = at(slot).returns_at;
+    return returns_at > now_ && returns_at < seconds;
+  }
+
   // True once per chunk, if the previous engine left it here and it has not been used since.
   bool take_inherited_use(Slot slot);
   // Begins or ends a write to this tier, which holds a pin. `tried`: the write was not cancelled.
@@ -106,28 +141,34 @@ class HostChunks {
 
   // ---- eviction order
   // Never returns a chunk of `spared_holder`: the tail of its own prefix is worthless without the rest.
+  // It may be forgotten: see drop_forgotten().
   std::optional<Slot> victim(std::uint32_t spared_holder = 0) { return index_.victim(spared_holder); }
+  // Drops this chunk and returns true if it is forgotten.
+  bool drop_forgotten(Slot slot);
   // Returns the chunks that would be evicted next, in order, if nothing else happened; at most `most`.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
-  // Returns chunks whose eviction frees a slab that this group can use; empty if there are none.
+  // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
+  // forgotten.
   std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder);
   bool has_one_row_size() const { return one_row_size_; }
   // True if more than 1 / `share` of the area is neither in use by rows nor wasted.
   bool has_free(std::uint64_t share) const;
 
   // ---- rows without an owner that may still be touched
-  // Holds the row for a tier op until release(row).
-  void quarantine(RowId row) { quarantine_.hold(row); }
+  // None of these calls allocates memory, except for events. Holds the chunk's row for a load or a tier op
+  // until release(row). Returns the row. REQUIRES: forget() follows.
+  RowId quarantine(Slot slot) noexcept;
   void release(RowId row) { quarantine_.release(row); }
-  // Holds the chunk's row for a load until the load's ticket is reported.
-  void quarantine(Ticket load, Slot slot) { quarantine_.hold(load, TicketKind::kLoad, at(slot).row); }
-  // Frees the rows whose tickets have been reported.
+  // Frees the rows whose tickets have been reported, and drops some forgotten chunks.
   void poll();
   // Makes all chunks absent, whatever their pins. Clears the table for the next engine and stops updating it:
   // chunks stored from now on may be computed with weights that only this process has. Rows in quarantine
-  // stay there, and rows of unreported stores join them. REQUIRES: loads and tier ops have quarantined their
-  // rows.
-  void forget();
+  // stay there, and rows of unreported stores join them, with the other forgotten chunks. REQUIRES:
+  // prepare_forget() was called, and loads and tier ops have quarantined their rows. O(1) for each of these,
+  // and for all other chunks together.
+  void forget() noexcept;
+  // Drops forgotten chunks while forget() has no room for more. Throws only if memory for events runs out.
+  void prepare_forget();
 
   // ---- statistics
   std::size_t taken_over() const { return taken_over_; }  // chunks from the previous engine
@@ -136,6 +177,10 @@ class HostChunks {
   std::size_t pinned() const { return index_.pinned(); }
   std::size_t quarantined_rows() const { return quarantine_.rows(); }
   std::size_t capacity() const { return capacity_; }  // chunks, if one group used all rows
+  // Returns the number of forgotten chunks that are not dropped yet.
+  std::size_t forgotten() const { return index_.forgotten(); }
+  // Places of chunks that one call checks for forgotten ones.
+  static constexpr std::size_t kCheckedAtOnce = 1024;
 
  private:
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
@@ -143,7 +188,9 @@ class HostChunks {
   void make_resident(Slot slot, ChunkOrigin origin);
   void update_table(const ChunkEntry& entry);
   RowId remove(Slot slot);  // the caller owns the row
+  void drop_some_forgotten();
   bool take_over(const RowTable::Row& row);
+  static constexpr std::uint32_t kShared = 0xFFFFFFFFu;
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
 
   const ChunkGroups& groups_;
@@ -151,15 +198,18 @@ class HostChunks {
   CacheEvents& events_;
   const std::uint64_t area_bytes_;
   RowAllocator rows_;
+  const std::uint64_t row_unit_;  // the smallest row
   const std::size_t capacity_;
   ChunkIndex index_;
   Quarantine quarantine_;
   std::vector<std::uint64_t> resident_by_group_;
   bool one_row_size_ = true;
-  std::uint64_t row_unit_;    // the smallest row
   std::vector<Slot> owners_;  // by row; only with several row sizes
   std::optional<RowTable> table_;
+  OnRemoved on_removed_;
   std::size_t taken_over_ = 0;
+  double now_ = 0;
+  bool has_families_ = false;  // until a session exists, every chunk has family 0
 };
 
 }  // namespace kv_offload

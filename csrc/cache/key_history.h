@@ -10,8 +10,8 @@
 #include <cstring>
 #include <optional>
 
-#include "base/table_vector.h"
 #include "base/types.h"
+#include "base/zeroed_memory.h"
 
 namespace kv_offload {
 
@@ -47,7 +47,8 @@ class KeyHistory {
     cell = (cell & ~kUsesMask) | uses << kUsesShift;
     return static_cast<std::uint32_t>(uses);
   }
-  void clear() { std::fill(cells_.begin(), cells_.end(), 0); }
+  // O(1). If memory runs out, throws and changes nothing.
+  void clear() { ZeroedTable<std::uint64_t>(cells_.size()).swap(cells_); }
 
   static std::uint64_t fingerprint(const ChunkKey& key) {
     // ChunkKey::Hash alone is not enough: mix in the end of the digest.
@@ -72,7 +73,7 @@ class KeyHistory {
     return cell;
   }
 
-  TableVector<std::uint64_t> cells_;
+  ZeroedTable<std::uint64_t> cells_;
 };
 
 }  // namespace kv_offload

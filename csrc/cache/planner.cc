@@ -6,6 +6,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "cache/planned_reads.h"
+
 namespace kv_offload {
 namespace {
 
@@ -104,10 +106,14 @@ std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std
                                                 const Scan::Candidate& candidate) {
   const RowId row = context_.row_provider.take(group, request.number, nullptr);
   if (row == kNoRow) return std::nullopt;
+  FreeRow free_row(context_.chunks, row);
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];
   // The depth of a whole chunk is unknown. For a part, any depth that is not a chunk boundary will do.
   const EntryInfo entry_info = request.entry_info(candidate.parent, part_tokens);
-  return TierIo::Read{context_.chunks.insert_fetching(key, group, row, entry_info), candidate.tier};
+  const Slot slot = context_.chunks.insert_fetching(key, group, row, entry_info);
+  free_row.keep();
+  context_.chunks.claim(slot, request.options.family, true);
+  return TierIo::Read{slot, candidate.tier};
 }
 
 // The chunks that a request hit after those it still has to read, last one first.
@@ -167,7 +173,7 @@ std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, con
 void Planner::fetch(RequestHandle handle, const Scan& scan) {
   const RequestState& request = context_.requests.at(handle);
   Tail tail(context_, handle);
-  std::vector<TierIo::Read> planned;
+  PlannedReads planned(context_.chunks, context_.ops, scan.candidates.size());
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step has begun to fetch it.
@@ -178,19 +184,16 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
     const auto read = make_fetch(request, scan, candidate, &tail);
     rows_are_short = !read;
     if (rows_are_short) break;
-    planned.push_back(*read);
+    planned.add(*read);
   }
   if (rows_are_short) {
     context_.requests.close_group(handle, scan.group, MissReason::kPressure);
     // Leave rows for the windows of the other groups: without them these reads are useless.
     std::size_t spared = context_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
-    for (; spared > 0; --spared) {
-      context_.chunks.discard(planned.back().slot);
-      planned.pop_back();
-    }
+    for (; spared > 0; --spared) planned.discard_last();
   }
-  context_.ops.read(planned, request.deadline, false);
-  for (const TierIo::Read& read : planned) context_.requests.await(handle, read.slot);
+  for (const TierIo::Read& read : planned.submit(request.deadline, false))
+    context_.requests.await(handle, read.slot);
 }
 
 // ---- load or recompute
@@ -274,15 +277,15 @@ void Planner::probe(const RequestState& request, const Scan& scan) {
     const bool holds = std::any_of(scan.candidates.begin(), scan.candidates.end(),
                                    [&](const auto& candidate) { return candidate.tier == tier; });
     if (!holds || !context_.costs.should_probe(tier, request.pass.time)) continue;
-    std::vector<TierIo::Read> planned;
+    PlannedReads planned(context_.chunks, context_.ops, kProbeChunks);
     for (const Scan::Candidate& candidate : scan.candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
       if (context_.chunks.find(request.pass.keys[candidate.key].key) != nullptr) continue;
       const auto read = make_fetch(request, scan.group, candidate);
       if (!read) break;
-      planned.push_back(*read);
+      planned.add(*read);
     }
-    context_.ops.read(planned, Nanos(0), true);
+    (void)planned.submit(Nanos(0), true);
     context_.metrics.add("kv_offload_decisions_total", {"probe"});
   }
 }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -94,11 +95,20 @@ class Offers {
     if (declined && *declined == key) declined.reset();
     return declined.has_value();
   }
+  // Records that the chunk has a row, for requests with hints. Keeps the last ones: those of a chain are
+  // found from its last one that was not evicted meanwhile.
+  void hold(std::uint32_t group, ChunkId id) {
+    std::vector<ChunkId>& held = groups_[group].held;
+    if (held.size() == 2 * kWindow) held.erase(held.begin(), held.begin() + kWindow);
+    held.push_back(id);
+  }
+  std::span<const ChunkId> held(std::uint32_t group) const { return groups_[group].held; }
   void clear_declined() {
     for (Group& group : groups_) group.declined.reset();
   }
 
  private:
+  static constexpr std::size_t kWindow = 16;  // chunks of a group without a chain that are always kept
   struct Chunk {
     ChunkId id = 0;
     std::uint32_t depth = 0;
@@ -107,6 +117,7 @@ class Offers {
     Chunk last;
     std::uint32_t end = 0;
     std::optional<ChunkKey> declined;
+    std::vector<ChunkId> held;
   };
   std::vector<Group> groups_;
 };
@@ -156,6 +167,8 @@ struct RequestState {
   bool host_hits = false;      // resident chunks are hits
 
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
+  // When its session is expected back, in seconds; 0 = unknown.
+  double returns_at(double now) const { return options.returns_in > 0 ? now + options.returns_in : 0; }
   EntryInfo entry_info(ChunkId parent, std::uint32_t depth) const {
     return {0, parent, depth, number, priority()};
   }

@@ -3,8 +3,10 @@
 #include "cache/request_table.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
+#include "base/make_room.h"
 #include "base/status.h"
 
 namespace kv_offload {
@@ -27,14 +29,18 @@ RequestTable::RequestTable(const Context& context, const CacheOptions& options)
 
 RequestHandle RequestTable::begin(const RequestOptions& options) {
   if (free_.empty()) {
-    free_.push_back(static_cast<RequestHandle>(requests_.size()));
+    make_room(free_, requests_.size() + 1);  // for all handles: end() needs no memory
     requests_.emplace_back();
+    free_.push_back(static_cast<RequestHandle>(requests_.size() - 1));
   }
   if (live() == 0) costs_.prefill.on_idle(idle_since_, clock_.now());
   const RequestHandle handle = free_.back();
-  free_.pop_back();
   if (++last_number_ == 0) ++last_number_;
-  requests_[handle].begin(last_number_, options, options.load_policy.value_or(load_policy_), groups_.size());
+  RequestOptions valid = options;
+  valid.family = HostChunks::valid_family(options.family);
+  // The last call that may throw.
+  requests_[handle].begin(last_number_, valid, options.load_policy.value_or(load_policy_), groups_.size());
+  free_.pop_back();
   return handle;
 }
 
@@ -47,10 +53,18 @@ const RequestState& RequestTable::require_live(RequestHandle request) const {
 
 void RequestTable::end(RequestHandle handle) {
   require_live(handle);
-  RequestState& request = requests_[handle];
-  count_pass(request);
-  stop_waiting(request);
-  request.end();
+  try {
+    count_pass(requests_[handle]);
+  } catch (...) {
+    release(handle);
+    throw;
+  }
+  release(handle);
+}
+
+void RequestTable::release(RequestHandle handle) {
+  stop_waiting(requests_[handle]);
+  requests_[handle].end();
   free_.push_back(handle);
   if (live() == 0) idle_since_ = clock_.now();
 }
@@ -68,17 +82,23 @@ void RequestTable::set_span(RequestHandle handle, std::uint32_t first_end, std::
 
 void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
   if (request.waiting || request.expired) return;
+  waiting_.push_back(handle);  // first, because it may throw
+  request.waiting_index = waiting_.size() - 1;
   request.waiting = true;
   request.waits_since = request.reads_since = request.pass.time;
   request.deadline = request.pass.time + lookup_timeout_;
-  request.waiting_index = waiting_.size();
-  waiting_.push_back(handle);
 }
 
 void RequestTable::stop_waiting(RequestState& request) {
   for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
   if (!request.awaited.empty()) {
-    abandoned_reads_.push_back({std::exchange(request.waiter, 0), std::exchange(request.awaited, {})});
+    try {
+      abandoned_reads_.emplace_back();
+      abandoned_reads_.back() = {request.waiter, std::move(request.awaited)};
+    } catch (const std::bad_alloc&) {  // they are not cancelled
+    }
+    request.waiter = 0;
+    request.awaited.clear();
     cancel_abandoned_reads();
   }
   if (request.waiting) {
@@ -123,6 +143,7 @@ std::vector<RequestHandle> RequestTable::take_pending() {
 
 void RequestTable::hold(RequestHandle handle, std::span<const Slot> hits) {
   RequestState& request = requests_[handle];
+  make_room(request.held, hits.size() + request.awaited.size());
   ++hold_call_;
   const auto is_new = [&](Slot slot) {
     if (slot >= seen_in_.size()) seen_in_.resize(std::size_t{slot} + 1, 0);
@@ -150,6 +171,7 @@ void RequestTable::remove_held(RequestHandle handle, std::span<const Slot> slots
 void RequestTable::await(RequestHandle handle, Slot slot) {
   RequestState& request = requests_[handle];
   if (request.awaited.empty()) request.waiter = std::uint64_t{++last_wait_} << 32 | handle;
+  make_room(request.held, request.awaited.size() + 1);  // for read_ended()
   const std::optional<OpId> read = ops_.await(slot, request.waiter);
   if (!read) return;
   request.awaited.emplace(*read, slot);
@@ -199,7 +221,10 @@ void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end)
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);
   } else if (end.failed && !(end.failed == MissReason::kEvicted && request.waits_for_remote())) {
-    request.failed.try_emplace(KeyHistory::fingerprint(end.key), *end.failed);
+    try {
+      request.failed.try_emplace(KeyHistory::fingerprint(end.key), *end.failed);
+    } catch (const std::bad_alloc&) {  // the chunk may be fetched again for it
+    }
   }
 }
 
@@ -249,6 +274,8 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   DeviceLoads::Load load;
   load.request = request.number;
   load.priority = request.priority();
+  load.family = request.options.family;
+  load.returns_at = request.returns_at(chunks_.now());
   load.first_end = request.first_end;
   load.last_end = request.last_end;
   load.waited_seconds = request.waited_seconds();
@@ -261,10 +288,14 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
   RequestState& request = requests_[handle];
   std::size_t end = 0;
   for (std::uint32_t group = 0; group < groups_.size(); ++group) {
-    if (load.transfer.group_rows[group] == 0) continue;
-    end += load.transfer.group_rows[group];
+    const std::size_t begin = std::exchange(end, end + load.transfer.group_rows[group]);
+    if (begin == end) continue;
     const ChunkKey& last = keys[end - 1];
     request.offers.set_last(group, last, chunks_.find(last)->depth);
+    if (request.options.family == 0) continue;
+    const bool is_chain = groups_[group].full_attention;
+    for (std::size_t i = is_chain ? end - 1 : begin; i < end; ++i)
+      request.offers.hold(group, chunk_id(keys[i]));
   }
   for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
     const std::uint64_t tokens = load.hit_tokens[place];

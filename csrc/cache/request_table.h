@@ -124,7 +124,8 @@ class RequestTable {
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   std::optional<MissReason> refuse_wait(const RequestState& request, bool from_tier) const;
   void start_waiting(RequestHandle handle, RequestState& request);
-  void stop_waiting(RequestState& request);  // releases pins and reads
+  void release(RequestHandle handle);
+  void stop_waiting(RequestState& request);  // releases pins and reads; allocates nothing
   void cancel_abandoned_reads();             // cancels some of abandoned_reads_
   // Counts the misses of the last pass, once.
   void count_pass(RequestState& request);
@@ -149,7 +150,7 @@ class RequestTable {
   std::uint32_t last_wait_ = 0;
   // Reads of requests that stopped waiting, oldest first. They are cancelled in batches.
   struct AbandonedReads {
-    TierIo::Waiter waiter;
+    TierIo::Waiter waiter = 0;
     std::map<OpId, Slot> reads;
   };
   std::deque<AbandonedReads> abandoned_reads_;

@@ -8,7 +8,8 @@ constexpr std::uint64_t kScatteredShare = 50;  // of the area, free in slabs tha
 
 }  // namespace
 
-RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
+RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted,
+                        double returns_at, bool may_cancel) {
   bool may_evict_slabs = !chunks_.has_one_row_size();
   bool may_write = true;
   for (;;) {
@@ -21,29 +22,37 @@ RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<
       may_evict_slabs = evict_slab(group, request, evicted);
       if (may_evict_slabs) continue;
     }
-    if (evict_one(request, may_write, evicted)) continue;
+    const Eviction eviction = evict_one(request, may_write, evicted, returns_at, !may_cancel);
+    if (eviction == Eviction::kDone) continue;
+    if (eviction == Eviction::kNotWorthIt) return kNoRow;
     if (may_evict_slabs) {
       may_evict_slabs = evict_slab(group, request, evicted);
       if (may_evict_slabs) continue;
     }
-    if (!ops_.shed_writes()) return kNoRow;
+    if (!may_cancel || !ops_.shed_writes()) return kNoRow;
     may_write = false;  // else the cancelled writes would be queued again
   }
 }
 
-bool RowProvider::evict_one(std::uint32_t request, bool may_write, std::vector<ChunkKey>* evicted) {
+RowProvider::Eviction RowProvider::evict_one(std::uint32_t request, bool may_write,
+                                             std::vector<ChunkKey>* evicted, double returns_at,
+                                             bool is_spare) {
   for (;;) {
     const auto victim = chunks_.victim(request);
-    if (!victim) return false;
+    if (!victim) return Eviction::kNone;
+    if (chunks_.drop_forgotten(*victim)) return Eviction::kDone;
+    if (chunks_.returns_before(*victim, returns_at)) return Eviction::kNotWorthIt;
+    if (is_spare && write_back_.is_lost_by_eviction(*victim)) return Eviction::kNotWorthIt;
     if (may_write && write_back_.write_before_eviction(*victim)) continue;  // pinned now: take the next one
     evict(*victim, evicted);
-    return true;
+    return Eviction::kDone;
   }
 }
 
 bool RowProvider::evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
   const std::vector<Slot> slots = chunks_.slab_to_evict(group, request);
   for (const Slot slot : slots) {
+    if (chunks_.drop_forgotten(slot)) continue;
     write_back_.count_eviction(slot);  // a slab that is needed now waits for no write
     evict(slot, evicted);
   }

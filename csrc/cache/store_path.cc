@@ -62,6 +62,8 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   grant.transfer.rows.reserve(keys.size());
   std::vector<std::uint64_t> new_chunks(context_.groups.size(), 0);
   TakenRows taken(context_.chunks, keys.size());
+  // A tier writes only what is stored in host memory. So with a tier, all chunks are stored.
+  const double returns_at = context_.write_back.writes() ? 0 : request.returns_at(context_.chunks.now());
   std::uint32_t group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) context_.chunks.prefetch(keys[i + kAhead]);
@@ -75,13 +77,14 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     if (const ChunkEntry* known = context_.chunks.find(key)) {
       const Slot slot = context_.chunks.slot_of(known);
       context_.chunks.access(slot, request.number, request.priority());
+      hold(request, offers, slot, false);
       if (known->state == ChunkState::kResident) context_.write_back.on_used(slot);
       continue;
     }
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
-    const RowId row = context_.row_provider.take(group, request.number, &grant.evicted);
+    const RowId row = context_.row_provider.take(group, request.number, &grant.evicted, returns_at);
     if (row == kNoRow) {
       offers.decline(group, key);
       continue;
@@ -89,8 +92,10 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     taken.hold(row);
     if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = context_.tickets.next();
     const bool first = grant.transfer.group_rows[group] == 0;
-    taken.hold_as(context_.chunks.insert_filling(key, group, row, request.entry_info(parent, depth),
-                                                 grant.transfer.ticket, first));
+    const Slot slot = context_.chunks.insert_filling(key, group, row, request.entry_info(parent, depth),
+                                                     grant.transfer.ticket, first);
+    taken.hold_as(slot);
+    hold(request, offers, slot, true);
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
@@ -99,6 +104,15 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   context_.row_provider.flush_metrics();
   taken.release_all();
   return grant;
+}
+
+void StorePath::hold(const RequestState& request, Offers& offers, Slot slot, bool is_new) {
+  context_.chunks.claim(slot, request.options.family, is_new);
+  if (request.options.family == 0) return;
+  if (request.options.returns_in > 0 && context_.chunks.belongs_to(slot, request.options.family))
+    context_.chunks.set_return(slot, request.returns_at(context_.chunks.now()));
+  const ChunkEntry& entry = context_.chunks.at(slot);
+  offers.hold(entry.group, chunk_id(entry.key));
 }
 
 void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks) {
@@ -142,6 +156,20 @@ void StorePath::learn_prefill(RequestHandle handle, std::span<const ChunkKey> ke
 }
 
 void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
+  try {
+    finish(keys, success);
+  } catch (...) {
+    // vLLM does not repeat the call: what has not become resident never would.
+    for (const ChunkKey& key : keys) {
+      const ChunkEntry* entry = context_.chunks.find(key);
+      if (entry != nullptr && entry->state == ChunkState::kFilling)
+        context_.chunks.discard_store(context_.chunks.slot_of(entry));
+    }
+    throw;
+  }
+}
+
+void StorePath::finish(std::span<const ChunkKey> keys, bool success) {
   std::vector<Slot> stored;
   stored.reserve(keys.size());
   Ticket known = kNoTicket;

@@ -44,7 +44,7 @@ class StorePath {
   // or are out of order, or if depths are not one per key.
   StoreGrant prepare(RequestHandle request, std::span<const ChunkKey> keys,
                      std::span<const std::uint32_t> depths);
-  // See TieredCache::complete_store.
+  // See TieredCache::complete_store. If it throws, each chunk is resident or absent.
   void complete(std::span<const ChunkKey> keys, bool success);
   void close() { closed_ = true; }  // nothing is accepted after this
 
@@ -53,6 +53,9 @@ class StorePath {
                      std::span<const std::uint32_t> depths);
   StoreGrant take_rows(RequestHandle request, std::span<const ChunkKey> keys,
                        std::span<const std::uint32_t> depths);
+  void finish(std::span<const ChunkKey> keys, bool success);
+  // Records that the request uses this chunk.
+  void hold(const RequestState& request, Offers& offers, Slot slot, bool is_new);
   void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks);
   void fail(Slot slot);    // the device did not copy it
   void refuse(Slot slot);  // vLLM offered it without some of its blocks

@@ -2,6 +2,7 @@
 #include "cache/tier_io.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/status.h"
@@ -10,6 +11,7 @@ namespace kv_offload {
 namespace {
 
 constexpr int kShedAtOnce = 16;
+constexpr Nanos kResetAgain = std::chrono::seconds(1);
 
 MissReason miss_reason_of(StatusKind kind) {
   switch (kind) {
@@ -63,6 +65,11 @@ TierIo::TierIo(const Context& context, std::shared_ptr<const HostRegion> region,
   for (const auto& tier : tiers_) slots_.emplace_back().name = std::string(tier->name());
 }
 
+void TierIo::publish() {
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
+    slots_[tier].figures.publish(slots_[tier].name, tiers_[tier]->stats(), metrics_);
+}
+
 bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     if ((tiers >> tier & 1) == 0) continue;
@@ -100,23 +107,58 @@ std::vector<Shard> TierIo::shards_of(RowId row, std::uint32_t group) const {
 
 TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   const ChunkEntry& entry = chunks_.at(slot);
-  const OpId id = ++last_op_;
-  Op& op = ops_[id];
-  op.kind = kind;
-  op.tier = tier;
-  op.slot = slot;
-  op.row = entry.row;
-  op.group = entry.group;
-  if (kind == OpKind::kRead) reads_[slot] = id;
   TierOp order;
-  order.id = id;
+  order.id = last_op_ + 1;
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
   order.entry_info = chunks_.entry_info(slot);
+  order.entry_info.returns_at = 0;  // hints are about host memory
   order.shards = shards_of(entry.row, entry.group);
   order.memory = region_;
+  if (kind == OpKind::kRead) {
+    reads_.emplace(slot, order.id);
+  } else {
+    queued_writes_.insert(order.id);
+  }
+  try {
+    Op& op = ops_[order.id];  // the last call that may throw
+    op.kind = kind;
+    op.tier = tier;
+    op.slot = slot;
+    op.row = entry.row;
+    op.group = entry.group;
+  } catch (...) {
+    kind == OpKind::kRead ? reads_.erase(slot) : queued_writes_.erase(order.id);
+    throw;
+  }
+  ++last_op_;
+  if (kind == OpKind::kRead) {
+    costs_.add_waiting(tier, static_cast<double>(groups_[entry.group].bytes));
+  } else {
+    chunks_.begin_write(slot, tier);
+    ++slots_[tier].writes;
+  }
   return order;
+}
+
+void TierIo::withdraw(OpId first, std::size_t tier) {
+  for (auto at = ops_.lower_bound(first); at != ops_.end();) {
+    const auto& [id, op] = *at;
+    if (op.tier < tier) {
+      ++at;
+      continue;
+    }
+    if (op.kind == OpKind::kRead) {
+      reads_.erase(op.slot);
+      costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes));
+    } else {
+      queued_writes_.erase(id);
+      --slots_[op.tier].writes;
+      chunks_.end_write(op.slot, op.tier, false);
+    }
+    at = ops_.erase(at);
+  }
 }
 
 // ---- reads
@@ -128,19 +170,25 @@ TierIo::Op* TierIo::read_of(Slot slot) {
 
 void TierIo::read(std::span<const Read> reads, Nanos deadline, bool probe) {
   const Nanos now = clock_.now();
+  const OpId first = last_op_ + 1;
   std::vector<std::vector<TierOp>> batches(tiers_.size());
-  for (const auto& [slot, tier] : reads) {
-    TierOp order = make_op(OpKind::kRead, tier, slot);
-    order.deadline = deadline;
-    Op& op = ops_.at(order.id);
-    op.probe = probe;
-    op.submitted = now;
-    costs_.add_waiting(tier, static_cast<double>(groups_[op.group].bytes));
-    op.bytes_ahead = costs_.waiting_bytes(tier);
-    batches[tier].push_back(std::move(order));
-  }
-  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    if (!batches[tier].empty()) tiers_[tier]->submit(std::move(batches[tier]));
+  std::size_t tier = 0;  // those before it have accepted their ops
+  try {
+    for (const Read& read : reads) {
+      TierOp order = make_op(OpKind::kRead, read.tier, read.slot);
+      order.deadline = deadline;
+      Op& op = ops_.at(order.id);
+      op.probe = probe;
+      op.submitted = now;
+      op.bytes_ahead = costs_.waiting_bytes(read.tier);
+      batches[read.tier].push_back(std::move(order));
+    }
+    for (; tier < tiers_.size(); ++tier) {
+      if (!batches[tier].empty()) tiers_[tier]->submit(std::move(batches[tier]));
+    }
+  } catch (...) {
+    withdraw(first, tier);
+    throw;
   }
 }
 
@@ -155,7 +203,14 @@ void TierIo::stop_awaiting(OpId read, Waiter waiter) {
   if (found == ops_.end() || found->second.waiters.erase(waiter) == 0) return;
   Op& op = found->second;
   // No request needs it any more. Its completion releases the row.
-  if (op.waiters.empty()) tiers_[op.tier]->cancel(read);
+  if (op.waiters.empty()) cancel(read, op);
+}
+
+void TierIo::cancel(OpId id, const Op& op) noexcept {
+  try {
+    (void)tiers_[op.tier]->cancel(id);
+  } catch (const std::bad_alloc&) {  // it is still queued
+  }
 }
 
 bool TierIo::continue_as_probe(Slot slot, Nanos now) {
@@ -188,51 +243,80 @@ void TierIo::learn_from_read(const Op& op, const Completion& completion) {
   costs_.on_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
 }
 
-void TierIo::finish_read(Op& op, const Completion& completion) {
+void TierIo::count_read(const Op& op, const Completion& completion) {
   const std::string& name = slots_[op.tier].name;
   const StatusKind kind = completion.status.kind();
-  const bool arrived = completion.status.is_ok();
-  learn_from_read(op, completion);
-  if (arrived) {
+  if (completion.status.is_ok()) {
     metrics_.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
     metrics_.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
   } else if (is_failure(kind)) {
     metrics_.add("kv_offload_failures_total", {name, "read", to_string(kind)});
   }
-  if (op.stale) return chunks_.release(op.row);
+}
+
+bool TierIo::make_resident(const Op& op) {
+  try {
+    chunks_.finish_fetch(op.slot, op.tier);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+void TierIo::finish_read(Op& op, const Completion& completion) {
+  learn_from_read(op, completion);
+  if (op.stale) {
+    chunks_.release(op.row);
+    return count_read(op, completion);
+  }
   reads_.erase(op.slot);
+  const StatusKind kind = completion.status.kind();
+  const bool arrived = completion.status.is_ok() && make_resident(op);
   ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
   // An expired read was submitted for a request whose wait is over; another request may still wait.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
   for (const Waiter waiter : op.waiters) on_read_end_(waiter, end);
-  if (arrived) {
-    chunks_.finish_fetch(op.slot, op.tier);
-    mark_recorded(op.tier, op.slot);
-    on_fetched_(op.slot, op.tier);
-    return;
+  if (!arrived) {
+    if (end.failed) key_history_.record_removal(completion.key, static_cast<std::uint8_t>(*end.failed));
+    chunks_.discard(op.slot);
   }
-  if (end.failed) key_history_.record_removal(completion.key, static_cast<std::uint8_t>(*end.failed));
-  chunks_.discard(op.slot);
+  // The chunk has its new state: the calls from here on may run out of memory.
+  count_read(op, completion);
+  if (!arrived) return;
+  mark_recorded(op.tier, op.slot);
+  on_fetched_(op.slot, op.tier);
 }
 
 // ---- writes
 
 void TierIo::write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline) {
+  if (slots_[tier].needs_reset) return drop_writes(tier, slots);
+  const OpId first = last_op_ + 1;
   std::vector<TierOp> batch;
-  for (const Slot slot : slots) {
-    if (chunks_.is_written_to(slot, tier)) continue;
-    if (is_recorded(tier, chunks_.at(slot).key)) {
-      mark_recorded(tier, slot);
-      continue;
+  try {
+    for (const Slot slot : slots) {
+      if (chunks_.is_written_to(slot, tier)) continue;
+      if (is_recorded(tier, chunks_.at(slot).key)) {
+        mark_recorded(tier, slot);
+        continue;
+      }
+      batch.push_back(make_op(OpKind::kWrite, tier, slot));
+      batch.back().may_decline = may_decline;
     }
-    chunks_.begin_write(slot, tier);
-    ++slots_[tier].writes;
-    batch.push_back(make_op(OpKind::kWrite, tier, slot));
-    batch.back().may_decline = may_decline;
-    queued_writes_.insert(batch.back().id);
+    if (!batch.empty()) tiers_[tier]->submit(std::move(batch));
+  } catch (...) {
+    withdraw(first, tier);
+    throw;
   }
-  if (!batch.empty()) tiers_[tier]->submit(std::move(batch));
+}
+
+// Servers that start later would find these records together with older ones from before the reset.
+void TierIo::drop_writes(std::size_t tier, std::span<const Slot> slots) {
+  for (const Slot slot : slots) {
+    metrics_.add("kv_offload_dropped_bytes_total", {slots_[tier].name, to_string(StatusKind::kUnavailable)},
+                 static_cast<double>(groups_[chunks_.at(slot).group].bytes));
+  }
 }
 
 void TierIo::finish_write(Op& op, const Completion& completion) {
@@ -240,6 +324,12 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
   --slot.writes;
   queued_writes_.erase(completion.id);
   const StatusKind kind = completion.status.kind();
+  if (op.stale) {
+    chunks_.release(op.row);
+  } else {
+    chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
+  }
+  // The op has ended: the calls from here on may run out of memory.
   if (completion.status.is_ok()) {
     metrics_.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
     metrics_.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
@@ -248,12 +338,9 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
     metrics_.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
                  static_cast<double>(groups_[op.group].bytes));
   }
-  if (op.stale) return chunks_.release(op.row);
-  if (completion.status.is_ok()) {
-    events_.tier_has(completion.key, slot.name);
-    mark_recorded(op.tier, op.slot);
-  }
-  chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
+  if (op.stale || !completion.status.is_ok()) return;
+  events_.tier_has(completion.key, slot.name);
+  mark_recorded(op.tier, op.slot);
 }
 
 bool TierIo::drop_write(OpId id, std::string_view reason) {
@@ -285,29 +372,40 @@ bool TierIo::shed_writes() {
 void TierIo::poll() {
   polled_ = true;
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    completions_.clear();
     removals_.clear();
     tiers_[tier]->poll(&completions_, &removals_);
-    for (const Completion& completion : completions_) {
-      const auto found = ops_.find(completion.id);
-      if (found == ops_.end()) continue;
-      Op op = std::move(found->second);
-      ops_.erase(found);
-      if (op.kind == OpKind::kRead) {
-        finish_read(op, completion);
-      } else {
-        finish_write(op, completion);
-      }
-    }
+    finish_completions();
     for (const TierRemoval& removal : removals_) {
       // It may have been written again since and reported as present just now.
       if (!is_recorded(tier, removal.key)) handle_removal(slots_[tier], removal);
     }
+    TierSlot& slot = slots_[tier];
+    if (slot.needs_reset && clock_.now() >= slot.next_reset) reset(tier);
     const TierStats stats = tiers_[tier]->stats();
-    slots_[tier].readable = stats.readable;
-    slots_[tier].writable = stats.writable;
-    slots_[tier].is_shared = stats.is_shared;
+    slot.readable = stats.readable && !slot.needs_reset;
+    slot.writable = stats.writable && !slot.needs_reset;
+    slot.is_shared = stats.is_shared && !slot.needs_reset;
+    if (slot.failed_reset.empty()) continue;
+    metrics_.add("kv_offload_failures_total", {slot.name, "reset", slot.failed_reset});
+    slot.failed_reset = {};
   }
+}
+
+void TierIo::finish_completions() {
+  while (next_completion_ < completions_.size()) {
+    const Completion completion = std::move(completions_[next_completion_++]);
+    const auto found = ops_.find(completion.id);
+    if (found == ops_.end()) continue;
+    Op op = std::move(found->second);
+    ops_.erase(found);
+    if (op.kind == OpKind::kRead) {
+      finish_read(op, completion);
+    } else {
+      finish_write(op, completion);
+    }
+  }
+  completions_.clear();
+  next_completion_ = 0;
 }
 
 void TierIo::poll_once_per_step() {
@@ -362,97 +460,44 @@ void TierIo::handle_removal(const TierSlot& from, const TierRemoval& removal) {
 
 // ---- shutdown and reset
 
-void TierIo::forget() {
-  std::vector<OpId> in_flight;
-  for (const auto& [id, op] : ops_) {
-    if (!op.stale) in_flight.push_back(id);
-  }
-  std::sort(in_flight.begin(), in_flight.end());  // rows are released in the order in which they were taken
-  for (const OpId id : in_flight) {
-    Op& op = ops_.at(id);
+void TierIo::forget() noexcept {
+  for (auto& [id, op] : ops_) {  // rows are released in the order in which they were taken
+    if (op.stale) continue;
+    (void)chunks_.quarantine(op.slot);
     op.stale = true;
     op.waiters.clear();
-    chunks_.quarantine(op.row);
-    tiers_[op.tier]->cancel(id);  // if it has started, its completion ends the hold
   }
   reads_.clear();
   queued_writes_.clear();
+  // If an op has started, its completion ends the hold.
+  for (const auto& [id, op] : ops_) cancel(id, op);
 }
 
 void TierIo::reset() {
-  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    // The tier has forgotten its records whatever status it returns, and retries failed work later (see
-    // Tier::reset).
-    const Status status = tiers_[tier]->reset();
-    if (!status.is_ok()) {
-      metrics_.add("kv_offload_failures_total", {slots_[tier].name, "reset", to_string(status.kind())});
-    }
-  }
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) reset(tier);
   poll();
+}
+
+void TierIo::reset(std::size_t tier) noexcept {
+  TierSlot& slot = slots_[tier];
+  try {
+    const Status status = tiers_[tier]->reset();
+    // The tier has forgotten its records regardless of the status, and retries failed work later (see
+    // Tier::reset).
+    slot.needs_reset = false;
+    if (!status.is_ok()) slot.failed_reset = to_string(status.kind());
+  } catch (...) {
+    slot.needs_reset = true;
+    slot.readable = slot.writable = slot.is_shared = false;
+    slot.next_reset = clock_.now() + kResetAgain;
+    slot.failed_reset = "exception";
+  }
 }
 
 void TierIo::close() {
   for (const OpId op : queued_writes_) drop_write(op, "closing");
   for (const auto& tier : tiers_) tier->close();
   poll();
-}
-
-// ---- metrics
-
-void TierIo::publish() {
-  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) publish(slots_[tier], tiers_[tier]->stats());
-}
-
-void TierIo::publish(TierSlot& slot, const TierStats& stats) {
-  metrics_.set("kv_offload_tier_bytes", {slot.name}, static_cast<double>(stats.bytes));
-  metrics_.set("kv_offload_tier_capacity_bytes", {slot.name}, static_cast<double>(stats.capacity_bytes));
-  metrics_.set("kv_offload_tier_chunks", {slot.name}, static_cast<double>(stats.chunks));
-  const auto queue = [&](std::string_view op, std::uint32_t depth, double oldest) {
-    metrics_.set("kv_offload_queue_depth", {slot.name, op}, depth);
-    metrics_.set("kv_offload_oldest_op_seconds", {slot.name, op}, oldest);
-  };
-  queue("read", stats.queued_reads, stats.oldest_read_seconds);
-  queue("write", stats.queued_writes, stats.oldest_write_seconds);
-  const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
-                         std::uint64_t before) {
-    if (now > before) metrics_.add(metric, labels, static_cast<double>(now - before));
-  };
-  const TierStats& before = slot.published;
-  count("kv_offload_evicted_bytes_total", {slot.name}, stats.evicted_bytes, before.evicted_bytes);
-  count("kv_offload_read_record_bytes_total", {slot.name}, stats.read_record_bytes, before.read_record_bytes);
-  count("kv_offload_write_record_bytes_total", {slot.name}, stats.written_record_bytes,
-        before.written_record_bytes);
-  count("kv_offload_io_ops_total", {slot.name, "direct"}, stats.direct_ops, before.direct_ops);
-  count("kv_offload_io_ops_total", {slot.name, "buffered"}, stats.buffered_ops, before.buffered_ops);
-  count("kv_offload_tier_rebuilds_total", {slot.name}, stats.rebuilds, before.rebuilds);
-  count("kv_offload_tier_lost_bytes_total", {slot.name}, stats.lost_bytes, before.lost_bytes);
-  count("kv_offload_breaker_trips_total", {slot.name}, stats.breaker_trips, before.breaker_trips);
-  count("kv_offload_failures_total", {slot.name, "read", "timeout"}, stats.read_timeouts,
-        before.read_timeouts);
-  count("kv_offload_failures_total", {slot.name, "write", "timeout"}, stats.write_timeouts,
-        before.write_timeouts);
-  publish_codec(slot, stats);
-  slot.published = stats;
-}
-
-void TierIo::publish_codec(const TierSlot& slot, const TierStats& stats) {
-  if (!stats.may_encode) return;
-  const TierStats& before = slot.published;
-  metrics_.set("kv_offload_codec_on", {slot.name}, stats.encodes ? 1 : 0);
-  if (stats.encoded_stored_bytes > 0) {
-    metrics_.set(
-        "kv_offload_codec_ratio", {slot.name},
-        static_cast<double>(stats.encoded_raw_bytes) / static_cast<double>(stats.encoded_stored_bytes));
-  }
-  const auto count = [&](std::string_view metric, Metrics::Labels labels, double now, double then) {
-    if (now > then) metrics_.add(metric, labels, now - then);
-  };
-  const auto saved = [](const TierStats& of) {
-    return static_cast<double>(of.encoded_raw_bytes - of.encoded_stored_bytes);
-  };
-  count("kv_offload_codec_saved_bytes_total", {slot.name}, saved(stats), saved(before));
-  count("kv_offload_codec_seconds_total", {slot.name, "write"}, stats.encode_seconds, before.encode_seconds);
-  count("kv_offload_codec_seconds_total", {slot.name, "read"}, stats.decode_seconds, before.decode_seconds);
 }
 
 }  // namespace kv_offload

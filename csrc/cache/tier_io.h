@@ -9,6 +9,10 @@
 // For each request that await() accepted, the chunk is pinned or the wait ends, exactly once. A failure is
 // counted once and never makes a chunk resident.
 //
+// If memory runs out in read() or write(), the ops of that call that no tier has accepted do not exist. If it
+// runs out in poll(), the next poll() continues; the op that it reached has ended. forget() allocates
+// nothing.
+//
 // Each call costs O(log n) per op that it names, starts or ends, whatever else is in flight.
 //
 // Threads: one (the scheduler's). No call except close() waits for storage.
@@ -16,6 +20,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -31,6 +36,7 @@
 #include "cache/cost_model.h"
 #include "cache/host_chunks.h"
 #include "cache/key_history.h"
+#include "cache/tier_figures.h"
 #include "memory/host_region.h"
 #include "metrics/metrics.h"
 #include "tier/tier.h"
@@ -49,8 +55,8 @@ class TierIo {
     Metrics& metrics;
     const Clock& clock;
   };
-  // The end of a read, reported to each waiting request while the chunk is still fetching. Right after, the
-  // chunk becomes resident (arrived) or absent.
+  // The end of a read, reported to each waiting request. The chunk is resident if it arrived. Otherwise it is
+  // still fetching, and becomes absent right after.
   struct ReadEnd {
     OpId op;
     Slot slot;
@@ -62,6 +68,7 @@ class TierIo {
   // Identifies a request that waits for reads. The caller must never reuse a number: the reads of a request
   // that stopped waiting may not be cancelled yet.
   using Waiter = std::uint64_t;
+  // It must not throw.
   using OnReadEnd = std::function<void(Waiter waiter, const ReadEnd& end)>;
   // Called when a read's chunk has become resident.
   using OnFetched = std::function<void(Slot slot, std::uint8_t tier)>;
@@ -75,12 +82,14 @@ class TierIo {
   std::size_t size() const { return slots_.size(); }
   const std::vector<std::unique_ptr<Tier>>& tiers() const { return tiers_; }
   std::string_view name(std::size_t tier) const { return slots_[tier].name; }
-  // True if the tier accepted reads (writes) at the last poll.
+  // True if the tier accepted reads (writes) at the last poll, and its last reset did not throw.
   bool is_readable(std::size_t tier) const { return slots_[tier].readable; }
   bool is_writable(std::size_t tier) const { return slots_[tier].writable; }
   // True if records written by others can appear on the tier and be found.
   bool is_shared(std::size_t tier) const { return slots_[tier].is_shared; }
-  Presence contains(std::size_t tier, const ChunkKey& key) { return tiers_[tier]->contains(key); }
+  Presence contains(std::size_t tier, const ChunkKey& key) {
+    return slots_[tier].needs_reset ? Presence::kAbsent : tiers_[tier]->contains(key);
+  }
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
   }
@@ -102,7 +111,7 @@ class TierIo {
   // Reports uses in host memory to the tier. `uses` is never empty.
   void used(std::size_t tier, const TierUses& uses) { tiers_[tier]->used(uses); }
 
-  // ---- reads
+  // ---- reads. If read() throws, the caller discards those chunks that is_read() does not name.
   struct Read {
     Slot slot;  // a fetching chunk
     std::uint8_t tier;
@@ -110,6 +119,7 @@ class TierIo {
   // `deadline`: the reads must not start after it (0 = none). `probe`: the reads only measure the current
   // speed of the tier; no request needs the chunks.
   void read(std::span<const Read> reads, Nanos deadline, bool probe);
+  bool is_read(Slot slot) const { return reads_.contains(slot); }  // its read is in flight
   // Waits for the read that brings the chunk, and returns it; nullopt if it waits already or no read brings
   // it.
   std::optional<OpId> await(Slot slot, Waiter waiter);
@@ -137,9 +147,12 @@ class TierIo {
   void end_step();
 
   // ---- shutdown and reset
-  // Forgets all chunks. Ops in flight keep their rows in quarantine.
-  void forget();
-  void reset();  // resets all tiers and polls
+  // Forgets all chunks. Ops in flight keep their rows in quarantine; those that have not started are
+  // cancelled.
+  void forget() noexcept;
+  // Resets all tiers and polls. If the reset of a tier throws, the others are reset anyway. That tier counts
+  // as empty and gets no ops until poll() has reset it, which it tries once a second.
+  void reset();
   void close();  // cancels queued writes, closes all tiers, and polls
 
   void publish();  // gauges and running totals of each tier
@@ -155,10 +168,13 @@ class TierIo {
     bool writable = true;
     bool is_shared = true;
     std::uint32_t writes = 0;  // in flight
+    bool needs_reset = false;  // its reset threw: it may still have records from before
+    Nanos next_reset{0};
+    std::string_view failed_reset;  // kind of a failure that is not counted yet
     // At the end of the step, the tier forgets that these were absent, and is asked for the unknown ones.
     std::vector<ChunkKey> stale_misses;
     std::vector<QueuedLookup> unknown;
-    TierStats published;  // running totals already in the metrics
+    TierFigures figures;
   };
   struct Op {
     OpKind kind;
@@ -175,16 +191,23 @@ class TierIo {
   };
 
   TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers the op
+  // Undoes what read() or write() did for the ops from `first` on, of this tier or a later one: these did not
+  // accept them.
+  void withdraw(OpId first, std::size_t tier);
+  void finish_completions();
+  void cancel(OpId id, const Op& op) noexcept;  // an op that is not cancelled ends as usual
   std::vector<Shard> shards_of(RowId row, std::uint32_t group) const;
   Op* read_of(Slot slot);
   void finish_read(Op& op, const Completion& completion);
   void finish_write(Op& op, const Completion& completion);
+  bool make_resident(const Op& op);  // false: memory ran out
+  void count_read(const Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
   void mark_recorded(std::size_t tier, Slot slot);
   void handle_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: cannot be cancelled
-  void publish(TierSlot& slot, const TierStats& stats);
-  void publish_codec(const TierSlot& slot, const TierStats& stats);
+  void reset(std::size_t tier) noexcept;
+  void drop_writes(std::size_t tier, std::span<const Slot> slots);
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
@@ -200,13 +223,14 @@ class TierIo {
   std::vector<TierSlot> slots_;
   bool polled_ = false;
   OpId last_op_ = 0;
-  std::unordered_map<OpId, Op> ops_;
+  std::map<OpId, Op> ops_;
   std::unordered_map<Slot, OpId> reads_;  // by the chunk that they bring
   // Oldest first. Contains only ops in flight. Writes found to be running are removed, so a stuck write keeps
   // no later write in this set.
   std::set<OpId> queued_writes_;
-  std::vector<Completion> completions_;  // scratch of poll()
-  std::vector<TierRemoval> removals_;
+  std::vector<Completion> completions_;  // polled; those before next_completion_ are done
+  std::size_t next_completion_ = 0;
+  std::vector<TierRemoval> removals_;  // scratch of poll()
 };
 
 }  // namespace kv_offload

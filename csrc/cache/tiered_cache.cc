@@ -2,6 +2,8 @@
 // The parts of the cache, and which part handles each call.
 #include "cache/tiered_cache.h"
 
+#include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/status.h"
@@ -12,8 +14,10 @@
 #include "cache/host_chunks.h"
 #include "cache/key_history.h"
 #include "cache/planner.h"
+#include "cache/prefetcher.h"
 #include "cache/request_table.h"
 #include "cache/row_provider.h"
+#include "cache/sessions.h"
 #include "cache/store_path.h"
 #include "cache/tickets.h"
 #include "cache/tier_io.h"
@@ -24,6 +28,7 @@ namespace {
 
 static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 1);
 constexpr std::size_t kRememberedPerChunk = 4;  // remembered absent keys for each chunk that fits
+constexpr std::uint64_t kPrefetchedShare = 4;   // of host memory, for prefetched chunks that are not used yet
 
 }  // namespace
 
@@ -48,19 +53,28 @@ struct TieredCache::Impl {
         device_loads({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
         requests({groups, chunks, key_history, costs, ops, device_loads, metrics, clock}, options),
         stores({groups, chunks, key_history, tickets, costs, row_provider, write_back, requests, metrics}),
-        planner({groups, chunks, costs, ops, row_provider, requests, metrics}) {
+        planner({groups, chunks, costs, ops, row_provider, requests, metrics}),
+        prefetcher({groups, chunks, row_provider, ops, metrics},
+                   region->area_bytes() * region->num_areas() / kPrefetchedShare),
+        sessions({groups, chunks, clock, ops.size() > 0 ? &prefetcher : nullptr}, options,
+                 std::min(options.max_pinned_bytes, region->area_bytes() * region->num_areas() / 2)) {
+    chunks.set_now(to_seconds(clock.now()));
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
   }
 
   // Forgets everything in memory. Rows that a rank or a tier may still touch stay out of use until it is
   // done.
   void forget() {
+    // First, because these two may run out of memory: then nothing is forgotten.
+    chunks.prepare_forget();
+    key_history.clear();
     ops.forget();
     device_loads.forget();
+    prefetcher.forget();  // looks at its chunks a last time
     chunks.forget();
     requests.forget();
+    sessions.forget();
     publish_fetching(false);
-    key_history.clear();
   }
   void publish_speeds();
   void publish_fetching(bool now);
@@ -81,6 +95,8 @@ struct TieredCache::Impl {
   RequestTable requests;
   StorePath stores;
   Planner planner;
+  Prefetcher prefetcher;
+  Sessions sessions;
   bool is_kept = false;
   bool is_fetching = false;  // last value set in the region
   bool closed = false;
@@ -95,7 +111,11 @@ TieredCache::~TieredCache() { close(); }
 // ---- requests
 
 RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions& options) {
-  return impl_->requests.begin(options);
+  impl_->chunks.set_now(to_seconds(impl_->clock.now()));  // the engine may have been idle
+  impl_->prefetcher.make_way();
+  RequestOptions valid = options;
+  if (!impl_->sessions.is_trusted(options.client)) valid.returns_in = 0;
+  return impl_->requests.begin(valid);
 }
 
 void TieredCache::admit(RequestHandle request) {
@@ -104,8 +124,28 @@ void TieredCache::admit(RequestHandle request) {
 }
 
 void TieredCache::end_request(RequestHandle request) {
-  impl_->requests.end(request);
-  if (impl_->requests.waiting().empty()) impl_->publish_fetching(false);  // no further step may follow
+  Impl& impl = *impl_;
+  impl.requests.end(request);
+  if (impl.requests.waiting().empty()) impl.publish_fetching(false);  // no further step may follow
+  if (impl.closed || impl.requests.live() > 0 || impl.prefetcher.size() == 0) return;
+  const Nanos now = impl.clock.now();
+  impl.chunks.set_now(to_seconds(now));
+  try {
+    impl.ops.poll();  // writes that have ended pin no rows
+    impl.prefetcher.run(now, true);
+    impl.ops.end_step();  // the next step polls the reads
+  } catch (const std::bad_alloc&) {
+    // The request has ended. The next step continues.
+  }
+}
+
+std::vector<HintOutcome> TieredCache::apply_hints(std::span<const Hint> hints) {
+  return impl_->sessions.apply(hints);
+}
+
+std::vector<HintOutcome> TieredCache::end_turn(RequestHandle request, const Turn& turn,
+                                               std::span<const Hint> hints) {
+  return impl_->sessions.end_turn(turn, impl_->requests.require_live(request), hints);
 }
 
 bool TieredCache::has_span(RequestHandle request) const { return impl_->requests.at(request).has_span; }
@@ -141,7 +181,12 @@ RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const Chu
   load.transfer.group_rows.assign(impl.groups.size(), 0);
   if (keys.empty()) return load.transfer;
   load = impl.device_loads.begin(keys, impl.requests.load_of(request));
-  impl.requests.admit_load(request, keys, load);
+  try {
+    impl.requests.admit_load(request, keys, load);
+  } catch (...) {
+    impl.device_loads.withdraw(load.transfer.ticket);
+    throw;
+  }
   return std::move(load.transfer);
 }
 
@@ -165,13 +210,16 @@ void TieredCache::end_step() {
   impl.device_loads.poll();
   impl.chunks.poll();
   const Nanos now = impl.clock.now();
+  impl.chunks.set_now(to_seconds(now));
   impl.costs.prefill.end_step(now);
   impl.planner.plan_step(now);
+  impl.prefetcher.run(now, false);  // after the plans of requests, which need rows first
   impl.write_back.write_cold_end();
   impl.write_back.publish_uses();
   impl.row_provider.flush_metrics();
   impl.publish_fetching(impl.requests.has_pending_work());  // includes the lookups of this step
   impl.requests.end_step();
+  impl.sessions.end_step();
   impl.ops.end_step();
 }
 
@@ -187,6 +235,7 @@ void TieredCache::reset() {
   if (impl_->closed) return;
   impl_->forget();
   impl_->ops.reset();
+  impl_->chunks.poll();
 }
 
 void TieredCache::abandon_jobs() {
@@ -222,6 +271,8 @@ TieredCache::Stats TieredCache::stats() const {
   stats.requests = impl.requests.live();
   stats.longest_prompt = impl.requests.longest_prompt();
   stats.taken_over_chunks = impl.chunks.taken_over();
+  stats.sessions = impl.sessions.size();
+  stats.hint_pinned_bytes = impl.sessions.pinned_bytes();
   stats.is_kept = impl.is_kept;
   return stats;
 }
@@ -235,6 +286,7 @@ void TieredCache::publish_gauges() {
   impl.metrics.set("kv_offload_tier_bytes", {"cpu"}, static_cast<double>(own.resident_bytes));
   impl.metrics.set("kv_offload_tier_capacity_bytes", {"cpu"}, static_cast<double>(own.capacity_bytes));
   impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
+  impl.metrics.set("kv_offload_hint_pinned_bytes", {}, static_cast<double>(impl.sessions.pinned_bytes()));
   impl.publish_speeds();
   impl.ops.publish();
 }

@@ -12,13 +12,18 @@
 //
 //   cache_types, chunk_groups, tickets, cache_events, key_history, cost_model
 //   host_chunks   rows and chunks in host memory: row owners and row reuse
+//   tier_figures  statistics of a tier as metrics
 //   tier_io       reads from tiers and writes to tiers, from submission to completion
+//   planned_reads what a plan holds until its reads are submitted
 //   write_back    which chunks are written to which tier, and when
 //   row_provider  a row for a chunk: free, evicted, or from a cancelled write
 //   device_loads  copies to the device: which run, and which may run concurrently
 //   request_table lookups and their results, waiting, admission, counting
 //   planner       what is fetched for waiting requests: load or recompute
 //   store_path    rows for offered chunks, and results from the ranks
+//   prefetcher    prompts of sessions, read from tiers before their return
+//   retention     prompts that hints keep in host memory for a time
+//   sessions      prompts of sessions, and hints about them
 //
 // States of a key: HostChunks knows which keys have a row; a tier's catalog knows which keys are recorded.
 // lookup():
@@ -61,6 +66,10 @@ class TieredCache {
   // ---- requests
   RequestHandle begin_request(std::string_view request_id, const RequestOptions& options);
   void end_request(RequestHandle request);  // drops its pins and plan
+  // Executes hints about other sessions. end_turn() executes those about the request's own prompt: call it
+  // when the request uses no more chunks, before end_request(). Each returns an outcome per hint.
+  std::vector<HintOutcome> apply_hints(std::span<const Hint> hints);
+  std::vector<HintOutcome> end_turn(RequestHandle request, const Turn& turn, std::span<const Hint> hints);
   // The request was scheduled and stops waiting. Not needed for a request that loads or stores, which implies
   // it.
   void admit(RequestHandle request);
@@ -92,8 +101,10 @@ class TieredCache {
   // region.
   void end_step();
   bool has_pending_work() const;  // only while a request waits for the cache
-  void reset();                   // forgets everything in memory and on every tier; rows of copies in
-                                  // flight are reused only after their tickets are reported
+  // Forgets everything in memory and on every tier. Takes the same time for any number of chunks that no copy
+  // or tier op uses: later steps and stores free their rows and report their removal, a few at a time. Rows
+  // of copies in flight are reused only after their tickets are reported.
+  void reset();
   // The caller has dropped its jobs and will not report their end. Chunks being stored are discarded, and
   // chunks being loaded stay pinned until the ranks have reported. Everything else is kept.
   void abandon_jobs();
@@ -105,6 +116,8 @@ class TieredCache {
     std::uint64_t pinned_chunks, quarantined_rows, waiting_requests, requests;
     std::uint64_t longest_prompt;     // tokens, over all requests since the start
     std::uint64_t taken_over_chunks;  // from the previous engine, at the start
+    std::uint64_t sessions;           // remembered for hints
+    std::uint64_t hint_pinned_bytes;  // pinned by hints
     bool is_kept;                     // host memory outlives this cache
   };
   Stats stats() const;

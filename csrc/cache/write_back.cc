@@ -79,13 +79,23 @@ std::size_t WriteBack::max_written_ahead() const {
   return std::clamp(chunks_.capacity() / kColdShare, kMinAhead, kMaxAhead);
 }
 
+bool WriteBack::may_write_before_eviction(std::size_t tier) const {
+  return ops_.is_writable(tier) && ops_.writes_in_flight(tier) < kMinAhead;
+}
+
+bool WriteBack::is_lost_by_eviction(Slot slot) {
+  for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
+    if (needs_write(tier, slot) && !may_write_before_eviction(tier)) return true;
+  }
+  return false;
+}
+
 bool WriteBack::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     // The end of a prompt is evicted first. If something must be lost, that is better than losing what
     // precedes it.
-    if (!needs_write(tier, slot) || !ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMinAhead)
-      continue;
+    if (!needs_write(tier, slot) || !may_write_before_eviction(tier)) continue;
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
   }
@@ -100,6 +110,11 @@ void WriteBack::count_eviction(Slot slot) {
     metrics_.add("kv_offload_dropped_bytes_total", {ops_.name(tier), "pressure"},
                  static_cast<double>(groups_[chunks_.at(slot).group].bytes));
   }
+}
+
+bool WriteBack::writes() const {
+  return std::any_of(policies_.begin(), policies_.end(),
+                     [](const auto& policy) { return policy.write_policy != WritePolicy::kReadOnly; });
 }
 
 bool WriteBack::writes_ahead() const {
@@ -124,7 +139,7 @@ void WriteBack::write_cold_end() {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
-  if (!any || chunks_.has_free(kColdShare)) {
+  if (!any || chunks_.has_free(kColdShare) || chunks_.forgotten() > 0) {
     cold_end_written_ = false;  // nothing that fills it next is written ahead
     return;
   }

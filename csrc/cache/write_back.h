@@ -39,9 +39,12 @@ class WriteBack {
   // Call before evicting this chunk. True: a write began and pins the chunk until it ends. False: evict it
   // now.
   bool write_before_eviction(Slot slot);
+  // True if an on_evict tier lacks the chunk and no write can begin now.
+  bool is_lost_by_eviction(Slot slot);
   // The chunk is evicted, written or not: counts what is lost.
   void count_eviction(Slot slot);
   bool writes_ahead() const;  // some tier is on_evict
+  bool writes() const;        // some tier is written
   // At the end of a step: writes the chunks that are evicted next while rows are still free.
   void write_cold_end();
   // At the end of a step: reports uses in host memory to the tiers, so that a record counts as used while its
@@ -54,6 +57,7 @@ class WriteBack {
   void count_use(Slot slot);                        // for reuse
   // True if the tier is on_evict, does not have this chunk and has not failed to take it.
   bool needs_write(std::size_t tier, Slot slot);
+  bool may_write_before_eviction(std::size_t tier) const;
   std::size_t max_written_ahead() const;  // chunks written ahead of their eviction
   bool is_cold_end_due(std::size_t most) const;
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }

@@ -10,18 +10,20 @@
 
 #include "base/steps.h"
 #include "base/table_vector.h"
+#include "base/zeroed_memory.h"
 
 namespace kv_offload {
 namespace {
 
 constexpr Slot kNoSlot = 0xFFFFFFFFu;
 constexpr std::size_t kMinCells = 64;
+constexpr std::int8_t kRetained = 2;  // added to a priority of -1 or 0: above 0
 
 // The tag avoids loading the entry's cache line on a collision, and when cells move: a cell's home follows
 // from its tag.
 struct Cell {
-  std::uint32_t tag = 0;
-  Slot slot = kNoSlot;
+  std::uint32_t tag;
+  Slot slot;
 };
 
 int sign_of(std::int8_t priority) { return (priority > 0) - (priority < 0); }
@@ -33,12 +35,13 @@ struct ChunkIndex::Impl {
   TableVector<ChunkEntry> entries;
   Slot first_free = kNoSlot;  // a queue, linked by ChunkEntry::row
   Slot last_free = kNoSlot;
-  TableVector<Cell> cells;  // linear probing, at most half full
+  ZeroedTable<Cell> cells;  // linear probing, at most half full
   // One byte per cell: 0 if empty, else a few bits of the hash. A missing key is detected from these alone,
   // which stay in the CPU cache with a million chunks.
-  TableVector<std::uint8_t> marks;
+  ZeroedTable<std::uint8_t> marks;
   std::size_t mask = 0;
-  std::size_t size = 0;
+  std::size_t size = 0;  // includes forgotten entries
+  std::size_t forgotten = 0;
   std::size_t resident = 0;
   std::size_t pinned = 0;
   Slot last_found = 0;
@@ -46,14 +49,24 @@ struct ChunkIndex::Impl {
   std::uint32_t spared_holder = 0;  // argument of the last victim() call
   std::deque<Slot> spared;          // slots with entries[slot].spared
   bool spared_were_taken = false;   // others took spared entries since the last release of all
+  std::uint8_t epoch = 0;           // of the entries that are not forgotten
+  unsigned forgotten_epochs = 0;    // epochs that forgotten entries may be of
+  Slot next_checked = 0;            // by next_forgotten()
+  std::vector<std::pair<Slot, std::int8_t>> raised;  // by raise_parents(): slots and their priorities before
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
   static std::uint8_t mark(std::uint64_t hash) { return static_cast<std::uint8_t>(hash >> 56) | 1; }
   std::size_t home(std::uint32_t tag) const { return tag & mask; }
 
+  bool is_live(Slot slot) const {
+    return entries[slot].state != ChunkState::kAbsent && entries[slot].epoch == epoch;
+  }
+  bool is_forgotten(Slot slot) const {
+    return entries[slot].state != ChunkState::kAbsent && entries[slot].epoch != epoch;
+  }
   bool is_at(Slot slot, const ChunkKey& key) const {
-    return slot < entries.size() && entries[slot].key == key && entries[slot].state != ChunkState::kAbsent;
+    return slot < entries.size() && entries[slot].key == key && is_live(slot);
   }
   // Returns the cell of a key, or the empty cell where it would be inserted.
   std::size_t locate(const ChunkKey& key, std::uint64_t hash) const {
@@ -74,8 +87,8 @@ struct ChunkIndex::Impl {
     marks[at] = mark(hash);
   }
   void resize_table(std::size_t cell_count) {
-    TableVector<Cell> more_cells(cell_count);
-    TableVector<std::uint8_t> more_marks(cell_count);
+    ZeroedTable<Cell> more_cells(cell_count);
+    ZeroedTable<std::uint8_t> more_marks(cell_count);
     cells.swap(more_cells);
     marks.swap(more_marks);
     mask = cell_count - 1;
@@ -129,30 +142,40 @@ struct ChunkIndex::Impl {
     const ChunkId id = entries[slot].parent;
     if (id == 0) return kNoSlot;
     for (const Slot guess : {slot - 1, slot + 1}) {
-      if (guess >= entries.size() || entries[guess].state == ChunkState::kAbsent) continue;
+      if (guess >= entries.size() || !is_live(guess)) continue;
       if (chunk_id(entries[guess].key) == id) return guess;
     }
-    return slot_of(id);
+    const Slot slot_of_id = slot_of(id);
+    return slot_of_id != kNoSlot && is_live(slot_of_id) ? slot_of_id : kNoSlot;
   }
-  // Raises the entries before this one to its priority. If all priorities are equal, no lookup happens.
-  void raise_parents(Slot slot) {
-    const std::int8_t priority = entries[slot].priority;
+  // Raises the entries before this one to at least this priority. If all priorities are equal, no lookup
+  // happens. If memory runs out, throws, and no priority has changed.
+  void raise_parents(Slot slot, std::int8_t priority) {
     if (priority <= lowest_priority) return;
-    for (slot = parent_of(slot); slot != kNoSlot && entries[slot].priority < priority;
-         slot = parent_of(slot)) {
-      ChunkEntry& entry = entries[slot];
-      const bool is_higher_level = sign_of(priority) > sign_of(entry.priority);
-      entry.priority = priority;
+    raised.clear();
+    try {
+      for (slot = parent_of(slot); slot != kNoSlot && entries[slot].priority < priority;
+           slot = parent_of(slot)) {
+        raised.emplace_back(slot, entries[slot].priority);
+        entries[slot].priority = priority;
+      }
       // Not a hit: the policy only moves the entry up to that level.
-      if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, entry_info(entry));
+      for (const auto& [at, before] : raised) {
+        if (sign_of(priority) > sign_of(before) && entries[at].state == ChunkState::kResident)
+          policy->access(at, entry_info(entries[at]));
+      }
+    } catch (...) {
+      // Also those that the policy has moved: so the next call finds them again.
+      for (const auto& [at, before] : raised) entries[at].priority = before;
+      throw;
     }
   }
   // Spares the entry and all entries before it in its prefix. REQUIRES: the entry is the policy's victim.
   void spare(Slot slot) {
     for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
       count_steps(1);
+      spared.push_back(slot);  // first, because it may throw
       entries[slot].spared = true;
-      spared.push_back(slot);
       if (entries[slot].pins == 0) policy->pin(slot);
     }
   }
@@ -211,6 +234,7 @@ ChunkEntry* ChunkIndex::find(const ChunkKey& key) {
   const std::size_t at = impl.locate(key, Impl::hash(key));
   if (impl.marks[at] == 0) return nullptr;
   const Slot slot = impl.cells[at].slot;
+  if (!impl.is_live(slot)) return nullptr;
   impl.last_found = slot;
   return &impl.entries[slot];
 }
@@ -248,11 +272,18 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   entry.group = static_cast<std::uint8_t>(group);
   entry.priority = entry_info.priority;
   entry.state = state;
+  entry.epoch = impl.epoch;
+  try {
+    impl.raise_parents(slot, entry_info.priority);
+  } catch (...) {
+    entry = ChunkEntry{};
+    impl.give_slot(slot);
+    throw;
+  }
   impl.fill_cell(at, hash, slot);
   ++impl.size;
   ++impl.pinned;
   impl.lowest_priority = std::min(impl.lowest_priority, entry_info.priority);
-  impl.raise_parents(slot);
   return slot;
 }
 
@@ -280,28 +311,51 @@ void ChunkIndex::erase(Slot slot) {
   Impl& impl = *impl_;
   ChunkEntry& entry = impl.entries[slot];
   assert(entry.state != ChunkState::kAbsent);
-  assert(entry.pins == (entry.state == ChunkState::kResident ? 0u : 1u));
-  if (entry.spared) impl.release_spared();
-  if (entry.state == ChunkState::kResident) {
-    impl.policy->erase(slot);
-    --impl.resident;
-  }
-  if (entry.pins > 0) --impl.pinned;
+  const bool live = impl.is_live(slot);
+  assert(!live || entry.pins == (entry.state == ChunkState::kResident ? 0u : 1u));
+  if (live && entry.spared) impl.release_spared();
+  if (entry.state == ChunkState::kResident) impl.policy->erase(slot);
+  impl.resident -= live && entry.state == ChunkState::kResident;
+  impl.pinned -= live && entry.pins > 0;
+  impl.forgotten -= !live;
   impl.remove_cell(impl.locate(entry.key, Impl::hash(entry.key)));
   entry = ChunkEntry{};
   impl.give_slot(slot);
   --impl.size;
 }
 
-void ChunkIndex::clear() {
-  impl_->release_spared();
-  for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
-    ChunkEntry& entry = impl_->entries[slot];
-    if (entry.state == ChunkState::kAbsent) continue;
-    entry.pins = entry.state == ChunkState::kResident ? 0 : 1;
-    erase(slot);
-  }
-  impl_->pinned = 0;
+void ChunkIndex::forget() {
+  Impl& impl = *impl_;
+  assert(may_forget());
+  if (impl.forgotten == 0) impl.forgotten_epochs = 0;
+  if (impl.size == impl.forgotten) return;
+  impl.epoch = (impl.epoch + 1) % (kMostEpochs + 1);
+  ++impl.forgotten_epochs;
+  impl.forgotten = impl.size;
+  impl.resident = impl.pinned = 0;
+  // The policy need not know: spared entries stay pinned in it until they are erased.
+  impl.spared.clear();
+  impl.spared_were_taken = false;
+}
+
+bool ChunkIndex::may_forget() const { return impl_->forgotten == 0 || impl_->forgotten_epochs < kMostEpochs; }
+
+std::size_t ChunkIndex::forgotten() const { return impl_->forgotten; }
+
+bool ChunkIndex::is_forgotten(Slot slot) const { return impl_->is_forgotten(slot); }
+
+std::optional<Slot> ChunkIndex::find_forgotten(const ChunkKey& key) const {
+  const std::size_t at = impl_->locate(key, Impl::hash(key));
+  if (impl_->marks[at] == 0 || !impl_->is_forgotten(impl_->cells[at].slot)) return std::nullopt;
+  return impl_->cells[at].slot;
+}
+
+std::optional<Slot> ChunkIndex::next_forgotten() {
+  Slot& next = impl_->next_checked;
+  if (next >= impl_->entries.size()) next = 0;
+  if (impl_->is_forgotten(next)) return next;
+  ++next;
+  return std::nullopt;
 }
 
 void ChunkIndex::set_recorded(Slot slot, bool recorded) {
@@ -331,16 +385,68 @@ void ChunkIndex::unpin(Slot slot) {
 void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) {
   ChunkEntry& entry = impl_->entries[slot];
   if (entry.spared && request != impl_->spared_holder) impl_->release_spared();
+  if (entry.retained) end_retention(slot, priority);
+  EntryInfo info = entry_info(entry);
+  info.request = request;
+  info.priority = std::max(entry.priority, priority);
+  info.returns_at = 0;
+  // Calls that may throw come first: then the entry is unchanged.
+  if (entry.state == ChunkState::kResident) impl_->policy->access(slot, info);
+  impl_->raise_parents(slot, info.priority);
   entry.holder = request;
-  entry.priority = std::max(entry.priority, priority);
-  if (entry.state == ChunkState::kResident) impl_->policy->access(slot, entry_info(entry));
-  impl_->raise_parents(slot);
+  entry.priority = info.priority;
+  entry.returns_at = 0;
+}
+
+void ChunkIndex::retain(Slot slot) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kResident);
+  if (entry.priority > 0) return;
+  EntryInfo info = entry_info(entry);
+  info.priority = static_cast<std::int8_t>(entry.priority + kRetained);
+  // Not a hit: moves the entry up to that level. First, because it may throw.
+  impl_->policy->access(slot, info);
+  entry.retained = true;
+  entry.priority = info.priority;
+}
+
+void ChunkIndex::end_retention(Slot slot, std::int8_t priority) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kResident);
+  if (!entry.retained) return;
+  EntryInfo info = entry_info(entry);
+  // Not below the priority from before, which other requests may have given it.
+  info.priority = std::max(priority, static_cast<std::int8_t>(entry.priority - kRetained));
+  if (info.priority <= 0) impl_->policy->set_priority(slot, info);  // first, because it may throw
+  entry.retained = false;
+  entry.priority = info.priority;
+  impl_->lowest_priority = std::min(impl_->lowest_priority, entry.priority);
+}
+
+void ChunkIndex::set_return(Slot slot, double returns_at) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state != ChunkState::kAbsent);
+  const auto rounded = static_cast<float>(returns_at);
+  if (std::exchange(entry.returns_at, rounded) == rounded) return;
+  if (entry.state == ChunkState::kResident) impl_->policy->set_return(slot, returns_at, chunk_id(entry.key));
+}
+
+void ChunkIndex::set_now(double seconds) { impl_->policy->set_now(seconds); }
+
+std::optional<Slot> ChunkIndex::find(ChunkId id) const {
+  const Slot slot = impl_->slot_of(id);
+  return slot == kNoSlot || !impl_->is_live(slot) ? std::nullopt : std::optional(slot);
+}
+
+std::optional<Slot> ChunkIndex::parent_of(Slot slot) const {
+  const Slot parent = impl_->parent_of(slot);
+  return parent == kNoSlot ? std::nullopt : std::optional(parent);
 }
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   Impl& impl = *impl_;
   const auto may_evict = [&](Slot slot) {
-    return spared_holder == 0 || impl.entries[slot].holder != spared_holder;
+    return spared_holder == 0 || impl.entries[slot].holder != spared_holder || impl.is_forgotten(slot);
   };
   if (spared_holder != impl.spared_holder) {
     const std::optional<Slot> victim = impl.victim_excluding_spared();
@@ -362,6 +468,7 @@ std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
 std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
   EvictionPolicy& policy = *impl_->policy;
   std::vector<Slot> next;
+  if (impl_->forgotten > 0) return next;
   next.reserve(std::min(most, impl_->resident));
   // The first spared entries were the next victims when they were spared. They stay spared, but until the end
   // of this call the policy considers them again. (From last to first, as in release_spared().)
@@ -378,13 +485,13 @@ std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
   return next;
 }
 
-std::size_t ChunkIndex::size() const { return impl_->size; }
+std::size_t ChunkIndex::size() const { return impl_->size - impl_->forgotten; }
 std::size_t ChunkIndex::resident() const { return impl_->resident; }
 std::size_t ChunkIndex::pinned() const { return impl_->pinned; }
 
 void ChunkIndex::for_each(const std::function<void(Slot, ChunkEntry&)>& visit) {
   for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
-    if (impl_->entries[slot].state != ChunkState::kAbsent) visit(slot, impl_->entries[slot]);
+    if (impl_->is_live(slot)) visit(slot, impl_->entries[slot]);
   }
 }
 

@@ -183,14 +183,14 @@ std::uint32_t RowAllocator::Impl::take_slab(std::uint32_t class_index) {
 // REQUIRES: the slab is in its pool and holds at least one row of the class.
 void RowAllocator::Impl::give_slab(std::size_t index, std::uint32_t class_index) {
   Slab& slab = slabs[index];
-  pools[slab.pool].slabs.erase(index);
-  slab.row_class = class_index;
   // A slab returns with all rows free, so its set can be reused.
   const std::uint32_t rows = slab.extent.pages / classes[class_index].pages;
   if (slab.rows != rows) {
+    slab.free_rows = BitTree(rows, true);  // first, because it may throw
     slab.rows = rows;
-    slab.free_rows = BitTree(rows, true);
   }
+  pools[slab.pool].slabs.erase(index);
+  slab.row_class = class_index;
   classes[class_index].open.insert(index);
   usable_pages -= pools[slab.pool].usable_pages;
   usable_pages += std::uint64_t{rows} * classes[class_index].pages;

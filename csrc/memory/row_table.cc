@@ -64,6 +64,9 @@ RowTable::RowTable(std::span<std::byte> memory, std::uint64_t area_bytes, std::u
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
   if (header->magic == kTableMagic && XXH128_isEqual(header->identity, digest)) return;
   clear();
+  for (Entry& entry : entries())
+    std::atomic_ref<std::uint64_t>(entry.use).store(0, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
   *header = {kTableMagic, digest, 0};
 }
 
@@ -123,9 +126,10 @@ void RowTable::erase(RowId row) {
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
+// The entries stay: without the header's magic, the next table clears them.
 void RowTable::clear() {
-  for (Entry& entry : entries())
-    std::atomic_ref<std::uint64_t>(entry.use).store(0, std::memory_order_relaxed);
+  auto* header = std::launder(reinterpret_cast<Header*>(memory_));
+  std::atomic_ref<std::uint64_t>(header->magic).store(0, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 

@@ -51,6 +51,7 @@ class RowTable {
   void use(RowId row);
   // Call before the row is reused. A missing entry is not an error.
   void erase(RowId row);
+  // Invalidates the table, in O(1). No other call may follow.
   void clear();
 
  private:

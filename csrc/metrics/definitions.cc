@@ -69,8 +69,20 @@ std::vector<MetricDefinition> make_definitions() {
           "Raw bytes of KV cache that were not written to a tier, by reason (declined: worth less than the "
           "records they would replace; incomplete: vLLM offered chunks without some of their blocks).",
           {"tier", "reason"}),
+      counter("kv_offload_hints_total",
+              "Hints of requests about sessions, by type and outcome: accepted; clipped: accepted with a "
+              "smaller amount; rejected: invalid, not allowed or over a limit; missing: the target has no "
+              "chunk in host memory.",
+              {"type", "outcome"}),
+      gauge("kv_offload_hint_pinned_bytes", "Bytes of host memory that hints of requests pin."),
+      counter(
+          "kv_offload_prefetched_bytes_total",
+          "Raw bytes of KV cache read from tiers before the return of their sessions, by outcome: used: by "
+          "the next request; unused: evicted or expired before.",
+          {"outcome"}),
       counter("kv_offload_failures_total",
-              "Failed operations of a tier, by kind: corrupt, io, no_space, timeout, device.",
+              "Failed operations of a tier, by kind: corrupt, io, no_space, timeout, device, unavailable, "
+              "exception.",
               {"tier", "op", "kind"}),
       gauge("kv_offload_queue_depth", "Operations of a tier that wait or run.", {"tier", "op"}),
       gauge("kv_offload_oldest_op_seconds", "Age of the oldest operation of a tier that waits or runs.",

@@ -123,7 +123,7 @@ Series& Metrics::Impl::series_of(std::string_view name, LabelSpan label_values, 
 }
 
 Series& Metrics::Impl::make_series(Family& family, LabelSpan label_values) {
-  Series& series = family.series.emplace_back();
+  Series series;
   series.definition = family.definition;
   series.label_values.assign(label_values.begin(), label_values.end());
   prometheus::Labels labels;
@@ -135,13 +135,13 @@ Series& Metrics::Impl::make_series(Family& family, LabelSpan label_values) {
   if (family.histograms != nullptr) {
     series.histogram = &family.histograms->Add(labels, family.definition->buckets);
   }
-  return series;
+  return family.series.emplace_back(std::move(series));  // complete, or not at all if memory runs out
 }
 
 void Metrics::Impl::mark_changed(Series& series) {
   if (series.changed || series.definition->worker) return;
-  series.changed = true;
   changed.push_back(&series);
+  series.changed = true;
   any_changed.store(true, std::memory_order_release);
 }
 

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/status.h"
+#include "policy/expected_returns.h"
 #include "policy/lru.h"
 #include "policy/prefix.h"
 #include "policy/priorities.h"
@@ -36,7 +37,8 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name) {
     throw_invalid("eviction_policy '{}' is not known; known: {}", name,
                   fmt::join(eviction_policy_names(), ", "));
   }
-  return std::make_unique<Prioritised>(found->make);
+  const auto make = found->make;
+  return std::make_unique<Prioritised>([make] { return std::make_unique<ExpectedReturns>(make()); });
 }
 
 std::vector<std::string> eviction_policy_names() {

@@ -31,6 +31,8 @@ struct EntryInfo {
   std::uint32_t depth = 0;    // how much prefix precedes it
   std::uint32_t request = 0;  // number of the request
   std::int8_t priority = 0;   // of the request: below 0 is evicted first, above 0 last
+  // When the entry's session is expected back, in seconds on the owner's clock; infinity: it does not return.
+  double returns_at = 0;
 };
 
 class EvictionPolicy {
@@ -39,19 +41,29 @@ class EvictionPolicy {
   // Adds an entry, unpinned and most recent. REQUIRES: the slot is unknown. All other calls require a known
   // slot. If memory runs out, throws, and the slot stays unknown.
   virtual void insert(Slot slot, const EntryInfo& info) = 0;
-  // A hit: a request uses the entry. `info`: the entry and the request that hits it.
+  // A hit: a request uses the entry. `info`: the entry and the request that hits it. If memory runs out,
+  // throws, and the entry keeps its place; so do the next two calls.
   virtual void access(Slot slot, const EntryInfo& info) = 0;
   // Makes the entry as recent as a hit does, without a request for it (it was used elsewhere).
   virtual void refresh(Slot slot, const EntryInfo& info) { access(slot, info); }
+  // Gives an entry that was inserted without an id its id, and makes it as recent as a new one.
+  virtual void identify(Slot slot, const EntryInfo& info) { refresh(slot, info); }
   // A hint: whether a slower tier has this entry too, which makes it cheaper to get back. False after
   // insert().
   virtual void set_recorded(Slot, bool) {}
+  // The time in seconds on the owner's clock, called before a step; never less than in the last call.
+  virtual void set_now(double /*seconds*/) {}
+  // A hint: replaces EntryInfo::returns_at of the entry.
+  virtual void set_return(Slot, double /*returns_at*/, ChunkId) {}
   // A hint that this chunk will be inserted or hit soon, so that its data can be fetched into the CPU cache.
   virtual void prefetch(ChunkId) const {}
   // Removes an entry, pinned or not.
   virtual void erase(Slot slot) = 0;
+  // Gives the entry the priority of `info`, also a lower one, as if it were new there. If memory runs out,
+  // throws, and the entry keeps its place and its priority.
+  virtual void set_priority(Slot slot, const EntryInfo& info) { refresh(slot, info); }
   // A pinned slot keeps its place in the order but is never returned by victim(). Calls do not nest: the
-  // owner counts.
+  // owner counts. unpin() does not throw: if memory runs out, the slot has another place in the order.
   virtual void pin(Slot slot) = 0;
   virtual void unpin(Slot slot) = 0;
   // Returns the next unpinned entry to evict, or nullopt. Does not remove it. (May reorder internally, as a
@@ -59,7 +71,7 @@ class EvictionPolicy {
   virtual std::optional<Slot> victim() = 0;
   // Hides the victim until put_back(), to see which entry would be evicted after it. REQUIRES: the slot is
   // the victim. Until then only victim() and further set_aside() calls are allowed; put back in reverse
-  // order.
+  // order. Neither throws: if memory runs out, an entry has another place in the order.
   virtual void set_aside(Slot slot) { pin(slot); }
   virtual void put_back(Slot slot) { unpin(slot); }
   virtual std::string_view name() const = 0;

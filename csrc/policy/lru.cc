@@ -2,6 +2,7 @@
 #include "policy/lru.h"
 
 #include <cassert>
+#include <new>
 
 namespace kv_offload {
 
@@ -35,8 +36,12 @@ void LruPolicy::unpin(Slot slot) {
   assert(node.place != Place::kUnknown && node.pinned);
   node.pinned = false;
   if (node.place != Place::kParked) return;
-  returned_.insert({node.age, slot});
-  node.place = Place::kReturned;
+  try {
+    returned_.insert({node.age, slot});
+    node.place = Place::kReturned;
+  } catch (const std::bad_alloc&) {
+    link_newest(slot);
+  }
 }
 
 std::optional<Slot> LruPolicy::victim() {

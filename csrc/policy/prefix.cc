@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <new>
 
 namespace kv_offload {
 namespace {
@@ -63,36 +64,72 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
     demote_parent(node);
   }
   if (classes_.is_of(node.record, info.request)) return refresh(slot, info);  // not a reuse: the same request
-  if (node.place != Place::kPinned) unlink(slot);
-  const RequestClasses::Record before = node.record;
-  node.record = classes_.refer(info.request);
-  node.used = true;
-  on_use(node);
-  if (!is_branched(node)) classes_.on_return(node.record);
-  sampler_.used(info.id, use_of(node));
-  classes_.release(before);
-  if (node.place != Place::kPinned) put(slot);
+  Node next = node;
+  next.record = classes_.refer(info.request);
+  try {
+    next.used = true;
+    on_use(next);
+    if (!is_branched(next)) classes_.on_return(next.record);
+    sampler_.used(info.id, use_of(next));
+  } catch (...) {
+    classes_.release(next.record);
+    throw;
+  }
+  classes_.release(node.record);
+  move_to(slot, next);
 }
 
 void PrefixPolicy::refresh(Slot slot, const EntryInfo& info) {
+  assert(nodes_[slot].place != Place::kUnknown);
+  Node next = nodes_[slot];
+  on_use(next);
+  sampler_.renewed(info.id, use_of(next));
+  move_to(slot, next);
+}
+
+void PrefixPolicy::identify(Slot slot, const EntryInfo& info) {
+  assert(nodes_[slot].place != Place::kUnknown);
+  if (nodes_[slot].tree != PrefixTree::kNone) return refresh(slot, info);
+  ++now_;
+  Node next = nodes_[slot];
+  on_use(next);
+  next.tree = tree_.take(info.id, info.parent, slot);
+  try {
+    next.used = sampler_.is_tracked(info.id);
+    sampler_.used(info.id, use_of(next));
+  } catch (...) {
+    if (next.tree != PrefixTree::kNone) tree_.leave(next.tree);
+    throw;
+  }
+  move_to(slot, next);
+  demote_parent(nodes_[slot]);
+}
+
+void PrefixPolicy::move_to(Slot slot, const Node& next) {
   Node& node = nodes_[slot];
-  assert(node.place != Place::kUnknown);
-  if (node.place != Place::kPinned) unlink(slot);
-  on_use(node);
-  sampler_.renewed(info.id, use_of(node));
-  if (node.place != Place::kPinned) put(slot);
+  const bool pinned = node.place == Place::kPinned;
+  Leaves::node_type leaf = take_out(slot);
+  node.use = next.use;
+  node.time = next.time;
+  node.tree = next.tree;
+  node.record = next.record;
+  node.used = next.used;
+  if (!pinned) put(slot, std::move(leaf));
 }
 
 void PrefixPolicy::erase(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
-  if (node.place != Place::kPinned) unlink(slot);
+  Leaves::node_type leaf = take_out(slot);
   const Slot parent = parent_of(node);
   forget(node);
-  if (parent != kNone && nodes_[parent].place == Place::kInner) {
-    unlink(parent);
-    put(parent);
+  if (parent == kNone || nodes_[parent].place != Place::kInner) return;
+  if (!has_children(nodes_[parent])) {
+    if (leaf.empty()) leaf = try_make_leaf();
+    if (leaf.empty()) return;  // it is evicted like an inner one until its next use
   }
+  unlink(parent);
+  put(parent, std::move(leaf));
 }
 
 void PrefixPolicy::set_recorded(Slot slot, bool recorded) {
@@ -101,9 +138,9 @@ void PrefixPolicy::set_recorded(Slot slot, bool recorded) {
   if (node.place != Place::kLeaf) {
     node.recorded = recorded;
   } else if (node.recorded != recorded) {
-    unlink(slot);
+    Leaves::node_type leaf = take_out(slot);
     node.recorded = recorded;
-    put_leaf(slot);
+    put_leaf(slot, std::move(leaf));
   }
 }
 
@@ -115,7 +152,15 @@ void PrefixPolicy::pin(Slot slot) {
 
 void PrefixPolicy::unpin(Slot slot) {
   assert(nodes_[slot].place == Place::kPinned);
-  put(slot);
+  put_or_oldest_inner(slot, {});
+}
+
+void PrefixPolicy::put_or_oldest_inner(Slot slot, Leaves::node_type leaf) {
+  try {
+    put(slot, std::move(leaf));
+  } catch (const std::bad_alloc&) {
+    put_oldest_inner(slot);
+  }
 }
 
 std::optional<Slot> PrefixPolicy::victim() {
@@ -147,13 +192,21 @@ std::optional<Slot> PrefixPolicy::victim() {
 }
 
 void PrefixPolicy::set_aside(Slot slot) {
-  pin(slot);
-  const Node& node = nodes_[slot];
+  Node& node = nodes_[slot];
+  assert(node.place == Place::kLeaf || node.place == Place::kInner);
+  Leaves::node_type leaf = take_out(slot);
+  node.place = Place::kPinned;
   if (node.tree != PrefixTree::kNone) tree_.hide(node.tree);
   const Slot parent = parent_of(node);
-  if (parent == kNone || nodes_[parent].place != Place::kInner || has_children(nodes_[parent])) return;
-  unlink(parent);
-  put_leaf(parent);
+  if (parent == kNone || nodes_[parent].place != Place::kInner || has_children(nodes_[parent])) {
+    aside_.insert(std::move(leaf));
+    return;
+  }
+  // The parent uses the entry's leaf, and put_back() returns it. Without a leaf it stays an inner entry.
+  if (leaf.empty()) leaf = try_make_leaf();
+  if (leaf.empty()) return;
+  inner_.unlink(nodes_, parent);
+  put_leaf(parent, std::move(leaf));
 }
 
 // An entry with children returns to the old end of the inner list. It was taken from there, or would be taken
@@ -161,12 +214,15 @@ void PrefixPolicy::set_aside(Slot slot) {
 void PrefixPolicy::put_back(Slot slot) {
   const Node& node = nodes_[slot];
   if (node.tree != PrefixTree::kNone) tree_.show(node.tree);
+  Leaves::node_type leaf = aside_.extract({node.use, slot});
   const Slot parent = parent_of(node);
   if (parent != kNone && nodes_[parent].place == Place::kLeaf) {
-    unlink(parent);
+    Leaves::node_type of_parent = take_out(parent);
+    if (leaf.empty()) leaf = std::move(of_parent);
     put_oldest_inner(parent);
   }
-  has_children(node) ? put_oldest_inner(slot) : put_leaf(slot);
+  if (has_children(node)) return put_oldest_inner(slot);
+  put_or_oldest_inner(slot, std::move(leaf));
 }
 
 void PrefixPolicy::put_oldest_inner(Slot slot) {
@@ -183,8 +239,8 @@ bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
     const Node& node = nodes_[slot];
     if (kind_of(node) == kind && ReusePredictor::bucket_of(now_ - node.time) == bucket) return moved;
     --*moves;
-    unlink(slot);
-    put_leaf(slot);
+    Leaves::node_type leaf = take_out(slot);
+    put_leaf(slot, std::move(leaf));
   }
 }
 
@@ -201,8 +257,12 @@ Slot PrefixPolicy::parent_of(const Node& node) const {
 }
 
 void PrefixPolicy::put(Slot slot) {
+  put(slot, has_children(nodes_[slot]) ? Leaves::node_type() : make_leaf());
+}
+
+void PrefixPolicy::put(Slot slot, Leaves::node_type leaf) {
   Node& node = nodes_[slot];
-  if (!has_children(node)) return put_leaf(slot);
+  if (!has_children(node)) return put_leaf(slot, leaf.empty() ? make_leaf() : std::move(leaf));
   node.place = Place::kInner;
   // Within one prompt the deepest chunk is evicted first, also if the prompt's head was used or unpinned
   // earlier.
@@ -212,29 +272,44 @@ void PrefixPolicy::put(Slot slot) {
   inner_.link_newest(nodes_, slot);
 }
 
-void PrefixPolicy::put_leaf(Slot slot) {
+PrefixPolicy::Leaves::node_type PrefixPolicy::make_leaf() {
+  Leaves made;
+  return made.extract(made.emplace().first);
+}
+
+PrefixPolicy::Leaves::node_type PrefixPolicy::try_make_leaf() {
+  try {
+    return make_leaf();
+  } catch (const std::bad_alloc&) {
+    return {};
+  }
+}
+
+void PrefixPolicy::put_leaf(Slot slot, Leaves::node_type leaf) {
   Node& node = nodes_[slot];
   node.place = Place::kLeaf;
   node.kind = static_cast<std::uint8_t>(kind_of(node));
   node.bucket = static_cast<std::uint8_t>(ReusePredictor::bucket_of(now_ - node.time));
-  const auto at = leaves_[node.kind][node.bucket].insert({node.use, slot}).first;
+  leaf.value() = {node.use, slot};
+  const auto at = leaves_[node.kind][node.bucket].insert(std::move(leaf)).position;
   filled_[node.kind] |= std::uint64_t{1} << node.bucket;
   if (at == leaves_[node.kind][node.bucket].begin()) cache_oldest(node.kind, node.bucket);
 }
 
-void PrefixPolicy::unlink(Slot slot) {
+void PrefixPolicy::unlink(Slot slot) { (void)take_out(slot); }
+
+PrefixPolicy::Leaves::node_type PrefixPolicy::take_out(Slot slot) {
   const Node& node = nodes_[slot];
-  if (node.place == Place::kLeaf) {
-    Leaves& set = leaves_[node.kind][node.bucket];
-    set.erase({node.use, slot});
-    if (set.empty()) {
-      filled_[node.kind] &= ~(std::uint64_t{1} << node.bucket);
-    } else if (oldest_[node.kind][node.bucket].use == node.use) {
-      cache_oldest(node.kind, node.bucket);
-    }
-  } else if (node.place == Place::kInner) {
-    inner_.unlink(nodes_, slot);
+  if (node.place == Place::kInner) inner_.unlink(nodes_, slot);
+  if (node.place != Place::kLeaf) return {};
+  Leaves& set = leaves_[node.kind][node.bucket];
+  Leaves::node_type leaf = set.extract({node.use, slot});
+  if (set.empty()) {
+    filled_[node.kind] &= ~(std::uint64_t{1} << node.bucket);
+  } else if (oldest_[node.kind][node.bucket].use == node.use) {
+    cache_oldest(node.kind, node.bucket);
   }
+  return leaf;
 }
 
 void PrefixPolicy::cache_oldest(unsigned kind, unsigned bucket) {

@@ -38,6 +38,7 @@ class PrefixPolicy final : public EvictionPolicy {
   void insert(Slot slot, const EntryInfo& info) override;
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override;
+  void identify(Slot slot, const EntryInfo& info) override;
   void prefetch(ChunkId id) const override {
     tree_.prefetch(id);
     sampler_.prefetch(id);
@@ -95,8 +96,18 @@ class PrefixPolicy final : public EvictionPolicy {
   // Files the slot by its current state: leaf, inner or pinned. unlink: removes it from its set or list.
   void put(Slot slot);
   void unlink(Slot slot);
-  void put_leaf(Slot slot);
+  void put_leaf(Slot slot) { put_leaf(slot, make_leaf()); }
+  // The same in two parts, so that an entry moves without an allocation: `leaf` is empty unless it is a leaf.
+  Leaves::node_type take_out(Slot slot);
+  void put(Slot slot, Leaves::node_type leaf);
+  void put_leaf(Slot slot, Leaves::node_type leaf);
+  static Leaves::node_type make_leaf();
+  static Leaves::node_type try_make_leaf();  // empty if memory runs out
+  // Replaces the node's use and request by those of `next`, and files it by them.
+  void move_to(Slot slot, const Node& next);
   void put_oldest_inner(Slot slot);
+  // Files the slot, as the oldest inner entry if memory for a leaf runs out.
+  void put_or_oldest_inner(Slot slot, Leaves::node_type leaf);
   void cache_oldest(unsigned kind, unsigned bucket);
   bool settle_oldest(unsigned kind, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {
@@ -143,6 +154,7 @@ class PrefixPolicy final : public EvictionPolicy {
   Sets<Oldest> oldest_;                         // valid for non-empty sets
   std::array<std::uint64_t, kKinds> filled_{};  // bit b: leaves_[kind][b] is not empty
   RecencyList inner_;
+  Leaves aside_;  // leaves of entries that are set aside, unless their parents use them
 };
 
 }  // namespace kv_offload

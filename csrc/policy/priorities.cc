@@ -8,7 +8,10 @@ namespace kv_offload {
 Prioritised::Prioritised(Make make) : make_(std::move(make)) { levels_[kNormal] = make_(); }
 
 EvictionPolicy& Prioritised::make_level(Level level) {
-  if (!levels_[level]) levels_[level] = make_();
+  if (!levels_[level]) {
+    levels_[level] = make_();
+    levels_[level]->set_now(now_);
+  }
   return *levels_[level];
 }
 
@@ -21,9 +24,19 @@ void Prioritised::insert(Slot slot, const EntryInfo& info) {
 }
 
 void Prioritised::access(Slot slot, const EntryInfo& info) {
-  State& state = states_[slot];
   const Level level = level_of_priority(info.priority);
-  if (level <= state.level) return level_of(slot).access(slot, info);
+  if (level <= states_[slot].level) return level_of(slot).access(slot, info);
+  move(slot, level, info);
+}
+
+void Prioritised::set_priority(Slot slot, const EntryInfo& info) {
+  const Level level = level_of_priority(info.priority);
+  if (level == states_[slot].level) return level_of(slot).refresh(slot, info);
+  move(slot, level, info);
+}
+
+void Prioritised::move(Slot slot, Level level, const EntryInfo& info) {
+  State& state = states_[slot];
   make_level(level).insert(slot, info);  // first, because it may throw
   level_of(slot).erase(slot);
   --known_[state.level];
@@ -36,6 +49,13 @@ void Prioritised::access(Slot slot, const EntryInfo& info) {
 void Prioritised::set_recorded(Slot slot, bool recorded) {
   states_[slot].recorded = recorded;
   level_of(slot).set_recorded(slot, recorded);
+}
+
+void Prioritised::set_now(double seconds) {
+  now_ = seconds;
+  for (const auto& level : levels_) {
+    if (level) level->set_now(seconds);
+  }
 }
 
 void Prioritised::erase(Slot slot) {

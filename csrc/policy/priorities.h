@@ -23,8 +23,14 @@ class Prioritised final : public EvictionPolicy {
   void insert(Slot slot, const EntryInfo& info) override;
   // A request of higher priority raises the entry that it hits to its own level.
   void access(Slot slot, const EntryInfo& info) override;
+  void set_priority(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override { level_of(slot).refresh(slot, info); }
+  void identify(Slot slot, const EntryInfo& info) override { level_of(slot).identify(slot, info); }
   void set_recorded(Slot slot, bool recorded) override;
+  void set_now(double seconds) override;
+  void set_return(Slot slot, double returns_at, ChunkId id) override {
+    level_of(slot).set_return(slot, returns_at, id);
+  }
   void prefetch(ChunkId id) const override { levels_[kNormal]->prefetch(id); }
   void erase(Slot slot) override;
   void pin(Slot slot) override;
@@ -46,11 +52,13 @@ class Prioritised final : public EvictionPolicy {
   }
   EvictionPolicy& level_of(Slot slot) { return *levels_[states_[slot].level]; }
   EvictionPolicy& make_level(Level level);
+  void move(Slot slot, Level level, const EntryInfo& info);
 
   Make make_;
   std::array<std::unique_ptr<EvictionPolicy>, 3> levels_;
   std::array<std::size_t, 3> known_{};
   SegmentedVector<State> states_;
+  double now_ = -1;  // until the first set_now(): then a new level has no clock either
 };
 
 }  // namespace kv_offload

@@ -41,9 +41,27 @@ void RecordForm::give_back(std::unique_ptr<HugeBuffer> buffer) noexcept {
 // ---- writing
 
 OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id, const RecordOp& op)
-    : form_(form), op_(op), header_(make_header(namespace_id, op.key, op.group, op.shards)) {
+    : form_(form), op_(op) {
+  if (op.is_whole_record) {
+    whole_record_ = take_whole_record(namespace_id);
+    return;
+  }
+  header_ = make_header(namespace_id, op.key, op.group, op.shards);
   if (form.compression() != nullptr) header_.element = form.compression()->element(op.group);
   zero_padding(op.shards);
+}
+
+Status OutgoingRecord::take_whole_record(const NamespaceId& namespace_id) {
+  const std::span<const std::byte> bytes(op_.shards[0].data(), op_.shards[0].size());
+  if (bytes.size() < kRecordHeaderBytes)
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("{} bytes are too short for a record", bytes.size()));
+  if (Status status = decode_header(bytes.first(kRecordHeaderBytes), &header_); !status) return status;
+  if (header_.namespace_id != namespace_id || header_.key != op_.key)
+    return Status::error(StatusKind::kCorrupt, "the header names another namespace or key");
+  if (header_.record_bytes() == bytes.size()) return Status::ok();
+  return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", bytes.size(),
+                                                         header_.record_bytes()));
 }
 
 bool OutgoingRecord::take_buffer(std::uint64_t payload_bytes) {
@@ -52,6 +70,7 @@ bool OutgoingRecord::take_buffer(std::uint64_t payload_bytes) {
 }
 
 Status OutgoingRecord::encode() {
+  if (op_.is_whole_record) return whole_record_;
   CompressionChoice* choice = form_.compression();
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
@@ -123,6 +142,10 @@ Status OutgoingRecord::encrypt_into_buffer() {
 
 Status OutgoingRecord::finish() {
   pieces_.clear();
+  if (op_.is_whole_record) {
+    pieces_.emplace_back(op_.shards[0].data(), bytes());
+    return Status::ok();
+  }
   if (in_place()) {
     page_.emplace(kRecordHeaderBytes);
     header_.checksum = payload_checksum(op_.shards);

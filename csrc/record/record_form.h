@@ -80,11 +80,15 @@ class OutgoingRecord {
   OutgoingRecord(const OutgoingRecord&) = delete;
   OutgoingRecord& operator=(const OutgoingRecord&) = delete;
 
-  // Call first. Encodes the payload if the form chose the codec and it saves space. From here on bytes() is
-  // the final record size.
+  // Call first. kCorrupt: a whole record is not a record of this key and namespace. Encodes the payload if
+  // the form chose the codec and it saves space. From here on bytes() is the final record size.
   Status encode();
   std::uint64_t bytes() const { return header_.record_bytes(); }
-  bool in_place() const { return header_.codec == Codec::kRaw && form_.keys() == nullptr; }
+  // The size of the record if it were raw.
+  std::uint64_t raw_bytes() const { return kRecordHeaderBytes + header_.payload_bytes; }
+  bool in_place() const {
+    return !op_.is_whole_record && header_.codec == Codec::kRaw && form_.keys() == nullptr;
+  }
   // In place: complete except for its checksum, for stores that compute the sum while they move the bytes.
   const RecordHeader& header() const { return header_; }
   // Encrypts, checksums and builds the header. REQUIRES: encode() was called.
@@ -101,12 +105,14 @@ class OutgoingRecord {
     std::uint64_t stored_bytes = 0;
     double seconds = 0;
   };
+  Status take_whole_record(const NamespaceId& namespace_id);
   bool take_buffer(std::uint64_t payload_bytes);
   Status encrypt_into_buffer();
 
   RecordForm& form_;
   const RecordOp& op_;
   RecordHeader header_;
+  Status whole_record_;                   // of an op with a whole record: why it cannot be stored
   std::optional<EncodeAttempt> attempt_;  // not reported yet
   std::unique_ptr<HugeBuffer> buffer_;    // header page, then the stored bytes
   std::optional<AlignedBuffer> page_;

@@ -21,6 +21,9 @@ struct RecordOp {
   // until the kernel releases the memory, regardless of its deadline. It never completes if the tier was
   // closed meanwhile. The op owns the row until it completes.
   std::vector<Shard> shards;
+  // Write only: the single shard is a whole record (header page and padded stored bytes, whole_record.h) of
+  // this key, and is stored unchanged. The caller has verified it.
+  bool is_whole_record = false;
 };
 
 }  // namespace kv_offload

@@ -2,14 +2,20 @@
 #include "replay/trace_replay.h"
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <queue>
 #include <set>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "backends/fs/catalog.h"
+#include "base/status.h"
+#include "cache/hint_trust.h"
 #include "cache/key_history.h"
 #include "index/chunk_index.h"
 
@@ -36,19 +42,114 @@ class Replayer {
         options_(options),
         index_(make_index()),
         catalog_(std::make_unique<FsCatalog>(options.tier_eviction_policy)),
-        key_history_(4 * options.host_chunks) {}
+        key_history_(4 * options.host_chunks),
+        continued_(trace.size()) {}
 
   ReplayResult run() {
     for (std::size_t i = 0; i < trace_.size(); ++i) {
+      if (!trace_.times.empty()) advance(i);
+      own_return_ = options_.late_hints ? 0 : hint_of(i);
       request(static_cast<std::uint32_t>(i + 1), i);
+      if (own_return_ != 0) hint(i);
       if (i + 1 == options_.kill_after) kill(i + 1);
     }
     return result_;
   }
 
  private:
+  // Gives the hints of all requests that end before this one begins, and prefetches what returns soon.
+  void advance(std::size_t to) {
+    const double now = trace_.times[to].begins;
+    while (!events_.empty() && events_.top().time <= now) {
+      const Event event = events_.top();
+      events_.pop();
+      set_now(event.time);
+      if (event.is_prefetch) {
+        prefetch(event.request);
+      } else {
+        hint(event.request);
+        plan_prefetch(event.request);
+      }
+    }
+    set_now(now);
+    if (options_.hints.empty()) return;
+    if (const std::uint32_t previous = trace_.times[to].previous; previous != 0) {
+      continued_[previous - 1] = true;
+      const double ended = trace_.times[previous - 1].ends;
+      if (const double told = options_.hints[previous - 1]; told != 0)
+        trust_.observe(told - ended, now - ended);
+    }
+    if (options_.hints[to] != 0) events_.push({trace_.times[to].ends, to, false});
+  }
+  void set_now(double now) {
+    now_ = now;
+    index_->set_now(now);
+  }
+
+  // As Sessions: hints that turned out to say nothing are ignored.
+  double hint_of(std::size_t request) const {
+    return options_.hints.empty() || !trust_.is_trusted() ? 0 : options_.hints[request];
+  }
+
+  void hint(std::size_t request) {
+    const double returns_at = hint_of(request);
+    if (returns_at == 0) return;
+    for (const std::uint64_t block : trace_.request(request).subspan(trace_.times[request].shared)) {
+      const ChunkEntry* entry = index_->find(key_of(block));
+      if (entry == nullptr) return;  // later blocks are useless without it
+      index_->set_return(index_->slot_of(entry), returns_at);
+    }
+  }
+
+  // As Prefetcher: early enough for the speed of the tier, but a second to a minute before the return.
+  void plan_prefetch(std::size_t request) {
+    const double returns_at = hint_of(request);
+    if (!options_.prefetch || options_.tier_chunks == 0 || !(returns_at > now_) || std::isinf(returns_at))
+      return;
+    const auto blocks = static_cast<double>(trace_.request(request).size());
+    const double reads = options_.tier_chunks_per_second > 0 ? blocks / options_.tier_chunks_per_second : 0;
+    events_.push({std::max(now_, returns_at - std::min(1 + 2 * reads, 60.0)), request, true});
+  }
+
+  // Reads the prompt up to the first chunk that is not recorded, or for which there is no room.
+  void prefetch(std::size_t request) {
+    const double returns_at = hint_of(request);
+    if (continued_[request] || returns_at <= now_) return;
+    held_.clear();
+    const auto blocks = trace_.request(request);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      const ChunkKey key = key_of(blocks[i]);
+      if (const ChunkEntry* entry = index_->find(key)) {
+        hold(index_->slot_of(entry));
+        continue;
+      }
+      if (!recorded(key) || !may_prefetch()) break;
+      if (!make_room(0, std::nextafter(static_cast<float>(returns_at), std::numeric_limits<float>::max())))
+        break;
+      const ChunkId parent = i == 0 ? 0 : chunk_id(key_of(blocks[i - 1]));
+      const Slot slot =
+          index_->insert(key, 0, 0, {0, parent, static_cast<std::uint32_t>(i), 0, 0}, ChunkState::kFetching);
+      hold(slot);
+      make_resident(slot, ChunkOrigin::kTier);
+      index_->set_recorded(slot, true);
+      index_->set_return(slot, returns_at);
+      prefetched_.insert(key);
+      unused_until_.emplace(returns_at + kUnusedSeconds, key);
+      ++result_.prefetched;
+    }
+    for (const Slot slot : held_) index_->unpin(slot);
+  }
+
+  // A client that is alone has a quarter of host memory for chunks that are not used yet. A chunk that is not
+  // used counts for a time after its expected return, evicted or not.
+  bool may_prefetch() {
+    for (; !unused_until_.empty() && unused_until_.top().first <= now_; unused_until_.pop())
+      prefetched_.erase(unused_until_.top().second);
+    return prefetched_.size() < options_.host_chunks / 4;
+  }
+
   std::unique_ptr<ChunkIndex> make_index() const {
-    return std::make_unique<ChunkIndex>(make_eviction_policy(options_.eviction_policy), options_.host_chunks);
+    return std::make_unique<ChunkIndex>(options_.make_policy(options_.eviction_policy), options_.host_chunks);
   }
 
   void kill(std::size_t requests) {
@@ -77,6 +178,7 @@ class Replayer {
     std::sort(kept.begin(), kept.end(),
               [](const auto& one, const auto& other) { return one.first < other.first; });
     index_ = make_index();
+    index_->set_now(now_);
     for (const auto& [time, entry] : kept) {
       const Slot slot =
           index_->insert(entry.key, 0, 0, {0, entry.parent, entry.depth, 0, 0}, ChunkState::kFilling);
@@ -104,7 +206,10 @@ class Replayer {
     ++result_.requests;
     result_.blocks += keys_.size();
     held_.clear();
+    const std::uint64_t from_host = result_.host_hits, from_tier = result_.tier_hits;
     const std::size_t hits = load(number);
+    result_.host_hits_of.push_back(static_cast<std::uint32_t>(result_.host_hits - from_host));
+    result_.tier_hits_of.push_back(static_cast<std::uint32_t>(result_.tier_hits - from_tier));
     if (killed_) {
       result_.blocks_after += keys_.size();
       result_.hits_after += hits;
@@ -124,6 +229,7 @@ class Replayer {
     for (std::size_t i = 0; i < known; ++i) {
       if (index_->find(keys_[i]) != nullptr) {
         ++result_.host_hits;
+        result_.prefetched_used += prefetched_.erase(keys_[i]);
         continue;
       }
       if (!make_room(number)) {
@@ -156,7 +262,7 @@ class Replayer {
         if (entry->state == ChunkState::kResident) use(slot);
         continue;
       }
-      if (!make_room(number)) {
+      if (!make_room(number, options_.tier_chunks > 0 ? 0 : own_return_)) {
         result_.declined += keys_.size() - i;
         break;
       }
@@ -191,10 +297,13 @@ class Replayer {
     held_.push_back(slot);
   }
 
-  bool make_room(std::uint32_t number) {
+  // `returns_at`: as for RowProvider::take.
+  bool make_room(std::uint32_t number, double returns_at = 0) {
     while (index_->size() >= options_.host_chunks) {
       const auto victim = index_->victim(number);
       if (!victim) return false;
+      const double its_return = index_->at(*victim).returns_at;
+      if (its_return > now_ && its_return < returns_at) return false;
       const ChunkKey key = index_->at(*victim).key;
       if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
       if (options_.tier_chunks > 0) {
@@ -265,6 +374,26 @@ class Replayer {
   std::vector<Slot> held_, stored_;
   std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all chunks that were ever recorded
   std::unordered_map<ChunkKey, std::uint64_t> host_used_;  // of all chunks that were ever in host memory
+  // The end of a request with a hint, or the time to prefetch its prompt.
+  struct Event {
+    double time;
+    std::size_t request;
+    bool is_prefetch;
+    bool operator>(const Event& other) const {
+      return std::tie(time, request) > std::tie(other.time, other.request);
+    }
+  };
+  HintTrust trust_;
+  double now_ = 0, own_return_ = 0;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::vector<bool> continued_;                  // requests whose stream has gone on
+  std::unordered_set<ChunkKey> prefetched_;      // not used yet
+  static constexpr double kUnusedSeconds = 660;  // Prefetcher::kGrace and kPenalty
+  using Unused = std::pair<double, ChunkKey>;
+  struct Later {
+    bool operator()(const Unused& one, const Unused& other) const { return one.first > other.first; }
+  };
+  std::priority_queue<Unused, std::vector<Unused>, Later> unused_until_;
   std::uint64_t uses_ = 0;
   bool killed_ = false;
 };
@@ -295,11 +424,18 @@ void require_order(const Trace& trace) {
   }
 }
 
+void require_hints(const Trace& trace, const std::vector<double>& hints) {
+  if (hints.empty() || (hints.size() == trace.size() && trace.times.size() == trace.size())) return;
+  throw_invalid("{} hints for {} requests, {} of them with times; hints need a trace of sessions",
+                hints.size(), trace.size(), trace.times.size());
+}
+
 }  // namespace
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
   if (options.host_chunks == 0) throw_invalid("host_chunks is 0; it must be at least 1");
+  require_hints(trace, options.hints);
   if (options.kill_after > trace.size()) {
     throw_invalid("kill_after is {}; the trace has {} requests", options.kill_after, trace.size());
   }

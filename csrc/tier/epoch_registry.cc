@@ -22,6 +22,7 @@ void remember(const std::string& name, std::deque<std::string>* names) {
 
 struct EpochRegistry::Named final : RecordStore::Epoch {
   explicit Named(std::string given) : name(std::move(given)) {}
+  std::string label() const override { return name; }
   const std::string name;
 };
 

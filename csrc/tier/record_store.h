@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -36,6 +37,7 @@ class RecordStore {
   // were submitted in.
   struct Epoch {
     virtual ~Epoch() = default;
+    virtual std::string label() const { return {}; }  // unique in the store; empty: the store gives none
   };
   using EpochPtr = std::shared_ptr<Epoch>;
 

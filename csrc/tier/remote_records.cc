@@ -35,7 +35,7 @@ void parse_remote_name(std::string_view rest, char separator, RemoteRecord* reco
   record->key = key;
 }
 
-RecordCheck::RecordCheck(const EncryptionKeys* keys) : keys_(keys) {
+RecordCheck::RecordCheck(const EncryptionKeys* keys, WholeRecord* copy) : keys_(keys), copy_(copy) {
   if (keys != nullptr) opened_bytes_ = AlignedBuffer(kOpenedAtOnce);
 }
 
@@ -49,6 +49,7 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
     if (total_ == kRecordHeaderBytes) on_header();
   }
   checksum_.add(bytes);
+  keep(bytes);
   open(bytes);
   total_ += bytes.size();
 }
@@ -56,6 +57,7 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
 void RecordCheck::on_header() try {
   decoded_ = decode_header(page_.span(), &header_);
   valid_ = decoded_.is_ok();
+  if (valid_ && copy_ != nullptr) copy_->begin(header_, page_.span());
   if (!valid_ || keys_ == nullptr || header_.cipher == Cipher::kNone) return;
   cipher_.emplace();
   opened_ = cipher_->begin(RecordCipher::Direction::kDecrypt, *keys_, header_);
@@ -64,6 +66,13 @@ void RecordCheck::on_header() try {
 } catch (const std::exception&) {
   valid_ = false;
   decoded_ = opened_ = Status::error(StatusKind::kIo, "out of memory");
+}
+
+void RecordCheck::keep(std::span<const std::byte> bytes) try {
+  if (valid_ && copy_ != nullptr) copy_->append(bytes);
+} catch (const std::bad_alloc&) {
+  valid_ = false;
+  decoded_ = Status::error(StatusKind::kIo, "out of memory");
 }
 
 void RecordCheck::open(std::span<const std::byte> bytes) {

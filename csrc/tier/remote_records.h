@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // RemoteRecords: access to the records under the prefix of a server or a bucket without a tier, for the
-// commands stat, ls, verify and purge. RecordCheck: checks that the bytes under a name are the record that
-// the name claims; for directories, too.
+// commands stat, ls, verify, purge and copy. RecordCheck: checks that the bytes under a name are the record
+// that the name claims; for directories, too.
 //
 // Servers may write, read and evict concurrently: a listed record may be missing when it is looked at. Memory
 // stays bounded whatever a server answers: names arrive in pages, records in pieces.
@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "record/encryption.h"
 #include "record/record.h"
+#include "record/whole_record.h"
 
 namespace kv_offload {
 
@@ -52,7 +53,9 @@ class RemoteRecords {
  public:
   virtual ~RemoteRecords() = default;
 
-  // Sets the keys with which verify() decrypts records. Call before any other method.
+  // Lists the bytes of records from now on, not the memory that they take on the server.
+  virtual void use_record_sizes() {}
+  // Sets the keys with which verify() and read() decrypt records. Call before any other method.
   virtual void use_keys(std::shared_ptr<const EncryptionKeys> keys) { keys_ = std::move(keys); }
   // Returns one page of the records of one namespace, or (empty) of all. from: empty, or `next` of the
   // previous page. Records that exist throughout the listing are listed, possibly twice. sizes: include bytes
@@ -65,6 +68,10 @@ class RemoteRecords {
   // was removed (*removed), unless another record replaced it meanwhile. Other errors: it could not be read
   // or not be removed.
   virtual Status verify(const RemoteRecord& record, bool repair, bool* removed) = 0;
+  // Like verify() without `repair`; *copy becomes the record's bytes if ok.
+  virtual Status read(const RemoteRecord& record, WholeRecord* copy) = 0;
+  // Reads the epoch that newly started processes of this namespace use; *name is empty if there is none.
+  virtual Status read_startup_epoch(const std::string& namespace_id, std::string* name) = 0;
   // Removes the records. Adds those removed to *removed, with their listed bytes, also if it fails midway.
   virtual Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) = 0;
   // True if several threads may call this object concurrently: each call waits for one server round trip per
@@ -80,12 +87,14 @@ class RemoteRecords {
   std::shared_ptr<const EncryptionKeys> keys_;
 };
 
-// Checks the bytes of a record as they arrive, in order. Keeps only the header. With keys, encrypted records
+// Checks the bytes of a record as they arrive, in order. Keeps only the header, and the bytes if there is a
+// `copy` for them. With keys, encrypted records
 // are decrypted as well; without keys, the encryption tag is not checked. Encoded payloads are not decoded: a
 // payload that the codec cannot read passes if its checksums match.
 class RecordCheck {
  public:
-  explicit RecordCheck(const EncryptionKeys* keys = nullptr);  // `keys` must outlive this object
+  // Both must outlive this object.
+  explicit RecordCheck(const EncryptionKeys* keys = nullptr, WholeRecord* copy = nullptr);
   void add(std::span<const std::byte> bytes) noexcept;
   bool has_header() const { return total_ >= kRecordHeaderBytes; }
   // kCorrupt: the length or the header is proven wrong. kUnavailable: the record cannot be judged, because
@@ -101,9 +110,11 @@ class RecordCheck {
 
  private:
   void on_header();
+  void keep(std::span<const std::byte> bytes);
   void open(std::span<const std::byte> bytes);
 
   const EncryptionKeys* const keys_;
+  WholeRecord* const copy_;
   const AlignedBuffer page_{kRecordHeaderBytes};
   std::uint64_t total_ = 0;
   PayloadChecksum checksum_;

@@ -42,6 +42,9 @@ struct TierOp : RecordOp {
   // Write: complete with kDeclined rather than evict a record of the same request (entry_info.request). Set
   // for chunks that were just stored: the end of a prompt is not worth evicting its beginning.
   bool may_decline = false;
+  // Write of a whole record: when it was last used, in unix nanoseconds. A tier that stores times of use
+  // keeps it as the record's. 0: now.
+  std::int64_t used_unix_nanos = 0;
 };
 
 // A request used a chunk in host memory. Counts for recency like a read of its record.

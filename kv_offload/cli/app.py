@@ -22,12 +22,14 @@ COMMANDS = (
     ("bench", "bench_command", "Measure a tier and memory copies against their raw speed."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
     ("why", "why_command", "Explain why little or nothing is loaded, from metrics or a log."),
+    ("warm", "warm_command", "Load prompts into a running server's cache before they are needed."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
     ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),
     ("purge", "root_commands", "Remove the records of one namespace, or of all."),
     ("evict", "evict_command", "Remove records until a root is below its bound."),
-    ("replay", "replay_command", "Replay a trace of requests against caches of other sizes."),
+    ("copy", "copy_command", "Copy the records of a namespace from one tier into another."),
+    ("replay", "replay_command", "Replay requests or agent sessions against caches of other sizes."),
 )
 _MODULES = {name: module for name, module, _ in COMMANDS}
 _SETTINGS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from kv_offload.sizes import parse_byte_size
 
 if TYPE_CHECKING:
-    from kv_offload._core import TierSpec
+    from kv_offload._core import TierSpec, WholeRecord
     from kv_offload.namespace import NamespaceIdentity
 
 EVICTION_POLICIES = ("lru", "prefix")  # a test compares it with the core
@@ -34,6 +34,10 @@ class Answer:
     state: State
     text: str
     figures: dict[str, Any] | None = None
+
+
+class MissingNamespaceError(RuntimeError):
+    """The namespace no longer exists: it was evicted or purged."""
 
 
 class Root(Protocol):
@@ -73,6 +77,48 @@ class Root(Protocol):
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
         """Removes records; returns their number and the bytes freed."""
+
+    # ---- for copy
+
+    def use_record_sizes(self) -> None:
+        """Makes ``records`` report the bytes of the records themselves, not what they take on a server."""
+
+    def startup_epoch(self, namespace: str) -> int | str | None:
+        """Returns the epoch that newly started servers use, as in ``records``; None if there is none."""
+
+    def was_reset(self, namespace: str, epoch: str) -> bool:
+        """Returns True if a reset has ended this epoch, which was the ``startup_epoch`` before.
+
+        Raises MissingNamespaceError if the namespace no longer exists, OSError or RuntimeError if the epoch
+        cannot be read.
+        """
+
+    def epoch_began(self, namespace: str) -> float:
+        """Returns when the ``startup_epoch`` began, in unix seconds; 0: unknown.
+
+        Valid after all ``records`` were listed.
+        """
+
+    def created(self, namespace: str, handle: Any) -> float:
+        """Returns the latest time at which a record can have been created, in unix seconds; 0: unknown.
+
+        A copy has the time of its original, except in a bucket: there it is the time of the upload.
+        """
+
+    def handle(self, record: dict[str, Any]) -> object:
+        """Returns the part of one of ``records`` that ``read`` needs."""
+
+    def read(self, namespace: str, handle: Any) -> "tuple[str, str, WholeRecord | None]":
+        """Reads and verifies a record. Returns (ok | not_found | corrupt | ..., the problem, the record).
+
+        For one thread at a time.
+        """
+
+    def use_keys(self, key_files: Sequence[str]) -> None:
+        """Sets the keys with which ``read`` authenticates encrypted records. Raises ValueError."""
+
+    def remove(self, records: Sequence[dict[str, Any]]) -> int:
+        """Removes some of ``records``; returns the number of those that existed."""
 
     def notes(self) -> list[str]:
         """Returns notes for the user after records were removed."""
@@ -201,6 +247,10 @@ class TierConfig(BaseModel):
         the records cannot be read or must not be changed.
         """
         raise ValueError(f"{self.label()}: this command does not support this kind of tier")
+
+    def is_unused(self) -> bool:
+        """Returns True if the tier does not exist yet, or is an empty directory."""
+        return False
 
     def label(self) -> str:
         """Returns its name in output about this machine."""

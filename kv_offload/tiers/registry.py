@@ -90,7 +90,7 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
         raise ValueError(
             "expected a directory but got an address, or no kind of tier has this address (it is not "
-            "shown: it may contain a password); stat, ls, verify and purge accept these addresses: "
+            "shown: it may contain a password); stat, ls, verify, purge and copy accept these addresses: "
             f"{', '.join(known)}"
         )
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.printable import printable
 
 if TYPE_CHECKING:
-    from kv_offload._core import RemoteRecord, RemoteRecords
+    from kv_offload._core import RemoteRecord, RemoteRecords, WholeRecord
 
 _THREADS = 16  # for kinds that need one round trip per record
 _MOST_NAMESPACES = 10_000  # that stat lists separately
 _MOST_OTHERS = 10  # shown names that are not records
 _MOST_NAME = 120  # characters of such a name
 _MOST_DAMAGED = 10_000  # verify stops here
+_TIME_RESOLUTION = 1.0  # seconds; of the time of an object in a bucket
 _FAILURES_IN_A_ROW = 8  # then the server is considered unreadable
 _REACHABLE = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that must stay
 
@@ -43,6 +44,7 @@ class RemoteRoot:
         self._records = records
         self._folder = folder
         self.where = where
+        self._epoch_times: dict[str, float] = {}  # when the name of an epoch was written; listed by a bucket
         self._versions = 0  # bytes removed that remain as older versions
         self._prefix_was_empty = False  # the full listing under the prefix was empty
 
@@ -99,6 +101,8 @@ class RemoteRoot:
         """Yields records; each has a key ``record``, which ``with_history`` removes."""
         for page in self._pages(namespace, True):
             for record in page:
+                if record.namespace_id and not record.key:
+                    self._epoch_times[record.namespace_id] = record.written
                 if record.key:
                     yield {
                         "namespace": record.namespace_id,
@@ -179,12 +183,8 @@ class RemoteRoot:
         try:
             for page in self._pages(namespace, True):
                 some = [record for record in page if record.key]
-                parts = _THREADS if self._records.takes_threads else 1
-                error = ""
-                for removed, freed, refused in self._each(
-                    self._records.remove, [some[first::parts] for first in range(parts)]
-                ):
-                    records, size, error = records + removed, size + freed, error or refused
+                removed, freed, error = self._remove_in_parts(some)
+                records, size = records + removed, size + freed
                 if error:
                     raise RuntimeError(f"{self.where}: {error}")
         except RuntimeError as failed:
@@ -192,6 +192,61 @@ class RemoteRoot:
         if self._records.keeps_versions:
             self._versions, size = size, 0
         return records, size
+
+    # ---- copies
+
+    def use_record_sizes(self) -> None:
+        self._records.use_record_sizes()
+
+    def startup_epoch(self, namespace: str) -> str | None:
+        try:
+            return self._records.startup_epoch(namespace) or None
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.where}: {error}") from None
+
+    def was_reset(self, namespace: str, epoch: str) -> bool:
+        """Returns True if another epoch is stored. A missing name does not count: servers restore it."""
+        return self.startup_epoch(namespace) not in (epoch, None)
+
+    def epoch_began(self, namespace: str) -> float:
+        return self._epoch_times.get(namespace, 0.0)
+
+    def created(self, namespace: str, handle: "RemoteRecord") -> float:
+        """Reads the whole record where a look at its header would count as a use."""
+        if handle.written:
+            return handle.written + _TIME_RESOLUTION
+        created = self._call(lambda: self._records.written(handle))
+        if not created:
+            _, _, whole = self._records.read(handle)
+            created = whole.created if whole is not None else 0.0
+        return created
+
+    def handle(self, record: dict[str, Any]) -> "RemoteRecord":
+        found: RemoteRecord = record["record"]
+        return found
+
+    def read(self, namespace: str, handle: "RemoteRecord") -> "tuple[str, str, WholeRecord | None]":
+        return self._records.read(handle)
+
+    def use_keys(self, key_files: Sequence[str]) -> None:
+        self._records.use_keys(list(key_files))
+
+    def remove(self, records: Sequence[dict[str, Any]]) -> int:
+        removed, _, error = self._remove_in_parts([record["record"] for record in records])
+        if error:
+            raise RuntimeError(f"{self.where}: {error}")
+        return removed
+
+    def _remove_in_parts(self, records: list["RemoteRecord"]) -> tuple[int, int, str]:
+        """Returns the number and bytes of removed records, and the first error or ""."""
+        parts = _THREADS if self._records.takes_threads else 1
+        removed = size = 0
+        error = ""
+        for count, freed, refused in self._each(
+            self._records.remove, [records[first::parts] for first in range(parts)]
+        ):
+            removed, size, error = removed + count, size + freed, error or refused
+        return removed, size, error
 
     def _each(self, ask: Callable[[Any], Any], given: list[Any]) -> Iterable[Any]:
         if not self._records.takes_threads:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the end-to-end tests: models, reference answers, and servers that are always stopped.
 
-Servers are forks of one process that has imported vLLM (zygote.py): a fork takes seconds, a separate start
-half a minute. The examples are also started as users start them. The answers without the connector are
-computed once for all files.
+Servers are forks of one process that has imported vLLM (tests/python/zygote.py): a fork takes seconds, a
+separate start half a minute. The examples are also started as users start them. The answers without the
+connector are computed once for all files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ sys.path[:0] = [
 ]
 
 from answers import make_prompts  # noqa: E402
-from forked import ForkedServer, Zygote  # noqa: E402
+from forked import ForkedServer  # noqa: E402
+from forked_process import Zygote  # noqa: E402
 from local_server import LocalServer  # noqa: E402
 from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, PROMPTS, Reference, Serve  # noqa: E402
 
@@ -42,7 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with Zygote(tmp_path_factory.mktemp("zygote") / "log") as zygote:
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    with Zygote(tmp_path_factory.mktemp("zygote") / "log", environment) as zygote:
         yield zygote
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from answers import BLOCK
-from forked import Zygote
+from forked_process import Zygote
 from setting import EXAMPLES, SCRIPT_ENVIRONMENT
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import shared_memory
 from answers import BLOCK, NOISE, make_prompts
-from forked import Zygote
+from forked_process import Zygote
 from setting import GPU_BLOCKS, SCRIPT_ENVIRONMENT, patient_config
 
 BLOCKS = 6  # per prompt

@@ -6,11 +6,15 @@ Each life is a fixture that starts where the previous one ended; the tests check
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
 import records
@@ -37,10 +41,12 @@ def serve(start: Serve, model: Path, root: Path) -> LocalServer:
 
 @dataclass
 class Life:
-    """The answers of one server life and, while it runs, the server."""
+    """The answers of one server life, the server while it runs, and what kv-offload warm reported before
+    the answers."""
 
     server: LocalServer
     answers: list[Answer]
+    warmed: dict[str, Any] = field(default_factory=dict)
 
     def cached_blocks(self) -> list[int]:
         return [answer.cached_tokens // BLOCK for answer in self.answers]
@@ -70,14 +76,30 @@ def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[
 def second(
     start: Serve, model: Path, reference: Reference, root: Path, first: tuple[Life, list[list[Path]]]
 ) -> Life:
-    """Reloads the prompts, of which three have a damaged record."""
+    """Reloads the prompts, of which three have a damaged record. The others are warmed first."""
     of_prompt = first[1]
     middle = PROMPT_BLOCKS // 2
     records.plant(of_prompt[SWAPPED][middle], donor=of_prompt[SWAPPED][middle + 1])
     records.flip(of_prompt[FLIPPED][middle], records.HEADER + 100_000)
     records.truncate(of_prompt[TRUNCATED][middle])
     server = serve(start, model, root)
-    return Life(server, [server.ask(prompt) for prompt in reference.prompts])
+    warmed = warm(server, reference.prompts[:SWAPPED])
+    return Life(server, [server.ask(prompt) for prompt in reference.prompts], warmed)
+
+
+def warm(server: LocalServer, prompts: list[list[int]]) -> dict[str, Any]:
+    """Sends ``prompts`` with kv-offload warm, one after the other; returns its report."""
+    options = ["--url", f"http://127.0.0.1:{server.port}", "--concurrency", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from kv_offload.cli import main; main()", "warm", "-", *options],
+        input="\n".join(json.dumps({"prompt": prompt}) for prompt in prompts),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def test_every_chunk_computed_is_recorded_once(
@@ -93,6 +115,13 @@ def test_a_restarted_server_loads_whole_prompts_from_disk(second: Life, referenc
     assert_same(second.answers[:SWAPPED], reference.answers[:SWAPPED])
     expected = sum(answer.cached_tokens for answer in second.answers)
     assert second.server.metric("kv_offload_hit_tokens_total", tier="fs") >= expected
+
+
+def test_warmed_prompts_are_hit_in_host_memory(second: Life) -> None:
+    # Three prompts do not fit into vLLM's own cache, and without warming no prompt is sent twice.
+    whole = SWAPPED * PROMPT_BLOCKS * BLOCK
+    assert (second.warmed["processed"], second.warmed["cached_tokens"]) == (SWAPPED, whole)
+    assert second.server.metric("kv_offload_hit_tokens_total", tier="cpu") >= whole
 
 
 def test_the_comparison_detects_one_wrong_chunk(second: Life, reference: Reference) -> None:

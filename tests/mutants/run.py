@@ -8,7 +8,8 @@
     python tests/mutants/run.py --part 2/8       the second of eight parts, to use several machines
     python tests/mutants/run.py --list
 
-A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
+A mutant replaces text that occurs exactly once in one file and names the tests that must fail then.
+Comments, and the places of line breaks in C++, need not match (see anchors.py)::
 
     [[mutant]]
     name = "an op reads its epoch when it runs"
@@ -42,6 +43,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import anchors
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +95,7 @@ def load(area: Path) -> list[Mutant]:
             )
         path = ROOT / entry["file"]
         text = path.read_text() if path.is_file() else ""
-        if (count := text.count(entry["find"])) != 1:
+        if (count := len(anchors.places(text, entry["find"], entry["file"]))) != 1:
             raise NotPlantedError(
                 f"{area.name}: {entry['name']!r}: its text occurs {count} times in {entry['file']}"
             )
@@ -219,7 +221,7 @@ def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
 def planted(mutant: Mutant) -> Iterator[None]:
     path = TREE / mutant.file
     text = path.read_text()
-    path.write_text(text.replace(mutant.find, mutant.replace))
+    path.write_text(anchors.plant(text, mutant.find, mutant.replace, mutant.file))
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 
 A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``minor``, gets the output of that
 file under that release from the fixture ``beside``. The first such test starts the runs of all selected
-tests. Each run is a process of its own; the runs share only the files that they read.
+tests. Each run is a process of its own, a fork of one that has imported its release.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from vllm_trees import run_under, trees
+from vllm_trees import Release, trees
 
 Check = tuple[str, str]  # (file, release)
 
@@ -28,18 +29,24 @@ def check_of(item: Any) -> Check | None:
 
 
 @pytest.fixture(scope="session")
-def checks(request: pytest.FixtureRequest) -> Iterator[dict[Check, Future[str]]]:
-    pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+def checks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Check, Future[str]]]:
     found = trees()
     wanted = dict.fromkeys(check for item in request.session.items if (check := check_of(item)))
-    try:
-        yield {
-            (file, minor): pool.submit(run_under, found[minor], file)
-            for file, minor in wanted
+    with ExitStack() as stack:
+        releases = {
+            minor: stack.enter_context(Release(found[minor], tmp_path_factory.mktemp(f"vllm-{minor}-")))
+            for minor in dict.fromkeys(minor for _, minor in wanted)
             if minor in found
         }
-    finally:
-        pool.shutdown(cancel_futures=True)
+        pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        yield {
+            (file, minor): pool.submit(releases[minor].run, file)
+            for file, minor in wanted
+            if minor in releases
+        }
 
 
 @pytest.fixture

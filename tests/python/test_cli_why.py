@@ -15,6 +15,7 @@ from kv_offload.cli import app
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.diagnosis import REASONS, from_log, from_metrics
 from kv_offload.exposition import Page
+from kv_offload.hints import parse
 from kv_offload.namespace import random_seed_warning
 from kv_offload.sizing import Geometry, startup_summary
 
@@ -206,6 +207,15 @@ def test_the_warning_about_an_ignored_hint_is_explained(caplog):
     (found,) = of_log(caplog.messages[-1]).findings
     assert found.cause == "ignored_hint"
     assert "kv_offload_load_policy is 'sometimes'" in found.text
+
+
+def test_hints_about_sessions_that_are_rejected(caplog):
+    (outcome,) = parse({"version": 1, "actions": [{"type": "resume_in"}]}).rejected
+    with caplog.at_level(logging.WARNING):
+        HintReader().log_rejected(outcome)
+    (found,) = of_log(caplog.messages[-1]).findings
+    assert found.cause == "ignored_hint"
+    assert "a hint of type resume_in is rejected: seconds is required" in found.text
 
 
 def test_requests_of_a_debug_log_are_summed():

@@ -618,3 +618,48 @@ def test_a_disk_smaller_than_host_memory_is_a_caution_with_the_consequence(tmp_p
     assert caution.startswith(f"disk {tmp_path} holds 3.0 GiB, host memory 4.0 GiB: ")
     assert "only its chunks survive a restart" in caution
     assert said(max_bytes="4GiB") == said() == said(max_bytes="3GiB", write_policy="read_only") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("ignore", set()),
+        ([], set()),
+        (["resume_in", "release"], {"resume_in", "release"}),
+        (["priority", "pin"], {"priority", "pin"}),
+    ],
+)
+def test_request_hints_may_list_what_requests_may_send(given, allowed):
+    config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": GIB, "request_hints": given})
+    assert config.allowed_hints == allowed
+
+
+def test_all_hints_are_allowed_by_default():
+    config = OffloadConfig.from_extra_config({"cpu_bytes_to_use": GIB})
+    assert {"load_policy", "remote_wait_ms", "resume_at", "pin"} <= config.allowed_hints
+
+
+@pytest.mark.parametrize(
+    ("given", "quoted"),
+    [
+        ("alow", "'alow';"),
+        ("pin", "'pin' without a list;"),
+        (["resume"], "'resume'"),
+        ([3], "3"),
+        (True, "True"),
+    ],
+)
+def test_an_unknown_hint_is_refused_with_the_possible_ones(given, quoted):
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "request_hints": given})
+    assert problem.startswith(f"request_hints: is {quoted}")
+    assert "possible: allow, ignore, or a list of load_policy, " in problem
+
+
+def test_pins_are_an_eighth_of_host_memory_by_default_and_half_at_most():
+    def pinned(**more):
+        return OffloadConfig.from_extra_config({"cpu_bytes_to_use": 8 * GIB, **more}).pinned_bytes
+
+    assert pinned() == GIB
+    assert pinned(max_pinned_bytes=0) == 0
+    assert pinned(max_pinned_bytes="2GiB") == 2 * GIB
+    assert pinned(max_pinned_bytes="7GiB") == 4 * GIB

@@ -3,11 +3,15 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from kv_offload.hints import parse, type_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -88,3 +92,37 @@ def test_a_configuration_that_cannot_be_migrated_is_reported(given, part):
     assert "Traceback" not in done.stderr
     assert ("not JSON" in done.stderr) == ("not JSON" in part)
     assert part in done.stderr
+
+
+class FakeClient:
+    """Answers with a tool call, then with text, and keeps the requests."""
+
+    def __init__(self):
+        self.requests = []
+        self.chat = SimpleNamespace(completions=self)
+
+    def create(self, **request):
+        self.requests.append(json.loads(json.dumps(request)))
+        turns = sum(each.get("max_tokens") is None for each in self.requests)
+        call = SimpleNamespace(id="c", function=SimpleNamespace(name="clock"))
+        message = SimpleNamespace(
+            tool_calls=[call] if turns == 1 else [],
+            model_dump=lambda exclude_none: {"role": "assistant", "content": f"turn {turns}"},
+        )
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+
+def test_the_agent_sends_valid_hints_about_its_session():
+    example = runpy.run_path(str(EXAMPLES / "agent_hints.py"))
+    client = FakeClient()
+    assert example["run"](client, "model", "task") == "turn 2"
+    read = [parse(each["extra_body"]["kv_transfer_params"]["kv_offload_hints"]) for each in client.requests]
+    assert all(each.rejected == [] for each in read)
+    names = {each.session for each in read if each.session}
+    assert len(names) == 1
+    targets = [action for each in read for action in each.actions]
+    assert [type_of(type(action)) for action in targets] == ["resume_in", "release"]
+    assert {action.target.session for action in targets} == names
+    first = client.requests[0]["messages"][0]
+    for request in client.requests:
+        assert request["messages"][0] == first  # the same first chunk

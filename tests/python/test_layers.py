@@ -38,6 +38,7 @@ PARTS = {
     # in the order of record/record_form.h
     "record": (
         *("split_planes", "payload_codec", "record", "encryption", "record_op", "huge_buffer", "idle_cores"),
+        "whole_record",
         *("compression_choice", "measure_codec", "record_form", "streaming_record_reader"),
     ),
     # in the order of tier/thread_pool_tier.h
@@ -45,14 +46,17 @@ PARTS = {
         *("tier", "presence", "record_store", "epoch_registry", "existence_check_policy", "remote_records"),
         *("circuit_breaker", "ticker", "io_pool", "digest_cache", "digest_key_map"),
         *("thread_pool_tier", "tier_runtime", "presence_lookup", "encrypted_key_tier"),
+        "record_importer",
     ),
     # in the order of cache/tiered_cache.h
     "cache": (
         "cache_types",
         *("chunk_groups", "tickets", "cache_events", "key_history", "quarantine"),
         *("prefill_model", "transfer_model", "cost_model"),
-        *("host_chunks", "tier_io", "write_back", "row_provider", "device_loads"),
+        *("host_chunks", "tier_figures", "tier_io", "planned_reads"),
+        *("write_back", "row_provider", "device_loads"),
         *("request_state", "request_table", "lookup", "pass_scans", "planner", "store_path"),
+        *("hint_trust", "prefetcher", "retention", "sessions"),
         "tiered_cache",
     ),
     # in the order of backends/fs/store.h

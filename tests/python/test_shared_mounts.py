@@ -6,13 +6,14 @@ behaviour of NFS; this test runs through the kernel, and needs root.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,16 +52,23 @@ class Host:
                 text=True,
             )
 
-    def wait_until_it_writes(self, number: int) -> None:
-        """Waits for its first write: a process of another boot counts the root before it writes."""
+    def wait_until_ready(self) -> None:
         self._answer()
+
+    def store_first_accepted(self, numbers: Iterable[int]) -> int:
+        """Stores one number after another until the tier takes one, and returns it.
+
+        The tier takes none while it counts a root of another boot, and while a full root has no record of its
+        epoch and the other host has not made room yet.
+        """
         give_up = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < give_up:
+        for number in numbers:
             if self.store([number]) == 1:
-                return
-            number += 1
+                return number
+            if time.monotonic() > give_up:
+                break
             self.do("step", seconds=0.05)
-        pytest.fail(f"the host does not write\n{self.log.read_text()}")
+        return pytest.fail(f"the host does not write\n{self.log.read_text()}")
 
     def __enter__(self) -> Host:
         return self
@@ -135,7 +143,8 @@ def shared(request: pytest.FixtureRequest, program: Path, tmp_path: Path) -> Ite
         for disk in disks:
             hosts.append(Host(tmp_path, disk.mountpoint))
             entered.append(hosts[-1])
-            hosts[-1].wait_until_it_writes(9000 + 1000 * len(hosts))
+            hosts[-1].wait_until_ready()
+            hosts[-1].store_first_accepted(itertools.count(9000 + 1000 * len(hosts)))
             disk.tell(remembers_names=1)
         yield Shared(tmp_path, disks, hosts)
     finally:
@@ -178,13 +187,13 @@ def test_both_hosts_fill_evict_and_reset_within_the_bound(shared: Shared) -> Non
     assert one.finds_in_time([1000 + FILL - 1])
     one.do("reset")
     assert one.finds([FILL - 1, 1000 + FILL - 1]) == [], "records of the old weights must miss"
-    assert one.store([FILL - 1]) == 1
-    assert one.finds([FILL - 1]) == [FILL - 1]
+    stored = one.store_first_accepted(reversed(range(FILL)))
+    assert one.finds([stored]) == [stored]
     kept = other.finds(range(1000 + FILL // 2, 1000 + FILL))
     assert len(kept) > FILL // 4, "the other host keeps its epoch, except what it evicted for this host"
     assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
     for host in shared.hosts:
-        assert host.do("stats")["failures"] == []
+        assert [failure for failure in host.do("stats")["failures"] if failure[0] != ["fs", "declined"]] == []
         assert not host.warned()
 
 

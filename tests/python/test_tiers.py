@@ -97,7 +97,8 @@ def test_the_example_of_every_kind_is_valid() -> None:
 def test_texts_about_all_kinds_name_no_single_kind() -> None:
     root = Path(tiers.__file__).parents[2]
     paths = ["config", "config_compat", "machine", "sizing", "tiers/base", "diagnosis", "exposition"]
-    paths += [f"cli/{name}_command" for name in ("config", "doctor", "size", "bench", "top", "why")]
+    paths += ["prompt_file", "warming"]
+    paths += [f"cli/{name}_command" for name in ("config", "doctor", "size", "bench", "top", "why", "warm")]
     paths += ["cli/doctor_checks", "cli/server_checks"]
     files = [root / f"kv_offload/{path}.py" for path in paths]
     for file in [*files, root / "docs/generate.py", *(root / "specs").glob("*.py")]:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_offload.cli import app
-from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
+from kv_offload.traces import OPTIMUM, Setting, Speeds, Trace, read_trace, replay
 
 core = pytest.importorskip("kv_offload._core", reason="the core is not built")
 
@@ -74,7 +74,7 @@ def test_an_empty_trace_is_refused(tmp_path):
 )
 def test_the_hits_of_a_small_trace_are_exact(trace, policy, host, tier, hits, from_tier):
     read = read_trace(trace)
-    row = replay(read.to_core(), read, Setting(policy, host, tier), prefill_speed=100)
+    row = replay(read.to_core(), read, Setting(policy, host, tier), Speeds(100))
     assert row["hit_blocks"] == hits
     assert row["tier_hits"] <= row["hit_blocks"]
     assert row["hit_tokens"] == 10 * hits
@@ -82,16 +82,29 @@ def test_the_hits_of_a_small_trace_are_exact(trace, policy, host, tier, hits, fr
     assert row["tier_hits"] == from_tier
 
 
+def test_the_estimated_ttft_includes_reads_from_disk(trace):
+    """30 and 20 tokens are computed. Then 30 tokens are loaded, 20 of them from disk, and 20 from disk."""
+    read = read_trace(trace)
+    speeds = Speeds(prefill=100, token_bytes=10, load=1000, disk=500)
+    row = replay(read.to_core(), read, Setting("lru", 3, 9), speeds)
+    seconds = sorted([0.3, 0.2, 0.3 + 0.4, 0.2 + 0.4])
+    assert row["ttft_p50_seconds"] == pytest.approx((seconds[1] + seconds[2]) / 2)
+    assert row["ttft_p95_seconds"] == pytest.approx(seconds[2] + 0.85 * (seconds[3] - seconds[2]))
+    assert (row["loaded_bytes"], row["read_bytes"]) == (5 * 100, 4 * 100)
+    unknown = replay(read.to_core(), Trace(read.prompts), Setting("lru", 3, 9), speeds)
+    assert unknown["ttft_p50_seconds"] is None
+
+
 def test_records_on_disk_survive_a_kill(trace):
     read = read_trace(trace)
     setting = Setting("lru", 3, 9, kill_after=2, recent=1)
-    row = replay(read.to_core(), read, setting, prefill_speed=100)
+    row = replay(read.to_core(), read, setting, Speeds(100))
     assert (row["killed_with"], row["recent_hits"], row["recent_blocks"]) == (5, 2, 2)
     assert (row["hits_after"], row["blocks_after"]) == (5, 5)
     kept = replace(setting, write_policy="on_evict", keep_host_memory=True)
-    row = replay(read.to_core(), read, kept, prefill_speed=100)
+    row = replay(read.to_core(), read, kept, Speeds(100))
     assert (row["killed_with"], row["recent_hits"], row["hits_after"]) == (2, 2, 5)
-    unharmed = replay(read.to_core(), read, Setting("lru", 3, 9), prefill_speed=100)
+    unharmed = replay(read.to_core(), read, Setting("lru", 3, 9), Speeds(100))
     assert unharmed["killed_with"] is unharmed["hits_after"] is None
 
 
@@ -113,12 +126,12 @@ def test_the_command_prints_a_row_for_each_capacity_and_policy(trace):
 
 
 def test_the_command_shows_the_bytes_written(trace):
-    options = ("--host", 3, "--disk", 9, "--policy", "lru", "--block-bytes", "1MiB")
+    options = ("--host", 3, "--disk", 9, "--policy", "lru", "--token-bytes", "1MiB")
     (row,) = json.loads(run(trace, *options, "--json").stdout)["replays"]
-    assert row["written_bytes"] == 5 << 20
+    assert row["written_bytes"] == 50 << 20, "5 blocks of 10 tokens"
     options = (*options, "--write-policy", "reuse:2")
     (row,) = json.loads(run(trace, *options, "--json").stdout)["replays"]
-    assert 0 < row["written_bytes"] < 6 << 20
+    assert 0 < row["written_bytes"] < 60 << 20
 
 
 def test_the_table_shows_hits_after_a_kill(trace):

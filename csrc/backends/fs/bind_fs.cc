@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "backends/fs/file_ops.h"
 #include "backends/fs/root.h"
+#include "backends/fs/store.h"
 #include "backends/fs/tier.h"
 #include "backends/fs/verify.h"
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
+#include "bindings/whole_record.h"
 
 namespace kv_offload::bindings {
 
@@ -20,6 +23,11 @@ struct FsTierSpec final : TierSpec {
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
     return make_fs_tier(chosen);
+  }
+  std::unique_ptr<RecordStore> open_for_import() const override {
+    FsTierOptions chosen = options;
+    chosen.may_evict = false;
+    return std::make_unique<FsStore>(chosen, posix_file_ops(), clock_of(chosen));
   }
 };
 
@@ -157,8 +165,20 @@ void bind_fs(py::module_& module) {
            py::arg("encryption_key_files") = std::vector<std::string>())
       .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
            py::arg("dry_run") = false, py::arg("progress") = py::none())
-      .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released());
+      .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released())
+      .def("startup_epoch", &FsRoot::startup_epoch, py::arg("namespace"), Released())
+      .def("remove", &FsRoot::remove, py::arg("paths"), Released());
 
+  module.def(
+      "read_record_file",
+      [](const std::string& path, const std::string& namespace_id,
+         const std::vector<std::string>& encryption_key_files) {
+        return read_whole([&](WholeRecord* record) {
+          const auto keys = keys_from(encryption_key_files);
+          return read_record_file(path, namespace_id, keys.get(), record);
+        });
+      },
+      py::arg("path"), py::arg("namespace"), py::arg("encryption_key_files") = std::vector<std::string>());
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
       py::arg("path"), Released());

@@ -70,10 +70,8 @@ bool FsCatalog::insert_in_order(const Record& record) {
 void FsCatalog::add_known(Slot slot) {
   Entry& entry = entries_[slot];
   if (!entry.unordered) return;
+  policy_->identify(slot, {.id = chunk_id(entry.key)});  // first, because it may throw
   entry.unordered = false;
-  policy_->erase(slot);
-  policy_->insert(slot, {.id = chunk_id(entry.key)});
-  if (entry.readers > 0) policy_->pin(slot);
 }
 
 Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
@@ -205,9 +203,9 @@ void FsCatalog::mark_touched(Slot slot, Nanos now) {
   constexpr auto kEvery =
       static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(kTouchEvery).count());
   if (entry.touched || (entry.touched_second != 0 && second - entry.touched_second < kEvery)) return;
+  touched_.push_back({slot, entry.serial, entry.file_bytes});  // first, because it may throw
   entry.touched = true;
   entry.touched_second = second;
-  touched_.push_back({slot, entry.serial, entry.file_bytes});
 }
 
 bool FsCatalog::take_touched(std::size_t most, std::vector<Record>* records) {

@@ -34,13 +34,14 @@ Evictor::Evictor(const Context& context)
       peer_records_(context.root.ops, context.root.directory.get()) {}
 
 Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) {
-  shares_.on_write(bytes);
+  if (options_.may_evict) shares_.on_write(bytes);
   Status status;
   int missing_records = 0;
+  std::uint64_t missing = 0;
   for (int attempt = 0; attempt < kReserveAttempts;) {
-    std::uint64_t missing = 0;
     status = reservation->grow_to(bytes, &missing);
-    if (status || missing == 0 || bytes > root_.space->bound()) return status;  // eviction cannot help
+    if (status || missing == 0 || bytes > root_.space->bound() || !options_.may_evict)
+      break;  // eviction cannot help
     if (missing_records >= kMostMissing) {
       exhausted_.store(true);  // the next count forgets the other missing records
       return doubtful_sum_error();
@@ -50,6 +51,9 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
     if (missing_records - before < kMissingPerLock) ++attempt;
   }
+  // Without eviction kNoSpace means full, and not that the root is still being counted.
+  const bool counting = status.kind() == StatusKind::kNoSpace && status.error_number() == 0 && missing == 0;
+  if (!options_.may_evict && counting) return Status::error(StatusKind::kUnavailable, status.message());
   return status;
 }
 
@@ -311,6 +315,7 @@ void Evictor::reclaim_unused_epochs() {
 // ---- live sharers
 
 void Evictor::trade() {
+  if (!options_.may_evict) return;
   const bool ordered = records_.extent() == RecordIndex::Extent::kOrder;
   for (bool more = ordered && shares_.has_request(); more && !stop_.load();) {
     publish_held();

@@ -51,7 +51,8 @@ class Evictor {
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
   // removed. kIo with ENOENT if missing records make the sum of the root doubtful. kDeclined for a record
   // that may be declined (PendingRecord::spared_request): the next victim belongs to its own request, or
-  // other servers were asked to evict for it.
+  // other servers were asked to evict for it. Without FsTierOptions::may_evict, kNoSpace instead of an
+  // eviction.
   Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_epochs();
@@ -61,7 +62,8 @@ class Evictor {
   // Publishes how many bytes this process holds. Other sharers decide by it, even while this process is
   // stopped.
   void publish_held() { root_.space->publish_held(shares_.held()); }
-  // Evicts for the sharers that ask for space, and then asks them for space if needed.
+  // Evicts for the sharers that ask for space, and then asks them for space if needed. Does nothing without
+  // FsTierOptions::may_evict.
   void trade() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.

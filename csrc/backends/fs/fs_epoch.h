@@ -28,6 +28,7 @@ namespace kv_offload {
 
 // Shared by the ops in flight, so that a reset does not close descriptors that they use.
 struct FsEpoch : RecordStore::Epoch {
+  std::string label() const override { return std::to_string(number); }
   std::uint64_t number = 0;
   Fd mark;  // holds the lock
   Fd directory;

@@ -10,11 +10,12 @@
 //
 // Threads: any. mutex_ guards everything except not_found_. It is the innermost lock: it is never held across
 // a call to the file system, nor while another lock is taken. Each hold is short, whatever the number of
-// records. Long lists are processed in pieces, and waiting threads get the lock between two pieces. A
-// caller's list grows before the lock is taken (make_room). Tables grow in small steps. A reset only sets the
-// old state aside; later calls report its keys and free it. So the scheduler thread waits neither for storage
-// nor for a scan. It does not close files either, which may wait for a file server: an epoch stays open until
-// free_unused(), whichever thread drops the last other reference.
+// records. Long lists are processed in pieces, and waiting threads get the lock between two pieces
+// (take_removals(), which is bounded, excepted). A caller's list grows before the lock is taken (make_room).
+// Tables grow in small steps. A reset only sets the old state aside; later calls report its keys and free it.
+// So the scheduler thread waits neither for storage nor for a scan. It does not close files either, which may
+// wait for a file server: an epoch stays open until free_unused(), whichever thread drops the last other
+// reference.
 #pragma once
 
 #include <atomic>
@@ -58,7 +59,9 @@ class RecordIndex final : public Catalog {
   static constexpr std::size_t kMostUseLists = 1024;
   // Records of a long list processed per hold of the lock: about 0.1 ms.
   static constexpr std::size_t kRecordsPerLock = 64;
-  // Removals that one call of take_removals() reports; later calls report the rest.
+  // Removals that one call of take_removals() reports; later calls report the rest. The call is the scheduler
+  // thread's, which must not wait: it does not let waiting threads in between its holds. So a thread may wait
+  // for all holds of one call: this many removals.
   static constexpr std::size_t kMostRemovals = 2048;
   static_assert(kMostRemovals % kRecordsPerLock == 0);
 

@@ -72,11 +72,11 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<FsEpoch>& epo
 Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved,
                                 bool* full) {
   *full = false;
-  const std::uint64_t payload = padded_payload_bytes(op.shards);
+  OutgoingRecord record(form_, options_.namespace_id, op);
   PendingRecord pending;
   pending.epoch = epoch;
   pending.leaf = layout::leaf_of(op.key);
-  pending.file_bytes = pending.named_bytes = kRecordHeaderBytes + payload;
+  pending.file_bytes = pending.named_bytes = record.raw_bytes();
   pending.direct = root_.direct && is_aligned(op.shards);
   pending.spared_request = op.may_decline ? op.entry_info.request : 0;
   bool present = false, replace = false;
@@ -86,7 +86,6 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
     records_.mark_declined(op.key, op.entry_info.request, epoch);
     return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
-  OutgoingRecord record(form_, options_.namespace_id, op);
   status = record.encode();  // before the reservation, which is for the encoded size
   if (!status) return status;
   pending.file_bytes = record.bytes();
@@ -132,6 +131,8 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
   FileInfo info;
   if (const int rc = ops_.fstat(pending->fd.get(), &info); rc < 0)
     return Status::from_errno(-rc, "stat", shown);
+  // Without it the record only counts as used now.
+  if (op.used_unix_nanos != 0) (void)ops_.set_mtime(epoch.directory.get(), pending->path, op.used_unix_nanos);
   if (replace) {
     // Only now that the new record is complete.
     const int rc = root_.remove_file(epoch.directory.get(), path);

@@ -12,6 +12,7 @@
 #include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
 #include "backends/fs/reclaim.h"
+#include "backends/fs/record_file.h"
 #include "backends/fs/space_ledger.h"
 #include "backends/fs/verify.h"
 #include "backends/fs/walk.h"
@@ -235,6 +236,47 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
                                [&](std::uint64_t bytes) { space->remove(bytes, space->finished()); });
   }
   return {records_removed, bytes};
+}
+
+std::optional<std::uint64_t> FsRoot::startup_epoch(const std::string& namespace_id) {
+  const auto raise = [&](int error) {
+    throw_resource("{}/{} cannot be read: {}", impl_->path, namespace_id, std::strerror(error));
+  };
+  int error = 0;
+  const Fd directory = open_fd(posix_file_ops(), impl_->root.get(), namespace_id, kOpenDirectory, 0, &error);
+  if (!directory && error == ENOENT) return std::nullopt;
+  if (!directory) raise(error);
+  std::vector<DirEntry> entries;
+  if (const Status status = list_directory(posix_file_ops(), directory.get(), &entries); !status) {
+    raise(status.error_number());
+  }
+  std::uint64_t newest = 0, newest_by_reset = 0;
+  for (const DirEntry& entry : entries) {
+    if (const auto epoch = layout::parse_epoch(entry.name); epoch && may_be_directory(entry)) {
+      newest = std::max(newest, *epoch);
+    } else if (const auto mark = layout::parse_mark(entry.name);
+               mark && entry.name == layout::mark_name(*mark, layout::Mark::kReset)) {
+      newest_by_reset = std::max(newest_by_reset, *mark);
+    }
+  }
+  // A mark of a higher number: a reset is making the next epoch now.
+  if (newest == 0 || newest_by_reset >= newest) return std::nullopt;
+  return newest;
+}
+
+std::uint64_t FsRoot::remove(const std::vector<std::string>& paths) {
+  const std::unique_ptr<SpaceLedger> space = impl_->space();
+  std::uint64_t removed = 0;
+  for (const std::string& path : paths) {
+    const SpaceLedger::Finished before = space->finished();
+    std::uint64_t bytes = 0;
+    const int rc = unlink_file(posix_file_ops(), AT_FDCWD, path, &bytes);
+    if (rc < 0) throw_resource("{} cannot be removed: {}", path, std::strerror(-rc));
+    if (bytes == 0) continue;
+    space->remove(bytes, before);
+    ++removed;
+  }
+  return removed;
 }
 
 EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& on_removed) {

@@ -100,6 +100,14 @@ class FsRoot {
   // process has it open. Returns (records, bytes on disk) removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);
 
+  // Returns the epoch that newly started processes use; none if the namespace does not exist, or if a reset
+  // made the newest epoch: the next process to start makes another one then. Throws ResourceError if the
+  // namespace cannot be read.
+  std::optional<std::uint64_t> startup_epoch(const std::string& namespace_id);
+  // Removes these records (RecordInfo::path) and returns their number; missing ones do not count. Throws
+  // ResourceError if one cannot be removed.
+  std::uint64_t remove(const std::vector<std::string>& paths);
+
   // Makes space like the evictor of a tier, for all processes that share the root: first what no process can
   // hit any more (epochs that a reset left behind, dead namespaces), then records of all namespaces by age.
   // Running servers continue and use the freed space. on_removed(bytes freed so far) may throw to end it

@@ -184,6 +184,24 @@ void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& op
   }
 }
 
+namespace {
+
+// Writes namespace.json if it is missing or damaged, and compares it. *made becomes the file if it was
+// missing.
+void describe_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open, int directory,
+                        Fd* made) {
+  const std::string path = open.namespace_path(), name(layout::kNamespaceFile);
+  const auto damaged = [&](const std::string& found) {
+    return is_torn(found, options.namespace_json) || one_bit_differs(found, options.namespace_json);
+  };
+  check_same(
+      path + "/" + name,
+      write_once(options, ops, directory, path, name, options.namespace_json, open.writer, damaged, made),
+      options.namespace_json);
+}
+
+}  // namespace
+
 // Locks the file that currently has the name: a reclaimer may have removed the directory between the open and
 // the lock, so the loop tries again.
 NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
@@ -220,15 +238,8 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
         ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
       continue;
     }
-    const std::string name(layout::kNamespaceFile);
     Fd made;
-    const auto damaged = [&](const std::string& found) {
-      return is_torn(found, options.namespace_json) || one_bit_differs(found, options.namespace_json);
-    };
-    check_same(
-        path + "/" + name,
-        write_once(options, ops, directory, path, name, options.namespace_json, open.writer, damaged, &made),
-        options.namespace_json);
+    if (!options.namespace_json.empty()) describe_namespace(options, ops, open, directory, &made);
     // Only files created here are new bytes in the sum.
     if (rc == 0) open.count(files.directory);
     if (made) open.count(made);

@@ -83,7 +83,8 @@ void RootRepairer::repair_files(std::vector<std::string>* lost) {
   const bool whole = is_unlinked(ops_, directory, root_.directory.get(), root_.namespace_name);
   const bool lock =
       !whole && is_unlinked(ops_, root_.open_lock.get(), directory, std::string(layout::kOpenFile));
-  const bool described = !whole && is_replaced(description, options_.namespace_json.size());
+  const bool described =
+      !whole && !options_.namespace_json.empty() && is_replaced(description, options_.namespace_json.size());
   if (!whole && !lock && !described) return;
   const NamespaceFiles made = open_namespace(quietly_, ops_, root_);
   // The directory first: a lock in a removed directory is useless.

@@ -50,7 +50,12 @@ struct FsTierOptions : ThreadPoolTierOptions {
   std::string root_dir;
   std::uint64_t max_bytes = 0;  // hard bound on the whole root
   NamespaceId namespace_id{};
-  std::string namespace_json;  // written next to the records, compared at open
+  // Written next to the records, compared at open. Empty: unknown; namespace.json is neither written nor
+  // read.
+  std::string namespace_json;
+  // False: nothing is evicted for a write, and no other server is asked to evict. A write that does not fit
+  // ends with kNoSpace.
+  bool may_evict = true;
   FsyncMode fsync = FsyncMode::kNone;
   DirectMode o_direct = DirectMode::kAuto;
   // The memory that reads fill outlives this process (HostRegion::keep), and other processes then use it. So

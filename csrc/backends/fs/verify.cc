@@ -32,12 +32,13 @@ Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordChe
 }
 
 Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
-                        std::uint64_t named_bytes, const RemoteRecord& named, const EncryptionKeys* keys) {
+                        std::uint64_t named_bytes, const RemoteRecord& named, const EncryptionKeys* keys,
+                        WholeRecord* copy) {
   if (file.size > named_bytes || file.size % kPageBytes != 0) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
   }
-  RecordCheck check(keys);
+  RecordCheck check(keys, copy);
   if (Status status =
           read_into(fd.get(), std::min<std::uint64_t>(file.size, kRecordHeaderBytes), path, &check);
       !status)
@@ -49,6 +50,22 @@ Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& p
   }
   if (Status status = read_into(fd.get(), file.size, path, &check); !status) return status;
   return check.finish(named);
+}
+
+Status verify_into(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
+                   const std::string& key, const EncryptionKeys* keys, WholeRecord* copy) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return Status::from_errno(error, "open", path);
+  FileInfo file;
+  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
+  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  RemoteRecord named;
+  named.namespace_id = namespace_id;
+  named.key = key;
+  return unless_evicted(ops, AT_FDCWD, path, file.inode,
+                        verify_open_file(fd, file, path, named_bytes, named, keys, copy));
 }
 
 void add_strays(int epoch, std::uint32_t leaf, const std::string& where, std::vector<std::string>* strays) {
@@ -70,18 +87,14 @@ void add_strays(int epoch, std::uint32_t leaf, const std::string& where, std::ve
 
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
                           const std::string& key, const EncryptionKeys* keys) {
-  FileOps& ops = posix_file_ops();
-  int error = 0;
-  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  if (!fd) return Status::from_errno(error, "open", path);
-  FileInfo file;
-  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
-  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
-  RemoteRecord named;
-  named.namespace_id = namespace_id;
-  named.key = key;
-  return unless_evicted(ops, AT_FDCWD, path, file.inode,
-                        verify_open_file(fd, file, path, named_bytes, named, keys));
+  return verify_into(path, named_bytes, namespace_id, key, keys, nullptr);
+}
+
+Status read_record_file(const std::string& path, const std::string& namespace_id, const EncryptionKeys* keys,
+                        WholeRecord* copy) {
+  const auto named = layout::parse_record(std::string_view(path).substr(path.rfind('/') + 1));
+  if (!named) return Status::error(StatusKind::kCorrupt, "its name is not that of a record", 0, path);
+  return verify_into(path, named->file_bytes, namespace_id, named->key.hex(), keys, copy);
 }
 
 std::int64_t record_created(const std::string& path) {

@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 #include "record/encryption.h"
+#include "record/whole_record.h"
 
 namespace kv_offload {
 
@@ -17,6 +18,10 @@ namespace kv_offload {
 // be read.
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
                           const std::string& key, const EncryptionKeys* keys = nullptr);
+// Like verify_record_file() for a file with the name of a record; *copy becomes the record's bytes if ok.
+// kCorrupt if the file has another name.
+Status read_record_file(const std::string& path, const std::string& namespace_id, const EncryptionKeys* keys,
+                        WholeRecord* copy);
 
 // Returns when a record was written, in unix nanoseconds, from its header alone. 0 if the header cannot be
 // read.

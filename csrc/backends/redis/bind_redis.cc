@@ -3,6 +3,7 @@
 
 #include "backends/redis/probe.h"
 #include "backends/redis/records.h"
+#include "backends/redis/store.h"
 #include "backends/redis/tier.h"
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
@@ -19,6 +20,11 @@ struct RedisTierSpec final : TierSpec {
     chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
     return make_redis_tier(chosen);
+  }
+  std::unique_ptr<RecordStore> open_for_import() const override {
+    RedisTierOptions chosen = options;
+    chosen.may_evict = false;
+    return std::make_unique<redis::RedisStore>(chosen);
   }
 };
 

@@ -36,12 +36,25 @@ class ClusterRecords final : public RemoteRecords {
     Part& part = part_of(record);
     return named(part, part.records->written(record, unix_nanos));
   }
+  void use_record_sizes() override {
+    for (Part& part : nodes_) part.records->use_record_sizes();
+  }
   void use_keys(std::shared_ptr<const EncryptionKeys> keys) override {
     for (Part& part : nodes_) part.records->use_keys(keys);
   }
   Status verify(const RemoteRecord& record, bool repair, bool* removed) override {
     Part& part = part_of(record);
     return named(part, part.records->verify(record, repair, removed));
+  }
+  Status read(const RemoteRecord& record, WholeRecord* copy) override {
+    Part& part = part_of(record);
+    return named(part, part.records->read(record, copy));
+  }
+  Status read_startup_epoch(const std::string& namespace_id, std::string* name) override {
+    RemoteRecord epoch;
+    epoch.name = options_.key_prefix + ":" + namespace_id + ":epoch";
+    Part& part = part_of(epoch);
+    return named(part, part.records->read_startup_epoch(namespace_id, name));
   }
   Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) override;
 

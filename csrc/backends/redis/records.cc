@@ -8,6 +8,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tier/epoch_registry.h"
+
 namespace kv_offload {
 namespace redis {
 namespace {
@@ -107,9 +109,17 @@ class RedisRecords final : public RemoteRecords {
     return true;
   }
 
+  void use_record_sizes() override { memory_usage_ = false; }
   Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override;
   Status written(const RemoteRecord& record, std::int64_t* unix_nanos) override;
-  Status verify(const RemoteRecord& record, bool repair, bool* removed) override;
+  Status verify(const RemoteRecord& record, bool repair, bool* removed) override {
+    return verify_into(record, repair, removed, nullptr);
+  }
+  Status read(const RemoteRecord& record, WholeRecord* copy) override {
+    bool removed = false;
+    return verify_into(record, false, &removed, copy);
+  }
+  Status read_startup_epoch(const std::string& namespace_id, std::string* name) override;
   Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) override;
 
  private:
@@ -121,7 +131,8 @@ class RedisRecords final : public RemoteRecords {
   Command size_of(const RemoteRecord& record) const {
     return memory_usage_ ? Command{"MEMORY", "USAGE", record.name} : Command{"STRLEN", record.name};
   }
-  Status read_and_check(const RemoteRecord& record);
+  Status verify_into(const RemoteRecord& record, bool repair, bool* removed, WholeRecord* copy);
+  Status read_and_check(const RemoteRecord& record, WholeRecord* copy);
   Status read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check);
   struct Settled {
     bool unchanged = false;
@@ -141,7 +152,7 @@ class RedisRecords final : public RemoteRecords {
   std::string process_, cursor_process_;
   bool has_run_id_ = false;
   bool no_touch_ = false;
-  bool memory_usage_ = true;  // until the server refuses MEMORY USAGE
+  bool memory_usage_ = true;  // until the server refuses MEMORY USAGE, or use_record_sizes()
   const AlignedBuffer piece_{kPieceBytes};
 };
 
@@ -292,7 +303,7 @@ Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nano
 // ---- verification
 
 // Reads and checks the record. It stays watched until settle() or the next look().
-Status RedisRecords::read_and_check(const RemoteRecord& record) {
+Status RedisRecords::read_and_check(const RemoteRecord& record, WholeRecord* copy) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
   const std::array commands{Command{"UNWATCH"}, Command{"WATCH", record.name}, Command{"EXISTS", record.name},
                             Command{"STRLEN", record.name}, Command{"GETRANGE", record.name, "0", end}};
@@ -310,7 +321,7 @@ Status RedisRecords::read_and_check(const RemoteRecord& record) {
       header.kind != Kind::kString)
     return unexpected_reply();
   if (there.integer == 0) return missing_record();
-  RecordCheck check(keys());
+  RecordCheck check(keys(), copy);
   check.add(std::as_bytes(std::span(header.text)));
   const auto bytes = static_cast<std::uint64_t>(length.integer);
   if (header.text.size() != std::min<std::uint64_t>(bytes, kRecordHeaderBytes))
@@ -373,10 +384,10 @@ Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* se
   return Status::ok();
 }
 
-Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* removed) {
+Status RedisRecords::verify_into(const RemoteRecord& record, bool repair, bool* removed, WholeRecord* copy) {
   *removed = false;
   for (int reads = 0; reads < kMaxReads; ++reads) {
-    Status status = read_and_check(record);
+    Status status = read_and_check(record, copy);
     if (status.kind() != StatusKind::kCorrupt) return status;
     Settled settled;
     if (Status failed = settle(record, repair, &settled); !failed) {
@@ -388,6 +399,20 @@ Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* remov
     if (settled.unchanged) return status;
   }
   return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
+}
+
+Status RedisRecords::read_startup_epoch(const std::string& namespace_id, std::string* name) {
+  name->clear();
+  const std::string key = prefix_ + namespace_id + ":epoch";
+  const Command command{"GET", key};
+  std::vector<Reply> replies;
+  if (Status status = ask({&command, 1}, &replies); !status) return status;
+  const Reply& stored = replies[0];
+  if (is_word(stored, "WRONGTYPE") || stored.kind == Kind::kNil) return Status::ok();
+  if (stored.kind == Kind::kError) return refusal_of(command, stored, options_.key_prefix);
+  if (stored.kind != Kind::kString) return unexpected_reply();
+  if (EpochRegistry::is_name(stored.text)) *name = stored.text;
+  return Status::ok();
 }
 
 // ---- removal

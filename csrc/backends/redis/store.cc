@@ -27,6 +27,26 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
   return value;
 }
 
+// Returns the memory that a value takes at most: allocators round its size up to the next of four steps
+// between two powers of two.
+std::uint64_t memory_of(std::uint64_t bytes) {
+  constexpr std::uint64_t kOverhead = std::uint64_t{64} << 10;  // of the key and of the connection
+  return bytes + bytes / 4 + kOverhead;
+}
+
+// Adds to a sum while it lives.
+class Share {
+ public:
+  Share(std::atomic<std::uint64_t>& sum, std::uint64_t bytes) : sum_(sum), bytes_(bytes) { sum_ += bytes_; }
+  ~Share() { sum_ -= bytes_; }
+  Share(const Share&) = delete;
+  Share& operator=(const Share&) = delete;
+
+ private:
+  std::atomic<std::uint64_t>& sum_;
+  const std::uint64_t bytes_;
+};
+
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
 // Runs the command in its own transaction on a connection that watches a key. The command is sent only after
@@ -95,7 +115,8 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const std::string ttl = std::to_string(options_.ttl_seconds);
   const bool expires = options_.ttl_seconds > 0;
   Reply reply;
-  if (existence_check_.should_check()) {
+  // A copy has listed the records that exist.
+  if (!op.is_whole_record && existence_check_.should_check()) {
     // EXPIRE also renews the TTL of a record that exists.
     const Connection::Command ask =
         expires ? Connection::Command{"EXPIRE", key, ttl} : Connection::Command{"EXISTS", key};
@@ -110,14 +131,35 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   if (Status status = record.encode(); !status) return status;
   if (Status status = record.finish(); !status) return status;
   const Connection::Command options = expires ? Connection::Command{"EX", ttl} : Connection::Command{};
+  const Share share(writing_, options_.may_evict ? 0 : memory_of(record.bytes()));
+  Status room;
   const auto set = [&](Connection& connection, Reply* answer) {
+    if (!options_.may_evict) room = check_room(connection, record.bytes(), until);
+    if (!room) {  // no failure of the node
+      *answer = {};
+      return Status::ok();
+    }
     return connection.set(key, record.pieces(), options, until, answer);
   };
   if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
+  if (!room) return room;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected_reply();
   *moved = record.written();
   return Status::ok();
+}
+
+Status RedisStore::check_room(Connection& connection, std::uint64_t bytes, Deadline until) {
+  Reply reply;
+  if (Status status = connection.call({"INFO", "memory"}, until, &reply); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  const std::uint64_t used = figure_of(reply.text, "used_memory"), most = figure_of(reply.text, "maxmemory");
+  if (most == 0 || used + writing_.load() <= most) return Status::ok();
+  return Status::error(
+      StatusKind::kNoSpace,
+      fmt::format("{} of maxmemory {} in use: the server would evict other values for a record "
+                  "of {}",
+                  format_bytes(used), format_bytes(most), format_bytes(bytes)));
 }
 
 Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {

@@ -39,6 +39,8 @@ class RedisStore final : public RecordStore {
   // Runs a command whose second word is a key, on the node that owns the key.
   Status call(OpKind kind, const Connection::Command& words, Deadline until, Reply* reply);
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  // Returns kNoSpace if the server would have to evict other values for all writes in progress.
+  Status check_room(Connection& connection, std::uint64_t bytes, Deadline until);
   // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
   // type, a length that no record of this op can have, or this header.
   void remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
@@ -58,6 +60,7 @@ class RedisStore final : public RecordStore {
   ExistenceCheckPolicy existence_check_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
+  std::atomic<std::uint64_t> writing_{0};  // memory for writes in progress; only without may_evict
   EpochRegistry epochs_;
   mutable Mutex mutex_;
   std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of all nodes

@@ -33,7 +33,10 @@ struct RedisTierOptions : ThreadPoolTierOptions {
   std::string key_prefix = "kv_offload";
   NamespaceId namespace_id{};
   std::uint64_t ttl_seconds = 0;  // seconds since the last write by any process; 0: never expires
-  bool read_only = false;         // other processes fill the server: no writes, no removal of damaged records
+  // False: a write that would make the server evict other values ends with kNoSpace. Each write then asks the
+  // server for its memory first. Other clients may still fill it between the two.
+  bool may_evict = true;
+  bool read_only = false;  // other processes fill the server: no writes, no removal of damaged records
 };
 
 // Throws ResourceError when the server rejects the connection: credentials, certificate, permissions, or a

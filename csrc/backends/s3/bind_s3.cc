@@ -3,6 +3,7 @@
 
 #include "backends/s3/probe.h"
 #include "backends/s3/records.h"
+#include "backends/s3/store.h"
 #include "backends/s3/tier.h"
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
@@ -19,6 +20,9 @@ struct S3TierSpec final : TierSpec {
     chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
     return make_s3_tier(chosen);
+  }
+  std::unique_ptr<RecordStore> open_for_import() const override {
+    return std::make_unique<s3::S3Store>(options);
   }
 };
 

@@ -9,6 +9,7 @@
 
 #include "backends/s3/list.h"
 #include "base/thread_annotations.h"
+#include "tier/epoch_registry.h"
 
 namespace kv_offload {
 namespace s3 {
@@ -53,7 +54,7 @@ class RecordSink final : public BodySink {
   }
   bool failed() const { return failed_; }
   bool ended() const { return ended_; }
-  explicit RecordSink(const EncryptionKeys* keys) : check(keys) {}
+  RecordSink(const EncryptionKeys* keys, WholeRecord* copy) : check(keys, copy) {}
   RecordCheck check;
 
  private:
@@ -74,6 +75,11 @@ class S3Records final : public RemoteRecords {
     return Status::ok();
   }
   Status verify(const RemoteRecord& record, bool repair, bool* removed) override EXCLUDES(mutex_);
+  Status read(const RemoteRecord& record, WholeRecord* copy) override {
+    std::string etag;
+    return read_and_check(record, &etag, copy);
+  }
+  Status read_startup_epoch(const std::string& namespace_id, std::string* name) override;
   Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) override;
   bool takes_threads() const override { return true; }
   bool keeps_versions() const override { return versions_; }
@@ -81,7 +87,7 @@ class S3Records final : public RemoteRecords {
  private:
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.deadline; }
   Status refused(const Answer& answer, std::string_view permission) const;
-  Status read_and_check(const RemoteRecord& record, std::string* etag);
+  Status read_and_check(const RemoteRecord& record, std::string* etag, WholeRecord* copy = nullptr);
   enum class Removal {
     kNone,     // unchanged
     kDone,     // by this call
@@ -157,8 +163,8 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
 
 // ---- verification
 
-Status S3Records::read_and_check(const RemoteRecord& record, std::string* etag) {
-  RecordSink sink(keys());
+Status S3Records::read_and_check(const RemoteRecord& record, std::string* etag, WholeRecord* copy) {
+  RecordSink sink(keys(), copy);
   const Request request{.key = record.name, .sink = &sink};
   Answer answer;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
@@ -253,6 +259,17 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     refused_etag = other_etag ? etag : "";
   }
   return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
+}
+
+Status S3Records::read_startup_epoch(const std::string& namespace_id, std::string* name) {
+  name->clear();
+  const Request request{.key = prefix_ + namespace_id + "/epoch", .text_bytes = EpochRegistry::kNameDigits};
+  Answer answer;
+  if (Status status = client_.call(request, deadline(), &answer); !status) return status;
+  if (answer.status == 404 && answer.code != "NoSuchBucket") return Status::ok();
+  if (answer.status != 200) return refused(answer, "s3:GetObject on the objects of the prefix");
+  if (!answer.wrong_length && EpochRegistry::is_name(answer.text)) *name = answer.text;
+  return Status::ok();
 }
 
 // ---- removal

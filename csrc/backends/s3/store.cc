@@ -59,7 +59,8 @@ Status S3Store::check_exists(const std::string& key, Deadline until, bool* exist
 Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
-  if (!take_damaged_key(request.key) && existence_check_.should_check()) {
+  // A copy has listed the records that exist.
+  if (!take_damaged_key(request.key) && !op.is_whole_record && existence_check_.should_check()) {
     bool exists = false;
     if (Status status = check_exists(request.key, until, &exists); !status) return status;
     existence_check_.record_result(exists);

@@ -220,6 +220,16 @@ class FsTierConfig(EncryptedTierConfig):
 
         return other_namespaces(self.root_dir, own)
 
+    def is_unused(self) -> bool:
+        """Returns True for a missing or an empty directory."""
+        try:
+            with os.scandir(self.root_dir) as names:
+                return next(names, None) is None
+        except FileNotFoundError:
+            return True
+        except NotADirectoryError:
+            return False
+
     def open_root(self, *, changes: bool, given: str = "") -> "DirectoryRoot":
         """Opens the directory; output shows it as the user wrote it."""
         from kv_offload.tiers.fs.root import DirectoryRoot

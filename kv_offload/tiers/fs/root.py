@@ -4,13 +4,17 @@ records and the descriptions of its namespaces.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.tiers.base import MissingNamespaceError
+
 if TYPE_CHECKING:
-    from kv_offload._core import FsRoot
+    from kv_offload._core import FsRoot, WholeRecord
 
 ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
+_EPOCH = re.compile(r"g[0-9]+")  # an epoch's directory
 _SAME_SECONDS = 2.0  # duration of a write: a last use within this time is the write itself
 
 
@@ -80,6 +84,7 @@ class DirectoryRoot:
 
     def __init__(self, path: str, *, changes: bool) -> None:
         self._root = open_root(path, changes=changes)
+        self._key_files: list[str] = []
         self.where = path
 
     def stat(self) -> dict[str, Any]:
@@ -106,6 +111,54 @@ class DirectoryRoot:
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
         return self._root.purge(namespace)
+
+    def use_record_sizes(self) -> None:
+        """Does nothing: the size of a file is that of its record."""
+
+    def startup_epoch(self, namespace: str) -> int | None:
+        return self._root.startup_epoch(namespace)
+
+    def was_reset(self, namespace: str, epoch: str) -> bool:
+        existed = self._has_epoch(namespace)
+        now = self.startup_epoch(namespace)
+        # None with an epoch: a reset made it. A lower number: the namespace was created again.
+        missing = now is None and not (existed and self._has_epoch(namespace))
+        if missing or (now is not None and now < int(epoch)):
+            raise MissingNamespaceError(f"{self.where}: the namespace {namespace} no longer exists")
+        return str(now) != epoch
+
+    def _has_epoch(self, namespace: str) -> bool:
+        try:
+            names = os.listdir(os.path.join(self.where, namespace))
+        except FileNotFoundError:
+            return False
+        return any(_EPOCH.fullmatch(name) for name in names)
+
+    def epoch_began(self, namespace: str) -> float:
+        return 0.0
+
+    def created(self, namespace: str, handle: str) -> float:
+        from kv_offload import _core
+
+        return _core.record_created(handle)
+
+    def handle(self, record: dict[str, Any]) -> str:
+        return str(record["path"])
+
+    def read(self, namespace: str, handle: str) -> "tuple[str, str, WholeRecord | None]":
+        from kv_offload import _core
+
+        return _core.read_record_file(handle, namespace, self._key_files)
+
+    def use_keys(self, key_files: Sequence[str]) -> None:
+        from kv_offload.tiers.encryption import key_ids
+
+        if key_files:
+            key_ids(tuple(key_files))  # raises for keys that cannot be used
+        self._key_files = list(key_files)
+
+    def remove(self, records: Sequence[dict[str, Any]]) -> int:
+        return self._root.remove([record["path"] for record in records])
 
     def notes(self) -> list[str]:
         return []

@@ -31,7 +31,7 @@ _PROGRAM = (
     "from kv_offload.tiers.mooncake.client import main; main()"
 )
 _LIST_UNSUPPORTED = (
-    "Mooncake Store cannot list its objects, so stat, ls, verify and purge do not support it: "
+    "Mooncake Store cannot list its objects, so stat, ls, verify, purge and copy do not support it: "
     "its master's metrics show how full it is, and the store evicts unused objects by itself"
 )
 

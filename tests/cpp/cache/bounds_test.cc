@@ -29,7 +29,7 @@ constexpr std::uint64_t kKiB = 1024;
 
 class CapacityOf : public ::testing::TestWithParam<Model> {};
 
-TEST_P(CapacityOf, HostMemoryHoldsTheTokensThatItsBytesAllow) {
+TEST_P(CapacityOf, host_memory_holds_the_tokens_that_its_bytes_allow) {
   const Model& model = GetParam();
   World world({.ranks = 2,
                .rows = (std::uint64_t{256} << 20) / kPageBytes,
@@ -67,7 +67,7 @@ TEST_P(CapacityOf, HostMemoryHoldsTheTokensThatItsBytesAllow) {
 }
 
 // Control: all groups use rows of the largest size, as if one chunk size served all groups.
-TEST(Capacity, TheTestDetectsRowsOfOneSizeForAllGroups) {
+TEST(Capacity, the_test_detects_rows_of_one_size_for_all_groups) {
   const std::vector<std::uint64_t> ideal{1040 * kKiB, 64 * kKiB};
   World world({.ranks = 1,
                .rows = (std::uint64_t{64} << 20) / kPageBytes,
@@ -163,7 +163,7 @@ const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);  // two bytes a reque
 constexpr std::uint64_t kMostResident = std::uint64_t{2}
                                         << 20;  // includes memory that malloc does not report
 
-TEST(Growth, AHundredThousandRequestsLeakNoMemory) {
+TEST(Growth, a_hundred_thousand_requests_leak_no_memory) {
   Growth growth;
   std::uint64_t number = 0;
   while (number < kWarm) growth.serve(number++);
@@ -183,7 +183,7 @@ TEST(Growth, AHundredThousandRequestsLeakNoMemory) {
   EXPECT_EQ(stats.requests + stats.waiting_requests + stats.quarantined_rows, 0u);
 }
 
-TEST(Growth, TheTestDetectsALeakOfAHundredBytesPerRequest) {
+TEST(Growth, the_test_detects_a_leak_of_a_hundred_bytes_per_request) {
   if (kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
   Growth growth;
   growth.leaks = true;
@@ -197,7 +197,7 @@ TEST(Growth, TheTestDetectsALeakOfAHundredBytesPerRequest) {
 }
 
 // Measures index, policy and allocator of a cache that holds a million chunks.
-TEST(Growth, AChunkInHostMemoryCostsLessThan256BytesOfBookkeeping) {
+TEST(Growth, a_chunk_in_host_memory_costs_less_than_256_bytes_of_bookkeeping) {
   if (kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
   constexpr std::uint64_t kChunks = 1 << 20;
   const std::uint64_t before = allocated_bytes();

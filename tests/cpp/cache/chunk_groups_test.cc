@@ -27,7 +27,7 @@ CacheOptions two_groups() {
   return options;
 }
 
-TEST(ChunkGroupsTest, AChunkTakesWholePagesInEachAreaAndItsRowTheLargestShard) {
+TEST(ChunkGroupsTest, a_chunk_takes_whole_pages_in_each_area_and_its_row_the_largest_shard) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups[0].bytes, 3 * kPageBytes);
   EXPECT_EQ(groups[1].bytes, kPageBytes);
@@ -35,7 +35,7 @@ TEST(ChunkGroupsTest, AChunkTakesWholePagesInEachAreaAndItsRowTheLargestShard) {
   EXPECT_DOUBLE_EQ(groups.bytes_per_token(), 3 * 4096 / 16.0 + 4096 / 32.0);
 }
 
-TEST(ChunkGroupsTest, EachOfSeveralShardsInAnAreaTakesWholePages) {
+TEST(ChunkGroupsTest, each_of_several_shards_in_an_area_takes_whole_pages) {
   CacheOptions options;
   options.groups = {group_of(4, 16, 5000, 5000)};
   options.groups[0].shards_per_area = 3;
@@ -48,7 +48,7 @@ TEST(ChunkGroupsTest, EachOfSeveralShardsInAnAreaTakesWholePages) {
   EXPECT_THROW(ChunkGroups(options, 2), InvalidArgument) << "more shards than a record can hold";
 }
 
-TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
+TEST(ChunkGroupsTest, keys_are_found_by_the_id_of_their_group) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups.position_of(key_of("a", 9)), 1u);
   EXPECT_EQ(groups.position_of(key_of("a", 1)), std::nullopt);
@@ -57,7 +57,7 @@ TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
   EXPECT_THROW(groups.require_position(key_of("a", 1), 0), InvalidArgument) << "key of an unknown group";
 }
 
-TEST(ChunkGroupsTest, ASingleGroupHasFullAttentionByDefault) {
+TEST(ChunkGroupsTest, a_single_group_has_full_attention_by_default) {
   CacheOptions options = two_groups();
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
   EXPECT_FALSE(ChunkGroups(options, 2).kinds_are_known());
@@ -70,14 +70,14 @@ TEST(ChunkGroupsTest, ASingleGroupHasFullAttentionByDefault) {
   EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
 }
 
-TEST(ChunkGroupsTest, TokensBeforeAChunkEndAtItsBeginning) {
+TEST(ChunkGroupsTest, tokens_before_a_chunk_end_at_its_beginning) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups.tokens_before(1, 96), 64);
   EXPECT_EQ(groups.tokens_before(1, 32), 0);
   EXPECT_EQ(groups.tokens_before(1, 0), 0) << "unknown";
 }
 
-TEST(ChunkGroupsTest, InvalidGroupsAreRefused) {
+TEST(ChunkGroupsTest, invalid_groups_are_refused) {
   CacheOptions options;
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
   options.groups.assign(32, group_of(0, 16, 1, 0));

@@ -35,14 +35,14 @@ class CostModelTest : public ::testing::Test {
   }
 };
 
-TEST_F(CostModelTest, UnmeasuredTiersAreLoadedFrom) {
+TEST_F(CostModelTest, unmeasured_tiers_are_loaded_from) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
   compute(1000, 1);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
   EXPECT_NEAR(decide({on(0, 100)}).compute_seconds, 1, 0.01);
 }
 
-TEST_F(CostModelTest, TheFasterOfLoadAndRecomputeIsChosen) {
+TEST_F(CostModelTest, the_faster_of_load_and_recompute_is_chosen) {
   compute(1000, 1);
   read(0, 5000);
   const Decision load = decide({on(0, 100)});
@@ -53,7 +53,7 @@ TEST_F(CostModelTest, TheFasterOfLoadAndRecomputeIsChosen) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ATiersEstimateIsUsedUntilTheFirstMeasurement) {
+TEST_F(CostModelTest, a_tiers_estimate_is_used_until_the_first_measurement) {
   compute(1000, 1);
   const std::vector<double> hints{40, 0};
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kRecompute);
@@ -61,20 +61,20 @@ TEST_F(CostModelTest, ATiersEstimateIsUsedUntilTheFirstMeasurement) {
   EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, ATiersEstimateIsScaledByTheBytesOfAPart) {
+TEST_F(CostModelTest, a_tiers_estimate_is_scaled_by_the_bytes_of_a_part) {
   compute(1000, 1);
   const std::vector<double> hints{5, 0};
   EXPECT_NEAR(decide({on(0, 1000)}, {.hints = hints, .deadline_seconds = 2}).chunks, 400, 1);
 }
 
-TEST_F(CostModelTest, TiersReadConcurrently) {
+TEST_F(CostModelTest, tiers_read_concurrently) {
   compute(1000, 1);
   read(0, 1500);
   read(1, 1500);
   EXPECT_NEAR(decide({on(0, 50), on(1, 50)}).load_seconds, 0.333, 0.01);
 }
 
-TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
+TEST_F(CostModelTest, the_queue_of_a_tier_counts_as_wait_time) {
   compute(1000, 1);
   read(0, 5000);
   model_.add_waiting(0, 20000);
@@ -83,14 +83,14 @@ TEST_F(CostModelTest, TheQueueOfATierCountsAsWaitTime) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, TheCopyToTheDeviceCounts) {
+TEST_F(CostModelTest, the_copy_to_the_device_counts) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
-TEST_F(CostModelTest, ACopyThatIsNeededAnywayCostsOnlyItsBytes) {
+TEST_F(CostModelTest, a_copy_that_is_needed_anyway_costs_only_its_bytes) {
   compute(1000, 1);
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.on_copy(100.0 * i, 0.5 + 1e-4 * i);
@@ -98,7 +98,7 @@ TEST_F(CostModelTest, ACopyThatIsNeededAnywayCostsOnlyItsBytes) {
   EXPECT_EQ(decide({on(0, 40)}, {.loads_anyway = true}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, AChoiceIsKeptWhileTheCostsAreClose) {
+TEST_F(CostModelTest, a_choice_is_kept_while_the_costs_are_close) {
   compute(1000, 1);
   read(0, 970);
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // the current choice
@@ -112,7 +112,7 @@ TEST_F(CostModelTest, AChoiceIsKeptWhileTheCostsAreClose) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, ChunksOnTheFastTierAreLoadedWithoutTheRest) {
+TEST_F(CostModelTest, chunks_on_the_fast_tier_are_loaded_without_the_rest) {
   compute(1000, 1);
   read(0, 10000);
   read(1, 100);
@@ -122,7 +122,7 @@ TEST_F(CostModelTest, ChunksOnTheFastTierAreLoadedWithoutTheRest) {
   EXPECT_NEAR(decision.compute_seconds, 0.6, 0.01);
 }
 
-TEST_F(CostModelTest, ASlowChunkIsReadForTheChunksAfterIt) {
+TEST_F(CostModelTest, a_slow_chunk_is_read_for_the_chunks_after_it) {
   compute(1000, 1);
   read(1, 100);
   const Decision decision = decide({on(1, 1), on(Stretch::kHostMemory, 99)});
@@ -130,7 +130,7 @@ TEST_F(CostModelTest, ASlowChunkIsReadForTheChunksAfterIt) {
   EXPECT_EQ(decision.chunks, 100u);
 }
 
-TEST_F(CostModelTest, OnlyChunksThatArriveInTimeArePlanned) {
+TEST_F(CostModelTest, only_chunks_that_arrive_in_time_are_planned) {
   compute(1000, 1);
   read(0, 2000);
   const Decision decision = decide({on(0, 1000)}, {.deadline_seconds = 2});  // all of it: 5 s
@@ -139,7 +139,7 @@ TEST_F(CostModelTest, OnlyChunksThatArriveInTimeArePlanned) {
   EXPECT_LE(decision.load_seconds, 2);
 }
 
-TEST_F(CostModelTest, AnIndivisibleLoadIsLoadedWholeOrNotAtAll) {
+TEST_F(CostModelTest, an_indivisible_load_is_loaded_whole_or_not_at_all) {
   compute(1000, 1);
   read(0, 2000);
   EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 2}).choice, Choice::kRecompute);
@@ -154,7 +154,7 @@ TEST_F(CostModelTest, AnIndivisibleLoadIsLoadedWholeOrNotAtAll) {
   EXPECT_EQ(short_end.chunks, 130u);
 }
 
-TEST_F(CostModelTest, AnUnusedTierIsProbedPeriodically) {
+TEST_F(CostModelTest, an_unused_tier_is_probed_periodically) {
   compute(1000, 1);
   read(0, 100);
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(60))) << "it is in use";
@@ -165,7 +165,7 @@ TEST_F(CostModelTest, AnUnusedTierIsProbedPeriodically) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(62)));
 }
 
-TEST_F(CostModelTest, AnOverdueReadReplacesAProbe) {
+TEST_F(CostModelTest, an_overdue_read_replaces_a_probe) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -174,7 +174,7 @@ TEST_F(CostModelTest, AnOverdueReadReplacesAProbe) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(51)));
 }
 
-TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
+TEST_F(CostModelTest, only_one_probe_is_in_flight) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -183,7 +183,7 @@ TEST_F(CostModelTest, OnlyOneProbeIsInFlight) {
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
 }
 
-TEST_F(CostModelTest, AProbeMeasuresTheTierAgain) {
+TEST_F(CostModelTest, a_probe_measures_the_tier_again) {
   compute(1000, 1);
   read(0, 100);
   decide({on(0, 100)});
@@ -192,7 +192,7 @@ TEST_F(CostModelTest, AProbeMeasuresTheTierAgain) {
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMuchSlower) {
+TEST_F(CostModelTest, host_memory_is_used_unless_copying_is_much_slower) {
   EXPECT_TRUE(model_.host_pays(1, now_));
   compute(1000, 1);
   model_.on_copy(1000, 10);

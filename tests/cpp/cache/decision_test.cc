@@ -50,7 +50,7 @@ class DecisionTest : public ::testing::Test {
   SimulatedEngine::Served last_;
 };
 
-TEST_F(DecisionTest, AFastTierIsAlwaysUsed) {
+TEST_F(DecisionTest, a_fast_tier_is_always_used) {
   make({.tiers = {kFast}});
   warm_up();
   for (int i = 0; i < 50; ++i) {
@@ -60,7 +60,7 @@ TEST_F(DecisionTest, AFastTierIsAlwaysUsed) {
   EXPECT_EQ(engine().decisions("recompute"), 0);
 }
 
-TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
+TEST_F(DecisionTest, a_throttled_tier_costs_at_most_a_tenth) {
   make({.tiers = {kThrottled}});
   warm_up();
   const double first = served();
@@ -70,7 +70,7 @@ TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
   EXPECT_GT(engine().decisions("recompute"), 90);
 }
 
-TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotAwaited) {
+TEST_F(DecisionTest, a_window_that_cannot_arrive_in_time_is_not_awaited) {
   constexpr std::uint32_t kLong = 512;
   for (const double speed : {kFast, kThrottled / 16}) {  // 8 chunks: 0.1 ms; 8.2 s, the deadline is 5
     make({.token_seconds = 2e-3, .tiers = {speed}, .window = 8});
@@ -93,7 +93,7 @@ TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotAwaited) {
   }
 }
 
-TEST_F(DecisionTest, ATierThatSlowsDownIsAbandonedBeforeItDoublesTheTtft) {
+TEST_F(DecisionTest, a_tier_that_slows_down_is_abandoned_before_it_doubles_the_ttft) {
   make({.tiers = {kFast}});
   warm_up();
   EXPECT_LT(mean_served(10), 0.2);
@@ -103,7 +103,7 @@ TEST_F(DecisionTest, ATierThatSlowsDownIsAbandonedBeforeItDoublesTheTtft) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, AStuckTierIsAbandoned) {
+TEST_F(DecisionTest, a_stuck_tier_is_abandoned) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -112,7 +112,7 @@ TEST_F(DecisionTest, AStuckTierIsAbandoned) {
   EXPECT_LT(mean_served(20), 1.1);
 }
 
-TEST_F(DecisionTest, ReadsInFlightAfterGivingUpServeAsTheProbe) {
+TEST_F(DecisionTest, reads_in_flight_after_giving_up_serve_as_the_probe) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -126,7 +126,7 @@ TEST_F(DecisionTest, ReadsInFlightAfterGivingUpServeAsTheProbe) {
   EXPECT_EQ(engine().decisions("probe"), 0);
 }
 
-TEST_F(DecisionTest, GivingUpKeepsTheReadsThatOtherRequestsWaitFor) {
+TEST_F(DecisionTest, giving_up_keeps_the_reads_that_other_requests_wait_for) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -165,7 +165,7 @@ TEST_F(DecisionTest, GivingUpKeepsTheReadsThatOtherRequestsWaitFor) {
 
 // Another server writes the records one by one. The first record alone is not worth the tier's latency.
 // The wait for the last record must not count as read time of the tier.
-TEST_F(DecisionTest, AwaitedChunksAreLoadedInAnyWriteOrder) {
+TEST_F(DecisionTest, awaited_chunks_are_loaded_in_any_write_order) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
@@ -196,7 +196,7 @@ TEST_F(DecisionTest, AwaitedChunksAreLoadedInAnyWriteOrder) {
   }
 }
 
-TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
+TEST_F(DecisionTest, a_tier_that_recovered_is_used_again_within_a_probe) {
   make({.tiers = {kFast}});
   warm_up();
   served();
@@ -208,7 +208,7 @@ TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
   EXPECT_LT(mean_served(5), 0.2);
 }
 
-TEST_F(DecisionTest, LatencyIsNotMistakenForLowSpeed) {
+TEST_F(DecisionTest, latency_is_not_mistaken_for_low_speed) {
   make({.tiers = {kFast}});
   engine().tiers[0]->latency_seconds = 0.02;
   warm_up();
@@ -218,7 +218,7 @@ TEST_F(DecisionTest, LatencyIsNotMistakenForLowSpeed) {
   EXPECT_LT(served(32), 0.8);
 }
 
-TEST_F(DecisionTest, ProbesAreFewReadsAndNoRequestWaitsForThem) {
+TEST_F(DecisionTest, probes_are_few_reads_and_no_request_waits_for_them) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -231,7 +231,7 @@ TEST_F(DecisionTest, ProbesAreFewReadsAndNoRequestWaitsForThem) {
   EXPECT_EQ(engine().tiers[0]->submitted_reads - before, 10u * 8);
 }
 
-TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedIfThatIsCheaper) {
+TEST_F(DecisionTest, long_prompts_are_loaded_and_short_ones_computed_if_that_is_cheaper) {
   // Reads 4,500 tokens/s: slower than computing a short prompt, faster than the end of a long one.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
@@ -247,7 +247,7 @@ TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedIfThatIsCheaper) {
   EXPECT_EQ(engine().decisions("load"), loads + 1);
 }
 
-TEST_F(DecisionTest, TheWorthwhilePartIsLoadedAndTheRestComputed) {
+TEST_F(DecisionTest, the_worthwhile_part_is_loaded_and_the_rest_computed) {
   make({.tiers = {kFast, kThrottled}});
   warm_up();
   for (const std::size_t tier : {0u, 1u}) served(kChunks, tier);  // measures both tiers
@@ -266,7 +266,7 @@ TEST_F(DecisionTest, TheWorthwhilePartIsLoadedAndTheRestComputed) {
   EXPECT_EQ(engine().decisions("partial"), 2);
 }
 
-TEST_F(DecisionTest, TokensAfterALongPrefixTakeLongerToCompute) {
+TEST_F(DecisionTest, tokens_after_a_long_prefix_take_longer_to_compute) {
   // Reads 4,500 tokens/s: slower than computing at the start of a prompt, faster than after 12,288 tokens.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,
@@ -282,7 +282,7 @@ TEST_F(DecisionTest, TokensAfterALongPrefixTakeLongerToCompute) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (768 + 64) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ASlowChunkIsLoadedIfManyChunksFollowIt) {
+TEST_F(DecisionTest, a_slow_chunk_is_loaded_if_many_chunks_follow_it) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -298,7 +298,7 @@ TEST_F(DecisionTest, ASlowChunkIsLoadedIfManyChunksFollowIt) {
   EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ACopyThatIsNeededAnywayAddsOnlyTheCostOfItsBytes) {
+TEST_F(DecisionTest, a_copy_that_is_needed_anyway_adds_only_the_cost_of_its_bytes) {
   make({.copy_bytes_per_second = kFast, .copy_latency_seconds = 0.05, .tiers = {kFast}});
   warm_up();
   for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // measures the latency
@@ -309,7 +309,7 @@ TEST_F(DecisionTest, ACopyThatIsNeededAnywayAddsOnlyTheCostOfItsBytes) {
   EXPECT_EQ(engine().serve(prompt).loaded_tokens, (kChunks + 16) * SimulatedEngine::kChunk);
 }
 
-TEST_F(DecisionTest, ARequestIsDecidedOnce) {
+TEST_F(DecisionTest, a_request_is_decided_once) {
   make({.tiers = {kFast}});
   const auto prompt = engine().new_prompt(kChunks);
   engine().put(prompt, 0);
@@ -324,7 +324,7 @@ TEST_F(DecisionTest, ARequestIsDecidedOnce) {
   cache.end_request(request);
 }
 
-TEST_F(DecisionTest, ChunksThatCannotArriveBeforeTheDeadlineAreNotAwaited) {
+TEST_F(DecisionTest, chunks_that_cannot_arrive_before_the_deadline_are_not_awaited) {
   // Loading all takes 8 s and computing 16 s, but the deadline is 5 s.
   make({.token_seconds = 1e-3, .context_seconds = 0, .rows = 32768, .tiers = {2000 * 256.0}});
   warm_up();
@@ -336,7 +336,7 @@ TEST_F(DecisionTest, ChunksThatCannotArriveBeforeTheDeadlineAreNotAwaited) {
   EXPECT_EQ(engine().counter("kv_offload_miss_tokens_total", {"deadline"}), 0);
 }
 
-TEST_F(DecisionTest, HostMemoryIsNotCopiedWhereComputingIsMuchFaster) {
+TEST_F(DecisionTest, host_memory_is_not_copied_where_computing_is_much_faster) {
   make({.copy_bytes_per_second = 256 * 1000.0, .tiers = {}});  // 1,000 tokens/s
   warm_up();
   const auto ask = [&](std::uint32_t chunks) {
@@ -350,7 +350,7 @@ TEST_F(DecisionTest, HostMemoryIsNotCopiedWhereComputingIsMuchFaster) {
   EXPECT_GT(engine().counter("kv_offload_miss_tokens_total", {"recompute_cheaper"}), 0);
 }
 
-TEST_F(DecisionTest, TheLoadPolicyOfARequestOverridesTheCostModel) {
+TEST_F(DecisionTest, the_load_policy_of_a_request_overrides_the_cost_model) {
   make({.tiers = {kThrottled}});
   warm_up();
   served();
@@ -363,7 +363,7 @@ TEST_F(DecisionTest, TheLoadPolicyOfARequestOverridesTheCostModel) {
   EXPECT_EQ(engine().serve(other, {.load_policy = LoadPolicy::kNever}).loaded_tokens, 0u);
 }
 
-TEST_F(DecisionTest, SavedSecondsMatchTheGainOfTheRequests) {
+TEST_F(DecisionTest, saved_seconds_match_the_gain_of_the_requests) {
   make({.tiers = {kFast}});
   warm_up();
   double gained = 0;
@@ -377,7 +377,7 @@ TEST_F(DecisionTest, SavedSecondsMatchTheGainOfTheRequests) {
   EXPECT_EQ(engine().counter("kv_offload_load_seconds"), 20);
 }
 
-TEST_F(DecisionTest, ALossIsCountedAsLostSeconds) {
+TEST_F(DecisionTest, a_loss_is_counted_as_lost_seconds) {
   make({.tiers = {2500 * 256.0}, .cache = {.load_policy = LoadPolicy::kAlways}});
   warm_up();
   EXPECT_GT(served(), 2);
@@ -387,7 +387,7 @@ TEST_F(DecisionTest, ALossIsCountedAsLostSeconds) {
 
 class StepOrderTest : public DecisionTest, public ::testing::WithParamInterface<StepOrder> {};
 
-TEST_P(StepOrderTest, TheEnginesSpeedIsLearntInEveryStepOrder) {
+TEST_P(StepOrderTest, the_engines_speed_is_learnt_in_every_step_order) {
   make({.order = GetParam(), .tiers = {}});
   for (const std::uint32_t chunks : {32u, 256u, 64u, 512u, 128u, 96u, 512u}) {
     engine().serve(engine().new_prompt(chunks));

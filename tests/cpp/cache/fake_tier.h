@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <new>
 #include <set>
 #include <string>
 #include <utility>
@@ -75,6 +76,7 @@ class FakeTier final : public ManualTier {
   bool asks = false;    // if !knows: contains() returns kLookupPending after prefetch_presence()
   bool is_sure = true;  // false: contains() returns kStaleMiss for missing records
   bool answers = true;  // false: repeated lookups of absent keys stay unknown
+  bool reset_throws = false;
   std::set<ChunkKey> forgotten;
   double read_seconds = 0;  // reported by estimate_read_seconds() and read completions
   std::size_t max_records = kAll;
@@ -99,13 +101,21 @@ class FakeTier final : public ManualTier {
   // ---- Tier
   std::string_view name() const override { return name_; }
   void submit(std::vector<TierOp> ops) override {
-    for (TierOp& op : ops) {
-      born_[op.id] = epoch_;
-      if (closed_) {
-        complete(op, Status::error(StatusKind::kUnavailable, "closed"));
-      } else {
-        (op.kind == OpKind::kRead ? reads_ : writes_).push_back(std::move(op));
+    const OpId first = ops.front().id;
+    try {
+      for (TierOp& op : ops) {
+        born_[op.id] = epoch_;
+        if (closed_) {
+          complete(op, Status::error(StatusKind::kUnavailable, "closed"));
+        } else {
+          (op.kind == OpKind::kRead ? reads_ : writes_).push_back(std::move(op));
+        }
       }
+    } catch (const std::bad_alloc&) {  // then it has accepted none of them
+      for (auto* queue : {&reads_, &writes_}) {
+        while (!queue->empty() && queue->back().id >= first) queue->pop_back();
+      }
+      throw;
     }
   }
   bool cancel(OpId id) override {
@@ -147,6 +157,7 @@ class FakeTier final : public ManualTier {
     for (const TierUse& use : *uses) told_used.push_back(use);
   }
   Status reset() override {
+    if (reset_throws) throw std::bad_alloc();
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
     records.clear();
     ++epoch_;

@@ -27,7 +27,7 @@ class FetchFakeTest : public CacheTest {
   }
 };
 
-TEST_P(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
+TEST_P(FetchTest, a_recorded_chunk_is_fetched_verified_and_loaded) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c"}), "PPM");
@@ -48,7 +48,7 @@ TEST_P(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
   EXPECT_EQ(world().metrics.value("kv_offload_lookup_tokens_total", {}), 3 * World::kTokens);
 }
 
-TEST_P(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
+TEST_P(FetchTest, a_fetched_chunk_counts_as_its_tier_once_then_as_host_memory) {
   record({"a"});
   for (int i = 0; i < 2; ++i) {
     const RequestHandle request = begin();
@@ -64,7 +64,7 @@ TEST_P(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
   EXPECT_EQ(cache().load_source(key_of("a")), -1);
 }
 
-TEST_P(FetchTest, WaitingRequestsShareAFetch) {
+TEST_P(FetchTest, waiting_requests_share_a_fetch) {
   record({"a", "b"});
   const RequestHandle first = begin(), second = begin(), third = begin();
   scan(first, {"a", "b"});
@@ -83,7 +83,7 @@ TEST_P(FetchTest, WaitingRequestsShareAFetch) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(FetchTest, TheOldestRequestIsFetchedFirst) {
+TEST_P(FetchTest, the_oldest_request_is_fetched_first) {
   record({"a", "b"});
   const RequestHandle older = begin(), younger = begin();
   scan(younger, {"b"});
@@ -92,7 +92,7 @@ TEST_P(FetchTest, TheOldestRequestIsFetchedFirst) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
 }
 
-TEST_P(FetchTest, HitsStayPinnedWhileTheRequestWaitsForTheRest) {
+TEST_P(FetchTest, hits_stay_pinned_while_the_request_waits_for_the_rest) {
   make({.rows = 2});
   record({"b"});
   store({"a"});
@@ -108,7 +108,7 @@ TEST_P(FetchTest, HitsStayPinnedWhileTheRequestWaitsForTheRest) {
   EXPECT_THAT(store({"x"}), ElementsAre("x"));
 }
 
-TEST_P(FetchTest, APlanIsTrimmedToTheAvailableRows) {
+TEST_P(FetchTest, a_plan_is_trimmed_to_the_available_rows) {
   make({.rows = 3});
   record({"a", "b"});
   store({"c", "d"});
@@ -126,7 +126,7 @@ TEST_P(FetchTest, APlanIsTrimmedToTheAvailableRows) {
   copy(filling);
 }
 
-TEST_P(FetchTest, NoRequestWaitsPastTheDeadline) {
+TEST_P(FetchTest, no_request_waits_past_the_deadline) {
   record({"a", "b"});
   store({"c"});
   const RequestHandle request = begin();
@@ -145,7 +145,7 @@ TEST_P(FetchTest, NoRequestWaitsPastTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: the request may wait again
 }
 
-TEST_P(FetchTest, ARequestWithoutFurtherLookupsLosesItsPinsAtTheDeadline) {
+TEST_P(FetchTest, a_request_without_further_lookups_loses_its_pins_at_the_deadline) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -159,7 +159,7 @@ TEST_P(FetchTest, ARequestWithoutFurtherLookupsLosesItsPinsAtTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "H");
 }
 
-TEST_P(FetchTest, AFetchWithoutWaitersIsCancelled) {
+TEST_P(FetchTest, a_fetch_without_waiters_is_cancelled) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -174,7 +174,7 @@ TEST_P(FetchTest, AFetchWithoutWaitersIsCancelled) {
 
 // ---- failures
 
-TEST_P(FetchTest, ACorruptRecordIsAPermanentMiss) {
+TEST_P(FetchTest, a_corrupt_record_is_a_permanent_miss) {
   record({"a", "b"});
   tier().damage(key_of("b"));
   const RequestHandle request = begin();
@@ -189,7 +189,7 @@ TEST_P(FetchTest, ACorruptRecordIsAPermanentMiss) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(FetchTest, TheSameRequestDoesNotRetryAnUnreadableRecord) {
+TEST_P(FetchTest, the_same_request_does_not_retry_an_unreadable_record) {
   record({"a"});
   tier().fail(StatusKind::kIo);
   const RequestHandle request = begin();
@@ -206,7 +206,7 @@ TEST_P(FetchTest, TheSameRequestDoesNotRetryAnUnreadableRecord) {
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_P(FetchTest, AVanishedRecordIsAMissWithoutAFailure) {
+TEST_P(FetchTest, a_vanished_record_is_a_miss_without_a_failure) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -219,7 +219,7 @@ TEST_P(FetchTest, AVanishedRecordIsAMissWithoutAFailure) {
   EXPECT_EQ(world().failures("fs", "read", "not_found"), 0);
 }
 
-TEST_P(FetchTest, TheRanksSeeWhileARequestWaitsForRecords) {
+TEST_P(FetchTest, the_ranks_see_while_a_request_waits_for_records) {
   record({"a"});
   const HostRegion& rank = *world().ranks[0];
   const RequestHandle request = begin();
@@ -236,7 +236,7 @@ TEST_P(FetchTest, TheRanksSeeWhileARequestWaitsForRecords) {
 }
 
 // vLLM 0.31 and 0.32 end the step before they end its requests, and an idle engine makes no further one.
-TEST_P(FetchTest, TheRanksSeeThatTheLastWaitingRequestEnded) {
+TEST_P(FetchTest, the_ranks_see_that_the_last_waiting_request_ended) {
   record({"a"});
   const HostRegion& rank = *world().ranks[0];
   for (const bool by_reset : {false, true}) {
@@ -255,7 +255,7 @@ TEST_P(FetchTest, TheRanksSeeThatTheLastWaitingRequestEnded) {
   }
 }
 
-TEST_F(FetchFakeTest, TheRanksSeeThatARequestWaitsForALookupUntilTheCacheIsClosed) {
+TEST_F(FetchFakeTest, the_ranks_see_that_a_request_waits_for_a_lookup_until_the_cache_is_closed) {
   fake().knows = false;
   const HostRegion& rank = *world().ranks[0];
   EXPECT_FALSE(rank.is_fetching());
@@ -266,14 +266,14 @@ TEST_F(FetchFakeTest, TheRanksSeeThatARequestWaitsForALookupUntilTheCacheIsClose
   EXPECT_FALSE(rank.is_fetching());
 }
 
-TEST_P(FetchTest, ATierWithAnOpenCircuitBreakerIsNotAwaited) {
+TEST_P(FetchTest, a_tier_with_an_open_circuit_breaker_is_not_awaited) {
   record({"a"});
   tier().switch_off();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_F(FetchFakeTest, AnUnknownKeyIsLookedUpAgainUntilTheDeadline) {
+TEST_F(FetchFakeTest, an_unknown_key_is_looked_up_again_until_the_deadline) {
   fake().knows = false;
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "RR");
@@ -289,7 +289,7 @@ TEST_F(FetchFakeTest, AnUnknownKeyIsLookedUpAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, APendingLookupIsAwaitedAndNotSentAgain) {
+TEST_F(FetchFakeTest, a_pending_lookup_is_awaited_and_not_sent_again) {
   fake().knows = fake().is_sure = false;
   fake().asks = true;
   const RequestHandle first = begin(), second = begin();
@@ -308,7 +308,7 @@ TEST_F(FetchFakeTest, APendingLookupIsAwaitedAndNotSentAgain) {
   EXPECT_EQ(scan(second, {"a"}), "M") << "the same reply answered this request's lookup";
 }
 
-TEST_F(FetchFakeTest, EachRequestLooksUpAStaleMissOnce) {
+TEST_F(FetchFakeTest, each_request_looks_up_a_stale_miss_once) {
   record({"a"});
   fake().is_sure = false;
   const RequestHandle request = begin();
@@ -330,7 +330,7 @@ TEST_F(FetchFakeTest, EachRequestLooksUpAStaleMissOnce) {
 }
 
 // The older lookup result must not be used instead.
-TEST_F(FetchFakeTest, ARepeatedLookupWaitsForItsReply) {
+TEST_F(FetchFakeTest, a_repeated_lookup_waits_for_its_reply) {
   record({"a"});
   fake().is_sure = fake().answers = false;
   const RequestHandle request = begin();
@@ -342,7 +342,7 @@ TEST_F(FetchFakeTest, ARepeatedLookupWaitsForItsReply) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitWhenAnotherLooksUpAgain) {
+TEST_F(FetchFakeTest, a_request_with_its_reply_does_not_wait_when_another_looks_up_again) {
   fake().is_sure = false;
   const RequestHandle patient = begin({.remote_wait = seconds(4)}), other = begin();
   EXPECT_EQ(scan(patient, {"a"}), "R");
@@ -355,7 +355,7 @@ TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitWhenAnotherLooksUpAgain) {
 }
 
 // vLLM may look up again when the device has no free blocks, while another request's lookup is pending.
-TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitForAnotherRequestsLookup) {
+TEST_F(FetchFakeTest, a_request_with_its_reply_does_not_wait_for_another_requests_lookup) {
   fake().is_sure = false;
   const RequestHandle first = begin();
   EXPECT_EQ(scan(first, {"a"}), "R");
@@ -374,7 +374,7 @@ TEST_F(FetchFakeTest, ARequestWithItsReplyDoesNotWaitForAnotherRequestsLookup) {
   EXPECT_EQ(scan(second, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARequestWithTheReplyOfOneTierWaitsForTheOtherTier) {
+TEST_F(FetchFakeTest, a_request_with_the_reply_of_one_tier_waits_for_the_other_tier) {
   FakeTier* slow = nullptr;
   make({.slower = &slow});
   fake().is_sure = slow->knows = false;
@@ -387,7 +387,7 @@ TEST_F(FetchFakeTest, ARequestWithTheReplyOfOneTierWaitsForTheOtherTier) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) {
+TEST_F(FetchFakeTest, records_of_another_server_are_awaited_as_long_as_the_request_allows) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));
   const RequestHandle request = begin({.remote_wait = seconds(2)});
@@ -407,7 +407,7 @@ TEST_F(FetchFakeTest, RecordsOfAnotherServerAreAwaitedAsLongAsTheRequestAllows) 
   EXPECT_EQ(peek({"c"}), "M") << "no other request waits";
 }
 
-TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
+TEST_F(FetchFakeTest, a_request_that_waits_for_a_record_repeats_its_lookup) {
   fake().is_sure = false;
   const RequestHandle request = begin({.remote_wait = seconds(2)});
   for (std::size_t asked = 1; asked <= 3; ++asked) {
@@ -419,7 +419,7 @@ TEST_F(FetchFakeTest, ARequestThatWaitsForARecordRepeatsItsLookup) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
+TEST_F(FetchFakeTest, a_record_announced_too_early_is_still_awaited) {
   record({"a", "b"});
   const RequestHandle request = begin({.remote_wait = seconds(2)});
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
@@ -430,7 +430,7 @@ TEST_F(FetchFakeTest, ARecordAnnouncedTooEarlyIsStillAwaited) {
   expect_loaded(request, std::move(written_later));
 }
 
-TEST_F(FetchFakeTest, ARecordIsNotAwaitedPastTheDeadlineOrIfLoadsAreExcluded) {
+TEST_F(FetchFakeTest, a_record_is_not_awaited_past_the_deadline_or_if_loads_are_excluded) {
   const RequestHandle patient = begin({.remote_wait = seconds(600)});
   EXPECT_EQ(scan(patient, {"a"}), "R");
   pass_time(seconds(6));
@@ -444,7 +444,7 @@ TEST_F(FetchFakeTest, ARecordIsNotAwaitedPastTheDeadlineOrIfLoadsAreExcluded) {
 }
 
 // After a reset the tier is in an epoch that no other server writes to.
-TEST_F(FetchFakeTest, ARecordIsNotAwaitedOnATierThatWasReset) {
+TEST_F(FetchFakeTest, a_record_is_not_awaited_on_a_tier_that_was_reset) {
   cache().reset();
   step();
   EXPECT_EQ(scan(begin({.remote_wait = seconds(2)}), {"a"}), "M");
@@ -455,7 +455,7 @@ TEST_F(FetchFakeTest, ARecordIsNotAwaitedOnATierThatWasReset) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
+TEST_F(FetchFakeTest, a_record_that_would_not_be_fetched_is_not_awaited) {
   make({.rows = 1});
   record({"a"});
   record({"b"});
@@ -468,7 +468,7 @@ TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotAwaited) {
 }
 
 // The tier replied in time: no server stored the record.
-TEST_F(FetchFakeTest, AnAwaitedRecordThatNeverAppearsCountsAsNotStored) {
+TEST_F(FetchFakeTest, an_awaited_record_that_never_appears_counts_as_not_stored) {
   fake().is_sure = false;
   for (const Nanos await : {seconds(2), seconds(600)}) {
     const RequestHandle request = begin({.remote_wait = await});
@@ -485,7 +485,7 @@ TEST_F(FetchFakeTest, AnAwaitedRecordThatNeverAppearsCountsAsNotStored) {
 
 // ---- load policies
 
-TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
+TEST_P(FetchTest, policy_never_loads_nothing_from_tiers) {
   record({"a"});
   store({"b"});
   const RequestHandle request = begin({.load_policy = LoadPolicy::kNever});
@@ -494,7 +494,7 @@ TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
   EXPECT_EQ(world().miss_tokens("disabled"), World::kTokens);
 }
 
-TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
+TEST_P(FetchTest, a_request_may_exclude_the_tiers_or_host_memory) {
   record({"a"});
   store({"b"});
   EXPECT_EQ(scan(begin({.load_tiers = 0}), {"b", "a"}), "HM");
@@ -506,7 +506,7 @@ TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
   EXPECT_EQ(lookup(request, "a"), LookupResult::kHit);
 }
 
-TEST_F(FetchFakeTest, LoadingIsSkippedWhereComputingIsFaster) {
+TEST_F(FetchFakeTest, loading_is_skipped_where_computing_is_faster) {
   make({.rows = 16});
   record({"a", "b"});
   // 160 tokens in 0.1 s: 1600 tokens/s.
@@ -580,7 +580,7 @@ class FetchTogetherTest : public FetchTest {
 
 KV_OFFLOAD_OVER_BOTH(FetchTogetherTest);
 
-TEST_P(FetchTogetherTest, TwoPlansThatDoNotFitTogetherBothFinish) {
+TEST_P(FetchTogetherTest, two_plans_that_do_not_fit_together_both_finish) {
   make({.rows = 5});
   record(numbered("a", 4));
   record(numbered("b", 4));
@@ -593,7 +593,7 @@ TEST_P(FetchTogetherTest, TwoPlansThatDoNotFitTogetherBothFinish) {
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
 }
 
-TEST_P(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
+TEST_P(FetchTogetherTest, a_prefix_larger_than_host_memory_loads_what_fits) {
   make({.rows = 5});
   for (int i = 0; i < 12; i += 4) {
     Names part = numbered("p", 12);
@@ -606,7 +606,7 @@ TEST_P(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
   EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
 }
 
-TEST_P(FetchTogetherTest, ManyRequestsThatExceedHostMemoryAllFinish) {
+TEST_P(FetchTogetherTest, many_requests_that_exceed_host_memory_all_finish) {
   make({.rows = 7});
   const Names letters{"a", "b", "c", "d", "e", "f", "g", "h"};
   for (const std::string& letter : letters) record(numbered(letter.c_str(), 3));
@@ -660,7 +660,7 @@ class HybridTest : public OverBoth<HybridVerbs> {};
 KV_OFFLOAD_OVER_BOTH(HybridTest);
 class HybridFakeTest : public HybridVerbs {};
 
-TEST_P(HybridTest, LaterGroupsAreReadOnlyAfterTheFirstGroup) {
+TEST_P(HybridTest, later_groups_are_read_only_after_the_first_group) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
@@ -677,7 +677,7 @@ TEST_P(HybridTest, LaterGroupsAreReadOnlyAfterTheFirstGroup) {
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
 }
 
-TEST_F(HybridFakeTest, LookupsMarkKeysThatAreAPrefix) {
+TEST_F(HybridFakeTest, lookups_mark_keys_that_are_a_prefix) {
   make_hybrid({true, false});
   fake().knows = false;
   const RequestHandle first = begin(), second = begin();
@@ -691,7 +691,7 @@ TEST_F(HybridFakeTest, LookupsMarkKeysThatAreAPrefix) {
 }
 
 // vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.
-TEST_F(HybridFakeTest, PartsOfALastBlockAreNotAPrefix) {
+TEST_F(HybridFakeTest, parts_of_a_last_block_are_not_a_prefix) {
   make_hybrid({true, true});
   for (const char* part : {"long", "short"}) {
     const RequestHandle writer = begin();
@@ -713,7 +713,7 @@ TEST_F(HybridFakeTest, PartsOfALastBlockAreNotAPrefix) {
   for (const auto& [keys, order] : fake().asked) EXPECT_EQ(keys.size(), 1u);
 }
 
-TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
+TEST_P(HybridTest, full_attention_groups_are_read_together) {
   make_hybrid({true, true});
   const RequestHandle request = begin();
   look(request, {"a", "b"}, 0u);
@@ -722,7 +722,7 @@ TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
   EXPECT_EQ(tier().queued_reads(), 4u);
 }
 
-TEST_P(HybridTest, ChunksThatAWindowScanSkippedAreNotRead) {
+TEST_P(HybridTest, chunks_that_a_window_scan_skipped_are_not_read) {
   make_hybrid({false, false});
   tier().take_away(key_of("b", 1));
   const RequestHandle request = begin();
@@ -731,7 +731,7 @@ TEST_P(HybridTest, ChunksThatAWindowScanSkippedAreNotRead) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-TEST_P(HybridTest, OnlyTheLastScanOfAGroupCounts) {
+TEST_P(HybridTest, only_the_last_scan_of_a_group_counts) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   look(request, {"a", "b", "c"}, 0u);
@@ -742,7 +742,7 @@ TEST_P(HybridTest, OnlyTheLastScanOfAGroupCounts) {
 }
 
 // Rows suffice but time does not: only the chunks after the cut are computed.
-TEST_F(HybridFakeTest, TheWorthwhilePartOfAPrefixIsLoadedCompletely) {
+TEST_F(HybridFakeTest, the_worthwhile_part_of_a_prefix_is_loaded_completely) {
   Names prompt, others;
   for (int i = 0; i < 12; ++i) prompt.push_back(fmt::format("p{}", i));
   for (int i = 0; i < 10; ++i) others.push_back(fmt::format("w{}", i));
@@ -767,7 +767,7 @@ TEST_F(HybridFakeTest, TheWorthwhilePartOfAPrefixIsLoadedCompletely) {
   EXPECT_EQ(world().miss_tokens("recompute_cheaper"), 4 * World::kTokens);
 }
 
-TEST_P(HybridTest, ATrimmedPlanLeavesRowsForTheWindows) {
+TEST_P(HybridTest, a_trimmed_plan_leaves_rows_for_the_windows) {
   make_hybrid({true, false}, 3);
   const RequestHandle holder = begin();
   const Job filling = offer(holder, {"x"});

@@ -32,7 +32,7 @@ class HintTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(HintTest);
 
-TEST_P(HintTest, TheParentOfAChunkIsThePreviouslyOfferedChunk) {
+TEST_P(HintTest, the_parent_of_a_chunk_is_the_previously_offered_chunk) {
   const RequestHandle request = begin();
   store_deep(request, {"a", "b"}, 16);
   store_deep(request, {"c"}, 18);  // in a later step
@@ -43,12 +43,12 @@ TEST_P(HintTest, TheParentOfAChunkIsThePreviouslyOfferedChunk) {
   EXPECT_EQ(told("x").parent, 0u);
 }
 
-TEST_P(HintTest, WithoutDepthsTheParentIsThePreviousKeyOfTheCall) {
+TEST_P(HintTest, without_depths_the_parent_is_the_previous_key_of_the_call) {
   store({"a", "b"});
   EXPECT_EQ(told("b").parent, id("a"));
 }
 
-TEST_P(HintTest, AChunkAfterALoadedPrefixHasItsLastChunkAsParent) {
+TEST_P(HintTest, a_chunk_after_a_loaded_prefix_has_its_last_chunk_as_parent) {
   store({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "HH");
@@ -57,7 +57,7 @@ TEST_P(HintTest, AChunkAfterALoadedPrefixHasItsLastChunkAsParent) {
   EXPECT_EQ(told("c").parent, id("b"));
 }
 
-TEST_P(HintTest, AFetchedChunkHasThePreviousChunkAsParent) {
+TEST_P(HintTest, a_fetched_chunk_has_the_previous_chunk_as_parent) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
@@ -68,7 +68,7 @@ TEST_P(HintTest, AFetchedChunkHasThePreviousChunkAsParent) {
   EXPECT_NE(tier().reads()[1].entry_info.request, 0u);
 }
 
-TEST_P(HintTest, LowPriorityPromptsAreEvictedFirstAndHighPriorityLast) {
+TEST_P(HintTest, low_priority_prompts_are_evicted_first_and_high_priority_last) {
   WorldOptions options;
   options.rows = 6;
   options.tier = false;
@@ -88,7 +88,7 @@ TEST_P(HintTest, LowPriorityPromptsAreEvictedFirstAndHighPriorityLast) {
   EXPECT_EQ(peek({"h1", "h2"}), "HH");
 }
 
-TEST_P(HintTest, AChunkHitByARequestOfHighPriorityStaysLonger) {
+TEST_P(HintTest, a_chunk_hit_by_a_request_of_high_priority_stays_longer) {
   WorldOptions options;
   options.rows = 4;
   options.tier = false;

@@ -38,7 +38,7 @@ class HoldBackTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(HoldBackTest);
 
-TEST_P(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
+TEST_P(HoldBackTest, the_second_load_begins_when_the_first_has_ended) {
   make_cache(2 * kNeed);  // vLLM reserves one block for itself
   const RequestHandle a = ask(), b = ask();
   ASSERT_EQ(told(a, prompt_a_), 'H');
@@ -58,7 +58,7 @@ TEST_P(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
 }
 
-TEST_P(HoldBackTest, LoadsThatFitTogetherRunTogether) {
+TEST_P(HoldBackTest, loads_that_fit_together_run_together) {
   make_cache(2 * kNeed + 1);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -66,7 +66,7 @@ TEST_P(HoldBackTest, LoadsThatFitTogetherRunTogether) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, WithoutWindowsNoLoadIsHeldBack) {
+TEST_P(HoldBackTest, without_windows_no_load_is_held_back) {
   make_cache(kNeed, {true, true});
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -74,12 +74,12 @@ TEST_P(HoldBackTest, WithoutWindowsNoLoadIsHeldBack) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, ASingleLoadIsNeverHeldBack) {
+TEST_P(HoldBackTest, a_single_load_is_never_held_back) {
   make_cache(1);
   EXPECT_EQ(told(ask(), prompt_a_), 'H');
 }
 
-TEST_P(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
+TEST_P(HoldBackTest, a_request_of_unknown_length_counts_as_the_whole_cache) {
   make_cache(100 * kNeed);
   const RequestHandle a = ask(), b = begin();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -87,7 +87,7 @@ TEST_P(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
   end_load(loading);
 }
 
-TEST_P(HoldBackTest, NoLoadIsHeldBackPastTheDeadline) {
+TEST_P(HoldBackTest, no_load_is_held_back_past_the_deadline) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -102,7 +102,7 @@ TEST_P(HoldBackTest, NoLoadIsHeldBackPastTheDeadline) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(HoldBackTest, ChunksOfAHeldBackLoadStayPinnedAndAreFetched) {
+TEST_P(HoldBackTest, chunks_of_a_held_back_load_stay_pinned_and_are_fetched) {
   make_cache(kNeed);
   world().restart();
   store(prompt_a_);
@@ -121,7 +121,7 @@ TEST_P(HoldBackTest, ChunksOfAHeldBackLoadStayPinnedAndAreFetched) {
   EXPECT_EQ(told(b, prompt_b_), 'H');
 }
 
-TEST_P(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
+TEST_P(HoldBackTest, loads_that_a_reset_forgot_count_until_they_are_reported) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -135,7 +135,7 @@ TEST_P(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
   EXPECT_EQ(told(b, prompt_b_), 'H');
 }
 
-TEST_P(HoldBackTest, LoadsThatHadEndedBeforeAResetDoNotCount) {
+TEST_P(HoldBackTest, loads_that_had_ended_before_a_reset_do_not_count) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   ASSERT_EQ(told(a, prompt_a_), 'H');

@@ -57,7 +57,7 @@ class KeptMemory : public ShmTest {
   int engines_ = 0;
 };
 
-TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
+TEST_F(KeptMemory, the_next_engine_hits_the_resident_chunks) {
   {
     World world(options());
     EXPECT_TRUE(world.cache->stats().is_kept);
@@ -73,7 +73,7 @@ TEST_F(KeptMemory, TheNextEngineHitsTheResidentChunks) {
   EXPECT_FALSE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, KeptChunksAreReportedInEvents) {
+TEST_F(KeptMemory, kept_chunks_are_reported_in_events) {
   { store(*std::make_unique<World>(options()), "a"); }
   WorldOptions next = options();
   next.cache.keep_events = true;
@@ -84,7 +84,7 @@ TEST_F(KeptMemory, KeptChunksAreReportedInEvents) {
   EXPECT_FALSE(events[0].removed);
 }
 
-TEST_F(KeptMemory, AnEvictedChunkIsAMissAndTheChunkInItsRowIsAHit) {
+TEST_F(KeptMemory, an_evicted_chunk_is_a_miss_and_the_chunk_in_its_row_is_a_hit) {
   {
     WorldOptions small = options();
     small.rows = 2;
@@ -99,7 +99,7 @@ TEST_F(KeptMemory, AnEvictedChunkIsAMissAndTheChunkInItsRowIsAHit) {
   EXPECT_TRUE(hits(world, "c"));
 }
 
-TEST_F(KeptMemory, TheNextEngineEvictsTheLeastRecentlyUsedFirst) {
+TEST_F(KeptMemory, the_next_engine_evicts_the_least_recently_used_first) {
   const auto three_rows = [&] {
     WorldOptions made = options();
     made.rows = 3;
@@ -117,7 +117,7 @@ TEST_F(KeptMemory, TheNextEngineEvictsTheLeastRecentlyUsedFirst) {
 }
 
 // Without its head, the rest of a prefix is useless.
-TEST_F(KeptMemory, TheEndOfALoadedPrefixIsEvictedFirst) {
+TEST_F(KeptMemory, the_end_of_a_loaded_prefix_is_evicted_first) {
   const auto four_rows = [&] {
     WorldOptions made = options();
     made.rows = 4;
@@ -143,7 +143,7 @@ TEST_F(KeptMemory, TheEndOfALoadedPrefixIsEvictedFirst) {
 }
 
 // The chunk was in vLLM's device cache, so vLLM offers it again.
-TEST_F(KeptMemory, AChunkOfferedAgainCountsAsUsed) {
+TEST_F(KeptMemory, a_chunk_offered_again_counts_as_used) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -163,7 +163,7 @@ TEST_F(KeptMemory, AChunkOfferedAgainCountsAsUsed) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, ChunksOfAHighPriorityRequestStayLonger) {
+TEST_F(KeptMemory, chunks_of_a_high_priority_request_stay_longer) {
   const auto two_rows = [&] {
     WorldOptions made = options();
     made.rows = 2;
@@ -183,7 +183,7 @@ TEST_F(KeptMemory, ChunksOfAHighPriorityRequestStayLonger) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, AnIncompleteStoreIsAMiss) {
+TEST_F(KeptMemory, an_incomplete_store_is_a_miss) {
   {
     World world(options());
     const RequestHandle request = world.cache->begin_request("r", {});
@@ -195,7 +195,7 @@ TEST_F(KeptMemory, AnIncompleteStoreIsAMiss) {
 }
 
 // A reset means that the weights changed in this process. The next process may have the previous weights.
-TEST_F(KeptMemory, AfterAResetTheNextEngineHitsNothing) {
+TEST_F(KeptMemory, after_a_reset_the_next_engine_hits_nothing) {
   {
     World world(options());
     store(world, "before");
@@ -213,7 +213,7 @@ TEST_F(KeptMemory, AfterAResetTheNextEngineHitsNothing) {
   EXPECT_TRUE(hits(world, "later"));
 }
 
-TEST_F(KeptMemory, AReusedRowIsAMiss) {
+TEST_F(KeptMemory, a_reused_row_is_a_miss) {
   const auto one_row = [&] {
     WorldOptions made = options();
     made.rows = 1;
@@ -232,7 +232,7 @@ TEST_F(KeptMemory, AReusedRowIsAMiss) {
   EXPECT_FALSE(hits(world, "b"));
 }
 
-TEST_F(KeptMemory, MemoryOfOtherWeightsIsNotReused) {
+TEST_F(KeptMemory, memory_of_other_weights_is_not_reused) {
   { store(*std::make_unique<World>(options("old")), "a"); }
   {
     World world(options("new"));
@@ -242,7 +242,7 @@ TEST_F(KeptMemory, MemoryOfOtherWeightsIsNotReused) {
   EXPECT_FALSE(hits(world, "a")) << "another chunk has used its rows since";
 }
 
-TEST_F(KeptMemory, MemoryOfOtherSizesIsRemoved) {
+TEST_F(KeptMemory, memory_of_other_sizes_is_removed) {
   { store(*std::make_unique<World>(options()), "a"); }
   const std::vector<std::string> before = names();
   WorldOptions larger = options();
@@ -252,7 +252,7 @@ TEST_F(KeptMemory, MemoryOfOtherSizesIsRemoved) {
   EXPECT_EQ(names().size(), 1u);
 }
 
-TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
+TEST_F(KeptMemory, rows_of_several_sizes_keep_their_places) {
   const auto hybrid = [&] {
     WorldOptions made = options();
     made.rows = 64;
@@ -277,7 +277,7 @@ TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
 }
 
 // The previous engine may have been killed while the chunk's write was in flight.
-TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
+TEST_F(KeptMemory, a_chunk_without_a_record_is_written_when_it_is_used) {
   {
     World world(options());
     store(world, "a");
@@ -296,7 +296,7 @@ TEST_F(KeptMemory, AChunkWithoutARecordIsWrittenWhenItIsUsed) {
   EXPECT_TRUE(world.tier->records.contains(key_of("a")));
 }
 
-TEST_F(KeptMemory, MemoryOfARunningEngineIsNotReused) {
+TEST_F(KeptMemory, memory_of_a_running_engine_is_not_reused) {
   World living(options());
   store(living, "a");
   {
@@ -312,7 +312,7 @@ TEST_F(KeptMemory, MemoryOfARunningEngineIsNotReused) {
   EXPECT_TRUE(hits(living, "a"));
 }
 
-TEST_F(KeptMemory, WithoutTheSettingNothingIsKept) {
+TEST_F(KeptMemory, without_the_setting_nothing_is_kept) {
   WorldOptions plain = options();
   plain.keep_for.clear();
   plain.cache.keep_identity.clear();

@@ -8,7 +8,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(KeyHistoryTest, RemembersWhyAKeyWasRemoved) {
+TEST(KeyHistoryTest, remembers_why_a_key_was_removed) {
   KeyHistory key_history(100);
   EXPECT_EQ(key_history.eviction_reason(key_of("a")), std::nullopt);
   key_history.record_removal(key_of("a"), 0);
@@ -19,7 +19,7 @@ TEST(KeyHistoryTest, RemembersWhyAKeyWasRemoved) {
   EXPECT_EQ(key_history.eviction_reason(key_of("a", 1)), std::nullopt);
 }
 
-TEST(KeyHistoryTest, CountsUsesUpToItsLimitAlongsideTheReason) {
+TEST(KeyHistoryTest, counts_uses_up_to_its_limit_alongside_the_reason) {
   KeyHistory key_history(100);
   key_history.record_removal(key_of("a"), 3);
   for (std::uint32_t i = 1; i < 200; ++i) {
@@ -28,7 +28,7 @@ TEST(KeyHistoryTest, CountsUsesUpToItsLimitAlongsideTheReason) {
   EXPECT_EQ(key_history.eviction_reason(key_of("a")), 3);
 }
 
-TEST(KeyHistoryTest, AKeyIsForgottenRatherThanMistakenForAnother) {
+TEST(KeyHistoryTest, a_key_is_forgotten_rather_than_mistaken_for_another) {
   KeyHistory key_history(1);  // the minimum size: 4096 cells
   for (int i = 0; i < 100000; ++i) key_history.record_removal(key_of(fmt::format("{}", i)), i % 8);
   int remembered = 0;

@@ -147,7 +147,7 @@ class KilledEngine : public ::testing::Test {
   bool mounted_ = false;
 };
 
-TEST_F(KilledEngine, TheNextEngineFindsAllRecordsAfterEachOfFiftyKills) {
+TEST_F(KilledEngine, the_next_engine_finds_all_records_after_each_of_fifty_kills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(3);
   const int least = testing::rounds(50);
@@ -188,7 +188,7 @@ TEST_F(KilledEngine, TheNextEngineFindsAllRecordsAfterEachOfFiftyKills) {
 
 // Host memory outlives its engine, and the next engine hits the resident chunks without a tier. Long runs
 // store more keys than rows, so rows are reused.
-TEST_F(KilledEngine, TheNextEngineHitsHostMemoryAfterEachOfFiftyKills) {
+TEST_F(KilledEngine, the_next_engine_hits_host_memory_after_each_of_fifty_kills) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(5);
   const int least = testing::rounds(50);
@@ -210,7 +210,7 @@ TEST_F(KilledEngine, TheNextEngineHitsHostMemoryAfterEachOfFiftyKills) {
 }
 
 // Control: the next engine cannot start while another process holds the memory.
-TEST_F(KilledEngine, TheTestDetectsMemoryThatWasNotReleased) {
+TEST_F(KilledEngine, the_test_detects_memory_that_was_not_released) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   World holding(engine(0));
   for (std::uint32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(holding.ranks[rank]->prefault(rank, 1));

@@ -22,41 +22,41 @@ void expect_clean(const ModelOptions& options, std::uint64_t calls,
 
 class ModelSeeds : public ::testing::TestWithParam<std::uint64_t> {};
 
-TEST_P(ModelSeeds, OneGroup) { expect_clean({.seed = GetParam()}, 100000); }
+TEST_P(ModelSeeds, one_group) { expect_clean({.seed = GetParam()}, 100000); }
 
-TEST_P(ModelSeeds, LoadOrRecomputeByCost) {
+TEST_P(ModelSeeds, load_or_recompute_by_cost) {
   expect_clean(
       {.seed = GetParam(), .load_policy = LoadPolicy::kAuto}, 100000,
       {"hit", "pending", "miss", "load", "reset", "load, decided", "recompute, decided", "probe, decided"});
 }
 
-TEST_P(ModelSeeds, AStepThatEndsBeforeItsStores) {
+TEST_P(ModelSeeds, a_step_that_ends_before_its_stores) {
   expect_clean({.seed = GetParam(), .step_ends_before_stores = true}, 20000);
 }
 
-TEST_P(ModelSeeds, AWindowGroupOfTheSameSize) {
+TEST_P(ModelSeeds, a_window_group_of_the_same_size) {
   expect_clean({.seed = GetParam(), .rows = 40, .shard_bytes = {200, 200}, .full_attention = {true, false}},
                20000);
 }
 
-TEST_P(ModelSeeds, GroupsOfDifferentSizes) {
+TEST_P(ModelSeeds, groups_of_different_sizes) {
   expect_clean({.seed = GetParam(), .rows = 96, .shard_bytes = {5000, 200}, .full_attention = {true, false}},
                20000);
 }
 
-TEST_P(ModelSeeds, WritesAtEviction) {
+TEST_P(ModelSeeds, writes_at_eviction) {
   expect_clean({.seed = GetParam(), .tier = {.write_policy = WritePolicy::kOnEvict}}, 20000);
 }
 
-TEST_P(ModelSeeds, WritesAtReuse) {
+TEST_P(ModelSeeds, writes_at_reuse) {
   expect_clean({.seed = GetParam(), .tier = {.write_policy = WritePolicy::kReuse}}, 20000);
 }
 
-TEST_P(ModelSeeds, VeryLittleMemory) {
+TEST_P(ModelSeeds, very_little_memory) {
   expect_clean({.seed = GetParam(), .rows = 5}, 20000, {"hit", "pending", "miss", "load", "eviction"});
 }
 
-TEST_P(ModelSeeds, EveryEvictionPolicy) {
+TEST_P(ModelSeeds, every_eviction_policy) {
   for (const std::string& policy : eviction_policy_names()) {
     SCOPED_TRACE(policy);
     expect_clean({.seed = GetParam(), .eviction_policy = policy}, 20000);
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, ::testing::Range<std::uint64_t>(1, t
 
 class PlantedFaults : public ::testing::TestWithParam<Planted> {};
 
-TEST_P(PlantedFaults, TheModelDetectsEachPlantedFault) {
+TEST_P(PlantedFaults, the_model_detects_each_planted_fault) {
   ModelRun run({.planted = GetParam()});
   run.run(40000);
   EXPECT_THAT(run.violations(), Not(IsEmpty()));

@@ -106,7 +106,7 @@ struct Fault {
 };
 class OnDiskWriteFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
 
-TEST_P(OnDiskWriteFaults, AWriteFaultIsCountedOnceAndKeepsTheChunkInMemory) {
+TEST_P(OnDiskWriteFaults, a_write_fault_is_counted_once_and_keeps_the_chunk_in_memory) {
   const auto before = failures();
   ops_.set_rule([&](Call call) { return call == GetParam().call ? -GetParam().error : 0; });
   store_and_write({"a"});
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 class OnDiskReadFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
 
-TEST_P(OnDiskReadFaults, AReadFaultIsAMissCountedOnce) {
+TEST_P(OnDiskReadFaults, a_read_fault_is_a_miss_counted_once) {
   record({"a", "b"});
   const auto before = failures();
   const RequestHandle request = begin();
@@ -148,7 +148,7 @@ INSTANTIATE_TEST_SUITE_P(Faults, OnDiskReadFaults,
                          ::testing::Values(Fault{Call::kPreadv, EIO, "io"}, Fault{Call::kOpen, EMFILE, "io"},
                                            Fault{Call::kOpen, EACCES, "io"}, Fault{Call::kFstat, EIO, "io"}));
 
-TEST_F(OnDiskTest, ADamagedRecordCountsAsOneFailureAndAVanishedOneAsNone) {
+TEST_F(OnDiskTest, a_damaged_record_counts_as_one_failure_and_a_vanished_one_as_none) {
   record({"a", "b"});
   const auto before = failures();
   const auto records = testing::records_in(root_);
@@ -162,7 +162,7 @@ TEST_F(OnDiskTest, ADamagedRecordCountsAsOneFailureAndAVanishedOneAsNone) {
 
 // ---- a device that hangs
 
-TEST_F(OnDiskTest, AFrozenDeviceBlocksNeitherTheSchedulerNorARequest) {
+TEST_F(OnDiskTest, a_frozen_device_blocks_neither_the_scheduler_nor_a_request) {
   record({"a"});
   const int opened_with = ops_.calls_here();
   EXPECT_GT(opened_with, 0) << "the tier was opened on this thread, so the counter detects calls";
@@ -212,7 +212,7 @@ TEST_F(OnDiskTest, AFrozenDeviceBlocksNeitherTheSchedulerNorARequest) {
   EXPECT_EQ(failures(), found) << "counted twice";
 }
 
-TEST_F(OnDiskTest, ReadsThatNeverReachedTheDeviceAreMissesWithoutFailures) {
+TEST_F(OnDiskTest, reads_that_never_reached_the_device_are_misses_without_failures) {
   const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"};  // more chunks than threads
   record(prompt);
   ops_.block(Call::kPreadv, kRecordBytes);
@@ -229,7 +229,7 @@ TEST_F(OnDiskTest, ReadsThatNeverReachedTheDeviceAreMissesWithoutFailures) {
   EXPECT_THAT(failures(), IsEmpty());
 }
 
-TEST_F(OnDiskTest, AFrozenDeviceThatRecoversIsUsedAgain) {
+TEST_F(OnDiskTest, a_frozen_device_that_recovers_is_used_again) {
   record({"a", "b"});
   ops_.freeze();
   RequestHandle request = begin();
@@ -263,7 +263,7 @@ TEST_F(OnDiskTest, AFrozenDeviceThatRecoversIsUsedAgain) {
 
 // A thread that hangs in the device when the engine ends returns later and reads into its row. Memory that
 // an abandoned thread may still use is never freed here.
-TEST(OnDiskAfterClose, AReadThatReturnsAfterCloseHasItsMemoryMapped) {
+TEST(OnDiskAfterClose, a_read_that_returns_after_close_has_its_memory_mapped) {
   struct Left {
     FaultyFileOps ops;
     FakeClock clock;
@@ -310,7 +310,7 @@ TEST(OnDiskAfterClose, AReadThatReturnsAfterCloseHasItsMemoryMapped) {
 }
 
 // Every record is read once, regardless of the number of waiting requests.
-TEST_F(OnDiskTest, ABurstOverOneMissingPrefixReadsItOnce) {
+TEST_F(OnDiskTest, a_burst_over_one_missing_prefix_reads_it_once) {
   const Names prefix{"a", "b", "c", "d"};
   record(prefix);
   std::vector<RequestHandle> burst;
@@ -333,7 +333,7 @@ class SmallDiskTest : public OnDiskTest {
 };
 
 // A prompt in frequent use is hit in host memory, so no read refreshes its records on the disk.
-TEST_F(SmallDiskTest, ThePromptInUseSurvivesARestartAndUnusedPromptsDoNot) {
+TEST_F(SmallDiskTest, the_prompt_in_use_survives_a_restart_and_unused_prompts_do_not) {
   const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h"};
   store_and_write(prompt);
   for (int i = 0; i < 120; ++i) {

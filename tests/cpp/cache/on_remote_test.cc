@@ -95,7 +95,7 @@ class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<Remo
 };
 
 // The clocks do not advance, so a hit must not depend on an expired lookup result.
-TEST_P(OnRemoteTest, OneEngineHitsTheRecordsOfTheOtherAtOnce) {
+TEST_P(OnRemoteTest, one_engine_hits_the_records_of_the_other_at_once) {
   for (const char* name : {"a", "b", "c", "d"}) {
     const Names prompt{std::string(name) + ".1", std::string(name) + ".2", std::string(name) + ".3"};
     as(0);
@@ -107,7 +107,7 @@ TEST_P(OnRemoteTest, OneEngineHitsTheRecordsOfTheOtherAtOnce) {
 }
 
 // The lookup found no record; the cached negative result expires soon.
-TEST_P(OnRemoteTest, AChunkLookedUpTooEarlyIsHitSoon) {
+TEST_P(OnRemoteTest, a_chunk_looked_up_too_early_is_hit_soon) {
   const Names prompt{"a", "b", "c"};
   as(1);
   EXPECT_EQ(ask(prompt), "M");
@@ -118,7 +118,7 @@ TEST_P(OnRemoteTest, AChunkLookedUpTooEarlyIsHitSoon) {
   EXPECT_EQ(ask(prompt), "HHH");
 }
 
-TEST_P(OnRemoteTest, ABurstOverOneMissingPrefixReadsItOnce) {
+TEST_P(OnRemoteTest, a_burst_over_one_missing_prefix_reads_it_once) {
   const Names prefix{"a", "b", "c", "d"};
   store_and_write(prefix);
   as(1);
@@ -135,7 +135,7 @@ TEST_P(OnRemoteTest, ABurstOverOneMissingPrefixReadsItOnce) {
 }
 
 // Some requests arrive while the reads of earlier ones are in flight.
-TEST_P(OnRemoteTest, ALaterRequestWaitsForTheReadsAlreadyInFlight) {
+TEST_P(OnRemoteTest, a_later_request_waits_for_the_reads_already_in_flight) {
   const Names prefix{"a", "b", "c", "d"};
   store_and_write(prefix);
   as(1);

@@ -32,7 +32,8 @@ struct PartsOptions {
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   CacheOptions cache{};                         // groups are filled in
   std::uint32_t shards_per_area = 1;
-  std::size_t tiers = 1;  // or 2
+  std::uint32_t workers = 1;  // of a replicated cache: all of them load, the first one stores
+  std::size_t tiers = 1;      // or 2
 };
 
 // Rows and chunks.
@@ -103,6 +104,7 @@ struct ChunkParts {
   std::shared_ptr<HostRegion> attach(const PartsOptions& parts, std::unique_ptr<HostRegion>* worker) const {
     RegionOptions made;
     made.engine_id = "parts";
+    made.num_workers = parts.workers;
     made.bytes = parts.rows * kPageBytes;
     made.shm_directory = directory;
     std::shared_ptr<HostRegion> scheduler = HostRegion::attach_scheduler(made);

@@ -50,7 +50,7 @@ class PassScansTest : public ::testing::Test {
   LookupPass pass_;
 };
 
-TEST_F(PassScansTest, APrefixReportsItsHitsAndPendingChunks) {
+TEST_F(PassScansTest, a_prefix_reports_its_hits_and_pending_chunks) {
   see(0, "HFRM");
   const Scans all = scans();
   ASSERT_THAT(all, SizeIs(1));
@@ -61,12 +61,12 @@ TEST_F(PassScansTest, APrefixReportsItsHitsAndPendingChunks) {
   EXPECT_THAT(parents(all[0]), ElementsAre(chunk_id(key_of("k1"))));
 }
 
-TEST_F(PassScansTest, APassOfHitsAndMissesAwaitsNothing) {
+TEST_F(PassScansTest, a_pass_of_hits_and_misses_awaits_nothing) {
   see(0, "HHM");
   EXPECT_FALSE(scans()[0].pending);
 }
 
-TEST_F(PassScansTest, ChunksThatAWindowScanSawBeforeAMissAreNotNeeded) {
+TEST_F(PassScansTest, chunks_that_a_window_scan_saw_before_a_miss_are_not_needed) {
   see(1, "RRMR");
   const Scans all = scans();
   EXPECT_FALSE(all[0].is_prefix);
@@ -75,7 +75,7 @@ TEST_F(PassScansTest, ChunksThatAWindowScanSawBeforeAMissAreNotNeeded) {
   EXPECT_THAT(parents(all[0]), ElementsAre(0)) << "scanned from the right";
 }
 
-TEST_F(PassScansTest, TheLastScanOfAGroupCounts) {
+TEST_F(PassScansTest, the_last_scan_of_a_group_counts) {
   see(0, "R");
   see(1, "R");
   see(0, "H");
@@ -86,13 +86,13 @@ TEST_F(PassScansTest, TheLastScanOfAGroupCounts) {
   EXPECT_THAT(all[1].candidates, IsEmpty());
 }
 
-TEST_F(PassScansTest, AnEvictedChunkIsNotAParent) {
+TEST_F(PassScansTest, an_evicted_chunk_is_not_a_parent) {
   see(0, "HR");
   parts_.chunks.discard(pass_.lookups[0].index);
   EXPECT_THAT(parents(scans()[0]), ElementsAre(0));
 }
 
-TEST_F(PassScansTest, StretchesBeginAfterTheHitsAndAreSplitByTier) {
+TEST_F(PassScansTest, stretches_begin_after_the_hits_and_are_split_by_tier) {
   see(0, "HHRRfRM");
   const Loadable loadable = loadable_of(pass_, scans(), parts_.groups);
   EXPECT_EQ(loadable.hits_before, 2u);
@@ -104,7 +104,7 @@ TEST_F(PassScansTest, StretchesBeginAfterTheHitsAndAreSplitByTier) {
   EXPECT_EQ(loadable.stretches[2].chunks, 1u);
 }
 
-TEST_F(PassScansTest, AWindowCountsTheTokensOfTheFoundPrefix) {
+TEST_F(PassScansTest, a_window_counts_the_tokens_of_the_found_prefix) {
   see(0, "HHH");
   see(1, "R");
   Scans all = scans();
@@ -115,7 +115,7 @@ TEST_F(PassScansTest, AWindowCountsTheTokensOfTheFoundPrefix) {
   EXPECT_EQ(loadable.stretches[0].tokens, 48u);
 }
 
-TEST_F(PassScansTest, KeepFirstCountsTokensFromTheStartOfTheScan) {
+TEST_F(PassScansTest, keep_first_counts_tokens_from_the_start_of_the_scan) {
   see(0, "HRRR");
   Scans all = scans();
   keep_first(&all, 48, pass_, parts_.groups);

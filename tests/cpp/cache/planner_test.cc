@@ -37,7 +37,7 @@ class PlannerTest : public ::testing::Test {
   RequestHandle request_ = 0;
 };
 
-TEST_F(PlannerTest, RecordedChunksAreReadAndHitsArePinned) {
+TEST_F(PlannerTest, recorded_chunks_are_read_and_hits_are_pinned) {
   const Slot hit = parts_.resident("x");
   scan({"x", "a", "b"});
   plan();
@@ -47,7 +47,7 @@ TEST_F(PlannerTest, RecordedChunksAreReadAndHitsArePinned) {
   EXPECT_EQ(decisions("load"), 1);
 }
 
-TEST_F(PlannerTest, APlanIsTrimmedToTheAvailableRows) {
+TEST_F(PlannerTest, a_plan_is_trimmed_to_the_available_rows) {
   scan({"a", "b", "c", "d", "e", "f"});
   plan();
   EXPECT_EQ(parts_.tier->queued_reads(), 4u);
@@ -55,14 +55,14 @@ TEST_F(PlannerTest, APlanIsTrimmedToTheAvailableRows) {
 }
 
 // A partial chunk loads only the tokens that it has.
-TEST_F(PlannerTest, APartialChunkIsReadWithItsOwnDepth) {
+TEST_F(PlannerTest, a_partial_chunk_is_read_with_its_own_depth) {
   parts_.record("part");
   parts_.requests.lookup(request_, key_of("part"), 4);
   plan();
   EXPECT_EQ(parts_.chunks.find(key_of("part"))->depth, 4u);
 }
 
-TEST_F(PlannerTest, TwoRequestsShareARead) {
+TEST_F(PlannerTest, two_requests_share_a_read) {
   scan({"a"});
   const RequestHandle other = parts_.requests.begin({});
   parts_.lookup(other, "a");
@@ -71,7 +71,7 @@ TEST_F(PlannerTest, TwoRequestsShareARead) {
   EXPECT_THAT(parts_.requests.at(other).awaited, SizeIs(1));
 }
 
-TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
+TEST_F(PlannerTest, a_wait_ends_with_its_deadline) {
   scan({"a"});
   plan();
   parts_.clock.advance(parts_.options.lookup_timeout);
@@ -81,7 +81,7 @@ TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
   EXPECT_EQ(parts_.tier->queued_reads(), 0u);
 }
 
-TEST_F(PlannerTest, AnExhaustedLoadBudgetLeavesTheReadsAsProbes) {
+TEST_F(PlannerTest, an_exhausted_load_budget_leaves_the_reads_as_probes) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
@@ -93,7 +93,7 @@ TEST_F(PlannerTest, AnExhaustedLoadBudgetLeavesTheReadsAsProbes) {
   EXPECT_EQ(decisions("give_up"), 1);
 }
 
-TEST_F(PlannerTest, ARequestWithAllChunksIgnoresItsBudget) {
+TEST_F(PlannerTest, a_request_with_all_chunks_ignores_its_budget) {
   scan({"a"});
   plan();
   parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),

@@ -54,23 +54,23 @@ class PrefillModelTest : public ::testing::Test {
   Nanos now_{seconds(100)};
 };
 
-TEST_F(PrefillModelTest, NothingIsKnownBeforeTheFirstStep) {
+TEST_F(PrefillModelTest, nothing_is_known_before_the_first_step) {
   EXPECT_FALSE(model_.known());
   EXPECT_EQ(model_.seconds(1000, 0), 0);
 }
 
-TEST_F(PrefillModelTest, OnePromptDeterminesTheSpeed) {
+TEST_F(PrefillModelTest, one_prompt_determines_the_speed) {
   serve(2000);
   EXPECT_NEAR(model_.seconds(2000, 0), exact(2000), 0.05 * exact(2000));
 }
 
-TEST_F(PrefillModelTest, SeveralPromptLengthsDetermineTheModel) {
+TEST_F(PrefillModelTest, several_prompt_lengths_determine_the_model) {
   for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
   expect_right(0.1);
   EXPECT_GT(model_.tokens_per_second(1024), 1.5 * model_.tokens_per_second(65536));
 }
 
-TEST_F(PrefillModelTest, TheModelIsFittedDespiteNoise) {
+TEST_F(PrefillModelTest, the_model_is_fitted_despite_noise) {
   noise_ = 0.2;
   for (int i = 0; i < 10; ++i) {
     for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
@@ -78,12 +78,12 @@ TEST_F(PrefillModelTest, TheModelIsFittedDespiteNoise) {
   expect_right(0.2);
 }
 
-TEST_F(PrefillModelTest, TokensAfterALongPrefixTakeLonger) {
+TEST_F(PrefillModelTest, tokens_after_a_long_prefix_take_longer) {
   for (const double prompt : {600.0, 4000.0, 20000.0}) serve(prompt);
   EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
 }
 
-TEST_F(PrefillModelTest, PredictedSecondsAreNeverNegative) {
+TEST_F(PrefillModelTest, predicted_seconds_are_never_negative) {
   for (int i = 0; i < 8; ++i) {  // steps after long prefixes, fast by chance
     one_step(2000, 1000, 0.2);
     one_step(2000, 10000, 0.1);
@@ -91,7 +91,7 @@ TEST_F(PrefillModelTest, PredictedSecondsAreNeverNegative) {
   EXPECT_GT(model_.seconds(1000, 100000), 0);
 }
 
-TEST_F(PrefillModelTest, SimilarPrefixLengthsAddNoPrefixCost) {
+TEST_F(PrefillModelTest, similar_prefix_lengths_add_no_prefix_cost) {
   for (int i = 0; i < 8; ++i) {
     one_step(2000, 1000, 0.2);
     one_step(2000, 1005, 0.201);
@@ -99,14 +99,14 @@ TEST_F(PrefillModelTest, SimilarPrefixLengthsAddNoPrefixCost) {
   EXPECT_NEAR(model_.seconds(2000, 50000), 0.2, 0.02);
 }
 
-TEST_F(PrefillModelTest, AChangeOfSpeedIsFollowed) {
+TEST_F(PrefillModelTest, a_change_of_speed_is_followed) {
   for (int i = 0; i < 20; ++i) serve(4000);
   per_token_ *= 3;
   for (int i = 0; i < 60; ++i) serve(4000);
   EXPECT_NEAR(model_.seconds(4000, 0), exact(4000), 0.1 * exact(4000));
 }
 
-TEST_F(PrefillModelTest, IdleTimeDoesNotChangeTheModel) {
+TEST_F(PrefillModelTest, idle_time_does_not_change_the_model) {
   serve(2000);
   const double before = model_.seconds(1000, 0);
   for (int i = 0; i < 20; ++i) {
@@ -118,7 +118,7 @@ TEST_F(PrefillModelTest, IdleTimeDoesNotChangeTheModel) {
   EXPECT_NEAR(model_.seconds(1000, 0), before, 0.1 * before);
 }
 
-TEST_F(PrefillModelTest, APromptBeforeIdleTimeIsLearntAfterwards) {
+TEST_F(PrefillModelTest, a_prompt_before_idle_time_is_learnt_afterwards) {
   model_.observe(2000, 1000);
   model_.end_step(now_);
   now_ += milliseconds(200);
@@ -127,7 +127,7 @@ TEST_F(PrefillModelTest, APromptBeforeIdleTimeIsLearntAfterwards) {
   EXPECT_NEAR(model_.seconds(2000, 0), 0.2, 0.02);
 }
 
-TEST_F(PrefillModelTest, AHungStepDoesNotChangeTheModel) {
+TEST_F(PrefillModelTest, a_hung_step_does_not_change_the_model) {
   serve(2000);
   const double before = model_.seconds(1000, 0);
   model_.observe(2000, 1000);

@@ -54,7 +54,7 @@ class PromotionTest : public CacheTest {
   int others_ = 0;
 };
 
-TEST_F(PromotionTest, AChunkFetchedFromTheSlowerTierIsWrittenToTheFasterOne) {
+TEST_F(PromotionTest, a_chunk_fetched_from_the_slower_tier_is_written_to_the_faster_one) {
   make_with({});
   keep_on_the_slower("a");
   fetch("a");
@@ -68,7 +68,7 @@ TEST_F(PromotionTest, AChunkFetchedFromTheSlowerTierIsWrittenToTheFasterOne) {
   EXPECT_EQ(world().hit_tokens("fs"), World::kTokens) << "the faster tier now has the same bytes";
 }
 
-TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
+TEST_F(PromotionTest, a_request_may_exclude_one_tier_of_two) {
   constexpr std::uint8_t kFaster = 1, kSlower = 2;
   make_with({}, {}, 2);
   keep_on_the_slower("a");
@@ -90,7 +90,7 @@ TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
   EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has the chunk";
 }
 
-TEST_F(PromotionTest, AChunkFetchedFromTheFasterTierIsNotWrittenToTheSlowerOne) {
+TEST_F(PromotionTest, a_chunk_fetched_from_the_faster_tier_is_not_written_to_the_slower_one) {
   make_with({});
   store({"a"});
   finish_all();
@@ -100,7 +100,7 @@ TEST_F(PromotionTest, AChunkFetchedFromTheFasterTierIsNotWrittenToTheSlowerOne) 
   EXPECT_THAT(queued(*slower_), IsEmpty());
 }
 
-TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
+TEST_F(PromotionTest, a_read_only_tier_is_never_written) {
   make_with({.write_policy = WritePolicy::kReadOnly}, {}, 2);
   store({"a"});
   finish_all();
@@ -115,7 +115,7 @@ TEST_F(PromotionTest, AReadOnlyTierIsNeverWritten) {
   EXPECT_EQ(peek({"b"}), "P") << "the record is read";
 }
 
-TEST_F(PromotionTest, ReuseCountsTheUsesOfAFetchedChunk) {
+TEST_F(PromotionTest, reuse_counts_the_uses_of_a_fetched_chunk) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 3});
   keep_on_the_slower("a");  // the first use
   fetch("a");               // the second use
@@ -125,7 +125,7 @@ TEST_F(PromotionTest, ReuseCountsTheUsesOfAFetchedChunk) {
   EXPECT_THAT(queued(fake()), ElementsAre("a"));
 }
 
-TEST_F(PromotionTest, OnEvictWritesAChunkWhenHostMemoryEvictsIt) {
+TEST_F(PromotionTest, on_evict_writes_a_chunk_when_host_memory_evicts_it) {
   make_with({.write_policy = WritePolicy::kOnEvict}, {}, 8);
   store({"a"});
   finish_all();
@@ -138,7 +138,7 @@ TEST_F(PromotionTest, OnEvictWritesAChunkWhenHostMemoryEvictsIt) {
   EXPECT_TRUE(fake().holds(key_of("a")));
 }
 
-TEST_F(PromotionTest, AFailedReadPromotesNothing) {
+TEST_F(PromotionTest, a_failed_read_promotes_nothing) {
   make_with({});
   keep_on_the_slower("a");
   slower_->damage(key_of("a"));

@@ -25,7 +25,7 @@ class RequestTableTest : public ::testing::Test {
   RequestHandle a_ = 0;
 };
 
-TEST_F(RequestTableTest, HandlesAreReusedAndNumbersAreNot) {
+TEST_F(RequestTableTest, handles_are_reused_and_numbers_are_not) {
   const std::uint32_t number = requests_.at(a_).number;
   requests_.end(a_);
   EXPECT_EQ(requests_.begin({}), a_);
@@ -34,7 +34,7 @@ TEST_F(RequestTableTest, HandlesAreReusedAndNumbersAreNot) {
   EXPECT_THROW(requests_.require_live(a_ + 1), InvalidArgument);
 }
 
-TEST_F(RequestTableTest, ARecordedChunkIsPendingAndAwaitsAPlanOnce) {
+TEST_F(RequestTableTest, a_recorded_chunk_is_pending_and_awaits_a_plan_once) {
   parts_.record("x");
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   EXPECT_EQ(parts_.lookup(a_, "absent"), LookupResult::kMiss);
@@ -43,7 +43,7 @@ TEST_F(RequestTableTest, ARecordedChunkIsPendingAndAwaitsAPlanOnce) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestTableTest, TheOldestRequestIsPlannedFirstInAnyLookupOrder) {
+TEST_F(RequestTableTest, the_oldest_request_is_planned_first_in_any_lookup_order) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(b, "x");
@@ -51,7 +51,7 @@ TEST_F(RequestTableTest, TheOldestRequestIsPlannedFirstInAnyLookupOrder) {
   EXPECT_THAT(requests_.take_pending(), ElementsAre(a_, b));
 }
 
-TEST_F(RequestTableTest, ARequestThatEndedOrStoppedWaitingGetsNoPlan) {
+TEST_F(RequestTableTest, a_request_that_ended_or_stopped_waiting_gets_no_plan) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   parts_.lookup(a_, "x");
@@ -61,7 +61,7 @@ TEST_F(RequestTableTest, ARequestThatEndedOrStoppedWaitingGetsNoPlan) {
   EXPECT_THAT(requests_.take_pending(), IsEmpty());
 }
 
-TEST_F(RequestTableTest, AHitIsPinnedOnceUntilAdmission) {
+TEST_F(RequestTableTest, a_hit_is_pinned_once_until_admission) {
   const Slot slot = parts_.resident("x");
   const Slot twice[] = {slot, slot};
   requests_.hold(a_, twice);
@@ -73,14 +73,14 @@ TEST_F(RequestTableTest, AHitIsPinnedOnceUntilAdmission) {
   EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
 }
 
-TEST_F(RequestTableTest, AChunkEvictedSinceTheLookupIsNotPinned) {
+TEST_F(RequestTableTest, a_chunk_evicted_since_the_lookup_is_not_pinned) {
   const Slot slot = parts_.resident("x");
   parts_.chunks.discard(slot);
   requests_.hold(a_, {&slot, 1});
   EXPECT_THAT(requests_.at(a_).held, IsEmpty());
 }
 
-TEST_F(RequestTableTest, ACompletedReadIsPinnedByAllItsWaiters) {
+TEST_F(RequestTableTest, a_completed_read_is_pinned_by_all_its_waiters) {
   const RequestHandle b = requests_.begin({});
   parts_.record("x");
   const Slot slot = fetch("x").slot;
@@ -115,7 +115,7 @@ class ManyReads : public ::testing::Test {
   std::vector<TierIo::Read> reads_;
 };
 
-TEST_F(ManyReads, ReadsOfAnEndedRequestAreCancelledInBatches) {
+TEST_F(ManyReads, reads_of_an_ended_request_are_cancelled_in_batches) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -130,7 +130,7 @@ TEST_F(ManyReads, ReadsOfAnEndedRequestAreCancelledInBatches) {
   EXPECT_FALSE(parts_.requests.has_pending_work());
 }
 
-TEST_F(ManyReads, AReusedHandleDoesNotInheritReads) {
+TEST_F(ManyReads, a_reused_handle_does_not_inherit_reads) {
   const RequestHandle first = parts_.requests.begin({});
   await_all(first);
   parts_.requests.end(first);
@@ -147,7 +147,7 @@ TEST_F(ManyReads, AReusedHandleDoesNotInheritReads) {
   EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
 }
 
-TEST_F(ManyReads, LateReadsOfAnEndedRequestArePinnedByNoRequest) {
+TEST_F(ManyReads, late_reads_of_an_ended_request_are_pinned_by_no_request) {
   const RequestHandle request = parts_.requests.begin({});
   await_all(request);
   parts_.requests.end(request);
@@ -157,7 +157,7 @@ TEST_F(ManyReads, LateReadsOfAnEndedRequestArePinnedByNoRequest) {
   EXPECT_THAT(parts_.requests.at(request).held, IsEmpty());
 }
 
-TEST_F(RequestTableTest, AFailedReadIsAMissForItsWaitersAndIsNotRetried) {
+TEST_F(RequestTableTest, a_failed_read_is_a_miss_for_its_waiters_and_is_not_retried) {
   parts_.record("x");
   requests_.await(a_, fetch("x").slot);
   parts_.tier->fail(StatusKind::kIo);
@@ -168,7 +168,7 @@ TEST_F(RequestTableTest, AFailedReadIsAMissForItsWaitersAndIsNotRetried) {
   EXPECT_EQ(parts_.missed("io_error"), 16);
 }
 
-TEST_F(RequestTableTest, AnExpiredRequestHasNothingPending) {
+TEST_F(RequestTableTest, an_expired_request_has_nothing_pending) {
   parts_.record("x");
   parts_.lookup(a_, "x");
   requests_.await(a_, fetch("x").slot);
@@ -181,7 +181,7 @@ TEST_F(RequestTableTest, AnExpiredRequestHasNothingPending) {
   EXPECT_EQ(parts_.missed("recompute_cheaper"), 16);
 }
 
-TEST_F(RequestTableTest, ALookupPastTheDeadlineIsAMiss) {
+TEST_F(RequestTableTest, a_lookup_past_the_deadline_is_a_miss) {
   parts_.record("x");
   parts_.lookup(a_, "x");
   parts_.clock.advance(parts_.options.lookup_timeout);
@@ -189,7 +189,7 @@ TEST_F(RequestTableTest, ALookupPastTheDeadlineIsAMiss) {
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
 }
 
-TEST_F(RequestTableTest, AClosedGroupIsAMissWithItsReason) {
+TEST_F(RequestTableTest, a_closed_group_is_a_miss_with_its_reason) {
   parts_.record("x");
   requests_.close_group(a_, 0, MissReason::kPressure);
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
@@ -197,7 +197,7 @@ TEST_F(RequestTableTest, AClosedGroupIsAMissWithItsReason) {
   EXPECT_EQ(parts_.missed("pressure"), 16);
 }
 
-TEST_F(RequestTableTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
+TEST_F(RequestTableTest, misses_of_the_last_pass_are_counted_once_at_admission) {
   parts_.lookup(a_, "x");
   requests_.end_step();
   parts_.lookup(a_, "x");
@@ -208,7 +208,7 @@ TEST_F(RequestTableTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
   EXPECT_EQ(parts_.missed("not_stored"), 16);
 }
 
-TEST_F(RequestTableTest, PartsOfAChunkAreNotMisses) {
+TEST_F(RequestTableTest, parts_of_a_chunk_are_not_misses) {
   requests_.set_span(a_, 16, 160);
   parts_.lookup(a_, "x");
   for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), 4);
@@ -216,7 +216,7 @@ TEST_F(RequestTableTest, PartsOfAChunkAreNotMisses) {
   EXPECT_EQ(parts_.missed("not_stored"), 160);
 }
 
-TEST_F(RequestTableTest, AbandonedProbesAreNotAwaited) {
+TEST_F(RequestTableTest, abandoned_probes_are_not_awaited) {
   parts_.record("x");
   parts_.record("y");
   const Slot x = fetch("x").slot, y = fetch("y").slot;

@@ -26,13 +26,13 @@ class RowProviderTest : public ::testing::Test {
   std::vector<ChunkKey> evicted_;
 };
 
-TEST_F(RowProviderTest, AFreeRowIsUsedBeforeAnyEviction) {
+TEST_F(RowProviderTest, a_free_row_is_used_before_any_eviction) {
   parts().resident("a");
   EXPECT_NE(take(), kNoRow);
   EXPECT_THAT(evicted_, IsEmpty());
 }
 
-TEST_F(RowProviderTest, TheNextVictimIsEvictedForItsRow) {
+TEST_F(RowProviderTest, the_next_victim_is_evicted_for_its_row) {
   fill();
   parts().chunks.pin(slots_["a"]);
   EXPECT_NE(take(), kNoRow);
@@ -44,35 +44,64 @@ TEST_F(RowProviderTest, TheNextVictimIsEvictedForItsRow) {
   EXPECT_EQ(parts().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), kPageBytes);
 }
 
-TEST_F(RowProviderTest, ARequestDoesNotEvictItsOwnChunks) {
+TEST_F(RowProviderTest, no_chunk_is_evicted_for_one_that_is_expected_later) {
+  parts().chunks.set_now(100);
+  fill();
+  for (const auto& [name, slot] : slots_) parts().chunks.set_return(slot, 120);
+  EXPECT_EQ(parts().row_provider.take(0, 1, &evicted_, 121), kNoRow);
+  EXPECT_THAT(evicted_, IsEmpty());
+  EXPECT_NE(parts().row_provider.take(0, 1, &evicted_, 119), kNoRow);
+  EXPECT_NE(parts().row_provider.take(0, 1, &evicted_, 0), kNoRow);  // unknown
+  parts().chunks.set_now(120);                                       // the others are overdue
+  EXPECT_NE(parts().row_provider.take(0, 1, &evicted_, 121), kNoRow);
+}
+
+// The forgotten chunk is far from those that allocate() checks.
+TEST_F(RowProviderTest, a_forgotten_chunk_makes_room_before_any_eviction) {
+  constexpr std::size_t kRows = 4 * HostChunks::kCheckedAtOnce;
+  make({.rows = kRows});
+  HostChunks& chunks = parts().chunks;
+  std::vector<Slot> slots;
+  for (std::size_t i = 0; i < kRows; ++i) slots.push_back(parts().resident(fmt::format("{}", i)));
+  for (std::size_t i = 0; i + 1 < kRows; ++i) chunks.discard(slots[i]);
+  chunks.forget();
+  for (std::size_t i = 0; i + 1 < kRows; ++i) parts().resident(fmt::format("next{}", i));
+  ASSERT_EQ(chunks.forgotten(), 1u);
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, IsEmpty());
+  EXPECT_EQ(chunks.resident(), kRows - 1);
+  EXPECT_EQ(chunks.forgotten(), 0u);
+}
+
+TEST_F(RowProviderTest, a_request_does_not_evict_its_own_chunks) {
   fill();
   for (const auto& [name, slot] : slots_) parts().chunks.access(slot, 1, 0);
   EXPECT_EQ(take(1), kNoRow);
   EXPECT_NE(take(2), kNoRow);
 }
 
-TEST_F(RowProviderTest, AnEvictionReportsTheLastUseToTheTier) {
+TEST_F(RowProviderTest, an_eviction_reports_the_last_use_to_the_tier) {
   parts().record("a");
   fill();
   take();
   EXPECT_GT(parts().tier->records.at(key_of("a")).used, 0u);
 }
 
-TEST_F(RowProviderTest, QueuedWritesAreCancelledWhenNothingElseIsLeft) {
+TEST_F(RowProviderTest, queued_writes_are_cancelled_when_nothing_else_is_left) {
   fill();
   for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
   EXPECT_NE(take(), kNoRow);
   EXPECT_EQ(parts().tier->queued_writes(), 0u);
 }
 
-TEST_F(RowProviderTest, RunningWritesAreNotAwaited) {
+TEST_F(RowProviderTest, running_writes_are_not_awaited) {
   fill();
   for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
   for (int i = 0; i < 4; ++i) parts().tier->start(OpKind::kWrite);
   EXPECT_EQ(take(), kNoRow);
 }
 
-TEST_F(RowProviderTest, ChunksBeingWrittenBeforeEvictionAreSkipped) {
+TEST_F(RowProviderTest, chunks_being_written_before_eviction_are_skipped) {
   PartsOptions options;
   options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
   make(std::move(options));
@@ -83,7 +112,7 @@ TEST_F(RowProviderTest, ChunksBeingWrittenBeforeEvictionAreSkipped) {
   EXPECT_EQ(parts().tier->queued_writes(), 0u);
 }
 
-TEST_F(RowProviderTest, UnwrittenEvictedChunksAreCountedEvenForAWholeSlab) {
+TEST_F(RowProviderTest, unwritten_evicted_chunks_are_counted_even_for_a_whole_slab) {
   PartsOptions options{.rows = 64, .shard_bytes = {4096, 65536}};
   options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
   make(std::move(options));

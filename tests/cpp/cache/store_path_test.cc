@@ -26,7 +26,7 @@ class StorePathTest : public ::testing::Test {
   const RequestHandle request_ = parts_.requests.begin({});
 };
 
-TEST_F(StorePathTest, AChunkIsResidentWhenAllRanksReportedIt) {
+TEST_F(StorePathTest, a_chunk_is_resident_when_all_ranks_reported_it) {
   const StoreGrant grant = prepare({"a"});
   EXPECT_THAT(grant.accepted, ElementsAre(0));
   EXPECT_EQ(parts_.chunks.resident(), 0u);
@@ -36,7 +36,7 @@ TEST_F(StorePathTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
-TEST_F(StorePathTest, ARefusedFirstChunkDoesNotFailTheRestOfItsJob) {
+TEST_F(StorePathTest, a_refused_first_chunk_does_not_fail_the_rest_of_its_job) {
   const StoreGrant grant = prepare({"a", "b"});
   parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
   stores_.complete(keys({"b", "a"}), true);  // vLLM passes the keys in any order
@@ -45,7 +45,7 @@ TEST_F(StorePathTest, ARefusedFirstChunkDoesNotFailTheRestOfItsJob) {
   EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 0);
 }
 
-TEST_F(StorePathTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
+TEST_F(StorePathTest, a_chunk_that_failed_is_absent_and_its_row_waits_for_the_report) {
   const StoreGrant grant = prepare({"a", "b"});
   stores_.complete(keys({"a"}), true);  // no report yet
   parts_.report(grant.transfer.ticket, 1);
@@ -58,7 +58,7 @@ TEST_F(StorePathTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
   EXPECT_EQ(parts_.free_rows(), 4u);
 }
 
-TEST_F(StorePathTest, KeysAfterADeclinedKeyAreDeclinedUntilItsNextOffer) {
+TEST_F(StorePathTest, keys_after_a_declined_key_are_declined_until_its_next_offer) {
   EXPECT_THAT(prepare({"a", "b", "c", "d", "e", "f"}).accepted, ElementsAre(0, 1, 2, 3));
   EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "pressure"}), 2 * kPageBytes);
   stores_.complete(keys({"a", "b"}), false);
@@ -68,7 +68,7 @@ TEST_F(StorePathTest, KeysAfterADeclinedKeyAreDeclinedUntilItsNextOffer) {
   EXPECT_THAT(prepare({"e", "f"}).accepted, ElementsAre(0, 1));
 }
 
-TEST_F(StorePathTest, AnOfferThatThrowsHasAcceptedNothing) {
+TEST_F(StorePathTest, an_offer_that_throws_has_accepted_nothing) {
   for (const char* name : {"w", "x", "y", "z"}) parts_.resident(name);
   int calls = 0;
   parts_.tier->on_touch = [&] {
@@ -81,7 +81,7 @@ TEST_F(StorePathTest, AnOfferThatThrowsHasAcceptedNothing) {
   EXPECT_TRUE(parts_.has("z"));
 }
 
-TEST_F(StorePathTest, NothingIsAcceptedAfterClose) {
+TEST_F(StorePathTest, nothing_is_accepted_after_close) {
   stores_.close();
   EXPECT_THAT(prepare({"a"}).accepted, IsEmpty());
 }

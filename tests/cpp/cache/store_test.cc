@@ -14,9 +14,9 @@ class StoreTest : public OverBoth<CacheTest> {};
 KV_OFFLOAD_OVER_BOTH(StoreTest);
 class StoreFakeTest : public CacheTest {};
 
-TEST_P(StoreTest, AChunkNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
+TEST_P(StoreTest, a_chunk_never_stored_is_a_miss) { EXPECT_EQ(peek({"a"}), "M"); }
 
-TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
+TEST_P(StoreTest, a_chunk_is_pending_while_ranks_copy_and_a_hit_once_its_store_completed) {
   const RequestHandle request = begin();
   const Job job = offer(request, {"a", "b"});
   EXPECT_EQ(peek({"a"}), "P");
@@ -26,14 +26,14 @@ TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   EXPECT_EQ(peek({"a", "b"}), "HH");
 }
 
-TEST_P(StoreTest, AStoredChunkIsLoadedByteForByte) {
+TEST_P(StoreTest, a_stored_chunk_is_loaded_byte_for_byte) {
   store({"a", "b", "c"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "HHHM");
   load(request, {"a", "b", "c"});
 }
 
-TEST_P(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
+TEST_P(StoreTest, known_chunks_are_skipped_and_new_ones_accepted) {
   store({"a"});
   const RequestHandle request = begin();
   const Job filling = offer(request, {"b"});
@@ -41,14 +41,14 @@ TEST_P(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
   copy(filling);
 }
 
-TEST_P(StoreTest, AnOfferWithoutNewChunksGetsNoTicket) {
+TEST_P(StoreTest, an_offer_without_new_chunks_gets_no_ticket) {
   store({"a"});
   const Job job = offer(begin(), {"a"});
   EXPECT_EQ(job.transfer.ticket, kNoTicket);
   EXPECT_THAT(job.keys, IsEmpty());
 }
 
-TEST_P(StoreTest, RowsAreCountedPerGroupInTheOrderOfTheKeys) {
+TEST_P(StoreTest, rows_are_counted_per_group_in_the_order_of_the_keys) {
   make({.rows = 16, .shard_bytes = {300, 5000}});
   std::vector<ChunkKey> offered = keys({"a", "b"}, 0);
   offered.push_back(key_of("a", 1));
@@ -58,13 +58,13 @@ TEST_P(StoreTest, RowsAreCountedPerGroupInTheOrderOfTheKeys) {
   EXPECT_EQ(grant.transfer.rows.size(), 3u);
 }
 
-TEST_P(StoreTest, KeysThatAreNotOrderedByGroupAreRefused) {
+TEST_P(StoreTest, keys_that_are_not_ordered_by_group_are_refused) {
   make({.rows = 16, .shard_bytes = {300, 300}});
   EXPECT_THROW(cache().prepare_store(begin(), std::vector{key_of("a", 1), key_of("a", 0)}), InvalidArgument);
   EXPECT_THROW(cache().prepare_store(begin(), std::vector{key_of("a", 7)}), InvalidArgument);
 }
 
-TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
+TEST_P(StoreTest, an_offer_that_is_refused_takes_no_row_and_evicts_nothing) {
   make({.rows = 8, .shard_bytes = {300, 300}});
   const Names before{"s", "t", "u", "v", "w", "x", "y", "z"};
   store(before);
@@ -80,7 +80,7 @@ TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
 }
 
 // Functions called by an offer may throw, at least when memory runs out.
-TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
+TEST_F(StoreFakeTest, an_offer_that_throws_half_way_takes_no_row) {
   make({.rows = 3});
   store({"old"});
   tier().finish();
@@ -103,7 +103,7 @@ TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
   EXPECT_EQ(store({"1", "2", "3"}).size(), 3u);
 }
 
-TEST_P(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
+TEST_P(StoreTest, a_failed_copy_is_never_a_hit_and_its_row_is_used_again) {
   const RequestHandle request = begin();
   const Job job = offer(request, {"a", "b"});
   copy(job, kDeviceFailed);
@@ -114,7 +114,7 @@ TEST_P(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
   EXPECT_EQ(store({"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
 
-TEST_P(StoreTest, OnlyTheGroupThatFailedIsLost) {
+TEST_P(StoreTest, only_the_group_that_failed_is_lost) {
   make({.rows = 16, .shard_bytes = {300, 300}});
   const RequestHandle request = begin();
   const std::vector<ChunkKey> offered{key_of("a", 0), key_of("a", 1)};
@@ -125,7 +125,7 @@ TEST_P(StoreTest, OnlyTheGroupThatFailedIsLost) {
   EXPECT_EQ(cache().lookup(request, key_of("a", 1)), LookupResult::kMiss);
 }
 
-TEST_P(StoreTest, ACompletionBeforeAllReportsFailsAndItsRowsWaitForTheReports) {
+TEST_P(StoreTest, a_completion_before_all_reports_fails_and_its_rows_wait_for_the_reports) {
   make({.rows = 1});
   const RequestHandle request = begin();
   const Job job = offer(request, {"a"});
@@ -139,20 +139,20 @@ TEST_P(StoreTest, ACompletionBeforeAllReportsFailsAndItsRowsWaitForTheReports) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(StoreTest, ACompletionWithFailureFailsTheStore) {
+TEST_P(StoreTest, a_completion_with_failure_fails_the_store) {
   const Job job = offer(begin(), {"a"});
   copy(job);
   complete(job, false);
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(StoreTest, ARequestWithStoresDisabledStoresNothing) {
+TEST_P(StoreTest, a_request_with_stores_disabled_stores_nothing) {
   EXPECT_THAT(store(begin({.skip_store = true}), {"a"}), IsEmpty());
 }
 
 // ---- rows and eviction
 
-TEST_P(StoreTest, TheLeastRecentlyUsedChunkIsEvictedAndReported) {
+TEST_P(StoreTest, the_least_recently_used_chunk_is_evicted_and_reported) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -167,13 +167,13 @@ TEST_P(StoreTest, TheLeastRecentlyUsedChunkIsEvictedAndReported) {
   EXPECT_EQ(world().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), 2 * 4096);
 }
 
-TEST_P(StoreTest, TheTailOfAPrefixIsEvictedBeforeItsHead) {
+TEST_P(StoreTest, the_tail_of_a_prefix_is_evicted_before_its_head) {
   make({.rows = 3, .tier = false});
   store({"a", "b", "c"});
   EXPECT_THAT(names(cache().prepare_store(begin(), keys({"d"})).evicted), ElementsAre("c"));
 }
 
-TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
+TEST_P(StoreTest, chunks_in_use_are_never_evicted) {
   make({.rows = 2, .tier = false});
   store({"a"});
   store({"b"});
@@ -186,7 +186,7 @@ TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
   end_load(job);
 }
 
-TEST_P(StoreTest, ARequestDoesNotEvictItsOwnPrefix) {
+TEST_P(StoreTest, a_request_does_not_evict_its_own_prefix) {
   make({.rows = 3, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b"}), ElementsAre("a", "b"));
@@ -194,7 +194,7 @@ TEST_P(StoreTest, ARequestDoesNotEvictItsOwnPrefix) {
   EXPECT_EQ(peek({"a", "b", "c"}), "HHH");
 }
 
-TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
+TEST_P(StoreTest, after_a_decline_later_chunks_are_declined_until_it_is_offered_again) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
@@ -212,7 +212,7 @@ TEST_P(StoreTest, AfterADeclineLaterChunksAreDeclinedUntilItIsOfferedAgain) {
   EXPECT_THAT(store(request, {"f"}), ElementsAre("f"));
 }
 
-TEST_P(StoreTest, ADeclinedKeyKeepsTheAcceptedKeysBeforeIt) {
+TEST_P(StoreTest, a_declined_key_keeps_the_accepted_keys_before_it) {
   make({.rows = 2, .shard_bytes = {300, 300}, .tier = false});
   std::vector<ChunkKey> offered = keys({"a", "b", "c"}, 0);
   offered.push_back(key_of("a", 1));
@@ -220,7 +220,7 @@ TEST_P(StoreTest, ADeclinedKeyKeepsTheAcceptedKeysBeforeIt) {
   EXPECT_THAT(grant.accepted, ElementsAre(0, 1));
 }
 
-TEST_P(StoreTest, ALargerGroupEvictsSlabsOfASmallerGroup) {
+TEST_P(StoreTest, a_larger_group_evicts_slabs_of_a_smaller_group) {
   make({.ranks = 1, .rows = 64, .shard_bytes = {4096, 16384}, .tier = false});
   for (int i = 0; i < 64; ++i) store({fmt::format("s{}", i)});
   int accepted = 0;
@@ -238,7 +238,7 @@ TEST_P(StoreTest, ALargerGroupEvictsSlabsOfASmallerGroup) {
 
 // ---- events and figures
 
-TEST_P(StoreTest, EventsReportStoresEvictionsWritesAndRemovals) {
+TEST_P(StoreTest, events_report_stores_evictions_writes_and_removals) {
   make({.rows = 1, .cache = {.keep_events = true}});
   store({"a"});
   tier().finish();
@@ -255,7 +255,7 @@ TEST_P(StoreTest, EventsReportStoresEvictionsWritesAndRemovals) {
   EXPECT_THAT(cache().take_events(), IsEmpty());
 }
 
-TEST_P(StoreTest, StatsCountResidentChunks) {
+TEST_P(StoreTest, stats_count_resident_chunks) {
   store({"a", "b"});
   const auto stats = cache().stats();
   EXPECT_EQ(stats.resident_chunks, 2u);
@@ -269,14 +269,14 @@ TEST_P(StoreTest, StatsCountResidentChunks) {
   EXPECT_EQ(world().metrics.value("kv_offload_stored_bytes_total", {}), 2 * 2 * 4096);
 }
 
-TEST_P(StoreTest, ARequestThatEndedIsRefused) {
+TEST_P(StoreTest, a_request_that_ended_is_refused) {
   const RequestHandle request = begin();
   end(request);
   EXPECT_THROW(end(request), InvalidArgument);
   EXPECT_THROW(cache().prepare_store(request, keys({"a"})), InvalidArgument);
 }
 
-TEST_P(StoreTest, ACacheThatCannotHoldOneRowOfEachGroupIsRefused) {
+TEST_P(StoreTest, a_cache_that_cannot_hold_one_row_of_each_group_is_refused) {
   EXPECT_THROW(make({.rows = 2, .shard_bytes = {4096, 16384}}), InvalidArgument);
 }
 

@@ -2,6 +2,7 @@
 #include "cache/tier_io.h"
 
 #include "cache/parts.h"
+#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -39,7 +40,7 @@ class TierIoTest : public ::testing::Test {
   std::vector<Told> told_;
 };
 
-TEST_F(TierIoTest, WaitersAreNotifiedBeforeTheChunkIsResident) {
+TEST_F(TierIoTest, waiters_are_notified_once_the_chunk_is_resident) {
   parts_.record("a");
   const Slot slot = read("a");
   EXPECT_TRUE(ops_.await(slot, 5));
@@ -47,13 +48,12 @@ TEST_F(TierIoTest, WaitersAreNotifiedBeforeTheChunkIsResident) {
   EXPECT_FALSE(ops_.await(slot, 5)) << "the waiter is already registered";
   parts_.finish();
   EXPECT_THAT(
-      told_, ElementsAre(Told{5, true, {}, ChunkState::kFetching}, Told{6, true, {}, ChunkState::kFetching}));
-  EXPECT_EQ(parts_.chunks.at(slot).state, ChunkState::kResident);
+      told_, ElementsAre(Told{5, true, {}, ChunkState::kResident}, Told{6, true, {}, ChunkState::kResident}));
   EXPECT_EQ(parts_.chunks.at(slot).origin, ChunkOrigin::kTier);
   EXPECT_FALSE(ops_.await(slot, 7)) << "no read of the chunk is in flight";
 }
 
-TEST(TierIoShardsTest, ARecordHasEachShardOfARow) {
+TEST(TierIoShardsTest, a_record_has_each_shard_of_a_row) {
   PartsOptions options;
   options.rows = 6;
   options.shards_per_area = 3;
@@ -72,7 +72,7 @@ TEST(TierIoShardsTest, ARecordHasEachShardOfARow) {
   }
 }
 
-TEST_F(TierIoTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOnce) {
+TEST_F(TierIoTest, a_read_that_fails_makes_its_chunk_absent_with_the_reason_and_is_counted_once) {
   parts_.record("a");
   parts_.tier->fail(StatusKind::kIo);
   ops_.await(read("a"), 5);
@@ -84,7 +84,7 @@ TEST_F(TierIoTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOnc
   EXPECT_EQ(failures("read", "io"), 1);
 }
 
-TEST_F(TierIoTest, ACancelledReadIsNotAFailureOfItsKey) {
+TEST_F(TierIoTest, a_cancelled_read_is_not_a_failure_of_its_key) {
   parts_.record("a");
   const Slot slot = read("a");
   const OpId op = ops_.await(slot, 5).value();
@@ -102,7 +102,7 @@ TEST_F(TierIoTest, ACancelledReadIsNotAFailureOfItsKey) {
   EXPECT_EQ(failures("read", "cancelled"), 0);
 }
 
-TEST_F(TierIoTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
+TEST_F(TierIoTest, a_read_is_left_as_a_probe_unless_others_wait_for_it) {
   parts_.record("a");
   const Slot slot = read("a");
   const OpId op = ops_.await(slot, 5).value();
@@ -116,7 +116,7 @@ TEST_F(TierIoTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
   EXPECT_FALSE(ops_.is_probe(slot)) << "a request waits for the read again";
 }
 
-TEST_F(TierIoTest, AWriteHasAPinUntilItEnded) {
+TEST_F(TierIoTest, a_write_has_a_pin_until_it_ended) {
   const Slot slot = parts_.resident("a");
   write(slot);
   write(slot);
@@ -131,7 +131,7 @@ TEST_F(TierIoTest, AWriteHasAPinUntilItEnded) {
   EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "the record exists";
 }
 
-TEST_F(TierIoTest, AFailedWriteIsCountedOnceAndItsChunkStays) {
+TEST_F(TierIoTest, a_failed_write_is_counted_once_and_its_chunk_stays) {
   parts_.tier->fail(StatusKind::kNoSpace);
   const Slot slot = parts_.resident("a");
   write(slot);
@@ -142,7 +142,7 @@ TEST_F(TierIoTest, AFailedWriteIsCountedOnceAndItsChunkStays) {
   EXPECT_TRUE(parts_.chunks.was_write_tried(slot, 0));
 }
 
-TEST_F(TierIoTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
+TEST_F(TierIoTest, shedding_cancels_the_oldest_writes_and_counts_them_once) {
   write(parts_.resident("a"));
   write(parts_.resident("b"));
   parts_.tier->start(OpKind::kWrite);
@@ -153,7 +153,7 @@ TEST_F(TierIoTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
   EXPECT_FALSE(ops_.shed_writes()) << "no write is left to cancel";
 }
 
-TEST_F(TierIoTest, ARunningOpKeepsItsRowThroughAResetUntilItEnds) {
+TEST_F(TierIoTest, a_running_op_keeps_its_row_through_a_reset_until_it_ends) {
   parts_.record("a");
   read("a");
   write(parts_.resident("b"));
@@ -169,14 +169,56 @@ TEST_F(TierIoTest, ARunningOpKeepsItsRowThroughAResetUntilItEnds) {
   EXPECT_FALSE(parts_.has("a"));
 }
 
-TEST_F(TierIoTest, AFailedResetOfATierIsCounted) {
+TEST_F(TierIoTest, a_failed_reset_of_a_tier_is_counted) {
   parts_.tier->fail_resets(true);
   ops_.reset();
   EXPECT_EQ(failures("reset", "io"), 1);
   EXPECT_FALSE(ops_.is_writable(0)) << "as of the previous poll";
 }
 
-TEST_F(TierIoTest, PollsOnceAStepUnlessAlreadyPolled) {
+TEST(TierIoResetTest, the_reset_of_a_tier_that_throws_stops_no_other) {
+  PartsOptions options;
+  options.tiers = 2;
+  OpParts parts(options);
+  parts.record("a");
+  parts.slower->records = parts.tier->records;
+  parts.tier->reset_throws = true;
+  const auto failures = [&] {
+    return parts.metrics.value("kv_offload_failures_total", {"fs", "reset", "exception"});
+  };
+  parts.ops.reset();
+  EXPECT_TRUE(parts.slower->was_reset());
+  EXPECT_EQ(parts.ops.contains(0, key_of("a")), Presence::kAbsent);
+  EXPECT_FALSE(parts.ops.is_readable(0) || parts.ops.is_writable(0) || parts.ops.is_shared(0));
+  EXPECT_TRUE(parts.ops.is_readable(1) && parts.ops.is_writable(1));
+  EXPECT_EQ(failures(), 1);
+  parts.ops.poll();
+  EXPECT_EQ(failures(), 1) << "the next attempt comes a second later";
+  parts.clock.advance(std::chrono::seconds(1));
+  parts.ops.poll();
+  EXPECT_EQ(failures(), 2);
+  parts.tier->reset_throws = false;
+  parts.clock.advance(std::chrono::seconds(1));
+  parts.ops.poll();
+  EXPECT_TRUE(parts.tier->was_reset());
+  EXPECT_TRUE(parts.ops.is_readable(0) && parts.ops.is_writable(0));
+  EXPECT_EQ(failures(), 2);
+}
+
+TEST(TierIoResetTest, a_failure_is_counted_also_if_memory_runs_out) {
+  OpParts parts;
+  parts.record("a");
+  parts.tier->reset_throws = true;
+  EXPECT_GT(testing::fail_each_allocation([&] { parts.ops.reset(); },
+                                          [&] {
+                                            EXPECT_EQ(parts.ops.contains(0, key_of("a")), Presence::kAbsent);
+                                            EXPECT_FALSE(parts.ops.is_readable(0));
+                                          }),
+            0u);
+  EXPECT_EQ(parts.metrics.value("kv_offload_failures_total", {"fs", "reset", "exception"}), 1);
+}
+
+TEST_F(TierIoTest, polls_once_a_step_unless_already_polled) {
   const Slot slot = parts_.resident("a");
   write(slot);
   ops_.poll_once_per_step();
@@ -188,7 +230,7 @@ TEST_F(TierIoTest, PollsOnceAStepUnlessAlreadyPolled) {
   EXPECT_EQ(ops_.writes_in_flight(0), 0u);
 }
 
-TEST_F(TierIoTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
+TEST_F(TierIoTest, records_that_a_tier_removed_are_remembered_with_the_reason) {
   parts_.record("a");
   parts_.record("b");
   parts_.tier->remove(key_of("a"), TierRemoval::Reason::kCorrupt);
@@ -203,7 +245,7 @@ TEST_F(TierIoTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
 }
 
 // One poll reports both the removal and the write, not in the order in which they happened.
-TEST_F(TierIoTest, ARecordWrittenAgainIsNotReportedAsRemoved) {
+TEST_F(TierIoTest, a_record_written_again_is_not_reported_as_removed) {
   parts_.record("a");
   parts_.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
   write(parts_.resident("a"));
@@ -216,7 +258,7 @@ TEST_F(TierIoTest, ARecordWrittenAgainIsNotReportedAsRemoved) {
   EXPECT_EQ(parts_.key_history.eviction_reason(key_of("a")), std::nullopt);
 }
 
-TEST_F(TierIoTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRemoval) {
+TEST_F(TierIoTest, a_chunk_is_recorded_from_the_end_of_its_write_until_its_removal) {
   const Slot slot = parts_.resident("a");
   const auto recorded = [&] { return parts_.chunks.at(slot).recorded; };
   write(slot);
@@ -233,7 +275,7 @@ TEST_F(TierIoTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRemoval) {
   EXPECT_FALSE(recorded());
 }
 
-TEST_F(TierIoTest, AFetchedChunkAndAnUnneededWriteCountAsRecorded) {
+TEST_F(TierIoTest, a_fetched_chunk_and_an_unneeded_write_count_as_recorded) {
   parts_.record("a");
   parts_.record("b");
   const Slot fetched = read("a");
@@ -265,7 +307,7 @@ class TierIoTiersTest : public ::testing::Test {
   const Slot slot_ = parts_.resident("a");
 };
 
-TEST_F(TierIoTiersTest, AChunkIsRecordedWhileOneOfItsRecordsExists) {
+TEST_F(TierIoTiersTest, a_chunk_is_recorded_while_one_of_its_records_exists) {
   remove_from(*parts_.tier);
   EXPECT_TRUE(recorded());
   remove_from(*parts_.slower);
@@ -282,7 +324,7 @@ void make_too_slow(OpParts& parts, std::size_t tier) {
   ASSERT_EQ(parts.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
 }
 
-TEST_F(TierIoTest, ARecordOnATierThatIsTooSlowDoesNotCount) {
+TEST_F(TierIoTest, a_record_on_a_tier_that_is_too_slow_does_not_count) {
   make_too_slow(parts_, 0);
   const Slot slot = parts_.resident("a");
   write(slot);
@@ -290,7 +332,7 @@ TEST_F(TierIoTest, ARecordOnATierThatIsTooSlowDoesNotCount) {
   EXPECT_FALSE(parts_.chunks.at(slot).recorded);
 }
 
-TEST_F(TierIoTiersTest, ARecordOnATierThatIsTooSlowDoesNotReplaceARemovedOne) {
+TEST_F(TierIoTiersTest, a_record_on_a_tier_that_is_too_slow_does_not_replace_a_removed_one) {
   make_too_slow(parts_, 1);
   remove_from(*parts_.tier);
   EXPECT_FALSE(recorded());

@@ -15,12 +15,12 @@ class TransferModelTest : public ::testing::Test {
   TransferModel model_;
 };
 
-TEST_F(TransferModelTest, NothingIsKnownBeforeTheFirstSample) {
+TEST_F(TransferModelTest, nothing_is_known_before_the_first_sample) {
   EXPECT_FALSE(model_.known());
   EXPECT_EQ(model_.seconds(1000), 0);
 }
 
-TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
+TEST_F(TransferModelTest, latency_and_rate_are_distinguished) {
   read(8, 0.01, 1e6);
   EXPECT_TRUE(model_.is_separable());
   EXPECT_NEAR(model_.latency(), 0.01, 1e-9);
@@ -28,37 +28,37 @@ TEST_F(TransferModelTest, LatencyAndRateAreDistinguished) {
   EXPECT_NEAR(model_.seconds(1e6), 1.01, 1e-6);
 }
 
-TEST_F(TransferModelTest, WithOneSizeAllTimeCountsAsRate) {
+TEST_F(TransferModelTest, with_one_size_all_time_counts_as_rate) {
   for (int i = 0; i < 5; ++i) model_.observe(1000, 0.002);
   EXPECT_FALSE(model_.is_separable());
   EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
 }
 
-TEST_F(TransferModelTest, OnlyTheNewestSamplesOfEachSizeCount) {
+TEST_F(TransferModelTest, only_the_newest_samples_of_each_size_count) {
   read(32, 0, 1e6);
   for (std::size_t i = 0; i < TransferModel::kSamplesPerSize; ++i) read(32, 0, 1e3);
   EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
 }
 
-TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
+TEST_F(TransferModelTest, many_large_samples_do_not_hide_the_latency) {
   read(2048, 0.01, 1e6);
   EXPECT_NEAR(model_.latency(), 0.01, 1e-6);
 }
 
-TEST_F(TransferModelTest, LargeSamplesThatVaryDoNotHideTheLatency) {
+TEST_F(TransferModelTest, large_samples_that_vary_do_not_hide_the_latency) {
   for (int i = 0; i < 4; ++i) model_.observe(1000, 0.011);
   model_.observe(1e6, 1.06);
   model_.observe(2e6, 1.91);
   EXPECT_NEAR(model_.seconds(1000), 0.011, 0.002);
 }
 
-TEST_F(TransferModelTest, ASizeWithoutNewSamplesIsForgotten) {
+TEST_F(TransferModelTest, a_size_without_new_samples_is_forgotten) {
   read(300, 0, 1e6);
   for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.observe(1000, 1);
   EXPECT_NEAR(model_.seconds(1000), 1, 1e-6);
 }
 
-TEST_F(TransferModelTest, AnOverdueReadReplacesABetterEstimate) {
+TEST_F(TransferModelTest, an_overdue_read_replaces_a_better_estimate) {
   read(32, 0, 1e6);
   model_.on_overdue(1000, 0.0005);  // not late yet
   EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
@@ -66,14 +66,14 @@ TEST_F(TransferModelTest, AnOverdueReadReplacesABetterEstimate) {
   EXPECT_NEAR(model_.seconds(1000), 2, 1e-9);
 }
 
-TEST_F(TransferModelTest, TimesThatGrowFasterThanBytesGiveNoNegativeLatency) {
+TEST_F(TransferModelTest, times_that_grow_faster_than_bytes_give_no_negative_latency) {
   model_.observe(1000, 0.001);
   model_.observe(100'000, 0.2);
   EXPECT_EQ(model_.latency(), 0);
   EXPECT_GT(model_.seconds(100), 0);
 }
 
-TEST_F(TransferModelTest, FallingTimesGiveNoNegativeRate) {
+TEST_F(TransferModelTest, falling_times_give_no_negative_rate) {
   model_.observe(1000, 0.2);
   model_.observe(9000, 0.1);
   EXPECT_GE(model_.seconds(1e6), 0);

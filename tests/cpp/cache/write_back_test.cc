@@ -24,7 +24,7 @@ class WriteBackTest : public ::testing::Test {
   std::unique_ptr<SupplyParts> parts_;
 };
 
-TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
+TEST_F(WriteBackTest, write_through_writes_stored_chunks) {
   make(WritePolicy::kWriteThrough);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 1u);
@@ -34,7 +34,7 @@ TEST_F(WriteBackTest, WriteThroughWritesStoredChunks) {
 }
 
 // A chunk in use in host memory must not look old on the tier.
-TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
+TEST_F(WriteBackTest, uses_in_host_memory_are_reported_to_the_tier_at_the_end_of_the_step) {
   make(WritePolicy::kWriteThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
@@ -53,7 +53,7 @@ TEST_F(WriteBackTest, UsesInHostMemoryAreReportedToTheTierAtTheEndOfTheStep) {
 }
 
 // The tier may evict the record: it is written again when host memory evicts the chunk.
-TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
+TEST_F(WriteBackTest, on_evict_uses_in_host_memory_are_not_reported) {
   make(WritePolicy::kOnEvict);
   parts().write_back.on_used(stored("a"));
   parts().write_back.publish_uses();
@@ -61,7 +61,7 @@ TEST_F(WriteBackTest, OnEvictUsesInHostMemoryAreNotReported) {
 }
 
 // Applies to policies that do not write a chunk when it is stored.
-TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
+TEST_F(WriteBackTest, a_stored_chunk_with_a_record_is_marked_as_recorded) {
   for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kReadOnly}) {
     make(policy, 5);
     parts().record("a");
@@ -71,7 +71,7 @@ TEST_F(WriteBackTest, AStoredChunkWithARecordIsMarkedAsRecorded) {
   }
 }
 
-TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
+TEST_F(WriteBackTest, only_write_through_writes_may_be_declined) {
   make(WritePolicy::kWriteThrough);
   stored("a");
   EXPECT_TRUE(parts().tier->writes().back().may_decline);
@@ -80,7 +80,7 @@ TEST_F(WriteBackTest, OnlyWriteThroughWritesMayBeDeclined) {
   EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance to write the chunk";
 }
 
-TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
+TEST_F(WriteBackTest, a_declined_write_is_counted_but_not_as_a_failure) {
   make(WritePolicy::kWriteThrough);
   parts().tier->fail(StatusKind::kDeclined);
   stored("a");
@@ -90,7 +90,7 @@ TEST_F(WriteBackTest, ADeclinedWriteIsCountedButNotAsAFailure) {
   EXPECT_EQ(parts().chunks.pinned(), 0u);
 }
 
-TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
+TEST_F(WriteBackTest, reuse_writes_at_the_threshold) {
   make(WritePolicy::kReuse, 3);
   const Slot slot = stored("a");
   parts().write_back.on_used(slot);
@@ -99,7 +99,7 @@ TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
   EXPECT_EQ(writes(), 1u);
 }
 
-TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkIsEvicted) {
+TEST_F(WriteBackTest, on_evict_writes_before_a_chunk_is_evicted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   EXPECT_EQ(writes(), 0u);
@@ -109,7 +109,7 @@ TEST_F(WriteBackTest, OnEvictWritesBeforeAChunkIsEvicted) {
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot)) << "the chunk is recorded";
 }
 
-TEST_F(WriteBackTest, AFailedWriteIsNotRepeatedBeforeTheEviction) {
+TEST_F(WriteBackTest, a_failed_write_is_not_repeated_before_the_eviction) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->fail(StatusKind::kIo);
@@ -118,7 +118,7 @@ TEST_F(WriteBackTest, AFailedWriteIsNotRepeatedBeforeTheEviction) {
   EXPECT_FALSE(parts().write_back.write_before_eviction(slot));
 }
 
-TEST_F(WriteBackTest, AChunkLostToAnUnwritableTierIsCounted) {
+TEST_F(WriteBackTest, a_chunk_lost_to_an_unwritable_tier_is_counted) {
   make(WritePolicy::kOnEvict);
   const Slot slot = stored("a");
   parts().tier->switch_off();
@@ -127,7 +127,7 @@ TEST_F(WriteBackTest, AChunkLostToAnUnwritableTierIsCounted) {
   EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), kPageBytes);
 }
 
-TEST_F(WriteBackTest, NextVictimsAreWrittenOnlyWhenRowsAreShort) {
+TEST_F(WriteBackTest, next_victims_are_written_only_when_rows_are_short) {
   make(WritePolicy::kOnEvict);
   const Slot a = stored("a");
   const Slot b = stored("b");

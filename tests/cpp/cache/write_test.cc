@@ -31,7 +31,7 @@ class WriteTest : public OverBoth<CacheTest> {
 
 KV_OFFLOAD_OVER_BOTH(WriteTest);
 
-TEST_P(WriteTest, AStoredChunkIsWrittenThroughHeadFirst) {
+TEST_P(WriteTest, a_stored_chunk_is_written_through_head_first) {
   store({"a", "b", "c"});
   EXPECT_THAT(queued(), ElementsAre("a", "b", "c"));
   EXPECT_EQ(cache().stats().pinned_chunks, 3u);
@@ -42,19 +42,19 @@ TEST_P(WriteTest, AStoredChunkIsWrittenThroughHeadFirst) {
   EXPECT_EQ(world().metrics.value("kv_offload_write_bytes_total", {"fs"}), 3 * 2 * 4096);
 }
 
-TEST_P(WriteTest, AChunkIsAHitWhetherOrNotItIsRecordedYet) {
+TEST_P(WriteTest, a_chunk_is_a_hit_whether_or_not_it_is_recorded_yet) {
   store({"a"});
   EXPECT_EQ(peek({"a"}), "H");
 }
 
-TEST_P(WriteTest, ARecordedChunkIsNotWrittenAgain) {
+TEST_P(WriteTest, a_recorded_chunk_is_not_written_again) {
   record({"a"});
   EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory had evicted it: stored again
   EXPECT_THAT(queued(), IsEmpty());
   EXPECT_EQ(peek({"a"}), "H");
 }
 
-TEST_P(WriteTest, AFailedWriteIsCountedAndLosesNothingInMemory) {
+TEST_P(WriteTest, a_failed_write_is_counted_and_loses_nothing_in_memory) {
   tier().fail(StatusKind::kNoSpace);
   store({"a"});
   tier().finish();
@@ -65,7 +65,7 @@ TEST_P(WriteTest, AFailedWriteIsCountedAndLosesNothingInMemory) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
+TEST_P(WriteTest, under_pressure_the_oldest_queued_writes_are_shed) {
   make_with({}, 2);
   store({"a"});
   store({"b"});
@@ -77,7 +77,7 @@ TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
   EXPECT_EQ(peek({"b"}), "H");
 }
 
-TEST_P(WriteTest, ARunningWriteIsNeverShedAndItsRowNeverReused) {
+TEST_P(WriteTest, a_running_write_is_never_shed_and_its_row_never_reused) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -88,7 +88,7 @@ TEST_P(WriteTest, ARunningWriteIsNeverShedAndItsRowNeverReused) {
   EXPECT_TRUE(recorded("a"));
 }
 
-TEST_P(WriteTest, ReuseDoesNotWriteChunksUsedOnce) {
+TEST_P(WriteTest, reuse_does_not_write_chunks_used_once) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2});
   store({"a", "b"});
   EXPECT_THAT(queued(), IsEmpty());
@@ -96,7 +96,7 @@ TEST_P(WriteTest, ReuseDoesNotWriteChunksUsedOnce) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseCountsUpToItsThreshold) {
+TEST_P(WriteTest, reuse_counts_up_to_its_threshold) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 20});
   store({"a"});
   for (int use = 2; use < 20; ++use) load_again({"a"});
@@ -105,7 +105,7 @@ TEST_P(WriteTest, ReuseCountsUpToItsThreshold) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, ReuseRemembersEvictedChunks) {
+TEST_P(WriteTest, reuse_remembers_evicted_chunks) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2}, 1);
   store({"a"});
   store({"b"});
@@ -113,7 +113,7 @@ TEST_P(WriteTest, ReuseRemembersEvictedChunks) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
-TEST_P(WriteTest, OnEvictWritesTheNextVictimAndEvictsAnotherMeanwhile) {
+TEST_P(WriteTest, on_evict_writes_the_next_victim_and_evicts_another_meanwhile) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   store({"a"});
   store({"b"});
@@ -130,7 +130,7 @@ TEST_P(WriteTest, OnEvictWritesTheNextVictimAndEvictsAnotherMeanwhile) {
   EXPECT_EQ(world().dropped("fs", "pressure"), 0);
 }
 
-TEST_P(WriteTest, AFailedWriteAtEvictionIsTriedOnce) {
+TEST_P(WriteTest, a_failed_write_at_eviction_is_tried_once) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 1);
   tier().fail(StatusKind::kNoSpace);
   store({"a"});
@@ -142,7 +142,7 @@ TEST_P(WriteTest, AFailedWriteAtEvictionIsTriedOnce) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, WritesAtEvictionKeepTheEvictionOrder) {
+TEST_P(WriteTest, writes_at_eviction_keep_the_eviction_order) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   for (const char* name : {"a", "b", "c"}) store({name});
   step();
@@ -178,7 +178,7 @@ class BurstTest : public CacheTest, public ::testing::WithParamInterface<const c
   int prompts_ = 0;
 };
 
-TEST_P(BurstTest, OnEvictNothingIsLostWhileTheTierKeepsUp) {
+TEST_P(BurstTest, on_evict_nothing_is_lost_while_the_tier_keeps_up) {
   make_full();
   fake().automatic = true;
   for (int i = 0; i < 20; ++i) burst();
@@ -186,7 +186,7 @@ TEST_P(BurstTest, OnEvictNothingIsLostWhileTheTierKeepsUp) {
   EXPECT_GE(fake().records.size(), 19 * kBurst);
 }
 
-TEST_P(BurstTest, OnEvictNothingIsLostAfterAReset) {
+TEST_P(BurstTest, on_evict_nothing_is_lost_after_a_reset) {
   make_full();
   fake().automatic = true;
   burst();
@@ -196,7 +196,7 @@ TEST_P(BurstTest, OnEvictNothingIsLostAfterAReset) {
 }
 
 // The tier writes nearly all it can. The other chunks are lost; no store waits or is declined.
-TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesAsManyChunksAsItCan) {
+TEST_P(BurstTest, on_evict_a_tier_that_is_too_slow_writes_as_many_chunks_as_it_can) {
   make_full();
   for (int i = 0; i < 20; ++i) {
     burst();
@@ -212,7 +212,7 @@ INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "prefix")
 
 // ---- reset
 
-TEST_P(WriteTest, AResetInvalidatesHostMemoryAndAllTiers) {
+TEST_P(WriteTest, a_reset_invalidates_host_memory_and_all_tiers) {
   make({.cache = {.keep_events = true}});
   store({"a", "b"});
   tier().finish();
@@ -233,7 +233,7 @@ TEST_P(WriteTest, AResetInvalidatesHostMemoryAndAllTiers) {
   EXPECT_EQ(store({"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
 
-TEST_P(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
+TEST_P(WriteTest, rows_of_copies_in_flight_are_not_reused_after_a_reset_until_they_ended) {
   make_with({}, 2);
   store({"a"});
   tier().finish();
@@ -257,7 +257,7 @@ TEST_P(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, RowsOfRunningTierOpsAreNotReusedAfterAReset) {
+TEST_P(WriteTest, rows_of_running_tier_ops_are_not_reused_after_a_reset) {
   make_with({}, 1);
   store({"a"});
   tier().start(OpKind::kWrite);
@@ -269,7 +269,7 @@ TEST_P(WriteTest, RowsOfRunningTierOpsAreNotReusedAfterAReset) {
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_P(WriteTest, AReadThatRunsThroughAResetIsDiscarded) {
+TEST_P(WriteTest, a_read_that_runs_through_a_reset_is_discarded) {
   make_with({}, 2);
   record({"a"});
   const RequestHandle request = begin();
@@ -284,7 +284,7 @@ TEST_P(WriteTest, AReadThatRunsThroughAResetIsDiscarded) {
   EXPECT_EQ(cache().stats().quarantined_rows, 0u);
 }
 
-TEST_P(WriteTest, ATierWhoseResetFailedIsEmptyAndUsableAgainAfterARetry) {
+TEST_P(WriteTest, a_tier_whose_reset_failed_is_empty_and_usable_again_after_a_retry) {
   record({"a"});
   tier().fail_resets(true);
   cache().reset();
@@ -311,7 +311,34 @@ TEST_P(WriteTest, ATierWhoseResetFailedIsEmptyAndUsableAgainAfterARetry) {
       << "records made after a reset are visible only to the process that was reset";
 }
 
-TEST_P(WriteTest, AWriteStartedBeforeAResetLeavesNoRecord) {
+class TierResetTest : public CacheTest {};
+
+TEST_F(TierResetTest, a_tier_whose_reset_throws_is_not_used_until_a_reset_succeeds) {
+  record({"a"});
+  fake().reset_throws = true;
+  store({"host"});
+  cache().reset();
+  EXPECT_EQ(peek({"host"}), "M") << "host memory was reset";
+  EXPECT_EQ(world().failures("fs", "reset", "exception"), 1);
+  EXPECT_EQ(peek({"a"}), "M");
+  store({"b"});
+  tier().finish();
+  step();
+  EXPECT_EQ(tier().queued_reads(), 0u);
+  EXPECT_FALSE(tier().holds(key_of("b")));
+  EXPECT_EQ(world().dropped("fs", "unavailable"), 2 * kPageBytes);
+  fake().reset_throws = false;
+  pass_time(std::chrono::seconds(1));
+  step();
+  EXPECT_EQ(peek({"a"}), "M");
+  store({"c"});
+  tier().finish();
+  step();
+  EXPECT_TRUE(tier().holds(key_of("c")));
+  EXPECT_FALSE(tier().holds(key_of("a")));
+}
+
+TEST_P(WriteTest, a_write_started_before_a_reset_leaves_no_record) {
   store({"a", "b"});
   tier().start(OpKind::kWrite);
   cache().reset();
@@ -331,7 +358,7 @@ TEST_P(WriteTest, AWriteStartedBeforeAResetLeavesNoRecord) {
 
 // ---- loads
 
-TEST_P(WriteTest, AChunkInTwoLoadsIsPinnedUntilBothEnd) {
+TEST_P(WriteTest, a_chunk_in_two_loads_is_pinned_until_both_end) {
   make_with({}, 1);
   store({"a"});
   tier().finish();
@@ -346,7 +373,7 @@ TEST_P(WriteTest, AChunkInTwoLoadsIsPinnedUntilBothEnd) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, ALoadIsOverOnlyWhenAllRanksReported) {
+TEST_P(WriteTest, a_load_is_over_only_when_all_ranks_reported) {
   make({.rows = 1, .tier = false});
   store({"a"});
   const RequestHandle request = begin();
@@ -359,13 +386,13 @@ TEST_P(WriteTest, ALoadIsOverOnlyWhenAllRanksReported) {
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_P(WriteTest, OnlyChunksInHostMemoryCanBeLoaded) {
+TEST_P(WriteTest, only_chunks_in_host_memory_can_be_loaded) {
   EXPECT_THROW(cache().prepare_load(begin(), keys({"a"})), InvalidArgument);
 }
 
 // ---- close
 
-TEST_P(WriteTest, ClosingShedsQueuedWritesAndLetsRunningOnesEnd) {
+TEST_P(WriteTest, closing_sheds_queued_writes_and_lets_running_ones_end) {
   store({"a"});
   store({"b"});
   tier().start(OpKind::kWrite);
@@ -381,7 +408,7 @@ TEST_P(WriteTest, ClosingShedsQueuedWritesAndLetsRunningOnesEnd) {
   EXPECT_THAT(store({"c"}), IsEmpty());
 }
 
-TEST_P(WriteTest, AfterARestartTheWrittenChunksAreHits) {
+TEST_P(WriteTest, after_a_restart_the_written_chunks_are_hits) {
   store({"a", "b"});
   tier().finish();
   store({"c"});

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cstring>
 #include <list>
@@ -22,6 +23,13 @@ ChunkKey key_of(std::string_view name, std::uint32_t group = 0) {
   std::string bytes = fmt::format("{:-<16}", name);
   for (int shift = 24; shift >= 0; shift -= 8) bytes.push_back(static_cast<char>(group >> shift));
   return ChunkKey(bytes);
+}
+
+void forget_and_erase(ChunkIndex& index) {
+  index.forget();
+  while (index.forgotten() > 0) {
+    if (const std::optional<Slot> slot = index.next_forgotten()) index.erase(*slot);
+  }
 }
 
 class ChunkIndexTest : public testing::Test {
@@ -119,10 +127,63 @@ TEST_F(ChunkIndexTest, a_chunk_in_a_reused_slot_is_not_spared) {
   index_.erase(other);
   EXPECT_EQ(index_.victim(7), own);
   index_.access(own, 7, 0);
-  index_.clear();
+  forget_and_erase(index_);
   EXPECT_EQ(index_.victim(7), std::nullopt);
   store("after");
   EXPECT_TRUE(index_.victim(8).has_value());
+}
+
+TEST_F(ChunkIndexTest, forgotten_chunks_are_absent_until_they_are_erased) {
+  const Slot idle = store_for(7, "idle"), pinned = store("pinned"), filling = fill("filling");
+  index_.pin(pinned);
+  index_.forget();
+  EXPECT_EQ(index_.size() + index_.resident() + index_.pinned(), 0u);
+  EXPECT_EQ(index_.forgotten(), 3u);
+  for (const char* name : {"idle", "pinned", "filling"}) {
+    EXPECT_EQ(find(name), nullptr);
+    EXPECT_TRUE(index_.find_forgotten(key_of(name)));
+  }
+  index_.for_each([](Slot, ChunkEntry&) { ADD_FAILURE() << "a forgotten chunk was visited"; });
+  EXPECT_EQ(index_.victim(7), idle) << "its holder needs it no more";
+  EXPECT_TRUE(index_.next_victims(4).empty());
+  for (const Slot slot : {idle, pinned, filling}) {
+    EXPECT_TRUE(index_.is_forgotten(slot));
+    index_.erase(slot);
+  }
+  EXPECT_EQ(index_.forgotten(), 0u);
+  EXPECT_EQ(index_.victim(), std::nullopt);
+}
+
+TEST_F(ChunkIndexTest, a_chunk_stored_after_forgetting_is_not_forgotten) {
+  const Slot old = store("old"), spared = store_for(7, "spared");
+  EXPECT_EQ(index_.victim(7), old);
+  index_.forget();
+  const Slot next = store("next");
+  EXPECT_EQ(index_.size(), 1u);
+  EXPECT_FALSE(index_.find_forgotten(key_of("next")));
+  for (int checks = 0; checks < 8; ++checks) {
+    if (const std::optional<Slot> slot = index_.next_forgotten()) index_.erase(*slot);
+    if (index_.forgotten() == 0) break;
+  }
+  EXPECT_EQ(find("next"), &index_.at(next));
+  EXPECT_FALSE(index_.is_forgotten(spared));
+  EXPECT_EQ(index_.victim(7), next);
+}
+
+TEST_F(ChunkIndexTest, chunks_are_forgotten_once_however_often_the_index_forgets) {
+  for (unsigned i = 0; i < ChunkIndex::kMostEpochs; ++i) {
+    EXPECT_TRUE(index_.may_forget());
+    store(fmt::format("{}", i));
+    index_.forget();
+    if (index_.may_forget()) index_.forget();  // there is nothing more to forget
+  }
+  EXPECT_FALSE(index_.may_forget());
+  EXPECT_EQ(index_.forgotten(), std::size_t{ChunkIndex::kMostEpochs});
+  EXPECT_EQ(find("0"), nullptr);
+  while (index_.forgotten() > 0) {
+    if (const std::optional<Slot> slot = index_.next_forgotten()) index_.erase(*slot);
+  }
+  EXPECT_TRUE(index_.may_forget());
 }
 
 TEST_F(ChunkIndexTest, a_chunk_keeps_the_highest_priority_of_its_requests) {
@@ -205,7 +266,7 @@ class SparingModel {
       if (chosen->spared) spare_nothing();
       chunks_.erase(chosen);
     } else if (action == 10 && pick(200) == 0) {
-      index_.clear();
+      forget_and_erase(index_);
       chunks_.clear();
     }
     if (takes_turns_ && pick(8) == 0) asks_ = pick(4);  // 0: no request
@@ -352,7 +413,7 @@ TEST_P(SharedHeadTest, the_head_of_the_own_prompt_is_spared_after_other_uses) {
   EXPECT_TRUE(index_.victim(9).has_value());
 }
 
-TEST_P(SharedHeadTest, AHeadThatIsPinnedDuringALookAheadIsSparedAfterIt) {
+TEST_P(SharedHeadTest, a_head_that_is_pinned_during_a_look_ahead_is_spared_after_it) {
   const Slot head = store("head", "", 7);
   store("own", "head", 7);
   index_.access(head, 8, 0);
@@ -503,7 +564,7 @@ TEST_P(NextVictimsTest, next_victims_lists_a_whole_prompt_before_the_next) {
   EXPECT_EQ(drain(4), next);
 }
 
-TEST_P(NextVictimsTest, SparedChunksAreAmongThemInTheirOrderAndStaySpared) {
+TEST_P(NextVictimsTest, spared_chunks_are_among_them_in_their_order_and_stay_spared) {
   serve(1, {"a1", "a2", "a3"});
   const std::vector<Slot> before = index_.next_victims(2);
   EXPECT_EQ(index_.victim(1), std::nullopt);
@@ -514,7 +575,7 @@ TEST_P(NextVictimsTest, SparedChunksAreAmongThemInTheirOrderAndStaySpared) {
 }
 
 // A request that stores a long prompt looks ahead in each step.
-TEST_P(NextVictimsTest, ALookAheadCostsTheSameWithTenTimesAsManySparedChunks) {
+TEST_P(NextVictimsTest, a_look_ahead_costs_the_same_with_ten_times_as_many_spared_chunks) {
   const auto steps_with = [](std::uint32_t chunks) {
     ChunkIndex index(make_eviction_policy(GetParam()), chunks);
     ChunkId last = 0;
@@ -537,7 +598,7 @@ TEST_P(NextVictimsTest, ALookAheadCostsTheSameWithTenTimesAsManySparedChunks) {
   EXPECT_EQ(few, many);
 }
 
-TEST_P(NextVictimsTest, SparedChunksThatArePinnedAreNotAmongThemAndStaySpared) {
+TEST_P(NextVictimsTest, spared_chunks_that_are_pinned_are_not_among_them_and_stay_spared) {
   std::vector<std::string> prompt;
   for (int i = 0; i < 40; ++i) prompt.push_back(fmt::format("a{}", i));
   serve(1, prompt);
@@ -613,7 +674,7 @@ TEST_F(ChunkIndexTest, agrees_with_a_map_under_random_inserts_and_erases) {
 
 class ChunkIndexMemoryTest : public testing::TestWithParam<std::string> {};
 
-TEST_P(ChunkIndexMemoryTest, AChunkThatFindsNoMemoryIsNotAdded) {
+TEST_P(ChunkIndexMemoryTest, a_chunk_that_finds_no_memory_is_not_added) {
   ChunkIndex index(make_eviction_policy(GetParam()), 4);
   const auto name_of = [](RowId row) { return key_of(fmt::format("{}", row)); };
   unsigned failures = 0;
@@ -637,8 +698,115 @@ TEST_P(ChunkIndexMemoryTest, AChunkThatFindsNoMemoryIsNotAdded) {
   EXPECT_EQ(index.size(), 0u);
 }
 
+TEST_P(ChunkIndexMemoryTest, a_priority_that_finds_no_memory_changes_no_chunk) {
+  constexpr RowId kPrompt = 150;  // longer than the first part of a policy's tables
+  ChunkIndex index(make_eviction_policy(GetParam()), kPrompt + 2);
+  const auto name_of = [](RowId row) { return key_of(fmt::format("{}", row)); };
+  const auto info_of = [&](RowId row, std::int8_t priority) {
+    const ChunkId parent = row == 0 ? 0 : chunk_id(name_of(row - 1));
+    return EntryInfo{.parent = parent, .request = 1, .priority = priority};
+  };
+  std::vector<Slot> slots;
+  for (RowId row = 0; row < kPrompt; ++row)
+    slots.push_back(index.insert(name_of(row), 0, row, info_of(row, -1), ChunkState::kFilling));
+  for (RowId row = kPrompt; row-- > 0;) index.make_resident(slots[row], ChunkOrigin::kStore);
+  const auto expect_all = [&](std::int8_t priority) {
+    ASSERT_EQ(index.size(), kPrompt);
+    for (RowId row = 0; row < kPrompt; ++row) ASSERT_EQ(index.find(name_of(row))->priority, priority);
+  };
+  const ChunkKey next = name_of(kPrompt);
+  Slot slot = 0;
+  EXPECT_GT(testing::fail_each_allocation(
+                [&] { slot = index.insert(next, 0, kPrompt, info_of(kPrompt, 0), ChunkState::kFilling); },
+                [&] {
+                  expect_all(-1);
+                  EXPECT_EQ(index.find(next), nullptr);
+                }),
+            2u);
+  index.erase(slot);
+  expect_all(0);
+  EXPECT_GT(testing::fail_each_allocation([&] { index.access(slots.back(), 2, 1); },
+                                          [&] {
+                                            expect_all(0);
+                                            EXPECT_EQ(index.at(slots.back()).holder, 1u);
+                                          }),
+            1u);
+  expect_all(1);
+  for (RowId row = 0; row < kPrompt; ++row) index.erase(index.victim().value());
+  EXPECT_EQ(index.size(), 0u);
+}
+
+TEST_P(ChunkIndexMemoryTest, a_retention_that_finds_no_memory_changes_nothing) {
+  ChunkIndex index(make_eviction_policy(GetParam()), 4);
+  const Slot slot = index.insert(key_of("a"), 0, 0, {.request = 1}, ChunkState::kFilling);
+  index.make_resident(slot, ChunkOrigin::kStore);
+  EXPECT_GT(testing::fail_each_allocation([&] { index.retain(slot); },
+                                          [&] {
+                                            EXPECT_EQ(index.at(slot).priority, 0);
+                                            EXPECT_FALSE(index.at(slot).retained);
+                                          }),
+            0u);
+  EXPECT_GT(index.at(slot).priority, 0);
+  EXPECT_TRUE(index.at(slot).retained);
+}
+
+TEST_P(ChunkIndexMemoryTest, the_end_of_a_retention_that_finds_no_memory_changes_nothing) {
+  ChunkIndex index(make_eviction_policy(GetParam()), 4);
+  const Slot slot = index.insert(key_of("a"), 0, 0, {.request = 1}, ChunkState::kFilling);
+  index.make_resident(slot, ChunkOrigin::kStore);
+  index.retain(slot);
+  const auto retained = index.at(slot).priority;
+  const unsigned failures = testing::fail_each_allocation([&] { index.end_retention(slot, -1); },
+                                                          [&] {
+                                                            EXPECT_EQ(index.at(slot).priority, retained);
+                                                            EXPECT_TRUE(index.at(slot).retained);
+                                                            EXPECT_EQ(index.victim(), slot);
+                                                          });
+  EXPECT_EQ(failures > 0, GetParam() == "prefix") << "lru allocates nothing for a known slot";
+  EXPECT_EQ(index.at(slot).priority, 0);
+  EXPECT_FALSE(index.at(slot).retained);
+  EXPECT_EQ(index.victim(), slot);
+  index.pin(slot);
+  EXPECT_FALSE(index.victim());
+  index.unpin(slot);
+  index.erase(slot);
+}
+
+// A chunk that is marked as spared must be pinned in the policy: else a pin of it protects nothing.
+TEST_P(ChunkIndexMemoryTest, a_victim_that_finds_no_memory_marks_no_chunk) {
+  constexpr RowId kChunks = 1000;  // more than one allocation of the list of spared chunks holds
+  ChunkIndex index(make_eviction_policy(GetParam()), kChunks);
+  std::vector<Slot> slots;
+  for (RowId row = 0; row < kChunks; ++row) {
+    slots.push_back(
+        index.insert(key_of(fmt::format("{}", row)), 0, row, {.request = 1}, ChunkState::kFilling));
+    index.make_resident(slots.back(), ChunkOrigin::kStore);
+  }
+  EXPECT_GT(testing::fail_each_allocation([&] { EXPECT_FALSE(index.victim(1)); },
+                                          [&] {
+                                            for (const Slot slot : slots) index.pin(slot);
+                                            EXPECT_FALSE(index.victim(2));
+                                            for (const Slot slot : slots) index.unpin(slot);
+                                          }),
+            0u);
+  EXPECT_TRUE(index.victim(2));
+}
+
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, ChunkIndexMemoryTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
+
+// The tables are 1.1 GiB: touching them takes longer than all the rest of the start.
+TEST(ChunkIndexGrowthTest, a_large_index_touches_no_table_before_its_first_chunk) {
+  if (testing::kSanitized) GTEST_SKIP() << "memory is not measured under a sanitizer";
+  const auto pages = [] {
+    rusage usage{};
+    EXPECT_EQ(::getrusage(RUSAGE_THREAD, &usage), 0);
+    return usage.ru_minflt;
+  };
+  const long before = pages();
+  const ChunkIndex index(make_eviction_policy("lru"), 40'000'000);
+  EXPECT_LT(pages() - before, 100);
+}
 
 TEST(ChunkIndexGrowthTest, inserts_up_to_the_capacity_move_no_cells) {
   const auto capacity = static_cast<std::uint32_t>(testing::rounds(1'500'000));

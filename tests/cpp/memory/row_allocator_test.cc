@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "base/status.h"
+#include "out_of_memory.h"
 #include "test_iterations.h"
 
 namespace kv_offload {
@@ -401,6 +402,16 @@ TEST_F(Reclaiming, a_slab_of_many_small_rows_can_be_reclaimed) {
 
 TEST_F(Reclaiming, slabs_of_the_requesting_group_are_not_reclaimed) {
   EXPECT_TRUE(rows_.slab_to_reclaim(0, always).empty());
+}
+
+TEST(RowAllocator, a_slab_whose_rows_need_memory_is_not_lost) {
+  RowAllocator rows(4 * kMiB, {4 * kKiB, 64 * kKiB});
+  std::vector<RowId> taken;
+  taken.reserve(2048);
+  const unsigned failures = testing::fail_each_allocation([&] { taken.push_back(rows.allocate(0)); }, [] {});
+  EXPECT_GT(failures, 0u);
+  while (taken.back() != kNoRow) taken.push_back(rows.allocate(0));
+  EXPECT_EQ(taken.size() - 1, rows.capacity_rows(0));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "base/split_table.h"
 #include "base/status.h"
+#include "out_of_memory.h"
 #include "step_watch.h"
 #include "test_iterations.h"
 
@@ -156,6 +157,25 @@ TEST_P(AnyPolicy, victims_are_known_and_unpinned_under_random_calls) {
   }
   for (const Slot slot : drain()) ASSERT_EQ(unpinned.erase(slot), 1u);
   EXPECT_TRUE(unpinned.empty());
+}
+
+TEST_P(AnyPolicy, an_unpinned_slot_can_be_evicted_also_if_memory_runs_out) {
+  const auto policy = make_eviction_policy(GetParam());
+  for (const Slot slot : {0u, 1u, 2u}) policy->insert(slot, {.id = slot + 1});
+  policy->pin(0);
+  policy->pin(1);
+  EXPECT_EQ(policy->victim(), 2u);
+  {
+    const testing::FailingAllocation failing(0);
+    policy->unpin(0);
+  }
+  policy->unpin(1);
+  std::set<Slot> evicted;
+  for (auto victim = policy->victim(); victim; victim = policy->victim()) {
+    evicted.insert(*victim);
+    policy->erase(*victim);
+  }
+  EXPECT_EQ(evicted, (std::set<Slot>{0, 1, 2}));
 }
 
 TEST_P(AnyPolicy, the_end_of_a_prompt_is_evicted_before_its_head) {

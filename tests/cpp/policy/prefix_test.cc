@@ -8,6 +8,8 @@
 #include <random>
 #include <set>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
@@ -54,6 +56,75 @@ class PrefixPolicyTest : public testing::Test {
     return slots;
   }
 };
+
+// Requests use the chunks in a random order; each allocation fails once.
+TEST_F(PrefixPolicyTest, a_use_that_finds_no_memory_loses_no_chunk) {
+  constexpr Slot kPrompts = 300;
+  for (Slot first = 0; first < 2 * kPrompts; first += 2) serve(prompt(first, 2));
+  std::mt19937 random(5);
+  unsigned failures = 0;
+  for (int i = 0; i < 4000; ++i) {
+    const auto slot = static_cast<Slot>(random() % (2 * kPrompts));
+    ++request_;
+    const EntryInfo use = info(slot, parent_of_.at(slot));
+    const auto check = [&] { EXPECT_TRUE(policy_.victim()); };
+    failures += testing::fail_each_allocation([&] { policy_.access(slot, use); }, check);
+    failures += testing::fail_each_allocation([&] { policy_.refresh(slot, use); }, check);
+  }
+  EXPECT_GE(failures, 2u);
+  std::set<Slot> evicted;
+  while (policy_.victim()) evicted.insert(evict());
+  EXPECT_EQ(evicted.size(), std::size_t{2 * kPrompts});
+}
+
+// The victims are hidden one after the other and put back, as ChunkIndex::next_victims() does.
+TEST_F(PrefixPolicyTest, an_entry_that_is_set_aside_is_not_lost_if_memory_runs_out) {
+  constexpr Slot kPrompts = 4, kLength = 3;
+  for (Slot first = 0; first < kPrompts * kLength; first += kLength) serve(prompt(first, kLength));
+  // Ends of prompts are pinned, so some victims have children.
+  policy_.pin(2);
+  policy_.pin(5);
+  unsigned failures = 0;
+  for (bool came = true; came; ++failures) {
+    std::array<Slot, kPrompts * kLength> aside{};
+    std::size_t count = 0;
+    {
+      const testing::FailingAllocation failing(failures);
+      for (auto victim = policy_.victim(); victim; victim = policy_.victim()) {
+        ASSERT_NO_THROW(policy_.set_aside(*victim));
+        aside[count++] = *victim;
+      }
+      for (std::size_t i = count; i-- > 0;) ASSERT_NO_THROW(policy_.put_back(aside[i]));
+      came = failing.came();
+    }
+    EXPECT_EQ(count, std::size_t{kPrompts * kLength - 2}) << failures;
+    EXPECT_EQ(std::set<Slot>(aside.begin(), aside.begin() + count).size(), count) << failures;
+  }
+  EXPECT_GT(failures, 1u);
+  policy_.unpin(2);
+  policy_.unpin(5);
+  std::set<Slot> evicted;
+  while (policy_.victim()) evicted.insert(evict());
+  EXPECT_EQ(evicted.size(), std::size_t{kPrompts * kLength});
+}
+
+TEST_F(PrefixPolicyTest, entries_set_aside_need_no_memory_without_pins) {
+  for (Slot first = 0; first < 30; first += 3) serve(prompt(first, 3));
+  std::array<Slot, 30> before{};
+  std::array<Slot, 30> after{};
+  const auto visit = [&](std::array<Slot, 30>& order) {
+    for (Slot& slot : order) {
+      slot = policy_.victim().value();
+      policy_.set_aside(slot);
+    }
+    for (std::size_t i = order.size(); i-- > 0;) policy_.put_back(order[i]);
+  };
+  visit(before);
+  const testing::FailingAllocation failing(0);
+  visit(after);
+  EXPECT_FALSE(failing.came());
+  EXPECT_EQ(after, before);
+}
 
 TEST_F(PrefixPolicyTest, without_history_the_least_recent_prompt_is_evicted_from_its_end) {
   serve(prompt(0, 3));

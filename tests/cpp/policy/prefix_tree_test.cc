@@ -49,7 +49,7 @@ TEST(PrefixTree, a_parent_can_be_set_later_once) {
 }
 
 // A table grows when it gets its 33rd or 65th node: an entry's own, or its parent's.
-TEST(PrefixTree, AnEntryThatFindsNoMemoryIsNotTaken) {
+TEST(PrefixTree, an_entry_that_finds_no_memory_is_not_taken) {
   for (const ChunkId alone : {ChunkId{0}, ChunkId{1000}}) {
     PrefixTree tree;
     std::vector<PrefixTree::Node> nodes;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <utility>
 
 #include "out_of_memory.h"
 #include "policy/lru.h"
@@ -76,6 +77,35 @@ TEST_F(PrioritisedTest, a_raised_entry_stays_recorded) {
   EXPECT_FALSE(told[0]) << "the slot holds a new entry, which no tier has";
 }
 
+TEST_F(PrioritisedTest, the_time_and_the_expected_return_reach_each_level) {
+  struct Timed final : EvictionPolicy {
+    explicit Timed(std::map<ChunkId, std::pair<double, double>>& told) : told_(told) {}
+    void insert(Slot, const EntryInfo&) override {}
+    void access(Slot, const EntryInfo&) override {}
+    void set_now(double seconds) override { now_ = seconds; }
+    void set_return(Slot, double returns_at, ChunkId id) override { told_[id] = {now_, returns_at}; }
+    void erase(Slot) override {}
+    void pin(Slot) override {}
+    void unpin(Slot) override {}
+    std::optional<Slot> victim() override { return std::nullopt; }
+    std::string_view name() const override { return "timed"; }
+    std::map<ChunkId, std::pair<double, double>>& told_;
+    double now_ = 0;
+  };
+  std::map<ChunkId, std::pair<double, double>> told;
+  Prioritised policy([&] { return std::make_unique<Timed>(told); });
+  policy.set_now(1);
+  policy.insert(0, {.id = 10});
+  policy.insert(1, {.id = 11, .priority = 1});
+  policy.set_return(0, 5, 10);
+  policy.set_return(1, 6, 11);
+  EXPECT_EQ(told[10], std::pair(1.0, 5.0));
+  EXPECT_EQ(told[11], std::pair(1.0, 6.0)) << "its level was made after the time was reported";
+  policy.set_now(2);
+  policy.set_return(1, 7, 11);
+  EXPECT_EQ(told[11], std::pair(2.0, 7.0));
+}
+
 TEST_F(PrioritisedTest, the_high_level_is_evicted_above_half_of_the_entries) {
   for (Slot slot = 0; slot < 3; ++slot) insert(slot, 0);
   for (Slot slot = 3; slot < 6; ++slot) insert(slot, 1);
@@ -84,7 +114,7 @@ TEST_F(PrioritisedTest, the_high_level_is_evicted_above_half_of_the_entries) {
   EXPECT_EQ(policy_.victim(), 3u);
 }
 
-TEST_F(PrioritisedTest, AnEntryThatFindsNoMemoryIsCountedInNoLevel) {
+TEST_F(PrioritisedTest, an_entry_that_finds_no_memory_is_counted_in_no_level) {
   for (const Slot slot : {0u, 1u}) insert(slot, 0);
   const unsigned failures =
       testing::fail_each_allocation([&] { insert(2, 1); }, [&] { EXPECT_EQ(policy_.victim(), 0u); });
@@ -100,11 +130,39 @@ TEST_F(PrioritisedTest, an_entry_that_finds_no_memory_in_a_higher_level_stays_in
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 0}));
 }
 
+TEST_F(PrioritisedTest, a_new_priority_lowers_an_entry_also_if_it_is_pinned) {
+  insert(0, 1);
+  insert(1, 0);
+  policy_.pin(0);
+  policy_.set_priority(0, {.priority = -1});
+  EXPECT_EQ(policy_.victim(), 1u);
+  policy_.unpin(0);
+  EXPECT_EQ(drain(), (std::vector<Slot>{0, 1}));
+}
+
+TEST_F(PrioritisedTest, a_new_priority_that_finds_no_memory_changes_nothing) {
+  insert(0, 1);
+  insert(1, 0);
+  const unsigned failures = testing::fail_each_allocation([&] { policy_.set_priority(0, {.priority = -1}); },
+                                                          [&] { EXPECT_EQ(policy_.victim(), 1u); });
+  EXPECT_GE(failures, 2u) << "for the level, and for its table";
+  EXPECT_EQ(drain(), (std::vector<Slot>{0, 1}));
+}
+
 TEST_F(PrioritisedTest, a_level_with_only_pinned_entries_is_skipped) {
   insert(0, -1);
   insert(1, 0);
   policy_.pin(0);
   EXPECT_EQ(policy_.victim(), 1u);
+}
+
+TEST(PrioritiesWithoutClock, hints_change_no_level) {
+  for (const std::int8_t priority : {-1, 0, 1}) {
+    const auto policy = make_eviction_policy("lru");
+    policy->insert(0, {.id = 1, .request = 1, .priority = priority, .returns_at = 10});
+    policy->insert(1, {.id = 2, .request = 2, .priority = priority, .returns_at = 20});
+    EXPECT_EQ(policy->victim(), 0u) << int{priority};
+  }
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ TEST(RequestClasses, the_class_grows_with_the_logarithm_of_new_chunks) {
   EXPECT_EQ(classes.class_of(record), RequestClasses::kFirstReturning - 1);
 }
 
-TEST(RequestClasses, ARequestThatFindsNoMemoryIsNotKnown) {
+TEST(RequestClasses, a_request_that_finds_no_memory_is_not_known) {
   RequestClasses classes;
   unsigned failures = 0;
   for (std::uint32_t request = 1; request < 400; ++request) {

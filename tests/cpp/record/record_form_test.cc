@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 
 #include "record/record_bytes.h"
+#include "record/whole_record.h"
 #include "tier/encrypted_medium.h"
 #include "tier/tier_driver.h"
 
@@ -47,6 +49,84 @@ TEST(RecordFormTest, a_raw_unencrypted_record_uses_no_intermediate_buffer) {
     EXPECT_EQ(record.pieces()[1 + i].data(), op.shards[i].data());
     EXPECT_EQ(record.pieces()[1 + i].size(), round_up(kRowSizes[i], kPageBytes));
   }
+}
+
+// ---- whole records
+
+class WholeRecordTest : public ::testing::Test {
+ protected:
+  WholeRecordTest() {
+    row_.fill(1);
+    bytes_ = bytes_of(form_, op_of(row_));
+    EXPECT_TRUE(decode_header(std::span(bytes_).first(kRecordHeaderBytes), &header_));
+  }
+  // Returns the op that stores these bytes as the record of this key.
+  static RecordOp op_of_whole(const Bytes& bytes, const AlignedBuffer& memory, std::uint32_t number = 1) {
+    std::copy(bytes.begin(), bytes.end(), memory.data());
+    RecordOp op;
+    op.key = key_of(number);
+    op.shards = {memory.span().first(bytes.size())};
+    op.is_whole_record = true;
+    return op;
+  }
+  Status refused(const Bytes& bytes, std::uint32_t number = 1, std::uint8_t space = 1) {
+    const AlignedBuffer memory(std::max<std::size_t>(bytes.size(), 1));
+    const RecordOp op = op_of_whole(bytes, memory, number);
+    return OutgoingRecord(form_, space_of(space), op).encode();
+  }
+  RecordForm form_{{}};
+  Row row_{kRowSizes};
+  Bytes bytes_;
+  RecordHeader header_;
+};
+
+TEST_F(WholeRecordTest, its_bytes_are_stored_unchanged_whatever_the_form_of_the_store) {
+  const AlignedBuffer memory(bytes_.size());
+  const RecordOp op = op_of_whole(bytes_, memory);
+  CompressionOptions options{.compress = Compress::kZstd, .elements = {Element::kBytes}};
+  RecordForm encoding({.compression = std::make_shared<CompressionChoice>(options)});
+  for (RecordForm* form : {&form_, &encoding}) {
+    OutgoingRecord record(*form, space_of(1), op);
+    ASSERT_TRUE(record.encode());
+    EXPECT_EQ(record.bytes(), bytes_.size());
+    EXPECT_EQ(record.raw_bytes(), kRecordHeaderBytes + header_.payload_bytes);
+    EXPECT_FALSE(record.in_place());
+    ASSERT_TRUE(record.finish());
+    Bytes stored;
+    for (const auto& piece : record.pieces()) stored.insert(stored.end(), piece.begin(), piece.end());
+    EXPECT_TRUE(stored == bytes_);
+    EXPECT_EQ(record.written(), header_.payload_bytes);
+  }
+}
+
+TEST_F(WholeRecordTest, bytes_that_are_not_the_record_of_the_key_are_refused) {
+  EXPECT_TRUE(refused(bytes_));
+  EXPECT_EQ(refused(bytes_, 2).kind(), StatusKind::kCorrupt) << "another key";
+  EXPECT_EQ(refused(bytes_, 1, 2).kind(), StatusKind::kCorrupt) << "another namespace";
+  Bytes other = bytes_;
+  other.resize(bytes_.size() - kPageBytes);
+  EXPECT_EQ(refused(other).kind(), StatusKind::kCorrupt);
+  other.resize(bytes_.size() + kPageBytes);
+  EXPECT_EQ(refused(other).kind(), StatusKind::kCorrupt);
+  other.resize(100);
+  EXPECT_EQ(refused(other).kind(), StatusKind::kCorrupt);
+  other = bytes_;
+  other[200] ^= std::byte{1};
+  EXPECT_EQ(refused(other).kind(), StatusKind::kCorrupt) << "the header is damaged";
+}
+
+TEST_F(WholeRecordTest, memory_follows_the_bytes_that_arrive_and_not_the_header) {
+  RecordHeader announced = header_;
+  announced.payload_bytes = announced.stored_bytes = std::uint64_t{1} << 40;
+  WholeRecord record;
+  record.begin(announced, std::span(bytes_).first(kRecordHeaderBytes));
+  record.append(std::span(bytes_).subspan(kRecordHeaderBytes));
+  EXPECT_TRUE(std::equal(bytes_.begin(), bytes_.end(), record.bytes().begin(), record.bytes().end()));
+  record.begin(header_, std::span(bytes_).first(kRecordHeaderBytes));
+  for (const std::byte& each : std::span(bytes_).subspan(kRecordHeaderBytes)) record.append({&each, 1});
+  record.append(bytes_);
+  EXPECT_TRUE(std::equal(bytes_.begin(), bytes_.end(), record.bytes().begin(), record.bytes().end()))
+      << "bytes after its end are ignored";
 }
 
 #ifdef KV_OFFLOAD_ENCRYPTION

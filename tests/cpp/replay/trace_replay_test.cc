@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "cache/cache_fixture.h"
+#include "replay/agent_sessions.h"
 
 namespace kv_offload {
 namespace {
@@ -26,7 +27,7 @@ ReplayResult lru(const Trace& trace, std::size_t host, std::size_t tier = 0, Tie
   return replay(trace, {.host_chunks = host, .tier_chunks = tier, .tier = options});
 }
 
-TEST(TraceReplay, HitsAreCountedUpToTheFirstMiss) {
+TEST(TraceReplay, hits_are_counted_up_to_the_first_miss) {
   const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
   const ReplayResult result = lru(trace, 100);
   EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
@@ -34,20 +35,20 @@ TEST(TraceReplay, HitsAreCountedUpToTheFirstMiss) {
   EXPECT_EQ(result.evicted, 0u);
 }
 
-TEST(TraceReplay, TheEndOfTheLeastRecentPromptIsEvictedFirst) {
+TEST(TraceReplay, the_end_of_the_least_recent_prompt_is_evicted_first) {
   // Four fit: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 4).host_hits, 2u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 5).host_hits, 3u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 2).host_hits, 0u);
 }
 
-TEST(TraceReplay, APromptLongerThanTheCacheKeepsItsHead) {
+TEST(TraceReplay, a_prompt_longer_than_the_cache_keeps_its_head) {
   const ReplayResult result = lru(trace_of({{1, 2, 3, 4, 5}, {1, 2, 3, 4, 5}}), 3);
   EXPECT_EQ(result.host_hits, 3u);
   EXPECT_EQ(result.declined, 4u);
 }
 
-TEST(TraceReplay, AnEvictedChunkIsHitOnTheTier) {
+TEST(TraceReplay, an_evicted_chunk_is_hit_on_the_tier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}, {3, 4}});
   const ReplayResult result = lru(trace, 2, 4);
   EXPECT_EQ(result.host_hits, 0u);
@@ -56,14 +57,14 @@ TEST(TraceReplay, AnEvictedChunkIsHitOnTheTier) {
   EXPECT_EQ(result.stored, 4u);
 }
 
-TEST(TraceReplay, OnEvictWritesOnlyEvictedChunks) {
+TEST(TraceReplay, on_evict_writes_only_evicted_chunks) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}});
   const ReplayResult result = lru(trace, 3, 4, {.write_policy = WritePolicy::kOnEvict});
   EXPECT_EQ(result.host_hits + result.tier_hits, 2u);
   EXPECT_EQ(result.written, 2u);  // 2, then 4
 }
 
-TEST(TraceReplay, ReuseWritesNothingForOneOffPrompts) {
+TEST(TraceReplay, reuse_writes_nothing_for_one_off_prompts) {
   const TierSlotOptions reuse{.write_policy = WritePolicy::kReuse, .reuse_threshold = 2};
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {7}}), 4, 100, reuse).written, 0u);
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {1, 2}}), 4, 100, reuse).written, 2u);
@@ -71,7 +72,7 @@ TEST(TraceReplay, ReuseWritesNothingForOneOffPrompts) {
   EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {1, 2}}), 2, 100, reuse).written, 2u);
 }
 
-TEST(TraceReplay, TheTierIsBounded) {
+TEST(TraceReplay, the_tier_is_bounded) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {5, 6}, {5, 6}, {1, 2}});
   const ReplayResult result = lru(trace, 2, 2);
   EXPECT_EQ(result.tier_evicted, 6u);
@@ -79,7 +80,7 @@ TEST(TraceReplay, TheTierIsBounded) {
   EXPECT_EQ(result.tier_hits, 0u);
 }
 
-TEST(TraceReplay, AKillKeepsOnlyTheRecordsOnTheTier) {
+TEST(TraceReplay, a_kill_keeps_only_the_records_on_the_tier) {
   const Trace trace = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
   const auto killed = [&](WritePolicy policy) {
     return replay(trace, {.host_chunks = 3,
@@ -101,7 +102,7 @@ TEST(TraceReplay, AKillKeepsOnlyTheRecordsOnTheTier) {
   EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "no engine was killed";
 }
 
-TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
+TEST(TraceReplay, kept_host_memory_outlives_a_kill_in_the_order_of_use) {
   const Trace prompts = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
   const ReplayResult on_evict = replay(prompts, {.host_chunks = 3,
                                                  .tier_chunks = 8,
@@ -118,7 +119,7 @@ TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
 }
 
 // Matches a server: a kept chunk without a record on any tier is written at its first use.
-TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
+TEST(TraceReplay, kept_chunks_are_written_at_their_first_use_where_no_tier_has_them) {
   const Trace trace = trace_of({{1}, {2}, {1}, {3}});
   ReplayOptions options{.host_chunks = 3, .tier_chunks = 1, .kill_after = 2, .keep_host_memory = true};
   EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 again, 3";
@@ -128,7 +129,7 @@ TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
 
 // Under `prefix` the end of {1, 2, 3} would be evicted next. After a restart the directory knows no prompts,
 // only the times of use: the chunks of {1, 2, 3} are the least recently used, from its beginning.
-TEST(TraceReplay, ARestartedTierKeepsTheOrderOfUseButNoPrompts) {
+TEST(TraceReplay, a_restarted_tier_keeps_the_order_of_use_but_no_prompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
     return replay(trace, {.host_chunks = 6,
@@ -143,14 +144,14 @@ TEST(TraceReplay, ARestartedTierKeepsTheOrderOfUseButNoPrompts) {
 }
 
 // 1 and 2 are hit in host memory until the kill; the tier has room for three records.
-TEST(TraceReplay, ChunksUsedInHostMemoryStayOnASmallerTier) {
+TEST(TraceReplay, chunks_used_in_host_memory_stay_on_a_smaller_tier) {
   const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 8, .recent_requests = 2});
   EXPECT_EQ(result.recent_hits, 3u);
 }
 
-TEST(TraceReplay, TheEndOfAPromptDoesNotReplaceItsBeginning) {
+TEST(TraceReplay, the_end_of_a_prompt_does_not_replace_its_beginning) {
   const Trace trace = trace_of({{1, 2, 3, 4, 5}, {6}});
   const ReplayResult result =
       replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 1, .recent_requests = 1});
@@ -161,7 +162,7 @@ TEST(TraceReplay, TheEndOfAPromptDoesNotReplaceItsBeginning) {
 }
 
 // A missed chunk is stored again while its record is evicted: the beginning of the prompt is on no tier.
-TEST(TraceReplay, ARecordMayBeEvictedWhileItsChunkIsStored) {
+TEST(TraceReplay, a_record_may_be_evicted_while_its_chunk_is_stored) {
   std::vector<std::vector<std::uint64_t>> requests;
   std::mt19937 random(7);
   for (int i = 0; i < 2000; ++i) {
@@ -183,14 +184,14 @@ TEST(TraceReplay, ARecordMayBeEvictedWhileItsChunkIsStored) {
   }
 }
 
-TEST(TraceReplay, TheOptimumKeepsTheChunksReusedSoonest) {
+TEST(TraceReplay, the_optimum_keeps_the_chunks_reused_soonest) {
   const Trace trace = trace_of({{1}, {2}, {3}, {1}, {4}, {2}, {1}});
   EXPECT_EQ(optimal_hits(trace, 1), 2u);  // 1, 1
   EXPECT_EQ(optimal_hits(trace, 2), 3u);
   EXPECT_EQ(optimal_hits(trace_of({{1, 2, 3}, {4, 5, 6}, {1, 2, 3}}), 2), 2u);
 }
 
-TEST(TraceReplay, NoPolicyBeatsTheOptimumAndAllAreEqualWhereEverythingFits) {
+TEST(TraceReplay, no_policy_beats_the_optimum_and_all_are_equal_where_everything_fits) {
   std::mt19937 random(2);
   std::vector<std::vector<std::uint64_t>> requests;
   std::uint64_t next = 1;
@@ -241,16 +242,24 @@ class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::s
     step();
     return hits;
   }
+
+  ReplayResult expect_same_hits(const Trace& trace) {
+    constexpr std::size_t kRows = 64;
+    WorldOptions options;
+    options.ranks = 1;
+    options.rows = kRows;
+    options.tier = false;
+    options.cache.eviction_policy = GetParam();
+    make(options);
+    std::vector<std::size_t> hits;
+    for (std::size_t i = 0; i < trace.size(); ++i) hits.push_back(serve(trace.request(i)));
+    ReplayResult result = replay(trace, {.host_chunks = kRows, .eviction_policy = GetParam()});
+    EXPECT_THAT(result.host_hits_of, ::testing::ElementsAreArray(hits));
+    return result;
+  }
 };
 
-TEST_P(ReplayTwin, TheReplayCountsTheHitsOfTheCache) {
-  constexpr std::size_t kRows = 64;
-  WorldOptions options;
-  options.ranks = 1;
-  options.rows = kRows;
-  options.tier = false;
-  options.cache.eviction_policy = GetParam();
-  make(options);
+TEST_P(ReplayTwin, the_replay_counts_the_hits_of_the_cache) {
   std::mt19937 random(4);
   std::vector<std::vector<std::uint64_t>> requests;
   std::uint64_t next = 1;
@@ -263,18 +272,44 @@ TEST_P(ReplayTwin, TheReplayCountsTheHitsOfTheCache) {
     for (auto fresh = 1 + random() % 5; fresh-- > 0 && blocks.size() < 20;) blocks.push_back(next++);
     requests.push_back(blocks);
   }
-  const Trace trace = trace_of(requests);
-  std::size_t hits = 0;
-  for (std::size_t i = 0; i < trace.size(); ++i) hits += serve(trace.request(i));
-  const ReplayResult result = replay(trace, {.host_chunks = kRows, .eviction_policy = GetParam()});
-  EXPECT_EQ(result.host_hits, hits);
+  const ReplayResult result = expect_same_hits(trace_of(requests));
+  EXPECT_GT(result.evicted, 500u);
+}
+
+TEST_P(ReplayTwin, hits_what_the_cache_hits_for_agent_sessions) {
+  std::mt19937 random(5);
+  AgentSessions sessions;
+  MergeOptions options{.active = 5, .max_pause = 300, .chunk_blocks = 2};
+  std::uint64_t next = 10;
+  for (std::uint32_t session = 0; session < 30; ++session) {
+    std::vector<std::size_t> lengths;  // of the prompts, by stream
+    for (int request = 0; request < 20; ++request) {
+      const std::uint32_t stream = random() % 4 == 0 ? random() % 3 : 0;
+      if (lengths.size() <= stream) lengths.resize(stream + 1);
+      const std::size_t common = lengths[stream] - std::min<std::size_t>(lengths[stream], random() % 3);
+      sessions.streams.push_back(stream);
+      sessions.durations.push_back(random() % 10);
+      sessions.pauses.push_back(random() % 20);
+      sessions.common.push_back(static_cast<std::uint32_t>(common));
+      const std::size_t fresh = 1 + random() % 4;
+      if (request == 0) {  // the system prompt of all sessions
+        for (std::uint64_t block = 1; block <= 4; ++block) sessions.new_blocks.push_back(block);
+      }
+      for (std::size_t i = 0; i < fresh; ++i) sessions.new_blocks.push_back(next++);
+      lengths[stream] = common + fresh + (request == 0 ? 4 : 0);
+      sessions.new_ends.push_back(sessions.new_blocks.size());
+    }
+    sessions.session_ends.push_back(static_cast<std::uint32_t>(sessions.streams.size()));
+    options.order.push_back(session);
+  }
+  const ReplayResult result = expect_same_hits(merge_sessions(sessions, options).trace);
   EXPECT_GT(result.evicted, 500u);
 }
 
 INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, ::testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
-TEST(TraceReplay, InvalidOptionsAreRefused) {
+TEST(TraceReplay, invalid_options_are_refused) {
   Trace trace = trace_of({{1, 2}, {3}});
   EXPECT_THROW(lru(trace, 0), InvalidArgument);
   EXPECT_THROW(replay(trace, {.host_chunks = 1, .eviction_policy = "mru"}), InvalidArgument);

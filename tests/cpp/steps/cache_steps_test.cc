@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cache/cache_fixture.h"
@@ -30,6 +31,7 @@ struct Size {
   StatusKind reads_end = StatusKind::kOk;
   std::vector<bool> full_attention{};
   std::uint32_t cache_blocks = 0;
+  std::string policy = "lru";
 };
 
 // A cache whose tier has no threads: the test runs the tier's ops itself.
@@ -43,6 +45,8 @@ class Engine {
     options.cache.load_policy = LoadPolicy::kAlways;
     options.cache.full_attention = size.full_attention;
     options.cache.cache_blocks = size.cache_blocks;
+    options.cache.eviction_policy = size.policy;
+    options.cache.keep_events = true;
     options.tier = size.tier;
     if (size.tier) {
       options.make_tier = [this, size](const Clock& clock) {
@@ -198,7 +202,7 @@ TEST(CacheSteps, a_store_costs_the_same_where_no_slab_can_be_emptied) {
 }
 
 TEST(CacheSteps, a_million_token_prompt_costs_the_same_per_chunk) {
-  std::uint64_t per_chunk[2][4] = {};
+  std::uint64_t per_chunk[2][3] = {};
   for (const std::uint64_t scale : {1, 10}) {
     const std::size_t chunks = 6'250 * scale;  // 16 tokens each
     Engine engine({.rows = 70'000, .tier = false});
@@ -211,15 +215,72 @@ TEST(CacheSteps, a_million_token_prompt_costs_the_same_per_chunk) {
     took[1] = steps_of([&] { load = engine.cache().prepare_load(request, keys); }) / chunks;
     engine.world().report(load.ticket);
     took[2] = steps_of([&] { engine.cache().complete_load(keys); }) / chunks;
-    took[3] = steps_of([&] { engine.cache().reset(); }) / chunks;
     engine.cache().end_request(request);
   }
-  for (int verb = 0; verb < 4; ++verb) {
+  for (int verb = 0; verb < 3; ++verb) {
     ASSERT_GT(per_chunk[0][verb], 0u);
     EXPECT_LE(static_cast<double>(per_chunk[1][verb]) / static_cast<double>(per_chunk[0][verb]), kMostGrowth)
         << "verb " << verb;
   }
 }
+
+// A memory full of chunks: 8192, and ten times as many. The calls take the same time, not per chunk.
+class FullMemorySteps : public ::testing::TestWithParam<std::string> {
+ protected:
+  static constexpr std::uint64_t kRows = 8192;
+  static std::unique_ptr<Engine> full(std::uint64_t scale, std::uint64_t first = 0) {
+    auto engine = std::make_unique<Engine>(Size{.rows = kRows * scale, .tier = false, .policy = GetParam()});
+    fill(*engine, scale, first);
+    return engine;
+  }
+  static void fill(Engine& engine, std::uint64_t scale, std::uint64_t first) {
+    for (std::uint64_t i = 0; i < kRows * scale; i += 512) engine.store(Engine::keys(first + i, 512));
+    EXPECT_EQ(engine.cache().stats().resident_chunks, kRows * scale);
+    engine.cache().take_events();
+  }
+};
+
+TEST_P(FullMemorySteps, a_reset_costs_the_same) {
+  expect_no_growth([](std::uint64_t scale) {
+    const auto engine = full(scale);
+    const std::uint64_t took = steps_of([&] { engine->cache().reset(); });
+    EXPECT_EQ(engine->cache().stats().resident_chunks, 0u);
+    const RequestHandle request = engine->begin();
+    EXPECT_EQ(engine->look(request, Engine::keys(kRows * scale - 64, 64)), 0u);
+    engine->cache().end_request(request);
+    return took;
+  });
+}
+
+TEST_P(FullMemorySteps, a_close_costs_the_same) {
+  expect_no_growth([](std::uint64_t scale) {
+    const auto engine = full(scale);
+    return steps_of([&] { engine->cache().close(); });
+  });
+}
+
+TEST_P(FullMemorySteps, a_step_after_a_reset_costs_the_same) {
+  expect_no_growth([](std::uint64_t scale) {
+    const auto engine = full(scale);
+    engine->cache().reset();
+    return steps_of([&] { engine->cache().end_step(); });
+  });
+}
+
+TEST_P(FullMemorySteps, a_store_right_after_a_reset_costs_the_same) {
+  expect_no_growth([](std::uint64_t scale) {
+    const auto engine = full(scale);
+    engine->cache().reset();
+    std::uint64_t took = 0;
+    const RequestHandle request = engine->begin();
+    for (std::uint64_t i = 0; i < kRows; i += 512)
+      engine->store(request, Engine::keys(kRows * scale - kRows + i, 512), &took);
+    engine->cache().end_request(request);
+    return took;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(CacheSteps, FullMemorySteps, ::testing::Values("lru", "prefix"));
 
 TEST(CacheSteps, completing_a_load_costs_the_same_among_many_loads) {
   expect_no_growth([](std::uint64_t scale) {
@@ -240,6 +301,47 @@ TEST(CacheSteps, completing_a_load_costs_the_same_among_many_loads) {
       took += steps_of([&] { engine.cache().complete_load(prompts[last]); });
     }
     return took;
+  });
+}
+
+// ---- hints about sessions
+
+TEST(CacheSteps, the_end_of_a_turn_costs_the_same_among_many_sessions) {
+  expect_no_growth([](std::uint64_t scale) {
+    Engine engine({.rows = 8'000 * scale, .tier = false, .full_attention = {true}});
+    const auto turn = [&](std::uint64_t session, std::uint64_t prompt, HintType type) {
+      const RequestHandle request =
+          engine.cache().begin_request("r", {.family = static_cast<std::uint32_t>(session + 1)});
+      engine.store(request, Engine::keys(64 * prompt, 64));
+      const Hint hint{type, {}, {}, 20};
+      const std::uint64_t took = steps_of([&] {
+        engine.cache().end_turn(request, {{1, session}, session}, std::span<const Hint>(&hint, 1));
+      });
+      engine.cache().end_request(request);
+      return took;
+    };
+    for (std::uint64_t i = 0; i < 100 * scale; ++i) turn(i, i, HintType::kResume);
+    std::uint64_t took = 0;
+    for (std::uint64_t i = 0; i < 10; ++i) {
+      took += turn(i, 100 * scale + 2 * i, HintType::kSupersede);
+      took += turn(i, 100 * scale + 2 * i + 1, HintType::kRelease);
+    }
+    return took;
+  });
+}
+
+TEST(CacheSteps, a_step_that_ends_retentions_costs_the_same_however_many_end) {
+  expect_no_growth([](std::uint64_t scale) {
+    const std::size_t chunks = 4'000 * scale;
+    Engine engine({.rows = 70'000, .tier = false, .full_attention = {true}});
+    const RequestHandle request = engine.cache().begin_request("r", {.family = 1});
+    engine.store(request, Engine::keys(0, chunks));
+    const Hint hint{HintType::kRetain, {}, {}, 1};
+    EXPECT_EQ(engine.cache().end_turn(request, {{1, 1}, 1}, std::span<const Hint>(&hint, 1)).front(),
+              HintOutcome::kAccepted);
+    engine.cache().end_request(request);
+    engine.clock().advance(std::chrono::seconds(1));
+    return steps_of([&] { engine.cache().end_step(); });
   });
 }
 
@@ -366,6 +468,7 @@ TEST(CacheSteps, writes_behind_a_stuck_write_do_not_accumulate_memory) {
       engine.store(Engine::keys(kRecords + 1 + 64 * i, 64));
       engine.run(Lane::kWrite);
       engine.cache().end_step();
+      engine.cache().take_events();
     }
   };
   write(0, 9'000);  // fills the tier's bounded memory of keys

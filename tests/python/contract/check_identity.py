@@ -21,6 +21,7 @@ from kv_offload.specs import KVOffloadSpec, compat, identity, packing, worker  #
 from kv_offload.specs.identity_table import CONFIGURATION  # noqa: E402
 from kv_offload.specs.resolved_settings import configured, environment  # noqa: E402
 from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
+from vllm import envs  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
@@ -221,6 +222,8 @@ def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -
     here = configured(_vllm_config(Setup(), directory, "engine"))
     there = shutil.copytree(directory, tmp_path / "model")
     home = str(tmp_path / "home")
+    # With the cached properties of model classes, the process starts no further process that imports vLLM.
+    shutil.copytree(Path(envs.VLLM_CACHE_ROOT) / "modelinfos", Path(home) / "modelinfos")
     result = subprocess.run(
         [sys.executable, "-c", ANOTHER_PROCESS, str(there), "another"],
         env=os.environ

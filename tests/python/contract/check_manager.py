@@ -469,7 +469,8 @@ def test_request_hints_can_be_disabled_and_priorities_are_bounded() -> None:
     asked |= {"kv_offload_skip_store": True}
     assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
     assert HintReader().read({"kv_offload_priority": -(10**30)}) == {"priority": -1}
-    assert HintReader(allowed=False).read(asked) == {}
+    assert HintReader(allowed=frozenset()).read(asked) == {}
+    assert HintReader(allowed={"priority"}).read(asked) == {"priority": 1}
 
 
 def test_a_request_may_set_its_wait_for_remote_records() -> None:

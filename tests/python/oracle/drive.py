@@ -14,6 +14,24 @@ from oracle.engine import Engine
 from oracle.runner import VOCABULARY, Sequence
 
 SALTS = (None, None, None, "tenant")
+
+
+def _of_session(*actions: dict[str, Any], **more: str) -> dict[str, Any]:
+    return {"kv_offload_hints": {"version": 1, "actions": actions, **more}}
+
+
+# The sessions do not fit the prompts, as those of confused or hostile clients.
+SESSION_HINTS = (
+    _of_session({"type": "resume_in", "seconds": 0.1}, session="a"),
+    _of_session({"type": "resume_in", "seconds": 1000}, {"type": "retain", "seconds": 0.5}, session="a"),
+    _of_session({"type": "supersede"}, {"type": "pin", "seconds": 600}, session="b"),
+    _of_session({"type": "pin", "seconds": 0.2}, {"type": "retain", "seconds": 600}, session="b", branch="x"),
+    _of_session({"type": "release", "target": {"session": "b", "branch": "x"}}, session="b"),
+    _of_session({"type": "release", "target": {"session": "a"}}),
+    _of_session({"type": "resume_in"}, {"type": "release"}, session="b"),
+    _of_session({"type": "prefetch", "target": {"session": "a"}}, session="b"),
+    _of_session({"type": "prefetch"}, {"type": "prefetch", "target": {"session": "b"}}, session="a"),
+)
 HINTS: tuple[dict[str, Any] | None, ...] = (
     *([None] * 12),
     {"kv_offload_skip_store": True},
@@ -24,6 +42,7 @@ HINTS: tuple[dict[str, Any] | None, ...] = (
     {"max_offload_tokens": 64},
     {"kv_load_tiers": [{"medium": "CPU"}]},
     {"kv_load_tiers": []},
+    *SESSION_HINTS,
 )
 
 

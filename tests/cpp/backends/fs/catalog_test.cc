@@ -74,6 +74,22 @@ TEST_P(FsCatalogTest, a_record_that_finds_no_memory_is_not_known) {
   EXPECT_EQ(catalog_.bytes(), 0u);
 }
 
+TEST_P(FsCatalogTest, an_unordered_record_whose_use_finds_no_memory_can_be_evicted) {
+  unsigned failures = 0;
+  for (int n = 0; n < 90; ++n) {
+    const ChunkKey key = numbered_key(n);
+    catalog_.insert_unordered({key, 8192});
+    const auto ref = n % 3 == 0 ? catalog_.begin_read(key) : std::nullopt;
+    failures += testing::fail_each_allocation(
+        [&] { catalog_.hit(key, {.request = 1}, Nanos(std::chrono::seconds(100))); },
+        [&] { EXPECT_TRUE(catalog_.holds(key)); });
+    if (ref) catalog_.end_read(*ref);
+  }
+  EXPECT_GT(failures, 1u);
+  EXPECT_EQ(touched(), 90u);
+  EXPECT_EQ(drain().size(), 90u);
+}
+
 TEST_P(FsCatalogTest, nothing_is_lost_when_all_is_handed_over_without_memory) {
   insert(0, 0, 1);
   FsCatalog all{GetParam()};

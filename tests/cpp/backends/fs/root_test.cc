@@ -5,7 +5,9 @@
 #include <xxhash.h>
 
 #include <cstring>
+#include <fstream>
 
+#include "backends/fs/verify.h"
 #include "fixture.h"
 #include "tier/encrypted_medium.h"
 #include "with_threads.h"
@@ -124,6 +126,56 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_in_use) {
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
   EXPECT_TRUE(user.usage_becomes_exact(root_));
+}
+
+TEST_F(FsRootTest, a_record_is_read_as_it_is_stored_unless_it_is_damaged) {
+  const std::string space(64, '1'), path = path_of(root_, 1).string();
+  WholeRecord record;
+  ASSERT_TRUE(read_record_file(path, space, nullptr, &record));
+  std::ifstream file(path, std::ios::binary);
+  const std::string stored{std::istreambuf_iterator<char>(file), {}};
+  const std::string_view read(reinterpret_cast<const char*>(record.bytes().data()), record.bytes().size());
+  EXPECT_TRUE(stored == read);
+  EXPECT_EQ(record.header().key, key_of(1));
+  EXPECT_EQ(read_record_file(path, std::string(64, '2'), nullptr, &record).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_record_file(root_ + "/ledger", space, nullptr, &record).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_record_file(path_of(root_, 2).string() + "x", space, nullptr, &record).kind(),
+            StatusKind::kCorrupt);
+  flip(1, 5000);
+  EXPECT_EQ(read_record_file(path, space, nullptr, &record).kind(), StatusKind::kCorrupt);
+  fs::remove(path);
+  EXPECT_EQ(read_record_file(path, space, nullptr, &record).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(FsRootTest, the_startup_epoch_ends_with_a_reset) {
+  FsRoot root(root_);
+  const std::string space(64, '1');
+  EXPECT_EQ(root.startup_epoch(space), 1u);
+  EXPECT_EQ(root.startup_epoch(std::string(64, '3')), std::nullopt);
+  TierUser user(options_for(root_));
+  ASSERT_TRUE(user.tier().reset());
+  EXPECT_EQ(root.startup_epoch(space), std::nullopt) << "the next process that starts makes another one";
+  const TierUser next(options_for(root_));
+  EXPECT_EQ(root.startup_epoch(space), 3u);
+}
+
+TEST_F(FsRootTest, a_namespace_that_cannot_be_read_is_not_one_without_an_epoch) {
+  const std::string space(64, '4');
+  std::ofstream(fs::path(root_) / space) << "not a directory";
+  FsRoot root(root_);
+  EXPECT_THROW((void)root.startup_epoch(space), ResourceError);
+}
+
+TEST_F(FsRootTest, records_that_are_removed_are_subtracted_once) {
+  TierUser user(options_for(root_));
+  user.wait_for_scan();
+  FsRoot root(root_);
+  const std::vector<std::string> paths{path_of(root_, 1).string(), path_of(root_, 2).string()};
+  EXPECT_EQ(root.remove(paths), 2u);
+  EXPECT_EQ(root.remove(paths), 0u) << "they are missing";
+  EXPECT_EQ(records_in(root_).size(), 5u);
+  EXPECT_EQ(directory_usage(root_), du(root_)) << "according to the ledger";
+  EXPECT_THROW(root.remove({root_ + "/ledger/x"}), ResourceError);
 }
 
 TEST_F(FsRootTest, a_directory_that_is_not_a_root_is_refused) {

@@ -99,6 +99,28 @@ TEST_F(FsShares, a_new_server_waits_for_granted_space_and_breaks_no_prompts) {
   expect_usable(held(0x11, *first), 2, "after the first grant");
 }
 
+// As the command copy does, next to a server that could spare the space.
+TEST_F(FsShares, a_writer_that_must_not_evict_costs_the_others_nothing) {
+  const auto first = start(options(0x11));
+  fill(*first);
+  const std::size_t before = held(0x11, *first).records;
+  const std::uint64_t evicted = first->stats().evicted_bytes;
+  FsTierOptions made = options(0x22);
+  made.may_evict = false;
+  const auto copy = start(made);
+  for (int i = 0; i < 20; ++i) {
+    const Status status = copy->write(0, static_cast<std::uint32_t>(i));
+    ASSERT_TRUE(status || status.kind() == StatusKind::kNoSpace) << status.to_string();
+    second();
+    copy->tick();
+    first->tick();
+  }
+  EXPECT_EQ(copy->write(0, 20).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(held(0x11, *first).records, before);
+  EXPECT_EQ(first->stats().evicted_bytes, evicted);
+  EXPECT_LE(disk_.peak(), kSharedBound);
+}
+
 TEST_F(FsShares, a_reset_replica_leaves_the_other_replicas_prompts_usable) {
   const auto kept = start(options(0x11)), changed = start(options(0x11));
   fill(*kept);

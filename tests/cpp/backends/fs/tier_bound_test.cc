@@ -246,11 +246,15 @@ TEST_F(FsTierBound, a_killed_writer_causes_no_drift) {
   ASSERT_EQ(::read(ready, &byte, 1), 1);
   // Uses the real clock. A pause of twenty times its duration follows a recount. A clock that a test moves
   // once per attempt may run much faster during the recount than during the pause.
-  TierUser user(options_for(root_, kBound));
+  FsTierOptions options = options_for(root_, kBound);
+  options.op_timeout = std::chrono::minutes(2);  // a slow disk must not open the breaker
+  TierUser user(options);
   user.wait_for_scan();
   for (std::uint32_t i = 500; i < 520; ++i) {
     const Status status = user.write(i, kShards);
-    EXPECT_TRUE(status || status.kind() == StatusKind::kNoSpace);
+    // The child may be stopped while it holds the ledger's lock. We then replace the ledger and count again.
+    const bool counts_again = status.kind() == StatusKind::kIo && status.error_number() == ENOENT;
+    EXPECT_TRUE(status || counts_again || status.kind() == StatusKind::kNoSpace) << status.to_string();
     // Stopped meanwhile: a concurrent walk may count both an evicted record and its successor.
     ::kill(child, SIGSTOP);
     ::waitpid(child, nullptr, WUNTRACED);

@@ -222,6 +222,34 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
     EXPECT_THROW((void)records->list("", strange, false, &page), InvalidArgument) << strange;
 }
 
+TEST_F(RedisClusterTest, a_copy_reads_the_records_and_the_epoch_of_all_nodes) {
+  TierDriver user(make_redis_tier(options()));
+  const auto records =
+      open_redis_records({.server = servers_->address(Servers::kReplica), .deadline = seconds(60)});
+  records->use_record_sizes();
+  std::string name;
+  ASSERT_TRUE(records->read_startup_epoch(hex_of(namespace_id_), &name));
+  EXPECT_EQ(name, epoch());
+  std::size_t masters = 0;
+  for (std::size_t master = 0; master < Servers::kMasters; ++master)
+    ASSERT_TRUE(user.write(number_on(master)));
+  std::string next;
+  do {
+    RemotePage page;
+    ASSERT_TRUE(records->list(hex_of(namespace_id_), next, true, &page));
+    for (const RemoteRecord& record : page.records) {
+      if (!record.is_record()) continue;
+      EXPECT_EQ(record.bytes, kRecordHeaderBytes + 8192);
+      WholeRecord copy;
+      EXPECT_TRUE(records->read(record, &copy));
+      EXPECT_EQ(copy.bytes().size(), record.bytes);
+      ++masters;
+    }
+    next = page.next;
+  } while (!next.empty());
+  EXPECT_EQ(masters, Servers::kMasters);
+}
+
 // A slot of the first master moves to the second while it is in use.
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   TierDriver user(make_redis_tier(options()));

@@ -101,6 +101,55 @@ TEST_F(RedisRecordsTest, a_record_removed_while_it_is_listed_is_left_out) {
   EXPECT_EQ(nanos, 0);
 }
 
+// ---- copies
+
+TEST_F(RedisRecordsTest, a_record_is_read_as_it_is_stored_unless_it_is_damaged) {
+  { ASSERT_TRUE(TierDriver(make_redis_tier(medium_.options())).write(9)); }
+  const auto records = opened(medium_.server.address());
+  const RemoteRecord record = record_of(key_of(9));
+  WholeRecord copy;
+  ASSERT_TRUE(records->read(record, &copy));
+  const std::string_view read(reinterpret_cast<const char*>(copy.bytes().data()), copy.bytes().size());
+  EXPECT_TRUE(medium_.server.call({"GET", record.name}).text == read);
+  medium_.damage(key_of(9));
+  EXPECT_EQ(records->read(record, &copy).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(medium_.server.call({"EXISTS", record.name}).integer, 1) << "it is not repaired";
+  medium_.lose(key_of(9));
+  EXPECT_EQ(records->read(record, &copy).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(RedisRecordsTest, sizes_are_those_of_the_records_on_request) {
+  const auto records = opened(medium_.server.address());
+  records->use_record_sizes();
+  for (const RemoteRecord& record : all_of(*records))
+    EXPECT_EQ(record.bytes, kRecordHeaderBytes + (3u << 20));
+}
+
+TEST_F(RedisRecordsTest, the_startup_epoch_is_that_of_the_records_until_a_reset) {
+  const auto records = opened(medium_.server.address());
+  const std::string space(64, '1'), key = "kv_offload:" + space + ":epoch";
+  const RemoteRecord record = record_of(key_of(1));
+  std::string name;
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name, record.epoch);
+  TierDriver user(make_redis_tier(medium_.options()));
+  ASSERT_TRUE(user.tier().reset());
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name.size(), 32u);
+  EXPECT_NE(name, record.epoch);
+  user.tier().close();  // it would write the key again
+  for (const std::string value : {"", "no name"}) {
+    medium_.server.call({"DEL", key});
+    if (!value.empty()) medium_.server.call({"SET", key, value});
+    ASSERT_TRUE(records->read_startup_epoch(space, &name));
+    EXPECT_EQ(name, "") << value;
+  }
+  medium_.server.call({"DEL", key});
+  medium_.server.call({"LPUSH", key, "x"});
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name, "");
+}
+
 TEST_F(RedisRecordsTest, records_that_are_read_in_several_pieces_are_verified_completely) {
   const auto records = opened(medium_.server.address());
   const RemoteRecord record = record_of(key_of(1));

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "backends/redis/medium.h"
+#include "backends/redis/records.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -352,6 +353,50 @@ TEST_F(RedisTierTest, a_full_server_refuses_writes_only) {
   EXPECT_TRUE(user.read(0, {256 << 10}));
   medium_.lose(key_of(0));
   EXPECT_TRUE(user.write(300));
+}
+
+TEST_F(RedisTierTest, a_write_that_must_not_evict_is_refused_while_there_is_still_room) {
+  medium_.server.call({"CONFIG", "SET", "maxmemory", "6mb"});
+  medium_.server.call({"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"});
+  RedisTierOptions chosen = options();
+  chosen.may_evict = false;
+  redis::RedisStore store(chosen);
+  std::uint32_t written = 0;
+  Status status;
+  Row row({256 << 10});
+  std::uint64_t moved = 0;
+  while (written < 100 && (status = store.write(op_of(OpKind::kWrite, written, row), store.epoch(), &moved)))
+    ++written;
+  EXPECT_EQ(status.kind(), StatusKind::kNoSpace) << status.to_string();
+  EXPECT_NE(status.message().find("of maxmemory 6.0 MiB in use"), std::string::npos) << status.message();
+  EXPECT_GT(written, 5u);
+  EXPECT_EQ(medium_.server.keys().size(), written) << "nothing was evicted";
+  medium_.server.call({"CONFIG", "SET", "maxmemory", "0"});
+  EXPECT_TRUE(store.write(op_of(OpKind::kWrite, written, row), store.epoch(), &moved));
+  store.close();
+}
+
+TEST_F(RedisTierTest, a_whole_record_replaces_a_value_without_a_look) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  const auto records = open_redis_records({.server = medium_.server.address()});
+  RemoteRecord record;
+  record.name = medium_.name_of(key_of(1));
+  record.namespace_id = std::string(64, '1');
+  record.key = key_of(1).hex();
+  WholeRecord copy;
+  ASSERT_TRUE(records->read(record, &copy));
+  medium_.damage(key_of(1));
+  redis::RedisStore store(options());
+  TierOp op;
+  op.key = key_of(1);
+  op.shards = {copy.bytes()};
+  op.is_whole_record = true;
+  std::uint64_t moved = 0;
+  ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+  EXPECT_EQ(moved, 8192u);
+  EXPECT_TRUE(user.read(1));
+  store.close();
 }
 
 TEST_F(RedisTierTest, evicted_records_of_a_bounded_server_are_misses) {

@@ -73,6 +73,40 @@ class S3RecordsTest : public S3TierTest {
   }
 };
 
+TEST_F(S3RecordsTest, a_record_is_read_as_it_is_stored_unless_it_is_damaged) {
+  const auto records = opened();
+  const RemoteRecord record = record_of(1);
+  WholeRecord copy;
+  ASSERT_TRUE(records->read(record, &copy));
+  const std::string_view read(reinterpret_cast<const char*>(copy.bytes().data()), copy.bytes().size());
+  EXPECT_TRUE(server_.get(record.name) == read);
+  medium_.damage(key_of(1));
+  EXPECT_EQ(records->read(record, &copy).kind(), StatusKind::kCorrupt);
+  medium_.lose(key_of(1));
+  EXPECT_EQ(records->read(record, &copy).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(S3RecordsTest, the_startup_epoch_is_that_of_the_records_until_a_reset) {
+  const auto records = opened();
+  const std::string space(64, '1');
+  std::string name;
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name, record_of(1).epoch);
+  const auto tier = open();
+  ASSERT_TRUE(tier->reset());
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name.size(), 32u);
+  EXPECT_NE(name, record_of(1).epoch);
+  tier->close();
+  server_.set("kv_offload/" + space + "/epoch", "no name");
+  ASSERT_TRUE(records->read_startup_epoch(space, &name));
+  EXPECT_EQ(name, "");
+  ASSERT_TRUE(records->read_startup_epoch(std::string(64, '2'), &name));
+  EXPECT_EQ(name, "") << "there is none";
+  server_.answer(Verb::kEpoch, error_of("403 Forbidden", "AccessDenied"), 1);
+  EXPECT_NE(records->read_startup_epoch(space, &name).message().find("s3:GetObject"), std::string::npos);
+}
+
 TEST_F(S3RecordsTest, all_records_are_listed_in_pages_of_any_size) {
   server_.set("kv_offload2/" + std::string(64, 'a') + "/epoch", "x");
   server_.set("kv_offload/no record & <\xff>", "x");

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports vLLM, but nothing of this project, and forks: each child becomes a server or a script.
 
-    python zygote.py <requests >replies
+    python zygote.py [modules instead of a server's] <requests >replies
 
 Most of a server's start is three processes that import the same modules; here they are imported once. Each
 line of standard input is a JSON object and gets one line in reply:
@@ -17,6 +17,7 @@ would. It differs from a separate start in these points:
       up OpenMP and pickles their arguments. Forks inherit open files, including the server's socket.
     - All share one seed of Python's hash(), which otherwise differs between starts.
     - torch compiles nothing.
+    - vLLM inspects model classes in the child itself, not in another process.
 The tests that start servers without it are test_serving.py and, with a restart, test_examples.py.
 
 A process with threads must not be forked: the zygote fails if it has more than one thread. It also exits when
@@ -35,6 +36,7 @@ import runpy
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,16 +78,21 @@ def bind_threads() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def prepare() -> None:
+def prepare(modules: Sequence[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in MODULES:
+        for module in modules:
             importlib.import_module(module)
     import setproctitle
     import vllm.envs
 
     # locates the title's memory, which is impossible after the environment has changed
     setproctitle.getproctitle()
+    # To read the properties of a model class, vLLM starts a process that imports vLLM, which takes ten
+    # seconds. That keeps CUDA out of the server process and has no use on CPU.
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    assert hasattr(registry, "_run_in_subprocess"), "this vLLM inspects model classes elsewhere"
+    registry._run_in_subprocess = lambda function: function()  # type: ignore[attr-defined]
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     os.register_at_fork(after_in_child=bind_threads)
     assert not [name for name in sys.modules if name.split(".")[0] in OURS], (
@@ -160,7 +167,7 @@ def main() -> None:
     # Replies have a file of their own, because imports may print.
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    prepare()
+    prepare(sys.argv[1:] or MODULES)
     request = serve(requests, replies)
     if request is not None:
         os.close(requests.fileno())

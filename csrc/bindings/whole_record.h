@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads a whole record for Python.
+#pragma once
+
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "record/whole_record.h"
+
+namespace kv_offload::bindings {
+
+// Calls `read` without the GIL. Returns its status's kind and message, and the record; None unless it is ok.
+template <typename Read>
+py::tuple read_whole(Read&& read) {
+  auto record = std::make_shared<WholeRecord>();
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = read(record.get());
+  }
+  if (!status) record.reset();
+  return py::make_tuple(to_string(status.kind()), status.message(), record);
+}
+
+}  // namespace kv_offload::bindings

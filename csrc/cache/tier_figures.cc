@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cache/tier_figures.h"
+
+namespace kv_offload {
+
+void TierFigures::publish(std::string_view tier, const TierStats& stats, Metrics& metrics) {
+  metrics.set("kv_offload_tier_bytes", {tier}, static_cast<double>(stats.bytes));
+  metrics.set("kv_offload_tier_capacity_bytes", {tier}, static_cast<double>(stats.capacity_bytes));
+  metrics.set("kv_offload_tier_chunks", {tier}, static_cast<double>(stats.chunks));
+  const auto queue = [&](std::string_view op, std::uint32_t depth, double oldest) {
+    metrics.set("kv_offload_queue_depth", {tier, op}, depth);
+    metrics.set("kv_offload_oldest_op_seconds", {tier, op}, oldest);
+  };
+  queue("read", stats.queued_reads, stats.oldest_read_seconds);
+  queue("write", stats.queued_writes, stats.oldest_write_seconds);
+  const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
+                         std::uint64_t before) {
+    if (now > before) metrics.add(metric, labels, static_cast<double>(now - before));
+  };
+  const TierStats& before = published_;
+  count("kv_offload_evicted_bytes_total", {tier}, stats.evicted_bytes, before.evicted_bytes);
+  count("kv_offload_read_record_bytes_total", {tier}, stats.read_record_bytes, before.read_record_bytes);
+  count("kv_offload_write_record_bytes_total", {tier}, stats.written_record_bytes,
+        before.written_record_bytes);
+  count("kv_offload_io_ops_total", {tier, "direct"}, stats.direct_ops, before.direct_ops);
+  count("kv_offload_io_ops_total", {tier, "buffered"}, stats.buffered_ops, before.buffered_ops);
+  count("kv_offload_tier_rebuilds_total", {tier}, stats.rebuilds, before.rebuilds);
+  count("kv_offload_tier_lost_bytes_total", {tier}, stats.lost_bytes, before.lost_bytes);
+  count("kv_offload_breaker_trips_total", {tier}, stats.breaker_trips, before.breaker_trips);
+  count("kv_offload_failures_total", {tier, "read", "timeout"}, stats.read_timeouts, before.read_timeouts);
+  count("kv_offload_failures_total", {tier, "write", "timeout"}, stats.write_timeouts, before.write_timeouts);
+  publish_codec(tier, stats, metrics);
+  published_ = stats;
+}
+
+void TierFigures::publish_codec(std::string_view tier, const TierStats& stats, Metrics& metrics) const {
+  if (!stats.may_encode) return;
+  const TierStats& before = published_;
+  metrics.set("kv_offload_codec_on", {tier}, stats.encodes ? 1 : 0);
+  if (stats.encoded_stored_bytes > 0) {
+    metrics.set(
+        "kv_offload_codec_ratio", {tier},
+        static_cast<double>(stats.encoded_raw_bytes) / static_cast<double>(stats.encoded_stored_bytes));
+  }
+  const auto count = [&](std::string_view metric, Metrics::Labels labels, double now, double then) {
+    if (now > then) metrics.add(metric, labels, now - then);
+  };
+  const auto saved = [](const TierStats& of) {
+    return static_cast<double>(of.encoded_raw_bytes - of.encoded_stored_bytes);
+  };
+  count("kv_offload_codec_saved_bytes_total", {tier}, saved(stats), saved(before));
+  count("kv_offload_codec_seconds_total", {tier, "write"}, stats.encode_seconds, before.encode_seconds);
+  count("kv_offload_codec_seconds_total", {tier, "read"}, stats.decode_seconds, before.decode_seconds);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,628 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cache/prefetcher.h"
+
+#include <limits>
+
+#include "cache/parts.h"
+#include "out_of_memory.h"
+#include "step_watch.h"
+
+namespace kv_offload {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+constexpr SessionId kA{1, 1}, kB{1, 2};
+constexpr std::size_t kMany = 2 * Prefetcher::kReadsInFlight;
+constexpr double kNotExpected = std::numeric_limits<double>::infinity();
+
+class PrefetcherTest : public ::testing::Test {
+ protected:
+  struct Parts : SupplyParts {
+    explicit Parts(const PartsOptions& made, std::uint64_t max_bytes)
+        : SupplyParts(made), prefetcher({groups, chunks, row_provider, ops, metrics}, max_bytes) {}
+    Prefetcher prefetcher;
+  };
+  static constexpr std::uint64_t kChunkBytes = kPageBytes;
+
+  // `rows` in host memory; at most `unused` prefetched chunks of each of several clients at once.
+  void make(std::uint64_t rows, std::uint64_t unused = 64, PartsOptions options = {}) {
+    options.rows = rows;
+    if (options.cache.full_attention.empty()) options.cache.full_attention = {true};
+    parts_ = std::make_unique<Parts>(options, 2 * unused * kChunkBytes);
+    parts_->clock.advance(seconds(100));
+    parts_->chunks.set_now(to_seconds(parts_->clock.now()));
+  }
+  Parts& parts() {
+    if (!parts_) make(64);
+    return *parts_;
+  }
+  // A prompt whose chunks are on the tier.
+  std::shared_ptr<const Prefetcher::Prompt> recorded(const Names& names, std::uint64_t client = 0) {
+    for (const auto& name : names) parts().record(name);
+    return prompt(names, client);
+  }
+  std::shared_ptr<const Prefetcher::Prompt> prompt(const Names& names, std::uint64_t client = 0) {
+    auto made = std::make_shared<Prefetcher::Prompt>();
+    made->client = client;
+    made->family = static_cast<std::uint32_t>(client + 1);
+    made->bytes = names.size() * kChunkBytes;
+    ChunkId parent = 0;
+    std::uint32_t depth = 0;
+    for (const auto& name : names) {
+      const ChunkKey key = key_of(name);
+      made->chunks.push_back({key, parent, depth += ChunkParts::kTokens, 0});
+      parent = chunk_id(key);
+    }
+    return made;
+  }
+  static Names many() {
+    Names names;
+    for (std::size_t i = 0; i < kMany; ++i) names.push_back("a" + std::to_string(i));
+    return names;
+  }
+  Nanos in(Nanos time) { return parts().clock.now() + time; }
+  // The client has a prompt that is not read during a test.
+  void expect_later(std::uint64_t client) {
+    expect({client, client}, {"later"}, 2 * Prefetcher::kPenalty, client);
+  }
+  void expect(SessionId session, const Names& names, Nanos time, std::uint64_t client = 0) {
+    parts().prefetcher.expect(session, recorded(names, client), in(time));
+  }
+  void step(bool is_idle = false) {
+    parts().ops.poll();
+    parts().chunks.set_now(to_seconds(parts().clock.now()));
+    parts().prefetcher.run(parts().clock.now(), is_idle);
+    parts().ops.end_step();
+  }
+  // Steps until no further read begins.
+  void run_all() {
+    do {
+      parts().finish();
+      step();
+    } while (parts().tier->stats().queued_reads > 0);
+  }
+  Names reads() {
+    Names names;
+    for (const TierOp& op : parts().tier->reads()) {
+      const std::string name(op.key.bytes().substr(0, 16));
+      names.push_back(name.substr(0, name.find('-')));
+    }
+    return names;
+  }
+  bool is_resident(const std::string& name) { return parts().chunks.find_resident(key_of(name)) != nullptr; }
+  double returns_at(const std::string& name) { return parts().chunks.find(key_of(name))->returns_at; }
+  double prefetched(std::string_view outcome) {
+    return parts().metrics.value("kv_offload_prefetched_bytes_total", {outcome});
+  }
+  void use(const std::string& name) {
+    parts().chunks.access(parts().chunks.slot_of(parts().chunks.find(key_of(name))), 1, 0);
+  }
+
+  std::unique_ptr<Parts> parts_;
+};
+
+// ---- when
+
+TEST_F(PrefetcherTest, a_due_prompt_is_read_from_its_first_chunk_on) {
+  parts().resident("a");
+  expect(kA, {"a", "b", "c"}, Nanos(0));
+  step();
+  EXPECT_THAT(reads(), ElementsAre("b", "c"));
+  parts().finish();
+  EXPECT_TRUE(is_resident("b") && is_resident("c"));
+  EXPECT_EQ(parts().chunks.find(key_of("c"))->parent, chunk_id(key_of("b")));
+  EXPECT_EQ(parts().chunks.find(key_of("c"))->family, 1u);
+  step();
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_prompt_is_read_shortly_before_the_return) {
+  expect(kA, {"a"}, seconds(50));
+  step();
+  parts().clock.advance(seconds(50) - Prefetcher::kMinLead - milliseconds(1));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  parts().clock.advance(milliseconds(1));
+  step();
+  EXPECT_THAT(reads(), ElementsAre("a"));
+}
+
+TEST_F(PrefetcherTest, reads_of_a_slow_tier_begin_earlier) {
+  parts().tier->read_seconds = 5;
+  expect(kA, {"a"}, seconds(50));
+  parts().clock.advance(seconds(50 - 2 * 5) - Prefetcher::kMinLead - milliseconds(1));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  parts().clock.advance(milliseconds(1));
+  step();
+  EXPECT_THAT(reads(), ElementsAre("a"));
+}
+
+TEST_F(PrefetcherTest, reads_begin_at_most_a_minute_early_and_at_once_if_asked) {
+  parts().tier->read_seconds = 3600;
+  expect(kA, {"a"}, Prefetcher::kMaxLead + milliseconds(1));
+  parts().prefetcher.expect(kB, recorded({"b"}), in(seconds(600)), true);
+  step();
+  EXPECT_THAT(reads(), ElementsAre("b"));
+}
+
+TEST_F(PrefetcherTest, a_later_return_does_not_stop_reads_that_begin_now) {
+  const auto of_session = recorded({"a"});
+  parts().prefetcher.expect(kA, of_session, in(seconds(30)), true);
+  parts().prefetcher.expect(kA, of_session, in(seconds(600)));
+  step();
+  EXPECT_THAT(reads(), ElementsAre("a"));
+  EXPECT_EQ(returns_at("a"), to_seconds(in(seconds(600))));
+}
+
+TEST_F(PrefetcherTest, an_idle_engine_reads_all_that_is_due_soon) {
+  expect(kA, many(), seconds(50));
+  expect(kB, {"late"}, Prefetcher::kIdleHorizon + milliseconds(1));
+  step(true);
+  EXPECT_EQ(reads().size(), kMany);
+}
+
+TEST_F(PrefetcherTest, an_idle_engine_also_reads_what_the_last_step_looked_at) {
+  expect(kA, {"a"}, seconds(50));
+  step();
+  expect(kB, {"b"}, seconds(55));
+  step(true);
+  EXPECT_THAT(reads(), ElementsAre("a", "b"));
+}
+
+TEST_F(PrefetcherTest, what_an_idle_engine_read_too_early_is_read_again) {
+  expect(kA, {"a", "b"}, seconds(50));
+  step(true);
+  parts().finish();
+  parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("a"))));
+  parts().clock.advance(seconds(50));
+  run_all();
+  EXPECT_TRUE(is_resident("a") && is_resident("b"));
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, queued_reads_make_way_for_a_request_and_begin_again) {
+  expect(kA, many(), Nanos(0));
+  step(true);
+  const Slot awaited = parts().chunks.slot_of(parts().chunks.find(key_of(many().back())));
+  ASSERT_TRUE(parts().ops.await(awaited, 1));
+  parts().prefetcher.make_way();
+  EXPECT_EQ(reads().size(), Prefetcher::kReadsInFlight + 1);
+  EXPECT_EQ(reads().back(), many().back());
+  run_all();
+  for (const auto& name : many()) EXPECT_TRUE(is_resident(name)) << name;
+  EXPECT_EQ(prefetched("unused"), 0);
+}
+
+TEST_F(PrefetcherTest, few_reads_run_while_requests_run) {
+  expect(kA, many(), Nanos(0));
+  step();
+  EXPECT_EQ(reads().size(), Prefetcher::kReadsInFlight);
+  parts().tier->finish(1);
+  step();
+  EXPECT_EQ(reads().size(), Prefetcher::kReadsInFlight);
+  run_all();
+  EXPECT_TRUE(is_resident(many().back()));
+}
+
+TEST_F(PrefetcherTest, a_stuck_read_of_one_tier_does_not_stop_reads_of_another) {
+  PartsOptions options;
+  options.tiers = 2;
+  make(64, 64, options);
+  const auto wanted = recorded(many());
+  parts().slower->records = parts().tier->records;
+  std::erase_if(parts().tier->records, [](const auto& record) { return record.first != key_of("a0"); });
+  parts().prefetcher.expect(kA, wanted, in(Nanos(0)));
+  for (std::size_t i = 0; i < kMany; ++i) {
+    step();
+    parts().slower->finish();
+  }
+  EXPECT_EQ(reads().size(), 1u);
+  EXPECT_EQ(parts().chunks.resident(), kMany - 1);
+}
+
+TEST_F(PrefetcherTest, a_later_hint_replaces_the_expected_return) {
+  expect(kA, {"a"}, Nanos(0));
+  expect(kA, {"a"}, seconds(50));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  EXPECT_EQ(parts().prefetcher.size(), 1u);
+}
+
+TEST_F(PrefetcherTest, nothing_is_read_for_a_session_that_is_back_or_long_overdue) {
+  expect(kA, {"a"}, seconds(50));
+  expect(kB, {"b"}, seconds(50));
+  parts().prefetcher.cancel(kA);
+  parts().clock.advance(seconds(50) + Prefetcher::kGrace + milliseconds(1));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+// ---- what
+
+TEST_F(PrefetcherTest, a_prompt_ends_at_the_first_chunk_that_no_tier_has) {
+  recorded({"a", "c"});
+  parts().prefetcher.expect(kA, prompt({"a", "b", "c"}), in(Nanos(0)));
+  run_all();
+  EXPECT_TRUE(is_resident("a"));
+  EXPECT_FALSE(parts().has("c"));
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_prompt_of_two_groups_ends_at_the_first_chunk_that_no_tier_has) {
+  PartsOptions options;
+  options.shard_bytes = {300, 300};
+  options.cache.full_attention = {true, true};
+  make(64, 64, options);
+  auto made = std::make_shared<Prefetcher::Prompt>();
+  for (const char* name : {"a", "b", "c"}) {
+    for (const std::uint32_t group : {0u, 1u}) {
+      const ChunkKey key = key_of(name, group);
+      made->chunks.push_back({key, 0, 0, group});
+      if (key == key_of("b", 1)) continue;
+      parts().tier->records[key] = {group, {std::vector<std::byte>(300)}};
+    }
+  }
+  parts().prefetcher.expect(kA, made, in(Nanos(0)));
+  run_all();
+  EXPECT_TRUE(parts().has("a", 0) && parts().has("a", 1) && parts().has("b", 0));
+  EXPECT_FALSE(parts().has("c", 0) || parts().has("c", 1));
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_window_may_begin_after_chunks_that_no_tier_has) {
+  PartsOptions options;
+  options.cache.full_attention = {false};
+  make(64, 64, options);
+  recorded({"b"});
+  parts().prefetcher.expect(kA, prompt({"a", "b"}), in(Nanos(0)));
+  run_all();
+  EXPECT_TRUE(is_resident("b"));
+}
+
+TEST_F(PrefetcherTest, a_tier_is_asked_for_chunks_that_it_does_not_know) {
+  for (const char* name : {"a", "b", "c"}) parts().tier->forgotten.insert(key_of(name));
+  recorded({"a", "b"});
+  parts().prefetcher.expect(kA, prompt({"a", "b", "c"}), in(Nanos(0)));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  run_all();
+  EXPECT_TRUE(is_resident("a") && is_resident("b"));
+  EXPECT_EQ(parts().tier->asked.size(), 1u);
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_stale_miss_is_asked_for_once) {
+  parts().tier->is_sure = false;
+  parts().prefetcher.expect(kA, prompt({"a"}), in(Nanos(0)));
+  run_all();
+  step();
+  EXPECT_EQ(parts().tier->asked.size(), 1u);
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_tier_that_is_out_of_service_is_not_read) {
+  parts().tier->available = false;
+  expect(kA, {"a"}, Nanos(0));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+}
+
+TEST_F(PrefetcherTest, a_failed_read_leaves_nothing_behind) {
+  expect(kA, {"a"}, Nanos(0));
+  step();
+  parts().tier->damage(key_of("a"));
+  parts().finish();
+  step();
+  EXPECT_FALSE(parts().has("a"));
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+  EXPECT_EQ(prefetched("unused"), 0);
+  EXPECT_EQ(parts().free_rows(), 64u);
+}
+
+TEST_F(PrefetcherTest, no_row_is_lost_if_memory_runs_out) {
+  unsigned failures = 0;
+  for (bool came = true; came; ++failures) {
+    make(4);
+    auto wanted = std::make_shared<Prefetcher::Prompt>(*recorded({"x", "a", "b"}));
+    wanted->priority = 1;  // higher than that of "x", which an insert after it raises
+    parts().resident("x");
+    parts().prefetcher.expect(kA, wanted, in(Nanos(0)));
+    {
+      const testing::FailingAllocation failing(failures);
+      try {
+        step();
+      } catch (const std::bad_alloc&) {
+      }
+      came = failing.came();
+    }
+    parts().prefetcher.cancel(kA);
+    parts().finish();
+    step();
+    EXPECT_EQ(parts().chunks.pinned(), 0u) << "allocation " << failures;
+    EXPECT_EQ(parts().free_rows() + parts().chunks.resident(), 4u) << "allocation " << failures;
+    EXPECT_EQ(parts().prefetcher.unused_bytes(), (parts().chunks.resident() - 1) * kChunkBytes);
+  }
+  EXPECT_GT(failures, 10u);
+}
+
+TEST_F(PrefetcherTest, bytes_are_counted_once_if_memory_runs_out) {
+  expect(kA, {"a"}, Nanos(0));
+  run_all();
+  use("a");
+  EXPECT_GT(testing::fail_each_allocation([this] { parts().prefetcher.run(parts().clock.now(), false); },
+                                          [this] { EXPECT_EQ(prefetched("used"), 0); }),
+            0u);
+  EXPECT_EQ(prefetched("used"), kChunkBytes);
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_chunk_that_leaves_before_its_review_is_counted_once) {
+  expect(kA, {"used", "unused", "failed"}, Nanos(0));
+  step();
+  parts().tier->damage(key_of("failed"));
+  parts().finish();
+  use("used");
+  for (const char* name : {"used", "unused"})
+    parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of(name))));
+  for (int i = 0; i < 2; ++i) {
+    step();
+    EXPECT_EQ(prefetched("used"), kChunkBytes);
+    EXPECT_EQ(prefetched("unused"), kChunkBytes);
+    EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+  }
+}
+
+TEST_F(PrefetcherTest, chunks_that_a_reset_forgets_are_counted_once) {
+  expect(kA, {"used", "unused"}, Nanos(0));
+  step();
+  parts().finish();
+  use("used");
+  expect(kB, {"reading"}, Nanos(0));
+  step();
+  parts().ops.forget();
+  parts().prefetcher.forget();
+  parts().chunks.forget();
+  for (int i = 0; i < 2; ++i) {
+    parts().finish();
+    step();
+    EXPECT_EQ(prefetched("used"), kChunkBytes);
+    EXPECT_EQ(prefetched("unused"), kChunkBytes);
+  }
+}
+
+TEST_F(PrefetcherTest, a_read_keeps_its_room_until_it_ends) {
+  expect(kA, {"a"}, Nanos(0));
+  step();
+  parts().tier->start(OpKind::kRead);
+  parts().clock.advance(Prefetcher::kGrace + milliseconds(1));
+  step();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), kChunkBytes) << "its row is in use";
+  parts().tier->finish_started();
+  step();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_reset_forgets_all) {
+  expect(kA, {"a"}, Nanos(0));
+  expect(kB, {"b"}, seconds(90));
+  step();
+  parts().ops.forget();
+  parts().prefetcher.forget();
+  parts().chunks.forget();
+  parts().finish();
+  EXPECT_EQ(parts().prefetcher.size(), 0u);
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+  parts().chunks.poll();
+  EXPECT_EQ(parts().free_rows(), 64u);
+  expect(kA, {"a"}, Nanos(0));
+  run_all();
+  EXPECT_TRUE(is_resident("a"));
+}
+
+// ---- bounds
+
+TEST_F(PrefetcherTest, a_chunk_expected_sooner_is_not_evicted) {
+  make(2);
+  const auto wanted = recorded({"a", "b"});
+  parts().chunks.set_return(parts().resident("later"), to_seconds(in(seconds(90))));
+  parts().chunks.set_return(parts().resident("sooner"), to_seconds(in(seconds(10))));
+  parts().prefetcher.expect(kA, wanted, in(seconds(60)));
+  step(true);
+  EXPECT_THAT(reads(), ElementsAre("a"));
+  EXPECT_TRUE(parts().has("sooner"));
+  EXPECT_FALSE(parts().has("later"));
+}
+
+TEST_F(PrefetcherTest, the_end_of_a_long_prompt_does_not_evict_its_beginning) {
+  make(2);
+  expect(kA, {"a", "b", "c"}, seconds(1));
+  run_all();
+  EXPECT_TRUE(is_resident("a") && is_resident("b"));
+  EXPECT_FALSE(parts().has("c"));
+}
+
+TEST_F(PrefetcherTest, no_write_is_cancelled) {
+  make(1);
+  const Slot slot = parts().resident("written");
+  parts().ops.write(0, {&slot, 1});
+  expect(kA, {"a"}, Nanos(0));
+  step();
+  EXPECT_EQ(parts().tier->writes().size(), 1u);
+  EXPECT_THAT(reads(), IsEmpty());
+}
+
+TEST_F(PrefetcherTest, no_chunk_is_evicted_that_waits_for_its_write) {
+  PartsOptions options;
+  options.cache.tiers.resize(1);
+  options.cache.tiers[0].write_policy = WritePolicy::kOnEvict;
+  constexpr std::size_t kRows = 128;
+  make(kRows, kRows, options);
+  Names wanted;
+  for (std::size_t i = 0; i < kRows; ++i) wanted.push_back("a" + std::to_string(i));
+  const auto of_session = recorded(wanted);
+  for (std::size_t i = 0; i < kRows; ++i) parts().resident("x" + std::to_string(i));
+  parts().prefetcher.expect(kA, of_session, in(seconds(50)));
+  step(true);
+  EXPECT_GT(parts().tier->writes().size(), 0u);
+  EXPECT_EQ(parts().chunks.resident(), kRows) << "no chunk that is not on the tier was evicted";
+  EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), 0);
+  parts().finish();
+  step(true);
+  EXPECT_GT(reads().size(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_client_that_is_alone_may_use_all_the_room) {
+  make(64, 2);
+  expect(kA, {"a", "b", "c", "d", "e"}, Nanos(0), 1);
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 4 * kChunkBytes);
+}
+
+TEST_F(PrefetcherTest, a_client_is_alone_again_when_the_others_have_no_prompt_and_no_chunk) {
+  make(64, 2);
+  expect(kB, {"x"}, Nanos(0), 2);
+  run_all();
+  expect(kA, {"a", "b", "c", "d"}, Nanos(0), 1);
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 3 * kChunkBytes);
+  use("x");
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 4 * kChunkBytes);
+}
+
+TEST_F(PrefetcherTest, unused_chunks_of_one_client_are_bounded_and_their_use_makes_room) {
+  make(64, 2);
+  expect_later(2);
+  expect(kA, {"a", "b", "c"}, Nanos(0), 1);
+  run_all();
+  EXPECT_FALSE(parts().has("c"));
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 2 * kChunkBytes);
+  expect(kB, {"x"}, Nanos(0), 2);
+  run_all();
+  EXPECT_TRUE(is_resident("x"));
+  use("a");
+  run_all();
+  EXPECT_TRUE(is_resident("c"));
+  EXPECT_EQ(prefetched("used"), kChunkBytes);
+}
+
+TEST_F(PrefetcherTest, unused_chunks_of_all_clients_are_bounded) {
+  make(64, 1);
+  for (std::uint64_t client = 1; client <= 3; ++client)
+    expect({1, client}, {"a" + std::to_string(client)}, Nanos(0), client);
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 2 * kChunkBytes);
+}
+
+TEST_F(PrefetcherTest, the_prompts_of_a_client_without_room_do_not_block_others) {
+  make(512, 1);
+  expect({2, 1}, {"first"}, Nanos(0), 1);
+  run_all();
+  for (std::uint64_t i = 0; i < 4 * Prefetcher::kPromptsPerStep; ++i)
+    expect({3, i}, {"p" + std::to_string(i)}, Nanos(0), 1);
+  expect(kB, {"x"}, seconds(1), 2);
+  for (int i = 0; i < 10; ++i) step();
+  EXPECT_THAT(reads(), ElementsAre("x"));
+}
+
+TEST_F(PrefetcherTest, prompts_that_return_first_are_read_first) {
+  constexpr std::uint64_t kPrompts = 3 * Prefetcher::kPromptsPerStep;
+  make(2 * kPrompts, kPrompts);
+  for (std::uint64_t i = kPrompts; i-- > 0;)
+    expect({1, kPrompts - i}, {"p" + std::to_string(i)}, milliseconds(i));
+  for (std::uint64_t read = 0; read < kPrompts;) {
+    step();
+    ASSERT_THAT(reads(), ::testing::Not(IsEmpty()));
+    for (const auto& name : reads()) EXPECT_EQ(name, "p" + std::to_string(read++));
+    parts().finish();
+  }
+}
+
+TEST_F(PrefetcherTest, a_long_prompt_is_due_before_short_ones_that_return_earlier) {
+  for (std::uint64_t i = 0; i < 2 * Prefetcher::kPromptsPerStep; ++i)
+    expect({3, i}, {"p" + std::to_string(i)}, seconds(10));
+  parts().resident("s");
+  Names names(5000, "s");  // takes 12 s, with 8 chunks in each step of 20 ms
+  names.front() = "first";
+  expect(kA, names, seconds(12));
+  for (int i = 0; i < 5; ++i) step();
+  EXPECT_THAT(reads(), ElementsAre("first"));
+}
+
+TEST_F(PrefetcherTest, chunks_whose_session_stays_away_are_evicted_first) {
+  expect(kA, {"a"}, Nanos(0));
+  run_all();
+  parts().clock.advance(Prefetcher::kGrace);
+  step();
+  EXPECT_NE(returns_at("a"), kNotExpected);
+  parts().clock.advance(milliseconds(1));
+  step();
+  EXPECT_EQ(returns_at("a"), kNotExpected);
+  EXPECT_EQ(prefetched("unused"), kChunkBytes);
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+}
+
+TEST_F(PrefetcherTest, a_later_return_keeps_the_chunks) {
+  expect(kA, {"a"}, Nanos(0));
+  run_all();
+  parts().chunks.set_return(parts().chunks.slot_of(parts().chunks.find(key_of("a"))),
+                            to_seconds(in(seconds(100))));
+  parts().clock.advance(seconds(100));
+  step();
+  EXPECT_NE(returns_at("a"), kNotExpected);
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), kChunkBytes);
+}
+
+TEST_F(PrefetcherTest, unused_chunks_count_against_their_client_for_a_while) {
+  make(64, 1);
+  expect_later(3);
+  expect(kA, {"a"}, Nanos(0), 1);
+  run_all();
+  parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("a"))));
+  expect(kA, {"a"}, seconds(1), 1);
+  run_all();
+  EXPECT_FALSE(parts().has("a"));
+  EXPECT_EQ(prefetched("unused"), kChunkBytes);
+  expect(kB, {"x"}, Nanos(0), 2);
+  run_all();
+  EXPECT_TRUE(is_resident("x"));
+  parts().clock.advance(Prefetcher::kPenalty + milliseconds(1));
+  step();
+  expect(kA, {"a"}, Nanos(0), 1);
+  run_all();
+  EXPECT_TRUE(is_resident("a"));
+}
+
+TEST_F(PrefetcherTest, a_step_examines_a_bounded_number_of_chunks) {
+  make(64);
+  Names names;
+  for (std::size_t i = 0; i < Prefetcher::kChunksPerStep; ++i) names.push_back("s");
+  names.push_back("last");
+  parts().resident("s");
+  expect(kA, names, Nanos(0));
+  step();
+  EXPECT_THAT(reads(), IsEmpty());
+  step();
+  EXPECT_THAT(reads(), ElementsAre("last"));
+}
+
+TEST_F(PrefetcherTest, a_step_costs_the_same_among_many_prompts) {
+  const auto cost = [this](std::uint64_t prompts) {
+    make(64);
+    for (std::uint64_t i = 0; i < prompts; ++i)
+      parts().prefetcher.expect({1, i + 1}, prompt({"a", "b"}), in(Nanos(0)));
+    return testing::steps_of([this] { step(); });
+  };
+  const std::uint64_t few = cost(2 * Prefetcher::kPromptsPerStep);
+  EXPECT_GT(few, 0u);
+  EXPECT_EQ(cost(20 * Prefetcher::kPromptsPerStep), few);
+}
+
+}  // namespace
+}  // namespace kv_offload
