@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What does a policy cost with many chunks? Nanoseconds of one eviction (victim,
-// erase) together with the insert that needed it, and of an access; the median
-// and the worst of many, for every policy, lru being the baseline. One JSON
-// object per line.
+// erase) together with the insert that needed it, of an access, and of a hint; the
+// median and the worst of many, for every policy, without hints and with hints about
+// the return of half the prompts. The baseline is lru without hints. One JSON object
+// per line.
 //
 //   eviction_bench [CHUNKS ...]        default: 10000 1000000
 #include <fmt/format.h>
@@ -22,16 +23,19 @@ constexpr std::uint32_t kPrompt = 100;  // chunks a request
 
 class Bench {
  public:
-  Bench(const std::string& name, std::uint32_t chunks)
-      : name_(name), chunks_(chunks), policy_(make_eviction_policy(name)), ids_(chunks) {}
+  Bench(const std::string& name, std::uint32_t chunks, bool hints)
+      : name_(name), chunks_(chunks), hints_(hints), policy_(make_eviction_policy(name)), ids_(chunks) {
+    if (hints_) policy_->set_now(0);
+  }
 
   void run() {
     for (Slot slot = 0; slot < chunks_; slot += kPrompt) store(slot);
-    for (std::uint32_t turn = 0; turn < chunks_ / kPrompt; ++turn) serve(nullptr, nullptr);
-    std::vector<double> evictions, accesses;
-    for (int turn = 0; turn < 4000; ++turn) serve(&evictions, &accesses);
+    for (std::uint32_t turn = 0; turn < chunks_ / kPrompt; ++turn) serve(nullptr, nullptr, nullptr);
+    std::vector<double> evictions, accesses, hints;
+    for (int turn = 0; turn < 4000; ++turn) serve(&evictions, &accesses, &hints);
     print("evict and insert", evictions);
     print("access", accesses);
+    if (hints_) print("hint", hints);
   }
 
  private:
@@ -51,16 +55,27 @@ class Bench {
       insert(first + i, parent);
       parent = ids_[first + i];
     }
+    for (Slot i = 0; i < kPrompt && first + i < chunks_; ++i) hint(first + i, nullptr);
+  }
+  // The prompts of even requests return, in up to ten minutes.
+  void hint(Slot slot, std::vector<double>* hints) {
+    if (!hints_ || request_ % 2 == 1) return;
+    const double returns_at = seconds_ + 1 + static_cast<double>(request_ * 2'654'435'761u % 600);
+    const double begin = now();
+    policy_->set_return(slot, returns_at, ids_[slot]);
+    if (hints != nullptr) hints->push_back(now() - begin);
   }
   // One prompt that hits 100 chunks somewhere, and one new one of 1 to 100 chunks.
-  void serve(std::vector<double>* evictions, std::vector<double>* accesses) {
+  void serve(std::vector<double>* evictions, std::vector<double>* accesses, std::vector<double>* hints) {
     ++request_;
+    if (hints_) policy_->set_now(seconds_ += 0.01);
     const Slot hit = static_cast<Slot>(random_() % (chunks_ / kPrompt)) * kPrompt;
     for (Slot i = kPrompt; i-- > 0;) {
       const double begin = now();
       policy_->access(hit + i, {.id = ids_[hit + i], .request = request_});
       if (accesses != nullptr) accesses->push_back(now() - begin);
     }
+    for (Slot i = 0; i < kPrompt; ++i) hint(hit + i, hints);
     ++request_;
     ChunkId parent = 0;
     for (auto left = 1 + random_() % kPrompt; left-- > 0;) {
@@ -69,21 +84,25 @@ class Bench {
       policy_->erase(victim);
       insert(victim, parent);
       if (evictions != nullptr) evictions->push_back(now() - begin);
+      hint(victim, hints);
       parent = ids_[victim];
     }
   }
   void print(const char* what, std::vector<double>& nanos) const {
     std::sort(nanos.begin(), nanos.end());
     fmt::print(
-        "{{\"policy\": \"{}\", \"what\": \"{}\", \"chunks\": {}, \"calls\": {}, \"median_ns\": {:.0f}, "
+        "{{\"policy\": \"{}\", \"hints\": {}, \"what\": \"{}\", \"chunks\": {}, \"calls\": {}, "
+        "\"median_ns\": {:.0f}, "
         "\"p999_ns\": {:.0f}, \"worst_ns\": {:.0f}}}\n",
-        name_, what, chunks_, nanos.size(), nanos[nanos.size() / 2], nanos[nanos.size() * 999 / 1000],
+        name_, hints_, what, chunks_, nanos.size(), nanos[nanos.size() / 2], nanos[nanos.size() * 999 / 1000],
         nanos.back());
     std::fflush(stdout);
   }
 
   std::string name_;
   std::uint32_t chunks_;
+  bool hints_;
+  double seconds_ = 0;
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<ChunkId> ids_;
   ChunkId last_id_ = 0;
@@ -100,7 +119,9 @@ int main(int argc, char** argv) {
     sizes.push_back(static_cast<std::uint32_t>(std::strtoul(argv[i], nullptr, 10)));
   if (sizes.empty()) sizes = {10'000, 1'000'000};
   for (const std::uint32_t size : sizes) {
-    for (const std::string& name : kv_offload::eviction_policy_names()) kv_offload::Bench(name, size).run();
+    for (const std::string& name : kv_offload::eviction_policy_names()) {
+      for (const bool hints : {false, true}) kv_offload::Bench(name, size, hints).run();
+    }
   }
   return 0;
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's server with the same Redis or S3 tier, for comparison.
+"""LMCache's server, alone or with the same Redis or S3 tier, for comparison.
 
 LMCache's connector starts the server, which ends with vLLM.
 LMCache needs other versions of packages that vLLM also uses, so install it into a separate directory:
@@ -27,13 +27,17 @@ def is_installed() -> bool:
 
 
 class LMCacheServer:
-    """vLLM's configuration for LMCache, and LMCache's status. Raises ValueError for an unsupported tier."""
+    """vLLM's configuration for LMCache, and LMCache's status. Raises ValueError for an unsupported tier.
 
-    def __init__(self, entry: dict[str, Any], host_bytes: int) -> None:
+    ``entry``: the tier below host memory; None: host memory only.
+    """
+
+    def __init__(self, entry: dict[str, Any] | None, host_bytes: int) -> None:
         self._status_port = free_port()
         arguments = ["--l1-size-gb", str(host_bytes / 1024**3), "--eviction-policy", "LRU"]
         arguments += ["--http-port", str(self._status_port), "--disable-observability"]
-        arguments += ["--l2-adapter", json.dumps(_adapter(entry))]
+        if entry is not None:
+            arguments += ["--l2-adapter", json.dumps(_adapter(entry))]
         self.kv_transfer = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

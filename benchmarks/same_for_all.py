@@ -55,10 +55,13 @@ def environment(spins: str = SPINS) -> dict[str, str]:
     }
 
 
-def connector(name: str, size: str, root: Path, max_bytes: int | str = "8GiB") -> dict[str, Any] | None:
+def connector(
+    name: str, size: str, root: Path | None, max_bytes: int | str = "8GiB"
+) -> dict[str, Any] | None:
     """Returns the ``--kv-transfer-config`` of one of SYSTEMS; None for "none".
 
-    Host memory has ``size`` ("64MiB"). Below it, ``root`` holds up to ``max_bytes`` ("vllm": no limit).
+    Host memory has ``size`` ("64MiB"). Below it, ``root`` holds up to ``max_bytes`` ("vllm": no limit);
+    without ``root``, host memory is the only tier.
     """
     if name == "none":
         return None
@@ -67,7 +70,8 @@ def connector(name: str, size: str, root: Path, max_bytes: int | str = "8GiB") -
         extra = config["kv_connector_extra_config"]
         extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
         extra["cpu_bytes_to_use"] = int(size.removesuffix("MiB")) * 1024**2  # vLLM accepts only numbers
-        del extra["secondary_tiers"][0]["max_bytes"]  # its tier has no size limit
+        for tier in extra.get("secondary_tiers", ()):
+            del tier["max_bytes"]  # its tier has no size limit
     return config
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from reporting import echo, write_results
 from synthetic_traces import BLOCK_TOKENS, SHAPES, make
 
-from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
+from kv_offload.traces import OPTIMUM, Setting, Speeds, Trace, read_trace, replay
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERSATIONS = ROOT.parent / "shared" / "data" / "conversation_trace.jsonl"
@@ -55,7 +55,7 @@ def vllm_hits(trace: Trace, policy: str, capacity: int) -> int:
 
 
 def host_rows(trace: Trace, core: Any, capacity: int, speed: float, with_vllm: bool) -> list[dict[str, Any]]:
-    rows = [replay(core, trace, Setting(policy, capacity), speed) for policy in (*OURS, OPTIMUM)]
+    rows = [replay(core, trace, Setting(policy, capacity), Speeds(speed)) for policy in (*OURS, OPTIMUM)]
     for policy in VLLM if with_vllm else ():
         hits = vllm_hits(trace, policy, capacity)
         tokens = hits * trace.block_tokens
@@ -82,7 +82,7 @@ def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> li
     rows = []
     for write_policy in ("write_through", "on_evict", "reuse:2"):
         for policy, below in PAIRS:
-            row = replay(core, trace, Setting(policy, host, tier, below, write_policy), speed)
+            row = replay(core, trace, Setting(policy, host, tier, below, write_policy), Speeds(speed))
             row["write_policy"] = write_policy
             rows.append(row)
         shown = ", ".join(
@@ -90,7 +90,7 @@ def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> li
             for row in rows[-len(PAIRS) :]
         )
         echo(f"host {host:>6,}, disk {tier:>6,}, {write_policy:8}: {shown}")
-    rows.append(replay(core, trace, Setting(OPTIMUM, host, tier), speed))
+    rows.append(replay(core, trace, Setting(OPTIMUM, host, tier), Speeds(speed)))
     return rows
 
 

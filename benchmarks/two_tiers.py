@@ -23,7 +23,7 @@ from reporting import echo, write_results
 from synthetic_traces import BLOCK_TOKENS, SHAPES, make
 from trace_replay import CONVERSATIONS
 
-from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
+from kv_offload.traces import OPTIMUM, Setting, Speeds, Trace, read_trace, replay
 
 CELLS = ((500, 2_500), (500, 10_000), (2_000, 10_000), (5_000, 5_000))  # host memory, disk
 # Write policy, the disk's eviction policy, True if host memory outlives a kill.
@@ -34,7 +34,7 @@ RULES = (
     ("on_evict", "prefix", False),
     ("on_evict", "prefix", True),
 )
-PREFILL = 10_000  # tokens/s
+SPEEDS = Speeds(prefill=10_000)
 
 
 def measured(
@@ -44,7 +44,7 @@ def measured(
     write_policy, policy, kept = rule
     setting = Setting("prefix", host, disk, policy, write_policy, keep_host_memory=kept)
     began = time.monotonic()
-    row = replay(core, trace, setting, PREFILL)
+    row = replay(core, trace, setting, SPEEDS)
     row |= {
         "write_policy": write_policy,
         "keep_host_memory": kept,
@@ -53,7 +53,7 @@ def measured(
     }
     for share in kills:
         after = int(share * len(trace.prompts))
-        killed = replay(core, trace, replace(setting, kill_after=after), PREFILL)
+        killed = replay(core, trace, replace(setting, kill_after=after), SPEEDS)
         row["kills"].append(
             {
                 "after": after,
@@ -143,7 +143,7 @@ def main() -> None:
             )
         for policy in ("prefix", OPTIMUM):  # one cache with both capacities
             rows.append(
-                replay(core, trace, Setting(policy, host + disk), PREFILL) | {"one_cache_of": [host, disk]}
+                replay(core, trace, Setting(policy, host + disk), SPEEDS) | {"one_cache_of": [host, disk]}
             )
             echo(f"one cache of {host + disk:>6,} blocks, {policy}: {rows[-1]['hit_ratio']:.1%} hit")
     results = {
