@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+
 import shared_memory
+from live_root import records_in
 from vllm import LLM, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4, logprobs=8, ignore_eos=True)
@@ -46,10 +49,10 @@ def main() -> None:
     root, rounds = Path(job["root"]), []
     for name, records in job["rounds"]:
         calls[name]()
-        before = set(root.rglob("*.rec"))
+        before = set(records_in(root))
         rounds.append([ask(llm, prompt) for prompt in job["prompts"]])
         deadline = time.monotonic() + 240
-        while len(set(root.rglob("*.rec")) - before) < records:
+        while len(set(records_in(root)) - before) < records:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"there are not {records} new records under {root}")
             time.sleep(0.02)  # the writer threads belong to this process

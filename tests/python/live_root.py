@@ -16,6 +16,11 @@ def paths_in(root: Path) -> list[Path]:
     return [Path(parent, name) for parent, dirs, names in os.walk(root) for name in dirs + names]
 
 
+def records_in(root: Path, key: str = "") -> list[Path]:
+    """Returns the sorted files of records below ``root``: of all chunks, or of one (its key in hex)."""
+    return sorted(path for path in paths_in(root) if path.suffix == ".rec" and path.name.startswith(key))
+
+
 def used_bytes(root: Path) -> int:
     """Returns what ``du`` reports for ``root``: the blocks of all its files and directories."""
     total = 0

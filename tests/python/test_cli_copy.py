@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_root import used_bytes
+from live_root import records_in, used_bytes
 from redis_server import RedisClient, redis_server
 from s3_server import ACCESS, BUCKET, SECRET, S3Server
 from small_core import SHARD_BYTES, attach, key, make_cache
@@ -189,10 +189,10 @@ class Directory(Place):
         )
 
     def files(self) -> list[Path]:
-        return sorted(self.path.rglob("*.rec"))
+        return records_in(self.path)
 
     def file(self, number: int) -> Path:
-        (path,) = self.path.rglob(f"{key(number).hex()}.*.rec")
+        (path,) = records_in(self.path, key(number).hex())
         return path
 
     def damage(self, number: int) -> None:

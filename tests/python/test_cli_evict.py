@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_root import used_bytes
+from live_root import records_in, used_bytes
 from typer.testing import CliRunner
 from written_root import CHUNK, FACTS, KEYS, write_root
 
@@ -26,7 +26,7 @@ DAY = 86_400.0
 
 
 def records(root, facts=FACTS):
-    return sorted((root / facts.namespace_id().hex()).rglob("*.rec"))
+    return records_in(root / facts.namespace_id().hex())
 
 
 def last_used(paths, seconds_ago):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from live_root import records_in
 from typer.testing import CliRunner
 from written_root import CHUNK, FACTS, KEYS, write_root
 
@@ -28,7 +29,7 @@ def run(*arguments, status=0):
 
 
 def records(root):
-    return sorted(Path(root).rglob("*.rec"))
+    return records_in(Path(root))
 
 
 def test_stat_shows_the_written_records(root):

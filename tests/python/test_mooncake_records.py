@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_root import paths_in
 from mooncake_store import MooncakeProcesses, mooncake_store
 
 from kv_offload.tiers.mooncake.records import (
@@ -276,7 +277,7 @@ def opened(running: MooncakeProcesses, buffer: Buffer) -> Any:
 
 def wait_until_there_is_a_file_below(directory: Path) -> None:
     pause, deadline = threading.Event(), time.monotonic() + 240
-    while not any(path.is_file() for path in directory.rglob("*")):
+    while not any(path.is_file() for path in paths_in(directory)):
         assert time.monotonic() < deadline
         pause.wait(0.01)
 

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from live_root import records_in
+
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity
 
 CHUNK = 64 << 10
@@ -65,7 +67,7 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
     # Two threads wrote them in any order; from here on they are in the order of KEYS.
     now = time.time_ns()
     for number, key in enumerate(KEYS):
-        for record in (path / identity.namespace_id().hex()).rglob(f"{key.hex()}.*.rec"):
+        for record in records_in(path / identity.namespace_id().hex(), key.hex()):
             with contextlib.suppress(FileNotFoundError):  # evicted by a concurrent watcher
                 os.utime(record, ns=(now, now - (len(KEYS) - number) * 1_000_000))
     return path

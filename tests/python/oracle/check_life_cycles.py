@@ -25,6 +25,7 @@ adapter.use_specs()
 from kv_offload.specs import life_cycle  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.worker import KVOffloadWorker  # noqa: E402
+from live_root import records_in  # noqa: E402
 from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
@@ -431,7 +432,7 @@ def test_records_that_are_removed_leave_no_payload(tmp_path: Path) -> None:
     engine.shutdown()
     after = boot(setup, engine.model_dir)
     until_scanned(after)
-    for record in (tmp_path / "root").rglob("*.rec"):
+    for record in records_in(tmp_path / "root"):
         record.unlink()
     for number, prompt in enumerate(prompts()):
         after.add(f"r{number}", prompt, 1, params={"kv_offload_skip_store": True})

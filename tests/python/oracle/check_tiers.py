@@ -14,6 +14,7 @@ import pytest
 adapter.use_specs()
 
 import toy_tier  # noqa: E402
+from live_root import records_in  # noqa: E402
 from mooncake_store import mooncake_store  # noqa: E402
 from redis_server import redis_server  # noqa: E402
 from s3_server import ACCESS, BUCKET, SECRET, S3Server  # noqa: E402
@@ -175,7 +176,7 @@ def test_every_byte_from_an_encrypted_directory_is_right(tmp_path: Path) -> None
     ask_again(other, prompts)
     assert total(other, "kv_offload_hit_tokens_total", "fs") == 0  # an engine without the key finds nothing
     other.shutdown()
-    assert all(len(path.name.split(".")[0]) in (40, 72) for path in root.rglob("*.rec"))
+    assert all(len(path.name.split(".")[0]) in (40, 72) for path in records_in(root))
 
 
 def test_two_kinds_of_tiers_serve_together_under_their_own_names(tmp_path: Path) -> None:
