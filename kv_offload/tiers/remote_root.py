@@ -209,7 +209,8 @@ class RemoteRoot:
         return self.startup_epoch(namespace) not in (epoch, None)
 
     def epoch_began(self, namespace: str) -> float:
-        return self._epoch_times.get(namespace, 0.0)
+        began = self._epoch_times.get(namespace, 0.0)
+        return began and began + _TIME_RESOLUTION  # records of the second of the reset may be older than it
 
     def created(self, namespace: str, handle: "RemoteRecord") -> float:
         """Reads the whole record where a look at its header would count as a use."""

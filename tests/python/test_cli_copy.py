@@ -844,6 +844,36 @@ def test_copies_from_before_a_reset_are_replaced(
     assert destination.found(shm, [*NUMBERS, 100]) == [*NUMBERS, 100]
 
 
+def test_a_bucket_replaces_copies_from_before_its_reset(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = place("s3", "from"), place("fs", "to")
+    with source.engine(shm) as server:
+        server.store(NUMBERS)
+        with monkeypatch.context() as patch:
+            patch.setattr(copying.Copier, "_undo", lambda _: "killed")
+            during_the_copy(patch, 5, server.reset)
+            first = copied(source, destination, "--jobs", 1, status=1)
+    assert first["copied"] >= 5
+    source.fill(shm, NUMBERS)
+    report = copied(source, destination)
+    assert report["outdated"] == first["copied"]
+    assert report["copied"] == len(NUMBERS)
+    assert newest_creation(destination) == written_in_headers(source)
+
+
+def written_in_headers(place: Place) -> dict[str, float]:
+    """Returns the creation time in each record that a newly started server finds: the listing of a bucket has
+    only the time at which it was stored."""
+    root = tier_at(place.address).open_root(changes=False, given=place.address)
+    epoch = str(root.startup_epoch(NAMESPACE.hex()))
+    return {
+        record["key"]: root.read(NAMESPACE.hex(), root.handle(record))[2].created
+        for record in root.records(NAMESPACE.hex())
+        if str(record["epoch"]) == epoch
+    }
+
+
 def newest_creation(place: Place) -> dict[str, float]:
     """Returns the creation time of each record of NUMBERS that a newly started server finds."""
     root = tier_at(place.address).open_root(changes=False, given=place.address)
