@@ -99,8 +99,9 @@ class Root(Protocol):
         Valid after all ``records`` were listed.
         """
 
-    def created(self, namespace: str, handle: Any) -> float:
-        """Returns the latest time at which a record can have been created, in unix seconds; 0: unknown.
+    def created(self, namespace: str, handle: Any) -> tuple[float, float]:
+        """Returns the earliest and the latest time at which a record can have been created, in unix seconds;
+        0: unknown.
 
         A copy has the time of its original, except in a bucket: there it is the time of the upload.
         """
