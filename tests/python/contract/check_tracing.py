@@ -87,7 +87,7 @@ def on_disk(tmp_path: Path, vllm_config: Any) -> Iterator[Callable[[], Traced]]:
         while running:
             running.pop().engine.stop()
         tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}
-        running.append(Traced(secondary_tiers=[tier], model_id="m"))
+        running.append(Traced(secondary_tiers=[tier], model_id="m", lookup_timeout_ms=60_000))
         step_until(running[-1], lambda tier: tier["scan_complete"])
         return running[-1]
 
