@@ -395,10 +395,13 @@ def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: 
     """Usable from any thread. Raises RuntimeError if this build has no s3 tier."""
 
 class RequestReport:
-    """The outcome of a request; its properties are converted when they are read, on any thread.
+    """The outcome of a request, and when its parts happened.
 
     Times are nanoseconds of CLOCK_MONOTONIC; 0: it did not happen.
     """
+
+    def __init__(self, packed: bytes) -> None:
+        """``packed``: a result of TieredCache.packed_report in this process. Raises ValueError otherwise."""
 
     @property
     def hit_tokens(self) -> tuple[int, ...]:
@@ -502,8 +505,8 @@ class TieredCache:
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
         """
-    def raw_report(self, request: int) -> RequestReport:
-        """Returns the report as one object, without converting it. Like ``report`` otherwise."""
+    def packed_report(self, request: int) -> bytes:
+        """Returns the report as an argument for RequestReport in this process. Like ``report`` otherwise."""
     def lookup_counts(self) -> list[tuple[int, int]]:
         """Returns (found chunks, missed chunks) of all lookups since the start, per group position."""
     def forget_context(self) -> None: ...

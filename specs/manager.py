@@ -112,7 +112,8 @@ class KVOffloadManager(OffloadingManager):
         self._unstored += state.pending
         state.pending.clear()
         if state.trace is not None and self.tracer is not None:
-            self.tracer.finish(state.trace, self._cache.raw_report(state.handle))
+            report = self._cache.packed_report(state.handle)
+            self.tracer.finish(state.trace, req_context.req_id, report)
             state.trace = None
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))

@@ -23,8 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_offload.log import get_logger
 
@@ -39,30 +38,41 @@ MAX_QUEUED = 4096  # finished requests; about 1 KiB each
 _POLL_SECONDS = 0.5  # the scheduler's thread must not wake the other one
 CLOSE_SECONDS = 5.0  # how long close() waits for the exporter
 _HOST = "cpu"
+_now = time.monotonic_ns
 # vLLM appends this to a request's id to make the scheduler's id. Its own spans have the id without it.
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
-@dataclass(slots=True)
 class RequestTrace:
-    """One request: its times, in nanoseconds of CLOCK_MONOTONIC, and data of vLLM's Request."""
+    """The times of a live request, in nanoseconds of CLOCK_MONOTONIC."""
+
+    __slots__ = ("began", "loads", "request")
+
+    def __init__(self, began: int, request: Any) -> None:
+        """``request``: vLLM's Request; None if vLLM did not hand it over."""
+        self.began = began
+        self.request = request
+        self.loads: list[int] | None = None  # begin and end of each load in turn
+
+
+class FinishedRequest(NamedTuple):
+    """What the spans of a request are built from. It keeps no prompt."""
 
     request_id: str
+    headers: Mapping[str, str] | None  # W3C trace context
+    prompt_tokens: int
+    status: Any  # vLLM's RequestStatus at the end; None: unknown
     began: int
-    headers: Mapping[str, str] | None = None  # W3C trace context
-    request: Any = None  # vLLM's Request while it is live; None if vLLM did not hand it over
-    loads: list[list[int]] = field(default_factory=list)  # [began, ended]; [began] while it runs
-    prompt_tokens: int = 0
-    status: Any = None  # vLLM's RequestStatus at the end
-    report: "RequestReport | None" = None
-    ended: int = 0
+    ended: int
+    loads: list[int] | None
+    report: Any  # packed
 
 
 class RequestTracer:
     """Collects finished requests and hands their spans to OpenTelemetry in a thread of its own.
 
-    ``begin``, ``load_began``, ``load_ended`` and ``finish`` are for the scheduler's thread; they never wait.
-    A process forked from this one traces nothing.
+    ``begin``, ``load_began``, ``load_ended`` and ``finish`` are for the scheduler's thread. They never wait
+    and do as little as possible. A process forked from this one traces nothing.
     """
 
     def __init__(
@@ -73,10 +83,13 @@ class RequestTracer:
         attributes: Mapping[str, str] | None = None,
         *,
         max_queued: int = MAX_QUEUED,
-        clock: Callable[[], int] = time.monotonic_ns,
+        unpack: "Callable[[Any], RequestReport] | None" = None,
     ) -> None:
-        """``provider``: OpenTelemetry's TracerProvider. ``attributes``: of each tree's first span."""
-        from kv_offload import __version__
+        """``provider``: OpenTelemetry's TracerProvider. ``attributes``: of each tree's first span.
+
+        ``unpack`` converts the reports that ``finish`` gets; default: those of TieredCache.packed_report.
+        """
+        from kv_offload import __version__, _core
 
         self._provider = provider
         self._tracer = provider.get_tracer("kv_offload", __version__)
@@ -84,8 +97,8 @@ class RequestTracer:
         self._places = (_HOST, *tiers)
         self._attributes = dict(attributes or {})
         self._max_queued = max_queued
-        self._clock = clock
-        self._finished: deque[RequestTrace] = deque()
+        self._unpack = unpack or _core.RequestReport
+        self._finished: deque[tuple[Any, ...]] = deque()  # fields of FinishedRequest
         self._closing = threading.Event()
         self._warned = False
         self._pid = os.getpid()
@@ -96,29 +109,34 @@ class RequestTracer:
 
     def begin(self, request_id: str) -> RequestTrace:
         """Returns the trace of a request that arrives now."""
-        request, self.arriving = self.arriving, None
-        if request is None or request.request_id != request_id:
-            return RequestTrace(request_id, self._clock())
-        return RequestTrace(request_id, self._clock(), request.trace_headers, request)
+        request = self.arriving
+        if request is not None:
+            self.arriving = None
+            if request.request_id != request_id:
+                request = None
+        return RequestTrace(_now(), request)
 
     def load_began(self, trace: RequestTrace) -> None:
-        trace.loads.append([self._clock()])
+        if trace.loads is None:
+            trace.loads = [_now()]
+        else:
+            trace.loads.append(_now())
 
     def load_ended(self, trace: RequestTrace) -> None:
-        if trace.loads and len(trace.loads[-1]) == 1:
-            trace.loads[-1].append(self._clock())
+        if trace.loads is not None and len(trace.loads) % 2 == 1:
+            trace.loads.append(_now())
 
-    def finish(self, trace: RequestTrace, report: "RequestReport") -> None:
+    def finish(self, trace: RequestTrace, request_id: str, report: Any) -> None:
         """Queues the spans of a request. Drops and counts them if the queue is full."""
-        request = trace.request
-        if request is not None:  # the queue must not keep prompts
-            trace.prompt_tokens, trace.status, trace.request = request.num_prompt_tokens, request.status, None
-        trace.report = report
-        trace.ended = self._clock()
-        if len(self._finished) < self._max_queued:
-            self._finished.append(trace)
-        else:
+        if len(self._finished) >= self._max_queued:
             self._metrics.add(DROPPED, (), 1)
+            return
+        request, headers, prompt_tokens, status = trace.request, None, 0, None
+        if request is not None:
+            headers, prompt_tokens, status = request.trace_headers, request.num_prompt_tokens, request.status
+        self._finished.append(
+            (request_id, headers, prompt_tokens, status, trace.began, _now(), trace.loads, report)
+        )
 
     # ---- own thread
 
@@ -147,38 +165,40 @@ class RequestTracer:
         """Builds the spans of all queued requests."""
         to_unix = time.time_ns() - time.monotonic_ns()
         while self._finished:
-            trace = self._finished.popleft()
+            finished = FinishedRequest._make(self._finished.popleft())
             try:
-                self._emit(trace, to_unix)
+                self._emit(finished, self._unpack(finished.report), to_unix)
             except Exception as error:  # a provider of the user's must not end the thread
                 if not self._warned:
                     self._warned = True
                     logger.warning("tracing: spans cannot be created (%s: %s)", type(error).__name__, error)
             time.sleep(0)  # lets the scheduler's thread have the GIL
 
-    def _emit(self, trace: RequestTrace, to_unix: int) -> None:
+    def _emit(self, request: FinishedRequest, report: "RequestReport", to_unix: int) -> None:
         from opentelemetry import trace as api
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = Context()
-        if trace.headers:
-            parent = TraceContextTextMapPropagator().extract(trace.headers, parent)
+        if request.headers:
+            parent = TraceContextTextMapPropagator().extract(request.headers, parent)
         root = self._tracer.start_span(
             "kv_offload.request",
             parent,
-            attributes=self._request_attributes(trace),
-            start_time=trace.began + to_unix,
+            attributes=self._request_attributes(request, report),
+            start_time=request.began + to_unix,
         )
-        report = trace.report
-        if root.is_recording() and report is not None and report.first_lookup > 0:
-            self._emit_lookup(trace, report, api.set_span_in_context(root, parent), to_unix)
-        root.end(trace.ended + to_unix)
+        if root.is_recording() and report.first_lookup > 0:
+            self._emit_lookup(request, report, api.set_span_in_context(root, parent), to_unix)
+        root.end(request.ended + to_unix)
 
-    def _emit_lookup(self, trace: RequestTrace, report: "RequestReport", under: Any, to_unix: int) -> None:
+    def _emit_lookup(
+        self, request: FinishedRequest, report: "RequestReport", under: Any, to_unix: int
+    ) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        ended = trace.loads[0][0] if trace.loads else report.last_lookup
+        loads = request.loads or []
+        ended = loads[0] if loads else report.last_lookup
         lookup = self._tracer.start_span(
             "kv_offload.lookup",
             under,
@@ -189,17 +209,17 @@ class RequestTracer:
         if report.choice:
             self._emit_decision(report, context, to_unix)
         for read in report.reads:
-            self._emit_read(read, trace.began, context, to_unix)
+            self._emit_read(read, request.began, context, to_unix)
         lookup.end(max(ended, report.first_lookup) + to_unix)
-        for load in trace.loads:
-            complete = len(load) > 1
+        for index in range(0, len(loads), 2):
+            is_complete = index + 1 < len(loads)
             span = self._tracer.start_span(
                 "kv_offload.load",
                 under,
-                attributes={"kv_offload.load.complete": complete},
-                start_time=load[0] + to_unix,
+                attributes={"kv_offload.load.complete": is_complete},
+                start_time=loads[index] + to_unix,
             )
-            span.end((load[1] if complete else trace.ended) + to_unix)
+            span.end((loads[index + 1] if is_complete else request.ended) + to_unix)
 
     def _emit_decision(self, report: "RequestReport", context: Any, to_unix: int) -> None:
         attributes: dict[str, Any] = {"kv_offload.decision": report.choice}
@@ -241,18 +261,17 @@ class RequestTracer:
             )
         span.end(max(ended, earliest) + to_unix)
 
-    def _request_attributes(self, trace: RequestTrace) -> dict[str, Any]:
+    def _request_attributes(self, request: FinishedRequest, report: "RequestReport") -> dict[str, Any]:
         attributes: dict[str, Any] = {
             **self._attributes,
-            "gen_ai.request.id": _RANDOM_SUFFIX.sub("", trace.request_id),
-            "kv_offload.request_id": trace.request_id,
+            "gen_ai.request.id": _RANDOM_SUFFIX.sub("", request.request_id),
+            "kv_offload.request_id": request.request_id,
+            "gen_ai.usage.cache_read.input_tokens": sum(report.hit_tokens),
         }
-        if trace.prompt_tokens:
-            attributes["gen_ai.usage.input_tokens"] = trace.prompt_tokens
-        if trace.report is not None:
-            attributes["gen_ai.usage.cache_read.input_tokens"] = sum(trace.report.hit_tokens)
-        if trace.status is not None:
-            attributes["gen_ai.response.finish_reasons"] = [_finish_reason(trace.status)]
+        if request.prompt_tokens:
+            attributes["gen_ai.usage.input_tokens"] = request.prompt_tokens
+        if request.status is not None:
+            attributes["gen_ai.response.finish_reasons"] = [_finish_reason(request.status)]
         return attributes
 
     def _lookup_attributes(self, report: "RequestReport") -> dict[str, Any]:

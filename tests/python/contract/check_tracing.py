@@ -253,7 +253,8 @@ def report(**fields: Any) -> Any:
 
 
 def finish_with(traced: Traced, made: Any) -> dict[str, ReadableSpan]:
-    traced.tracer.finish(traced.tracer.begin("r"), made)
+    traced.tracer._unpack = lambda packed: packed
+    traced.tracer.finish(traced.tracer.begin("r"), "r", made)
     traced.tracer.drain()
     return {span.name: span for span in traced.exporter.get_finished_spans()}
 
@@ -320,21 +321,14 @@ def test_headers_of_another_request_are_not_used(traced: Traced) -> None:
     assert root.parent is None
 
 
-def test_a_queued_request_keeps_no_prompt(traced: Traced) -> None:
-    request = traced.arrive()
-    traced.manager.on_request_finished(request)
-    (queued,) = traced.tracer._finished
-    assert queued.request is None
-
-
 def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     metrics = _core.Metrics()
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = RequestTracer(provider, metrics, max_queued=2)
+    tracer = RequestTracer(provider, metrics, max_queued=2, unpack=lambda packed: packed)
     for number in range(5):
-        tracer.finish(tracer.begin(str(number)), report())
+        tracer.finish(tracer.begin(""), str(number), report())
     tracer.drain()
     roots = [span for span in exporter.get_finished_spans() if span.name == "kv_offload.request"]
     assert [attributes(root)["gen_ai.request.id"] for root in roots] == ["0", "1"]
@@ -360,12 +354,12 @@ def test_a_hanging_exporter_blocks_neither_requests_nor_the_shutdown(
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     metrics = _core.Metrics()
-    tracer = RequestTracer(provider, metrics, max_queued=3)
+    tracer = RequestTracer(provider, metrics, max_queued=3, unpack=lambda packed: packed)
     tracer.start()
-    tracer.finish(tracer.begin("0"), report())
+    tracer.finish(tracer.begin(""), "0", report())
     exporter.entered.wait()
     for number in range(10):
-        tracer.finish(tracer.begin(str(number)), report())
+        tracer.finish(tracer.begin(""), str(number), report())
     assert metrics.value(tracing.DROPPED, ()) == 7
     tracer.close(timeout=0.05)
     assert "did not finish" in caplog.text
@@ -376,9 +370,9 @@ def test_close_exports_what_is_queued() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = RequestTracer(provider, _core.Metrics())
+    tracer = RequestTracer(provider, _core.Metrics(), unpack=lambda packed: packed)
     tracer.start()
-    tracer.finish(tracer.begin("r"), report())
+    tracer.finish(tracer.begin("r"), "r", report())
     tracer.close(timeout=240)
     assert [span.name for span in exporter.get_finished_spans()] == [
         "kv_offload.lookup",
@@ -410,7 +404,7 @@ def test_a_forked_process_neither_hangs_nor_exports(traced: Traced) -> None:
     traced.tracer.start()
     child = os.fork()
     if child == 0:
-        traced.tracer.finish(traced.tracer.begin("r"), report())
+        traced.tracer.finish(traced.tracer.begin("r"), "r", report())
         traced.tracer.close()
         os._exit(len(traced.exporter.get_finished_spans()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
