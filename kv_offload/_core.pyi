@@ -394,6 +394,38 @@ def s3_library_version() -> str:
 def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
     """Usable from any thread. Raises RuntimeError if this build has no s3 tier."""
 
+class RequestReport:
+    """The outcome of a request, and when its parts happened.
+
+    Times are nanoseconds of CLOCK_MONOTONIC; 0: it did not happen.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        """``packed``: a result of TieredCache.packed_report in this process. Raises ValueError otherwise."""
+
+    @property
+    def hit_tokens(self) -> tuple[int, ...]:
+        """Tokens by source: host memory, then the tiers by index."""
+    @property
+    def miss_tokens(self) -> dict[str, int]:
+        """{reason: tokens}, without zeros."""
+    choice: str  # load, partial, recompute; empty: no decision was needed
+    load_seconds: float  # estimates of the decision; 0: unknown
+    compute_seconds: float
+    waited_seconds: float
+    @property
+    def first_lookup(self) -> int: ...
+    @property
+    def last_lookup(self) -> int:
+        """Start of the last pass of lookups."""
+    @property
+    def decided(self) -> int: ...
+    @property
+    def reads(self) -> list[tuple[int, int, int, str, int, int, int]]:
+        """(tier index, chunks that arrived, chunks that failed, last failure, bytes, begin, end) of each tier
+        with reads that ended while the request waited for them."""
+    unfinished_reads: int  # cancelled, or in flight when the request stopped waiting
+
 class TieredCache:
     def __init__(
         self,
@@ -473,6 +505,8 @@ class TieredCache:
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
         """
+    def packed_report(self, request: int) -> bytes:
+        """Returns the report as an argument for RequestReport in this process. Like ``report`` otherwise."""
     def lookup_counts(self) -> list[tuple[int, int]]:
         """Returns (found chunks, missed chunks) of all lookups since the start, per group position."""
     def forget_context(self) -> None: ...

@@ -18,6 +18,7 @@ from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
+from .tracing import RequestTracer
 from .watch import CodecWatch, DivergenceWatch, HitWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ class KVOffloadManager(OffloadingManager):
         metrics: "Metrics",
         options: ManagerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._cache = cache
+        self.tracer = tracer  # closed by shutdown()
         self._metrics = metrics
         self._options = options or ManagerOptions()
         self._clock = clock
@@ -108,6 +111,10 @@ class KVOffloadManager(OffloadingManager):
         self._cache.end_request(state.handle)
         self._unstored += state.pending
         state.pending.clear()
+        if state.trace is not None and self.tracer is not None:
+            report = self._cache.packed_report(state.handle)
+            self.tracer.finish(state.trace, req_context.req_id, report)
+            state.trace = None
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))
         state.handle = -1
@@ -147,6 +154,8 @@ class KVOffloadManager(OffloadingManager):
             hints["returns_in"] = of_session.returns_in
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._epoch, hints=of_session)
+        if self.tracer is not None:
+            state.trace = self.tracer.begin(req_context.req_id)
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
@@ -193,11 +202,17 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
         """Pins the chunks and returns their rows. All of them must have been hits in this step."""
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
+        if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
+            self.tracer.load_began(trace)
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Ends a load after all ranks have finished it."""
         self._cache.complete_load(keys)  # type: ignore[arg-type]
+        if self.tracer is not None:
+            state = req_context.get_state(RequestState)
+            if state is not None and state.trace is not None:
+                self.tracer.load_ended(state.trace)
 
     # ---- store
 
@@ -291,6 +306,8 @@ class KVOffloadManager(OffloadingManager):
             self._closed = True
             self.at_shutdown()
             self._cache.close()
+            if self.tracer is not None:
+                self.tracer.close()
 
     # ---- reports
 

@@ -84,6 +84,7 @@ class KVOffloadSpec(OffloadingSpec):
 
         from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
+        from .tracing import make_tracer
 
         options = self._options
         region = self._attach()
@@ -108,7 +109,10 @@ class KVOffloadSpec(OffloadingSpec):
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         capacity = self._publish(metrics, geometry, bounds, merged, identity)
         manager = KVOffloadManager(
-            cache, metrics, self._manager_options(merged, identity, seed_is_random, capacity)
+            cache,
+            metrics,
+            self._manager_options(merged, identity, seed_is_random, capacity),
+            tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
         )
         manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
         return manager

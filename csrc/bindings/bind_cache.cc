@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <type_traits>
 
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
@@ -197,21 +198,57 @@ py::dict stats(const Cache& self) {
                   "is_kept"_a = stats.is_kept);
 }
 
+// The scheduler's thread packs a report, and another thread unpacks it: making a Python object of a C++ class
+// takes a microsecond, and bytes a fraction of it.
+static_assert(std::is_trivially_copyable_v<RequestReport>);
+
+RequestReport unpack_report(const py::bytes& packed) {
+  const std::string_view bytes = packed;
+  RequestReport report;
+  if (bytes.size() != sizeof report) throw_invalid("{} bytes are no packed report", bytes.size());
+  std::memcpy(&report, bytes.data(), sizeof report);
+  return report;
+}
+
+template <auto Member>
+std::int64_t nanoseconds(const RequestReport& report) {
+  return (report.*Member).count();
+}
+
+py::tuple hit_tokens(const RequestReport& report) { return py::tuple(py::cast(report.hit_tokens)); }
+
+py::dict miss_tokens(const RequestReport& report) {
+  py::dict misses;
+  for (std::size_t i = 0; i < RequestReport::kReasons; ++i) {
+    const std::string reason(to_string(static_cast<MissReason>(i)));
+    if (report.miss_tokens[i] > 0) misses[py::str(reason)] = report.miss_tokens[i];
+  }
+  return misses;
+}
+
+py::list reads(const RequestReport& report) {
+  py::list found;
+  for (std::size_t tier = 0; tier < report.reads.size(); ++tier) {
+    const RequestReport::Reads& of_tier = report.reads[tier];
+    if (of_tier.arrived + of_tier.failed == 0) continue;
+    const std::string_view failure = of_tier.failed > 0 ? to_string(of_tier.failure) : "";
+    found.append(py::make_tuple(tier, of_tier.arrived, of_tier.failed, failure, of_tier.bytes,
+                                of_tier.begin.count(), of_tier.end.count()));
+  }
+  return found;
+}
+
 // Omits tiers without hits and reasons without misses.
 py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
   const RequestReport report = self->cache->report(self->check_handle(request));
   const auto& tiers = self->cache->tiers();
-  py::dict hits, misses;
+  py::dict hits;
   for (std::size_t i = 0; i <= tiers.size(); ++i) {
     if (report.hit_tokens[i] > 0)
       hits[py::str(i == 0 ? std::string("cpu") : std::string(tiers[i - 1]->name()))] = report.hit_tokens[i];
   }
-  for (std::size_t i = 0; i < RequestReport::kReasons; ++i) {
-    const std::string reason(to_string(static_cast<MissReason>(i)));
-    if (report.miss_tokens[i] > 0) misses[py::str(reason)] = report.miss_tokens[i];
-  }
-  return py::dict("hit_tokens"_a = hits, "miss_tokens"_a = misses, "choice"_a = report.choice,
+  return py::dict("hit_tokens"_a = hits, "miss_tokens"_a = miss_tokens(report), "choice"_a = report.choice,
                   "load_seconds"_a = report.load_seconds, "compute_seconds"_a = report.compute_seconds,
                   "waited_seconds"_a = report.waited_seconds);
 }
@@ -243,6 +280,19 @@ void released(const Cache& self) {
 }  // namespace
 
 void bind_cache(py::module_& module) {
+  py::class_<RequestReport>(module, "RequestReport")
+      .def(py::init(&unpack_report), py::arg("packed"))
+      .def_property_readonly("hit_tokens", &hit_tokens)
+      .def_property_readonly("miss_tokens", &miss_tokens)
+      .def_readonly("choice", &RequestReport::choice)
+      .def_readonly("load_seconds", &RequestReport::load_seconds)
+      .def_readonly("compute_seconds", &RequestReport::compute_seconds)
+      .def_readonly("waited_seconds", &RequestReport::waited_seconds)
+      .def_property_readonly("first_lookup", &nanoseconds<&RequestReport::first_lookup>)
+      .def_property_readonly("last_lookup", &nanoseconds<&RequestReport::last_lookup>)
+      .def_property_readonly("decided", &nanoseconds<&RequestReport::decided>)
+      .def_property_readonly("reads", &reads)
+      .def_readonly("unfinished_reads", &RequestReport::unfinished_reads);
   py::class_<BoundCache, Cache>(module, "TieredCache")
       .def(py::init(&make_cache), py::arg("region").none(false), py::arg("metrics").none(false),
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
@@ -271,6 +321,13 @@ void bind_cache(py::module_& module) {
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))
+      .def(
+          "packed_report",
+          [](const Cache& self, std::uint64_t request) {
+            const RequestReport report = self->cache->report(self->check_handle(request));
+            return py::bytes(reinterpret_cast<const char*>(&report), sizeof report);
+          },
+          py::arg("request"))
       .def("lookup_counts",
            [](const Cache& self) {
              std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;

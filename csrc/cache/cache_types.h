@@ -112,6 +112,19 @@ struct RequestReport {
   double load_seconds = 0;    // estimate of that decision; 0 = unknown
   double compute_seconds = 0;
   double waited_seconds = 0;  // measured until the loads could begin
+  // Times on the cache's clock; 0 = it did not happen.
+  Nanos first_lookup{0};
+  Nanos last_lookup{0};  // start of the last pass of lookups
+  Nanos decided{0};      // the decision in `choice`
+  // Reads that the request waited for and that ended while it waited.
+  struct Reads {
+    std::uint32_t arrived = 0, failed = 0;  // chunks
+    MissReason failure{};                   // of the last failed read
+    std::uint64_t bytes = 0;
+    Nanos begin{0}, end{0};  // submission of the first one, end of the last one on the device
+  };
+  std::array<Reads, kPlaces - 1> reads{};  // by tier
+  std::uint32_t unfinished_reads = 0;      // cancelled, or in flight when the request stopped waiting
 };
 
 using RequestHandle = std::uint32_t;  // dense, reused after end_request

@@ -36,7 +36,8 @@ void RequestTable::begin_pass(RequestState& request) {
   request.pass.step = step_;
   request.pass.time = clock_.now();
   request.pass.uncounted = true;
-  if (!request.first_lookup) request.first_lookup = request.pass.time;
+  if (!request.first_lookup) request.first_lookup = request.report.first_lookup = request.pass.time;
+  request.report.last_lookup = request.pass.time;
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }

@@ -91,6 +91,7 @@ void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
 
 void RequestTable::stop_waiting(RequestState& request) {
   for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
+  request.report.unfinished_reads += static_cast<std::uint32_t>(request.awaited.size());
   if (!request.awaited.empty()) {
     try {
       abandoned_reads_.emplace_back();
@@ -198,6 +199,7 @@ void RequestTable::close_all(RequestHandle handle, MissReason reason) {
 void RequestTable::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {
   RequestReport& report = requests_[handle].report;
   report.choice = choice;
+  report.decided = clock_.now();
   report.load_seconds = decision.load_seconds;
   report.compute_seconds = decision.compute_seconds;
 }
@@ -213,10 +215,25 @@ void RequestTable::restart_load_budget(RequestHandle handle) {
   if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
 }
 
+static void count_read(RequestReport* report, const TierIo::ReadEnd& end) {
+  if (!end.arrived && !end.failed) {
+    ++report->unfinished_reads;
+    return;
+  }
+  RequestReport::Reads& reads = report->reads[end.tier];
+  const bool is_first = reads.arrived + reads.failed == 0;
+  reads.begin = is_first ? end.submitted : std::min(reads.begin, end.submitted);
+  reads.end = std::max(reads.end, end.ended);
+  reads.bytes += end.bytes;
+  ++(end.arrived ? reads.arrived : reads.failed);
+  if (end.failed) reads.failure = *end.failed;
+}
+
 void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
   RequestState& request = requests_[static_cast<RequestHandle>(waiter)];
   if (request.waiter != waiter) return;  // the request has stopped waiting
   request.awaited.erase(end.op);
+  count_read(&request.report, end);
   if (end.arrived) {
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);

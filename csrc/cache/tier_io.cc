@@ -235,12 +235,17 @@ void TierIo::on_overdue(Slot slot, Nanos now) {
   costs_.on_overdue_read(op->tier, op->bytes_ahead, to_seconds(now - op->submitted), now);
 }
 
+// When the op ended on the device, which is before poll() learns of it.
+static Nanos end_of(Nanos submitted, const Completion& completion) {
+  const std::chrono::duration<double> seconds(completion.queued_seconds + completion.seconds);
+  return submitted + std::chrono::duration_cast<Nanos>(seconds);
+}
+
 void TierIo::learn_from_read(const Op& op, const Completion& completion) {
   costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes));
   if (!completion.status.is_ok()) return;
   const double seconds = completion.queued_seconds + completion.seconds;
-  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
-  costs_.on_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
+  costs_.on_read(op.tier, op.bytes_ahead, seconds, end_of(op.submitted, completion));
 }
 
 void TierIo::count_read(const Op& op, const Completion& completion) {
@@ -272,7 +277,11 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
   reads_.erase(op.slot);
   const StatusKind kind = completion.status.kind();
   const bool arrived = completion.status.is_ok() && make_resident(op);
-  ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
+  ReadEnd end{completion.id,  op.slot,
+              completion.key, arrived,
+              op.tier,        arrived ? completion.bytes : 0,
+              op.submitted,   end_of(op.submitted, completion),
+              std::nullopt};
   // An expired read was submitted for a request whose wait is over; another request may still wait.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);

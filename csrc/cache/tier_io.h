@@ -62,6 +62,9 @@ class TierIo {
     Slot slot;
     const ChunkKey& key;
     bool arrived;
+    std::uint8_t tier;
+    std::uint64_t bytes;  // 0 unless it arrived
+    Nanos submitted, ended;
     // The reason for a failure; nullopt if the read was given up before it was tried.
     std::optional<MissReason> failed;
   };

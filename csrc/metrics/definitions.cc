@@ -126,6 +126,8 @@ std::vector<MetricDefinition> make_definitions() {
       gauge("kv_offload_load_bytes_per_second",
             "Estimated speed of reading from a tier (cpu: of copying from host memory to the device).",
             {"tier"}),
+      counter("kv_offload_dropped_traces_total",
+              "Finished requests without spans, because the queue of the tracing thread was full."),
       gauge("kv_offload_info", "Always 1; the labels describe the version and the configuration.",
             {"version", "namespace", "layout", "copier", "eviction_policy", "tiers"}),
       of_worker(counter("kv_offload_copy_bytes_total", "Bytes copied between the device and host memory.",
