@@ -89,6 +89,9 @@ class KVOffloadManager(OffloadingManager):
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
         self._advertised = AdvertisedChunks(self._options.event_tiers)
+        if self._options.describes_events:
+            # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
+            self._cache.take_events()
         self._loaded: list[bytes] = []  # chunks of this step's loads, if vLLM publishes events
         self._unstored: list[bytes] = []  # vLLM may track payloads of these, although they are absent
         if self._options.describes_events and compat.tracks_pending_hits():
