@@ -249,17 +249,21 @@ def make_event(
     keys: list[bytes],
     *,
     removed: bool,
-    tier: str | None = None,
-    locality: str = "LOCAL",
+    on_storage: bool = False,
+    locality: str | None = None,
     removal_expected: bool = True,
 ) -> Any:
-    """Returns an OffloadingEvent for host memory (``tier`` None) or for a tier below it.
+    """Returns an OffloadingEvent for host memory or for storage.
 
-    ``removal_expected``: vLLM keeps a chunk's payload until the tier reports its removal.
+    ``locality``: LOCAL or REMOTE; None: unspecified. ``removal_expected``: vLLM keeps a chunk's payload until
+    its removal is reported. The event names no tier (``ownership``): Dynamo drops events that do.
     """
-    if tier is None:
+    if not on_storage:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": removal_expected}
+    fields = {
+        "locality": None if locality is None else Locality(locality),
+        "removal_expected": removal_expected,
+    }
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 

@@ -13,6 +13,7 @@ from kv_offload.log import get_logger
 
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
+from .events import AdvertisedChunks, TierEvents
 from .hints import METRIC as HINTS_METRIC
 from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
@@ -36,8 +37,8 @@ class ManagerOptions:
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     parts_of: int | None = None  # tokens per chunk if vLLM looks up partial chunks (--prefix-match-unit)
     resumed_is_new: bool = False  # vLLM schedules a preempted request as new (its second model runner)
-    event_tiers: Set[str] = frozenset()  # names of the tiers that publish KV events
-    self_evicting_tiers: Set[str] = frozenset()  # names of the tiers whose servers evict without notice
+    publishes_events: bool = False  # vLLM publishes KV events
+    event_tiers: Mapping[str, TierEvents] = field(default_factory=dict)  # the tiers that publish them
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     # request settings and types of hints that requests may send
     request_hints: Set[str] = frozenset((*REQUEST_SETTINGS, *ACTION_TYPES))
@@ -90,6 +91,11 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
+        self._advertised = AdvertisedChunks(self._options.event_tiers)
+        if self._options.describes_events:
+            # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
+            self._cache.take_events()
+        self._loaded: list[bytes] = []  # chunks of this step's loads, if vLLM publishes events
         self._unstored: list[bytes] = []  # vLLM may track payloads of these, although they are absent
         if self._options.describes_events and compat.tracks_pending_hits():
             self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
@@ -204,6 +210,8 @@ class KVOffloadManager(OffloadingManager):
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
         if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
             self.tracer.load_began(trace)
+        if self._options.publishes_events:
+            self._loaded += keys
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -276,7 +284,7 @@ class KVOffloadManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """True if a request waits for us; vLLM then keeps stepping an idle engine."""
-        return self._cache.has_pending_work()
+        return self._cache.has_pending_work() or self._advertised.has_withdrawals()
 
     def reset_cache(self) -> None:
         """Invalidates all chunks in memory and on every tier.
@@ -293,6 +301,9 @@ class KVOffloadManager(OffloadingManager):
             self._cache.reset()
         self._cache.forget_context()
         self._unstored.clear()  # vLLM drops all payloads itself
+        self._loaded.clear()
+        # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
+        self._advertised.withdraw_all()
 
     def on_reset_flushed(self) -> None:
         """Does nothing. vLLM 0.33 calls it when the jobs from before the reset have ended.
@@ -316,17 +327,11 @@ class KVOffloadManager(OffloadingManager):
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()
-        for keys, on_storage, removed, tier in self._cache.take_events():
-            if not on_storage:
-                yield compat.make_event(keys, removed=removed)
-            elif tier in self._options.event_tiers:
-                yield compat.make_event(
-                    keys,
-                    removed=removed,
-                    tier=tier,
-                    locality=self._options.tiers[tier],
-                    removal_expected=tier not in self._options.self_evicting_tiers,
-                )
+        yield from self._advertised.translate(self._cache.take_events())
+        if self._loaded:
+            missing = set(self._cache.absent(self._loaded))
+            yield from self._advertised.found([key for key in self._loaded if key not in missing])
+            self._loaded.clear()
 
     def get_stats(self) -> Any | None:
         """Returns the changes of our metrics since the last call, or None. Called in every step."""

@@ -82,11 +82,14 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_manager(self) -> "KVOffloadManager":
         from kv_offload import _core
 
+        from .events import describe_whole_chunks
         from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
         from .tracing import make_tracer
 
         options = self._options
+        if self._describes_events():
+            describe_whole_chunks()
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)
@@ -165,6 +168,7 @@ class KVOffloadSpec(OffloadingSpec):
         seed_is_random: bool,
         capacity: int,
     ) -> "ManagerOptions":
+        from .events import TierEvents
         from .manager import ManagerOptions
         from .watch import Surroundings
 
@@ -174,15 +178,19 @@ class KVOffloadSpec(OffloadingSpec):
         return ManagerOptions(
             parts_of=self._parts_of(),
             resumed_is_new=bool(merged.get("resumed_is_new")),
-            tiers={name: tier.events_locality for name, tier in tiers.items()},
-            event_tiers=frozenset(name for name, tier in tiers.items() if tier.enable_kv_events),
-            # The servers of these tiers evict records, so no removal is ever reported.
-            self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
+            tiers={name: tier.load_locality for name, tier in tiers.items()},
+            publishes_events=events.enable_kv_cache_events,
+            event_tiers={
+                # The servers of tiers without a bound evict records, so no removal is ever reported.
+                name: TierEvents(tier.published_locality, evicts_silently=tier.bound_key is None)
+                for name, tier in tiers.items()
+                if tier.enable_kv_events
+            },
             info=self._info(merged, identity),
             request_hints=options.allowed_hints,
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
-            describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
+            describes_events=self._describes_events(),
             surroundings=Surroundings(
                 random_seed=identity.hash_algorithm if seed_is_random else "",
                 other_namespaces=tuple(
@@ -193,6 +201,10 @@ class KVOffloadSpec(OffloadingSpec):
                 write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
             ),
         )
+
+    def _describes_events(self) -> bool:
+        events = self.kv_events_config
+        return bool(events.enable_kv_cache_events and events.self_describing_kv_events)
 
     def _attach(self) -> "HostRegion":
         from kv_offload import _core

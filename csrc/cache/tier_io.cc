@@ -293,6 +293,8 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
   // The chunk has its new state: the calls from here on may run out of memory.
   count_read(op, completion);
   if (!arrived) return;
+  // Subscribers learn of records of earlier processes and of other servers this way.
+  publish_recorded(op.tier, completion.key);
   mark_recorded(op.tier, op.slot);
   on_fetched_(op.slot, op.tier);
 }
@@ -348,8 +350,13 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
                  static_cast<double>(groups_[op.group].bytes));
   }
   if (op.stale || !completion.status.is_ok()) return;
-  events_.tier_has(completion.key, slot.name);
+  publish_recorded(op.tier, completion.key);
   mark_recorded(op.tier, op.slot);
+}
+
+// The record may have been evicted since, and its removal polled before the completion of this op.
+void TierIo::publish_recorded(std::size_t tier, const ChunkKey& key) {
+  if (is_recorded(tier, key)) events_.tier_has(key, slots_[tier].name);
 }
 
 bool TierIo::drop_write(OpId id, std::string_view reason) {

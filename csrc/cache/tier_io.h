@@ -207,6 +207,7 @@ class TierIo {
   void count_read(const Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
   void mark_recorded(std::size_t tier, Slot slot);
+  void publish_recorded(std::size_t tier, const ChunkKey& key);
   void handle_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: cannot be cancelled
   void reset(std::size_t tier) noexcept;
