@@ -40,6 +40,7 @@ class RequestState:
         default_factory=set
     )  # keys of pending hits, if vLLM tracks their event payloads
     hints: "RequestHints | None" = None
+    tenant: int = 0  # its number in TenantTable
 
 
 class HintReader:

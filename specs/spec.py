@@ -17,7 +17,7 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
-from .compat import OffloadingSpec, base, current_vllm_config
+from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .identity import keep_for, merge_fingerprints, namespace_identity
 
 if TYPE_CHECKING:
@@ -97,6 +97,9 @@ class KVOffloadSpec(OffloadingSpec):
         refuse_unknown_weights(options, identity)
         if seed_is_random and _outlives(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
+        tenants = options.tenant_table()
+        if tenants is not None and tenants.uses_salts:
+            pass_cache_salts()
         bounds = tier_bounds(options)
         for caution in cautions(options):
             logger.warning(caution)
@@ -176,6 +179,7 @@ class KVOffloadSpec(OffloadingSpec):
             self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
             info=self._info(merged, identity),
             request_hints=options.allowed_hints,
+            tenants=options.tenant_table(),
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
             describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
@@ -254,6 +258,7 @@ class KVOffloadSpec(OffloadingSpec):
         from kv_offload import _core
 
         windowed = merged["windowed"]
+        tenants = self._options.tenant_table()
         return _core.TieredCache(
             region,
             metrics,
@@ -271,6 +276,7 @@ class KVOffloadSpec(OffloadingSpec):
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
             max_pinned_bytes=self._options.pinned_bytes,
+            tenants=() if tenants is None else tenants.shares,
         )
 
     def _parts_of(self) -> int | None:

@@ -104,7 +104,7 @@ void Planner::plan(RequestHandle handle) {
 
 std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
                                                 const Scan::Candidate& candidate) {
-  const RowId row = context_.row_provider.take(group, request.number, nullptr);
+  const RowId row = context_.row_provider.take(group, request.requester(), nullptr);
   if (row == kNoRow) return std::nullopt;
   FreeRow free_row(context_.chunks, row);
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];

@@ -274,6 +274,7 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   DeviceLoads::Load load;
   load.request = request.number;
   load.priority = request.priority();
+  load.tenant = request.options.tenant;
   load.family = request.options.family;
   load.returns_at = request.returns_at(chunks_.now());
   load.first_end = request.first_end;

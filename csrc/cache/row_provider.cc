@@ -8,7 +8,7 @@ constexpr std::uint64_t kScatteredShare = 50;  // of the area, free in slabs tha
 
 }  // namespace
 
-RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted,
+RowId RowProvider::take(std::uint32_t group, const Requester& by, std::vector<ChunkKey>* evicted,
                         double returns_at, bool may_cancel) {
   bool may_evict_slabs = !chunks_.has_one_row_size();
   bool may_write = true;
@@ -19,14 +19,14 @@ RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<
     // Free rows of other sizes are scattered over slabs that are not empty. If there are many, empty a slab
     // instead of evicting further single chunks.
     if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {
-      may_evict_slabs = evict_slab(group, request, evicted);
+      may_evict_slabs = evict_slab(group, by, evicted);
       if (may_evict_slabs) continue;
     }
-    const Eviction eviction = evict_one(request, may_write, evicted, returns_at, !may_cancel);
+    const Eviction eviction = evict_one(group, by, may_write, evicted, returns_at, !may_cancel);
     if (eviction == Eviction::kDone) continue;
     if (eviction == Eviction::kNotWorthIt) return kNoRow;
     if (may_evict_slabs) {
-      may_evict_slabs = evict_slab(group, request, evicted);
+      may_evict_slabs = evict_slab(group, by, evicted);
       if (may_evict_slabs) continue;
     }
     if (!may_cancel || !ops_.shed_writes()) return kNoRow;
@@ -34,11 +34,11 @@ RowId RowProvider::take(std::uint32_t group, std::uint32_t request, std::vector<
   }
 }
 
-RowProvider::Eviction RowProvider::evict_one(std::uint32_t request, bool may_write,
+RowProvider::Eviction RowProvider::evict_one(std::uint32_t group, const Requester& by, bool may_write,
                                              std::vector<ChunkKey>* evicted, double returns_at,
                                              bool is_spare) {
   for (;;) {
-    const auto victim = chunks_.victim(request);
+    const auto victim = chunks_.victim(by, group);
     if (!victim) return Eviction::kNone;
     if (chunks_.drop_forgotten(*victim)) return Eviction::kDone;
     if (chunks_.returns_before(*victim, returns_at)) return Eviction::kNotWorthIt;
@@ -49,8 +49,8 @@ RowProvider::Eviction RowProvider::evict_one(std::uint32_t request, bool may_wri
   }
 }
 
-bool RowProvider::evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
-  const std::vector<Slot> slots = chunks_.slab_to_evict(group, request);
+bool RowProvider::evict_slab(std::uint32_t group, const Requester& by, std::vector<ChunkKey>* evicted) {
+  const std::vector<Slot> slots = chunks_.slab_to_evict(group, by);
   for (const Slot slot : slots) {
     if (chunks_.drop_forgotten(slot)) continue;
     write_back_.count_eviction(slot);  // a slab that is needed now waits for no write
