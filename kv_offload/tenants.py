@@ -24,7 +24,10 @@ class TenantConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     share: float = Field(
-        ge=0, le=100, description="guaranteed part of host memory, in percent. Idle shares are lent"
+        ge=0,
+        le=100,
+        description="guaranteed part of host memory and of each tier's bandwidth, in percent. Idle shares "
+        "are lent",
     )
     cache_salts: tuple[Recognised, ...] = Field(
         default=(), strict=False, description="requests with one of these values of vLLM's cache_salt"

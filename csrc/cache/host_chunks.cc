@@ -274,6 +274,11 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
   return slots;
 }
 
+bool HostChunks::may_take(const Requester& by, Slot slot) const {
+  const TenantShares::Request request(*shares_, by.tenant, row_bytes(at(slot).group));
+  return shares_->may_take_from(at(slot).tenant);
+}
+
 bool HostChunks::has_free(std::uint64_t share) const {
   return rows_.bytes_in_use() + rows_.wasted_bytes() + area_bytes_ / share < area_bytes_;
 }

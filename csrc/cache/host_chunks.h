@@ -28,6 +28,7 @@
 
 #include "cache/cache_events.h"
 #include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
 #include "cache/quarantine.h"
 #include "cache/tickets.h"
 #include "index/chunk_index.h"
@@ -162,6 +163,9 @@ class HostChunks {
   // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
   // forgotten. With tenants, each of them may be taken by the requester's tenant before the others are.
   std::vector<Slot> slab_to_evict(std::uint32_t group, const Requester& by);
+  // True unless the tenant of the chunk is closer to its share than the requester's tenant would be. The
+  // chunk may be pinned. REQUIRES: tenants are configured.
+  bool may_take(const Requester& by, Slot slot) const;
   bool has_one_row_size() const { return one_row_size_; }
   // True if more than 1 / `share` of the area is neither in use by rows nor wasted.
   bool has_free(std::uint64_t share) const;
@@ -189,6 +193,10 @@ class HostChunks {
   std::size_t pinned() const { return index_.pinned(); }
   // Null unless tenants are configured. Counts the bytes of the rows of all chunks, in any state.
   const TenantShares* tenants() const { return shares_.get(); }
+  // REQUIRES: tenants are configured.
+  const std::string& tenant_name(TenantId tenant) const { return shares_->name(tenant); }
+  // Returns the tenant with its part of a tier's bandwidth.
+  Reader reader(TenantId tenant) const { return {tenant, shares_ ? shares_->weight(tenant) : 1}; }
   std::size_t quarantined_rows() const { return quarantine_.rows(); }
   std::size_t capacity() const { return capacity_; }  // chunks, if one group used all rows
   // Returns the number of forgotten chunks that are not dropped yet.

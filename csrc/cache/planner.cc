@@ -243,6 +243,7 @@ Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans
   }
   const std::uint32_t group = scans.front().group;
   CostModel::DecisionInput input;
+  input.by = context_.chunks.reader(request.options.tenant);
   input.stretches = loadable.stretches;
   input.hints = hints;
   input.context = context_.groups.tokens_before(group, request.first_end) +

@@ -305,6 +305,10 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
     request.report.hit_tokens[place] += tokens;
     metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
     metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+    if (chunks_.tenants() != nullptr) {
+      metrics_.add("kv_offload_tenant_hit_tokens_total", {chunks_.tenant_name(request.options.tenant), tier},
+                   static_cast<double>(tokens));
+    }
   }
   admit(handle);
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cache/row_provider.h"
 
+#include <utility>
+
 namespace kv_offload {
 namespace {
 
@@ -29,7 +31,7 @@ RowId RowProvider::take(std::uint32_t group, const Requester& by, std::vector<Ch
       may_evict_slabs = evict_slab(group, by, evicted);
       if (may_evict_slabs) continue;
     }
-    if (!may_cancel || !ops_.shed_writes()) return kNoRow;
+    if (!may_cancel || !ops_.shed_writes(by)) return kNoRow;
     may_write = false;  // else the cancelled writes would be queued again
   }
 }
@@ -70,6 +72,7 @@ void RowProvider::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   chunks_.prefetch_eviction(slot);
   key_history_.prefetch(key);
   evicted_bytes_ += groups_[entry.group].bytes;
+  evicted_of_[entry.tenant] += groups_[entry.group].bytes;
   // The chunk was in use here until now, so its records count as used until now.
   ops_.touch(key);
   if (evicted != nullptr) evicted->push_back(key);
@@ -81,6 +84,12 @@ void RowProvider::flush_metrics() {
   if (evicted_bytes_ == 0) return;
   metrics_.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(evicted_bytes_));
   evicted_bytes_ = 0;
+  for (std::size_t i = 0; chunks_.tenants() != nullptr && i < chunks_.tenants()->size(); ++i) {
+    const std::uint64_t bytes = std::exchange(evicted_of_[i], 0);
+    if (bytes == 0) continue;
+    metrics_.add("kv_offload_tenant_evicted_bytes_total", {chunks_.tenant_name(static_cast<TenantId>(i))},
+                 static_cast<double>(bytes));
+  }
 }
 
 }  // namespace kv_offload

@@ -8,6 +8,7 @@
 // It owns no rows: a row is free, owned by a chunk, or owned by the caller.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -64,7 +65,8 @@ class RowProvider {
   TierIo& ops_;
   WriteBack& write_back_;
   Metrics& metrics_;
-  std::uint64_t evicted_bytes_ = 0;  // not in the metrics yet
+  std::uint64_t evicted_bytes_ = 0;                                    // not in the metrics yet
+  std::array<std::uint64_t, TenantShares::kMaxTenants> evicted_of_{};  // of these, by tenant, if configured
 };
 
 }  // namespace kv_offload

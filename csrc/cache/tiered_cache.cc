@@ -300,6 +300,10 @@ void TieredCache::publish_gauges() {
   impl.metrics.set("kv_offload_tier_capacity_bytes", {"cpu"}, static_cast<double>(own.capacity_bytes));
   impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
   impl.metrics.set("kv_offload_hint_pinned_bytes", {}, static_cast<double>(impl.sessions.pinned_bytes()));
+  for (const TenantStats& of : tenant_stats()) {
+    impl.metrics.set("kv_offload_tenant_bytes", {of.name}, static_cast<double>(of.bytes));
+    impl.metrics.set("kv_offload_tenant_share_bytes", {of.name}, static_cast<double>(of.share_bytes));
+  }
   impl.publish_speeds();
   impl.ops.publish();
 }

@@ -7,6 +7,7 @@
 // Not thread-safe: the owner serialises calls.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,6 +27,7 @@ struct TenantOptions {
 class TenantShares {
  public:
   static constexpr std::size_t kMaxTenants = 32;
+  static constexpr double kMinWeight = 0.01;
 
   // Throws InvalidArgument (no tenant, too many, a share outside of 0 to 1, more than 1 together).
   TenantShares(std::span<const TenantOptions> tenants, std::uint64_t capacity_bytes);
@@ -34,6 +36,8 @@ class TenantShares {
   std::uint64_t used(TenantId tenant) const { return static_cast<std::uint64_t>(used_[tenant]); }
   std::uint64_t share(TenantId tenant) const { return static_cast<std::uint64_t>(shares_[tenant]); }
   const std::string& name(TenantId tenant) const { return names_[tenant]; }
+  // Returns the tenant's part of a bandwidth. Tenants without a share get a little, so that their ops end.
+  double weight(TenantId tenant) const { return std::max(fractions_[tenant], kMinWeight); }
   double fraction(TenantId tenant) const { return fractions_[tenant]; }
   void charge(TenantId tenant, std::uint64_t bytes) { used_[tenant] += static_cast<std::int64_t>(bytes); }
   void refund(TenantId tenant, std::uint64_t bytes) { used_[tenant] -= static_cast<std::int64_t>(bytes); }

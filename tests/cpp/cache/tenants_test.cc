@@ -18,6 +18,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr TenantId kOther = 0, kQuiet = 1, kFlood = 2;
 
@@ -167,6 +168,37 @@ TEST_F(TenantsTest, figures_name_each_tenant_with_its_share) {
   EXPECT_EQ(stats[2].name, "flood");
 }
 
+TEST_F(TenantsTest, hits_misses_and_evictions_are_counted_by_tenant) {
+  make_world(4, {0.2, 0.3, 0.5});
+  use(kQuiet, {"a", "b"});
+  use(kQuiet, {"a", "b", "c"});
+  use(kFlood, {"d"});
+  use(kFlood, {"e", "f"});
+  cache().publish_gauges();
+  const auto value = [&](const std::string& name, const std::vector<std::string_view>& labels) {
+    return labels.size() == 1 ? world().metrics.value("kv_offload_tenant_" + name, {labels[0]})
+                              : world().metrics.value("kv_offload_tenant_" + name, {labels[0], labels[1]});
+  };
+  EXPECT_EQ(value("hit_tokens_total", {"quiet", "cpu"}), 2 * World::kTokens);
+  EXPECT_EQ(value("miss_tokens_total", {"quiet"}), 2 * World::kTokens);
+  EXPECT_EQ(value("miss_tokens_total", {"flood"}), 2 * World::kTokens);
+  EXPECT_EQ(value("evicted_bytes_total", {"quiet"}), kPageBytes);
+  EXPECT_EQ(value("evicted_bytes_total", {"flood"}), kPageBytes);
+  EXPECT_EQ(value("bytes", {"quiet"}), 2 * kPageBytes);
+  EXPECT_EQ(value("bytes", {"flood"}), 2 * kPageBytes);
+  EXPECT_EQ(value("share_bytes", {"flood"}), 2 * kPageBytes);
+  EXPECT_EQ(value("share_bytes", {"other"}), static_cast<double>(4 * kPageBytes / 5));
+}
+
+TEST_F(TenantsTest, without_tenants_no_metric_has_the_label) {
+  make_world(4, {});
+  use(kOther, {"a", "b"});
+  use(kOther, {"a", "b", "c"});
+  cache().publish_gauges();
+  for (const auto& change : world().metrics.drain())
+    EXPECT_THAT(change.definition->name, Not(HasSubstr("tenant")));
+}
+
 TEST_F(TenantsTest, an_unknown_tenant_is_refused) {
   make_world(20, {0.5, 0.5});
   EXPECT_THROW((void)begin(of(2)), InvalidArgument);
@@ -277,6 +309,63 @@ TEST(TenantSlabs, a_slab_is_emptied_only_of_chunks_that_the_requester_may_take) 
   ASSERT_EQ(stored, 64u);
   EXPECT_NE(parts.row_provider.take(1, {2, kFlood}, nullptr), kNoRow);
   for (std::size_t i = 0; i < 32; ++i) EXPECT_TRUE(parts.has(fmt::format("c{}", i))) << i;
+}
+
+TEST(TenantTraffic, reads_and_writes_are_counted_by_tenant_and_tier) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.25}, {"flood", 0.5}};
+  SupplyParts parts(options);
+  const EntryInfo info{0, 0, 0, 1, 0, 0, kQuiet};
+  const Slot written = parts.chunks.insert_filling(key_of("w"), 0, parts.take(0), info, kNoTicket);
+  parts.chunks.finish_store(written);
+  parts.ops.write(0, {&written, 1});
+  parts.record("r");
+  const TierIo::Read read{parts.chunks.insert_fetching(key_of("r"), 0, parts.take(0), info), 0};
+  parts.ops.read({&read, 1}, Nanos(0), false);
+  parts.finish();
+  for (const std::string op : {"read", "write"}) {
+    EXPECT_GT(parts.metrics.value("kv_offload_tenant_" + op + "_bytes_total", {"quiet", "fs"}), 0);
+    EXPECT_EQ(parts.metrics.value("kv_offload_tenant_" + op + "_bytes_total", {"quiet", "fs"}),
+              parts.metrics.value("kv_offload_" + op + "_bytes_total", {"fs"}));
+  }
+}
+
+// Queued writes pin the chunks of both tenants.
+TEST(TenantWrites, a_row_is_made_by_cancelling_writes_of_chunks_that_the_requester_may_take) {
+  PartsOptions options;
+  options.rows = 8;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  SupplyParts parts(options);
+  std::vector<Slot> slots;
+  for (int i = 0; i < 8; ++i) {
+    const EntryInfo info{0, 0, 0, 1, 0, 0, i < 3 ? kQuiet : kFlood};
+    slots.push_back(
+        parts.chunks.insert_filling(key_of(fmt::format("c{}", i)), 0, parts.take(0), info, kNoTicket));
+    parts.chunks.finish_store(slots.back());
+  }
+  parts.ops.write(0, slots);
+  EXPECT_NE(parts.row_provider.take(0, {2, kQuiet}, nullptr), kNoRow);
+  for (int i = 0; i < 3; ++i) EXPECT_NE(parts.chunks.at(slots[static_cast<std::size_t>(i)]).writes, 0) << i;
+  EXPECT_EQ(parts.ops.writes_in_flight(0), 3u) << "all writes of the flood were cancelled";
+}
+
+TEST(TenantWrites, an_op_carries_its_tenant_and_its_part_of_the_bandwidth) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.25}, {"flood", 0.5}};
+  SupplyParts parts(options);
+  for (const TenantId tenant : {kOther, kQuiet, kFlood}) {
+    const EntryInfo info{0, 0, 0, 1, 0, 0, tenant};
+    const Slot slot =
+        parts.chunks.insert_filling(key_of(fmt::format("t{}", tenant)), 0, parts.take(0), info, kNoTicket);
+    parts.chunks.finish_store(slot);
+    parts.ops.write(0, {&slot, 1});
+  }
+  const auto& queued = parts.tier->writes();
+  ASSERT_EQ(queued.size(), 3u);
+  EXPECT_EQ(queued[1].entry_info.tenant, kQuiet);
+  EXPECT_DOUBLE_EQ(queued[0].weight, TenantShares::kMinWeight);
+  EXPECT_DOUBLE_EQ(queued[1].weight, 0.25);
+  EXPECT_DOUBLE_EQ(queued[2].weight, 0.5);
 }
 
 // Memory that outlives the engine: the next one numbers its tenants differently.
