@@ -22,6 +22,7 @@ from pydantic import (
 from kv_offload import config_compat
 from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
+from kv_offload.tenants import MAX_TENANTS, NAME_PATTERN, TenantConfig, TenantTable, tenant_problems
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 
@@ -82,6 +83,12 @@ class OffloadConfig(BaseModel):
         ge=0,
         description="host memory that pin hints of all requests may hold, at most half of cpu_bytes_to_use; "
         "one client may hold half of this. Default: an eighth of cpu_bytes_to_use",
+    )
+    tenants: dict[Annotated[str, Field(pattern=NAME_PATTERN)], TenantConfig] = Field(
+        default={},
+        max_length=MAX_TENANTS,
+        description=f"names of tenants and their shares, at most {MAX_TENANTS}: see Tenants. Default: all "
+        "requests share host memory and bandwidth",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -165,6 +172,13 @@ class OffloadConfig(BaseModel):
     def _known_eviction_policy(cls, value: str) -> str:
         return known_eviction_policy(value)
 
+    @field_validator("tenants")
+    @classmethod
+    def _valid_tenants(cls, value: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        if problems := tenant_problems(value):
+            raise ValueError("; ".join(problems))
+        return value
+
     @field_validator("secondary_tiers")
     @classmethod
     def _places_apart(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
@@ -235,6 +249,10 @@ class OffloadConfig(BaseModel):
         if isinstance(self.request_hints, tuple):
             return frozenset(self.request_hints)
         return frozenset((*REQUEST_SETTINGS, *ACTION_TYPES) if self.request_hints == "allow" else ())
+
+    def tenant_table(self) -> TenantTable | None:
+        """Returns how the tenant of a request is found; None without ``tenants``."""
+        return TenantTable(self.tenants) if self.tenants else None
 
     @property
     def lookup_timeout_seconds(self) -> float:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import REQUEST_SETTINGS
-from kv_offload.hints import ACTION_TYPES
+from kv_offload.hints import ACTION_TYPES, document_of
 from kv_offload.log import get_logger
+from kv_offload.tenants import TenantTable, client_of
 
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
@@ -42,6 +43,7 @@ class ManagerOptions:
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     # request settings and types of hints that requests may send
     request_hints: Set[str] = frozenset((*REQUEST_SETTINGS, *ACTION_TYPES))
+    tenants: TenantTable | None = None  # None: all requests share host memory
     remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
     describes_events: bool = (
@@ -135,36 +137,60 @@ class KVOffloadManager(OffloadingManager):
 
     def _report(self, state: RequestState) -> dict[str, Any]:
         report = self._cache.report(state.handle)
-        return report if state.hints is None else {**report, "hints": self._session_hints.report(state.hints)}
+        if state.hints is not None:
+            report = {**report, "hints": self._session_hints.report(state.hints)}
+        if self._options.tenants is not None:
+            report = {**report, "tenant": self._options.tenants.names[state.tenant]}
+        return report
 
     def _count_hints(self, type: str, outcome: str, number: int) -> None:
         self._metrics.add(HINTS_METRIC, (type, outcome), number)
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_tiers = compat.tiers_allowed(req_context, self._localities)
-        allowed = {
+        allowed: dict[str, Any] = {
             "load_from_cpu": load_from_cpu,
             "load_tiers": load_tiers,
             "remote_wait_seconds": self._options.remote_wait_seconds,
         }
+        tenant = self._tenant_of(req_context)
+        if tenant:
+            allowed["tenant"] = tenant
         hints = self._hints.read(req_context.kv_transfer_params)
         earlier = req_context.get_state(RequestState)
         if earlier is not None:  # it was ended by a reset of vLLM's: its hints are executed once
             of_session = earlier.hints
         else:
             envelope = compat.hints_envelope(req_context)
-            of_session = self._session_hints.read(req_context.kv_transfer_params, envelope)
+            of_session = self._session_hints.read(
+                req_context.kv_transfer_params, envelope, self._client_of(tenant)
+            )
         if of_session is not None:
             hints["family"] = of_session.family
             hints["client"] = of_session.client
             hints["returns_in"] = of_session.returns_in
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
-        state = RequestState(handle, self._epoch, hints=of_session)
+        state = RequestState(handle, self._epoch, hints=of_session, tenant=tenant)
         if self.tracer is not None:
             state.trace = self.tracer.begin(req_context.req_id)
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
+
+    def _tenant_of(self, req_context: Any) -> int:
+        """Returns the number of the request's tenant; 0: no configured one."""
+        if self._options.tenants is None:
+            return 0
+        envelope = compat.hints_envelope(req_context)
+        document = None if envelope is None else document_of(envelope)
+        client = client_of(req_context.kv_transfer_params, document)
+        return self._options.tenants.number_of(compat.cache_salt(req_context), client)
+
+    def _client_of(self, tenant: int) -> str:
+        """Returns the client of the tenant's requests that name none."""
+        if self._options.tenants is None or tenant == 0:
+            return ""
+        return f"tenant {self._options.tenants.names[tenant]}"
 
     def _state(self, req_context: Any) -> RequestState:
         state: RequestState | None = req_context.get_state(RequestState)

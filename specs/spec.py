@@ -17,7 +17,7 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
-from .compat import OffloadingSpec, base, current_vllm_config
+from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .identity import keep_for, merge_fingerprints, namespace_identity
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class KVOffloadSpec(OffloadingSpec):
         refuse_unknown_weights(options, identity)
         if seed_is_random and _outlives(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
+        tenants = options.tenant_table()
+        if tenants is not None and tenants.uses_salts:
+            pass_cache_salts()
         bounds = tier_bounds(options)
         for caution in cautions(options):
             logger.warning(caution)
@@ -188,6 +191,7 @@ class KVOffloadSpec(OffloadingSpec):
             },
             info=self._info(merged, identity),
             request_hints=options.allowed_hints,
+            tenants=options.tenant_table(),
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
             describes_events=self._describes_events(),
@@ -270,6 +274,7 @@ class KVOffloadSpec(OffloadingSpec):
         from kv_offload import _core
 
         windowed = merged["windowed"]
+        tenants = self._options.tenant_table()
         return _core.TieredCache(
             region,
             metrics,
@@ -287,6 +292,7 @@ class KVOffloadSpec(OffloadingSpec):
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
             max_pinned_bytes=self._options.pinned_bytes,
+            tenants=() if tenants is None else tenants.shares,
         )
 
     def _parts_of(self) -> int | None:

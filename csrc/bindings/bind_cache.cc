@@ -50,8 +50,10 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_timeout_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
-                 std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes) {
+                 std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes,
+                 const std::vector<std::pair<std::string, double>>& tenants) {
   CacheOptions options;
+  for (const auto& [name, share] : tenants) options.tenants.push_back({name, share});
   options.max_sessions = max_sessions;
   options.max_pinned_bytes = max_pinned_bytes;
   options.keep_identity = std::move(keep_identity);
@@ -83,7 +85,7 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
                             std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
                             double remote_wait_seconds, std::uint32_t family, std::uint64_t client,
-                            double returns_in) {
+                            double returns_in, TenantId tenant) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
   options.load_tiers = load_tiers;
@@ -94,6 +96,7 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
   options.family = family;
   options.client = client;
   options.returns_in = returns_in;
+  options.tenant = tenant;
   const RequestHandle handle = self->cache->begin_request(request_id, options);
   self->handles = std::max(self->handles, std::uint64_t{handle} + 1);
   return handle;
@@ -300,12 +303,13 @@ void bind_cache(py::module_& module) {
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_timeout_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
-           py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0)
+           py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0,
+           py::arg("tenants") = std::vector<std::pair<std::string, double>>{})
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
            py::arg("remote_wait_seconds") = 0.0, py::arg("family") = 0, py::arg("client") = 0,
-           py::arg("returns_in") = 0.0)
+           py::arg("returns_in") = 0.0, py::arg("tenant") = 0)
       .def("apply_hints", &apply_hints, py::arg("hints"))
       .def("end_turn", &end_turn, py::arg("request"), py::arg("session"), py::arg("client"), py::arg("hints"))
       .def(
@@ -328,6 +332,13 @@ void bind_cache(py::module_& module) {
             return py::bytes(reinterpret_cast<const char*>(&report), sizeof report);
           },
           py::arg("request"))
+      .def("tenant_stats",
+           [](const Cache& self) {
+             std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>> tenants;
+             for (const TenantStats& of : self->cache->tenant_stats())
+               tenants.emplace_back(of.name, of.bytes, of.share_bytes);
+             return tenants;
+           })
       .def("lookup_counts",
            [](const Cache& self) {
              std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;

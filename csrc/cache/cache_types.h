@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/types.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
 
@@ -53,6 +54,8 @@ struct CacheOptions {
   // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
   // identity takes it over. The identity covers everything that the bytes of a chunk depend on.
   std::string keep_identity{};
+  // Empty, or the tenants that share host memory. The first one is that of all other requests.
+  std::vector<TenantOptions> tenants{};
 };
 
 struct RequestOptions {
@@ -70,6 +73,7 @@ struct RequestOptions {
   // Expected time from now until the session's next request, in seconds: a hint that the request itself
   // carries. Infinity: there is none; 0 = unknown.
   double returns_in = 0;
+  TenantId tenant = 0;  // index in CacheOptions::tenants
 };
 
 // ---- hints about sessions: see Sessions
@@ -144,6 +148,12 @@ struct StoreGrant {
 // Chunks of one group that lookups found and missed since the start.
 struct LookupCounts {
   std::uint64_t found = 0, missed = 0;
+};
+
+// What one tenant holds in host memory: its chunks in any state, and its share.
+struct TenantStats {
+  std::string name;
+  std::uint64_t bytes = 0, share_bytes = 0;
 };
 
 struct CacheEvent {

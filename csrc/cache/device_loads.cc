@@ -105,7 +105,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
     const auto fetched_from = pins.pin_next();
-    chunks_.access(slot, load.request, load.priority);
+    chunks_.access(slot, load.request, load.priority, load.tenant);
     chunks_.claim(slot, load.family);
     if (load.returns_at > 0 && chunks_.belongs_to(slot, load.family))
       chunks_.set_return(slot, load.returns_at);

@@ -43,6 +43,7 @@ class DeviceLoads {
   struct Load {
     std::uint32_t request = 0;  // request number
     std::int8_t priority = 0;
+    TenantId tenant = 0;
     std::uint32_t family = 0;                   // see HostChunks::claim
     double returns_at = 0;                      // of the request's session, in seconds; 0 = unknown
     std::uint32_t first_end = 0, last_end = 0;  // span in tokens; 0 = unknown

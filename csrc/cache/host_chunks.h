@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -27,21 +28,31 @@
 
 #include "cache/cache_events.h"
 #include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
 #include "cache/quarantine.h"
 #include "cache/tickets.h"
 #include "index/chunk_index.h"
 #include "memory/host_region.h"
 #include "memory/row_allocator.h"
 #include "memory/row_table.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
+
+// The request that needs a row, and its tenant.
+struct Requester {
+  Requester(std::uint32_t number = 0, TenantId of = 0) : request(number), tenant(of) {}  // NOLINT: implicit
+  std::uint32_t request;                                                                 // 0: none
+  TenantId tenant;
+};
 
 class HostChunks {
  public:
   // Everything passed by reference must outlive this. Throws InvalidArgument (an area smaller than one row of
   // each group, unknown policy).
+  // `tenants`: empty, or the tenants that share the memory; see TenantShares.
   HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets, CacheEvents& events,
-             const std::string& eviction_policy);
+             const std::string& eviction_policy, std::span<const TenantOptions> tenants = {});
 
   // ---- host memory that outlives the engine
   // Maintains a table of resident chunks in the memory after the areas of `region`, for the next engine.
@@ -97,7 +108,8 @@ class HostChunks {
   // ---- use
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
-  void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // Charges the chunk to `tenant` if its own tenant is above its share: see TenantShares::should_move.
+  void access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant = 0);
   // ---- sessions. A family is a session with its branches, as a number: 0 = none. A chunk belongs to the
   // only family that used it since it is here; a chunk used by several families, or by one and by requests
   // without a session, belongs to none, like the chunks before it. `is_new`: the chunk was inserted for this
@@ -140,16 +152,20 @@ class HostChunks {
   void end_load(Slot slot);
 
   // ---- eviction order
-  // Never returns a chunk of `spared_holder`: the tail of its own prefix is worthless without the rest.
-  // It may be forgotten: see drop_forgotten().
-  std::optional<Slot> victim(std::uint32_t spared_holder = 0) { return index_.victim(spared_holder); }
+  // Returns a chunk to evict for a row of this group. Never returns a chunk of the requesting request: the
+  // tail of its own prefix is worthless without the rest. With tenants, returns only chunks that the
+  // requester's tenant may take: see PerTenant. It may be forgotten: see drop_forgotten().
+  std::optional<Slot> victim(const Requester& by = {}, std::uint32_t group = 0);
   // Drops this chunk and returns true if it is forgotten.
   bool drop_forgotten(Slot slot);
   // Returns the chunks that would be evicted next, in order, if nothing else happened; at most `most`.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
-  // forgotten.
-  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder);
+  // forgotten. With tenants, each of them may be taken by the requester's tenant before the others are.
+  std::vector<Slot> slab_to_evict(std::uint32_t group, const Requester& by);
+  // True unless the tenant of the chunk is closer to its share than the requester's tenant would be. The
+  // chunk may be pinned. REQUIRES: tenants are configured.
+  bool may_take(const Requester& by, Slot slot) const;
   bool has_one_row_size() const { return one_row_size_; }
   // True if more than 1 / `share` of the area is neither in use by rows nor wasted.
   bool has_free(std::uint64_t share) const;
@@ -175,6 +191,12 @@ class HostChunks {
   std::size_t resident() const { return index_.resident(); }
   std::uint64_t resident_bytes() const;
   std::size_t pinned() const { return index_.pinned(); }
+  // Null unless tenants are configured. Counts the bytes of the rows of all chunks, in any state.
+  const TenantShares* tenants() const { return shares_.get(); }
+  // REQUIRES: tenants are configured.
+  const std::string& tenant_name(TenantId tenant) const { return shares_->name(tenant); }
+  // Returns the tenant with its part of a tier's bandwidth.
+  Reader reader(TenantId tenant) const { return {tenant, shares_ ? shares_->weight(tenant) : 1}; }
   std::size_t quarantined_rows() const { return quarantine_.rows(); }
   std::size_t capacity() const { return capacity_; }  // chunks, if one group used all rows
   // Returns the number of forgotten chunks that are not dropped yet.
@@ -187,6 +209,7 @@ class HostChunks {
               ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   void update_table(const ChunkEntry& entry);
+  std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
   bool take_over(const RowTable::Row& row);
@@ -200,6 +223,8 @@ class HostChunks {
   RowAllocator rows_;
   const std::uint64_t row_unit_;  // the smallest row
   const std::size_t capacity_;
+  const std::shared_ptr<TenantShares> shares_;  // null: no tenants
+  std::vector<std::uint32_t> tenant_tags_;      // by tenant, for the table
   ChunkIndex index_;
   Quarantine quarantine_;
   std::vector<std::uint64_t> resident_by_group_;

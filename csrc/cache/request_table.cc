@@ -291,6 +291,7 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   DeviceLoads::Load load;
   load.request = request.number;
   load.priority = request.priority();
+  load.tenant = request.options.tenant;
   load.family = request.options.family;
   load.returns_at = request.returns_at(chunks_.now());
   load.first_end = request.first_end;
@@ -321,6 +322,10 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
     request.report.hit_tokens[place] += tokens;
     metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
     metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+    if (chunks_.tenants() != nullptr) {
+      metrics_.add("kv_offload_tenant_hit_tokens_total", {chunks_.tenant_name(request.options.tenant), tier},
+                   static_cast<double>(tokens));
+    }
   }
   admit(handle);
 }

@@ -41,7 +41,7 @@ struct TieredCache::Impl {
         groups(options, region->num_areas()),
         tickets(*region),
         events(options.keep_events),
-        chunks(groups, *region, tickets, events, options.eviction_policy),
+        chunks(groups, *region, tickets, events, options.eviction_policy, options.tenants),
         key_history(kRememberedPerChunk * chunks.capacity()),
         costs(tiers.size()),
         ops(
@@ -113,6 +113,8 @@ TieredCache::~TieredCache() { close(); }
 RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions& options) {
   impl_->chunks.set_now(to_seconds(impl_->clock.now()));  // the engine may have been idle
   impl_->prefetcher.make_way();
+  const std::size_t tenants = impl_->chunks.tenants() == nullptr ? 1 : impl_->chunks.tenants()->size();
+  if (options.tenant >= tenants) throw_invalid("no tenant {}: the cache has {}", options.tenant, tenants);
   RequestOptions valid = options;
   if (!impl_->sessions.is_trusted(options.client)) valid.returns_in = 0;
   return impl_->requests.begin(valid);
@@ -277,6 +279,17 @@ TieredCache::Stats TieredCache::stats() const {
   return stats;
 }
 
+std::vector<TenantStats> TieredCache::tenant_stats() const {
+  const TenantShares* shares = impl_->chunks.tenants();
+  std::vector<TenantStats> stats;
+  for (std::size_t i = 0; shares != nullptr && i < shares->size(); ++i) {
+    const auto tenant = static_cast<TenantId>(i);
+    const std::uint64_t areas = impl_->region->num_areas();
+    stats.push_back({shares->name(tenant), areas * shares->used(tenant), areas * shares->share(tenant)});
+  }
+  return stats;
+}
+
 std::vector<LookupCounts> TieredCache::lookup_counts() const { return impl_->requests.lookup_counts(); }
 
 void TieredCache::publish_gauges() {
@@ -287,6 +300,10 @@ void TieredCache::publish_gauges() {
   impl.metrics.set("kv_offload_tier_capacity_bytes", {"cpu"}, static_cast<double>(own.capacity_bytes));
   impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
   impl.metrics.set("kv_offload_hint_pinned_bytes", {}, static_cast<double>(impl.sessions.pinned_bytes()));
+  for (const TenantStats& of : tenant_stats()) {
+    impl.metrics.set("kv_offload_tenant_bytes", {of.name}, static_cast<double>(of.bytes));
+    impl.metrics.set("kv_offload_tenant_share_bytes", {of.name}, static_cast<double>(of.share_bytes));
+  }
   impl.publish_speeds();
   impl.ops.publish();
 }

@@ -121,6 +121,8 @@ class TieredCache {
     bool is_kept;                     // host memory outlives this cache
   };
   Stats stats() const;
+  // Returns the figures of each tenant, in the order of CacheOptions::tenants.
+  std::vector<TenantStats> tenant_stats() const;
   std::vector<LookupCounts> lookup_counts() const;  // by group position
   void publish_gauges();                            // publishes residency, capacities and queue depths
   const std::vector<std::unique_ptr<Tier>>& tiers() const;

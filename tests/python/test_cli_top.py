@@ -223,3 +223,37 @@ def test_a_page_without_metrics_is_reported(serve):
     result = run(address, "--once", status=1)
     assert f"{address}/metrics is not a metrics page" in result.stderr
     assert "give the server's address" in result.stderr
+
+
+TENANTS = """\
+kv_offload_tenant_bytes{engine="0",tenant="acme"} 1.048576e+06
+kv_offload_tenant_share_bytes{engine="0",tenant="acme"} 4.194304e+06
+kv_offload_tenant_share_bytes{engine="0",tenant="other"} 2.097152e+06
+kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="cpu"} %(cpu)s
+kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="fs"} 50.0
+kv_offload_tenant_miss_tokens_total{engine="0",tenant="acme"} %(missed)s
+kv_offload_tenant_read_bytes_total{engine="0",tenant="acme",tier="fs"} %(read)s
+"""
+
+
+def test_each_tenant_has_its_share_and_its_hit_rate():
+    before = Page(FIRST + TENANTS % {"cpu": "100.0", "missed": "50.0", "read": "0.0"})
+    after = Page(LATER + TENANTS % {"cpu": "400.0", "missed": "150.0", "read": "2.0e+06"})
+    figures = compare(before, after, 2.0)["tenants"]
+    assert list(figures) == ["acme", "other"]
+    acme = figures["acme"]
+    assert (acme["bytes"], acme["share_bytes"]) == (1 << 20, 4 << 20)
+    assert acme["hit_rate"] == 0.75
+    assert acme["hit_rate_since_start"] == 0.75
+    assert acme["hit_tokens_per_second"] == 150
+    assert acme["read_bytes_per_second"] == 1e6
+    assert figures["other"]["hit_rate"] is None
+
+
+def test_the_page_lists_tenants_only_if_there_are_any(serve):
+    tenants = TENANTS % {"cpu": "1.0", "missed": "1.0", "read": "0.0"}
+    shown = CliRunner().invoke(app, ["top", serve(FIRST + tenants, LATER + tenants), "--once", "-i", "0.05"])
+    assert "acme" in shown.output
+    assert "4.0 MiB" in shown.output
+    shown = CliRunner().invoke(app, ["top", serve(FIRST, LATER), "--once", "-i", "0.05"])
+    assert "tenant" not in shown.output

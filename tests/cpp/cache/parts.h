@@ -47,7 +47,7 @@ struct ChunkParts {
         groups(options, 1),
         tickets(*region),
         events(true),
-        chunks(groups, *region, tickets, events, "lru") {}
+        chunks(groups, *region, tickets, events, "lru", options.tenants) {}
   ~ChunkParts() { std::filesystem::remove_all(directory); }
   ChunkParts(const ChunkParts&) = delete;
   ChunkParts& operator=(const ChunkParts&) = delete;
