@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -53,6 +54,10 @@ struct CacheOptions {
   // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
   // identity takes it over. The identity covers everything that the bytes of a chunk depend on.
   std::string keep_identity{};
+  // Not empty: engines of this host with the same identity (see keep_identity) read each other's host memory
+  // (the region has share_for).
+  std::string share_identity{};
+  Nanos neighbour_interval{std::chrono::seconds(1)};  // see Neighbours
 };
 
 struct RequestOptions {
@@ -103,16 +108,20 @@ std::string_view to_string(HintOutcome outcome);
 
 // Outcome for one request's prompt, summed over all its admissions.
 struct RequestReport {
-  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
+  static constexpr std::size_t kPlaces = 10;  // host memory, the tiers, host memory of neighbours
+  static constexpr std::size_t kNeighbour = kPlaces - 1;
   static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
+  std::map<unsigned, std::uint64_t> neighbour_tokens{};  // of the hit tokens, by the neighbour's number
   std::array<std::uint64_t, kReasons> miss_tokens{};
   std::string_view choice{};  // last decision; empty: no decision was needed
   double load_seconds = 0;    // estimate of that decision; 0 = unknown
   double compute_seconds = 0;
   double waited_seconds = 0;  // measured until the loads could begin
 };
+
+inline constexpr std::string_view kNeighbourPlace = "neighbour";  // label of RequestReport::kNeighbour
 
 using RequestHandle = std::uint32_t;  // dense, reused after end_request
 

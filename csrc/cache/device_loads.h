@@ -51,7 +51,8 @@ class DeviceLoads {
   };
   struct Begun {
     RowTransfer transfer;
-    RequestReport::Places hit_tokens{};  // by source of the bytes
+    RequestReport::Places hit_tokens{};                    // by source of the bytes
+    std::map<unsigned, std::uint64_t> neighbour_tokens{};  // by the neighbour's number
   };
 
   DeviceLoads(const Context& context, const CacheOptions& options);

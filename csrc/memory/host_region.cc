@@ -260,16 +260,17 @@ struct HostRegion::Impl {
   std::uint64_t area_offset(std::uint32_t index) const {
     return ControlPage::padded_bytes(sizes.num_workers) + index * sizes.area_bytes;
   }
-  // Distance of the places in the window: multiples of 1 GiB stay aligned with the pieces that CUDA
-  // registers.
+  // Distance of the places in the window. Areas > 1 GiB stay aligned with the pieces that CUDA registers. A
+  // gap after each area keeps copies from being merged over two registrations.
   std::uint64_t slot_bytes() const {
     constexpr std::uint64_t kPiece = std::uint64_t{1} << 30;
-    return round_up(sizes.area_bytes, sizes.area_bytes > kPiece ? kPiece : kHugePageBytes);
+    return round_up(sizes.area_bytes + kPageBytes, sizes.area_bytes > kPiece ? kPiece : kHugePageBytes);
   }
   bool is_private() const { return options.keep_for.empty() && options.share_for.empty(); }
   std::uint32_t neighbour_slots() const;
   void open_window(std::uint32_t worker);
   std::string map_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  void unmap_neighbour(std::uint32_t slot);
   void check_area(std::uint32_t index) const;
   void check_rank(std::uint32_t rank) const;
   std::vector<std::uint32_t> missing_ranks() const;
@@ -563,21 +564,31 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
     const NeighbourArea wanted = impl.control.neighbour(slot);
     const std::span<std::byte> memory(impl.window.at(slot + 1), impl.sizes.area_bytes);
     if (mapped.fd >= 0 && wanted.inode != mapped.area.inode) {
-      if (change) change(slot, memory, false);
-      (void)impl.window.unmap(slot + 1, impl.sizes.area_bytes);
-      ::close(std::exchange(mapped, {}).fd);
+      if (change) (void)change(memory, false);
+      impl.unmap_neighbour(slot);
       impl.control.set_mapped(slot, impl.rank, false);
     }
     if (wanted.inode == 0 || mapped.fd >= 0 || mapped.refused == wanted.inode) continue;
-    if (std::string problem = impl.map_neighbour(slot, wanted); !problem.empty()) {
+    std::string problem = impl.map_neighbour(slot, wanted);
+    if (problem.empty() && change) {
+      if (const Status status = change(memory, true); !status.is_ok()) {
+        problem = fmt::format("host memory of a neighbour cannot be read: {}", status.to_string());
+        impl.unmap_neighbour(slot);
+      }
+    }
+    if (!problem.empty()) {
       mapped.refused = wanted.inode;
       problems.push_back(std::move(problem));
       continue;
     }
-    if (change) change(slot, memory, true);
     impl.control.set_mapped(slot, impl.rank, true);
   }
   return problems;
+}
+
+void HostRegion::Impl::unmap_neighbour(std::uint32_t slot) {
+  (void)window.unmap(slot + 1, sizes.area_bytes);
+  ::close(std::exchange(neighbours[slot], {}).fd);
 }
 
 std::span<std::byte> HostRegion::window() const {

@@ -174,10 +174,10 @@ class HostRegion {
   void dismiss_neighbour(std::uint32_t slot);
   bool has_mapped(std::uint32_t slot) const;    // every worker has
   bool has_unmapped(std::uint32_t slot) const;  // every worker has
-  // Worker: follows the scheduler's requests. `change(slot, memory, mapped)` is called after an area was
-  // mapped, before rows in it are used, and before it is unmapped. Returns the problems of areas that cannot
-  // be mapped (each is reported once).
-  using NeighbourChange = std::function<void(std::uint32_t slot, std::span<std::byte> area, bool mapped)>;
+  // Worker: follows the scheduler's requests. `change(area, mapped)` is called after an area was mapped,
+  // before rows in it are used, and before it is unmapped. An area whose change fails is unmapped again.
+  // Returns the problems of areas that cannot be mapped (each is reported once).
+  using NeighbourChange = std::function<Status(std::span<std::byte> area, bool mapped)>;
   std::vector<std::string> map_neighbours(const NeighbourChange& change = {});
   // Worker: the own area and all neighbour slots, mapped or not. Without share_for: the own area.
   std::span<std::byte> window() const;

@@ -21,11 +21,11 @@ namespace {
 
 using testing::SharingEngine;
 
-constexpr std::uint32_t kEngines = 4;
-constexpr std::uint32_t kKeys = 200;  // fewer than the rows of all engines
-constexpr int kOperations = 100'000;  // of all engines
+constexpr std::uint32_t kSharingEngines = 4;
+constexpr std::uint32_t kSharedKeys = 200;  // fewer than the rows of all engines
+constexpr int kSharedOperations = 100'000;  // of all engines
 
-struct Counts {
+struct SharedCounts {
   std::atomic<std::uint64_t> operations{0}, reads{0}, wrong{0}, lent{0};
   std::atomic<bool> stop{false};
 };
@@ -33,10 +33,11 @@ struct Counts {
 class SharedRegionsKill : public ShmTest {
  protected:
   SharedRegionsKill() {
-    void* memory = ::mmap(nullptr, sizeof(Counts), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    counts_ = new (memory) Counts;
+    void* memory =
+        ::mmap(nullptr, sizeof(SharedCounts), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    counts_ = new (memory) SharedCounts;
   }
-  ~SharedRegionsKill() override { ::munmap(counts_, sizeof(Counts)); }
+  ~SharedRegionsKill() override { ::munmap(counts_, sizeof(SharedCounts)); }
 
   void run(std::uint32_t life, std::uint64_t seed) {
     ::alarm(600);
@@ -51,7 +52,7 @@ class SharedRegionsKill : public ShmTest {
     while (!counts_->stop) {
       ++counts_->operations;
       const std::uint64_t choice = random() % 100;
-      const auto number = static_cast<std::uint32_t>(random() % kKeys);
+      const auto number = static_cast<std::uint32_t>(random() % kSharedKeys);
       if (choice < 40) {
         const auto row = static_cast<RowId>(random() % SharingEngine::kRows);
         if (!engine.store(row, number)) ++counts_->lent;
@@ -74,20 +75,20 @@ class SharedRegionsKill : public ShmTest {
     while (!held.empty()) release(0);
   }
 
-  Counts* counts_;
+  SharedCounts* counts_;
 };
 
 TEST_F(SharedRegionsKill, four_processes_that_are_killed_read_no_wrong_byte_and_leave_nothing) {
-  const auto operations = static_cast<std::uint64_t>(testing::rounds(kOperations));
+  const auto operations = static_cast<std::uint64_t>(testing::rounds(kSharedOperations));
   std::mt19937_64 random(7);
   std::uint32_t life = 0;
-  std::array<std::optional<Child>, kEngines> engines;
+  std::array<std::optional<Child>, kSharingEngines> engines;
   const auto start = [&](std::uint32_t i) {
     const std::uint32_t mine = life++;
     const std::uint64_t seed = random();
     engines[i].emplace([this, mine, seed] { run(mine, seed); });
   };
-  for (std::uint32_t i = 0; i < kEngines; ++i) start(i);
+  for (std::uint32_t i = 0; i < kSharingEngines; ++i) start(i);
   std::uint32_t kills = 0;
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
   while (counts_->operations < operations && std::chrono::steady_clock::now() < give_up) {
@@ -95,7 +96,7 @@ TEST_F(SharedRegionsKill, four_processes_that_are_killed_read_no_wrong_byte_and_
     const std::uint64_t next = counts_->operations + random() % (operations / 20 + 1);
     while (counts_->operations < next && std::chrono::steady_clock::now() < give_up)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const auto victim = static_cast<std::uint32_t>(random() % kEngines);
+    const auto victim = static_cast<std::uint32_t>(random() % kSharingEngines);
     if (random() % 4 == 0) {  // the others must go on while it is stopped
       engines[victim]->stop();
       const std::uint64_t then = counts_->operations + operations / 100;
@@ -122,7 +123,7 @@ TEST_F(SharedRegionsKill, four_processes_that_are_killed_read_no_wrong_byte_and_
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   for (std::uint32_t i = 0; i < 2; ++i) engines[i]->kill();
   counts_->stop = true;
-  for (std::uint32_t i = 0; i < kEngines; ++i) {
+  for (std::uint32_t i = 0; i < kSharingEngines; ++i) {
     const int status = engines[i]->wait();
     EXPECT_TRUE(i < 2 || status == 0) << status;
     engines[i].reset();

@@ -18,11 +18,12 @@
 namespace kv_offload {
 namespace {
 
-enum Place : std::size_t { kVersion, kPins, kBytes, kDead1, kDead2, kPlaces };
+enum class Place : std::size_t { kVersion, kPins, kBytes, kDead1, kDead2 };
+constexpr std::size_t kModelPlaces = 5;
 
 struct Access {
   enum class Kind { kLoad, kStore, kOr, kAnd } kind;
-  std::size_t place;
+  Place place;
   std::uint64_t value;
   bool is_ordered;  // sequentially consistent
 };
@@ -39,7 +40,7 @@ struct Replay {
 Replay replay;
 
 struct ModelWord {
-  std::size_t place;
+  Place place;
   static std::uint64_t perform(Access access) {
     if (replay.next == replay.results->size()) throw NextStep{access};
     return (*replay.results)[replay.next++];
@@ -56,26 +57,27 @@ struct ModelWord {
   }
 };
 
-ModelWord version{kVersion}, pins{kPins}, bytes{kBytes}, dead[2]{{kDead1}, {kDead2}};
-constexpr auto kRelaxed = std::memory_order_relaxed;
+ModelWord version{Place::kVersion}, pins{Place::kPins}, bytes{Place::kBytes},
+    dead[2]{{Place::kDead1}, {Place::kDead2}};
+constexpr auto kModelRelaxed = std::memory_order_relaxed;
 
-using Row = SharedRow<ModelWord>;
+using ModelRow = SharedRow<ModelWord>;
 
 // Reuses the row twice. The bytes of version n are n; 0 while they are written. Tries a few times if the row
 // is pinned, and clears the pins of dead readers.
 void own() {
   for (const std::uint64_t next : {2, 3}) {
-    Row row{version, pins};
+    ModelRow row{version, pins};
     bool is_free = row.withdraw();
     for (int tries = 0; tries < 1 && !is_free; ++tries) {
       for (unsigned reader = 0; reader < 2; ++reader) {
-        if (dead[reader].load(kRelaxed) != 0) row.unpin(reader);
+        if (dead[reader].load(kModelRelaxed) != 0) row.unpin(reader);
       }
       is_free = !row.is_pinned();
     }
     if (!is_free) return;
-    bytes.store(0, kRelaxed);
-    bytes.store(next, kRelaxed);
+    bytes.store(0, kModelRelaxed);
+    bytes.store(next, kModelRelaxed);
     row.publish(next);
   }
 }
@@ -83,10 +85,10 @@ void own() {
 void read(unsigned reader) {
   const std::uint64_t found = version.load(std::memory_order_acquire);
   if (found == 0) return;
-  Row row{version, pins};
+  ModelRow row{version, pins};
   if (!row.pin(reader, found)) return;
   for (int reads = 0; reads < 2; ++reads) {
-    if (bytes.load(kRelaxed) != found) throw WrongBytes();
+    if (bytes.load(kModelRelaxed) != found) throw WrongBytes();
   }
   row.unpin(reader);
 }
@@ -100,7 +102,7 @@ class Checker {
   // Returns true if a reader reads wrong bytes in some interleaving.
   bool finds_wrong_bytes() {
     State start;
-    start.memory[kVersion] = start.memory[kBytes] = 1;
+    start.at(Place::kVersion) = start.at(Place::kBytes) = 1;
     visit(start);
     return wrong_;
   }
@@ -108,9 +110,10 @@ class Checker {
 
  private:
   struct State {
-    std::array<std::uint64_t, kPlaces> memory{};
+    std::array<std::uint64_t, kModelPlaces> memory{};
+    std::uint64_t& at(Place place) { return memory[static_cast<std::size_t>(place)]; }
     std::array<std::vector<std::uint64_t>, 3> results;
-    std::array<std::vector<std::pair<std::size_t, std::uint64_t>>, 3> buffers;
+    std::array<std::vector<std::pair<Place, std::uint64_t>>, 3> buffers;
     std::array<bool, 3> ended{};
 
     std::string text() const {
@@ -120,7 +123,7 @@ class Checker {
       for (std::size_t i = 0; i < 3; ++i) {
         for (const auto value : results[i]) add(value);
         all += ended[i] ? "e" : "|";
-        for (const auto& [place, value] : buffers[i]) add(place), add(value);
+        for (const auto& [place, value] : buffers[i]) add(static_cast<std::uint64_t>(place)), add(value);
         all += ";";
       }
       return all;
@@ -139,15 +142,15 @@ class Checker {
     if (state.buffers[i].empty()) return;
     const auto [place, value] = state.buffers[i].front();
     state.buffers[i].erase(state.buffers[i].begin());
-    state.memory[place] = value;
+    state.at(place) = value;
     visit(state);
   }
   // A killed process's stores all arrive, and it makes no further step.
   void kill(State state, std::size_t i) {
-    for (const auto& [place, value] : state.buffers[i]) state.memory[place] = value;
+    for (const auto& [place, value] : state.buffers[i]) state.at(place) = value;
     state.buffers[i].clear();
     state.ended[i] = true;
-    state.memory[kDead1 + i - 1] = 1;
+    state.at(i == 1 ? Place::kDead1 : Place::kDead2) = 1;
     visit(state);
   }
   void step(State state, std::size_t i) {
@@ -172,22 +175,21 @@ class Checker {
       case Access::Kind::kStore:
         if (access.is_ordered && !weak_) {
           if (!buffer.empty()) return false;
-          state->memory[access.place] = access.value;
+          state->at(access.place) = access.value;
         } else {
           buffer.emplace_back(access.place, access.value);
         }
         break;
       case Access::Kind::kLoad:
-        result = state->memory[access.place];
+        result = state->at(access.place);
         for (const auto& [place, value] : buffer) {
           if (place == access.place) result = value;
         }
         break;
       default:
         if (!buffer.empty()) return false;
-        state->memory[access.place] = access.kind == Access::Kind::kOr
-                                          ? state->memory[access.place] | access.value
-                                          : state->memory[access.place] & access.value;
+        state->at(access.place) = access.kind == Access::Kind::kOr ? state->at(access.place) | access.value
+                                                                   : state->at(access.place) & access.value;
     }
     state->results[i].push_back(result);
     return true;
@@ -220,7 +222,7 @@ TEST(SharedRowModel, a_reader_that_checks_the_version_before_it_pins_is_found) {
     const std::uint64_t found = version.load(std::memory_order_acquire);
     if (found == 0) return;
     pins.fetch_or(1, std::memory_order_seq_cst);
-    if (bytes.load(kRelaxed) != found) throw WrongBytes();
+    if (bytes.load(kModelRelaxed) != found) throw WrongBytes();
   };
   EXPECT_TRUE(Checker(actors).finds_wrong_bytes());
 }
@@ -230,7 +232,7 @@ TEST(SharedRowModel, an_owner_that_reads_the_pins_before_it_withdraws_is_found) 
   actors[0] = [] {
     if ((pins.load(std::memory_order_seq_cst) & kReaderBits) != 0) return;
     version.store(0, std::memory_order_seq_cst);
-    bytes.store(2, kRelaxed);
+    bytes.store(2, kModelRelaxed);
     version.store(2, std::memory_order_release);
   };
   EXPECT_TRUE(Checker(actors).finds_wrong_bytes());
