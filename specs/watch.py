@@ -69,8 +69,8 @@ class NeighbourWatch:
             self._missing = False
             logger.warning(
                 "share_host_memory: this replica found no other one in /dev/shm. Replicas in other "
-                "containers are found only if these share /dev/shm (docker run --ipc, or one tmpfs mounted in all), "
-                "and replicas on other hosts never"
+                "containers are found only if these share /dev/shm (docker run --ipc, or one tmpfs "
+                "mounted in all), and replicas on other hosts never"
             )
 
 

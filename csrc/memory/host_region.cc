@@ -482,9 +482,9 @@ std::uint32_t HostRegion::Impl::neighbour_slots() const {
 }
 
 void HostRegion::Impl::open_window(std::uint32_t worker) {
-  if (options.share_for.empty()) return;
   rank = worker;
   own_area = sizes.num_areas == 1 ? 0 : worker;
+  if (options.share_for.empty()) return;
   Window opened(slot_bytes(), 1 + neighbour_slots());
   if (const int error =
           opened.map(0, sizes.area_bytes, PROT_READ | PROT_WRITE, file.fd(), area_offset(own_area));

@@ -289,6 +289,22 @@ TEST_F(NeighbourRegionTest, a_shortened_file_is_not_read) {
   EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("is not inside its")));
 }
 
+TEST_F(NeighbourRegionTest, the_window_of_each_rank_begins_with_its_own_area) {
+  for (const std::string& share_for : {std::string(), std::string("model")}) {
+    RegionOptions two = options(kMiB, 2, "engine" + share_for);
+    two.share_for = share_for;
+    const auto first = HostRegion::attach_worker(two, 0, some_geometry(0));
+    const auto second = HostRegion::attach_worker(two, 1, some_geometry(1));
+    const auto scheduler = HostRegion::attach_scheduler(two);
+    first->window()[0] = std::byte{1};
+    second->window()[0] = std::byte{2};
+    EXPECT_EQ(scheduler->area(0)[0], std::byte{1});
+    EXPECT_EQ(scheduler->area(1)[0], std::byte{2});
+    EXPECT_EQ(second->area(1).data(), second->window().data());
+    EXPECT_EQ(second->window().size() > second->area_bytes(), !share_for.empty());
+  }
+}
+
 TEST_F(NeighbourRegionTest, keeping_and_sharing_one_region_is_refused) {
   RegionOptions both = options(kMiB, 1);
   both.keep_for = both.share_for = "model";
