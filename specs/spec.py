@@ -351,12 +351,12 @@ def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) 
     if problem is None or not what:
         return
     exposes = {
-        "secondary_tiers": "secondary_tiers outlive this server",
-        "keep_host_memory": "keep_host_memory lets the cache outlive this server",
-        "share_host_memory": "share_host_memory lets other servers load from this server's cache",
+        "secondary_tiers": "secondary_tiers outlive",
+        "keep_host_memory": "keep_host_memory lets the cache outlive",
+        "share_host_memory": "share_host_memory lets other servers load from",
     }
     raise ValueError(
-        f"{exposes[what]}, but its weights cannot be identified: {problem}. "
+        f"{exposes[what]} this server, but its weights cannot be identified: {problem}. "
         'Name them in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": the same name '
         "for all servers of the same weights, another one whenever the weights change"
     )
