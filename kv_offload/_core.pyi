@@ -70,6 +70,7 @@ class HostRegion:
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
+        share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
     ) -> HostRegion: ...
     @staticmethod
     def attach_worker(
@@ -83,6 +84,7 @@ class HostRegion:
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
+        share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
     ) -> HostRegion: ...
     def wait_for_ranks(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the ranks that did not attach in time."""
@@ -448,6 +450,8 @@ class TieredCache:
         max_sessions: int = 4096,  # remembered for hints
         max_pinned_bytes: int = 0,  # of host memory, by hints; at most half of it
         tenants: Sequence[tuple[str, float]] = (),  # (name, share of host memory); the first: all others
+        share_identity: str = "",  # not empty: engines with the same share chunks; the region needs share_for
+        neighbour_interval_seconds: float = 1.0,  # between searches; 0: end_step() searches
     ) -> None: ...
     def begin_request(
         self,
@@ -509,6 +513,8 @@ class TieredCache:
         """
     def packed_report(self, request: int) -> bytes:
         """Returns the report as an argument for RequestReport in this process. Like ``report`` otherwise."""
+    def take_neighbour_problems(self) -> list[str]:
+        """Returns the reasons why host memory of other engines is not used, each once."""
     def lookup_counts(self) -> list[tuple[int, int]]:
         """Returns (found chunks, missed chunks) of all lookups since the start, per group position."""
     def tenant_stats(self) -> list[tuple[str, int, int]]:

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 
@@ -122,6 +123,11 @@ class OffloadConfig(BaseModel):
         description="keep host memory after the server ends, also after a crash, for the next server of the "
         "same model. Until then the memory stays allocated, unless another start needs it",
     )
+    share_host_memory: bool = Field(
+        default=False,
+        description="let servers of the same model, user and host load chunks from each other's host memory. "
+        "All need the same cpu_bytes_to_use and the same /dev/shm. Not together with keep_host_memory",
+    )
     fixed_weights: bool = Field(
         default=False,
         description="declares that the weights never change while the server runs. A cache reset, also one "
@@ -166,6 +172,13 @@ class OffloadConfig(BaseModel):
             return tuple(value)
         given = repr(wrong[0]) if wrong else f"{value!r} without a list"
         raise ValueError(f"is {given}; possible: allow, ignore, or a list of {', '.join(known)}")
+
+    @field_validator("share_host_memory")
+    @classmethod
+    def _not_kept(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("keep_host_memory"):
+            raise ValueError("is set together with keep_host_memory; leave out one of them")
+        return value
 
     @field_validator("eviction_policy")
     @classmethod

@@ -21,7 +21,7 @@ from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
 from .tracing import RequestTracer
-from .watch import CodecWatch, DivergenceWatch, HitWatch, ResetWatch, Surroundings
+from .watch import CodecWatch, DivergenceWatch, HitWatch, NeighbourWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -46,6 +46,8 @@ class ManagerOptions:
     tenants: TenantTable | None = None  # None: all requests share host memory
     remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
+    shares_host_memory: bool = False
+    expects_neighbours: bool = False  # other replicas should run on this host
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
     )
@@ -77,6 +79,11 @@ class KVOffloadManager(OffloadingManager):
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
+        self._neighbours = (
+            NeighbourWatch(cache, self._options.expects_neighbours)
+            if self._options.shares_host_memory
+            else None
+        )
         self._resets = ResetWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._epoch = 0
@@ -368,6 +375,8 @@ class KVOffloadManager(OffloadingManager):
             self._watch.poll(now)
             self._divergence.poll()
             self._codecs.poll()
+            if self._neighbours is not None:
+                self._neighbours.poll(now)
         changes = self._metrics.drain()
         if not changes:
             return None

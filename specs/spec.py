@@ -18,7 +18,7 @@ from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
-from .identity import keep_for, merge_fingerprints, namespace_identity
+from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, TieredCache, TierSpec
@@ -99,7 +99,7 @@ class KVOffloadSpec(OffloadingSpec):
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
-        if seed_is_random and _outlives(options):
+        if seed_is_random and _exposed_by(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
         tenants = options.tenant_table()
         if tenants is not None and tenants.uses_salts:
@@ -194,6 +194,8 @@ class KVOffloadSpec(OffloadingSpec):
             tenants=options.tenant_table(),
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
+            shares_host_memory=options.share_host_memory,
+            expects_neighbours=self.config.parallel.data_parallel_size > 1,
             describes_events=self._describes_events(),
             surroundings=Surroundings(
                 random_seed=identity.hash_algorithm if seed_is_random else "",
@@ -221,6 +223,7 @@ class KVOffloadSpec(OffloadingSpec):
             world_size,
             huge_pages=self._options.huge_pages,
             keep_for=keep_for(self.config, self._options),
+            share_for=share_for(self.config, self._options),
         )
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
@@ -293,6 +296,7 @@ class KVOffloadSpec(OffloadingSpec):
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
             max_pinned_bytes=self._options.pinned_bytes,
             tenants=() if tenants is None else tenants.shares,
+            share_identity=identity.namespace_id().hex() if self._options.share_host_memory else "",
         )
 
     def _parts_of(self) -> int | None:
@@ -346,10 +350,10 @@ def _log_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
-    """Raises ValueError if the cache outlives the server and part of its identity is unknown."""
-    if not _outlives(options):
+    """Raises ValueError if other servers use the cache and part of its identity is unknown."""
+    what = _exposed_by(options)
+    if not what:
         return
-    what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
     if merged["unread"]:
         raise ValueError(
             f"{what}: cannot distinguish this server's KV cache from that of other servers: failed to read "
@@ -358,25 +362,34 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
     if merged["numbered_images"]:
         raise ValueError(
             f"{what}: with --no-enable-prefix-caching and --mm-processor-cache-gb 0 vLLM numbers images "
-            "instead of hashing them, so other images would be found after a restart; leave out one of them"
+            "instead of hashing them, so other images would be found by other servers; leave out one of them"
         )
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
-    """Raises ValueError if the cache outlives the server and the weights cannot be identified."""
+    """Raises ValueError if other servers use the cache and the weights cannot be identified."""
     problem = weights_problem(identity.model)
-    if problem is None or not _outlives(options):
+    what = _exposed_by(options)
+    if problem is None or not what:
         return
-    what = "secondary_tiers outlive" if options.secondary_tiers else "keep_host_memory lets the cache outlive"
+    exposes = {
+        "secondary_tiers": "secondary_tiers outlive",
+        "keep_host_memory": "keep_host_memory lets the cache outlive",
+        "share_host_memory": "share_host_memory lets other servers load from",
+    }
     raise ValueError(
-        f"{what} this server, but its weights cannot be identified: {problem}. "
+        f"{exposes[what]} this server, but its weights cannot be identified: {problem}. "
         'Name them in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": the same name '
         "for all servers of the same weights, another one whenever the weights change"
     )
 
 
-def _outlives(options: OffloadConfig) -> bool:
-    return bool(options.secondary_tiers) or options.keep_host_memory
+def _exposed_by(options: OffloadConfig) -> str:
+    """Returns the setting by which later or other servers use this server's cache; "" if none does."""
+    if options.secondary_tiers:
+        return "secondary_tiers"
+    settings = ("keep_host_memory", "share_host_memory")
+    return next((name for name in settings if getattr(options, name)), "")
 
 
 def _log_kept(stats: Mapping[str, int]) -> None:

@@ -56,6 +56,10 @@ struct CacheOptions {
   std::string keep_identity{};
   // Empty, or the tenants that share host memory. The first one is that of all other requests.
   std::vector<TenantOptions> tenants{};
+  // Not empty: engines of this host with the same identity (see keep_identity) read each other's host memory
+  // (the region has share_for).
+  std::string share_identity{};
+  Nanos neighbour_interval{std::chrono::seconds(1)};  // see Neighbours
 };
 
 struct RequestOptions {
@@ -107,10 +111,14 @@ std::string_view to_string(HintOutcome outcome);
 
 // Outcome for one request's prompt, summed over all its admissions.
 struct RequestReport {
-  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
+  static constexpr std::size_t kPlaces = 10;  // host memory, the tiers, host memory of neighbours
+  static constexpr std::size_t kNeighbour = kPlaces - 1;
   static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
+  static constexpr std::size_t kNeighbourNumbers = 64;  // as many as shared regions can have
+  // Of the hit tokens, by the neighbour's number.
+  std::array<std::uint64_t, kNeighbourNumbers> neighbour_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};
   std::string_view choice{};  // last decision; empty: no decision was needed
   double load_seconds = 0;    // estimate of that decision; 0 = unknown
@@ -130,6 +138,8 @@ struct RequestReport {
   std::array<Reads, kPlaces - 1> reads{};  // by tier
   std::uint32_t unfinished_reads = 0;      // cancelled, or in flight when the request stopped waiting
 };
+
+inline constexpr std::string_view kNeighbourPlace = "neighbour";  // label of RequestReport::kNeighbour
 
 using RequestHandle = std::uint32_t;  // dense, reused after end_request
 

@@ -112,7 +112,13 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
     const ChunkEntry& entry = chunks_.at(slot);
     const ChunkGroups::Group& of = groups_[entry.group];
     const std::uint32_t part = entry.depth % of.tokens;  // depth: where the chunk ends
-    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += part == 0 ? of.tokens : part;
+    const std::uint32_t tokens = part == 0 ? of.tokens : part;
+    if (chunks_.is_borrowed(slot)) {
+      begun.hit_tokens[RequestReport::kNeighbour] += tokens;
+      begun.neighbour_tokens[chunks_.neighbour_of(slot)] += tokens;
+    } else {
+      begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += tokens;
+    }
     job.bytes += static_cast<double>(of.bytes);
     write_back_.on_used(slot);
   }

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <span>
 #include <vector>
 
@@ -52,7 +51,8 @@ class DeviceLoads {
   };
   struct Begun {
     RowTransfer transfer;
-    RequestReport::Places hit_tokens{};  // by source of the bytes
+    RequestReport::Places hit_tokens{};                    // by source of the bytes
+    decltype(RequestReport::neighbour_tokens) neighbour_tokens{};
   };
 
   DeviceLoads(const Context& context, const CacheOptions& options);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/make_room.h"
 #include "base/xxh3.h"
 
 namespace kv_offload {
@@ -86,6 +87,85 @@ bool HostChunks::take_over(const RowTable::Row& row) {
   return true;
 }
 
+void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+  std::string all(identity);
+  std::vector<std::uint64_t> row_bytes;
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
+    row_bytes.push_back(rows_.row_bytes(g));
+    all += fmt::format(" {}", row_bytes.back());
+  }
+  const SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
+  lent_.emplace(region, layout, all);
+  neighbours_ = std::make_unique<Neighbours>(region, layout, all, std::move(row_bytes), interval);
+}
+
+const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {
+  if (!neighbours_) return nullptr;
+  make_room(borrowed_, 1);
+  const auto found = neighbours_->borrow(key, group);
+  if (!found) return nullptr;
+  std::optional<Slot> slot;
+  try {
+    slot = insert(key, group, found->row, {chunk_id(key), 0, found->depth, 0, 0}, ChunkState::kFilling);
+    index_.make_resident(*slot, ChunkOrigin::kNeighbour);
+  } catch (...) {
+    if (slot) index_.erase(*slot);
+    neighbours_->release(found->row);
+    throw;
+  }
+  index_.pin(*slot);
+  borrowed_.push_back({*slot, now_});
+  return &index_.at(*slot);
+}
+
+void HostChunks::return_borrowed(bool all) {
+  constexpr double kMoment = 0.1;  // a request that is looked up in each step borrows its chunks less often
+  std::erase_if(borrowed_, [&](const Borrowed& one) {
+    if (index_.at(one.slot).pins > 1 || (!all && now_ - one.at < kMoment)) return false;
+    drop_borrowed(one.slot);
+    return true;
+  });
+}
+
+void HostChunks::drop_borrowed(Slot slot) {
+  const ChunkEntry& entry = index_.at(slot);
+  const RowId row = entry.row;
+  if (on_removed_) on_removed_(entry);
+  index_.unpin(slot);
+  index_.erase(slot);
+  neighbours_->release(row);
+}
+
+bool HostChunks::is_used_by_neighbour(Slot slot) {
+  if (!lent_) return false;
+  const ChunkEntry& entry = index_.at(slot);
+  if (lent_->is_read(entry.row)) {
+    read_by_neighbours_.push_back(slot);
+    index_.pin(slot);
+    return true;
+  }
+  if (!lent_->take_use(entry.row)) return false;
+  index_.access(slot, 0, entry.priority);
+  return true;
+}
+
+void HostChunks::poll_neighbours(Nanos now) {
+  if (!lent_) return;
+  neighbours_->poll(now);
+  lent_->poll(to_seconds(now), !read_by_neighbours_.empty(), [&](RowId row) { quarantine_.release(row); });
+  std::erase_if(read_by_neighbours_, [&](Slot slot) {
+    if (lent_->is_read(index_.at(slot).row)) return false;
+    index_.unpin(slot);
+    return true;
+  });
+}
+
+void HostChunks::free_or_lend(RowId row) {
+  if (!lent_ || lent_->withdraw(row)) return rows_.free(row);
+  quarantine_.hold_owned(row);
+  quarantine_.disown(row);
+}
+
 RowId HostChunks::allocate(std::uint32_t group) {
   const RowId row = rows_.allocate(group);
   if (row != kNoRow || index_.forgotten() == 0) return row;
@@ -99,8 +179,9 @@ Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
     if (const std::optional<Slot> old = index_.find_forgotten(key)) drop_forgotten(*old);
   }
   const Slot slot = index_.insert(key, group, row, entry_info, state);
-  if (!one_row_size_) owner_of(row) = slot;
-  if (shares_) shares_->charge(entry_info.tenant, row_bytes(group));
+  const bool is_mine = is_own(row);
+  if (!one_row_size_ && is_mine) owner_of(row) = slot;
+  if (shares_ && is_mine) shares_->charge(entry_info.tenant, row_bytes(group));
   return slot;
 }
 
@@ -130,6 +211,7 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   }
   ++resident_by_group_[entry.group];
   if (table_) update_table(entry);
+  if (lent_) lent_->publish({entry.row, entry.key, entry.depth, entry.group});
 }
 
 void HostChunks::update_table(const ChunkEntry& entry) {
@@ -177,7 +259,8 @@ void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority, 
   const std::int8_t before = index_.at(slot).priority;
   const TenantId charged = index_.at(slot).tenant;
   const std::uint64_t bytes = row_bytes(index_.at(slot).group);
-  const bool moves = shares_ && shares_->should_move(charged, tenant, bytes);
+  // A neighbour's row takes none of this engine's memory.
+  const bool moves = shares_ && !is_borrowed(slot) && shares_->should_move(charged, tenant, bytes);
   const auto move_charge = [&] {
     if (index_.at(slot).tenant == charged) return;
     shares_->refund(charged, bytes);
@@ -265,6 +348,7 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
     if (slot == kNoOwner) return false;
     const ChunkEntry& entry = index_.at(slot);
     if (entry.state != ChunkState::kResident || quarantine_.holds(row)) return false;
+    if (lent_ && lent_->is_read(row)) return false;
     if (index_.is_forgotten(slot)) return true;
     return entry.pins == 0 && entry.holder != by.request &&
            (!shares_ || shares_->may_take_from(entry.tenant));
@@ -285,7 +369,7 @@ bool HostChunks::has_free(std::uint64_t share) const {
 
 RowId HostChunks::quarantine(Slot slot) noexcept {
   const RowId row = at(slot).row;
-  quarantine_.hold_owned(row);
+  is_own(row) ? quarantine_.hold_owned(row) : neighbours_->hold(row);
   return row;
 }
 
@@ -301,6 +385,14 @@ void HostChunks::prepare_forget() {
 void HostChunks::forget() noexcept {
   if (table_) table_->clear();
   table_.reset();
+  if (lent_) {
+    lent_->close();
+    neighbours_->stop();
+    // Loads that still run have holds of their own.
+    for (const Borrowed& one : borrowed_) neighbours_->release(index_.at(one.slot).row);
+    borrowed_.clear();
+    read_by_neighbours_.clear();
+  }
   index_.forget();
   std::fill(resident_by_group_.begin(), resident_by_group_.end(), 0);
 }
@@ -311,6 +403,10 @@ bool HostChunks::drop_forgotten(Slot slot) {
   const RowId row = entry.row;
   const bool is_filling = entry.state == ChunkState::kFilling;
   const Ticket ticket = entry.ticket;
+  if (entry.origin == ChunkOrigin::kNeighbour) {  // forget() has released its row
+    index_.erase(slot);
+    return true;
+  }
   // First, because it may throw: then the chunk is dropped later.
   if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
   if (!one_row_size_) owner_of(row) = kNoOwner;
@@ -319,6 +415,7 @@ bool HostChunks::drop_forgotten(Slot slot) {
   if (is_filling && !tickets_.is_reported(ticket, TicketKind::kStore)) {
     quarantine_.hold(ticket, row);
   } else {
+    if (lent_ && !lent_->withdraw(row)) quarantine_.hold_owned(row);
     quarantine_.disown(row);
   }
   return true;

@@ -8,10 +8,15 @@
 // - owned by a chunk (filling, fetching or resident);
 // - owned by a forgotten chunk: forget() takes the same time for any number of chunks, and the calls after it
 //   free their rows and report their removal, a few chunks at a time;
-// - in quarantine: it has no owner, but a rank or a tier may still touch it.
+// - in quarantine: it has no owner, but a rank, a tier or a neighbour may still touch it.
 // A row is reused only when no rank copies under an unreported ticket and no tier op runs on it. A pinned
 // chunk is never evicted. Each load, each write and each request that relies on a chunk holds a pin; while a
 // chunk has no bytes yet, the store or read that brings them holds one.
+//
+// With share_in(), other engines of this host read resident chunks here (LentRows), and this engine reads
+// theirs (Neighbours). A borrowed chunk is a resident chunk in a neighbour's row. It holds a pin of its own,
+// so it is never a victim, and it is neither written to tiers nor counted as memory in use. It is dropped
+// soon after its last use: the memory is the neighbour's.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -29,6 +34,8 @@
 #include "cache/cache_events.h"
 #include "cache/chunk_groups.h"
 #include "cache/cost_model.h"
+#include "cache/lent_rows.h"
+#include "cache/neighbours.h"
 #include "cache/quarantine.h"
 #include "cache/tickets.h"
 #include "index/chunk_index.h"
@@ -65,6 +72,32 @@ class HostChunks {
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
 
+  // ---- host memory that engines of this host share
+  // From now on neighbours read resident chunks, and borrow() finds theirs. `identity` as for keep_in().
+  // REQUIRES: this holds no chunks; the region has share_for. Throws ResourceError. `interval`: see
+  // Neighbours.
+  void share_in(HostRegion& region, std::string_view identity, Nanos interval);
+  // Returns the chunk if a neighbour has it: resident, in the neighbour's row. REQUIRES: the key is absent.
+  const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
+  bool has_neighbour(const ChunkKey& key, std::uint32_t group) const {
+    return neighbours_ && neighbours_->has(key, group);
+  }
+  bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
+  unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
+  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago.
+  void return_borrowed(bool all);
+  // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
+  // then.
+  bool is_used_by_neighbour(Slot slot);
+  void poll_neighbours(Nanos now);
+  bool is_shared() const { return lent_.has_value(); }
+  std::size_t neighbours() const { return neighbours_ ? neighbours_->size() : 0; }
+  std::size_t borrowed() const { return borrowed_.size(); }
+  std::size_t lent() const { return lent_ ? lent_->waiting() + read_by_neighbours_.size() : 0; }
+  std::vector<std::string> take_neighbour_problems() {
+    return neighbours_ ? neighbours_->take_problems() : std::vector<std::string>();
+  }
+
   // ---- lookup. See ChunkIndex for how long an entry is valid.
   const ChunkEntry* find(const ChunkKey& key) { return index_.find(key); }
   const ChunkEntry* find_resident(const ChunkKey& key) {
@@ -95,7 +128,7 @@ class HostChunks {
   void finish_fetch(Slot slot, std::uint8_t tier);
   // Makes the chunk absent and frees its row at once. REQUIRES: no pins except the one of the op that was to
   // bring its bytes, and nothing can still touch the row.
-  void discard(Slot slot) { rows_.free(remove(slot)); }
+  void discard(Slot slot) { free_or_lend(remove(slot)); }
   // Same, for a failed store: the row is quarantined while a rank may still copy. Allocates no memory.
   void discard_store(Slot slot);
   // Discards every store that has not ended.
@@ -174,7 +207,7 @@ class HostChunks {
   // None of these calls allocates memory, except for events. Holds the chunk's row for a load or a tier op
   // until release(row). Returns the row. REQUIRES: forget() follows.
   RowId quarantine(Slot slot) noexcept;
-  void release(RowId row) { quarantine_.release(row); }
+  void release(RowId row) { is_own(row) ? quarantine_.release(row) : neighbours_->release(row); }
   // Frees the rows whose tickets have been reported, and drops some forgotten chunks.
   void poll();
   // Makes all chunks absent, whatever their pins. Clears the table for the next engine and stops updating it:
@@ -188,7 +221,7 @@ class HostChunks {
 
   // ---- statistics
   std::size_t taken_over() const { return taken_over_; }  // chunks from the previous engine
-  std::size_t resident() const { return index_.resident(); }
+  std::size_t resident() const { return index_.resident() - borrowed_.size(); }
   std::uint64_t resident_bytes() const;
   std::size_t pinned() const { return index_.pinned(); }
   // Null unless tenants are configured. Counts the bytes of the rows of all chunks, in any state.
@@ -212,6 +245,9 @@ class HostChunks {
   std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
+  bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
+  void free_or_lend(RowId row);
+  void drop_borrowed(Slot slot);
   bool take_over(const RowTable::Row& row);
   static constexpr std::uint32_t kShared = 0xFFFFFFFFu;
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
@@ -231,6 +267,14 @@ class HostChunks {
   bool one_row_size_ = true;
   std::vector<Slot> owners_;  // by row; only with several row sizes
   std::optional<RowTable> table_;
+  std::optional<LentRows> lent_;
+  std::unique_ptr<Neighbours> neighbours_;
+  struct Borrowed {
+    Slot slot;
+    double at;  // seconds
+  };
+  std::vector<Borrowed> borrowed_;
+  std::vector<Slot> read_by_neighbours_;  // own chunks, each pinned once for that reason
   OnRemoved on_removed_;
   std::size_t taken_over_ = 0;
   double now_ = 0;

@@ -49,6 +49,7 @@ LookupResult RequestTable::lookup_unready(RequestHandle handle, RequestState& re
                                           const ChunkEntry* entry) {
   const auto group = groups_.position_of(key);
   if (!group) return LookupResult::kMiss;
+  if (entry == nullptr && request.options.load_from_cpu) entry = chunks_.borrow(key, *group);
   if (entry != nullptr) return lookup_in_host(handle, request, *group, *entry);
   if (!request.failed.empty()) {
     const auto failed = request.failed.find(KeyHistory::fingerprint(key));

@@ -203,7 +203,7 @@ struct RequestState {
   // REQUIRES: held and awaited were released.
   void end() {
     RequestState ended;
-    ended.report = report;
+    ended.report = std::move(report);
     *this = std::move(ended);
   }
   // REQUIRES: held and awaited were released.

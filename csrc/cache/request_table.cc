@@ -318,7 +318,9 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
   for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
     const std::uint64_t tokens = load.hit_tokens[place];
     if (tokens == 0) continue;
-    const std::string_view tier = place == 0 ? "cpu" : ops_.name(place - 1);
+    const std::string_view tier = place == 0                           ? "cpu"
+                                  : place == RequestReport::kNeighbour ? kNeighbourPlace
+                                                                       : ops_.name(place - 1);
     request.report.hit_tokens[place] += tokens;
     metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
     metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
@@ -326,6 +328,13 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
       metrics_.add("kv_offload_tenant_hit_tokens_total", {chunks_.tenant_name(request.options.tenant), tier},
                    static_cast<double>(tokens));
     }
+  }
+  for (std::size_t number = 0; number < load.neighbour_tokens.size(); ++number) {
+    const std::uint64_t tokens = load.neighbour_tokens[number];
+    if (tokens == 0) continue;
+    request.report.neighbour_tokens[number] += tokens;
+    metrics_.add("kv_offload_neighbour_hit_tokens_total", {fmt::format("{}", number)},
+                 static_cast<double>(tokens));
   }
   admit(handle);
 }

@@ -87,6 +87,7 @@ HintOutcome Retention::pin(const Prompt& prompt, double seconds, std::uint64_t b
     count_steps(1);
     const auto slot = context_.chunks.find(*chunk);
     if (!slot || context_.chunks.at(*slot).state != ChunkState::kResident) continue;
+    if (context_.chunks.is_borrowed(*slot)) continue;  // the memory is a neighbour's
     is_here = true;
     const std::uint64_t size = bytes_of(*slot);
     if (hold.pinned_bytes + size > most) {

@@ -43,6 +43,7 @@ RowProvider::Eviction RowProvider::evict_one(std::uint32_t group, const Requeste
     const auto victim = chunks_.victim(by, group);
     if (!victim) return Eviction::kNone;
     if (chunks_.drop_forgotten(*victim)) return Eviction::kDone;
+    if (chunks_.is_used_by_neighbour(*victim)) continue;  // pinned or used now: take the next one
     if (chunks_.returns_before(*victim, returns_at)) return Eviction::kNotWorthIt;
     if (is_spare && write_back_.is_lost_by_eviction(*victim)) return Eviction::kNotWorthIt;
     if (may_write && write_back_.write_before_eviction(*victim)) continue;  // pinned now: take the next one

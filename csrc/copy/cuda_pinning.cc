@@ -68,9 +68,9 @@ void PinnedArea::register_pieces(const PinOptions& options) {
       const std::size_t i = pinning.next++;
       if (i >= pieces) break;
       const std::span<std::byte> memory = piece(i);
-      status = cuda_status(
-          cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
-          "cudaHostRegister");
+      const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped |
+                             (options.read_only ? cudaHostRegisterReadOnly : 0u);
+      status = cuda_status(cudaHostRegister(memory.data(), memory.size(), flags), "cudaHostRegister");
       if (!status.is_ok()) break;
       registered_[i] = 1;
       const std::lock_guard lock(pinning.mutex);

@@ -43,8 +43,8 @@ namespace kv_offload {
 enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
 
 // Source of a resident chunk's bytes, for hit accounting. kBefore: the previous engine left it in host
-// memory, and no request has used it since.
-enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore };
+// memory, and no request has used it since. kNeighbour: the row belongs to another engine of this host.
+enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore, kNeighbour };
 
 struct ChunkEntry {
   ChunkKey key;

@@ -34,6 +34,13 @@ struct ControlPage::Header {
   std::atomic<std::uint32_t> scheduler;  // 1: attached
   std::atomic<std::uint32_t> attached;   // scheduler and workers
   std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
+  std::atomic<std::uint64_t> shared_rows;
+  struct Neighbour {
+    std::atomic<std::uint64_t> request;  // 0: none; else NeighbourArea but for its file
+    std::atomic<std::uint64_t> inode;
+    std::atomic<std::uint64_t> mapped;  // a bit per rank
+  };
+  std::array<Neighbour, HostRegion::kMostNeighbours> neighbours;
 };
 
 struct ControlPage::Worker {
@@ -66,6 +73,11 @@ void ControlPage::forget() {
   header().scheduler.store(0);
   header().attached.store(0);
   header().fetching.store(0);
+  header().shared_rows.store(0);
+  for (auto& neighbour : header().neighbours) {
+    neighbour.request.store(0);
+    neighbour.mapped.store(0);
+  }
 }
 
 ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
@@ -147,6 +159,48 @@ void ControlPage::set_fetching(bool fetching) {
 }
 
 bool ControlPage::is_fetching() const { return header().fetching.load(std::memory_order_relaxed) != 0; }
+
+void ControlPage::set_shared_rows(std::uint64_t offset) {
+  header().shared_rows.store(offset, std::memory_order_release);
+}
+
+std::uint64_t ControlPage::shared_rows() const {
+  return header().shared_rows.load(std::memory_order_acquire);
+}
+
+void ControlPage::request_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  auto& neighbour = header().neighbours[slot];
+  neighbour.inode.store(area.inode, std::memory_order_relaxed);
+  neighbour.request.store(1 | std::uint64_t{area.number} << 8 | std::uint64_t{area.reader} << 32,
+                          std::memory_order_release);
+}
+
+void ControlPage::dismiss_neighbour(std::uint32_t slot) {
+  header().neighbours[slot].request.store(0, std::memory_order_release);
+}
+
+bool ControlPage::has_mapped(std::uint32_t slot) const {
+  const std::uint64_t all = num_workers_ == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << num_workers_) - 1;
+  return header().neighbours[slot].mapped.load(std::memory_order_acquire) == all;
+}
+
+bool ControlPage::has_unmapped(std::uint32_t slot) const {
+  return header().neighbours[slot].mapped.load(std::memory_order_acquire) == 0;
+}
+
+NeighbourArea ControlPage::neighbour(std::uint32_t slot) const {
+  const auto& neighbour = header().neighbours[slot];
+  const std::uint64_t request = neighbour.request.load(std::memory_order_acquire);
+  if (request == 0) return {};
+  return {neighbour.inode.load(std::memory_order_relaxed), static_cast<std::uint8_t>(request >> 8),
+          static_cast<std::uint8_t>(request >> 32)};
+}
+
+void ControlPage::set_mapped(std::uint32_t slot, std::uint32_t rank, bool mapped) {
+  auto& bits = header().neighbours[slot].mapped;
+  const std::uint64_t bit = std::uint64_t{1} << rank;
+  mapped ? bits.fetch_or(bit, std::memory_order_acq_rel) : bits.fetch_and(~bit, std::memory_order_acq_rel);
+}
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
   slot(rank, ticket).report(ticket, failed_groups);

@@ -5,6 +5,7 @@
 //   header     4 KiB   sizes that all processes must agree on, attached processes
 //   workers    8 KiB each: geometry and fingerprint
 //   tickets    256 KiB each worker: a ring of kTicketSlots results
+//   (the header also lists the neighbours whose areas the workers shall map: see HostRegion)
 //   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
 //
 // Private to memory/. Methods: any thread, any process, unless stated otherwise.
@@ -56,6 +57,18 @@ class ControlPage {
   // True while a request waits for a tier's records (HostRegion::set_fetching).
   void set_fetching(bool fetching);
   bool is_fetching() const;
+
+  // The table of shared rows after the areas: its offset in the file; 0 = none.
+  void set_shared_rows(std::uint64_t offset);
+  std::uint64_t shared_rows() const;
+  // Neighbour slots, see HostRegion::request_neighbour. Scheduler:
+  void request_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  void dismiss_neighbour(std::uint32_t slot);
+  bool has_mapped(std::uint32_t slot) const;    // every worker has mapped it
+  bool has_unmapped(std::uint32_t slot) const;  // no worker has it mapped
+  // Worker:
+  NeighbourArea neighbour(std::uint32_t slot) const;
+  void set_mapped(std::uint32_t slot, std::uint32_t rank, bool mapped);
 
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);

@@ -36,8 +36,20 @@ MetricDefinition of_worker(MetricDefinition definition) {
 
 std::vector<MetricDefinition> make_definitions() {
   return {
-      counter("kv_offload_hit_tokens_total", "Tokens loaded, by the tier that their bytes came from.",
+      counter("kv_offload_hit_tokens_total",
+              "Tokens loaded, by the tier that their bytes came from (neighbour: host memory of another "
+              "engine of "
+              "this host).",
               {"tier"}),
+      counter(
+          "kv_offload_neighbour_hit_tokens_total",
+          "Tokens loaded from the host memory of another engine of this host, by the number of its region "
+          "(kv_offload-shared-*-NUMBER in /dev/shm). Part of kv_offload_hit_tokens_total.",
+          {"neighbour"}),
+      gauge("kv_offload_neighbours", "Engines of this host whose memory this engine reads."),
+      gauge("kv_offload_borrowed_chunks", "Chunks of neighbours that are pinned for this engine."),
+      gauge("kv_offload_lent_chunks",
+            "Chunks that would be evicted, or were forgotten, and that a neighbour still reads."),
       counter("kv_offload_miss_tokens_total",
               "Tokens that were looked up and not loaded, by the reason of the first miss: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "

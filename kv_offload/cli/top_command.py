@@ -158,6 +158,12 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         "saved_seconds": total("saved_seconds_total"),
         "saved_seconds_per_second": per_second("saved_seconds_total"),
         "tiers": tiers,
+        "neighbours": {
+            "engines": total("neighbours"),
+            "hit_tokens_per_second": per_second("hit_tokens_total", tier="neighbour"),
+            "borrowed_chunks": total("borrowed_chunks"),
+            "lent_chunks": total("lent_chunks"),
+        },
         "misses": misses,
         "tenants": tenants,
         "decisions": {choice: total("decisions_total", choice=choice) for choice in decisions},
@@ -215,6 +221,13 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
                 rate(tenant["evicted_bytes_per_second"]),
             )
         parts.append(tenants)
+    if (near := figures["neighbours"])["engines"]:
+        parts.append(
+            Text(
+                f"\nneighbours: {near['engines']:.0f}; {near['hit_tokens_per_second']:,.0f} hits/s, "
+                f"{near['borrowed_chunks']:,.0f} chunks borrowed, {near['lent_chunks']:,.0f} lent"
+            )
+        )
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])

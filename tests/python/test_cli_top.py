@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kv_offload.cli import app
 from kv_offload.cli.server import metrics_url
-from kv_offload.cli.top_command import compare
+from kv_offload.cli.top_command import compare, view
 from kv_offload.exposition import Page
 
 # As in vLLM's /metrics, with one engine more than usual; recorded from a server and shortened.
@@ -104,6 +104,7 @@ def test_rates_are_computed_over_an_interval():
     assert (fs["read_bytes_per_second"], fs["queue_depth"], fs["oldest_op_seconds"]) == (2.0e6, 7, 0.5)
     assert fs["read_seconds"] == pytest.approx(0.005)
     assert fs["failures"] == 2
+    assert figures["neighbours"]["engines"] == 0
     assert figures["misses"] == {
         "not_stored": {"tokens": 1200, "tokens_per_second": 100},
         'a "new" reason': {"tokens": 5, "tokens_per_second": 0},
@@ -257,3 +258,22 @@ def test_the_page_lists_tenants_only_if_there_are_any(serve):
     assert "4.0 MiB" in shown.output
     shown = CliRunner().invoke(app, ["top", serve(FIRST, LATER), "--once", "-i", "0.05"])
     assert "tenant" not in shown.output
+
+
+def test_neighbours_are_shown_if_there_are_any() -> None:
+    from rich.console import Console
+
+    def shown(text: str) -> str:
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(view("host", compare(Page(FIRST), Page(text), 10.0)))
+        return capture.get()
+
+    near = LATER + (
+        'kv_offload_neighbours{engine="0",model_name="tiny"} 3.0\n'
+        'kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="neighbour"} 50.0\n'
+        'kv_offload_borrowed_chunks{engine="0",model_name="tiny"} 12.0\n'
+        'kv_offload_lent_chunks{engine="0",model_name="tiny"} 4.0\n'
+    )
+    assert "neighbours: 3; 5 hits/s, 12 chunks borrowed, 4 lent" in shown(near)
+    assert "neighbours" not in shown(LATER)

@@ -140,6 +140,7 @@ enum cudaDriverEntryPointQueryResult {
 #define cudaEventDisableTiming 0x02
 #define cudaHostRegisterPortable 0x01
 #define cudaHostRegisterMapped 0x02
+#define cudaHostRegisterReadOnly 0x08
 #define cudaEnableDefault 0x0
 
 extern "C" {
