@@ -174,6 +174,7 @@ TEST_F(TenantsTest, hits_misses_and_evictions_are_counted_by_tenant) {
   use(kQuiet, {"a", "b", "c"});
   use(kFlood, {"d"});
   use(kFlood, {"e", "f"});
+  use(kFlood, {"g"});
   cache().publish_gauges();
   const auto value = [&](const std::string& name, const std::vector<std::string_view>& labels) {
     return labels.size() == 1 ? world().metrics.value("kv_offload_tenant_" + name, {labels[0]})
@@ -181,9 +182,9 @@ TEST_F(TenantsTest, hits_misses_and_evictions_are_counted_by_tenant) {
   };
   EXPECT_EQ(value("hit_tokens_total", {"quiet", "cpu"}), 2 * World::kTokens);
   EXPECT_EQ(value("miss_tokens_total", {"quiet"}), 2 * World::kTokens);
-  EXPECT_EQ(value("miss_tokens_total", {"flood"}), 2 * World::kTokens);
+  EXPECT_EQ(value("miss_tokens_total", {"flood"}), 3 * World::kTokens);
   EXPECT_EQ(value("evicted_bytes_total", {"quiet"}), kPageBytes);
-  EXPECT_EQ(value("evicted_bytes_total", {"flood"}), kPageBytes);
+  EXPECT_EQ(value("evicted_bytes_total", {"flood"}), 2 * kPageBytes);
   EXPECT_EQ(value("bytes", {"quiet"}), 2 * kPageBytes);
   EXPECT_EQ(value("bytes", {"flood"}), 2 * kPageBytes);
   EXPECT_EQ(value("share_bytes", {"flood"}), 2 * kPageBytes);
