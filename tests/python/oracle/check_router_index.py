@@ -189,3 +189,31 @@ def test_the_index_of_host_memory_and_a_directory_is_exact(kind: str, blocks: in
 def test_the_index_of_a_tier_that_evicts_silently_is_exact(blocks: int) -> None:
     shelf = toy()
     assert lives(with_tiers(described(FULL, blocks), shelf), 200 + blocks, shelf=shelf) > 0
+
+
+def test_a_reset_of_an_idle_server_is_published_without_a_request() -> None:
+    engine = boot(described(FULL))
+    index = RouterIndex(engine)
+    engine.add("r", [token % 1000 for token in range(100)], 1)
+    engine.drain()
+    assert index.held["CPU"]
+    connector = engine.scheduler.connector.connector_scheduler
+    assert not connector.has_pending_push_work()
+    assert engine.reset(running=False)
+    assert connector.has_pending_push_work()
+    while connector.has_pending_push_work():
+        engine.step_idle()
+    assert not index.held["CPU"]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_chunk_is_advertised_for_its_own_salt_only(blocks: int) -> None:
+    engine = boot(described(FULL, blocks))
+    index = RouterIndex(engine)
+    tokens = [token % 1000 for token in range(100)]
+    engine.add("r", tokens, 1, "tenant")
+    engine.drain()
+    assert index.advertised(tokens) == 0
+    assert index.advertised(tokens, "tenant") == 96
+    engine.shutdown()
