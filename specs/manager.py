@@ -76,7 +76,8 @@ class KVOffloadManager(OffloadingManager):
         self._clock = clock
         self._localities = tuple(self._options.tiers.values())
         self._next_gauges = 0.0
-        self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
+        sources = ("cpu", *self._options.tiers, *(("neighbour",) if self._options.shares_host_memory else ()))
+        self._watch = HitWatch(metrics, sources, cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
         self._neighbours = (

@@ -93,7 +93,8 @@ TEST_F(SharedRegionsKill, four_processes_that_are_killed_read_no_wrong_byte_and_
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(10);
   while (counts_->operations < operations && std::chrono::steady_clock::now() < give_up) {
     // The moment of the kill follows the work, so that a slow machine kills as often.
-    const std::uint64_t next = counts_->operations + random() % (operations / 20 + 1);
+    const std::uint64_t next =
+        counts_->operations + random() % std::min<std::uint64_t>(operations / 20 + 1, 10'000);
     while (counts_->operations < next && std::chrono::steady_clock::now() < give_up)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const auto victim = static_cast<std::uint32_t>(random() % kSharingEngines);
