@@ -241,9 +241,11 @@ class KVOffloadManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
         """Pins the chunks and returns their rows. All of them must have been hits in this step."""
-        ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
-        if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
-            self.tracer.load_began(trace)
+        state = self._state(req_context)
+        state.epoch = self._epoch
+        ticket, rows, group_rows = self._cache.prepare_load(state.handle, _sequence(keys))
+        if state.trace is not None:
+            state.trace.load_began()
         if self._options.publishes_events:
             self._loaded += keys
         return RowLoadStoreSpec(ticket, rows, group_rows)
@@ -254,7 +256,7 @@ class KVOffloadManager(OffloadingManager):
         if self.tracer is not None:
             state = req_context.get_state(RequestState)
             if state is not None and state.trace is not None:
-                self.tracer.load_ended(state.trace)
+                state.trace.load_ended()
 
     # ---- store
 

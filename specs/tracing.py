@@ -54,6 +54,16 @@ class RequestTrace:
         self.request = request
         self.loads: list[int] | None = None  # begin and end of each load in turn
 
+    def load_began(self) -> None:
+        if self.loads is None:
+            self.loads = [_now()]
+        else:
+            self.loads.append(_now())
+
+    def load_ended(self) -> None:
+        if self.loads is not None and len(self.loads) % 2 == 1:
+            self.loads.append(_now())
+
 
 class FinishedRequest(NamedTuple):
     """What the spans of a request are built from. It keeps no prompt."""
@@ -71,8 +81,8 @@ class FinishedRequest(NamedTuple):
 class RequestTracer:
     """Collects finished requests and hands their spans to OpenTelemetry in a thread of its own.
 
-    ``begin``, ``load_began``, ``load_ended`` and ``finish`` are for the scheduler's thread. They never wait
-    and do as little as possible. A process forked from this one traces nothing.
+    ``begin`` and ``finish`` are for the scheduler's thread. They never wait and do as little as possible.
+    A process forked from this one traces nothing.
     """
 
     def __init__(
@@ -115,16 +125,6 @@ class RequestTracer:
             if request.request_id != request_id:
                 request = None
         return RequestTrace(_now(), request)
-
-    def load_began(self, trace: RequestTrace) -> None:
-        if trace.loads is None:
-            trace.loads = [_now()]
-        else:
-            trace.loads.append(_now())
-
-    def load_ended(self, trace: RequestTrace) -> None:
-        if trace.loads is not None and len(trace.loads) % 2 == 1:
-            trace.loads.append(_now())
 
     def finish(self, trace: RequestTrace, request_id: str, report: Any) -> None:
         """Queues the spans of a request. Drops and counts them if the queue is full."""
