@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from dynamo.llm import SelectionService
+from dynamo.llm import SelectionService  # type: ignore[import-not-found]
 
 MODEL = "model"
 

@@ -142,7 +142,7 @@ class Child:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process ended with {self.process.wait()}: {self.process.args}")
+            raise RuntimeError(f"the process ended with {self.process.wait()}: {self.process.args!r}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
