@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "cache/cache_fixture.h"
+#include "cache/parts.h"
 #include "memory/shm_fixture.h"
 
 namespace kv_offload {
@@ -157,10 +158,11 @@ TEST_F(SharedMemory, an_owner_keeps_the_row_of_a_running_load) {
 TEST_F(SharedMemory, a_neighbours_use_protects_a_chunk_once) {
   const auto a = engine(), b = engine();
   meet({a.get(), b.get()});
-  store(*a, numbered("k", 8));
+  for (const std::string& name : numbered("k", 8)) store(*a, {name});  // k0 is the next victim
   EXPECT_EQ(load(*b, {"k0"}), 1u);
-  store(*a, numbered("new", 4));
-  EXPECT_EQ(load(*a, {"k0"}), 1u);
+  store(*a, {"new"});
+  EXPECT_EQ(load(*b, {"k1"}), 0u);
+  EXPECT_EQ(load(*b, {"k0"}), 1u);
 }
 
 TEST_F(SharedMemory, a_flood_evicts_only_the_memory_of_its_engine) {
@@ -190,6 +192,7 @@ TEST_F(SharedMemory, a_request_that_may_not_load_from_host_memory_borrows_nothin
   store(*a, {"x"});
   const RequestHandle request = b->cache->begin_request("r", {.load_from_cpu = false});
   EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kMiss);
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
   b->cache->end_request(request);
 }
 
@@ -203,6 +206,29 @@ TEST_F(SharedMemory, at_most_half_of_a_neighbours_rows_are_borrowed) {
     hits += b->cache->lookup(request, key) == LookupResult::kHit ? 1 : 0;
   EXPECT_EQ(hits, 4u);
   b->cache->end_request(request);
+}
+
+// The chunk was a victim, and a neighbour pins its row before it is discarded.
+TEST(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) {
+  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
+  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
+  RegionOptions there = reader.region->options();
+  there.shm_directory = owner.directory;
+  there.engine_id = "reader";
+  const auto region = HostRegion::attach_scheduler(there);
+  std::string problem;
+  const auto neighbour = NeighbourRegion::attach(
+      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
+  ASSERT_NE(neighbour, nullptr) << problem;
+  const Slot slot = owner.resident("x");
+  const RowId row = owner.chunks.at(slot).row;
+  ASSERT_TRUE(neighbour->pin(*neighbour->find(key_of("x"))));
+  owner.chunks.discard(slot);
+  owner.chunks.poll_neighbours(Nanos(0));
+  EXPECT_EQ(owner.free_rows(), 3u);
+  neighbour->unpin(row);
+  owner.chunks.poll_neighbours(Nanos(0));
+  EXPECT_EQ(owner.free_rows(), 4u);
 }
 
 // ---- resets

@@ -54,6 +54,22 @@ TEST_F(SharedRowsTest, a_withdrawn_row_is_not_found_and_the_others_are) {
     EXPECT_EQ(view().find(key("k" + std::to_string(i))).has_value(), i % 2 == 1) << i;
 }
 
+TEST_F(SharedRowsTest, rows_that_change_their_keys_stay_findable) {
+  SharedRows rows = open();
+  std::mt19937_64 random(3);
+  std::vector<std::string> names(kRows);
+  for (int round = 0; round < 2000; ++round) {
+    const auto i = static_cast<RowId>(random() % kRows);
+    ASSERT_TRUE(rows.withdraw(2 * i));
+    names[i] = "n" + std::to_string(round);
+    rows.publish(row(2 * i, names[i]));
+    for (RowId other = 0; other < kRows; ++other) {
+      const bool is_published = !names[other].empty();
+      ASSERT_EQ(is_published && view().find(key(names[other])).has_value(), is_published) << round;
+    }
+  }
+}
+
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
   SharedRows rows = open();
   rows.publish(row(4, "a"));
