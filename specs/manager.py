@@ -18,7 +18,7 @@ from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .tracing import RequestTracer
+from .tracing import RequestTracer, now
 from .watch import CodecWatch, DivergenceWatch, HitWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class KVOffloadManager(OffloadingManager):
         state.epoch = self._epoch
         ticket, rows, group_rows = self._cache.prepare_load(state.handle, _sequence(keys))
         if state.trace is not None:
-            state.trace.load_began()
+            state.trace.append(now())
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -213,8 +213,9 @@ class KVOffloadManager(OffloadingManager):
         self._cache.complete_load(keys)  # type: ignore[arg-type]
         if self.tracer is not None:
             state = req_context.get_state(RequestState)
-            if state is not None and state.trace is not None:
-                state.trace.load_ended()
+            # A load that began before the trace did has no begin in it.
+            if state is not None and state.trace is not None and len(state.trace) % 2 == 1:
+                state.trace.append(now())
 
     # ---- store
 
