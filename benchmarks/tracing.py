@@ -10,6 +10,8 @@ rounds.
 
 - on: no thread builds spans meanwhile.
 - thread: the thread that builds spans runs as on a server, and its exporter discards them.
+
+"isolated" is the time of the added calls alone in a loop, with warm caches: the median of rounds of 200.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from reporting import describe_machine, echo, interval_of_median, write_results
 
 adapter.use_specs()
 
-from kv_offload.specs.tracing import RequestTracer  # noqa: E402
+from kv_offload.specs.tracing import RequestTracer, now  # noqa: E402
 from manager_calls import Ours, make_keys  # noqa: E402
 from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult  # noqa: E402
@@ -95,17 +97,49 @@ class Requests:
 
     def round(self, count: int) -> float:
         """Returns the median of the seconds per request."""
-        arriving = [
-            SimpleNamespace(
-                request_id=f"cmpl-{number:032x}",
-                trace_headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"},
-                num_prompt_tokens=16 * CHUNKS,
-                status=7,
-            )
-            for number in range(count)
-        ]
+        arriving = make_arriving(count)
         gc.collect()
-        return statistics.median(self.serve(number, each) for number, each in enumerate(arriving))
+        spent = []
+        for number, each in enumerate(arriving):
+            spent.append(self.serve(number, each))
+            # On a server, a few requests are queued when the spans are built.
+            if self.manager.tracer is not None and number % 50 == 49:
+                self.manager.tracer.drain()
+        return statistics.median(spent)
+
+
+def isolated(served: Requests, tracer: RequestTracer) -> float:
+    """Returns the microseconds of the added calls of one request with one load, in a loop."""
+    cache = served.made.manager._cache
+    handle = cache.begin_request("r")
+    arriving = make_arriving(1)[0]
+    rounds = []
+    for _ in range(200):
+        began = time.perf_counter_ns()
+        for _ in range(200):
+            tracer.arriving = arriving
+            trace = tracer.begin(arriving.request_id)
+            trace.append(now())
+            if len(trace) % 2 == 1:
+                trace.append(now())
+            tracer.finish(trace, arriving.request_id, cache.packed_report(handle))
+        rounds.append((time.perf_counter_ns() - began) / 200 / 1e3)
+        tracer._finished.clear()
+    cache.end_request(handle)
+    return statistics.median(rounds)
+
+
+def make_arriving(count: int) -> list[Any]:
+    """Returns what the tracer reads of vLLM's requests."""
+    return [
+        SimpleNamespace(
+            request_id=f"cmpl-{number:032x}",
+            trace_headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"},
+            num_prompt_tokens=16 * CHUNKS,
+            status=7,
+        )
+        for number in range(count)
+    ]
 
 
 def measure(requests: int, rounds: int) -> dict[str, Any]:
@@ -145,6 +179,7 @@ def measure(requests: int, rounds: int) -> dict[str, Any]:
             kind: {"median": statistics.median(values), "interval": interval_of_median(values)}
             for kind, values in added.items()
         },
+        "isolated_us": isolated(served, RequestTracer(provider, served.made.manager._metrics)),
         "ratio": statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True)),
         "limit_us": LIMIT_US,
     }
@@ -163,6 +198,7 @@ def main() -> None:
     for kind, each in found["added_us"].items():
         low, high = each["interval"]
         print(f"{kind:7} adds {each['median']:.2f} us (95%: {low:.2f} to {high:.2f})")
+    print(f"isolated: {found['isolated_us']:.2f} us")
     print(f"ratio of the calls: {found['ratio']:.3f}")
     write_results("tracing", found)
 

@@ -20,7 +20,7 @@ from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .tracing import RequestTracer
+from .tracing import RequestTracer, now
 from .watch import CodecWatch, DivergenceWatch, HitWatch, NeighbourWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class KVOffloadManager(OffloadingManager):
         state.epoch = self._epoch
         ticket, rows, group_rows = self._cache.prepare_load(state.handle, _sequence(keys))
         if state.trace is not None:
-            state.trace.load_began()
+            state.trace.append(now())
         if self._options.publishes_events:
             self._loaded += keys
         return RowLoadStoreSpec(ticket, rows, group_rows)
@@ -255,8 +255,9 @@ class KVOffloadManager(OffloadingManager):
         self._cache.complete_load(keys)  # type: ignore[arg-type]
         if self.tracer is not None:
             state = req_context.get_state(RequestState)
-            if state is not None and state.trace is not None:
-                state.trace.load_ended()
+            # A load that began before the trace did has no begin in it.
+            if state is not None and state.trace is not None and len(state.trace) % 2 == 1:
+                state.trace.append(now())
 
     # ---- store
 

@@ -38,31 +38,16 @@ MAX_QUEUED = 4096  # finished requests; about 1 KiB each
 _POLL_SECONDS = 0.5  # the scheduler's thread must not wake the other one
 CLOSE_SECONDS = 5.0  # how long close() waits for the exporter
 _HOST = "cpu"
-_now = time.monotonic_ns
 # vLLM appends this to a request's id to make the scheduler's id. Its own spans have the id without it.
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
-class RequestTrace:
-    """The times of a live request, in nanoseconds of CLOCK_MONOTONIC."""
-
-    __slots__ = ("began", "loads", "request")
-
-    def __init__(self, began: int, request: Any) -> None:
-        """``request``: vLLM's Request; None if vLLM did not hand it over."""
-        self.began = began
-        self.request = request
-        self.loads: list[int] | None = None  # begin and end of each load in turn
-
-    def load_began(self) -> None:
-        if self.loads is None:
-            self.loads = [_now()]
-        else:
-            self.loads.append(_now())
-
-    def load_ended(self) -> None:
-        if self.loads is not None and len(self.loads) % 2 == 1:
-            self.loads.append(_now())
+# A live request: its arrival; vLLM's Request (None if vLLM did not hand it over); then begin and end of each
+# load in turn. Times are nanoseconds of CLOCK_MONOTONIC. A list, because a class costs the scheduler's thread
+# more.
+Trace = list[Any]
+_LOADS = 2  # index of the first load
+now = time.monotonic_ns
 
 
 class FinishedRequest(NamedTuple):
@@ -72,9 +57,8 @@ class FinishedRequest(NamedTuple):
     headers: Mapping[str, str] | None  # W3C trace context
     prompt_tokens: int
     status: Any  # vLLM's RequestStatus at the end; None: unknown
-    began: int
+    trace: Trace
     ended: int
-    loads: list[int] | None
     report: Any  # packed
 
 
@@ -117,25 +101,35 @@ class RequestTracer:
 
     # ---- scheduler's thread
 
-    def begin(self, request_id: str) -> RequestTrace:
+    def begin(self, request_id: str) -> Trace:
         """Returns the trace of a request that arrives now."""
         request = self.arriving
         if request is not None:
             self.arriving = None
             if request.request_id != request_id:
                 request = None
-        return RequestTrace(_now(), request)
+        return [now(), request]
 
-    def finish(self, trace: RequestTrace, request_id: str, report: Any) -> None:
+    def finish(self, trace: Trace, request_id: str, report: Any) -> None:
         """Queues the spans of a request. Drops and counts them if the queue is full."""
         if len(self._finished) >= self._max_queued:
             self._metrics.add(DROPPED, (), 1)
             return
-        request, headers, prompt_tokens, status = trace.request, None, 0, None
-        if request is not None:
-            headers, prompt_tokens, status = request.trace_headers, request.num_prompt_tokens, request.status
+        request = trace[1]
+        if request is None:
+            self._finished.append((request_id, None, 0, None, trace, now(), report))
+            return
+        trace[1] = None  # the queue must not keep prompts
         self._finished.append(
-            (request_id, headers, prompt_tokens, status, trace.began, _now(), trace.loads, report)
+            (
+                request_id,
+                request.trace_headers,
+                request.num_prompt_tokens,
+                request.status,
+                trace,
+                now(),
+                report,
+            )
         )
 
     # ---- own thread
@@ -186,7 +180,7 @@ class RequestTracer:
             "kv_offload.request",
             parent,
             attributes=self._request_attributes(request, report),
-            start_time=request.began + to_unix,
+            start_time=request.trace[0] + to_unix,
         )
         if root.is_recording() and report.first_lookup > 0:
             self._emit_lookup(request, report, api.set_span_in_context(root, parent), to_unix)
@@ -197,7 +191,7 @@ class RequestTracer:
     ) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        loads = request.loads or []
+        began, loads = request.trace[0], request.trace[_LOADS:]
         ended = loads[0] if loads else report.last_lookup
         lookup = self._tracer.start_span(
             "kv_offload.lookup",
@@ -209,7 +203,7 @@ class RequestTracer:
         if report.choice:
             self._emit_decision(report, context, to_unix)
         for read in report.reads:
-            self._emit_read(read, request.began, context, to_unix)
+            self._emit_read(read, began, context, to_unix)
         lookup.end(max(ended, report.first_lookup) + to_unix)
         for index in range(0, len(loads), 2):
             is_complete = index + 1 < len(loads)

@@ -51,8 +51,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::string& load_policy, double lookup_timeout_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
                  std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes,
-                 const std::vector<std::pair<std::string, double>>& tenants,
-                 std::string share_identity, double neighbour_interval_seconds) {
+                 const std::vector<std::pair<std::string, double>>& tenants, std::string share_identity,
+                 double neighbour_interval_seconds) {
   CacheOptions options;
   for (const auto& [name, share] : tenants) options.tenants.push_back({name, share});
   options.max_sessions = max_sessions;
@@ -312,8 +312,8 @@ void bind_cache(py::module_& module) {
            py::arg("lookup_timeout_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0,
-           py::arg("tenants") = std::vector<std::pair<std::string, double>>{},
-           py::arg("share_identity") = "", py::arg("neighbour_interval_seconds") = 1.0)
+           py::arg("tenants") = std::vector<std::pair<std::string, double>>{}, py::arg("share_identity") = "",
+           py::arg("neighbour_interval_seconds") = 1.0)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,

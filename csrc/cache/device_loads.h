@@ -51,7 +51,7 @@ class DeviceLoads {
   };
   struct Begun {
     RowTransfer transfer;
-    RequestReport::Places hit_tokens{};                    // by source of the bytes
+    RequestReport::Places hit_tokens{};  // by source of the bytes
     decltype(RequestReport::neighbour_tokens) neighbour_tokens{};
   };
 

@@ -10,7 +10,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr Nanos kCheckInterval = std::chrono::seconds(1);  // of whether the neighbours live
+constexpr Nanos kCheckInterval = std::chrono::seconds(1);        // of whether the neighbours live
 constexpr unsigned kNumbers = RequestReport::kNeighbourNumbers;  // of shared regions
 
 }  // namespace
