@@ -325,6 +325,32 @@ TEST_F(SharedMemory, rows_that_an_ended_reader_held_are_reused) {
   EXPECT_EQ(a->cache->stats().quarantined_rows, 0u);
 }
 
+TEST_F(SharedMemory, a_load_never_reads_a_mapping_of_an_earlier_neighbour) {
+  WorldOptions one_rank[3] = {options(), options(), options()};
+  for (WorldOptions& one : one_rank) one.ranks = 1;
+  auto a = std::make_unique<World>(one_rank[0]);
+  World b(one_rank[1]);
+  store(*a, {"old"});
+  b.cache->end_step();
+  std::unique_ptr<World> c;
+  b.ranks[0]->map_neighbours([&](std::span<std::byte>, bool mapped) {  // e.g. registers it with CUDA
+    if (!mapped || c) return Status::ok();
+    a.reset();
+    c = std::make_unique<World>(one_rank[2]);
+    store(*c, {"new"});  // in the row in which a had the other one
+    for (int i = 0; i < 3; ++i) b.cache->end_step();
+    return Status::ok();
+  });
+  ASSERT_NE(c, nullptr);
+  for (int i = 0; i < 3; ++i) {
+    b.cache->end_step();
+    load(b, {"new"});  // fails on wrong bytes
+    b.ranks[0]->map_neighbours();
+  }
+  b.cache->end_step();
+  EXPECT_EQ(load(b, {"new"}), 1u);
+}
+
 // ---- neighbours that are not used
 
 TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) {
