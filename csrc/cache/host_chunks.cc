@@ -145,13 +145,13 @@ bool HostChunks::is_used_by_neighbour(Slot slot) {
     return true;
   }
   if (!lent_->take_use(entry.row)) return false;
-  index_.access(slot, 0, entry.priority);
+  index_.refresh(slot);
   return true;
 }
 
 void HostChunks::poll_neighbours(Nanos now) {
   if (!lent_) return;
-  neighbours_->poll(now);
+  neighbours_->poll();
   lent_->poll(to_seconds(now), !read_by_neighbours_.empty(), [&](RowId row) { quarantine_.release(row); });
   std::erase_if(read_by_neighbours_, [&](Slot slot) {
     if (lent_->is_read(index_.at(slot).row)) return false;

@@ -79,8 +79,9 @@ class HostChunks {
   void share_in(HostRegion& region, std::string_view identity, Nanos interval);
   // Returns the chunk if a neighbour has it: resident, in the neighbour's row. REQUIRES: the key is absent.
   const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
-  bool has_neighbour(const ChunkKey& key, std::uint32_t group) const {
-    return neighbours_ && neighbours_->has(key, group);
+  // True if a neighbour has the chunk; its owner then counts a use.
+  bool use_neighbours(const ChunkKey& key, std::uint32_t group) {
+    return neighbours_ && neighbours_->use(key, group);
   }
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }

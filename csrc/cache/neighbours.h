@@ -6,10 +6,12 @@
 // that of HostRegion::neighbour_row(), so the ranks read it like a row of their own.
 //
 // A neighbour is used once every worker has mapped its region, and until it has ended and none of its rows is
-// held. At most half of a neighbour's rows are borrowed at once, so that readers cannot keep an owner from
-// all of its memory.
+// held. The borrowed rows of a neighbour take at most half of an area's bytes. This bounds one reader:
+// several readers together can pin more, and an area with rows of several sizes can run out of empty slabs
+// earlier.
 //
-// Threads: one (the scheduler's), and a thread that looks for new neighbours.
+// Threads: any. A thread looks for new neighbours and leaves those that have ended, also while the engine is
+// idle. No method waits for its system calls.
 #pragma once
 
 #include <array>
@@ -32,7 +34,7 @@ namespace kv_offload {
 class Neighbours {
  public:
   // `row_bytes`: of each group position, padded. `interval`: between two searches for neighbours; 0 = poll()
-  // searches, and there is no thread. The region must outlive this.
+  // does the thread's work. The region must outlive this.
   Neighbours(HostRegion& region, const SharedRowsLayout& layout, std::string identity,
              std::vector<std::uint64_t> row_bytes, Nanos interval);
   ~Neighbours();
@@ -46,57 +48,70 @@ class Neighbours {
   // Pins the row of a neighbour that has this chunk, with one hold. Throws std::bad_alloc; nothing is held
   // then.
   std::optional<Borrowed> borrow(const ChunkKey& key, std::uint32_t group);
-  // True if a neighbour has the chunk now.
-  bool has(const ChunkKey& key, std::uint32_t group) const;
+  // True if a neighbour has the chunk now. Its owner's eviction then counts a use.
+  bool use(const ChunkKey& key, std::uint32_t group);
   // Adds a hold, ends one. The last one unpins the row. REQUIRES: the row is held.
-  void hold(RowId row) noexcept { ++holds_.find(row)->second; }
+  void hold(RowId row) noexcept;
   void release(RowId row) noexcept;
   bool owns(RowId row) const { return row >= first_row_; }
   // The number in the name of the region that this row is in.
   unsigned number_of(RowId row) const;
 
-  // Takes in new neighbours and leaves those that have ended.
-  void poll(Nanos now);
-  // Nothing is borrowed any more. Rows that are held stay pinned.
+  // Takes in the neighbours that were found.
+  void poll();
+  // Nothing is borrowed or searched any more. Rows that are held stay pinned, and their regions mapped.
   void stop();
-  std::size_t size() const { return stopped_ ? 0 : usable(); }
+  std::size_t size() const;
   // Reasons why regions are not used, each once.
   std::vector<std::string> take_problems();
 
  private:
   struct Neighbour {
-    std::unique_ptr<NeighbourRegion> region;  // null: the slot is free
-    std::size_t held = 0;                     // rows
+    std::unique_ptr<NeighbourRegion> region;  // null: the slot is free. Only check() resets it
+    std::uint64_t held_bytes = 0;             // of the borrowed rows, in each area
     bool is_mapped = false;                   // by every worker
     bool has_ended = false;
+    std::uint32_t refused_checks = 0;  // consecutive checks in which a worker could not map it
+  };
+  struct Hold {
+    std::uint32_t holds = 0;
+    std::uint64_t bytes = 0;
+  };
+  // What has the number in the name of a region.
+  struct Number {
+    bool is_known = false;             // attached: not searched
+    bool is_reported = false;          // that workers cannot map it
+    std::uint32_t skipped_checks = 0;  // before it is searched again
+    std::string refused;               // the last reason, reported already
   };
   std::optional<SharedRowsView::Found> find_in(const Neighbour& neighbour, const ChunkKey& key,
-                                               std::uint32_t group) const;
+                                               std::uint32_t group) const REQUIRES(mutex_);
   std::uint32_t slot_of(RowId row) const { return row / slot_rows_ - 1; }
-  std::size_t usable() const;
-  void search();
+  bool is_over() const REQUIRES(mutex_);
   void run_thread();
-  void take_in();
+  // What the thread does in each interval.
+  void check();
+  void search();
+  void find_ended();
   void leave_ended();
+  void take_in() REQUIRES(mutex_);
 
   HostRegion& region_;
   const SharedRowsLayout layout_;
   const std::string identity_;
   const std::vector<std::uint64_t> row_bytes_;
   const Nanos interval_;
-  const RowId first_row_;              // of slot 0
-  const RowId slot_rows_;              // between two slots
-  std::vector<Neighbour> neighbours_;  // by slot
-  std::unordered_map<RowId, std::uint32_t> holds_;
-  std::optional<Nanos> checked_at_;
-  bool stopped_ = false;
+  const RowId first_row_;  // of slot 0
+  const RowId slot_rows_;  // between two slots
 
   mutable Mutex mutex_;
   CondVar wake_;
   bool closing_ GUARDED_BY(mutex_) = false;
-  std::array<bool, 256> known_ GUARDED_BY(mutex_){};  // numbers that are not searched
-  std::array<std::string, 256> refused_ GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);
+  bool stopped_ GUARDED_BY(mutex_) = false;
+  std::vector<Neighbour> neighbours_ GUARDED_BY(mutex_);  // by slot
+  std::unordered_map<RowId, Hold> holds_ GUARDED_BY(mutex_);
+  std::array<Number, 256> numbers_ GUARDED_BY(mutex_){};
+  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);  // not taken in yet
   std::vector<std::string> problems_ GUARDED_BY(mutex_);
   std::thread thread_;  // last member: stopped first
 };

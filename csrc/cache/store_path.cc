@@ -81,7 +81,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
       if (known->state == ChunkState::kResident) context_.write_back.on_used(slot);
       continue;
     }
-    if (context_.chunks.has_neighbour(key, group)) continue;  // not stored twice
+    if (context_.chunks.use_neighbours(key, group)) continue;  // not stored twice
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;

@@ -26,6 +26,14 @@ struct Pinning {
   Status failure = Status::ok();
 };
 
+bool can_register_read_only(int device) {
+  int is_supported = 0;
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&is_supported, cudaDevAttrHostRegisterReadOnlySupported, device);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaSuccess && is_supported != 0;
+}
+
 }  // namespace
 
 int numa_node_of(int device) {
@@ -58,6 +66,8 @@ PinnedArea::PinnedArea(std::span<std::byte> area, const PinOptions& options)
 }
 
 void PinnedArea::register_pieces(const PinOptions& options) {
+  if (options.read_only && !can_register_read_only(device_))
+    throw_resource("device {} or its driver cannot register memory that is mapped read-only", device_);
   const std::size_t pieces = registered_.size();
   Pinning pinning;
   const auto work = [&] {

@@ -408,6 +408,12 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority, 
   entry.returns_at = 0;
 }
 
+void ChunkIndex::refresh(Slot slot) {
+  const ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kResident);
+  impl_->policy->refresh(slot, entry_info(entry));
+}
+
 void ChunkIndex::retain(Slot slot) {
   ChunkEntry& entry = impl_->entries[slot];
   assert(entry.state == ChunkState::kResident);

@@ -126,6 +126,9 @@ class ChunkIndex {
   // Whatever return was expected has happened.
   // The entry is charged to `tenant` from now on.
   void access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant = 0);
+  // The entry was used elsewhere: makes it as recent as a hit does, and changes nothing else. REQUIRES:
+  // resident.
+  void refresh(Slot slot);
   // Raises the entry to the highest level of priority until its next use, or ends that and sets the priority
   // that it has instead. Throws std::bad_alloc without any change. REQUIRES: resident.
   void retain(Slot slot);

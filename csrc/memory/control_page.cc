@@ -35,10 +35,10 @@ struct ControlPage::Header {
   std::atomic<std::uint32_t> attached;   // scheduler and workers
   std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
   std::atomic<std::uint64_t> shared_rows;
-  struct Neighbour {
-    std::atomic<std::uint64_t> request;  // 0: none; else NeighbourArea but for its file
-    std::atomic<std::uint64_t> inode;
-    std::atomic<std::uint64_t> mapped;  // a bit per rank
+  struct Neighbour {                        // a sequence lock
+    std::atomic<std::uint64_t> generation;  // odd: the scheduler is writing the other two
+    std::atomic<std::uint64_t> inode;       // 0: dismissed
+    std::atomic<std::uint64_t> numbers;     // of the name, and of the reader << 8
   };
   std::array<Neighbour, HostRegion::kMostNeighbours> neighbours;
 };
@@ -50,6 +50,8 @@ struct ControlPage::Worker {
   std::uint32_t fingerprint_bytes;
   std::array<std::uint64_t, 64> shard_bytes;  // kMostGroups at most
   std::array<char, kMostFingerprint> fingerprint;
+  // The last generation of each neighbour slot that this rank has carried out, and that it cannot carry out.
+  std::array<std::atomic<std::uint64_t>, HostRegion::kMostNeighbours> done, refused;
 };
 
 std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
@@ -75,8 +77,9 @@ void ControlPage::forget() {
   header().fetching.store(0);
   header().shared_rows.store(0);
   for (auto& neighbour : header().neighbours) {
-    neighbour.request.store(0);
-    neighbour.mapped.store(0);
+    neighbour.generation.store(0);
+    neighbour.inode.store(0);
+    neighbour.numbers.store(0);
   }
 }
 
@@ -169,37 +172,66 @@ std::uint64_t ControlPage::shared_rows() const {
 }
 
 void ControlPage::request_neighbour(std::uint32_t slot, const NeighbourArea& area) {
-  auto& neighbour = header().neighbours[slot];
-  neighbour.inode.store(area.inode, std::memory_order_relaxed);
-  neighbour.request.store(1 | std::uint64_t{area.number} << 8 | std::uint64_t{area.reader} << 32,
-                          std::memory_order_release);
+  change_neighbour(slot, area);
 }
 
-void ControlPage::dismiss_neighbour(std::uint32_t slot) {
-  header().neighbours[slot].request.store(0, std::memory_order_release);
+void ControlPage::dismiss_neighbour(std::uint32_t slot) { change_neighbour(slot, {}); }
+
+void ControlPage::change_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  auto& neighbour = header().neighbours[slot];
+  const std::uint64_t generation = neighbour.generation.load(std::memory_order_relaxed);
+  neighbour.generation.store(generation + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  neighbour.inode.store(area.inode, std::memory_order_relaxed);
+  neighbour.numbers.store(area.number | std::uint64_t{area.reader} << 8, std::memory_order_relaxed);
+  neighbour.generation.store(generation + 2, std::memory_order_release);
+}
+
+bool ControlPage::is_carried_out(std::uint32_t slot) const {
+  const std::uint64_t generation = header().neighbours[slot].generation.load(std::memory_order_relaxed);
+  for (std::uint32_t rank = 0; rank < num_workers_; ++rank) {
+    if (worker(rank).done[slot].load(std::memory_order_acquire) != generation) return false;
+  }
+  return true;
 }
 
 bool ControlPage::has_mapped(std::uint32_t slot) const {
-  const std::uint64_t all = num_workers_ == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << num_workers_) - 1;
-  return header().neighbours[slot].mapped.load(std::memory_order_acquire) == all;
+  return header().neighbours[slot].inode.load(std::memory_order_relaxed) != 0 && is_carried_out(slot);
 }
 
 bool ControlPage::has_unmapped(std::uint32_t slot) const {
-  return header().neighbours[slot].mapped.load(std::memory_order_acquire) == 0;
+  return header().neighbours[slot].inode.load(std::memory_order_relaxed) == 0 && is_carried_out(slot);
 }
 
-NeighbourArea ControlPage::neighbour(std::uint32_t slot) const {
+bool ControlPage::is_refused(std::uint32_t slot) const {
+  const std::uint64_t generation = header().neighbours[slot].generation.load(std::memory_order_relaxed);
+  for (std::uint32_t rank = 0; rank < num_workers_; ++rank) {
+    const Worker& one = worker(rank);
+    if (generation != 0 && one.refused[slot].load(std::memory_order_relaxed) == generation &&
+        one.done[slot].load(std::memory_order_relaxed) != generation)
+      return true;
+  }
+  return false;
+}
+
+std::optional<ControlPage::NeighbourRequest> ControlPage::neighbour(std::uint32_t slot) const {
   const auto& neighbour = header().neighbours[slot];
-  const std::uint64_t request = neighbour.request.load(std::memory_order_acquire);
-  if (request == 0) return {};
-  return {neighbour.inode.load(std::memory_order_relaxed), static_cast<std::uint8_t>(request >> 8),
-          static_cast<std::uint8_t>(request >> 32)};
+  const std::uint64_t generation = neighbour.generation.load(std::memory_order_acquire);
+  const std::uint64_t inode = neighbour.inode.load(std::memory_order_relaxed);
+  const std::uint64_t numbers = neighbour.numbers.load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (generation % 2 != 0 || neighbour.generation.load(std::memory_order_relaxed) != generation)
+    return std::nullopt;
+  return NeighbourRequest{
+      {inode, static_cast<std::uint8_t>(numbers), static_cast<std::uint8_t>(numbers >> 8)}, generation};
 }
 
-void ControlPage::set_mapped(std::uint32_t slot, std::uint32_t rank, bool mapped) {
-  auto& bits = header().neighbours[slot].mapped;
-  const std::uint64_t bit = std::uint64_t{1} << rank;
-  mapped ? bits.fetch_or(bit, std::memory_order_acq_rel) : bits.fetch_and(~bit, std::memory_order_acq_rel);
+void ControlPage::set_done(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation) {
+  worker(rank).done[slot].store(generation, std::memory_order_release);
+}
+
+void ControlPage::set_refused(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation) {
+  worker(rank).refused[slot].store(generation, std::memory_order_relaxed);
 }
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {

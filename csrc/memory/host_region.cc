@@ -135,9 +135,11 @@ class Window {
 
 // What a worker has mapped in a neighbour slot. The descriptor holds the lock of its reader number.
 struct MappedNeighbour {
-  NeighbourArea area;
   int fd = -1;
-  std::uint64_t refused = 0;  // the inode of the last area that could not be mapped
+  std::uint64_t generation = 0;  // of the request that is mapped or was refused
+  // ---- after a refusal
+  std::uint32_t pause = 0, calls_left = 0;  // calls of map_neighbours between two tries, until the next try
+  std::string problem;
 };
 
 ControlPage::Sizes sizes_of(const RegionOptions& options) {
@@ -535,6 +537,8 @@ bool HostRegion::has_mapped(std::uint32_t slot) const { return impl_->control.ha
 
 bool HostRegion::has_unmapped(std::uint32_t slot) const { return impl_->control.has_unmapped(slot); }
 
+bool HostRegion::is_refused(std::uint32_t slot) const { return impl_->control.is_refused(slot); }
+
 // Returns the problem, or nothing. The scheduler has validated the file; its inode says that it is the same.
 std::string HostRegion::Impl::map_neighbour(std::uint32_t slot, const NeighbourArea& area) {
   const std::string path = SharedFile::shared_path_of(options.shm_directory, options.share_for, area.number);
@@ -552,7 +556,7 @@ std::string HostRegion::Impl::map_neighbour(std::uint32_t slot, const NeighbourA
       error != 0)
     return refuse(std::strerror(error));
   ::madvise(window.at(slot + 1), sizes.area_bytes, MADV_DONTDUMP);
-  neighbours[slot] = {area, fd, 0};
+  neighbours[slot].fd = fd;
   return {};
 }
 
@@ -561,34 +565,44 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
   Impl& impl = *impl_;
   for (std::uint32_t slot = 0; slot < impl.neighbour_slots(); ++slot) {
     MappedNeighbour& mapped = impl.neighbours[slot];
-    const NeighbourArea wanted = impl.control.neighbour(slot);
+    const auto wanted = impl.control.neighbour(slot);
+    if (!wanted) continue;
     const std::span<std::byte> memory(impl.window.at(slot + 1), impl.sizes.area_bytes);
-    if (mapped.fd >= 0 && wanted.inode != mapped.area.inode) {
-      if (change) (void)change(memory, false);
-      impl.unmap_neighbour(slot);
-      impl.control.set_mapped(slot, impl.rank, false);
+    // The same file may be requested again, under another reader number.
+    if (wanted->generation != mapped.generation) {
+      if (mapped.fd >= 0) {
+        if (change) (void)change(memory, false);
+        impl.unmap_neighbour(slot);
+      }
+      mapped = {};
+      mapped.generation = wanted->generation;
+      if (wanted->area.inode == 0) impl.control.set_done(slot, impl.rank, wanted->generation);
     }
-    if (wanted.inode == 0 || mapped.fd >= 0 || mapped.refused == wanted.inode) continue;
-    std::string problem = impl.map_neighbour(slot, wanted);
+    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;
+    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;
+    std::string problem = impl.map_neighbour(slot, wanted->area);
     if (problem.empty() && change) {
       if (const Status status = change(memory, true); !status.is_ok()) {
         problem = fmt::format("host memory of a neighbour cannot be read: {}", status.to_string());
         impl.unmap_neighbour(slot);
       }
     }
-    if (!problem.empty()) {
-      mapped.refused = wanted.inode;
-      problems.push_back(std::move(problem));
+    if (problem.empty()) {
+      impl.control.set_done(slot, impl.rank, wanted->generation);
       continue;
     }
-    impl.control.set_mapped(slot, impl.rank, true);
+    impl.control.set_refused(slot, impl.rank, wanted->generation);
+    mapped.pause = mapped.pause == 0 ? kFirstPause : std::min(2 * mapped.pause, kMostPause);
+    mapped.calls_left = mapped.pause;
+    if (problem != mapped.problem) problems.push_back(problem);
+    mapped.problem = std::move(problem);
   }
   return problems;
 }
 
 void HostRegion::Impl::unmap_neighbour(std::uint32_t slot) {
   (void)window.unmap(slot + 1, sizes.area_bytes);
-  ::close(std::exchange(neighbours[slot], {}).fd);
+  ::close(std::exchange(neighbours[slot].fd, -1));
 }
 
 std::span<std::byte> HostRegion::window() const {

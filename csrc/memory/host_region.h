@@ -174,9 +174,13 @@ class HostRegion {
   void dismiss_neighbour(std::uint32_t slot);
   bool has_mapped(std::uint32_t slot) const;    // every worker has
   bool has_unmapped(std::uint32_t slot) const;  // every worker has
+  // A worker could not map it so far. It tries again until the request is dismissed.
+  bool is_refused(std::uint32_t slot) const;
   // Worker: follows the scheduler's requests. `change(area, mapped)` is called after an area was mapped,
-  // before rows in it are used, and before it is unmapped. An area whose change fails is unmapped again.
-  // Returns the problems of areas that cannot be mapped (each is reported once).
+  // before rows in it are used, and before it is unmapped. An area whose change fails is unmapped again, and
+  // tried again after kFirstPause calls, then after twice as many each time, up to kMostPause. Returns the
+  // problems of areas that cannot be mapped (equal ones of a request are reported once).
+  static constexpr std::uint32_t kFirstPause = 16, kMostPause = 1024;
   using NeighbourChange = std::function<Status(std::span<std::byte> area, bool mapped)>;
   std::vector<std::string> map_neighbours(const NeighbourChange& change = {});
   // Worker: the own area and all neighbour slots, mapped or not. Without share_for: the own area.

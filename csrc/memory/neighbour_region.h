@@ -8,7 +8,7 @@
 // While this object or a worker's mapping exists, this engine holds a reader number in the region. If all its
 // processes die, the owner clears the pins of that number.
 //
-// Threads: one at a time.
+// Threads: one at a time. is_alive(): one more.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,8 @@ class NeighbourRegion {
   std::optional<SharedRowsView::Found> find(const ChunkKey& key) const { return rows_->find(key); }
   bool pin(const SharedRowsView::Found& found) { return rows_->pin(area_.reader, found); }
   void unpin(RowId row) { rows_->unpin(area_.reader, row); }
+  // Its owner's eviction counts a use of this row.
+  void mark_used(RowId row) { rows_->mark_used(row); }
   // False: the owner has closed its table, or all its processes have ended. Rows that are pinned stay valid.
   // Removes the name of a region without processes.
   bool is_alive();

@@ -229,6 +229,11 @@ void SharedRowsView::unpin(unsigned reader, RowId row) {
   pins.fetch_and(~(std::uint64_t{1} << reader), std::memory_order_seq_cst);
 }
 
+void SharedRowsView::mark_used(RowId row) {
+  const std::uint32_t index = row / row_pages_;
+  SharedRow<Word>{const_cast<Word&>(entry(index).version), pins_of(index)}.mark_used();
+}
+
 void SharedRowsView::clear_pins(unsigned reader) {
   for (std::uint32_t i = 0; i < layout_.capacity; ++i) clear_bit(pins_of(i), reader);
 }

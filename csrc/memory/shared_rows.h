@@ -107,6 +107,7 @@ class SharedRowsView {
   // True if the row still holds the key. It then stays unchanged until unpin().
   bool pin(unsigned reader, const Found& found);
   void unpin(unsigned reader, RowId row);  // also tells the owner's eviction of the use
+  void mark_used(RowId row);               // tells it without a pin
   bool is_open() const;                    // false: the owner has closed the table
   // Clears what an earlier, dead reader of this number left. REQUIRES: the number belongs to this process.
   void clear_pins(unsigned reader);

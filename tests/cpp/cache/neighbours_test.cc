@@ -5,9 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <fstream>
+#include <thread>
+
 #include "cache/cache_fixture.h"
 #include "cache/parts.h"
 #include "memory/shm_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -99,6 +104,42 @@ class SharedMemory : public ShmTest {
     for (int i = 0; i < count; ++i) names.push_back(fmt::format("{}{}", name, i));
     return names;
   }
+  // Parts of this file that this process has mapped.
+  static int maps_of(std::uint64_t inode) {
+    std::ifstream maps("/proc/self/maps");
+    const std::string wanted = fmt::format(" {} ", inode);
+    int count = 0;
+    for (std::string line; std::getline(maps, line);)
+      count += line.find(wanted) != std::string::npos && line.find("kv_offload") != std::string::npos ? 1 : 0;
+    return count;
+  }
+  // Parts of the file of an engine that only the engine itself has mapped.
+  int own_maps() {
+    const auto alone = engine();
+    return maps_of(alone->region->inode());
+  }
+  // An engine whose thread looks for neighbours, and which makes no step unless the test does.
+  std::unique_ptr<World> idle_engine() {
+    WorldOptions made = options();
+    made.cache.neighbour_interval = std::chrono::milliseconds(1);
+    return std::make_unique<World>(made);
+  }
+  // Its workers' threads run.
+  static bool wait_for(World& world, const std::function<bool()>& condition) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      for (auto& rank : world.ranks) rank->map_neighbours();
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  static void step(World& world, int times = 1) {
+    for (int i = 0; i < times; ++i) {
+      world.cache->end_step();
+      for (auto& rank : world.ranks) rank->map_neighbours();
+    }
+  }
 
   int engines_ = 0;
 };
@@ -123,6 +164,16 @@ TEST_F(SharedMemory, a_chunk_that_a_neighbour_has_is_not_stored_again) {
   EXPECT_THAT(store(*b, {"x", "y"}), ElementsAre("y"));
   EXPECT_EQ(load(*b, {"x", "y"}), 2u);
   EXPECT_EQ(load(*a, {"x", "y"}), 2u);
+}
+
+TEST_F(SharedMemory, a_store_that_a_neighbours_chunk_prevents_is_a_use_of_it) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  for (const std::string& name : numbered("k", 8)) store(*a, {name});  // k0 is the next victim
+  EXPECT_THAT(store(*b, {"k0"}), IsEmpty());
+  store(*a, {"new"});
+  EXPECT_EQ(load(*b, {"k1"}), 0u);
+  EXPECT_EQ(load(*b, {"k0"}), 1u);
 }
 
 TEST_F(SharedMemory, groups_with_rows_of_different_sizes_are_shared) {
@@ -208,6 +259,26 @@ TEST_F(SharedMemory, at_most_half_of_a_neighbours_rows_are_borrowed) {
   b->cache->end_request(request);
 }
 
+TEST_F(SharedMemory, at_most_half_of_a_neighbours_bytes_are_borrowed_with_rows_of_several_sizes) {
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) {
+    one.shard_bytes = {300, 4 * kPageBytes};
+    one.rows = 64;
+  }
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  const Names names = numbered("k", 16);
+  ASSERT_EQ(store(a, names, 1).size(), 16u);
+  const RequestHandle request = b.cache->begin_request("r", {});
+  std::size_t hits = 0;
+  for (const ChunkKey& key : keys_of(names, 1))
+    hits += b.cache->lookup(request, key) == LookupResult::kHit ? 1 : 0;
+  EXPECT_EQ(hits, 8u);
+  EXPECT_THAT(store(a, {"new0", "new1"}, 1), ElementsAre("new0", "new1"));
+  b.cache->end_request(request);
+  EXPECT_EQ(load(b, {"new0", "new1"}, 1), 2u) << "bytes of returned rows still count";
+}
+
 // The chunk was a victim, and a neighbour pins its row before it is discarded.
 TEST(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) {
   ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
@@ -229,6 +300,35 @@ TEST(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) 
   neighbour->unpin(row);
   owner.chunks.poll_neighbours(Nanos(0));
   EXPECT_EQ(owner.free_rows(), 4u);
+}
+
+TEST(SharedChunks, a_neighbours_use_changes_no_mark_of_a_chunk) {
+  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
+  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
+  RegionOptions there = reader.region->options();
+  there.shm_directory = owner.directory;
+  there.engine_id = "reader";
+  const auto region = HostRegion::attach_scheduler(there);
+  std::string problem;
+  const auto neighbour = NeighbourRegion::attach(
+      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
+  ASSERT_NE(neighbour, nullptr) << problem;
+  const Slot slot = owner.resident("x"), other = owner.resident("y");
+  owner.chunks.access(slot, 7, 0);
+  owner.chunks.access(other, 7, 0);
+  owner.chunks.retain(slot);
+  owner.chunks.retain(other);
+  owner.chunks.set_return(slot, 1000);
+  const auto priority = owner.chunks.at(slot).priority;
+  const auto returns_at = owner.chunks.at(slot).returns_at;
+  ASSERT_EQ(owner.chunks.victim(), slot);
+  neighbour->mark_used(neighbour->find(key_of("x"))->row);
+  EXPECT_TRUE(owner.chunks.is_used_by_neighbour(slot));
+  EXPECT_TRUE(owner.chunks.at(slot).retained);
+  EXPECT_EQ(owner.chunks.at(slot).priority, priority);
+  EXPECT_EQ(owner.chunks.at(slot).returns_at, returns_at);
+  EXPECT_EQ(owner.chunks.at(slot).holder, 7u);
+  EXPECT_EQ(owner.chunks.victim(), other);
 }
 
 // ---- resets
@@ -293,7 +393,76 @@ TEST_F(SharedMemory, a_chunk_in_use_by_a_request_survives_abandoned_jobs) {
   EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
 }
 
+TEST_F(SharedMemory, an_engine_that_was_reset_attaches_to_no_further_neighbour) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  b->cache->reset();
+  step(*b, 3);
+  const auto c = engine();
+  const int maps = maps_of(c->region->inode());
+  step(*b, 3);
+  EXPECT_EQ(maps_of(c->region->inode()), maps);
+}
+
+TEST_F(SharedMemory, a_reset_releases_neighbours_that_were_found_and_not_used) {
+  const int maps = own_maps();
+  const auto b = idle_engine();
+  const auto a = engine();
+  ASSERT_TRUE(wait_for(*b, [&] { return maps_of(a->region->inode()) > maps; }));
+  b->cache->reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(a->region->inode()) == maps; }));
+}
+
 // ---- engines that end
+
+TEST_F(SharedMemory, an_idle_engine_releases_the_memory_of_a_neighbour_that_ended) {
+  auto a = engine();
+  const auto b = idle_engine();
+  ASSERT_TRUE(wait_for(*b, [&] {
+    b->cache->end_step();
+    return b->cache->stats().neighbours == 1;
+  }));
+  const std::uint64_t inode = a->region->inode();
+  ASSERT_GT(maps_of(inode), 0);
+  a.reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+}
+
+TEST_F(SharedMemory, an_idle_engine_releases_an_ended_neighbour_that_it_never_used) {
+  const int maps = own_maps();
+  const auto b = idle_engine();
+  auto a = engine();
+  const std::uint64_t inode = a->region->inode();
+  ASSERT_TRUE(wait_for(*b, [&] { return maps_of(inode) > maps; }));
+  a.reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+}
+
+TEST_F(SharedMemory, a_load_never_reads_a_mapping_of_an_earlier_neighbour) {
+  WorldOptions one_rank[3] = {options(), options(), options()};
+  for (WorldOptions& one : one_rank) one.ranks = 1;
+  auto a = std::make_unique<World>(one_rank[0]);
+  World b(one_rank[1]);
+  store(*a, {"old"});
+  b.cache->end_step();
+  std::unique_ptr<World> c;
+  b.ranks[0]->map_neighbours([&](std::span<std::byte>, bool mapped) {  // e.g. registers it with CUDA
+    if (!mapped || c) return Status::ok();
+    a.reset();
+    c = std::make_unique<World>(one_rank[2]);
+    store(*c, {"new"});  // in the row in which a had the other one
+    for (int i = 0; i < 3; ++i) b.cache->end_step();
+    return Status::ok();
+  });
+  ASSERT_NE(c, nullptr);
+  for (int i = 0; i < 3; ++i) {
+    b.cache->end_step();
+    load(b, {"new"});  // fails on wrong bytes
+    b.ranks[0]->map_neighbours();
+  }
+  b.cache->end_step();
+  EXPECT_EQ(load(b, {"new"}), 1u);
+}
 
 TEST_F(SharedMemory, a_load_outlives_its_owner) {
   auto a = engine();
@@ -336,6 +505,59 @@ TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) 
   EXPECT_EQ(load(*b, {"x"}), 0u);
   b->ranks[1]->map_neighbours();
   b->cache->end_step();
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+}
+
+TEST_F(SharedMemory, a_rank_that_could_not_map_a_neighbour_tries_again) {
+  const auto a = engine(), b = engine();
+  store(*a, {"x"});
+  b->cache->end_step();
+  b->ranks[0]->map_neighbours();
+  int tries = 0;
+  std::vector<std::string> problems;
+  for (std::uint32_t call = 0; call < 4 * HostRegion::kFirstPause; ++call) {
+    for (std::string& problem : b->ranks[1]->map_neighbours([&](std::span<std::byte>, bool mapped) {
+           if (!mapped) return Status::ok();
+           return ++tries < 3 ? Status::error(StatusKind::kDevice, "no memory") : Status::ok();
+         }))
+      problems.push_back(std::move(problem));
+    if (call < HostRegion::kFirstPause) {
+      EXPECT_EQ(tries, 1) << "tried without a pause";
+    }
+  }
+  EXPECT_EQ(tries, 3);
+  EXPECT_THAT(problems, ElementsAre(HasSubstr("no memory")));
+  b->cache->end_step();
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+}
+
+TEST_F(SharedMemory, a_neighbour_that_a_rank_cannot_map_is_left_and_tried_again_later) {
+  const auto a = engine();
+  const std::uint64_t inode = a->region->inode();
+  const int maps = maps_of(inode);
+  const auto b = engine();
+  store(*a, {"x"});
+  bool is_possible = false;
+  const auto turn = [&](int times) {
+    for (int i = 0; i < times; ++i) {
+      b->cache->end_step();
+      b->ranks[0]->map_neighbours();
+      b->ranks[1]->map_neighbours([&](std::span<std::byte>, bool mapped) {
+        return !mapped || is_possible ? Status::ok() : Status::error(StatusKind::kDevice, "no memory");
+      });
+    }
+  };
+  turn(10);
+  EXPECT_GT(maps_of(inode), maps);
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty());
+  turn(60);
+  EXPECT_EQ(maps_of(inode), maps) << "the ranks that could map it keep its memory";
+  EXPECT_THAT(b->cache->take_neighbour_problems(), ElementsAre(HasSubstr("a rank cannot map it")));
+  EXPECT_EQ(load(*b, {"x"}), 0u);
+  turn(700);
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty()) << "reported twice";
+  is_possible = true;
+  turn(700);
   EXPECT_EQ(load(*b, {"x"}), 1u);
 }
 

@@ -107,7 +107,9 @@ static bool is_writable(void* address) {
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
   ENTER(true);
   touch();
-  if ((flags & cudaHostRegisterReadOnly) == 0 && !is_writable(address)) return fail(cudaErrorInvalidValue);
+  const bool is_read_only = (flags & cudaHostRegisterReadOnly) != 0;
+  if (is_read_only && !machine().read_only_registrable) return fail(cudaErrorNotSupported);
+  if (!is_read_only && !is_writable(address)) return fail(cudaErrorInvalidValue);
   if (memory_at(address, bytes) != Memory::kPageable) return fail(cudaErrorHostMemoryAlreadyRegistered);
   const std::unique_lock lock(machine().ranges_mutex);
   machine().ranges[reinterpret_cast<std::uintptr_t>(address)] = {bytes, Memory::kPinned, current_device(),

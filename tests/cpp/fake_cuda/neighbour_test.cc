@@ -86,5 +86,16 @@ TEST_F(Neighbour, memory_that_cannot_be_registered_is_reported_and_not_fatal) {
   EXPECT_TRUE(cache_is_the_neighbours());
 }
 
+TEST_F(Neighbour, a_device_that_cannot_register_read_only_memory_refuses_with_that_reason) {
+  fake_cuda::set_read_only_registrable(false);
+  const auto before = fake_cuda::calls()["cudaHostRegister"];
+  const Status refused = made_->add_neighbour(neighbour());
+  EXPECT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.message().find("mapped read-only"), std::string::npos) << refused.message();
+  EXPECT_EQ(fake_cuda::calls()["cudaHostRegister"], before) << "tried although it cannot succeed";
+  fake_cuda::set_read_only_registrable(true);
+  EXPECT_TRUE(made_->add_neighbour(neighbour()).is_ok());
+}
+
 }  // namespace
 }  // namespace kv_offload::on_threads
