@@ -137,12 +137,12 @@ void Neighbours::leave_ended() {
     ended.push_back(std::move(neighbour.region));
     neighbour = {};
   }
-  std::erase_if(found_, [&](auto& region) {
-    if (!stopped_ && region->is_alive()) return false;
+  for (auto& region : found_) {
+    if (!stopped_ && region->is_alive()) continue;
     numbers_[region->number()].is_known = false;
     ended.push_back(std::move(region));
-    return true;
-  });
+  }
+  std::erase(found_, nullptr);
 }
 
 void Neighbours::take_in() {
