@@ -97,6 +97,7 @@ void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos i
   const SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
   lent_.emplace(region, layout, all);
   neighbours_ = std::make_unique<Neighbours>(region, layout, all, std::move(row_bytes), interval);
+  if (!lent_->problem().empty()) neighbours_->add_problem(lent_->problem());
 }
 
 const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cache/lent_rows.h"
 
+#include "base/status.h"
+
 namespace kv_offload {
 namespace {
 
@@ -14,7 +16,11 @@ LentRows::LentRows(HostRegion& region, const SharedRowsLayout& layout, std::stri
       rows_(region.memory_of_shared_rows(layout.bytes), layout, identity),
       withdrawn_(layout.capacity, false),
       withdrawn_row_(layout.capacity, kNoRow) {
-  region_.share();
+  try {
+    region_.share();
+  } catch (const ResourceError& error) {
+    problem_ = error.what();
+  }
 }
 
 bool LentRows::withdraw(RowId row) {

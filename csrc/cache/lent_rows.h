@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <string_view>
 
 #include "base/types.h"
@@ -20,8 +21,8 @@ namespace kv_offload {
 
 class LentRows {
  public:
-  // Publishes the table of `region` and lets neighbours find it. Throws ResourceError. The region must
-  // outlive this.
+  // Publishes the table of `region` and lets neighbours find it. If they cannot, problem() says why. Throws
+  // ResourceError (no memory). The region must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
 
   // The row's bytes are complete.
@@ -37,6 +38,7 @@ class LentRows {
   // Nothing is served any more: the weights may have changed. Withdrawn rows stay so.
   void close();
   std::size_t waiting() const { return waiting_; }
+  const std::string& problem() const { return problem_; }
 
  private:
   void clear_dead_readers();
@@ -49,6 +51,7 @@ class LentRows {
   std::size_t waiting_ = 0;
   double cleared_at_ = 0;
   bool closed_ = false;
+  std::string problem_;
 };
 
 }  // namespace kv_offload

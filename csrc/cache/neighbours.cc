@@ -251,6 +251,11 @@ std::size_t Neighbours::size() const {
   }));
 }
 
+void Neighbours::add_problem(std::string problem) {
+  MutexLock lock(mutex_);
+  problems_.push_back(std::move(problem));
+}
+
 std::vector<std::string> Neighbours::take_problems() {
   MutexLock lock(mutex_);
   return std::exchange(problems_, {});

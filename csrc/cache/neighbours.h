@@ -62,8 +62,9 @@ class Neighbours {
   // Nothing is borrowed or searched any more. Rows that are held stay pinned, and their regions mapped.
   void stop();
   std::size_t size() const;
-  // Reasons why regions are not used, each once.
+  // Reasons why regions are not used, each once, and those that were added.
   std::vector<std::string> take_problems();
+  void add_problem(std::string problem);
 
  private:
   struct Neighbour {

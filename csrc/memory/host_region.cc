@@ -508,8 +508,9 @@ std::span<std::byte> HostRegion::memory_of_shared_rows(std::uint64_t bytes) {
 void HostRegion::share() {
   if (impl_->file.share(impl_->options.shm_directory, impl_->options.share_for)) return;
   throw_resource(
-      "{} engines of this model share host memory in {} already: set share_host_memory to false for this one",
-      kMostShared, impl_->options.shm_directory);
+      "{} engines of this model share host memory in {} already: this one loads from up to {} of them, and "
+      "they cannot load from it. Run fewer engines of one model and user on this host",
+      kMostShared, impl_->options.shm_directory, kMostNeighbours);
 }
 
 void HostRegion::stop_sharing() { impl_->file.unlink_name(); }

@@ -6,17 +6,20 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <filesystem>
 #include <fstream>
 #include <thread>
 
 #include "cache/cache_fixture.h"
 #include "cache/parts.h"
+#include "memory/shared_file.h"
 #include "memory/shm_fixture.h"
 #include "with_threads.h"
 
 namespace kv_offload {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -495,6 +498,20 @@ TEST_F(SharedMemory, rows_that_an_ended_reader_held_are_reused) {
 }
 
 // ---- neighbours that are not used
+
+TEST_F(SharedMemory, an_engine_for_which_no_name_is_left_reads_its_neighbours_and_warns) {
+  const auto a = engine();
+  const auto name = [&](unsigned number) { return SharedFile::shared_path_of(directory_, "model", number); };
+  for (unsigned number = 1; number < kMostShared; ++number)
+    std::filesystem::create_hard_link(name(0), name(number));
+  const auto b = engine();
+  EXPECT_THAT(b->cache->take_neighbour_problems(), Contains(HasSubstr("64 engines of this model")));
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+  EXPECT_THAT(store(*b, {"y"}), ElementsAre("y"));
+  EXPECT_EQ(load(*a, {"y"}), 0u);
+}
 
 TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) {
   const auto a = engine(), b = engine();

@@ -209,6 +209,25 @@ TEST_F(NeighbourRegionTest, a_slot_is_reused_after_a_neighbour_has_ended) {
   }
 }
 
+TEST_F(NeighbourRegionTest, a_dismissal_during_a_slow_mapping_waits_until_the_area_is_unmapped) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  reader->look_around();
+  ASSERT_EQ(reader->neighbours.size(), 1u);
+  const std::uint32_t slot = reader->neighbours.begin()->first;
+  const NeighbourArea area = reader->neighbours.begin()->second->area();
+  reader->scheduler->dismiss_neighbour(slot);
+  reader->worker->map_neighbours();
+  reader->scheduler->request_neighbour(slot, area);
+  reader->worker->map_neighbours([&](std::span<std::byte>, bool mapped) {
+    if (mapped) reader->scheduler->dismiss_neighbour(slot);
+    return Status::ok();
+  });
+  EXPECT_FALSE(reader->scheduler->has_unmapped(slot)) << "it is still mapped";
+  EXPECT_FALSE(reader->scheduler->has_mapped(slot));
+  reader->worker->map_neighbours();
+  EXPECT_TRUE(reader->scheduler->has_unmapped(slot));
+}
+
 // ---- refused regions
 
 TEST_F(NeighbourRegionTest, other_weights_are_not_read) {
