@@ -15,7 +15,6 @@
 
 #include "base/clock.h"
 #include "cache/cache_types.h"
-#include "cache/host_chunks.h"
 #include "policy/eviction_policy.h"
 #include "tier/tier.h"
 
@@ -170,9 +169,8 @@ struct RequestState {
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
   // When its session is expected back, in seconds; 0 = unknown.
   double returns_at(double now) const { return options.returns_in > 0 ? now + options.returns_in : 0; }
-  Requester requester() const { return {number, options.tenant}; }
   EntryInfo entry_info(ChunkId parent, std::uint32_t depth) const {
-    return {0, parent, depth, number, priority(), 0, options.tenant};
+    return {0, parent, depth, number, priority()};
   }
   // True while absent chunks may still be written by another server.
   bool waits_for_remote() const { return pass.time - *first_lookup < options.remote_wait; }
@@ -203,7 +201,7 @@ struct RequestState {
   // REQUIRES: held and awaited were released.
   void end() {
     RequestState ended;
-    ended.report = std::move(report);
+    ended.report = report;
     *this = std::move(ended);
   }
   // REQUIRES: held and awaited were released.

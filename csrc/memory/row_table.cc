@@ -37,8 +37,7 @@ struct RowTable::Entry {
   RowId row;
   std::int8_t priority;
   std::uint8_t group;
-  std::array<std::uint8_t, 2> unused;
-  std::uint32_t tenant_tag;
+  std::array<std::uint8_t, 6> unused;
   std::uint64_t check;  // of all fields except `use`, which changes
 
   std::uint64_t sum() const { return XXH3_64bits(&parent, kSummed); }
@@ -87,8 +86,7 @@ std::vector<RowTable::Row> RowTable::rows() {
       continue;
     }
     found.push_back(
-        {entry.use,
-         {entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group, entry.tenant_tag}});
+        {entry.use, {entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group}});
   }
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Row> rows;
@@ -107,7 +105,6 @@ void RowTable::put(const Row& row) {
   entry.priority = row.priority;
   entry.group = row.group;
   entry.unused = {};
-  entry.tenant_tag = row.tenant_tag;
   entry.check = entry.sum();
   mark_used(entry);
 }
