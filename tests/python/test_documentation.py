@@ -312,7 +312,7 @@ def test_every_warning_is_quoted():
 def written_commands():
     """Yields every ``kv-offload COMMAND ...`` in code, fenced or inline: (its place, its words)."""
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
-    pages += [ROOT / "examples" / "serve.sh", ROOT / "examples" / "kubernetes" / "vllm.yaml"]
+    pages += [ROOT / "examples" / "serve.sh", ROOT / "examples" / "kubernetes" / "base" / "vllm.yaml"]
     names = "|".join(name for name, _, _ in COMMANDS)
     for page in pages:
         text = page.read_text().replace("\\\n", " ")

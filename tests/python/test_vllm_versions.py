@@ -37,7 +37,7 @@ def test_the_tests_fetch_each_release_once():
     assert set(re.findall(r" vllm-(0\.\d+)\b", text)) < set(RELEASES)
 
 
-@pytest.mark.parametrize("name", ["examples/demo.sh", "examples/kubernetes/vllm.yaml"])
+@pytest.mark.parametrize("name", ["examples/demo.sh", "examples/kubernetes/base/vllm.yaml"])
 def test_examples_use_a_supported_release(name):
     found = re.findall(r"vllm[-/\w]*(?:==|:v)(0\.\d+)\.\d+", (ROOT / name).read_text())
     assert found
