@@ -201,11 +201,9 @@ class KVOffloadManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
         """Pins the chunks and returns their rows. All of them must have been hits in this step."""
-        state = self._state(req_context)
-        state.epoch = self._epoch
-        ticket, rows, group_rows = self._cache.prepare_load(state.handle, _sequence(keys))
-        if state.trace is not None:
-            state.trace.append(now())
+        ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
+        if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
+            trace.append(now())
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
