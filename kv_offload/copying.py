@@ -196,8 +196,8 @@ def outdated_records(
         entry = there.get(bytes.fromhex(record["key"]))
         if entry is None or str(record["epoch"]) != epoch:
             continue
-        oldest = began or source.created(namespace, entry.handle)
-        created = destination.created(namespace, destination.handle(record))
+        oldest = began or source.created(namespace, entry.handle)[1]
+        created, _ = destination.created(namespace, destination.handle(record))
         if not oldest or not created or created < oldest:
             outdated.append(record)
     return outdated

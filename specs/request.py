@@ -42,6 +42,7 @@ class RequestState:
     )  # keys of pending hits, if vLLM tracks their event payloads
     hints: "RequestHints | None" = None
     trace: "Trace | None" = None  # None: tracing is off, or its spans are queued
+    tenant: int = 0  # its number in TenantTable
 
 
 class HintReader:

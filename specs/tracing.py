@@ -273,6 +273,8 @@ class RequestTracer:
         for name, tokens in zip(self._places, report.hit_tokens, strict=False):
             if tokens:
                 attributes[f"kv_offload.hit_tokens.{name}"] = tokens
+        if report.hit_tokens[-1]:
+            attributes["kv_offload.hit_tokens.neighbour"] = report.hit_tokens[-1]
         for reason, tokens in report.miss_tokens.items():
             attributes[f"kv_offload.miss_tokens.{reason}"] = tokens
         if report.unfinished_reads:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets up everything that the tests need, then runs all of them:
 #
-#   bash tests/run.sh                 everything; 51 minutes on two cores with a cold compiler cache
+#   bash tests/run.sh                 everything; 30 minutes on two cores with a cold compiler cache
 #   bash tests/run.sh --long          everything, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
 #   bash tests/run.sh cpp python      some stages (setup always runs; it is quick after the first time)
 #

@@ -291,6 +291,7 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   DeviceLoads::Load load;
   load.request = request.number;
   load.priority = request.priority();
+  load.tenant = request.options.tenant;
   load.family = request.options.family;
   load.returns_at = request.returns_at(chunks_.now());
   load.first_end = request.first_end;
@@ -317,10 +318,23 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
   for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
     const std::uint64_t tokens = load.hit_tokens[place];
     if (tokens == 0) continue;
-    const std::string_view tier = place == 0 ? "cpu" : ops_.name(place - 1);
+    const std::string_view tier = place == 0                           ? "cpu"
+                                  : place == RequestReport::kNeighbour ? kNeighbourPlace
+                                                                       : ops_.name(place - 1);
     request.report.hit_tokens[place] += tokens;
     metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
     metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+    if (chunks_.tenants() != nullptr) {
+      metrics_.add("kv_offload_tenant_hit_tokens_total", {chunks_.tenant_name(request.options.tenant), tier},
+                   static_cast<double>(tokens));
+    }
+  }
+  for (std::size_t number = 0; number < load.neighbour_tokens.size(); ++number) {
+    const std::uint64_t tokens = load.neighbour_tokens[number];
+    if (tokens == 0) continue;
+    request.report.neighbour_tokens[number] += tokens;
+    metrics_.add("kv_offload_neighbour_hit_tokens_total", {fmt::format("{}", number)},
+                 static_cast<double>(tokens));
   }
   admit(handle);
 }

@@ -209,17 +209,18 @@ class RemoteRoot:
         return self.startup_epoch(namespace) not in (epoch, None)
 
     def epoch_began(self, namespace: str) -> float:
-        return self._epoch_times.get(namespace, 0.0)
+        began = self._epoch_times.get(namespace, 0.0)
+        return began and began + _TIME_RESOLUTION  # records of the second of the reset may be older than it
 
-    def created(self, namespace: str, handle: "RemoteRecord") -> float:
+    def created(self, namespace: str, handle: "RemoteRecord") -> tuple[float, float]:
         """Reads the whole record where a look at its header would count as a use."""
         if handle.written:
-            return handle.written + _TIME_RESOLUTION
+            return handle.written, handle.written + _TIME_RESOLUTION
         created = self._call(lambda: self._records.written(handle))
         if not created:
             _, _, whole = self._records.read(handle)
             created = whole.created if whole is not None else 0.0
-        return created
+        return created, created
 
     def handle(self, record: dict[str, Any]) -> "RemoteRecord":
         found: RemoteRecord = record["record"]

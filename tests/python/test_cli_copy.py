@@ -844,13 +844,44 @@ def test_copies_from_before_a_reset_are_replaced(
     assert destination.found(shm, [*NUMBERS, 100]) == [*NUMBERS, 100]
 
 
+@pytest.mark.parametrize(("kind_from", "kind_to"), [("s3", "fs"), ("fs", "s3")])
+def test_with_a_bucket_copies_from_before_a_reset_are_replaced(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, kind_from: str, kind_to: str
+) -> None:
+    source, destination = place(kind_from, "from"), place(kind_to, "to")
+    with source.engine(shm) as server:
+        server.store(NUMBERS)
+        with monkeypatch.context() as patch:
+            patch.setattr(copying.Copier, "_undo", lambda _: "killed")
+            during_the_copy(patch, 5, server.reset)
+            first = copied(source, destination, "--jobs", 1, status=1)
+    assert first["copied"] >= 5
+    source.fill(shm, NUMBERS)
+    report = copied(source, destination)
+    assert report["outdated"] == first["copied"]
+    assert report["copied"] == len(NUMBERS)
+    assert written_in_headers(destination) == written_in_headers(source)
+
+
+def written_in_headers(place: Place) -> dict[str, float]:
+    """Returns the creation time in each record that a newly started server finds: the listing of a bucket has
+    only the time at which it was stored."""
+    root = tier_at(place.address).open_root(changes=False, given=place.address)
+    epoch = str(root.startup_epoch(NAMESPACE.hex()))
+    return {
+        record["key"]: root.read(NAMESPACE.hex(), root.handle(record))[2].created
+        for record in root.records(NAMESPACE.hex())
+        if str(record["epoch"]) == epoch
+    }
+
+
 def newest_creation(place: Place) -> dict[str, float]:
     """Returns the creation time of each record of NUMBERS that a newly started server finds."""
     root = tier_at(place.address).open_root(changes=False, given=place.address)
     epoch = str(root.startup_epoch(NAMESPACE.hex()))
     wanted = {key(number).hex() for number in NUMBERS}
     return {
-        record["key"]: root.created(NAMESPACE.hex(), root.handle(record))
+        record["key"]: root.created(NAMESPACE.hex(), root.handle(record))[0]
         for record in root.records(NAMESPACE.hex())
         if str(record["epoch"]) == epoch and record["key"] in wanted
     }

@@ -137,10 +137,11 @@ class DirectoryRoot:
     def epoch_began(self, namespace: str) -> float:
         return 0.0
 
-    def created(self, namespace: str, handle: str) -> float:
+    def created(self, namespace: str, handle: str) -> tuple[float, float]:
         from kv_offload import _core
 
-        return _core.record_created(handle)
+        created = _core.record_created(handle)
+        return created, created
 
     def handle(self, record: dict[str, Any]) -> str:
         return str(record["path"])

@@ -16,13 +16,14 @@ class SlowLink:
     """Listens on loopback, at ``port``, and forwards data to and from the server at ``target`` (the path of a
     Unix socket, or a host and port). Use it as a context manager.
 
-    ``bytes_per_second`` limits all data from the server, over all connections. 0, the default, means
-    unthrottled. It may be set at any time.
+    ``bytes_per_second`` limits all data from the server, over all connections; with ``both_ways``, the data
+    in both directions together. 0, the default, means unthrottled. It may be set at any time.
     """
 
-    def __init__(self, target: str | tuple[str, int]) -> None:
+    def __init__(self, target: str | tuple[str, int], *, both_ways: bool = False) -> None:
         self.bytes_per_second = 0
         self._target = target
+        self._both_ways = both_ways
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class SlowLink:
             except OSError:
                 client.shutdown(socket.SHUT_RDWR)
                 continue
-            for source, sink, slow in ((client, server, False), (server, client, True)):
+            for source, sink, slow in ((client, server, self._both_ways), (server, client, True)):
                 thread = threading.Thread(target=self._pass_on, args=(source, sink, slow))
                 self._threads.append(thread)
                 thread.start()
