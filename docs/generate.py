@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
@@ -68,7 +68,7 @@ def _sentence(text: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
-    if field.default is None or field.default == () or field.default == "":
+    if field.default in (None, (), "", {}):
         return "none"
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
@@ -92,6 +92,8 @@ def _type(field: FieldInfo) -> str:
         return f"integer, {_bounds(metadata)}"
     if float in types:
         return f"number, {_bounds(metadata)}"
+    if get_origin(annotation) is dict:
+        return "object"
     if "tuple" in str(annotation):
         return "list of strings" if "str" in str(annotation) else "list of objects"
     return "string"
@@ -119,6 +121,12 @@ def engine_settings() -> str:
     from kv_offload.config import OffloadConfig
 
     return table(("name", "type", "default", "meaning"), setting_rows(OffloadConfig.model_fields))
+
+
+def tenant_settings() -> str:
+    from kv_offload.tenants import TenantConfig
+
+    return table(("name", "type", "default", "meaning"), setting_rows(TenantConfig.model_fields))
 
 
 def tier_settings() -> str:
@@ -288,6 +296,7 @@ def version() -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "engine_settings": engine_settings,
+    "tenant_settings": tenant_settings,
     "tier_settings": tier_settings,
     "hint_fields": hint_fields,
     "hint_actions": hint_actions,

@@ -70,6 +70,7 @@ class HostRegion:
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
+        share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
     ) -> HostRegion: ...
     @staticmethod
     def attach_worker(
@@ -83,6 +84,7 @@ class HostRegion:
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
+        share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
     ) -> HostRegion: ...
     def wait_for_ranks(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the ranks that did not attach in time."""
@@ -394,6 +396,38 @@ def s3_library_version() -> str:
 def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
     """Usable from any thread. Raises RuntimeError if this build has no s3 tier."""
 
+class RequestReport:
+    """The outcome of a request, and when its parts happened.
+
+    Times are nanoseconds of CLOCK_MONOTONIC; 0: it did not happen.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        """``packed``: a result of TieredCache.packed_report in this process. Raises ValueError otherwise."""
+
+    @property
+    def hit_tokens(self) -> tuple[int, ...]:
+        """Tokens by source: host memory, then the tiers by index."""
+    @property
+    def miss_tokens(self) -> dict[str, int]:
+        """{reason: tokens}, without zeros."""
+    choice: str  # load, partial, recompute; empty: no decision was needed
+    load_seconds: float  # estimates of the decision; 0: unknown
+    compute_seconds: float
+    waited_seconds: float
+    @property
+    def first_lookup(self) -> int: ...
+    @property
+    def last_lookup(self) -> int:
+        """Start of the last pass of lookups."""
+    @property
+    def decided(self) -> int: ...
+    @property
+    def reads(self) -> list[tuple[int, int, int, str, int, int, int]]:
+        """(tier index, chunks that arrived, chunks that failed, last failure, bytes, begin, end) of each tier
+        with reads that ended while the request waited for them."""
+    unfinished_reads: int  # cancelled, or in flight when the request stopped waiting
+
 class TieredCache:
     def __init__(
         self,
@@ -415,6 +449,9 @@ class TieredCache:
         keep_identity: str = "",  # not empty: host memory outlives the cache; the region needs keep_for
         max_sessions: int = 4096,  # remembered for hints
         max_pinned_bytes: int = 0,  # of host memory, by hints; at most half of it
+        tenants: Sequence[tuple[str, float]] = (),  # (name, share of host memory); the first: all others
+        share_identity: str = "",  # not empty: engines with the same share chunks; the region needs share_for
+        neighbour_interval_seconds: float = 1.0,  # between searches; 0: end_step() searches
     ) -> None: ...
     def begin_request(
         self,
@@ -429,6 +466,7 @@ class TieredCache:
         family: int = 0,  # 32 bits of the session's name; 0: none
         client: int = 0,  # 64 bits of the client's name
         returns_in: float = 0.0,  # seconds until the session's next request; inf: none; 0: unknown
+        tenant: int = 0,  # index in the constructor's ``tenants``
     ) -> int: ...
     def apply_hints(self, hints: Sequence[tuple[str, bytes, bytes, float, int]]) -> list[str]:
         """Executes hints about other sessions: (resume | prefetch | release | retain | pin, target, trunk,
@@ -473,8 +511,14 @@ class TieredCache:
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
         """
+    def packed_report(self, request: int) -> bytes:
+        """Returns the report as an argument for RequestReport in this process. Like ``report`` otherwise."""
+    def take_neighbour_problems(self) -> list[str]:
+        """Returns the reasons why host memory of other engines is not used, each once."""
     def lookup_counts(self) -> list[tuple[int, int]]:
         """Returns (found chunks, missed chunks) of all lookups since the start, per group position."""
+    def tenant_stats(self) -> list[tuple[str, int, int]]:
+        """Returns (name, bytes in host memory, bytes of its share) of each tenant; empty without tenants."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
         """Returns 0 miss, 1 hit, 2 pending, 3 retry. Slower than make_lookup's function."""

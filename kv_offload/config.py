@@ -16,12 +16,14 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 
 from kv_offload import config_compat
 from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
+from kv_offload.tenants import MAX_TENANTS, NAME_PATTERN, TenantConfig, TenantTable, tenant_problems
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 
@@ -83,6 +85,12 @@ class OffloadConfig(BaseModel):
         description="host memory that pin hints of all requests may hold, at most half of cpu_bytes_to_use; "
         "one client may hold half of this. Default: an eighth of cpu_bytes_to_use",
     )
+    tenants: dict[Annotated[str, Field(pattern=NAME_PATTERN)], TenantConfig] = Field(
+        default={},
+        max_length=MAX_TENANTS,
+        description=f"names of tenants and their shares, at most {MAX_TENANTS}: see Tenants. Default: all "
+        "requests share host memory and bandwidth",
+    )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="auto: load where loading is faster than computing; always: load every hit; never: "
@@ -114,6 +122,11 @@ class OffloadConfig(BaseModel):
         default=False,
         description="keep host memory after the server ends, also after a crash, for the next server of the "
         "same model. Until then the memory stays allocated, unless another start needs it",
+    )
+    share_host_memory: bool = Field(
+        default=False,
+        description="let servers of the same model, user and host load chunks from each other's host memory. "
+        "All need the same cpu_bytes_to_use and the same /dev/shm. Not together with keep_host_memory",
     )
     fixed_weights: bool = Field(
         default=False,
@@ -160,10 +173,24 @@ class OffloadConfig(BaseModel):
         given = repr(wrong[0]) if wrong else f"{value!r} without a list"
         raise ValueError(f"is {given}; possible: allow, ignore, or a list of {', '.join(known)}")
 
+    @field_validator("share_host_memory")
+    @classmethod
+    def _not_kept(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("keep_host_memory"):
+            raise ValueError("is set together with keep_host_memory; leave out one of them")
+        return value
+
     @field_validator("eviction_policy")
     @classmethod
     def _known_eviction_policy(cls, value: str) -> str:
         return known_eviction_policy(value)
+
+    @field_validator("tenants")
+    @classmethod
+    def _valid_tenants(cls, value: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        if problems := tenant_problems(value):
+            raise ValueError("; ".join(problems))
+        return value
 
     @field_validator("secondary_tiers")
     @classmethod
@@ -235,6 +262,10 @@ class OffloadConfig(BaseModel):
         if isinstance(self.request_hints, tuple):
             return frozenset(self.request_hints)
         return frozenset((*REQUEST_SETTINGS, *ACTION_TYPES) if self.request_hints == "allow" else ())
+
+    def tenant_table(self) -> TenantTable | None:
+        """Returns how the tenant of a request is found; None without ``tenants``."""
+        return TenantTable(self.tenants) if self.tenants else None
 
     @property
     def lookup_timeout_seconds(self) -> float:

@@ -124,6 +124,9 @@ def startup_summary(
         if bound is not None:
             size = f"{format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens"
         tiers.append(f"{name} {tier.place} {size} ({', '.join(tier.traits())})")
+    if (tenants := config.tenant_table()) is not None:
+        shares = ", ".join(f"{name} {100 * share:g} %" for name, share in tenants.shares)
+        tiers.append(f"tenants {shares}")
     per_token = format_bytes(round(geometry.bytes_per_token))
     return (
         f"kv-offload {version}{engine}: {'; '.join(tiers)}; {per_token} a token "

@@ -18,6 +18,7 @@ ImportError). The differences:
 """
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -249,17 +250,21 @@ def make_event(
     keys: list[bytes],
     *,
     removed: bool,
-    tier: str | None = None,
-    locality: str = "LOCAL",
+    on_storage: bool = False,
+    locality: str | None = None,
     removal_expected: bool = True,
 ) -> Any:
-    """Returns an OffloadingEvent for host memory (``tier`` None) or for a tier below it.
+    """Returns an OffloadingEvent for host memory or for storage.
 
-    ``removal_expected``: vLLM keeps a chunk's payload until the tier reports its removal.
+    ``locality``: LOCAL or REMOTE; None: unspecified. ``removal_expected``: vLLM keeps a chunk's payload until
+    its removal is reported. The event names no tier (``ownership``): Dynamo drops events that do.
     """
-    if tier is None:
+    if not on_storage:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": removal_expected}
+    fields = {
+        "locality": None if locality is None else Locality(locality),
+        "removal_expected": removal_expected,
+    }
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 
@@ -307,6 +312,45 @@ def first_key(req_context: Any) -> bytes | None:
 def hints_envelope(req_context: Any) -> Any | None:
     """Returns the request's KvHintsEnvelope, or None."""
     return getattr(req_context, "kv_hints", None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSalt:
+    """The cache_salt of a request, as state of its ReqContext."""
+
+    value: str | None
+
+
+def pass_cache_salts() -> None:
+    """Makes vLLM's connector attach the ``cache_salt`` of each request to its ReqContext. Idempotent.
+
+    No release passes it. Raises ValueError if the connector creates its contexts in another way.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    create = getattr(scheduler, "_create_req_context", None)
+    if getattr(create, "passes_cache_salts", False):
+        return
+    if not callable(create) or _signature(create) != ["req"]:
+        raise ValueError(
+            "tenants: this vLLM has no way to pass the cache_salt of a request to the plugin; recognise "
+            "tenants by clients instead"
+        )
+
+    @functools.wraps(create)
+    def with_cache_salt(req: Any) -> Any:
+        context = create(req)
+        context.set_state(CacheSalt(getattr(req, "cache_salt", None)))
+        return context
+
+    with_cache_salt.passes_cache_salts = True  # type: ignore[attr-defined]
+    scheduler._create_req_context = with_cache_salt
+
+
+def cache_salt(req_context: Any) -> str | None:
+    """Returns the cache_salt of a request; None if it has none, or before ``pass_cache_salts``."""
+    salt: CacheSalt | None = req_context.get_state(CacheSalt)
+    return None if salt is None else salt.value
 
 
 def group_has_window(group: Any) -> bool | None:

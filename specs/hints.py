@@ -71,8 +71,11 @@ class HintExecutor:
         self._wall_clock = wall_clock
         self._key = os.urandom(16) if key is None else key
 
-    def read(self, params: Any, envelope: Any) -> RequestHints | None:
-        """Returns the hints of a request; None if it has none, or if none are allowed."""
+    def read(self, params: Any, envelope: Any, client: str = "") -> RequestHints | None:
+        """Returns the hints of a request; None if it has none, or if none are allowed.
+
+        ``client``: of hints that name none.
+        """
         document = params.get(schema.KEY) if isinstance(params, dict) else None
         if envelope is not None:
             document = schema.merged(document, schema.document_of(envelope))
@@ -80,6 +83,7 @@ class HintExecutor:
             return None
         hints = RequestHints(schema.parse(document))
         given = hints.given
+        given.client = given.client or client
         for rejected in given.rejected:
             self._record(hints, rejected)
         if given.unread:

@@ -277,6 +277,14 @@ def keep_for(config: Any, options: OffloadConfig) -> str:
     return setting_text([options.model_id or config.model.name, config.parallel.data_parallel_index])
 
 
+def share_for(config: Any, options: OffloadConfig) -> str:
+    """Returns the name by which engines of one host find each other's memory; "" if it is not shared.
+
+    As with ``keep_for``, the namespace then decides whether a region's bytes are usable.
+    """
+    return setting_text([options.model_id or config.model.name]) if options.share_host_memory else ""
+
+
 def namespace_identity(
     config: Any,
     shard_bytes: Sequence[Sequence[int]],

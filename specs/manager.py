@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import REQUEST_SETTINGS
-from kv_offload.hints import ACTION_TYPES
+from kv_offload.hints import ACTION_TYPES, document_of
 from kv_offload.log import get_logger
+from kv_offload.tenants import TenantTable, client_of
 
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
+from .events import AdvertisedChunks, TierEvents
 from .hints import METRIC as HINTS_METRIC
 from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .watch import CodecWatch, DivergenceWatch, HitWatch, ResetWatch, Surroundings
+from .tracing import RequestTracer, now
+from .watch import CodecWatch, DivergenceWatch, HitWatch, NeighbourWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -35,13 +38,16 @@ class ManagerOptions:
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     parts_of: int | None = None  # tokens per chunk if vLLM looks up partial chunks (--prefix-match-unit)
     resumed_is_new: bool = False  # vLLM schedules a preempted request as new (its second model runner)
-    event_tiers: Set[str] = frozenset()  # names of the tiers that publish KV events
-    self_evicting_tiers: Set[str] = frozenset()  # names of the tiers whose servers evict without notice
+    publishes_events: bool = False  # vLLM publishes KV events
+    event_tiers: Mapping[str, TierEvents] = field(default_factory=dict)  # the tiers that publish them
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     # request settings and types of hints that requests may send
     request_hints: Set[str] = frozenset((*REQUEST_SETTINGS, *ACTION_TYPES))
+    tenants: TenantTable | None = None  # None: all requests share host memory
     remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
+    shares_host_memory: bool = False
+    expects_neighbours: bool = False  # other replicas should run on this host
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
     )
@@ -61,16 +67,24 @@ class KVOffloadManager(OffloadingManager):
         metrics: "Metrics",
         options: ManagerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._cache = cache
+        self.tracer = tracer  # closed by shutdown()
         self._metrics = metrics
         self._options = options or ManagerOptions()
         self._clock = clock
         self._localities = tuple(self._options.tiers.values())
         self._next_gauges = 0.0
-        self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
+        sources = ("cpu", *self._options.tiers, *(("neighbour",) if self._options.shares_host_memory else ()))
+        self._watch = HitWatch(metrics, sources, cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
+        self._neighbours = (
+            NeighbourWatch(cache, self._options.expects_neighbours)
+            if self._options.shares_host_memory
+            else None
+        )
         self._resets = ResetWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._epoch = 0
@@ -87,6 +101,11 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
+        self._advertised = AdvertisedChunks(self._options.event_tiers)
+        if self._options.describes_events:
+            # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
+            self._cache.take_events()
+        self._loaded: list[bytes] = []  # chunks of this step's loads, if vLLM publishes events
         self._unstored: list[bytes] = []  # vLLM may track payloads of these, although they are absent
         if self._options.describes_events and compat.tracks_pending_hits():
             self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
@@ -108,6 +127,10 @@ class KVOffloadManager(OffloadingManager):
         self._cache.end_request(state.handle)
         self._unstored += state.pending
         state.pending.clear()
+        if state.trace is not None and self.tracer is not None:
+            report = self._cache.packed_report(state.handle)
+            self.tracer.finish(state.trace, req_context.req_id, report)
+            state.trace = None
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))
         state.handle = -1
@@ -122,34 +145,60 @@ class KVOffloadManager(OffloadingManager):
 
     def _report(self, state: RequestState) -> dict[str, Any]:
         report = self._cache.report(state.handle)
-        return report if state.hints is None else {**report, "hints": self._session_hints.report(state.hints)}
+        if state.hints is not None:
+            report = {**report, "hints": self._session_hints.report(state.hints)}
+        if self._options.tenants is not None:
+            report = {**report, "tenant": self._options.tenants.names[state.tenant]}
+        return report
 
     def _count_hints(self, type: str, outcome: str, number: int) -> None:
         self._metrics.add(HINTS_METRIC, (type, outcome), number)
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_tiers = compat.tiers_allowed(req_context, self._localities)
-        allowed = {
+        allowed: dict[str, Any] = {
             "load_from_cpu": load_from_cpu,
             "load_tiers": load_tiers,
             "remote_wait_seconds": self._options.remote_wait_seconds,
         }
+        tenant = self._tenant_of(req_context)
+        if tenant:
+            allowed["tenant"] = tenant
         hints = self._hints.read(req_context.kv_transfer_params)
         earlier = req_context.get_state(RequestState)
         if earlier is not None:  # it was ended by a reset of vLLM's: its hints are executed once
             of_session = earlier.hints
         else:
             envelope = compat.hints_envelope(req_context)
-            of_session = self._session_hints.read(req_context.kv_transfer_params, envelope)
+            of_session = self._session_hints.read(
+                req_context.kv_transfer_params, envelope, self._client_of(tenant)
+            )
         if of_session is not None:
             hints["family"] = of_session.family
             hints["client"] = of_session.client
             hints["returns_in"] = of_session.returns_in
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
-        state = RequestState(handle, self._epoch, hints=of_session)
+        state = RequestState(handle, self._epoch, hints=of_session, tenant=tenant)
+        if self.tracer is not None:
+            state.trace = self.tracer.begin(req_context.req_id)
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
+
+    def _tenant_of(self, req_context: Any) -> int:
+        """Returns the number of the request's tenant; 0: no configured one."""
+        if self._options.tenants is None:
+            return 0
+        envelope = compat.hints_envelope(req_context)
+        document = None if envelope is None else document_of(envelope)
+        client = client_of(req_context.kv_transfer_params, document)
+        return self._options.tenants.number_of(compat.cache_salt(req_context), client)
+
+    def _client_of(self, tenant: int) -> str:
+        """Returns the client of the tenant's requests that name none."""
+        if self._options.tenants is None or tenant == 0:
+            return ""
+        return f"tenant {self._options.tenants.names[tenant]}"
 
     def _state(self, req_context: Any) -> RequestState:
         state: RequestState | None = req_context.get_state(RequestState)
@@ -193,11 +242,20 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
         """Pins the chunks and returns their rows. All of them must have been hits in this step."""
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
+        if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
+            trace.append(now())
+        if self._options.publishes_events:
+            self._loaded += keys
         return RowLoadStoreSpec(ticket, rows, group_rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Ends a load after all ranks have finished it."""
         self._cache.complete_load(keys)  # type: ignore[arg-type]
+        if self.tracer is not None:
+            state = req_context.get_state(RequestState)
+            # A load that began before the trace did has no begin in it.
+            if state is not None and state.trace is not None and len(state.trace) % 2 == 1:
+                state.trace.append(now())
 
     # ---- store
 
@@ -261,7 +319,7 @@ class KVOffloadManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """True if a request waits for us; vLLM then keeps stepping an idle engine."""
-        return self._cache.has_pending_work()
+        return self._cache.has_pending_work() or self._advertised.has_withdrawals()
 
     def reset_cache(self) -> None:
         """Invalidates all chunks in memory and on every tier.
@@ -278,6 +336,9 @@ class KVOffloadManager(OffloadingManager):
             self._cache.reset()
         self._cache.forget_context()
         self._unstored.clear()  # vLLM drops all payloads itself
+        self._loaded.clear()
+        # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
+        self._advertised.withdraw_all()
 
     def on_reset_flushed(self) -> None:
         """Does nothing. vLLM 0.33 calls it when the jobs from before the reset have ended.
@@ -291,6 +352,8 @@ class KVOffloadManager(OffloadingManager):
             self._closed = True
             self.at_shutdown()
             self._cache.close()
+            if self.tracer is not None:
+                self.tracer.close()
 
     # ---- reports
 
@@ -299,17 +362,11 @@ class KVOffloadManager(OffloadingManager):
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()
-        for keys, on_storage, removed, tier in self._cache.take_events():
-            if not on_storage:
-                yield compat.make_event(keys, removed=removed)
-            elif tier in self._options.event_tiers:
-                yield compat.make_event(
-                    keys,
-                    removed=removed,
-                    tier=tier,
-                    locality=self._options.tiers[tier],
-                    removal_expected=tier not in self._options.self_evicting_tiers,
-                )
+        yield from self._advertised.translate(self._cache.take_events())
+        if self._loaded:
+            missing = set(self._cache.absent(self._loaded))
+            yield from self._advertised.found([key for key in self._loaded if key not in missing])
+            self._loaded.clear()
 
     def get_stats(self) -> Any | None:
         """Returns the changes of our metrics since the last call, or None. Called in every step."""
@@ -320,6 +377,8 @@ class KVOffloadManager(OffloadingManager):
             self._watch.poll(now)
             self._divergence.poll()
             self._codecs.poll()
+            if self._neighbours is not None:
+                self._neighbours.poll(now)
         changes = self._metrics.drain()
         if not changes:
             return None

@@ -25,6 +25,8 @@ def report_text(report: Mapping[str, Any]) -> str:
             text += "speeds not known yet"
     if report["waited_seconds"]:
         text += f"; waited {report['waited_seconds']:.3f} s"
+    if tenant := report.get("tenant"):
+        text += f"; tenant {tenant}"
     if hints := report.get("hints"):
         text += "; hints: " + ", ".join(f"{hint['type']} {hint['outcome']}" for hint in hints)
     return text

@@ -13,6 +13,7 @@ from kv_offload.log import get_logger
 
 if TYPE_CHECKING:
     from .hints import RequestHints
+    from .tracing import Trace
 
 logger = get_logger(__name__)
 
@@ -40,6 +41,8 @@ class RequestState:
         default_factory=set
     )  # keys of pending hits, if vLLM tracks their event payloads
     hints: "RequestHints | None" = None
+    trace: "Trace | None" = None  # None: tracing is off, or its spans are queued
+    tenant: int = 0  # its number in TenantTable
 
 
 class HintReader:

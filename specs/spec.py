@@ -17,8 +17,8 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
-from .compat import OffloadingSpec, base, current_vllm_config
-from .identity import keep_for, merge_fingerprints, namespace_identity
+from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
+from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, TieredCache, TierSpec
@@ -82,10 +82,14 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_manager(self) -> "KVOffloadManager":
         from kv_offload import _core
 
+        from .events import describe_whole_chunks
         from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
+        from .tracing import make_tracer
 
         options = self._options
+        if self._describes_events():
+            describe_whole_chunks()
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)
@@ -95,8 +99,11 @@ class KVOffloadSpec(OffloadingSpec):
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
-        if seed_is_random and _outlives(options):
+        if seed_is_random and _exposed_by(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
+        tenants = options.tenant_table()
+        if tenants is not None and tenants.uses_salts:
+            pass_cache_salts()
         bounds = tier_bounds(options)
         for caution in cautions(options):
             logger.warning(caution)
@@ -108,7 +115,10 @@ class KVOffloadSpec(OffloadingSpec):
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         capacity = self._publish(metrics, geometry, bounds, merged, identity)
         manager = KVOffloadManager(
-            cache, metrics, self._manager_options(merged, identity, seed_is_random, capacity)
+            cache,
+            metrics,
+            self._manager_options(merged, identity, seed_is_random, capacity),
+            tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
         )
         manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
         return manager
@@ -161,6 +171,7 @@ class KVOffloadSpec(OffloadingSpec):
         seed_is_random: bool,
         capacity: int,
     ) -> "ManagerOptions":
+        from .events import TierEvents
         from .manager import ManagerOptions
         from .watch import Surroundings
 
@@ -170,15 +181,22 @@ class KVOffloadSpec(OffloadingSpec):
         return ManagerOptions(
             parts_of=self._parts_of(),
             resumed_is_new=bool(merged.get("resumed_is_new")),
-            tiers={name: tier.events_locality for name, tier in tiers.items()},
-            event_tiers=frozenset(name for name, tier in tiers.items() if tier.enable_kv_events),
-            # The servers of these tiers evict records, so no removal is ever reported.
-            self_evicting_tiers=frozenset(name for name, tier in tiers.items() if tier.bound_key is None),
+            tiers={name: tier.load_locality for name, tier in tiers.items()},
+            publishes_events=events.enable_kv_cache_events,
+            event_tiers={
+                # The servers of tiers without a bound evict records, so no removal is ever reported.
+                name: TierEvents(tier.published_locality, evicts_silently=tier.bound_key is None)
+                for name, tier in tiers.items()
+                if tier.enable_kv_events
+            },
             info=self._info(merged, identity),
             request_hints=options.allowed_hints,
+            tenants=options.tenant_table(),
             remote_wait_seconds=options.remote_wait_seconds,
             fixed_weights=options.fixed_weights,
-            describes_events=events.enable_kv_cache_events and events.self_describing_kv_events,
+            shares_host_memory=options.share_host_memory,
+            expects_neighbours=self.config.parallel.data_parallel_size > 1,
+            describes_events=self._describes_events(),
             surroundings=Surroundings(
                 random_seed=identity.hash_algorithm if seed_is_random else "",
                 other_namespaces=tuple(
@@ -189,6 +207,10 @@ class KVOffloadSpec(OffloadingSpec):
                 write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
             ),
         )
+
+    def _describes_events(self) -> bool:
+        events = self.kv_events_config
+        return bool(events.enable_kv_cache_events and events.self_describing_kv_events)
 
     def _attach(self) -> "HostRegion":
         from kv_offload import _core
@@ -201,6 +223,7 @@ class KVOffloadSpec(OffloadingSpec):
             world_size,
             huge_pages=self._options.huge_pages,
             keep_for=keep_for(self.config, self._options),
+            share_for=share_for(self.config, self._options),
         )
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
@@ -254,6 +277,7 @@ class KVOffloadSpec(OffloadingSpec):
         from kv_offload import _core
 
         windowed = merged["windowed"]
+        tenants = self._options.tenant_table()
         return _core.TieredCache(
             region,
             metrics,
@@ -271,6 +295,8 @@ class KVOffloadSpec(OffloadingSpec):
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
             max_pinned_bytes=self._options.pinned_bytes,
+            tenants=() if tenants is None else tenants.shares,
+            share_identity=identity.namespace_id().hex() if self._options.share_host_memory else "",
         )
 
     def _parts_of(self) -> int | None:
@@ -324,10 +350,10 @@ def _log_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
-    """Raises ValueError if the cache outlives the server and part of its identity is unknown."""
-    if not _outlives(options):
+    """Raises ValueError if other servers use the cache and part of its identity is unknown."""
+    what = _exposed_by(options)
+    if not what:
         return
-    what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
     if merged["unread"]:
         raise ValueError(
             f"{what}: cannot distinguish this server's KV cache from that of other servers: failed to read "
@@ -336,25 +362,34 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
     if merged["numbered_images"]:
         raise ValueError(
             f"{what}: with --no-enable-prefix-caching and --mm-processor-cache-gb 0 vLLM numbers images "
-            "instead of hashing them, so other images would be found after a restart; leave out one of them"
+            "instead of hashing them, so other images would be found by other servers; leave out one of them"
         )
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
-    """Raises ValueError if the cache outlives the server and the weights cannot be identified."""
+    """Raises ValueError if other servers use the cache and the weights cannot be identified."""
     problem = weights_problem(identity.model)
-    if problem is None or not _outlives(options):
+    what = _exposed_by(options)
+    if problem is None or not what:
         return
-    what = "secondary_tiers outlive" if options.secondary_tiers else "keep_host_memory lets the cache outlive"
+    exposes = {
+        "secondary_tiers": "secondary_tiers outlive",
+        "keep_host_memory": "keep_host_memory lets the cache outlive",
+        "share_host_memory": "share_host_memory lets other servers load from",
+    }
     raise ValueError(
-        f"{what} this server, but its weights cannot be identified: {problem}. "
+        f"{exposes[what]} this server, but its weights cannot be identified: {problem}. "
         'Name them in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": the same name '
         "for all servers of the same weights, another one whenever the weights change"
     )
 
 
-def _outlives(options: OffloadConfig) -> bool:
-    return bool(options.secondary_tiers) or options.keep_host_memory
+def _exposed_by(options: OffloadConfig) -> str:
+    """Returns the setting by which later or other servers use this server's cache; "" if none does."""
+    if options.secondary_tiers:
+        return "secondary_tiers"
+    settings = ("keep_host_memory", "share_host_memory")
+    return next((name for name in settings if getattr(options, name)), "")
 
 
 def _log_kept(stats: Mapping[str, int]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _CHECK_SECONDS = 30.0
+_NEIGHBOURS_SECONDS = 120.0  # replicas start at different times
 _MIN_EVICTED_TOKENS = 100_000  # missed tokens that had been stored before
 _MIN_MISSED_TOKENS = 1_000_000  # missed tokens, for any reason
 _REASONS = {
@@ -41,6 +42,36 @@ class Surroundings:
     group_ids: tuple[int, ...] = ()  # vLLM's group IDs, by position
     capacity_tokens: int = 0  # of host memory and all tiers; 0: unknown
     write_policies: tuple[str, ...] = ()  # of each tier
+
+
+class NeighbourWatch:
+    """Logs which neighbours are not used (share_host_memory), and once if a replica finds none at all."""
+
+    def __init__(self, cache: "TieredCache", expects_any: bool) -> None:
+        """``expects_any``: other replicas should run on this host."""
+        self._cache = cache
+        self._missing = expects_any
+        self._count = 0
+        self._since: float | None = None
+
+    def poll(self, now: float) -> None:
+        """Logs new problems and changes of the number of neighbours. ``now``: seconds."""
+        for problem in self._cache.take_neighbour_problems():
+            logger.warning("share_host_memory: %s", problem)
+        count = self._cache.stats()["neighbours"]
+        if count != self._count:
+            logger.info("share_host_memory: %d other engines of this host are read", count)
+            self._count = count
+        self._missing = self._missing and count == 0
+        if self._since is None:
+            self._since = now
+        if self._missing and now - self._since >= _NEIGHBOURS_SECONDS:
+            self._missing = False
+            logger.warning(
+                "share_host_memory: this replica found no other one in /dev/shm. Replicas in other "
+                "containers are found only if these share /dev/shm (docker run --ipc, or one tmpfs "
+                "mounted in all), and replicas on other hosts never"
+            )
 
 
 class DivergenceWatch:

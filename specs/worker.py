@@ -15,7 +15,7 @@ from kv_offload.sizes import format_bytes
 from . import compat
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
-from .identity import groups_of_states, keep_for, worker_fingerprint
+from .identity import groups_of_states, keep_for, share_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
 from .windows import log_long_chunks, windows_of
@@ -163,6 +163,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         ),
         huge_pages=options.huge_pages,
         keep_for=keep_for(config, options),
+        share_for=share_for(config, options),
     )
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)

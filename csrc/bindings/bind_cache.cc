@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <type_traits>
 
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
@@ -49,11 +50,16 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_timeout_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
-                 std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes) {
+                 std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes,
+                 const std::vector<std::pair<std::string, double>>& tenants, std::string share_identity,
+                 double neighbour_interval_seconds) {
   CacheOptions options;
+  for (const auto& [name, share] : tenants) options.tenants.push_back({name, share});
   options.max_sessions = max_sessions;
   options.max_pinned_bytes = max_pinned_bytes;
   options.keep_identity = std::move(keep_identity);
+  options.share_identity = std::move(share_identity);
+  options.neighbour_interval = to_nanos(neighbour_interval_seconds, "neighbour_interval_seconds");
   options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, shards_per_area, *region);
   options.full_attention = std::move(full_attention);
   options.eviction_policy = std::move(eviction_policy);
@@ -82,7 +88,7 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
                             std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
                             double remote_wait_seconds, std::uint32_t family, std::uint64_t client,
-                            double returns_in) {
+                            double returns_in, TenantId tenant) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
   options.load_tiers = load_tiers;
@@ -93,6 +99,7 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
   options.family = family;
   options.client = client;
   options.returns_in = returns_in;
+  options.tenant = tenant;
   const RequestHandle handle = self->cache->begin_request(request_id, options);
   self->handles = std::max(self->handles, std::uint64_t{handle} + 1);
   return handle;
@@ -194,7 +201,48 @@ py::dict stats(const Cache& self) {
                   "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests,
                   "longest_prompt"_a = stats.longest_prompt, "taken_over_chunks"_a = stats.taken_over_chunks,
                   "sessions"_a = stats.sessions, "hint_pinned_bytes"_a = stats.hint_pinned_bytes,
-                  "is_kept"_a = stats.is_kept);
+                  "is_kept"_a = stats.is_kept, "neighbours"_a = stats.neighbours,
+                  "borrowed_chunks"_a = stats.borrowed_chunks, "lent_chunks"_a = stats.lent_chunks);
+}
+
+// The scheduler's thread packs a report, and another thread unpacks it: making a Python object of a C++ class
+// takes a microsecond, and bytes a fraction of it.
+static_assert(std::is_trivially_copyable_v<RequestReport>);
+
+RequestReport unpack_report(const py::bytes& packed) {
+  const std::string_view bytes = packed;
+  RequestReport report;
+  if (bytes.size() != sizeof report) throw_invalid("{} bytes are no packed report", bytes.size());
+  std::memcpy(&report, bytes.data(), sizeof report);
+  return report;
+}
+
+template <auto Member>
+std::int64_t nanoseconds(const RequestReport& report) {
+  return (report.*Member).count();
+}
+
+py::tuple hit_tokens(const RequestReport& report) { return py::tuple(py::cast(report.hit_tokens)); }
+
+py::dict miss_tokens(const RequestReport& report) {
+  py::dict misses;
+  for (std::size_t i = 0; i < RequestReport::kReasons; ++i) {
+    const std::string reason(to_string(static_cast<MissReason>(i)));
+    if (report.miss_tokens[i] > 0) misses[py::str(reason)] = report.miss_tokens[i];
+  }
+  return misses;
+}
+
+py::list reads(const RequestReport& report) {
+  py::list found;
+  for (std::size_t tier = 0; tier < report.reads.size(); ++tier) {
+    const RequestReport::Reads& of_tier = report.reads[tier];
+    if (of_tier.arrived + of_tier.failed == 0) continue;
+    const std::string_view failure = of_tier.failed > 0 ? to_string(of_tier.failure) : "";
+    found.append(py::make_tuple(tier, of_tier.arrived, of_tier.failed, failure, of_tier.bytes,
+                                of_tier.begin.count(), of_tier.end.count()));
+  }
+  return found;
 }
 
 // Omits tiers without hits and reasons without misses.
@@ -202,16 +250,16 @@ py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
   const RequestReport report = self->cache->report(self->check_handle(request));
   const auto& tiers = self->cache->tiers();
-  py::dict hits, misses;
+  py::dict hits;
   for (std::size_t i = 0; i <= tiers.size(); ++i) {
     if (report.hit_tokens[i] > 0)
       hits[py::str(i == 0 ? std::string("cpu") : std::string(tiers[i - 1]->name()))] = report.hit_tokens[i];
   }
-  for (std::size_t i = 0; i < RequestReport::kReasons; ++i) {
-    const std::string reason(to_string(static_cast<MissReason>(i)));
-    if (report.miss_tokens[i] > 0) misses[py::str(reason)] = report.miss_tokens[i];
+  for (std::size_t number = 0; number < report.neighbour_tokens.size(); ++number) {
+    const std::uint64_t tokens = report.neighbour_tokens[number];
+    if (tokens > 0) hits[py::str(fmt::format("{} {}", kNeighbourPlace, number))] = tokens;
   }
-  return py::dict("hit_tokens"_a = hits, "miss_tokens"_a = misses, "choice"_a = report.choice,
+  return py::dict("hit_tokens"_a = hits, "miss_tokens"_a = miss_tokens(report), "choice"_a = report.choice,
                   "load_seconds"_a = report.load_seconds, "compute_seconds"_a = report.compute_seconds,
                   "waited_seconds"_a = report.waited_seconds);
 }
@@ -243,6 +291,19 @@ void released(const Cache& self) {
 }  // namespace
 
 void bind_cache(py::module_& module) {
+  py::class_<RequestReport>(module, "RequestReport")
+      .def(py::init(&unpack_report), py::arg("packed"))
+      .def_property_readonly("hit_tokens", &hit_tokens)
+      .def_property_readonly("miss_tokens", &miss_tokens)
+      .def_readonly("choice", &RequestReport::choice)
+      .def_readonly("load_seconds", &RequestReport::load_seconds)
+      .def_readonly("compute_seconds", &RequestReport::compute_seconds)
+      .def_readonly("waited_seconds", &RequestReport::waited_seconds)
+      .def_property_readonly("first_lookup", &nanoseconds<&RequestReport::first_lookup>)
+      .def_property_readonly("last_lookup", &nanoseconds<&RequestReport::last_lookup>)
+      .def_property_readonly("decided", &nanoseconds<&RequestReport::decided>)
+      .def_property_readonly("reads", &reads)
+      .def_readonly("unfinished_reads", &RequestReport::unfinished_reads);
   py::class_<BoundCache, Cache>(module, "TieredCache")
       .def(py::init(&make_cache), py::arg("region").none(false), py::arg("metrics").none(false),
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
@@ -250,12 +311,14 @@ void bind_cache(py::module_& module) {
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_timeout_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
-           py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0)
+           py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0,
+           py::arg("tenants") = std::vector<std::pair<std::string, double>>{}, py::arg("share_identity") = "",
+           py::arg("neighbour_interval_seconds") = 1.0)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
            py::arg("remote_wait_seconds") = 0.0, py::arg("family") = 0, py::arg("client") = 0,
-           py::arg("returns_in") = 0.0)
+           py::arg("returns_in") = 0.0, py::arg("tenant") = 0)
       .def("apply_hints", &apply_hints, py::arg("hints"))
       .def("end_turn", &end_turn, py::arg("request"), py::arg("session"), py::arg("client"), py::arg("hints"))
       .def(
@@ -271,6 +334,20 @@ void bind_cache(py::module_& module) {
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))
+      .def(
+          "packed_report",
+          [](const Cache& self, std::uint64_t request) {
+            const RequestReport report = self->cache->report(self->check_handle(request));
+            return py::bytes(reinterpret_cast<const char*>(&report), sizeof report);
+          },
+          py::arg("request"))
+      .def("tenant_stats",
+           [](const Cache& self) {
+             std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>> tenants;
+             for (const TenantStats& of : self->cache->tenant_stats())
+               tenants.emplace_back(of.name, of.bytes, of.share_bytes);
+             return tenants;
+           })
       .def("lookup_counts",
            [](const Cache& self) {
              std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;
@@ -307,6 +384,8 @@ void bind_cache(py::module_& module) {
       .def("reset", &released<&TieredCache::reset>)
       .def("abandon_jobs", [](const Cache& self) { self->cache->abandon_jobs(); })
       .def("absent", &absent, py::arg("keys"))
+      .def("take_neighbour_problems",
+           [](const Cache& self) { return self->cache->take_neighbour_problems(); })
       .def("take_events", &take_events)
       .def("publish_gauges", [](const Cache& self) { self->cache->publish_gauges(); })
       .def("stats", &stats)

@@ -10,7 +10,7 @@ namespace {
 
 RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
                              std::uint32_t num_workers, std::string shm_directory, bool huge_pages,
-                             std::string keep_for) {
+                             std::string keep_for, std::string share_for) {
   RegionOptions options;
   options.engine_id = std::move(engine_id);
   options.bytes = bytes;
@@ -19,27 +19,30 @@ RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::ui
   options.shm_directory = std::move(shm_directory);
   options.huge_pages = huge_pages;
   options.keep_for = std::move(keep_for);
+  options.share_for = std::move(share_for);
   return options;
 }
 
 std::shared_ptr<HostRegion> attach_scheduler(std::string engine_id, std::uint64_t bytes,
                                              std::uint32_t num_areas, std::uint32_t num_workers,
-                                             std::string shm_directory, bool huge_pages,
-                                             std::string keep_for) {
+                                             std::string shm_directory, bool huge_pages, std::string keep_for,
+                                             std::string share_for) {
   const py::gil_scoped_release release;
   return HostRegion::attach_scheduler(region_options(std::move(engine_id), bytes, num_areas, num_workers,
                                                      std::move(shm_directory), huge_pages,
-                                                     std::move(keep_for)));
+                                                     std::move(keep_for), std::move(share_for)));
 }
 
 std::shared_ptr<HostRegion> attach_worker(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
                                           std::uint32_t num_workers, std::uint32_t rank,
                                           std::vector<std::uint64_t> shard_bytes, std::string fingerprint,
-                                          std::string shm_directory, bool huge_pages, std::string keep_for) {
+                                          std::string shm_directory, bool huge_pages, std::string keep_for,
+                                          std::string share_for) {
   const py::gil_scoped_release release;
-  return HostRegion::attach_worker(region_options(std::move(engine_id), bytes, num_areas, num_workers,
-                                                  std::move(shm_directory), huge_pages, std::move(keep_for)),
-                                   rank, RankGeometry{std::move(shard_bytes), std::move(fingerprint)});
+  return HostRegion::attach_worker(
+      region_options(std::move(engine_id), bytes, num_areas, num_workers, std::move(shm_directory),
+                     huge_pages, std::move(keep_for), std::move(share_for)),
+      rank, RankGeometry{std::move(shard_bytes), std::move(fingerprint)});
 }
 
 // Waits in slices, so that Ctrl-C ends the wait.
@@ -90,11 +93,11 @@ void bind_region(py::module_& module) {
   py::class_<HostRegion, std::shared_ptr<HostRegion>>(module, "HostRegion")
       .def_static("attach_scheduler", &attach_scheduler, py::arg("engine_id"), py::arg("bytes"),
                   py::arg("num_areas"), py::arg("num_workers"), py::arg("shm_directory") = "/dev/shm",
-                  py::arg("huge_pages") = true, py::arg("keep_for") = "")
+                  py::arg("huge_pages") = true, py::arg("keep_for") = "", py::arg("share_for") = "")
       .def_static("attach_worker", &attach_worker, py::arg("engine_id"), py::arg("bytes"),
                   py::arg("num_areas"), py::arg("num_workers"), py::arg("rank"), py::arg("shard_bytes"),
                   py::arg("fingerprint"), py::arg("shm_directory") = "/dev/shm", py::arg("huge_pages") = true,
-                  py::arg("keep_for") = "")
+                  py::arg("keep_for") = "", py::arg("share_for") = "")
       .def("wait_for_ranks", &wait_for_ranks, py::arg("timeout_seconds"))
       .def(
           "geometry",

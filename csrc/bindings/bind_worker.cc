@@ -56,6 +56,7 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
   options.layout = layout_of(tensors, groups, blocks_per_chunk, std::move(holds_states), shards_per_area,
                              std::move(tail_blocks));
   options.area = region->area(area);
+  if (region->neighbour_slots() > 0) options.window = region->window();
   options.threads = threads;
   options.device = device;
   options.kernel_blocks = kernel_blocks;

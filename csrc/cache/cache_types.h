@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/types.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
 
@@ -53,6 +54,12 @@ struct CacheOptions {
   // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
   // identity takes it over. The identity covers everything that the bytes of a chunk depend on.
   std::string keep_identity{};
+  // Empty, or the tenants that share host memory. The first one is that of all other requests.
+  std::vector<TenantOptions> tenants{};
+  // Not empty: engines of this host with the same identity (see keep_identity) read each other's host memory
+  // (the region has share_for).
+  std::string share_identity{};
+  Nanos neighbour_interval{std::chrono::seconds(1)};  // see Neighbours
 };
 
 struct RequestOptions {
@@ -70,6 +77,7 @@ struct RequestOptions {
   // Expected time from now until the session's next request, in seconds: a hint that the request itself
   // carries. Infinity: there is none; 0 = unknown.
   double returns_in = 0;
+  TenantId tenant = 0;  // index in CacheOptions::tenants
 };
 
 // ---- hints about sessions: see Sessions
@@ -103,16 +111,35 @@ std::string_view to_string(HintOutcome outcome);
 
 // Outcome for one request's prompt, summed over all its admissions.
 struct RequestReport {
-  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
+  static constexpr std::size_t kPlaces = 10;  // host memory, the tiers, host memory of neighbours
+  static constexpr std::size_t kNeighbour = kPlaces - 1;
   static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
+  static constexpr std::size_t kNeighbourNumbers = 64;  // as many as shared regions can have
+  // Of the hit tokens, by the neighbour's number.
+  std::array<std::uint64_t, kNeighbourNumbers> neighbour_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};
   std::string_view choice{};  // last decision; empty: no decision was needed
   double load_seconds = 0;    // estimate of that decision; 0 = unknown
   double compute_seconds = 0;
   double waited_seconds = 0;  // measured until the loads could begin
+  // Times on the cache's clock; 0 = it did not happen.
+  Nanos first_lookup{0};
+  Nanos last_lookup{0};  // start of the last pass of lookups
+  Nanos decided{0};      // the decision in `choice`
+  // Reads that the request waited for and that ended while it waited.
+  struct Reads {
+    std::uint32_t arrived = 0, failed = 0;  // chunks
+    MissReason failure{};                   // of the last failed read
+    std::uint64_t bytes = 0;
+    Nanos begin{0}, end{0};  // submission of the first one, end of the last one on the device
+  };
+  std::array<Reads, kPlaces - 1> reads{};  // by tier
+  std::uint32_t unfinished_reads = 0;      // cancelled, or in flight when the request stopped waiting
 };
+
+inline constexpr std::string_view kNeighbourPlace = "neighbour";  // label of RequestReport::kNeighbour
 
 using RequestHandle = std::uint32_t;  // dense, reused after end_request
 
@@ -131,6 +158,12 @@ struct StoreGrant {
 // Chunks of one group that lookups found and missed since the start.
 struct LookupCounts {
   std::uint64_t found = 0, missed = 0;
+};
+
+// What one tenant holds in host memory: its chunks in any state, and its share.
+struct TenantStats {
+  std::string name;
+  std::uint64_t bytes = 0, share_bytes = 0;
 };
 
 struct CacheEvent {

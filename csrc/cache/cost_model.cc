@@ -19,9 +19,16 @@ void CostModel::on_overdue_read(std::size_t index, double bytes_ahead, double se
   tiers_[index].last_read = now;
 }
 
-double CostModel::read_seconds(std::size_t index, double bytes, double hint) const {
+double CostModel::bytes_ahead(std::size_t index, double bytes, const Reader& by) const {
   const Tier& tier = tiers_[index];
-  return tier.reads.known() ? tier.reads.seconds(tier.waiting_bytes + bytes) : hint;
+  const double own = tier.waiting_of[by.tenant] + bytes;
+  const double others = tier.waiting_bytes - tier.waiting_of[by.tenant];
+  return own + std::min(others, own * (1 - by.weight) / by.weight);
+}
+
+double CostModel::read_seconds(std::size_t index, double bytes, double hint, const Reader& by) const {
+  const Tier& tier = tiers_[index];
+  return tier.reads.known() ? tier.reads.seconds(bytes_ahead(index, bytes, by)) : hint;
 }
 
 double CostModel::hint(const DecisionInput& input, std::size_t tier) const {
@@ -42,7 +49,8 @@ void CostModel::judge(Cut* cut, const DecisionInput& input) const {
   double longest = 0, longest_with_margin = 0;
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
     if (cut->tier_bytes[t] <= 0) continue;
-    const double seconds = read_seconds(t, cut->tier_bytes[t], hint(input, t) * cut->tier_bytes[t] / all_[t]);
+    const double seconds =
+        read_seconds(t, cut->tier_bytes[t], hint(input, t) * cut->tier_bytes[t] / all_[t], input.by);
     longest = std::max(longest, seconds);
     const double factor = tiers_[t].recompute ? 1 / options_.margin : options_.margin;
     longest_with_margin = std::max(longest_with_margin, factor * seconds);
@@ -102,7 +110,7 @@ Decision CostModel::decide(const DecisionInput& input) {
   // A tier or prefill of unknown speed: load, because loading is how the speed is learned.
   bool known = prefill.known();
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
-    if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(input, t)) > 0;
+    if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(input, t), input.by) > 0;
   }
   if (!known) return {Choice::kLoad, whole.chunks, 0, whole.compute_seconds};
   // Remember the choice per tier: tiers within the best cut are loaded from, the others recomputed.

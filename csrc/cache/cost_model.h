@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "cache/prefill_model.h"
 #include "cache/transfer_model.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
 
@@ -48,6 +49,12 @@ struct Decision {
   double compute_seconds = 0;  // likewise
 };
 
+// The tenant that reads, and its part of a tier's bandwidth while others read too.
+struct Reader {
+  TenantId tenant = 0;
+  double weight = 1;
+};
+
 class CostModel {
  public:
   static constexpr std::size_t kMaxTiers = 8;
@@ -68,14 +75,22 @@ class CostModel {
   // ---- estimates
   // Returns the seconds until `bytes` more have arrived, including what is already pending on the tier.
   // `hint`: the tier's own estimate, used until a measurement exists. 0 = unknown.
-  double read_seconds(std::size_t tier, double bytes, double hint) const;
+  double read_seconds(std::size_t tier, double bytes, double hint, const Reader& by = {}) const;
   double read_bytes_per_second(std::size_t tier) const { return tiers_[tier].reads.bytes_per_second(); }
   const TransferModel& copy() const { return copy_model_; }
-  void add_waiting(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes += bytes; }
-  void remove_waiting(std::size_t tier, double bytes) { tiers_[tier].waiting_bytes -= bytes; }
-  double waiting_bytes(std::size_t tier) const { return tiers_[tier].waiting_bytes; }
+  void add_waiting(std::size_t tier, double bytes, TenantId tenant = 0) {
+    tiers_[tier].waiting_bytes += bytes;
+    tiers_[tier].waiting_of[tenant] += bytes;
+  }
+  void remove_waiting(std::size_t tier, double bytes, TenantId tenant = 0) {
+    add_waiting(tier, -bytes, tenant);
+  }
+  // Returns the bytes that the tier reads until `bytes` more of this reader have arrived, these included. Of
+  // the other tenants' pending bytes, only those count that are read meanwhile.
+  double bytes_ahead(std::size_t tier, double bytes, const Reader& by = {}) const;
 
   struct DecisionInput {
+    Reader by{};
     std::span<const Stretch> stretches{};  // starts at the first chunk that is not in host memory
     std::span<const double> hints{};  // per tier: estimated seconds for all of its bytes, see read_seconds
     double context = 0;               // tokens before the stretches
@@ -97,6 +112,7 @@ class CostModel {
   struct Tier {
     TransferModel reads;
     double waiting_bytes = 0;
+    std::array<double, TenantShares::kMaxTenants> waiting_of{};  // of these, by tenant
     bool recompute = false;  // the last choice; the margin applies to a change
     bool probing = false;    // the next read replaces what was learned
     Nanos last_read{0};      // or last probe

@@ -105,14 +105,20 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
     const auto fetched_from = pins.pin_next();
-    chunks_.access(slot, load.request, load.priority);
+    chunks_.access(slot, load.request, load.priority, load.tenant);
     chunks_.claim(slot, load.family);
     if (load.returns_at > 0 && chunks_.belongs_to(slot, load.family))
       chunks_.set_return(slot, load.returns_at);
     const ChunkEntry& entry = chunks_.at(slot);
     const ChunkGroups::Group& of = groups_[entry.group];
     const std::uint32_t part = entry.depth % of.tokens;  // depth: where the chunk ends
-    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += part == 0 ? of.tokens : part;
+    const std::uint32_t tokens = part == 0 ? of.tokens : part;
+    if (chunks_.is_borrowed(slot)) {
+      begun.hit_tokens[RequestReport::kNeighbour] += tokens;
+      begun.neighbour_tokens[chunks_.neighbour_of(slot)] += tokens;
+    } else {
+      begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += tokens;
+    }
     job.bytes += static_cast<double>(of.bytes);
     write_back_.on_used(slot);
   }

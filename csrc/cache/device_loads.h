@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <span>
 #include <vector>
 
@@ -43,6 +42,7 @@ class DeviceLoads {
   struct Load {
     std::uint32_t request = 0;  // request number
     std::int8_t priority = 0;
+    TenantId tenant = 0;
     std::uint32_t family = 0;                   // see HostChunks::claim
     double returns_at = 0;                      // of the request's session, in seconds; 0 = unknown
     std::uint32_t first_end = 0, last_end = 0;  // span in tokens; 0 = unknown
@@ -52,6 +52,7 @@ class DeviceLoads {
   struct Begun {
     RowTransfer transfer;
     RequestReport::Places hit_tokens{};  // by source of the bytes
+    decltype(RequestReport::neighbour_tokens) neighbour_tokens{};
   };
 
   DeviceLoads(const Context& context, const CacheOptions& options);

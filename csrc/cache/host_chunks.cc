@@ -3,6 +3,9 @@
 
 #include <algorithm>
 
+#include "base/make_room.h"
+#include "base/xxh3.h"
+
 namespace kv_offload {
 namespace {
 
@@ -21,10 +24,26 @@ std::uint64_t smallest_row(const RowAllocator& rows, std::size_t groups) {
   return bytes;
 }
 
+std::shared_ptr<TenantShares> shares_of(std::span<const TenantOptions> tenants, std::uint64_t area_bytes) {
+  return tenants.empty() ? nullptr : std::make_shared<TenantShares>(tenants, area_bytes);
+}
+
+std::unique_ptr<EvictionPolicy> policy_of(const std::string& name,
+                                          const std::shared_ptr<TenantShares>& shares) {
+  return shares ? make_tenant_policy(name, shares) : make_eviction_policy(name);
+}
+
+// Identifies a tenant for the next engine, whose settings may number the tenants differently. Tenant 0 and
+// memory of engines without tenants have tag 0.
+std::uint32_t tag_of(const std::string& tenant) {
+  return static_cast<std::uint32_t>(XXH3_64bits(tenant.data(), tenant.size())) | 1;
+}
+
 }  // namespace
 
 HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets,
-                       CacheEvents& events, const std::string& eviction_policy)
+                       CacheEvents& events, const std::string& eviction_policy,
+                       std::span<const TenantOptions> tenants)
     : groups_(groups),
       tickets_(tickets),
       events_(events),
@@ -32,11 +51,14 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
       rows_(area_bytes_, groups.row_bytes()),
       row_unit_(smallest_row(rows_, groups.size())),
       capacity_(capacity_of(rows_, groups.size())),
-      index_(make_eviction_policy(eviction_policy), capacity_),
+      shares_(shares_of(tenants, area_bytes_)),
+      index_(policy_of(eviction_policy, shares_), capacity_),
       quarantine_(area_bytes_ / kPageBytes, row_unit_ / kPageBytes, [this](RowId row) { rows_.free(row); }),
       resident_by_group_(groups.size(), 0) {
   for (std::uint32_t g = 1; g < groups.size(); ++g) one_row_size_ &= rows_.row_bytes(g) == rows_.row_bytes(0);
   if (!one_row_size_) owners_.assign(area_bytes_ / row_unit_ + 1, kNoOwner);
+  for (std::size_t i = 0; i < tenants.size(); ++i)
+    tenant_tags_.push_back(i == 0 ? 0 : tag_of(tenants[i].name));
 }
 
 bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
@@ -58,9 +80,91 @@ bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
 bool HostChunks::take_over(const RowTable::Row& row) {
   if (groups_.position_of(row.key) != row.group || index_.find(row.key) != nullptr) return false;
   if (!rows_.claim(row.group, row.row)) return false;
-  const EntryInfo entry_info{chunk_id(row.key), row.parent, row.depth, 0, row.priority};
+  const auto tag = std::find(tenant_tags_.begin(), tenant_tags_.end(), row.tenant_tag);
+  const auto tenant = static_cast<TenantId>(tag == tenant_tags_.end() ? 0 : tag - tenant_tags_.begin());
+  const EntryInfo entry_info{chunk_id(row.key), row.parent, row.depth, 0, row.priority, 0, tenant};
   make_resident(insert_filling(row.key, row.group, row.row, entry_info, kNoTicket), ChunkOrigin::kBefore);
   return true;
+}
+
+void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+  std::string all(identity);
+  std::vector<std::uint64_t> row_bytes;
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
+    row_bytes.push_back(rows_.row_bytes(g));
+    all += fmt::format(" {}", row_bytes.back());
+  }
+  const SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
+  lent_.emplace(region, layout, all);
+  neighbours_ = std::make_unique<Neighbours>(region, layout, all, std::move(row_bytes), interval);
+  if (!lent_->problem().empty()) neighbours_->add_problem(lent_->problem());
+}
+
+const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {
+  if (!neighbours_) return nullptr;
+  make_room(borrowed_, 1);
+  const auto found = neighbours_->borrow(key, group);
+  if (!found) return nullptr;
+  std::optional<Slot> slot;
+  try {
+    slot = insert(key, group, found->row, {chunk_id(key), 0, found->depth, 0, 0}, ChunkState::kFilling);
+    index_.make_resident(*slot, ChunkOrigin::kNeighbour);
+  } catch (...) {
+    if (slot) index_.erase(*slot);
+    neighbours_->release(found->row);
+    throw;
+  }
+  index_.pin(*slot);
+  borrowed_.push_back({*slot, now_});
+  return &index_.at(*slot);
+}
+
+void HostChunks::return_borrowed(bool all) {
+  constexpr double kMoment = 0.1;  // a request that is looked up in each step borrows its chunks less often
+  std::erase_if(borrowed_, [&](const Borrowed& one) {
+    if (index_.at(one.slot).pins > 1 || (!all && now_ - one.at < kMoment)) return false;
+    drop_borrowed(one.slot);
+    return true;
+  });
+}
+
+void HostChunks::drop_borrowed(Slot slot) {
+  const ChunkEntry& entry = index_.at(slot);
+  const RowId row = entry.row;
+  if (on_removed_) on_removed_(entry);
+  index_.unpin(slot);
+  index_.erase(slot);
+  neighbours_->release(row);
+}
+
+bool HostChunks::is_used_by_neighbour(Slot slot) {
+  if (!lent_) return false;
+  const ChunkEntry& entry = index_.at(slot);
+  if (lent_->is_read(entry.row)) {
+    read_by_neighbours_.push_back(slot);
+    index_.pin(slot);
+    return true;
+  }
+  if (!lent_->take_use(entry.row)) return false;
+  index_.refresh(slot);
+  return true;
+}
+
+void HostChunks::poll_neighbours(Nanos now) {
+  if (!lent_) return;
+  neighbours_->poll();
+  lent_->poll(to_seconds(now), !read_by_neighbours_.empty(), [&](RowId row) { quarantine_.release(row); });
+  std::erase_if(read_by_neighbours_, [&](Slot slot) {
+    if (lent_->is_read(index_.at(slot).row)) return false;
+    index_.unpin(slot);
+    return true;
+  });
+}
+
+void HostChunks::free_or_lend(RowId row) {
+  if (!lent_ || lent_->withdraw(row)) return rows_.free(row);
+  quarantine_.hold_owned(row);
+  quarantine_.disown(row);
 }
 
 RowId HostChunks::allocate(std::uint32_t group) {
@@ -76,7 +180,9 @@ Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
     if (const std::optional<Slot> old = index_.find_forgotten(key)) drop_forgotten(*old);
   }
   const Slot slot = index_.insert(key, group, row, entry_info, state);
-  if (!one_row_size_) owner_of(row) = slot;
+  const bool is_mine = is_own(row);
+  if (!one_row_size_ && is_mine) owner_of(row) = slot;
+  if (shares_ && is_mine) shares_->charge(entry_info.tenant, row_bytes(group));
   return slot;
 }
 
@@ -106,10 +212,12 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   }
   ++resident_by_group_[entry.group];
   if (table_) update_table(entry);
+  if (lent_) lent_->publish({entry.row, entry.key, entry.depth, entry.group});
 }
 
 void HostChunks::update_table(const ChunkEntry& entry) {
-  table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group});
+  table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group,
+               tenant_tags_.empty() ? 0 : tenant_tags_[entry.tenant]});
 }
 
 void HostChunks::finish_fetch(Slot slot, std::uint8_t tier) {
@@ -127,6 +235,7 @@ RowId HostChunks::remove(Slot slot) {
   }
   if (on_removed_) on_removed_(entry);
   if (!one_row_size_) owner_of(row) = kNoOwner;
+  if (shares_) shares_->refund(entry.tenant, row_bytes(entry.group));
   index_.erase(slot);
   return row;
 }
@@ -147,12 +256,27 @@ void HostChunks::discard_stores() {
   });
 }
 
-void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) {
+void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant) {
   const std::int8_t before = index_.at(slot).priority;
-  index_.access(slot, request, priority);
+  const TenantId charged = index_.at(slot).tenant;
+  const std::uint64_t bytes = row_bytes(index_.at(slot).group);
+  // A neighbour's row takes none of this engine's memory.
+  const bool moves = shares_ && !is_borrowed(slot) && shares_->should_move(charged, tenant, bytes);
+  const auto move_charge = [&] {
+    if (index_.at(slot).tenant == charged) return;
+    shares_->refund(charged, bytes);
+    shares_->charge(tenant, bytes);
+  };
+  try {
+    index_.access(slot, request, priority, moves ? tenant : charged);
+  } catch (...) {
+    move_charge();  // the entry may have moved before memory ran out
+    throw;
+  }
+  move_charge();
   const ChunkEntry& entry = index_.at(slot);
   if (!table_ || entry.state != ChunkState::kResident) return;
-  if (entry.priority != before) {
+  if (entry.priority != before || moves) {
     update_table(entry);
   } else {
     table_->use(entry.row);
@@ -189,9 +313,9 @@ void HostChunks::end_write(Slot slot, std::uint8_t tier, bool tried) {
 }
 
 bool HostChunks::take_inherited_use(Slot slot) {
-  ChunkOrigin& origin = index_.at(slot).origin;
-  if (origin != ChunkOrigin::kBefore) return false;
-  origin = ChunkOrigin::kStore;
+  ChunkEntry& entry = index_.at(slot);
+  if (entry.origin != ChunkOrigin::kBefore) return false;
+  entry.origin = ChunkOrigin::kStore;
   return true;
 }
 
@@ -210,18 +334,34 @@ void HostChunks::end_load(Slot slot) {
   index_.unpin(slot);
 }
 
-std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) {
+std::optional<Slot> HostChunks::victim(const Requester& by, std::uint32_t group) {
+  if (!shares_) return index_.victim(by.request);
+  const TenantShares::Request request(*shares_, by.tenant, row_bytes(group));
+  return index_.victim(by.request);
+}
+
+std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester& by) {
+  std::optional<TenantShares::Request> request;
+  if (shares_) request.emplace(*shares_, by.tenant, row_bytes(group));
   const std::uint64_t pages = row_unit_ / kPageBytes;
   const auto movable = [&](RowId row) {
     const Slot slot = owners_[row / pages];
     if (slot == kNoOwner) return false;
     const ChunkEntry& entry = index_.at(slot);
     if (entry.state != ChunkState::kResident || quarantine_.holds(row)) return false;
-    return index_.is_forgotten(slot) || (entry.pins == 0 && entry.holder != spared_holder);
+    if (lent_ && lent_->is_read(row)) return false;
+    if (index_.is_forgotten(slot)) return true;
+    return entry.pins == 0 && entry.holder != by.request &&
+           (!shares_ || shares_->may_take_from(entry.tenant));
   };
   std::vector<Slot> slots;
   for (const RowId row : rows_.slab_to_reclaim(group, movable)) slots.push_back(owners_[row / pages]);
   return slots;
+}
+
+bool HostChunks::may_take(const Requester& by, Slot slot) const {
+  const TenantShares::Request request(*shares_, by.tenant, row_bytes(at(slot).group));
+  return shares_->may_take_from(at(slot).tenant);
 }
 
 bool HostChunks::has_free(std::uint64_t share) const {
@@ -230,7 +370,7 @@ bool HostChunks::has_free(std::uint64_t share) const {
 
 RowId HostChunks::quarantine(Slot slot) noexcept {
   const RowId row = at(slot).row;
-  quarantine_.hold_owned(row);
+  is_own(row) ? quarantine_.hold_owned(row) : neighbours_->hold(row);
   return row;
 }
 
@@ -246,6 +386,14 @@ void HostChunks::prepare_forget() {
 void HostChunks::forget() noexcept {
   if (table_) table_->clear();
   table_.reset();
+  if (lent_) {
+    lent_->close();
+    neighbours_->stop();
+    // Loads that still run have holds of their own.
+    for (const Borrowed& one : borrowed_) neighbours_->release(index_.at(one.slot).row);
+    borrowed_.clear();
+    read_by_neighbours_.clear();
+  }
   index_.forget();
   std::fill(resident_by_group_.begin(), resident_by_group_.end(), 0);
 }
@@ -256,13 +404,19 @@ bool HostChunks::drop_forgotten(Slot slot) {
   const RowId row = entry.row;
   const bool is_filling = entry.state == ChunkState::kFilling;
   const Ticket ticket = entry.ticket;
+  if (entry.origin == ChunkOrigin::kNeighbour) {  // forget() has released its row
+    index_.erase(slot);
+    return true;
+  }
   // First, because it may throw: then the chunk is dropped later.
   if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
   if (!one_row_size_) owner_of(row) = kNoOwner;
+  if (shares_) shares_->refund(entry.tenant, row_bytes(entry.group));
   index_.erase(slot);
   if (is_filling && !tickets_.is_reported(ticket, TicketKind::kStore)) {
     quarantine_.hold(ticket, row);
   } else {
+    if (lent_ && !lent_->withdraw(row)) quarantine_.hold_owned(row);
     quarantine_.disown(row);
   }
   return true;

@@ -8,16 +8,22 @@
 // - owned by a chunk (filling, fetching or resident);
 // - owned by a forgotten chunk: forget() takes the same time for any number of chunks, and the calls after it
 //   free their rows and report their removal, a few chunks at a time;
-// - in quarantine: it has no owner, but a rank or a tier may still touch it.
+// - in quarantine: it has no owner, but a rank, a tier or a neighbour may still touch it.
 // A row is reused only when no rank copies under an unreported ticket and no tier op runs on it. A pinned
 // chunk is never evicted. Each load, each write and each request that relies on a chunk holds a pin; while a
 // chunk has no bytes yet, the store or read that brings them holds one.
+//
+// With share_in(), other engines of this host read resident chunks here (LentRows), and this engine reads
+// theirs (Neighbours). A borrowed chunk is a resident chunk in a neighbour's row. It holds a pin of its own,
+// so it is never a victim, and it is neither written to tiers nor counted as memory in use. It is dropped
+// soon after its last use: the memory is the neighbour's.
 //
 // Threads: one (the scheduler's).
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -27,21 +33,33 @@
 
 #include "cache/cache_events.h"
 #include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/lent_rows.h"
+#include "cache/neighbours.h"
 #include "cache/quarantine.h"
 #include "cache/tickets.h"
 #include "index/chunk_index.h"
 #include "memory/host_region.h"
 #include "memory/row_allocator.h"
 #include "memory/row_table.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
+
+// The request that needs a row, and its tenant.
+struct Requester {
+  Requester(std::uint32_t number = 0, TenantId of = 0) : request(number), tenant(of) {}  // NOLINT: implicit
+  std::uint32_t request;                                                                 // 0: none
+  TenantId tenant;
+};
 
 class HostChunks {
  public:
   // Everything passed by reference must outlive this. Throws InvalidArgument (an area smaller than one row of
   // each group, unknown policy).
+  // `tenants`: empty, or the tenants that share the memory; see TenantShares.
   HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets, CacheEvents& events,
-             const std::string& eviction_policy);
+             const std::string& eviction_policy, std::span<const TenantOptions> tenants = {});
 
   // ---- host memory that outlives the engine
   // Maintains a table of resident chunks in the memory after the areas of `region`, for the next engine.
@@ -53,6 +71,33 @@ class HostChunks {
   void stop_table_updates() { table_.reset(); }
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
+
+  // ---- host memory that engines of this host share
+  // From now on neighbours read resident chunks, and borrow() finds theirs. `identity` as for keep_in().
+  // REQUIRES: this holds no chunks; the region has share_for. Throws ResourceError. `interval`: see
+  // Neighbours.
+  void share_in(HostRegion& region, std::string_view identity, Nanos interval);
+  // Returns the chunk if a neighbour has it: resident, in the neighbour's row. REQUIRES: the key is absent.
+  const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
+  // True if a neighbour has the chunk; its owner then counts a use.
+  bool use_neighbours(const ChunkKey& key, std::uint32_t group) {
+    return neighbours_ && neighbours_->use(key, group);
+  }
+  bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
+  unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
+  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago.
+  void return_borrowed(bool all);
+  // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
+  // then.
+  bool is_used_by_neighbour(Slot slot);
+  void poll_neighbours(Nanos now);
+  bool is_shared() const { return lent_.has_value(); }
+  std::size_t neighbours() const { return neighbours_ ? neighbours_->size() : 0; }
+  std::size_t borrowed() const { return borrowed_.size(); }
+  std::size_t lent() const { return lent_ ? lent_->waiting() + read_by_neighbours_.size() : 0; }
+  std::vector<std::string> take_neighbour_problems() {
+    return neighbours_ ? neighbours_->take_problems() : std::vector<std::string>();
+  }
 
   // ---- lookup. See ChunkIndex for how long an entry is valid.
   const ChunkEntry* find(const ChunkKey& key) { return index_.find(key); }
@@ -84,7 +129,7 @@ class HostChunks {
   void finish_fetch(Slot slot, std::uint8_t tier);
   // Makes the chunk absent and frees its row at once. REQUIRES: no pins except the one of the op that was to
   // bring its bytes, and nothing can still touch the row.
-  void discard(Slot slot) { rows_.free(remove(slot)); }
+  void discard(Slot slot) { free_or_lend(remove(slot)); }
   // Same, for a failed store: the row is quarantined while a rank may still copy. Allocates no memory.
   void discard_store(Slot slot);
   // Discards every store that has not ended.
@@ -97,7 +142,8 @@ class HostChunks {
   // ---- use
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
-  void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // Charges the chunk to `tenant` if its own tenant is above its share: see TenantShares::should_move.
+  void access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant = 0);
   // ---- sessions. A family is a session with its branches, as a number: 0 = none. A chunk belongs to the
   // only family that used it since it is here; a chunk used by several families, or by one and by requests
   // without a session, belongs to none, like the chunks before it. `is_new`: the chunk was inserted for this
@@ -140,16 +186,20 @@ class HostChunks {
   void end_load(Slot slot);
 
   // ---- eviction order
-  // Never returns a chunk of `spared_holder`: the tail of its own prefix is worthless without the rest.
-  // It may be forgotten: see drop_forgotten().
-  std::optional<Slot> victim(std::uint32_t spared_holder = 0) { return index_.victim(spared_holder); }
+  // Returns a chunk to evict for a row of this group. Never returns a chunk of the requesting request: the
+  // tail of its own prefix is worthless without the rest. With tenants, returns only chunks that the
+  // requester's tenant may take: see PerTenant. It may be forgotten: see drop_forgotten().
+  std::optional<Slot> victim(const Requester& by = {}, std::uint32_t group = 0);
   // Drops this chunk and returns true if it is forgotten.
   bool drop_forgotten(Slot slot);
   // Returns the chunks that would be evicted next, in order, if nothing else happened; at most `most`.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
-  // forgotten.
-  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder);
+  // forgotten. With tenants, each of them may be taken by the requester's tenant before the others are.
+  std::vector<Slot> slab_to_evict(std::uint32_t group, const Requester& by);
+  // True unless the tenant of the chunk is closer to its share than the requester's tenant would be. The
+  // chunk may be pinned. REQUIRES: tenants are configured.
+  bool may_take(const Requester& by, Slot slot) const;
   bool has_one_row_size() const { return one_row_size_; }
   // True if more than 1 / `share` of the area is neither in use by rows nor wasted.
   bool has_free(std::uint64_t share) const;
@@ -158,7 +208,7 @@ class HostChunks {
   // None of these calls allocates memory, except for events. Holds the chunk's row for a load or a tier op
   // until release(row). Returns the row. REQUIRES: forget() follows.
   RowId quarantine(Slot slot) noexcept;
-  void release(RowId row) { quarantine_.release(row); }
+  void release(RowId row) { is_own(row) ? quarantine_.release(row) : neighbours_->release(row); }
   // Frees the rows whose tickets have been reported, and drops some forgotten chunks.
   void poll();
   // Makes all chunks absent, whatever their pins. Clears the table for the next engine and stops updating it:
@@ -172,9 +222,15 @@ class HostChunks {
 
   // ---- statistics
   std::size_t taken_over() const { return taken_over_; }  // chunks from the previous engine
-  std::size_t resident() const { return index_.resident(); }
+  std::size_t resident() const { return index_.resident() - borrowed_.size(); }
   std::uint64_t resident_bytes() const;
   std::size_t pinned() const { return index_.pinned(); }
+  // Null unless tenants are configured. Counts the bytes of the rows of all chunks, in any state.
+  const TenantShares* tenants() const { return shares_.get(); }
+  // REQUIRES: tenants are configured.
+  const std::string& tenant_name(TenantId tenant) const { return shares_->name(tenant); }
+  // Returns the tenant with its part of a tier's bandwidth.
+  Reader reader(TenantId tenant) const { return {tenant, shares_ ? shares_->weight(tenant) : 1}; }
   std::size_t quarantined_rows() const { return quarantine_.rows(); }
   std::size_t capacity() const { return capacity_; }  // chunks, if one group used all rows
   // Returns the number of forgotten chunks that are not dropped yet.
@@ -187,8 +243,12 @@ class HostChunks {
               ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   void update_table(const ChunkEntry& entry);
+  std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
+  bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
+  void free_or_lend(RowId row);
+  void drop_borrowed(Slot slot);
   bool take_over(const RowTable::Row& row);
   static constexpr std::uint32_t kShared = 0xFFFFFFFFu;
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
@@ -200,12 +260,22 @@ class HostChunks {
   RowAllocator rows_;
   const std::uint64_t row_unit_;  // the smallest row
   const std::size_t capacity_;
+  const std::shared_ptr<TenantShares> shares_;  // null: no tenants
+  std::vector<std::uint32_t> tenant_tags_;      // by tenant, for the table
   ChunkIndex index_;
   Quarantine quarantine_;
   std::vector<std::uint64_t> resident_by_group_;
   bool one_row_size_ = true;
   std::vector<Slot> owners_;  // by row; only with several row sizes
   std::optional<RowTable> table_;
+  std::optional<LentRows> lent_;
+  std::unique_ptr<Neighbours> neighbours_;
+  struct Borrowed {
+    Slot slot;
+    double at;  // seconds
+  };
+  std::vector<Borrowed> borrowed_;
+  std::vector<Slot> read_by_neighbours_;  // own chunks, each pinned once for that reason
   OnRemoved on_removed_;
   std::size_t taken_over_ = 0;
   double now_ = 0;

@@ -36,7 +36,8 @@ void RequestTable::begin_pass(RequestState& request) {
   request.pass.step = step_;
   request.pass.time = clock_.now();
   request.pass.uncounted = true;
-  if (!request.first_lookup) request.first_lookup = request.pass.time;
+  if (!request.first_lookup) request.first_lookup = request.report.first_lookup = request.pass.time;
+  request.report.last_lookup = request.pass.time;
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }
@@ -48,6 +49,7 @@ LookupResult RequestTable::lookup_unready(RequestHandle handle, RequestState& re
                                           const ChunkEntry* entry) {
   const auto group = groups_.position_of(key);
   if (!group) return LookupResult::kMiss;
+  if (entry == nullptr && request.options.load_from_cpu) entry = chunks_.borrow(key, *group);
   if (entry != nullptr) return lookup_in_host(handle, request, *group, *entry);
   if (!request.failed.empty()) {
     const auto failed = request.failed.find(KeyHistory::fingerprint(key));
@@ -282,6 +284,9 @@ void RequestTable::count_misses(RequestState& request, MissReason reason, std::u
   request.report.miss_tokens[static_cast<std::size_t>(reason)] += tokens;
   metrics_.add("kv_offload_miss_tokens_total", {to_string(reason)}, static_cast<double>(tokens));
   metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+  if (chunks_.tenants() == nullptr) return;
+  metrics_.add("kv_offload_tenant_miss_tokens_total", {chunks_.tenant_name(request.options.tenant)},
+               static_cast<double>(tokens));
 }
 
 }  // namespace kv_offload

@@ -104,7 +104,7 @@ void Planner::plan(RequestHandle handle) {
 
 std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
                                                 const Scan::Candidate& candidate) {
-  const RowId row = context_.row_provider.take(group, request.number, nullptr);
+  const RowId row = context_.row_provider.take(group, request.requester(), nullptr);
   if (row == kNoRow) return std::nullopt;
   FreeRow free_row(context_.chunks, row);
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];
@@ -243,6 +243,7 @@ Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans
   }
   const std::uint32_t group = scans.front().group;
   CostModel::DecisionInput input;
+  input.by = context_.chunks.reader(request.options.tenant);
   input.stretches = loadable.stretches;
   input.hints = hints;
   input.context = context_.groups.tokens_before(group, request.first_end) +

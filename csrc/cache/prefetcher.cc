@@ -262,10 +262,10 @@ Prefetcher::Step Prefetcher::fetch(Task& task, const Chunk& chunk, PlannedReads*
   // The index rounds returns to float: chunks of this prompt must not count as expected later.
   const auto returns_at = static_cast<float>(to_seconds(task.returns_at));
   const RowId row = with_.row_provider.take_spare(
-      chunk.group, std::nextafter(returns_at, std::numeric_limits<float>::infinity()));
+      chunk.group, task.prompt->tenant, std::nextafter(returns_at, std::numeric_limits<float>::infinity()));
   if (row == kNoRow) return Step::kLater;
   FreeRow free_row(with_.chunks, row);
-  const EntryInfo entry_info{0, chunk.parent, chunk.depth, 0, task.prompt->priority};
+  const EntryInfo entry_info{0, chunk.parent, chunk.depth, 0, task.prompt->priority, 0, task.prompt->tenant};
   const Slot slot = with_.chunks.insert_fetching(chunk.key, chunk.group, row, entry_info);
   free_row.keep();
   reads->add({slot, static_cast<std::uint8_t>(tier)});

@@ -73,6 +73,7 @@ class Prefetcher {
     std::uint64_t client = 0;
     std::uint32_t family = 0;
     std::int8_t priority = 0;
+    TenantId tenant = 0;
     std::uint64_t bytes = 0;    // of all chunks
     std::vector<Chunk> chunks;  // of all groups, by depth
   };

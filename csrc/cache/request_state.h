@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "cache/cache_types.h"
+#include "cache/host_chunks.h"
 #include "policy/eviction_policy.h"
 #include "tier/tier.h"
 
@@ -169,8 +170,9 @@ struct RequestState {
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
   // When its session is expected back, in seconds; 0 = unknown.
   double returns_at(double now) const { return options.returns_in > 0 ? now + options.returns_in : 0; }
+  Requester requester() const { return {number, options.tenant}; }
   EntryInfo entry_info(ChunkId parent, std::uint32_t depth) const {
-    return {0, parent, depth, number, priority()};
+    return {0, parent, depth, number, priority(), 0, options.tenant};
   }
   // True while absent chunks may still be written by another server.
   bool waits_for_remote() const { return pass.time - *first_lookup < options.remote_wait; }
@@ -201,7 +203,7 @@ struct RequestState {
   // REQUIRES: held and awaited were released.
   void end() {
     RequestState ended;
-    ended.report = report;
+    ended.report = std::move(report);
     *this = std::move(ended);
   }
   // REQUIRES: held and awaited were released.

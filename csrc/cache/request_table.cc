@@ -91,6 +91,7 @@ void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
 
 void RequestTable::stop_waiting(RequestState& request) {
   for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
+  request.report.unfinished_reads += static_cast<std::uint32_t>(request.awaited.size());
   if (!request.awaited.empty()) {
     try {
       abandoned_reads_.emplace_back();
@@ -198,6 +199,7 @@ void RequestTable::close_all(RequestHandle handle, MissReason reason) {
 void RequestTable::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {
   RequestReport& report = requests_[handle].report;
   report.choice = choice;
+  report.decided = clock_.now();
   report.load_seconds = decision.load_seconds;
   report.compute_seconds = decision.compute_seconds;
 }
@@ -213,10 +215,25 @@ void RequestTable::restart_load_budget(RequestHandle handle) {
   if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
 }
 
+static void count_read(RequestReport* report, const TierIo::ReadEnd& end) {
+  if (!end.arrived && !end.failed) {
+    ++report->unfinished_reads;
+    return;
+  }
+  RequestReport::Reads& reads = report->reads[end.tier];
+  const bool is_first = reads.arrived + reads.failed == 0;
+  reads.begin = is_first ? end.submitted : std::min(reads.begin, end.submitted);
+  reads.end = std::max(reads.end, end.ended);
+  reads.bytes += end.bytes;
+  ++(end.arrived ? reads.arrived : reads.failed);
+  if (end.failed) reads.failure = *end.failed;
+}
+
 void RequestTable::read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
   RequestState& request = requests_[static_cast<RequestHandle>(waiter)];
   if (request.waiter != waiter) return;  // the request has stopped waiting
   request.awaited.erase(end.op);
+  count_read(&request.report, end);
   if (end.arrived) {
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);
@@ -274,6 +291,7 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   DeviceLoads::Load load;
   load.request = request.number;
   load.priority = request.priority();
+  load.tenant = request.options.tenant;
   load.family = request.options.family;
   load.returns_at = request.returns_at(chunks_.now());
   load.first_end = request.first_end;
@@ -300,10 +318,23 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
   for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
     const std::uint64_t tokens = load.hit_tokens[place];
     if (tokens == 0) continue;
-    const std::string_view tier = place == 0 ? "cpu" : ops_.name(place - 1);
+    const std::string_view tier = place == 0                           ? "cpu"
+                                  : place == RequestReport::kNeighbour ? kNeighbourPlace
+                                                                       : ops_.name(place - 1);
     request.report.hit_tokens[place] += tokens;
     metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
     metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+    if (chunks_.tenants() != nullptr) {
+      metrics_.add("kv_offload_tenant_hit_tokens_total", {chunks_.tenant_name(request.options.tenant), tier},
+                   static_cast<double>(tokens));
+    }
+  }
+  for (std::size_t number = 0; number < load.neighbour_tokens.size(); ++number) {
+    const std::uint64_t tokens = load.neighbour_tokens[number];
+    if (tokens == 0) continue;
+    request.report.neighbour_tokens[number] += tokens;
+    metrics_.add("kv_offload_neighbour_hit_tokens_total", {fmt::format("{}", number)},
+                 static_cast<double>(tokens));
   }
   admit(handle);
 }

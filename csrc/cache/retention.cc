@@ -75,9 +75,10 @@ HintOutcome Retention::pin(const Prompt& prompt, double seconds, std::uint64_t b
   Hold& hold = change.hold();
   unpin(hold);
   hold.client = prompt.client;
+  hold.tenant = prompt.tenant;
   std::uint64_t& of_client = of_client_[prompt.client];
-  const std::uint64_t allowed =
-      std::min(max_pinned_bytes_ - pinned_bytes_, max_pinned_bytes_ / 2 - of_client);
+  const std::uint64_t allowed = std::min(
+      {max_pinned_bytes_ - pinned_bytes_, max_pinned_bytes_ / 2 - of_client, left_of_tenant(prompt.tenant)});
   const std::uint64_t most = bytes == 0 ? allowed : std::min(bytes, allowed);
   const Nanos until = after(seconds);
   bool is_here = false, is_clipped = false;
@@ -86,6 +87,7 @@ HintOutcome Retention::pin(const Prompt& prompt, double seconds, std::uint64_t b
     count_steps(1);
     const auto slot = context_.chunks.find(*chunk);
     if (!slot || context_.chunks.at(*slot).state != ChunkState::kResident) continue;
+    if (context_.chunks.is_borrowed(*slot)) continue;  // the memory is a neighbour's
     is_here = true;
     const std::uint64_t size = bytes_of(*slot);
     if (hold.pinned_bytes + size > most) {
@@ -96,7 +98,8 @@ HintOutcome Retention::pin(const Prompt& prompt, double seconds, std::uint64_t b
     context_.chunks.pin(*slot);
     hold.pinned.push_back(*slot);
     hold.pinned_until = until;
-    for (std::uint64_t* count : {&hold.pinned_bytes, &of_client, &pinned_bytes_}) *count += size;
+    for (std::uint64_t* count : {&hold.pinned_bytes, &of_client, &of_tenant_[hold.tenant], &pinned_bytes_})
+      *count += size;
   }
   if (!is_here) return HintOutcome::kMissing;
   if (hold.pinned.empty()) return HintOutcome::kRejected;
@@ -133,6 +136,7 @@ void Retention::forget() {
   holds_.clear();
   deadlines_.clear();
   of_client_.clear();
+  of_tenant_ = {};
   pinned_bytes_ = 0;
 }
 
@@ -158,12 +162,21 @@ void Retention::end_retention(Hold& hold, std::size_t most) {
   drop_ended();
 }
 
+std::uint64_t Retention::left_of_tenant(TenantId tenant) const {
+  const TenantShares* shares = context_.chunks.tenants();
+  if (shares == nullptr) return max_pinned_bytes_;
+  const auto most =
+      static_cast<std::uint64_t>(shares->fraction(tenant) * static_cast<double>(max_pinned_bytes_));
+  return most - std::min(most, of_tenant_[tenant]);
+}
+
 void Retention::unpin(Hold& hold) {
   for (const Slot slot : hold.pinned) {
     count_steps(1);
     context_.chunks.unpin(slot);
   }
   pinned_bytes_ -= hold.pinned_bytes;
+  of_tenant_[hold.tenant] -= hold.pinned_bytes;
   const auto count = of_client_.find(hold.client);
   if (count != of_client_.end() && (count->second -= hold.pinned_bytes) == 0) of_client_.erase(count);
   hold.pinned.clear();

@@ -2,9 +2,10 @@
 // Retention: the prompts of sessions that hints keep in host memory for a limited time: retained (evicted
 // last, until their next use) or pinned (not evicted).
 //
-// Bounds: pinned chunks use at most max_pinned_bytes, half of that for one client; max_pinned_bytes is at
-// most half of host memory, so pins never keep loads and stores from all rows. A pinned chunk holds one pin
-// for each session that pins it, and counts for each. Chunks that are still being copied are left out.
+// Bounds: pinned chunks use at most max_pinned_bytes, half of that for one client, and for one tenant its
+// share of max_pinned_bytes; max_pinned_bytes is at most half of host memory, so pins never keep loads and
+// stores from all rows. A pinned chunk holds one pin for each session that pins it, and counts for each.
+// Chunks that are still being copied are left out.
 //
 // If memory runs out in a call, it has retained or pinned some of the chunks, and these end like all others.
 // end(), and the end of pins, allocate nothing.
@@ -16,6 +17,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <set>
 #include <unordered_map>
@@ -43,6 +45,7 @@ class Retention {
     std::uint64_t client = 0;
     std::int8_t priority = 0;            // of its chunks when they are no longer retained
     const std::vector<ChunkId>& chunks;  // from the last to the first
+    TenantId tenant = 0;
   };
 
   Retention(const Context& context, std::uint64_t max_pinned_bytes);
@@ -62,6 +65,7 @@ class Retention {
  private:
   struct Hold {
     std::uint64_t client = 0;
+    TenantId tenant = 0;
     std::int8_t priority = 0;
     Nanos retained_until{0}, pinned_until{0};  // 0 = not retained, not pinned
     std::vector<ChunkId> retained;
@@ -86,6 +90,8 @@ class Retention {
   Nanos after(double seconds) const;
   void end_retention(Hold& hold, std::size_t most);
   void unpin(Hold& hold);
+  // Returns the bytes that the tenant may still pin.
+  std::uint64_t left_of_tenant(TenantId tenant) const;
   std::uint64_t bytes_of(Slot slot) const { return context_.groups[context_.chunks.at(slot).group].bytes; }
 
   const Context context_;
@@ -94,6 +100,7 @@ class Retention {
   std::set<Deadline> deadlines_;
   std::uint64_t pinned_bytes_ = 0;
   std::unordered_map<std::uint64_t, std::uint64_t> of_client_;  // its pinned bytes
+  std::array<std::uint64_t, TenantShares::kMaxTenants> of_tenant_{};
 };
 
 }  // namespace kv_offload

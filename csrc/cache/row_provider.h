@@ -8,6 +8,7 @@
 // It owns no rows: a row is free, owned by a chunk, or owned by the caller.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -31,18 +32,18 @@ class RowProvider {
         write_back_(write_back),
         metrics_(metrics) {}
 
-  // Returns a row for a chunk of this group; kNoRow if there is none. `request`: number of the request that
-  // asks. Appends the evicted keys to `evicted` unless it is nullptr. Keys stay evicted if this throws.
+  // Returns a row for a chunk of this group; kNoRow if there is none. `by`: the request
+  // that asks. Appends the evicted keys to `evicted` unless it is nullptr. Keys stay evicted if this throws.
   // `returns_at`: when the new chunk is expected to be used again, in seconds; 0 = unknown. If the next
   // victim is expected before that, nothing is evicted. (Not checked where whole slabs are emptied.)
-  RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted,
+  RowId take(std::uint32_t group, const Requester& by, std::vector<ChunkKey>* evicted,
              double returns_at = 0) {
-    return take(group, request, evicted, returns_at, true);
+    return take(group, by, evicted, returns_at, true);
   }
   // Same for a chunk that no request needs yet: cancels no writes, and evicts no chunk that an on_evict tier
   // lacks and cannot take now. (Not checked where whole slabs are emptied.)
-  RowId take_spare(std::uint32_t group, double returns_at) {
-    return take(group, 0, nullptr, returns_at, false);
+  RowId take_spare(std::uint32_t group, TenantId tenant, double returns_at) {
+    return take(group, {0, tenant}, nullptr, returns_at, false);
   }
   // Evicts this chunk, even one of the requesting request. REQUIRES: resident, without pins.
   void evict_chunk(Slot slot);
@@ -51,11 +52,11 @@ class RowProvider {
 
  private:
   enum class Eviction : std::uint8_t { kNone, kDone, kNotWorthIt };
-  RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted, double returns_at,
+  RowId take(std::uint32_t group, const Requester& by, std::vector<ChunkKey>* evicted, double returns_at,
              bool may_cancel);
-  Eviction evict_one(std::uint32_t request, bool may_write, std::vector<ChunkKey>* evicted, double returns_at,
-                     bool is_spare);
-  bool evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
+  Eviction evict_one(std::uint32_t group, const Requester& by, bool may_write, std::vector<ChunkKey>* evicted,
+                     double returns_at, bool is_spare);
+  bool evict_slab(std::uint32_t group, const Requester& by, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
 
   const ChunkGroups& groups_;
@@ -64,7 +65,8 @@ class RowProvider {
   TierIo& ops_;
   WriteBack& write_back_;
   Metrics& metrics_;
-  std::uint64_t evicted_bytes_ = 0;  // not in the metrics yet
+  std::uint64_t evicted_bytes_ = 0;                                    // not in the metrics yet
+  std::array<std::uint64_t, TenantShares::kMaxTenants> evicted_of_{};  // of these, by tenant, if configured
 };
 
 }  // namespace kv_offload

@@ -55,8 +55,8 @@ std::vector<HintOutcome> Sessions::apply(std::span<const Hint> hints) {
     }
     const Session& of = found->second;
     const bool may_prefetch = of.prompt != nullptr && !of.prompt->chunks.empty();
-    outcomes.push_back(
-        apply(hint, {of.chunks, of.family, of.id, of.client, of.priority, may_prefetch, overdue_since(of)}));
+    outcomes.push_back(apply(hint, {of.chunks, of.family, of.id, of.client, of.priority, may_prefetch,
+                                    overdue_since(of), of.tenant}));
     expect(of.id, hint, outcomes.back());
     if (hint.type == HintType::kRelease && outcomes.back() != HintOutcome::kRejected) forget(found->second);
   }
@@ -68,8 +68,9 @@ std::vector<HintOutcome> Sessions::end_turn(const Turn& turn, const RequestState
   named_ = 0;
   Chunks prompt = prompt_of(request.offers);
   const bool may_prefetch = context_.prefetcher != nullptr && turn.session && !prompt.empty();
-  const Target own{
-      prompt, request.options.family, turn.session, turn.client, request.priority(), may_prefetch, 0};
+  const Target own{prompt,      request.options.family, turn.session,
+                   turn.client, request.priority(),     may_prefetch,
+                   0,           request.options.tenant};
   retention_.end_retention(turn.session);  // of the earlier prompt
   cancel_prefetch(turn.session);
   learn_from(turn, request);
@@ -114,7 +115,8 @@ HintOutcome Sessions::apply(const Hint& hint, const Target& target) {
     case HintType::kRetain:
     case HintType::kPin:
       if (!target.session) return HintOutcome::kRejected;
-      const Retention::Prompt prompt{target.session, target.client, target.priority, target.chunks};
+      const Retention::Prompt prompt{target.session, target.client, target.priority, target.chunks,
+                                     target.tenant};
       return hint.type == HintType::kRetain ? retention_.retain(prompt, hint.seconds)
                                             : retention_.pin(prompt, hint.seconds, hint.bytes);
   }
@@ -241,6 +243,7 @@ void Sessions::remember(const Turn& turn, const RequestState& request, Chunks pr
   Session& session = session_of(turn);
   session.family = request.options.family;
   session.priority = request.priority();
+  session.tenant = request.options.tenant;
   Prompt keys;
   if (context_.prefetcher != nullptr) keys = keys_of(prompt, session);  // the last call that may throw
   auto by_use = by_use_.extract(session.use);
@@ -266,6 +269,7 @@ Sessions::Prompt Sessions::keys_of(const Chunks& chunks, const Session& session)
   prompt->client = session.client;
   prompt->family = session.family;
   prompt->priority = session.priority;
+  prompt->tenant = session.tenant;
   std::size_t begin = 0;  // of the current group
   // Merges the group with those before it by depth: a request needs the chunks of all groups.
   const auto end_group = [&] {

@@ -74,13 +74,14 @@ class Sessions {
     std::uint64_t client = 0;
     std::uint64_t use = 0;
     std::uint32_t family = 0;
-    std::int8_t priority = 0;  // of the request of its newest prompt
-    double ended = 0;          // when that request ended, in seconds
-    double expected = 0;       // seconds until the next request, by a hint; 0 = unknown
-    double given_return = 0;   // the return of the last hint that counted as given since then; 0 = none
-    int given_hints = 0;       // hints that counted as given since then, at most kGivenHints
-    Chunks chunks;             // of its newest prompt, from the last to the first of each group
-    Prompt prompt;             // the same with its evicted chunks, to prefetch it; null without tiers
+    std::int8_t priority = 0;  // of the request of its newest prompt, like the tenant
+    TenantId tenant = 0;
+    double ended = 0;         // when that request ended, in seconds
+    double expected = 0;      // seconds until the next request, by a hint; 0 = unknown
+    double given_return = 0;  // the return of the last hint that counted as given since then; 0 = none
+    int given_hints = 0;      // hints that counted as given since then, at most kGivenHints
+    Chunks chunks;            // of its newest prompt, from the last to the first of each group
+    Prompt prompt;            // the same with its evicted chunks, to prefetch it; null without tiers
     std::size_t size() const { return std::max(chunks.size(), prompt ? prompt->chunks.size() : 0); }
   };
   // What a hint is about.
@@ -92,6 +93,7 @@ class Sessions {
     std::int8_t priority;
     bool may_prefetch;     // some of its chunks may be on a tier
     double overdue_since;  // see overdue_since()
+    TenantId tenant;
   };
   struct IdHash {
     std::size_t operator()(const SessionId& id) const { return static_cast<std::size_t>(id.low); }

@@ -76,15 +76,16 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     // Already has a row in some state: a use, and neither accepted nor declined.
     if (const ChunkEntry* known = context_.chunks.find(key)) {
       const Slot slot = context_.chunks.slot_of(known);
-      context_.chunks.access(slot, request.number, request.priority());
+      context_.chunks.access(slot, request.number, request.priority(), request.options.tenant);
       hold(request, offers, slot, false);
       if (known->state == ChunkState::kResident) context_.write_back.on_used(slot);
       continue;
     }
+    if (context_.chunks.use_neighbours(key, group)) continue;  // not stored twice
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
-    const RowId row = context_.row_provider.take(group, request.number, &grant.evicted, returns_at);
+    const RowId row = context_.row_provider.take(group, request.requester(), &grant.evicted, returns_at);
     if (row == kNoRow) {
       offers.decline(group, key);
       continue;

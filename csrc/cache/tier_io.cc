@@ -11,6 +11,7 @@ namespace kv_offload {
 namespace {
 
 constexpr int kShedAtOnce = 16;
+constexpr int kPassedOver = 64;  // queued writes that stay
 constexpr Nanos kResetAgain = std::chrono::seconds(1);
 
 MissReason miss_reason_of(StatusKind kind) {
@@ -116,6 +117,7 @@ TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.entry_info.returns_at = 0;  // hints are about host memory
   order.shards = shards_of(entry.row, entry.group);
   order.memory = region_;
+  order.weight = chunks_.reader(entry.tenant).weight;
   if (kind == OpKind::kRead) {
     reads_.emplace(slot, order.id);
   } else {
@@ -128,13 +130,14 @@ TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
     op.slot = slot;
     op.row = entry.row;
     op.group = entry.group;
+    op.tenant = entry.tenant;
   } catch (...) {
     kind == OpKind::kRead ? reads_.erase(slot) : queued_writes_.erase(order.id);
     throw;
   }
   ++last_op_;
   if (kind == OpKind::kRead) {
-    costs_.add_waiting(tier, static_cast<double>(groups_[entry.group].bytes));
+    costs_.add_waiting(tier, static_cast<double>(groups_[entry.group].bytes), entry.tenant);
   } else {
     chunks_.begin_write(slot, tier);
     ++slots_[tier].writes;
@@ -151,7 +154,7 @@ void TierIo::withdraw(OpId first, std::size_t tier) {
     }
     if (op.kind == OpKind::kRead) {
       reads_.erase(op.slot);
-      costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes));
+      costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes), op.tenant);
     } else {
       queued_writes_.erase(id);
       --slots_[op.tier].writes;
@@ -180,7 +183,7 @@ void TierIo::read(std::span<const Read> reads, Nanos deadline, bool probe) {
       Op& op = ops_.at(order.id);
       op.probe = probe;
       op.submitted = now;
-      op.bytes_ahead = costs_.waiting_bytes(read.tier);
+      op.bytes_ahead = costs_.bytes_ahead(read.tier, 0, chunks_.reader(op.tenant));
       batches[read.tier].push_back(std::move(order));
     }
     for (; tier < tiers_.size(); ++tier) {
@@ -235,12 +238,17 @@ void TierIo::on_overdue(Slot slot, Nanos now) {
   costs_.on_overdue_read(op->tier, op->bytes_ahead, to_seconds(now - op->submitted), now);
 }
 
+// When the op ended on the device, which is before poll() learns of it.
+static Nanos end_of(Nanos submitted, const Completion& completion) {
+  const std::chrono::duration<double> seconds(completion.queued_seconds + completion.seconds);
+  return submitted + std::chrono::duration_cast<Nanos>(seconds);
+}
+
 void TierIo::learn_from_read(const Op& op, const Completion& completion) {
-  costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes));
+  costs_.remove_waiting(op.tier, static_cast<double>(groups_[op.group].bytes), op.tenant);
   if (!completion.status.is_ok()) return;
   const double seconds = completion.queued_seconds + completion.seconds;
-  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
-  costs_.on_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
+  costs_.on_read(op.tier, op.bytes_ahead, seconds, end_of(op.submitted, completion));
 }
 
 void TierIo::count_read(const Op& op, const Completion& completion) {
@@ -248,10 +256,17 @@ void TierIo::count_read(const Op& op, const Completion& completion) {
   const StatusKind kind = completion.status.kind();
   if (completion.status.is_ok()) {
     metrics_.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
+    count_of_tenant("kv_offload_tenant_read_bytes_total", op, completion);
     metrics_.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
   } else if (is_failure(kind)) {
     metrics_.add("kv_offload_failures_total", {name, "read", to_string(kind)});
   }
+}
+
+void TierIo::count_of_tenant(std::string_view metric, const Op& op, const Completion& completion) {
+  if (chunks_.tenants() == nullptr) return;
+  metrics_.add(metric, {chunks_.tenant_name(op.tenant), slots_[op.tier].name},
+               static_cast<double>(completion.bytes));
 }
 
 bool TierIo::make_resident(const Op& op) {
@@ -272,7 +287,11 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
   reads_.erase(op.slot);
   const StatusKind kind = completion.status.kind();
   const bool arrived = completion.status.is_ok() && make_resident(op);
-  ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
+  ReadEnd end{completion.id,  op.slot,
+              completion.key, arrived,
+              op.tier,        arrived ? completion.bytes : 0,
+              op.submitted,   end_of(op.submitted, completion),
+              std::nullopt};
   // An expired read was submitted for a request whose wait is over; another request may still wait.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
@@ -284,6 +303,8 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
   // The chunk has its new state: the calls from here on may run out of memory.
   count_read(op, completion);
   if (!arrived) return;
+  // Subscribers learn of records of earlier processes and of other servers this way.
+  publish_recorded(op.tier, completion.key);
   mark_recorded(op.tier, op.slot);
   on_fetched_(op.slot, op.tier);
 }
@@ -332,6 +353,7 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
   // The op has ended: the calls from here on may run out of memory.
   if (completion.status.is_ok()) {
     metrics_.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
+    count_of_tenant("kv_offload_tenant_write_bytes_total", op, completion);
     metrics_.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
   } else if (!op.dropped && !(op.stale && kind == StatusKind::kCancelled)) {
     if (is_failure(kind)) metrics_.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
@@ -339,8 +361,13 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
                  static_cast<double>(groups_[op.group].bytes));
   }
   if (op.stale || !completion.status.is_ok()) return;
-  events_.tier_has(completion.key, slot.name);
+  publish_recorded(op.tier, completion.key);
   mark_recorded(op.tier, op.slot);
+}
+
+// The record may have been evicted since, and its removal polled before the completion of this op.
+void TierIo::publish_recorded(std::size_t tier, const ChunkKey& key) {
+  if (is_recorded(tier, key)) events_.tier_has(key, slots_[tier].name);
 }
 
 bool TierIo::drop_write(OpId id, std::string_view reason) {
@@ -354,13 +381,27 @@ bool TierIo::drop_write(OpId id, std::string_view reason) {
   return true;
 }
 
-bool TierIo::shed_writes() {
+bool TierIo::shed_writes(const Requester& by) {
   int shed = 0;
-  while (shed < kShedAtOnce && !queued_writes_.empty()) {
-    const OpId op = *queued_writes_.begin();
-    queued_writes_.erase(queued_writes_.begin());
-    if (drop_write(op, "pressure")) ++shed;
-  }
+  const auto shed_some = [&](bool of_others) {
+    int passed = 0;
+    for (auto at = queued_writes_.begin(); shed < kShedAtOnce && at != queued_writes_.end();) {
+      const OpId op = *at;
+      if (chunks_.tenants() != nullptr) {
+        const Slot slot = ops_.at(op).slot;
+        const bool is_own = chunks_.at(slot).tenant == by.tenant;
+        if (is_own == of_others || !chunks_.may_take(by, slot)) {
+          if (++passed == kPassedOver) break;
+          ++at;
+          continue;
+        }
+      }
+      at = queued_writes_.erase(at);
+      if (drop_write(op, "pressure")) ++shed;
+    }
+  };
+  if (chunks_.tenants() != nullptr) shed_some(true);
+  if (shed == 0) shed_some(false);
   if (shed == 0) return false;
   const std::size_t pinned = chunks_.pinned();
   poll();

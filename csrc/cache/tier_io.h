@@ -62,6 +62,9 @@ class TierIo {
     Slot slot;
     const ChunkKey& key;
     bool arrived;
+    std::uint8_t tier;
+    std::uint64_t bytes;  // 0 unless it arrived
+    Nanos submitted, ended;
     // The reason for a failure; nullopt if the read was given up before it was tried.
     std::optional<MissReason> failed;
   };
@@ -137,8 +140,9 @@ class TierIo {
   // Marks those of these resident chunks that the tier already has; writes nothing.
   void mark_recorded(std::size_t tier, std::span<const Slot> slots);
   std::uint32_t writes_in_flight(std::size_t tier) const { return slots_[tier].writes; }
-  // Cancels some of the oldest queued writes. True if chunks lost their last pins.
-  bool shed_writes();
+  // Cancels some of the oldest queued writes. True if chunks lost their last pins. With tenants: only writes
+  // of chunks that `by` may take, see HostChunks::may_take().
+  bool shed_writes(const Requester& by = {});
 
   // ---- completions
   void poll();
@@ -185,6 +189,7 @@ class TierIo {
     Slot slot = 0;
     RowId row = kNoRow;
     std::uint32_t group = 0;
+    TenantId tenant = 0;  // that was charged when the op was submitted
     Nanos submitted{0};
     double bytes_ahead = 0;    // pending on the tier at submission, including its own
     std::set<Waiter> waiters;  // for a read
@@ -202,8 +207,10 @@ class TierIo {
   void finish_write(Op& op, const Completion& completion);
   bool make_resident(const Op& op);  // false: memory ran out
   void count_read(const Op& op, const Completion& completion);
+  void count_of_tenant(std::string_view metric, const Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
   void mark_recorded(std::size_t tier, Slot slot);
+  void publish_recorded(std::size_t tier, const ChunkKey& key);
   void handle_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: cannot be cancelled
   void reset(std::size_t tier) noexcept;

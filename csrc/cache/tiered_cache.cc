@@ -26,7 +26,7 @@
 namespace kv_offload {
 namespace {
 
-static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 1);
+static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 2);
 constexpr std::size_t kRememberedPerChunk = 4;  // remembered absent keys for each chunk that fits
 constexpr std::uint64_t kPrefetchedShare = 4;   // of host memory, for prefetched chunks that are not used yet
 
@@ -41,7 +41,7 @@ struct TieredCache::Impl {
         groups(options, region->num_areas()),
         tickets(*region),
         events(options.keep_events),
-        chunks(groups, *region, tickets, events, options.eviction_policy),
+        chunks(groups, *region, tickets, events, options.eviction_policy, options.tenants),
         key_history(kRememberedPerChunk * chunks.capacity()),
         costs(tiers.size()),
         ops(
@@ -60,6 +60,8 @@ struct TieredCache::Impl {
                  std::min(options.max_pinned_bytes, region->area_bytes() * region->num_areas() / 2)) {
     chunks.set_now(to_seconds(clock.now()));
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
+    if (!options.share_identity.empty())
+      chunks.share_in(*region, options.share_identity, options.neighbour_interval);
   }
 
   // Forgets everything in memory. Rows that a rank or a tier may still touch stay out of use until it is
@@ -112,7 +114,10 @@ TieredCache::~TieredCache() { close(); }
 
 RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions& options) {
   impl_->chunks.set_now(to_seconds(impl_->clock.now()));  // the engine may have been idle
+  impl_->chunks.poll_neighbours(impl_->clock.now());
   impl_->prefetcher.make_way();
+  const std::size_t tenants = impl_->chunks.tenants() == nullptr ? 1 : impl_->chunks.tenants()->size();
+  if (options.tenant >= tenants) throw_invalid("no tenant {}: the cache has {}", options.tenant, tenants);
   RequestOptions valid = options;
   if (!impl_->sessions.is_trusted(options.client)) valid.returns_in = 0;
   return impl_->requests.begin(valid);
@@ -127,6 +132,7 @@ void TieredCache::end_request(RequestHandle request) {
   Impl& impl = *impl_;
   impl.requests.end(request);
   if (impl.requests.waiting().empty()) impl.publish_fetching(false);  // no further step may follow
+  if (impl.requests.live() == 0) impl.chunks.return_borrowed(true);
   if (impl.closed || impl.requests.live() > 0 || impl.prefetcher.size() == 0) return;
   const Nanos now = impl.clock.now();
   impl.chunks.set_now(to_seconds(now));
@@ -171,7 +177,10 @@ int TieredCache::load_source(const ChunkKey& key) const {
   return entry->tier;
 }
 
-bool TieredCache::is_in_memory(const ChunkKey& key) const { return impl_->chunks.find(key) != nullptr; }
+bool TieredCache::is_in_memory(const ChunkKey& key) const {
+  const ChunkEntry* found = impl_->chunks.find(key);
+  return found != nullptr && found->origin != ChunkOrigin::kNeighbour;
+}
 
 RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {
   Impl& impl = *impl_;
@@ -211,9 +220,11 @@ void TieredCache::end_step() {
   impl.chunks.poll();
   const Nanos now = impl.clock.now();
   impl.chunks.set_now(to_seconds(now));
+  impl.chunks.poll_neighbours(now);
   impl.costs.prefill.end_step(now);
   impl.planner.plan_step(now);
-  impl.prefetcher.run(now, false);  // after the plans of requests, which need rows first
+  impl.prefetcher.run(now, false);     // after the plans of requests, which need rows first
+  impl.chunks.return_borrowed(false);  // after the plans, which hold what they need
   impl.write_back.write_cold_end();
   impl.write_back.publish_uses();
   impl.row_provider.flush_metrics();
@@ -274,7 +285,25 @@ TieredCache::Stats TieredCache::stats() const {
   stats.sessions = impl.sessions.size();
   stats.hint_pinned_bytes = impl.sessions.pinned_bytes();
   stats.is_kept = impl.is_kept;
+  stats.neighbours = impl.chunks.neighbours();
+  stats.borrowed_chunks = impl.chunks.borrowed();
+  stats.lent_chunks = impl.chunks.lent();
   return stats;
+}
+
+std::vector<TenantStats> TieredCache::tenant_stats() const {
+  const TenantShares* shares = impl_->chunks.tenants();
+  std::vector<TenantStats> stats;
+  for (std::size_t i = 0; shares != nullptr && i < shares->size(); ++i) {
+    const auto tenant = static_cast<TenantId>(i);
+    const std::uint64_t areas = impl_->region->num_areas();
+    stats.push_back({shares->name(tenant), areas * shares->used(tenant), areas * shares->share(tenant)});
+  }
+  return stats;
+}
+
+std::vector<std::string> TieredCache::take_neighbour_problems() {
+  return impl_->chunks.take_neighbour_problems();
 }
 
 std::vector<LookupCounts> TieredCache::lookup_counts() const { return impl_->requests.lookup_counts(); }
@@ -286,7 +315,16 @@ void TieredCache::publish_gauges() {
   impl.metrics.set("kv_offload_tier_bytes", {"cpu"}, static_cast<double>(own.resident_bytes));
   impl.metrics.set("kv_offload_tier_capacity_bytes", {"cpu"}, static_cast<double>(own.capacity_bytes));
   impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
+  if (impl.chunks.is_shared()) {
+    impl.metrics.set("kv_offload_neighbours", {}, static_cast<double>(own.neighbours));
+    impl.metrics.set("kv_offload_borrowed_chunks", {}, static_cast<double>(own.borrowed_chunks));
+    impl.metrics.set("kv_offload_lent_chunks", {}, static_cast<double>(own.lent_chunks));
+  }
   impl.metrics.set("kv_offload_hint_pinned_bytes", {}, static_cast<double>(impl.sessions.pinned_bytes()));
+  for (const TenantStats& of : tenant_stats()) {
+    impl.metrics.set("kv_offload_tenant_bytes", {of.name}, static_cast<double>(of.bytes));
+    impl.metrics.set("kv_offload_tenant_share_bytes", {of.name}, static_cast<double>(of.share_bytes));
+  }
   impl.publish_speeds();
   impl.ops.publish();
 }

@@ -11,6 +11,8 @@
 // requests.
 //
 //   cache_types, chunk_groups, tickets, cache_events, key_history, cost_model
+//   neighbours    chunks in host memory of other engines of this host
+//   lent_rows     own rows that other engines read
 //   host_chunks   rows and chunks in host memory: row owners and row reuse
 //   tier_figures  statistics of a tier as metrics
 //   tier_io       reads from tiers and writes to tiers, from submission to completion
@@ -27,7 +29,8 @@
 //
 // States of a key: HostChunks knows which keys have a row; a tier's catalog knows which keys are recorded.
 // lookup():
-//   resident            -> kHit
+//   resident, or resident at a neighbour
+//                       -> kHit
 //                          (kPending while the load must be held back, see DeviceLoads)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending; end_step() makes a plan (see Planner)
@@ -119,8 +122,15 @@ class TieredCache {
     std::uint64_t sessions;           // remembered for hints
     std::uint64_t hint_pinned_bytes;  // pinned by hints
     bool is_kept;                     // host memory outlives this cache
+    // Engines of this host whose memory is read; their chunks that are pinned for this one; own chunks that a
+    // neighbour reads although they would be evicted.
+    std::uint64_t neighbours, borrowed_chunks, lent_chunks;
   };
   Stats stats() const;
+  // Returns the figures of each tenant, in the order of CacheOptions::tenants.
+  std::vector<TenantStats> tenant_stats() const;
+  // Reasons why host memory of other engines is not used, each once.
+  std::vector<std::string> take_neighbour_problems();
   std::vector<LookupCounts> lookup_counts() const;  // by group position
   void publish_gauges();                            // publishes residency, capacities and queue depths
   const std::vector<std::unique_ptr<Tier>>& tiers() const;

@@ -43,6 +43,7 @@ void WriteBack::write_through(std::span<const Slot> slots) {
 
 void WriteBack::on_used(Slot slot) {
   if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
+  if (chunks_.is_borrowed(slot)) return;  // its owner writes it
   if (chunks_.take_inherited_use(slot)) write_through({&slot, 1});
   count_use(slot);
 }

@@ -35,7 +35,10 @@ struct CopyResult {
 struct CopierOptions {
   CacheLayout layout;
   std::span<std::byte> area;  // this rank's part of the region; must outlive the copier
-  unsigned threads = 2;       // of the host copier
+  // The area and the places for areas of neighbours after it (HostRegion::window): loads may name rows there.
+  // Empty: there are none.
+  std::span<std::byte> window{};
+  unsigned threads = 2;  // of the host copier
   // The remaining options are for the CUDA copier.
   int device = -1;  // CUDA device ordinal
   // Thread blocks of a pack kernel; each occupies one SM while it runs. By published figures, 8 blocks of 256
@@ -65,6 +68,10 @@ class BlockCopier {
   // results are still returned by poll().
   virtual void wait(std::span<const std::uint64_t> job_ids) = 0;
   virtual void close() = 0;
+  // Prepares a neighbour's area, which was mapped at its place in the window, for loads; ends that before it
+  // is unmapped. Any thread, one at a time. REQUIRES: no load uses the area during the call.
+  virtual Status add_neighbour(std::span<std::byte>) { return Status::ok(); }
+  virtual Status remove_neighbour(std::span<std::byte>) { return Status::ok(); }
 };
 
 std::unique_ptr<BlockCopier> make_host_copier(const CopierOptions& options);

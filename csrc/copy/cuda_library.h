@@ -48,9 +48,9 @@ constexpr auto members(const CacheLayout& s) {
   return list(s, tensors, groups, blocks_per_chunk, holds_states, shards_per_area, tail_blocks);
 }
 constexpr auto members(const CopierOptions& s) {
-  const auto& [layout, area, threads, device, kernel_blocks, staging_bytes, calibrate, pin_progress,
+  const auto& [layout, area, window, threads, device, kernel_blocks, staging_bytes, calibrate, pin_progress,
                order_after_compute] = s;
-  return list(s, layout, area, threads, device, kernel_blocks, staging_bytes, calibrate, pin_progress,
+  return list(s, layout, area, window, threads, device, kernel_blocks, staging_bytes, calibrate, pin_progress,
               order_after_compute);
 }
 constexpr auto members(const CopyJob& s) {
@@ -76,7 +76,7 @@ constexpr std::uint64_t number_of(std::uint64_t version) {
 inline constexpr char kCudaLibraryName[] = "libkv_offload_cuda.so";
 // Increase this for changes that the member types do not show: a new virtual function of BlockCopier, a new
 // order or meaning of members of the same type or of enum values, or new members of Status.
-inline constexpr std::uint64_t kCudaInterfaceVersion = 3;
+inline constexpr std::uint64_t kCudaInterfaceVersion = 4;
 inline constexpr std::uint64_t kCudaInterface =
     cuda_interface::number_of<CacheTensor, GroupRef, CacheLayout, CopierOptions, CopyJob, CopyResult>(
         kCudaInterfaceVersion);

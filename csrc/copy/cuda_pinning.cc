@@ -26,6 +26,14 @@ struct Pinning {
   Status failure = Status::ok();
 };
 
+bool can_register_read_only(int device) {
+  int is_supported = 0;
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&is_supported, cudaDevAttrHostRegisterReadOnlySupported, device);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error == cudaSuccess && is_supported != 0;
+}
+
 }  // namespace
 
 int numa_node_of(int device) {
@@ -58,6 +66,8 @@ PinnedArea::PinnedArea(std::span<std::byte> area, const PinOptions& options)
 }
 
 void PinnedArea::register_pieces(const PinOptions& options) {
+  if (options.read_only && !can_register_read_only(device_))
+    throw_resource("device {} or its driver cannot register memory that is mapped read-only", device_);
   const std::size_t pieces = registered_.size();
   Pinning pinning;
   const auto work = [&] {
@@ -68,9 +78,9 @@ void PinnedArea::register_pieces(const PinOptions& options) {
       const std::size_t i = pinning.next++;
       if (i >= pieces) break;
       const std::span<std::byte> memory = piece(i);
-      status = cuda_status(
-          cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
-          "cudaHostRegister");
+      const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped |
+                             (options.read_only ? cudaHostRegisterReadOnly : 0u);
+      status = cuda_status(cudaHostRegister(memory.data(), memory.size(), flags), "cudaHostRegister");
       if (!status.is_ok()) break;
       registered_[i] = 1;
       const std::lock_guard lock(pinning.mutex);

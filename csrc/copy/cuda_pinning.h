@@ -19,6 +19,7 @@ struct PinOptions {
   int device = 0;
   std::uint64_t piece_bytes = 1ull << 30;  // at most 64 GiB; a multiple of 2 MiB
   unsigned threads = 4;
+  bool read_only = false;  // the memory is mapped read-only, and the device only reads it
   std::function<void(std::uint64_t done, std::uint64_t total)> progress{};  // on the constructor's thread
 };
 

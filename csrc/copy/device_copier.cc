@@ -70,7 +70,7 @@ SplitLimits split_limits_for(CopyPath one, CopyPath other, const DeviceLimits& l
 DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDevice> device,
                            const CopyTable& table, const DeviceLimits& limits)
     : layout_(options.layout),
-      area_(options.area),
+      area_(options.window.empty() ? options.area : options.window),
       order_after_compute_(options.order_after_compute),
       table_(available_paths(table, limits)),
       limits_(limits),

@@ -11,7 +11,7 @@ namespace kv_offload {
 
 HostCopier::HostCopier(const CopierOptions& options, CopyFunction copy)
     : layout_(options.layout),
-      area_(options.area),
+      area_(options.window.empty() ? options.area : options.window),
       non_temporal_from_(layout_.shards_per_area > 1 ? kNonTemporalShardBytes : kNonTemporalBytes),
       copy_(copy ? std::move(copy)
                  : [from = non_temporal_from_](std::byte* to, const std::byte* what, std::size_t bytes) {

@@ -17,6 +17,7 @@ namespace {
 
 constexpr Slot kNoSlot = 0xFFFFFFFFu;
 constexpr std::size_t kMinCells = 64;
+constexpr std::size_t kRespareShare = 16;
 constexpr std::int8_t kRetained = 2;  // added to a priority of -1 or 0: above 0
 
 // The tag avoids loading the entry's cache line on a collision, and when cells move: a cell's home follows
@@ -48,7 +49,7 @@ struct ChunkIndex::Impl {
   std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // lowest of all entries so far
   std::uint32_t spared_holder = 0;  // argument of the last victim() call
   std::deque<Slot> spared;          // slots with entries[slot].spared
-  bool spared_were_taken = false;   // others took spared entries since the last release of all
+  std::size_t spared_taken = 0;     // spared entries that others took since the last release of all
   std::uint8_t epoch = 0;           // of the entries that are not forgotten
   unsigned forgotten_epochs = 0;    // epochs that forgotten entries may be of
   Slot next_checked = 0;            // by next_forgotten()
@@ -187,7 +188,13 @@ struct ChunkIndex::Impl {
   // From last to first, so that the entries of one prompt keep their order.
   void release_spared() {
     for (; !spared.empty(); spared.pop_back()) release(spared.back());
-    spared_were_taken = false;
+    spared_taken = 0;
+  }
+  // False right after all were spared. With a restricted policy a holder may find no victim in each of many
+  // calls, while others take its spared entries one by one. Then all are spared again only after several were
+  // taken, so that each call costs O(1) on average.
+  bool may_respare() const {
+    return spared_taken > 0 && (!policy->is_restricted() || kRespareShare * spared_taken >= spared.size());
   }
   // Returns the first spared entries without pins, at most `most`. Looks at a few times as many.
   std::vector<Slot> first_spared(std::size_t most) const {
@@ -206,7 +213,7 @@ struct ChunkIndex::Impl {
       const Slot slot = spared.front();
       spared.pop_front();
       release(slot);
-      spared_were_taken = true;
+      ++spared_taken;
       if (entries[slot].pins > 0) continue;
       if (const std::optional<Slot> victim = policy->victim()) return victim;
     }
@@ -271,6 +278,7 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   entry.holder = entry_info.request;
   entry.group = static_cast<std::uint8_t>(group);
   entry.priority = entry_info.priority;
+  entry.tenant = entry_info.tenant;
   entry.state = state;
   entry.epoch = impl.epoch;
   try {
@@ -335,7 +343,7 @@ void ChunkIndex::forget() {
   impl.resident = impl.pinned = 0;
   // The policy need not know: spared entries stay pinned in it until they are erased.
   impl.spared.clear();
-  impl.spared_were_taken = false;
+  impl.spared_taken = 0;
 }
 
 bool ChunkIndex::may_forget() const { return impl_->forgotten == 0 || impl_->forgotten_epochs < kMostEpochs; }
@@ -382,7 +390,7 @@ void ChunkIndex::unpin(Slot slot) {
   if (!entry.spared) impl_->policy->unpin(slot);
 }
 
-void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) {
+void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant) {
   ChunkEntry& entry = impl_->entries[slot];
   if (entry.spared && request != impl_->spared_holder) impl_->release_spared();
   if (entry.retained) end_retention(slot, priority);
@@ -390,12 +398,20 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) 
   info.request = request;
   info.priority = std::max(entry.priority, priority);
   info.returns_at = 0;
+  info.tenant = tenant;
   // Calls that may throw come first: then the entry is unchanged.
   if (entry.state == ChunkState::kResident) impl_->policy->access(slot, info);
+  entry.tenant = tenant;
   impl_->raise_parents(slot, info.priority);
   entry.holder = request;
   entry.priority = info.priority;
   entry.returns_at = 0;
+}
+
+void ChunkIndex::refresh(Slot slot) {
+  const ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kResident);
+  impl_->policy->refresh(slot, entry_info(entry));
 }
 
 void ChunkIndex::retain(Slot slot) {
@@ -456,7 +472,7 @@ std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   }
   for (;;) {
     const std::optional<Slot> victim = impl.policy->victim();
-    if (!victim && impl.spared_were_taken) {
+    if (!victim && impl.may_respare()) {
       impl.release_spared();  // some may no longer precede an entry of this holder
       continue;
     }

@@ -43,8 +43,8 @@ namespace kv_offload {
 enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
 
 // Source of a resident chunk's bytes, for hit accounting. kBefore: the previous engine left it in host
-// memory, and no request has used it since.
-enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore };
+// memory, and no request has used it since. kNeighbour: the row belongs to another engine of this host.
+enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore, kNeighbour };
 
 struct ChunkEntry {
   ChunkKey key;
@@ -58,8 +58,9 @@ struct ChunkEntry {
   float returns_at = 0;      // see EntryInfo; kept here until the policy knows the entry
   std::uint8_t group = 0;    // position, not id
   std::int8_t priority = 0;  // highest among its requests and all chunks after it
-  ChunkState state = ChunkState::kAbsent;
-  ChunkOrigin origin = ChunkOrigin::kStore;
+  ChunkState state : 4 = ChunkState::kAbsent;
+  ChunkOrigin origin : 4 = ChunkOrigin::kStore;
+  TenantId tenant = 0;        // that it is charged to
   std::uint8_t tier = 0;      // index of the tier it was read from, if origin == kTier
   std::uint8_t writes = 0;    // bit t: a write op to tier t is queued or running
   std::uint8_t tried = 0;     // bit t: a write op ended, in success or failure, while the chunk is here
@@ -123,7 +124,11 @@ class ChunkIndex {
   // A request (number and priority) uses the entry and becomes its holder. As with insert(), the entries
   // before it get at least its priority; an entry is raised at most once per priority level.
   // Whatever return was expected has happened.
-  void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // The entry is charged to `tenant` from now on.
+  void access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant = 0);
+  // The entry was used elsewhere: makes it as recent as a hit does, and changes nothing else. REQUIRES:
+  // resident.
+  void refresh(Slot slot);
   // Raises the entry to the highest level of priority until its next use, or ends that and sets the priority
   // that it has instead. Throws std::bad_alloc without any change. REQUIRES: resident.
   void retain(Slot slot);
@@ -137,7 +142,8 @@ class ChunkIndex {
   std::optional<Slot> parent_of(Slot slot) const;
   // Returns the facts of an entry that policies use, here and in tiers.
   static EntryInfo entry_info(const ChunkEntry& entry) {
-    return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority, entry.returns_at};
+    return {chunk_id(entry.key), entry.parent,     entry.depth, entry.holder,
+            entry.priority,      entry.returns_at, entry.tenant};
   }
   // Returns the next victim that is not spared for this holder. (The first chunk of a prompt is spared only
   // after victim() reached a later chunk of it. If the policy returns the first chunk earlier, as lru may, it

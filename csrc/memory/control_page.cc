@@ -34,6 +34,13 @@ struct ControlPage::Header {
   std::atomic<std::uint32_t> scheduler;  // 1: attached
   std::atomic<std::uint32_t> attached;   // scheduler and workers
   std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
+  std::atomic<std::uint64_t> shared_rows;
+  struct Neighbour {                        // a sequence lock
+    std::atomic<std::uint64_t> generation;  // odd: the scheduler is writing the other two
+    std::atomic<std::uint64_t> inode;       // 0: dismissed
+    std::atomic<std::uint64_t> numbers;     // of the name, and of the reader << 8
+  };
+  std::array<Neighbour, HostRegion::kMostNeighbours> neighbours;
 };
 
 struct ControlPage::Worker {
@@ -43,6 +50,8 @@ struct ControlPage::Worker {
   std::uint32_t fingerprint_bytes;
   std::array<std::uint64_t, 64> shard_bytes;  // kMostGroups at most
   std::array<char, kMostFingerprint> fingerprint;
+  // The last generation of each neighbour slot that this rank has carried out, and that it cannot carry out.
+  std::array<std::atomic<std::uint64_t>, HostRegion::kMostNeighbours> done, refused;
 };
 
 std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
@@ -66,6 +75,12 @@ void ControlPage::forget() {
   header().scheduler.store(0);
   header().attached.store(0);
   header().fetching.store(0);
+  header().shared_rows.store(0);
+  for (auto& neighbour : header().neighbours) {
+    neighbour.generation.store(0);
+    neighbour.inode.store(0);
+    neighbour.numbers.store(0);
+  }
 }
 
 ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
@@ -147,6 +162,77 @@ void ControlPage::set_fetching(bool fetching) {
 }
 
 bool ControlPage::is_fetching() const { return header().fetching.load(std::memory_order_relaxed) != 0; }
+
+void ControlPage::set_shared_rows(std::uint64_t offset) {
+  header().shared_rows.store(offset, std::memory_order_release);
+}
+
+std::uint64_t ControlPage::shared_rows() const {
+  return header().shared_rows.load(std::memory_order_acquire);
+}
+
+void ControlPage::request_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  change_neighbour(slot, area);
+}
+
+void ControlPage::dismiss_neighbour(std::uint32_t slot) { change_neighbour(slot, {}); }
+
+void ControlPage::change_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  auto& neighbour = header().neighbours[slot];
+  const std::uint64_t generation = neighbour.generation.load(std::memory_order_relaxed);
+  neighbour.generation.store(generation + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  neighbour.inode.store(area.inode, std::memory_order_relaxed);
+  neighbour.numbers.store(area.number | std::uint64_t{area.reader} << 8, std::memory_order_relaxed);
+  neighbour.generation.store(generation + 2, std::memory_order_release);
+}
+
+bool ControlPage::is_carried_out(std::uint32_t slot) const {
+  const std::uint64_t generation = header().neighbours[slot].generation.load(std::memory_order_relaxed);
+  for (std::uint32_t rank = 0; rank < num_workers_; ++rank) {
+    if (worker(rank).done[slot].load(std::memory_order_acquire) != generation) return false;
+  }
+  return true;
+}
+
+bool ControlPage::has_mapped(std::uint32_t slot) const {
+  return header().neighbours[slot].inode.load(std::memory_order_relaxed) != 0 && is_carried_out(slot);
+}
+
+bool ControlPage::has_unmapped(std::uint32_t slot) const {
+  return header().neighbours[slot].inode.load(std::memory_order_relaxed) == 0 && is_carried_out(slot);
+}
+
+bool ControlPage::is_refused(std::uint32_t slot) const {
+  const std::uint64_t generation = header().neighbours[slot].generation.load(std::memory_order_relaxed);
+  for (std::uint32_t rank = 0; rank < num_workers_; ++rank) {
+    const Worker& one = worker(rank);
+    if (generation != 0 && one.refused[slot].load(std::memory_order_relaxed) == generation &&
+        one.done[slot].load(std::memory_order_relaxed) != generation)
+      return true;
+  }
+  return false;
+}
+
+std::optional<ControlPage::NeighbourRequest> ControlPage::neighbour(std::uint32_t slot) const {
+  const auto& neighbour = header().neighbours[slot];
+  const std::uint64_t generation = neighbour.generation.load(std::memory_order_acquire);
+  const std::uint64_t inode = neighbour.inode.load(std::memory_order_relaxed);
+  const std::uint64_t numbers = neighbour.numbers.load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (generation % 2 != 0 || neighbour.generation.load(std::memory_order_relaxed) != generation)
+    return std::nullopt;
+  return NeighbourRequest{
+      {inode, static_cast<std::uint8_t>(numbers), static_cast<std::uint8_t>(numbers >> 8)}, generation};
+}
+
+void ControlPage::set_done(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation) {
+  worker(rank).done[slot].store(generation, std::memory_order_release);
+}
+
+void ControlPage::set_refused(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation) {
+  worker(rank).refused[slot].store(generation, std::memory_order_relaxed);
+}
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
   slot(rank, ticket).report(ticket, failed_groups);

@@ -5,6 +5,7 @@
 //   header     4 KiB   sizes that all processes must agree on, attached processes
 //   workers    8 KiB each: geometry and fingerprint
 //   tickets    256 KiB each worker: a ring of kTicketSlots results
+//   (the header also lists the neighbours whose areas the workers shall map: see HostRegion)
 //   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
 //
 // Private to memory/. Methods: any thread, any process, unless stated otherwise.
@@ -13,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "memory/host_region.h"
@@ -57,6 +59,27 @@ class ControlPage {
   void set_fetching(bool fetching);
   bool is_fetching() const;
 
+  // The table of shared rows after the areas: its offset in the file; 0 = none.
+  void set_shared_rows(std::uint64_t offset);
+  std::uint64_t shared_rows() const;
+  // Neighbour slots, see HostRegion::request_neighbour. Each request and each dismissal increases the
+  // generation of its slot, and a worker reports the generation that it has carried out. So a worker that was
+  // slow never counts for a later request. Scheduler, one thread at a time:
+  void request_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  void dismiss_neighbour(std::uint32_t slot);
+  bool has_mapped(std::uint32_t slot) const;    // every worker has carried out the request
+  bool has_unmapped(std::uint32_t slot) const;  // every worker has carried out the dismissal
+  bool is_refused(std::uint32_t slot) const;    // a worker cannot map the requested area
+  // Worker:
+  struct NeighbourRequest {
+    NeighbourArea area;  // inode 0: dismissed
+    std::uint64_t generation = 0;
+  };
+  // Nothing while the scheduler writes it: ask again later.
+  std::optional<NeighbourRequest> neighbour(std::uint32_t slot) const;
+  void set_done(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
+  void set_refused(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
+
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
   // Returns one rank's result; kPending while it has not reported.
@@ -70,6 +93,8 @@ class ControlPage {
   Worker& worker(std::uint32_t rank) const;
   Slot& slot(std::uint32_t rank, Ticket ticket) const;
   bool count_in();
+  void change_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  bool is_carried_out(std::uint32_t slot) const;
 
   std::byte* base_ = nullptr;
   std::uint32_t num_workers_ = 0;

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "memory/byte_lock.h"
 #include "memory/control_page.h"
 #include "memory/memory_headroom.h"
 #include "memory/populate.h"
@@ -77,6 +78,68 @@ class Mapping {
 
   std::byte* start_ = nullptr;
   std::uint64_t bytes_ = 0;
+};
+
+// A worker's own area, followed by places for areas of neighbours. The address space is reserved at once.
+class Window {
+ public:
+  Window() = default;
+  Window(std::uint64_t slot_bytes, std::uint32_t slots)
+      : slot_bytes_(slot_bytes), bytes_(slot_bytes * slots) {
+    void* reserved = ::mmap(nullptr, bytes_ + kHugePageBytes, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) {
+      throw_resource(
+          "cannot reserve {} of address space for the host memory of neighbours: {}; raise ulimit -v or set "
+          "share_host_memory to false",
+          format_bytes(bytes_), std::strerror(errno));
+    }
+    reserved_ = static_cast<std::byte*>(reserved);
+    start_ =
+        reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(reserved_), kHugePageBytes));
+  }
+  ~Window() {
+    if (reserved_ != nullptr) ::munmap(reserved_, bytes_ + kHugePageBytes);
+  }
+  Window(const Window&) = delete;
+  Window& operator=(Window&& other) noexcept {
+    std::swap(reserved_, other.reserved_);
+    std::swap(start_, other.start_);
+    std::swap(slot_bytes_, other.slot_bytes_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  // Both return 0 or errno. An unmapped place stays reserved.
+  int map(std::uint32_t slot, std::uint64_t bytes, int protection, int fd, std::uint64_t offset) const {
+    return ::mmap(at(slot), bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==
+                   MAP_FAILED
+               ? errno
+               : 0;
+  }
+  int unmap(std::uint32_t slot, std::uint64_t bytes) const {
+    return ::mmap(at(slot), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+                  0) == MAP_FAILED
+               ? errno
+               : 0;
+  }
+  std::byte* at(std::uint32_t slot) const { return start_ + slot * slot_bytes_; }
+  std::uint64_t slot_bytes() const { return slot_bytes_; }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* reserved_ = nullptr;
+  std::byte* start_ = nullptr;
+  std::uint64_t slot_bytes_ = 0, bytes_ = 0;
+};
+
+// What a worker has mapped in a neighbour slot. The descriptor holds the lock of its reader number.
+struct MappedNeighbour {
+  int fd = -1;
+  std::uint64_t generation = 0;  // of the request that is mapped or was refused
+  // ---- after a refusal
+  std::uint32_t pause = 0, calls_left = 0;  // calls of map_neighbours between two tries, until the next try
+  std::string problem;
 };
 
 ControlPage::Sizes sizes_of(const RegionOptions& options) {
@@ -157,7 +220,7 @@ void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
   if (size < kPageBytes) throw_resource("the shared memory file of this engine id is not a region");
   const Mapping page(fd, kPageBytes);
   const ControlPage control(page.start(), sizes);
-  const bool has_table = !options.keep_for.empty() && size > bytes;
+  const bool has_table = (!options.keep_for.empty() || !options.share_for.empty()) && size > bytes;
   if (size != bytes && !has_table) throw_resource("the region has {} bytes, not {}", size, bytes);
 }
 
@@ -183,19 +246,42 @@ struct HostRegion::Impl {
   Mapping mapping;
   Mapping behind;  // after the areas
   ControlPage control;
+  // ---- with share_for
+  std::uint32_t own_area = 0, rank = 0;  // of a worker
+  Window window;                         // of a worker: the own area and those of neighbours
+  std::array<MappedNeighbour, kMostNeighbours> neighbours;
 
+  ~Impl() {
+    for (const MappedNeighbour& neighbour : neighbours) {
+      if (neighbour.fd >= 0) ::close(neighbour.fd);
+    }
+  }
   Impl(const RegionOptions& given, bool is_rank_0);
   SharedFile open_file(bool is_rank_0);
   std::uint64_t bytes() const { return area_offset(sizes.num_areas); }
   std::uint64_t area_offset(std::uint32_t index) const {
     return ControlPage::padded_bytes(sizes.num_workers) + index * sizes.area_bytes;
   }
+  // Distance of the places in the window. Areas > 1 GiB stay aligned with the pieces that CUDA registers. A
+  // gap after each area keeps copies from being merged over two registrations.
+  std::uint64_t slot_bytes() const {
+    constexpr std::uint64_t kPiece = std::uint64_t{1} << 30;
+    return round_up(sizes.area_bytes + kPageBytes, sizes.area_bytes > kPiece ? kPiece : kHugePageBytes);
+  }
+  bool is_private() const { return options.keep_for.empty() && options.share_for.empty(); }
+  std::uint32_t neighbour_slots() const;
+  void open_window(std::uint32_t worker);
+  std::string map_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  void unmap_neighbour(std::uint32_t slot);
   void check_area(std::uint32_t index) const;
   void check_rank(std::uint32_t rank) const;
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
 HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(given), sizes(sizes_of(given)) {
+  if (!options.keep_for.empty() && !options.share_for.empty()) {
+    throw_invalid("host memory cannot be both kept and shared: give keep_for or share_for");
+  }
   swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
   file = open_file(is_rank_0);
   check_agreement(file.fd(), bytes(), options, sizes);
@@ -249,7 +335,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& op
   std::unique_ptr<HostRegion> region(new HostRegion);
   region->impl_ = std::make_unique<Impl>(options, false);
   const bool is_last = region->impl_->control.attach_scheduler();
-  if (is_last && options.keep_for.empty()) region->impl_->file.unlink_name();
+  if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
   return region;
 }
 
@@ -261,8 +347,9 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
   region->impl_ = std::make_unique<Impl>(options, rank == 0);
+  region->impl_->open_window(rank);
   const bool is_last = region->impl_->control.attach_worker(rank, geometry);
-  if (is_last && options.keep_for.empty()) region->impl_->file.unlink_name();
+  if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
   return region;
 }
 
@@ -292,16 +379,21 @@ std::uint64_t HostRegion::area_bytes() const { return impl_->sizes.area_bytes; }
 
 std::span<std::byte> HostRegion::area(std::uint32_t index) const {
   impl_->check_area(index);
-  return {impl_->mapping.start() + impl_->area_offset(index), impl_->sizes.area_bytes};
+  const bool in_window = impl_->window.bytes() > 0 && index == impl_->own_area;
+  std::byte* const start =
+      in_window ? impl_->window.at(0) : impl_->mapping.start() + impl_->area_offset(index);
+  return {start, impl_->sizes.area_bytes};
 }
 
 Shard HostRegion::shard(std::uint32_t index, RowId row, std::uint64_t bytes) const {
   const std::uint64_t start = row * std::uint64_t{kPageBytes};
-  if (start > impl_->sizes.area_bytes || bytes > impl_->sizes.area_bytes - start) {
-    throw std::logic_error(fmt::format("row {} with {} bytes is not inside an area of {} bytes", row, bytes,
-                                       impl_->sizes.area_bytes));
+  const bool in_window = impl_->window.bytes() > 0 && index == impl_->own_area;
+  const std::span<std::byte> all = in_window ? window() : area(index);
+  if (start > all.size() || bytes > all.size() - start) {
+    throw std::logic_error(
+        fmt::format("row {} with {} bytes is not inside an area of {} bytes", row, bytes, all.size()));
   }
-  return area(index).subspan(start, bytes);
+  return all.subspan(start, bytes);
 }
 
 Status HostRegion::prefault(std::uint32_t index, unsigned threads,
@@ -380,6 +472,148 @@ std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes) {
 }
 
 bool HostRegion::keep() { return impl_->file.keep(impl_->options.shm_directory, impl_->options.keep_for); }
+
+// ---- with share_for
+
+std::uint32_t HostRegion::Impl::neighbour_slots() const {
+  if (options.share_for.empty()) return 0;
+  constexpr std::uint64_t kMostPages = std::uint64_t{1} << 32;  // numbers of a RowId
+  const std::uint64_t places = kMostPages / (slot_bytes() / kPageBytes);
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(kMostNeighbours, places - std::min<std::uint64_t>(places, 2)));
+}
+
+void HostRegion::Impl::open_window(std::uint32_t worker) {
+  rank = worker;
+  own_area = sizes.num_areas == 1 ? 0 : worker;
+  if (options.share_for.empty()) return;
+  Window opened(slot_bytes(), 1 + neighbour_slots());
+  if (const int error =
+          opened.map(0, sizes.area_bytes, PROT_READ | PROT_WRITE, file.fd(), area_offset(own_area));
+      error != 0) {
+    throw_resource("cannot map the host memory region: {}", std::strerror(error));
+  }
+  window = std::move(opened);
+  ::madvise(window.at(0), sizes.area_bytes, MADV_DONTDUMP);
+  if (options.huge_pages) ::madvise(window.at(0), sizes.area_bytes, MADV_HUGEPAGE);
+}
+
+std::span<std::byte> HostRegion::memory_of_shared_rows(std::uint64_t bytes) {
+  if (impl_->options.share_for.empty()) throw std::logic_error("the region has no share_for");
+  const std::span<std::byte> memory = memory_after_areas(bytes);
+  impl_->control.set_shared_rows(impl_->bytes());
+  return memory;
+}
+
+void HostRegion::share() {
+  if (impl_->file.share(impl_->options.shm_directory, impl_->options.share_for)) return;
+  throw_resource(
+      "{} engines of this model share host memory in {} already: this one loads from up to {} of them, and "
+      "they cannot load from it. Run fewer engines of one model and user on this host",
+      kMostShared, impl_->options.shm_directory, kMostNeighbours);
+}
+
+void HostRegion::stop_sharing() { impl_->file.unlink_name(); }
+
+bool HostRegion::if_reader_is_dead(unsigned reader, const std::function<void()>& action) const {
+  const ByteLock lock(impl_->file.fd(), reader);
+  if (!lock.is_held()) return false;
+  action();
+  return true;
+}
+
+std::uint32_t HostRegion::neighbour_slots() const { return impl_->neighbour_slots(); }
+
+RowId HostRegion::neighbour_row(std::uint32_t slot, RowId row) const {
+  return static_cast<RowId>((slot + 1) * (impl_->slot_bytes() / kPageBytes) + row);
+}
+
+void HostRegion::request_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  impl_->control.request_neighbour(slot, area);
+}
+
+void HostRegion::dismiss_neighbour(std::uint32_t slot) { impl_->control.dismiss_neighbour(slot); }
+
+bool HostRegion::has_mapped(std::uint32_t slot) const { return impl_->control.has_mapped(slot); }
+
+bool HostRegion::has_unmapped(std::uint32_t slot) const { return impl_->control.has_unmapped(slot); }
+
+bool HostRegion::is_refused(std::uint32_t slot) const { return impl_->control.is_refused(slot); }
+
+// Returns the problem, or nothing. The scheduler has validated the file; its inode says that it is the same.
+std::string HostRegion::Impl::map_neighbour(std::uint32_t slot, const NeighbourArea& area) {
+  const std::string path = SharedFile::shared_path_of(options.shm_directory, options.share_for, area.number);
+  std::string problem;
+  const int fd = open_shared_file(path, &problem);
+  const auto refuse = [&](const std::string& why) {
+    if (fd >= 0) ::close(fd);
+    return fmt::format("{} cannot be read: {}", path, why);
+  };
+  if (fd < 0 || !problem.empty()) return refuse(fd < 0 ? "it does not exist any more" : problem);
+  if (inode_of(fd) != area.inode) return refuse("it is another file now");
+  if (file_size(fd) < bytes()) return refuse("it is too small");
+  if (!ByteLock::share(fd, area.reader)) return refuse("its lock is held by another process");
+  if (const int error = window.map(slot + 1, sizes.area_bytes, PROT_READ, fd, area_offset(own_area));
+      error != 0)
+    return refuse(std::strerror(error));
+  ::madvise(window.at(slot + 1), sizes.area_bytes, MADV_DONTDUMP);
+  neighbours[slot].fd = fd;
+  return {};
+}
+
+std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& change) {
+  std::vector<std::string> problems;
+  Impl& impl = *impl_;
+  for (std::uint32_t slot = 0; slot < impl.neighbour_slots(); ++slot) {
+    MappedNeighbour& mapped = impl.neighbours[slot];
+    const auto wanted = impl.control.neighbour(slot);
+    if (!wanted) continue;
+    const std::span<std::byte> memory(impl.window.at(slot + 1), impl.sizes.area_bytes);
+    // The same file may be requested again, under another reader number.
+    if (wanted->generation != mapped.generation) {
+      if (mapped.fd >= 0) {
+        if (change) (void)change(memory, false);
+        impl.unmap_neighbour(slot);
+      }
+      mapped = {};
+      mapped.generation = wanted->generation;
+      if (wanted->area.inode == 0) impl.control.set_done(slot, impl.rank, wanted->generation);
+    }
+    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;
+    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;
+    std::string problem = impl.map_neighbour(slot, wanted->area);
+    if (problem.empty() && change) {
+      if (const Status status = change(memory, true); !status.is_ok()) {
+        problem = fmt::format("host memory of a neighbour cannot be read: {}", status.to_string());
+        impl.unmap_neighbour(slot);
+      }
+    }
+    if (problem.empty()) {
+      impl.control.set_done(slot, impl.rank, wanted->generation);
+      continue;
+    }
+    impl.control.set_refused(slot, impl.rank, wanted->generation);
+    mapped.pause = mapped.pause == 0 ? kFirstPause : std::min(2 * mapped.pause, kMostPause);
+    mapped.calls_left = mapped.pause;
+    if (problem != mapped.problem) problems.push_back(problem);
+    mapped.problem = std::move(problem);
+  }
+  return problems;
+}
+
+void HostRegion::Impl::unmap_neighbour(std::uint32_t slot) {
+  (void)window.unmap(slot + 1, sizes.area_bytes);
+  ::close(std::exchange(neighbours[slot].fd, -1));
+}
+
+std::span<std::byte> HostRegion::window() const {
+  if (impl_->window.bytes() == 0) return area(impl_->own_area);
+  return {impl_->window.at(0), impl_->window.bytes()};
+}
+
+const RegionOptions& HostRegion::options() const { return impl_->options; }
+
+std::uint64_t HostRegion::inode() const { return inode_of(impl_->file.fd()); }
 
 const std::vector<std::string>& HostRegion::swept() const { return impl_->swept; }
 

@@ -23,11 +23,20 @@
 // no sweep removes. Two kinds of start remove it: one with the same keep_for and other sizes, and any start
 // that would otherwise lack the memory.
 //
+// With share_for, other engines of the host read rows of this region (NeighbourRegion), and this engine's
+// workers map areas of neighbours read-only after their own:
+//
+//   [ own area | neighbour slot 0 | neighbour slot 1 | ... ]   as far apart as neighbour_row() says
+//
+// So a RowId also names a neighbour's row, and copies need no other address. The scheduler requests and
+// dismisses neighbours, and each worker follows with map_neighbours(). The region has a name from share()
+// until stop_sharing() or the end of its processes. No process of a neighbour holds our lock.
+//
 // prefault() allocates the memory and reports a tmpfs or cgroup that filled up meanwhile as a Status. In an
 // area without prefault a copy allocates the pages itself and dies by SIGBUS when none are left: prefault
 // before copying. (System calls on such pages fail with EFAULT.) Areas are excluded from core dumps.
 //
-// Threads: attach, wait_for_ranks, prefault: one thread. The rest: any thread.
+// Threads: attach, wait_for_ranks, prefault: one thread. map_neighbours: one thread. The rest: any thread.
 #pragma once
 
 #include <chrono>
@@ -56,6 +65,16 @@ struct RegionOptions {
   // What must be equal for a region to be adopted, e.g. the model. The same in all processes of the engine.
   // Empty: the region ends with its engine.
   std::string keep_for{};
+  // What must be equal for engines to find each other, e.g. the model. The same in all processes of the
+  // engine. Empty: the region is not shared. REQUIRES: keep_for is empty.
+  std::string share_for{};
+};
+
+// A neighbour's area that the workers map: its file, and the number under which this engine reads there.
+struct NeighbourArea {
+  std::uint64_t inode = 0;  // 0: none
+  std::uint8_t number = 0;  // of its name
+  std::uint8_t reader = 0;
 };
 
 // What one rank publishes when it attaches.
@@ -97,7 +116,8 @@ class HostRegion {
   std::uint32_t num_areas() const;
   std::uint64_t area_bytes() const;  // multiple of 4 KiB (2 MiB where large enough)
   std::span<std::byte> area(std::uint32_t index) const;
-  // Returns [row * 4 KiB, + bytes) in area `index`. REQUIRES: inside the area.
+  // Returns [row * 4 KiB, + bytes) in area `index`, or in a neighbour's if this is a worker's own area.
+  // REQUIRES: inside the area.
   Shard shard(std::uint32_t index, RowId row, std::uint64_t bytes) const;
 
   // Populates this process's own area (worker: its area; scheduler: none by default) with MADV_POPULATE_WRITE
@@ -131,6 +151,43 @@ class HostRegion {
   // Scheduler: from now on the table after the areas describes them, so the region may outlive its engine.
   // False if 64 regions of this keep_for are kept here already: this one then ends with its engine.
   bool keep();
+
+  // ---- with share_for
+  static constexpr std::uint32_t kMostNeighbours = 31;
+  // Scheduler, once: maps `bytes` after the areas for the table of rows (SharedRows), and lets other engines
+  // find the region. Throws ResourceError (no memory, 64 engines are shared already). REQUIRES:
+  // wait_for_ranks succeeded.
+  std::span<std::byte> memory_of_shared_rows(std::uint64_t bytes);
+  void share();
+  void stop_sharing();  // removes the name; readers keep what they have mapped
+  // Owner: true if no process reads rows under this number. Then runs `action`; no process takes the number
+  // meanwhile.
+  bool if_reader_is_dead(unsigned reader, const std::function<void()>& action) const;
+
+  // The number of neighbours that can be mapped at once.
+  std::uint32_t neighbour_slots() const;
+  // Returns the RowId, in this engine, of a row of the neighbour in `slot`.
+  RowId neighbour_row(std::uint32_t slot, RowId row) const;
+  // Scheduler: lets every worker map or unmap the areas of a neighbour. REQUIRES: request: has_unmapped();
+  // dismiss: no copy uses the slot.
+  void request_neighbour(std::uint32_t slot, const NeighbourArea& area);
+  void dismiss_neighbour(std::uint32_t slot);
+  bool has_mapped(std::uint32_t slot) const;    // every worker has
+  bool has_unmapped(std::uint32_t slot) const;  // every worker has
+  // A worker could not map it so far. It tries again until the request is dismissed.
+  bool is_refused(std::uint32_t slot) const;
+  // Worker: follows the scheduler's requests. `change(area, mapped)` is called after an area was mapped,
+  // before rows in it are used, and before it is unmapped. An area whose change fails is unmapped again, and
+  // tried again after kFirstPause calls, then after twice as many each time, up to kMostPause. Returns the
+  // problems of areas that cannot be mapped (equal ones of a request are reported once).
+  static constexpr std::uint32_t kFirstPause = 16, kMostPause = 1024;
+  using NeighbourChange = std::function<Status(std::span<std::byte> area, bool mapped)>;
+  std::vector<std::string> map_neighbours(const NeighbourChange& change = {});
+  // Worker: the own area and all neighbour slots, mapped or not. Without share_for: the own area.
+  std::span<std::byte> window() const;
+
+  const RegionOptions& options() const;
+  std::uint64_t inode() const;  // of the region's file
 
   // Names of the objects that the last attach removed: leftovers, and kept regions whose memory it needed
   // (for the log and for tests).

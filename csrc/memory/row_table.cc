@@ -37,7 +37,8 @@ struct RowTable::Entry {
   RowId row;
   std::int8_t priority;
   std::uint8_t group;
-  std::array<std::uint8_t, 6> unused;
+  std::array<std::uint8_t, 2> unused;
+  std::uint32_t tenant_tag;
   std::uint64_t check;  // of all fields except `use`, which changes
 
   std::uint64_t sum() const { return XXH3_64bits(&parent, kSummed); }
@@ -86,7 +87,8 @@ std::vector<RowTable::Row> RowTable::rows() {
       continue;
     }
     found.push_back(
-        {entry.use, {entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group}});
+        {entry.use,
+         {entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group, entry.tenant_tag}});
   }
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Row> rows;
@@ -105,6 +107,7 @@ void RowTable::put(const Row& row) {
   entry.priority = row.priority;
   entry.group = row.group;
   entry.unused = {};
+  entry.tenant_tag = row.tenant_tag;
   entry.check = entry.sum();
   mark_used(entry);
 }

@@ -4,7 +4,7 @@
 //
 //   header    4 KiB     magic, digest of what the rows depend on, the use counter
 //   entries   88 bytes for each row of the smallest size: use (0: empty), key, parent,
-//             depth, row, priority, group, and XXH3-64 of all but the use
+//             depth, row, priority, group, tenant, and XXH3-64 of all but the use
 //
 // A kill may happen between any two stores of this process. An entry is written before its use, and the use
 // is cleared before the row is reused. So a valid entry always describes a row whose bytes are complete. What
@@ -31,7 +31,8 @@ class RowTable {
     std::uint64_t parent = 0;  // see EntryInfo, like the next two
     std::uint32_t depth = 0;
     std::int8_t priority = 0;
-    std::uint8_t group = 0;  // position
+    std::uint8_t group = 0;        // position
+    std::uint32_t tenant_tag = 0;  // of the tenant that is charged; 0: none
   };
 
   // Returns the table's size for areas of `area_bytes` whose smallest row has `row_bytes`.

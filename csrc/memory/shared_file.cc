@@ -209,6 +209,38 @@ bool SharedFile::keep(const std::string& directory, std::string_view keep_for) {
   return is_kept;
 }
 
+std::string SharedFile::shared_path_of(const std::string& directory, std::string_view share_for,
+                                       unsigned number) {
+  return fmt::format("{}/{}{}-{}", directory, kNeighbourNamePrefix, digest_of(share_for), number);
+}
+
+bool SharedFile::share(const std::string& directory, std::string_view share_for) {
+  std::string shared;
+  bool is_shared = false;
+  for (unsigned number = 0; number < kMostShared && !is_shared; ++number) {
+    shared = shared_path_of(directory, share_for, number);
+    is_shared = ::link(path_.c_str(), shared.c_str()) == 0;
+  }
+  unlink_name();
+  if (is_shared) path_ = shared;
+  return is_shared;
+}
+
+int open_shared_file(const std::string& path, std::string* problem) {
+  problem->clear();
+  Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+  struct stat opened {};
+  if (fd.get() < 0 && errno == ENOENT) return -1;
+  if (fd.get() < 0) {
+    *problem = fmt::format("cannot open it: {}", std::strerror(errno));
+  } else if (!is_own_file(fd.get())) {
+    *problem = fmt::format("it is not a file of user {}", ::geteuid());
+  } else if (::fstat(fd.get(), &opened) != 0 || (opened.st_mode & 07077) != 0) {
+    *problem = "other users may access it (its mode must be 0600)";
+  }
+  return fd.release();
+}
+
 // Returns no file if the name does not exist (any more).
 SharedFile SharedFile::try_open(const std::string& path) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
@@ -258,6 +290,11 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
 std::uint64_t file_size(int fd) {
   struct stat opened {};
   return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
+}
+
+std::uint64_t inode_of(int fd) {
+  struct stat opened {};
+  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_ino) : 0;
 }
 
 std::uint64_t memory_taken(int fd) {

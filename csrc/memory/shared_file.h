@@ -12,6 +12,9 @@
 // these names. adopt() takes a kept file that no process holds and adds the engine's name until keep(). So
 // the file still exists if the engine dies before keep().
 //
+// share() gives a file a name under which other engines find it while its engine runs: one of kMostShared
+// names for each share_for. Such a file is a leftover, like any other, once no process holds it.
+//
 // Private to memory/. Not thread-safe; movable.
 #pragma once
 
@@ -29,6 +32,8 @@ namespace kv_offload {
 inline constexpr std::string_view kSharedNamePrefix = "kv_offload-";
 inline constexpr std::string_view kKeptNamePrefix = "kv_offload-kept-";
 inline constexpr unsigned kMostKept = 64;  // files of one keep_for
+inline constexpr std::string_view kNeighbourNamePrefix = "kv_offload-shared-";
+inline constexpr unsigned kMostShared = 64;  // files of one share_for
 
 class SharedFile {
  public:
@@ -60,6 +65,11 @@ class SharedFile {
   // Gives the file a kept name unless it has one, and removes the other name. False if all kept names of this
   // keep_for are taken: the file has no name then.
   bool keep(const std::string& directory, std::string_view keep_for);
+  // Gives the file the first free name of this share_for instead of its name. False if all are taken: the
+  // file has no name then. REQUIRES: the file still has its name.
+  bool share(const std::string& directory, std::string_view share_for);
+  static std::string shared_path_of(const std::string& directory, std::string_view share_for,
+                                    unsigned number);
 
  private:
   SharedFile(int fd, std::string path);
@@ -74,8 +84,13 @@ class SharedFile {
   std::string path_;
 };
 
+// Opens another engine's shared file. Returns -1 if there is none. Otherwise `problem` is empty or says why
+// this file must not be used: another user's, accessible to others, or no regular file.
+int open_shared_file(const std::string& path, std::string* problem);
+
 // For an open file; 0 if the system call fails.
 std::uint64_t file_size(int fd);
+std::uint64_t inode_of(int fd);
 std::uint64_t memory_taken(int fd);
 
 std::vector<KeptRegion> kept_files(const std::string& directory);

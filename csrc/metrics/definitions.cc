@@ -36,8 +36,20 @@ MetricDefinition of_worker(MetricDefinition definition) {
 
 std::vector<MetricDefinition> make_definitions() {
   return {
-      counter("kv_offload_hit_tokens_total", "Tokens loaded, by the tier that their bytes came from.",
+      counter("kv_offload_hit_tokens_total",
+              "Tokens loaded, by the tier that their bytes came from (neighbour: host memory of another "
+              "engine of "
+              "this host).",
               {"tier"}),
+      counter(
+          "kv_offload_neighbour_hit_tokens_total",
+          "Tokens loaded from the host memory of another engine of this host, by the number of its region "
+          "(kv_offload-shared-*-NUMBER in /dev/shm). Part of kv_offload_hit_tokens_total.",
+          {"neighbour"}),
+      gauge("kv_offload_neighbours", "Engines of this host whose memory this engine reads."),
+      gauge("kv_offload_borrowed_chunks", "Chunks of neighbours that are pinned for this engine."),
+      gauge("kv_offload_lent_chunks",
+            "Chunks that would be evicted, or were forgotten, and that a neighbour still reads."),
       counter("kv_offload_miss_tokens_total",
               "Tokens that were looked up and not loaded, by the reason of the first miss: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "
@@ -75,6 +87,24 @@ std::vector<MetricDefinition> make_definitions() {
               "chunk in host memory.",
               {"type", "outcome"}),
       gauge("kv_offload_hint_pinned_bytes", "Bytes of host memory that hints of requests pin."),
+      // The label tenant is a configured name or "other", so at most 32 values are possible.
+      gauge("kv_offload_tenant_bytes", "Bytes of host memory that are charged to a tenant.", {"tenant"}),
+      gauge("kv_offload_tenant_share_bytes", "Bytes of host memory that are guaranteed to a tenant.",
+            {"tenant"}),
+      counter("kv_offload_tenant_hit_tokens_total",
+              "Tokens loaded for a tenant's requests, by the tier that their bytes came from.",
+              {"tenant", "tier"}),
+      counter("kv_offload_tenant_miss_tokens_total",
+              "Tokens of a tenant's requests that were looked up and not loaded.", {"tenant"}),
+      counter("kv_offload_tenant_evicted_bytes_total",
+              "Bytes charged to a tenant that were evicted from host memory.", {"tenant"}),
+      counter("kv_offload_tenant_read_bytes_total",
+              "Raw bytes of KV cache read from a tier for a tenant, after decryption and decompression.",
+              {"tenant", "tier"}),
+      counter("kv_offload_tenant_write_bytes_total",
+              "Raw bytes of KV cache charged to a tenant and written to a tier, before compression and "
+              "encryption.",
+              {"tenant", "tier"}),
       counter(
           "kv_offload_prefetched_bytes_total",
           "Raw bytes of KV cache read from tiers before the return of their sessions, by outcome: used: by "
@@ -126,6 +156,8 @@ std::vector<MetricDefinition> make_definitions() {
       gauge("kv_offload_load_bytes_per_second",
             "Estimated speed of reading from a tier (cpu: of copying from host memory to the device).",
             {"tier"}),
+      counter("kv_offload_dropped_traces_total",
+              "Finished requests without spans, because the queue of the tracing thread was full."),
       gauge("kv_offload_info", "Always 1; the labels describe the version and the configuration.",
             {"version", "namespace", "layout", "copier", "eviction_policy", "tiers"}),
       of_worker(counter("kv_offload_copy_bytes_total", "Bytes copied between the device and host memory.",

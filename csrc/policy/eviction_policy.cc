@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "base/status.h"
 #include "policy/expected_returns.h"
 #include "policy/lru.h"
+#include "policy/per_tenant.h"
 #include "policy/prefix.h"
 #include "policy/priorities.h"
 
@@ -39,6 +41,12 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name) {
   }
   const auto make = found->make;
   return std::make_unique<Prioritised>([make] { return std::make_unique<ExpectedReturns>(make()); });
+}
+
+std::unique_ptr<EvictionPolicy> make_tenant_policy(std::string_view name,
+                                                   std::shared_ptr<const TenantShares> shares) {
+  return std::make_unique<PerTenant>([name = std::string(name)] { return make_eviction_policy(name); },
+                                     std::move(shares));
 }
 
 std::vector<std::string> eviction_policy_names() {

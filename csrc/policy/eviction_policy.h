@@ -23,6 +23,9 @@ using Slot = std::uint32_t;
 using ChunkId = std::uint64_t;
 inline ChunkId chunk_id(const ChunkKey& key) { return ChunkKey::Hash{}(key) | 1; }
 
+// Number of a tenant, see TenantShares. 0: the tenant of all other requests, or tenants are not configured.
+using TenantId = std::uint8_t;
+
 // Facts about an entry and the request that stores or hits it. Everything except `id` is a hint: 0 if
 // unknown.
 struct EntryInfo {
@@ -33,7 +36,10 @@ struct EntryInfo {
   std::int8_t priority = 0;   // of the request: below 0 is evicted first, above 0 last
   // When the entry's session is expected back, in seconds on the owner's clock; infinity: it does not return.
   double returns_at = 0;
+  TenantId tenant = 0;  // that the entry is charged to
 };
+
+class TenantShares;
 
 class EvictionPolicy {
  public:
@@ -69,6 +75,8 @@ class EvictionPolicy {
   // Returns the next unpinned entry to evict, or nullopt. Does not remove it. (May reorder internally, as a
   // clock does.)
   virtual std::optional<Slot> victim() = 0;
+  // True if victim() may return nothing although unpinned entries are left.
+  virtual bool is_restricted() const { return false; }
   // Hides the victim until put_back(), to see which entry would be evicted after it. REQUIRES: the slot is
   // the victim. Until then only victim() and further set_aside() calls are allowed; put back in reverse
   // order. Neither throws: if memory runs out, an entry has another place in the order.
@@ -80,6 +88,9 @@ class EvictionPolicy {
 // Returns a policy by name, applied within the levels of EntryInfo::priority (priorities.h). Throws
 // InvalidArgument naming the known ones.
 std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name);
+// Returns that policy for each tenant, within these shares (per_tenant.h).
+std::unique_ptr<EvictionPolicy> make_tenant_policy(std::string_view name,
+                                                   std::shared_ptr<const TenantShares> shares);
 std::vector<std::string> eviction_policy_names();
 
 }  // namespace kv_offload

@@ -351,7 +351,9 @@ class Replayer {
   }
   void use(Slot slot) {
     ChunkEntry& entry = index_->at(slot);
-    if (std::exchange(entry.origin, ChunkOrigin::kStore) == ChunkOrigin::kBefore) {
+    const bool is_inherited = entry.origin == ChunkOrigin::kBefore;
+    entry.origin = ChunkOrigin::kStore;
+    if (is_inherited) {
       if (options_.tier.write_policy == WritePolicy::kWriteThrough) write(slot, entry.holder);
       index_->set_recorded(slot, recorded(entry.key));
     }

@@ -10,8 +10,10 @@
 #include <thread>
 #include <utility>
 
+#include "base/steps.h"
 #include "base/thread.h"
 #include "base/thread_annotations.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
 namespace {
@@ -29,8 +31,40 @@ struct Running {
   Nanos submitted{0}, started{0};
   std::optional<Lane> thread;  // lane of the thread that runs it; none: driven by hand
 };
-// Keyed by a number that increases with each submission. Moving nodes between queues allocates nothing.
+// Keyed by the tenant, then by a number that increases with each submission. Moving nodes between queues
+// allocates nothing.
 using Queue = std::map<std::uint64_t, Queued>;
+constexpr unsigned kNumberBits = 56;
+std::uint64_t first_of(TenantId tenant) { return std::uint64_t{tenant} << kNumberBits; }
+TenantId tenant_of(std::uint64_t key) { return static_cast<TenantId>(key >> kNumberBits); }
+
+// The order in which tenants take turns. Virtual times are in costs.
+class FairTurns {
+ public:
+  // Returns the first op of the tenant whose turn it is, and counts it as started. REQUIRES: not empty.
+  Queue::iterator next(Queue& queue) {
+    std::uint32_t waiting = 0;
+    Queue::iterator chosen = queue.end();
+    for (auto at = queue.begin(); at != queue.end();) {
+      const TenantId tenant = tenant_of(at->first);
+      count_steps(1);
+      waiting |= std::uint32_t{1} << tenant;
+      if ((waiting_ >> tenant & 1) == 0) started_[tenant] = std::max(started_[tenant], now_);  // was idle
+      if (chosen == queue.end() || started_[tenant] < started_[tenant_of(chosen->first)]) chosen = at;
+      at = queue.lower_bound(first_of(static_cast<TenantId>(tenant + 1)));
+    }
+    waiting_ = waiting;
+    const TenantId tenant = tenant_of(chosen->first);
+    now_ = started_[tenant];
+    started_[tenant] += chosen->second.op.cost;
+    return chosen;
+  }
+
+ private:
+  std::array<double, TenantShares::kMaxTenants> started_{};  // virtual time of each tenant's next op
+  double now_ = 0;                                           // virtual time of the last started op
+  std::uint32_t waiting_ = 0;                                // tenants with ops at the last call, by bit
+};
 
 // The waiting ops of one lane. Ops are indexed by tag and by deadline, so that no call searches the queues:
 // they hold an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
@@ -42,6 +76,7 @@ class LaneQueue {
   // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
     const bool urgent = op.urgent;
+    if (!urgent) number |= first_of(op.tenant);
     by_tag_.emplace(std::pair(op.tag, number), urgent);
     if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
     queue(urgent).emplace(number, Queued{std::move(op), submitted});
@@ -66,11 +101,12 @@ class LaneQueue {
     to->merge(normal_);
   }
   // REQUIRES: not empty.
-  Queue::node_type pop() {
+  Queue::node_type pop(FairTurns& turns) {
     const bool is_normal_turn =
         !normal_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerNormal);
     urgent_in_a_row_ = is_normal_turn || normal_.empty() ? 0 : urgent_in_a_row_ + 1;
-    return extract(!is_normal_turn, queue(!is_normal_turn).begin()->first);
+    if (!is_normal_turn) return extract(true, urgent_.begin()->first);
+    return extract(false, turns.next(normal_)->first);
   }
   // Returns the oldest op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
@@ -84,8 +120,10 @@ class LaneQueue {
     return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
   }
   Nanos oldest(Nanos now) const {
-    for (const Queue* one : {&urgent_, &normal_}) {
-      if (!one->empty()) now = std::min(now, one->begin()->second.submitted);
+    if (!urgent_.empty()) now = std::min(now, urgent_.begin()->second.submitted);
+    for (auto at = normal_.begin(); at != normal_.end();) {
+      now = std::min(now, at->second.submitted);
+      at = normal_.lower_bound(first_of(static_cast<TenantId>(tenant_of(at->first) + 1)));
     }
     return now;
   }
@@ -135,6 +173,7 @@ struct IoPool::State {
   // `reads` wakes read threads for queued reads; `writes` wakes write threads for any op that they may take.
   CondVar reads, writes, left;
   Lanes queues GUARDED_BY(mutex);
+  std::array<FairTurns, 2> turns GUARDED_BY(mutex);
   std::atomic<std::uint64_t> last_queued{0};
   std::vector<Running> running GUARDED_BY(mutex);
   std::vector<std::thread> threads GUARDED_BY(mutex);
@@ -171,7 +210,7 @@ struct IoPool::State {
   }
 
   Queue::node_type take(Lane lane) REQUIRES(mutex) {
-    Queue::node_type next = queues[index(lane)].pop();
+    Queue::node_type next = queues[index(lane)].pop(turns[index(lane)]);
     if (lane == Lane::kWrite) {
       reads_since_write = 0;
     } else if (!queues[index(Lane::kWrite)].empty()) {

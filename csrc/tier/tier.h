@@ -39,6 +39,8 @@ struct TierOp : RecordOp {
   std::shared_ptr<const void> memory{};
   // Absolute time after which the op is not started and completes kExpired. 0 = none.
   Nanos deadline{0};
+  // Part of the tier's bandwidth that the tenant (entry_info.tenant) gets while others wait too. Above 0.
+  double weight = 1;
   // Write: complete with kDeclined rather than evict a record of the same request (entry_info.request). Set
   // for chunks that were just stored: the end of a prompt is not worth evicting its beginning.
   bool may_decline = false;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/refused_chunks.h"
+#include "worker/neighbour_mapper.h"
 
 namespace kv_offload {
 namespace {
@@ -24,7 +25,8 @@ struct RankWorker::Impl {
   std::vector<CopyResult> finished;  // reported but not returned yet
   std::string failed_load;           // error message of the first failed load
   bool device_failure_logged = false;
-  std::unique_ptr<BlockCopier> copier;  // last member: destroyed first
+  std::unique_ptr<BlockCopier> copier;
+  std::unique_ptr<NeighbourMapper> mapper{};  // last member: destroyed first
 
   void end(CopyResult result);
   void drain();
@@ -86,7 +88,9 @@ RankWorker::RankWorker(std::shared_ptr<HostRegion> region, std::uint32_t rank,
                      .log = log ? std::move(log) : Log(log_to_stderr),
                      .finished = {},
                      .failed_load = {},
-                     .copier = std::move(copier)}) {}
+                     .copier = std::move(copier)}) {
+  impl_->mapper = std::make_unique<NeighbourMapper>(*impl_->region, *impl_->copier, impl_->log);
+}
 
 RankWorker::~RankWorker() { close(); }
 
@@ -118,6 +122,7 @@ void RankWorker::wait(std::span<const std::uint64_t> job_ids) {
 std::string RankWorker::describe() const { return impl_->copier->describe(); }
 
 void RankWorker::close() {
+  impl_->mapper->stop();
   impl_->copier->close();
   impl_->drain();
 }

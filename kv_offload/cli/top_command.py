@@ -129,6 +129,25 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         }
         for reason in page.values_of(PREFIX + "miss_tokens_total", "reason")
     }
+    tenants = {
+        tenant: {
+            "bytes": total("tenant_bytes", tenant=tenant),
+            "share_bytes": total("tenant_share_bytes", tenant=tenant),
+            "hit_rate": share(
+                grown("tenant_hit_tokens_total", tenant=tenant),
+                grown("tenant_miss_tokens_total", tenant=tenant),
+            ),
+            "hit_rate_since_start": share(
+                total("tenant_hit_tokens_total", tenant=tenant),
+                total("tenant_miss_tokens_total", tenant=tenant),
+            ),
+            "hit_tokens_per_second": per_second("tenant_hit_tokens_total", tenant=tenant),
+            "read_bytes_per_second": per_second("tenant_read_bytes_total", tenant=tenant),
+            "write_bytes_per_second": per_second("tenant_write_bytes_total", tenant=tenant),
+            "evicted_bytes_per_second": per_second("tenant_evicted_bytes_total", tenant=tenant),
+        }
+        for tenant in page.values_of(PREFIX + "tenant_share_bytes", "tenant")
+    }
     decisions = page.values_of(PREFIX + "decisions_total", "choice")
     return {
         "seconds": seconds,
@@ -139,7 +158,14 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         "saved_seconds": total("saved_seconds_total"),
         "saved_seconds_per_second": per_second("saved_seconds_total"),
         "tiers": tiers,
+        "neighbours": {
+            "engines": total("neighbours"),
+            "hit_tokens_per_second": per_second("hit_tokens_total", tier="neighbour"),
+            "borrowed_chunks": total("borrowed_chunks"),
+            "lent_chunks": total("lent_chunks"),
+        },
         "misses": misses,
+        "tenants": tenants,
         "decisions": {choice: total("decisions_total", choice=choice) for choice in decisions},
     }
 
@@ -179,6 +205,29 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
             f"{tier['failures']:.0f}",
         )
     parts += [held, Text(), traffic]
+    if figures["tenants"]:
+        columns = ("held", "share", "hit rate", "hits/s", "read", "write", "evicted")
+        tenants = table("\ntenants", "tenant", *columns, right=columns)
+        for name, tenant in figures["tenants"].items():
+            add_row(
+                tenants,
+                name,
+                format_bytes(int(tenant["bytes"])),
+                format_bytes(int(tenant["share_bytes"])),
+                _percent(tenant["hit_rate"]),
+                f"{tenant['hit_tokens_per_second']:,.0f}",
+                rate(tenant["read_bytes_per_second"]),
+                rate(tenant["write_bytes_per_second"]),
+                rate(tenant["evicted_bytes_per_second"]),
+            )
+        parts.append(tenants)
+    if (near := figures["neighbours"])["engines"]:
+        parts.append(
+            Text(
+                f"\nneighbours: {near['engines']:.0f}; {near['hit_tokens_per_second']:,.0f} hits/s, "
+                f"{near['borrowed_chunks']:,.0f} chunks borrowed, {near['lent_chunks']:,.0f} lent"
+            )
+        )
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])

@@ -187,8 +187,9 @@ class TierConfig(BaseModel):
     )
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
         default=None,
-        description="locality in the tier's KV events: LOCAL (storage of this host) or REMOTE (shared). "
-        "Default: by the type of the tier",
+        description="locality in `kv_load_tiers` and in the tier's KV events: LOCAL (storage of this host) "
+        "or REMOTE (shared; Dynamo drops REMOTE events). Default: by the type of the tier; events of shared "
+        "storage then state no locality",
     )
     enable_kv_events: bool = Field(
         default=True, description="publish KV events of this tier if vLLM publishes KV events"
@@ -212,9 +213,17 @@ class TierConfig(BaseModel):
         return self.op_timeout_ms / 1000
 
     @property
-    def events_locality(self) -> str:
-        """Returns LOCAL or REMOTE: the setting, or the default of the kind."""
+    def load_locality(self) -> str:
+        """Returns LOCAL or REMOTE for vLLM's ``kv_load_tiers``: the setting, or the default of the kind."""
         return self.locality or self.default_locality
+
+    @property
+    def published_locality(self) -> str | None:
+        """Returns the locality in KV events; None: unspecified.
+
+        Shared storage is REMOTE only if the setting says so: Dynamo drops REMOTE events.
+        """
+        return self.locality or ("LOCAL" if self.default_locality == "LOCAL" else None)
 
     # ---- the interface for the rest of the package
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kv_offload.cli import app
 from kv_offload.cli.server import metrics_url
-from kv_offload.cli.top_command import compare
+from kv_offload.cli.top_command import compare, view
 from kv_offload.exposition import Page
 
 # As in vLLM's /metrics, with one engine more than usual; recorded from a server and shortened.
@@ -104,6 +104,7 @@ def test_rates_are_computed_over_an_interval():
     assert (fs["read_bytes_per_second"], fs["queue_depth"], fs["oldest_op_seconds"]) == (2.0e6, 7, 0.5)
     assert fs["read_seconds"] == pytest.approx(0.005)
     assert fs["failures"] == 2
+    assert figures["neighbours"]["engines"] == 0
     assert figures["misses"] == {
         "not_stored": {"tokens": 1200, "tokens_per_second": 100},
         'a "new" reason': {"tokens": 5, "tokens_per_second": 0},
@@ -223,3 +224,56 @@ def test_a_page_without_metrics_is_reported(serve):
     result = run(address, "--once", status=1)
     assert f"{address}/metrics is not a metrics page" in result.stderr
     assert "give the server's address" in result.stderr
+
+
+TENANTS = """\
+kv_offload_tenant_bytes{engine="0",tenant="acme"} 1.048576e+06
+kv_offload_tenant_share_bytes{engine="0",tenant="acme"} 4.194304e+06
+kv_offload_tenant_share_bytes{engine="0",tenant="other"} 2.097152e+06
+kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="cpu"} %(cpu)s
+kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="fs"} 50.0
+kv_offload_tenant_miss_tokens_total{engine="0",tenant="acme"} %(missed)s
+kv_offload_tenant_read_bytes_total{engine="0",tenant="acme",tier="fs"} %(read)s
+"""
+
+
+def test_each_tenant_has_its_share_and_its_hit_rate():
+    before = Page(FIRST + TENANTS % {"cpu": "100.0", "missed": "50.0", "read": "0.0"})
+    after = Page(LATER + TENANTS % {"cpu": "400.0", "missed": "150.0", "read": "2.0e+06"})
+    figures = compare(before, after, 2.0)["tenants"]
+    assert list(figures) == ["acme", "other"]
+    acme = figures["acme"]
+    assert (acme["bytes"], acme["share_bytes"]) == (1 << 20, 4 << 20)
+    assert acme["hit_rate"] == 0.75
+    assert acme["hit_rate_since_start"] == 0.75
+    assert acme["hit_tokens_per_second"] == 150
+    assert acme["read_bytes_per_second"] == 1e6
+    assert figures["other"]["hit_rate"] is None
+
+
+def test_the_page_lists_tenants_only_if_there_are_any(serve):
+    tenants = TENANTS % {"cpu": "1.0", "missed": "1.0", "read": "0.0"}
+    shown = CliRunner().invoke(app, ["top", serve(FIRST + tenants, LATER + tenants), "--once", "-i", "0.05"])
+    assert "acme" in shown.output
+    assert "4.0 MiB" in shown.output
+    shown = CliRunner().invoke(app, ["top", serve(FIRST, LATER), "--once", "-i", "0.05"])
+    assert "tenant" not in shown.output
+
+
+def test_neighbours_are_shown_if_there_are_any() -> None:
+    from rich.console import Console
+
+    def shown(text: str) -> str:
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(view("host", compare(Page(FIRST), Page(text), 10.0)))
+        return capture.get()
+
+    near = LATER + (
+        'kv_offload_neighbours{engine="0",model_name="tiny"} 3.0\n'
+        'kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="neighbour"} 50.0\n'
+        'kv_offload_borrowed_chunks{engine="0",model_name="tiny"} 12.0\n'
+        'kv_offload_lent_chunks{engine="0",model_name="tiny"} 4.0\n'
+    )
+    assert "neighbours: 3; 5 hits/s, 12 chunks borrowed, 4 lent" in shown(near)
+    assert "neighbours" not in shown(LATER)

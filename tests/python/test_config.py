@@ -663,3 +663,11 @@ def test_pins_are_an_eighth_of_host_memory_by_default_and_half_at_most():
     assert pinned(max_pinned_bytes=0) == 0
     assert pinned(max_pinned_bytes="2GiB") == 2 * GIB
     assert pinned(max_pinned_bytes="7GiB") == 4 * GIB
+
+
+def test_host_memory_is_either_shared_or_kept() -> None:
+    assert read(share_host_memory=True).share_host_memory
+    assert (
+        "keep_host_memory"
+        in problems({"cpu_bytes_to_use": GIB, "keep_host_memory": True, "share_host_memory": True})[0]
+    )

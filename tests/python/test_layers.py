@@ -51,7 +51,7 @@ PARTS = {
     # in the order of cache/tiered_cache.h
     "cache": (
         "cache_types",
-        *("chunk_groups", "tickets", "cache_events", "key_history", "quarantine"),
+        *("chunk_groups", "tickets", "cache_events", "key_history", "quarantine", "neighbours", "lent_rows"),
         *("prefill_model", "transfer_model", "cost_model"),
         *("host_chunks", "tier_figures", "tier_io", "planned_reads"),
         *("write_back", "row_provider", "device_loads"),

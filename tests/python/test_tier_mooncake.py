@@ -49,7 +49,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_place_of_a_mooncake_tier_is_its_master(master: str) -> None:
     assert tier(master=master).place == master
-    assert tier(master=master).events_locality == "REMOTE"
+    assert tier(master=master).load_locality == "REMOTE"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_messages_about_a_tier_name_only_its_own_kind() -> None:
     line = startup_summary(parsed, tier_bounds(parsed), geometry, copier="host", namespace="n", version="1")
     assert "toy shelf limited by its server (write_through)" in line
     assert set(geometry.tokens_by_tier(parsed, tier_bounds(parsed))) == {"cpu"}
-    assert tier.events_locality == "REMOTE"
+    assert tier.load_locality == "REMOTE"
 
 
 def test_the_example_of_every_kind_is_valid() -> None:

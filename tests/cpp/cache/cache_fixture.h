@@ -61,6 +61,7 @@ struct WorldOptions {
   std::string engine_id = "engine";
   std::string shm_directory{};  // empty: a new directory
   std::string keep_for{};       // see RegionOptions; cache.keep_identity enables it
+  std::string share_for{};      // see RegionOptions; cache.share_identity enables it
   FakeTier** slower = nullptr;  // if set, receives a second tier below the first
   // Replaces the tier that the test drives.
   std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
@@ -81,6 +82,7 @@ class World {
     region_options.num_workers = options_.ranks;
     region_options.shm_directory = directory_;
     region_options.keep_for = options_.keep_for;
+    region_options.share_for = options_.share_for;
     for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) {
       ranks.push_back(HostRegion::attach_worker(region_options, rank, {options_.shard_bytes, "test"}));
     }

@@ -205,5 +205,27 @@ TEST_F(CostModelTest, host_memory_is_used_unless_copying_is_much_slower) {
   EXPECT_FALSE(model_.host_pays(1, now_ + seconds(32)));
 }
 
+TEST(CostModelTenants, pending_bytes_of_others_count_only_while_they_are_read_too) {
+  CostModel model(1);
+  model.add_waiting(0, 1e9, 2);
+  model.add_waiting(0, 100, 1);
+  EXPECT_DOUBLE_EQ(model.bytes_ahead(0, 0, {1, 0.25}), 400) << "a quarter of the bandwidth";
+  EXPECT_DOUBLE_EQ(model.bytes_ahead(0, 100, {1, 0.25}), 800);
+  EXPECT_DOUBLE_EQ(model.bytes_ahead(0, 0, {2, 0.75}), 1e9 + 100);
+  EXPECT_DOUBLE_EQ(model.bytes_ahead(0, 50, {0, 1}), 50);
+  model.remove_waiting(0, 1e9, 2);
+  EXPECT_DOUBLE_EQ(model.bytes_ahead(0, 100, {1, 0.25}), 200);
+}
+
+TEST(CostModelTenants, a_long_queue_of_another_tenant_changes_no_decision) {
+  CostModel model(1);
+  const Nanos now = std::chrono::seconds(100);
+  for (const double bytes : {1e6, 2e6, 4e6, 8e6}) model.on_read(0, bytes, 1e-3 + bytes / 1e9, now);
+  const double alone = model.read_seconds(0, 1e6, 0, {1, 0.5});
+  model.add_waiting(0, 1e12, 2);
+  EXPECT_NEAR(model.read_seconds(0, 1e6, 0, {1, 0.5}), alone + 1e-3, 1e-4);
+  EXPECT_GT(model.read_seconds(0, 1e6, 0, {2, 0.5}), 100);
+}
+
 }  // namespace
 }  // namespace kv_offload

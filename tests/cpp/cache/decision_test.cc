@@ -258,6 +258,7 @@ TEST_F(DecisionTest, the_worthwhile_part_is_loaded_and_the_rest_computed) {
   EXPECT_EQ(result.loaded_tokens, 200 * SimulatedEngine::kChunk);
   EXPECT_EQ(engine().decisions("partial"), 1);
   EXPECT_EQ(engine().last_report.choice, "partial");
+  EXPECT_GE(engine().last_report.decided, engine().last_report.first_lookup);
   // The same after chunks that are in host memory.
   const auto longer = with_head_in_memory(50, kChunks);
   engine().put(longer, 0, 50, 250);

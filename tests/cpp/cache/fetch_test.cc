@@ -48,6 +48,23 @@ TEST_P(FetchTest, a_recorded_chunk_is_fetched_verified_and_loaded) {
   EXPECT_EQ(world().metrics.value("kv_offload_lookup_tokens_total", {}), 3 * World::kTokens);
 }
 
+TEST_P(FetchTest, events_report_a_record_that_was_read) {
+  make({.cache = {.keep_events = true}});
+  record({"a"});
+  cache().take_events();
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a"}), "H");
+  Names stored;
+  for (const CacheEvent& event : cache().take_events()) {
+    ASSERT_FALSE(event.removed);
+    for (const std::string& name : names(event.keys)) stored.push_back(event.owner + name);
+  }
+  EXPECT_THAT(stored, ::testing::UnorderedElementsAre("a", "fsa"));
+}
+
 TEST_P(FetchTest, a_fetched_chunk_counts_as_its_tier_once_then_as_host_memory) {
   record({"a"});
   for (int i = 0; i < 2; ++i) {

@@ -34,6 +34,7 @@ struct PartsOptions {
   std::uint32_t shards_per_area = 1;
   std::uint32_t workers = 1;  // of a replicated cache: all of them load, the first one stores
   std::size_t tiers = 1;      // or 2
+  std::string share_for{};    // see RegionOptions
 };
 
 // Rows and chunks.
@@ -47,7 +48,7 @@ struct ChunkParts {
         groups(options, 1),
         tickets(*region),
         events(true),
-        chunks(groups, *region, tickets, events, "lru") {}
+        chunks(groups, *region, tickets, events, "lru", options.tenants) {}
   ~ChunkParts() { std::filesystem::remove_all(directory); }
   ChunkParts(const ChunkParts&) = delete;
   ChunkParts& operator=(const ChunkParts&) = delete;
@@ -107,6 +108,7 @@ struct ChunkParts {
     made.num_workers = parts.workers;
     made.bytes = parts.rows * kPageBytes;
     made.shm_directory = directory;
+    made.share_for = parts.share_for;
     std::shared_ptr<HostRegion> scheduler = HostRegion::attach_scheduler(made);
     *worker = HostRegion::attach_worker(made, 0, {parts.shard_bytes, "test"});
     return scheduler;

@@ -168,6 +168,52 @@ TEST_F(RequestTableTest, a_failed_read_is_a_miss_for_its_waiters_and_is_not_retr
   EXPECT_EQ(parts_.missed("io_error"), 16);
 }
 
+TEST_F(RequestTableTest, the_report_has_the_time_and_the_bytes_of_the_reads_of_a_tier) {
+  parts_.record("x");
+  parts_.record("y");
+  parts_.lookup(a_, "x");
+  const Nanos begin = parts_.clock.now();
+  requests_.await(a_, fetch("x").slot);
+  parts_.clock.advance(std::chrono::milliseconds(7));
+  const Nanos second = parts_.clock.now();
+  requests_.await(a_, fetch("y").slot);
+  parts_.finish();
+  const RequestReport& report = requests_.at(a_).report;
+  EXPECT_EQ(report.first_lookup, begin);
+  EXPECT_EQ(report.reads[0].arrived, 2u);
+  EXPECT_EQ(report.reads[0].failed, 0u);
+  EXPECT_EQ(report.reads[0].bytes, 2 * kPageBytes);
+  EXPECT_EQ(report.reads[0].begin, begin);
+  EXPECT_GE(report.reads[0].end, second);
+  EXPECT_EQ(report.unfinished_reads, 0u);
+}
+
+TEST_F(RequestTableTest, the_report_has_failed_and_unfinished_reads) {
+  parts_.record("x");
+  parts_.record("y");
+  requests_.await(a_, fetch("x").slot);
+  parts_.tier->fail(StatusKind::kCorrupt);
+  parts_.finish();
+  requests_.await(a_, fetch("y").slot);
+  requests_.end(a_);
+  const RequestReport& report = requests_.at(a_).report;
+  EXPECT_EQ(report.reads[0].arrived, 0u);
+  EXPECT_EQ(report.reads[0].failed, 1u);
+  EXPECT_EQ(report.reads[0].failure, MissReason::kCorrupt);
+  EXPECT_EQ(report.reads[0].bytes, 0u);
+  EXPECT_EQ(report.unfinished_reads, 1u);
+}
+
+TEST_F(RequestTableTest, the_report_has_the_start_of_the_last_pass) {
+  parts_.lookup(a_, "x");
+  const Nanos first = parts_.clock.now();
+  requests_.end_step();
+  parts_.clock.advance(std::chrono::milliseconds(3));
+  parts_.lookup(a_, "x");
+  EXPECT_EQ(requests_.at(a_).report.first_lookup, first);
+  EXPECT_EQ(requests_.at(a_).report.last_lookup, parts_.clock.now());
+}
+
 TEST_F(RequestTableTest, an_expired_request_has_nothing_pending) {
   parts_.record("x");
   parts_.lookup(a_, "x");

@@ -13,10 +13,10 @@ using std::chrono::seconds;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-constexpr SessionId kA{1, 1}, kB{1, 2};
+constexpr SessionId kFirstSession{1, 1}, kSecondSession{1, 2};
 constexpr std::uint64_t kRows = 64;  // an eighth is for prefetched chunks of one client
 
-Hint resume(double after, SessionId target = {}) { return {HintType::kResume, target, {}, after}; }
+Hint resume_hint(double after, SessionId target = {}) { return {HintType::kResume, target, {}, after}; }
 Hint prefetch(SessionId target = {}) { return {HintType::kPrefetch, target}; }
 
 class SessionPrefetchTest : public OverBoth<CacheTest> {
@@ -84,7 +84,7 @@ class SessionPrefetchTest : public OverBoth<CacheTest> {
 KV_OFFLOAD_OVER_BOTH(SessionPrefetchTest);
 
 TEST_P(SessionPrefetchTest, a_session_is_in_host_memory_when_it_returns) {
-  turn(kA, {"a", "b", "c"}, {resume(600)});
+  turn(kFirstSession, {"a", "b", "c"}, {resume_hint(600)});
   evict_all();
   ASSERT_THAT(in_memory({"a", "b", "c"}), IsEmpty());
   pass_time(seconds(599) - milliseconds(100));
@@ -102,7 +102,7 @@ TEST_P(SessionPrefetchTest, a_session_is_in_host_memory_when_it_returns) {
 }
 
 TEST_P(SessionPrefetchTest, an_engine_without_requests_needs_no_step) {
-  turn(kA, {"a", "b"}, {resume(60)});
+  turn(kFirstSession, {"a", "b"}, {resume_hint(60)});
   evict_all();  // its end is the end of the last request
   EXPECT_THAT(reads(), ElementsAre("a", "b"));
   tier().finish();
@@ -111,7 +111,7 @@ TEST_P(SessionPrefetchTest, an_engine_without_requests_needs_no_step) {
 
 TEST_P(SessionPrefetchTest, an_engine_with_requests_reads_only_what_is_due) {
   const RequestHandle running = begin();
-  turn(kA, {"a", "b"}, {resume(60)});
+  turn(kFirstSession, {"a", "b"}, {resume_hint(60)});
   evict_all();
   EXPECT_THAT(reads(), IsEmpty());
   end(running);
@@ -122,7 +122,7 @@ TEST_P(SessionPrefetchTest, a_request_does_not_wait_for_reads_of_an_idle_engine)
   WorldOptions made = options();
   made.rows = 4 * kRows;
   make(made);
-  turn(kA, many("a", 2 * Prefetcher::kReadsInFlight), {resume(60)});
+  turn(kFirstSession, many("a", 2 * Prefetcher::kReadsInFlight), {resume_hint(60)});
   const RequestHandle running = begin();
   for (int i = 0; i < 4; ++i) evict_all();
   end(running);
@@ -133,9 +133,9 @@ TEST_P(SessionPrefetchTest, a_request_does_not_wait_for_reads_of_an_idle_engine)
 
 TEST_P(SessionPrefetchTest, a_hint_prefetches_a_session_now) {
   const RequestHandle running = begin();
-  turn(kA, {"a", "b"});
+  turn(kFirstSession, {"a", "b"});
   evict_all();
-  EXPECT_THAT(apply(prefetch(kA)), ElementsAre(HintOutcome::kAccepted));
+  EXPECT_THAT(apply(prefetch(kFirstSession)), ElementsAre(HintOutcome::kAccepted));
   step();
   EXPECT_THAT(reads(), ElementsAre("a", "b"));
   tier().finish();
@@ -143,27 +143,27 @@ TEST_P(SessionPrefetchTest, a_hint_prefetches_a_session_now) {
 }
 
 TEST_P(SessionPrefetchTest, a_hint_prefetches_what_is_missing_of_its_own_prompt) {
-  turn(kA, {"a", "b"});
-  const RequestHandle request = begin_turn(kA, {"a", "b", "c"});
+  turn(kFirstSession, {"a", "b"});
+  const RequestHandle request = begin_turn(kFirstSession, {"a", "b", "c"});
   store(many("y", kRows - 2));  // evicts "a", which was used first
   ASSERT_THAT(in_memory({"a", "b", "c"}), ElementsAre("b", "c"));
   pass_time(seconds(10));  // chunks that were just used are not evicted for a later return
   finish();
-  const auto outcomes = cache().end_turn(request, {kA, 0}, std::vector<Hint>{prefetch()});
+  const auto outcomes = cache().end_turn(request, {kFirstSession, 0}, std::vector<Hint>{prefetch()});
   EXPECT_THAT(outcomes, ElementsAre(HintOutcome::kAccepted));
   end(request);
   EXPECT_THAT(reads(), ElementsAre("a"));
 }
 
 TEST_P(SessionPrefetchTest, a_target_that_is_not_known_is_missing) {
-  turn(kA, {"a"});
-  EXPECT_THAT(apply(prefetch(kB)), ElementsAre(HintOutcome::kMissing));
+  turn(kFirstSession, {"a"});
+  EXPECT_THAT(apply(prefetch(kSecondSession)), ElementsAre(HintOutcome::kMissing));
 }
 
 TEST_P(SessionPrefetchTest, the_next_turn_the_release_and_a_reset_cancel_it) {
   const RequestHandle running = begin();
   const auto reads_after = [&](const std::function<void()>& event) {
-    turn(kA, {"a"}, {resume(600)});
+    turn(kFirstSession, {"a"}, {resume_hint(600)});
     evict_all();
     event();
     evict_all();
@@ -175,15 +175,18 @@ TEST_P(SessionPrefetchTest, the_next_turn_the_release_and_a_reset_cancel_it) {
     return read;
   };
   EXPECT_THAT(reads_after([] {}), ElementsAre("a"));
-  EXPECT_THAT(reads_after([&] { turn(kA, {"a"}); }), IsEmpty());
-  EXPECT_THAT(reads_after([&] { apply({HintType::kRelease, kA}); }), IsEmpty());
-  EXPECT_THAT(reads_after([&] { turn(kB, {"b"}, {{HintType::kSupersede, kA}}); }), IsEmpty());
+  EXPECT_THAT(reads_after([&] { turn(kFirstSession, {"a"}); }), IsEmpty());
+  EXPECT_THAT(reads_after([&] { apply({HintType::kRelease, kFirstSession}); }), IsEmpty());
+  EXPECT_THAT(reads_after([&] {
+                turn(kSecondSession, {"b"}, {{HintType::kSupersede, kFirstSession}});
+              }),
+              IsEmpty());
   EXPECT_THAT(reads_after([&] { cache().reset(); }), IsEmpty());
   end(running);
 }
 
 TEST_P(SessionPrefetchTest, a_reset_counts_the_chunks_that_it_forgets) {
-  turn(kA, {"a", "b"}, {resume(60)});
+  turn(kFirstSession, {"a", "b"}, {resume_hint(60)});
   evict_all();
   tier().finish();
   step();
@@ -197,8 +200,8 @@ TEST_P(SessionPrefetchTest, a_forgotten_session_is_not_prefetched) {
   WorldOptions made = options();
   made.cache.max_sessions = 1;
   make(made);
-  turn(kA, {"a"}, {resume(60)});
-  turn(kB, {"b"}, {resume(60)});
+  turn(kFirstSession, {"a"}, {resume_hint(60)});
+  turn(kSecondSession, {"b"}, {resume_hint(60)});
   evict_all();
   EXPECT_THAT(reads(), ElementsAre("b"));
 }
@@ -207,9 +210,9 @@ TEST_P(SessionPrefetchTest, without_a_tier_an_evicted_prompt_is_missing) {
   WorldOptions made = options();
   made.tier = false;
   make(made);
-  turn(kA, {"a"});
+  turn(kFirstSession, {"a"});
   evict_all();
-  EXPECT_THAT(apply(prefetch(kA)), ElementsAre(HintOutcome::kMissing));
+  EXPECT_THAT(apply(prefetch(kFirstSession)), ElementsAre(HintOutcome::kMissing));
 }
 
 // Reads that stop halfway leave a beginning that a request can use.
@@ -226,7 +229,7 @@ TEST_P(SessionPrefetchTest, the_chunks_of_two_groups_are_read_by_depth) {
   ASSERT_EQ(grant.accepted.size(), all.size());
   world().report(grant.transfer.ticket);
   cache().complete_store(all);
-  end_turn(request, kA, {resume(60)});
+  end_turn(request, kFirstSession, {resume_hint(60)});
   evict_all();
   EXPECT_THAT(reads(), ElementsAre("a", "a", "b", "b", "c", "c"));
 }
@@ -235,11 +238,11 @@ TEST_P(SessionPrefetchTest, a_hint_that_is_repeated_for_ever_keeps_no_chunk) {
   WorldOptions made = options();
   made.tier = false;
   make(made);
-  turn(kA, {"a"}, {resume(500)});
+  turn(kFirstSession, {"a"}, {resume_hint(500)});
   const auto repeat = [&](int times) {
     for (int i = 0; i < times; ++i) {
       pass_time(seconds(100));
-      apply(resume(1, kA));
+      apply(resume_hint(1, kFirstSession));
       store(many("x" + std::to_string(evictions_++), kRows / 2));
       finish();
     }
@@ -253,11 +256,11 @@ TEST_P(SessionPrefetchTest, a_hint_that_is_repeated_for_ever_keeps_no_chunk) {
 TEST_P(SessionPrefetchTest, a_client_whose_hints_are_wrong_prefetches_nothing) {
   for (int round = 0; round < 100; ++round) {
     const bool is_late = round % 2 == 0;
-    turn(kA, {"a"}, {resume(is_late ? 10 : 100)});
+    turn(kFirstSession, {"a"}, {resume_hint(is_late ? 10 : 100)});
     pass_time(seconds(is_late ? 100 : 10));
   }
   evict_all();
-  EXPECT_THAT(apply(prefetch(kA)), ElementsAre(HintOutcome::kRejected));
+  EXPECT_THAT(apply(prefetch(kFirstSession)), ElementsAre(HintOutcome::kRejected));
   step();
   EXPECT_THAT(reads(), IsEmpty());
 }

@@ -210,6 +210,23 @@ TEST_P(BurstTest, on_evict_a_tier_that_is_too_slow_writes_as_many_chunks_as_it_c
 INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "prefix"),
                          [](const auto& instance) { return std::string(instance.param); });
 
+// ---- events
+
+class WriteEventsTest : public CacheTest {};
+
+TEST_F(WriteEventsTest, no_event_reports_a_record_that_was_evicted_before_its_write_completed) {
+  make({.cache = {.keep_events = true}});
+  store({"a", "b"});
+  cache().take_events();
+  tier().finish();
+  fake().records.erase(key_of("a"));  // the removal was polled before the completion
+  step();
+  const auto events = cache().take_events();
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].owner, "fs");
+  EXPECT_THAT(names(events[0].keys), ElementsAre("b"));
+}
+
 // ---- reset
 
 TEST_P(WriteTest, a_reset_invalidates_host_memory_and_all_tiers) {

@@ -47,6 +47,7 @@ void set_driver_version(int version);  // 0: no driver
 void set_batches_in_driver(bool there);
 void set_queue_limit(std::size_t operations);  // per stream; a call on a full queue waits
 void set_kernels_loadable(bool loadable);
+void set_read_only_registrable(bool registrable);  // memory that is mapped read-only
 
 enum class Work { kCopy, kKernel };
 // While an instance exists, copies (or kernels) wait in their streams and do not run.

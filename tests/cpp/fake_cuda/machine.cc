@@ -132,6 +132,7 @@ void begin(std::uint64_t seed) {
   m.driver_version = 13000;
   m.batches_in_driver = true;
   m.kernels_loadable = true;
+  m.read_only_registrable = true;
   m.lost = cudaSuccess;
   m.queue_limit = 1024;
   last_error = cudaSuccess;
@@ -188,6 +189,7 @@ void set_driver_version(int version) { machine().driver_version = version; }
 void set_batches_in_driver(bool there) { machine().batches_in_driver = there; }
 void set_queue_limit(std::size_t operations) { machine().queue_limit = operations; }
 void set_kernels_loadable(bool loadable) { machine().kernels_loadable = loadable; }
+void set_read_only_registrable(bool registrable) { machine().read_only_registrable = registrable; }
 
 void until_called(const std::string& call, std::uint64_t more) {
   std::unique_lock lock(machine().mutex);
@@ -266,6 +268,13 @@ const char* cudaGetErrorString(cudaError_t error) {
   return text;
 }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOnThreads"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ENTER();
+  if (device < 0 || device >= kDevices) return fail(cudaErrorInvalidDevice);
+  if (attribute != cudaDevAttrHostRegisterReadOnlySupported) return fail(cudaErrorInvalidValue);
+  *value = machine().read_only_registrable ? 1 : 0;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetPCIBusId(char* id, int capacity, int device) {
   ENTER();
   *fmt::format_to_n(id, capacity - 1, "FFFF:0{}:00.0", device).out = '\0';

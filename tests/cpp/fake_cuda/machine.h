@@ -135,6 +135,7 @@ struct Machine {
   int driver_version = 13000;
   bool batches_in_driver = true;
   bool kernels_loadable = true;
+  bool read_only_registrable = true;
 
   std::shared_mutex ranges_mutex;
   std::map<std::uintptr_t, Range> ranges;

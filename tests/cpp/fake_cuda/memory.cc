@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of the fake CUDA runtime: allocations, registrations and copies.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -94,9 +95,21 @@ cudaError_t cudaFreeHost(void* address) {
   touch();
   return forget(address, false, cudaErrorInvalidValue);
 }
-cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+// The driver pins pages for writing unless it is told that the device only reads them.
+static bool is_writable(void* address) {
+  int ends[2];
+  if (::pipe(ends) != 0) return true;
+  const bool writable = ::write(ends[1], address, 1) == 1 && ::read(ends[0], address, 1) == 1;
+  ::close(ends[0]);
+  ::close(ends[1]);
+  return writable;
+}
+cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
   ENTER(true);
   touch();
+  const bool is_read_only = (flags & cudaHostRegisterReadOnly) != 0;
+  if (is_read_only && !machine().read_only_registrable) return fail(cudaErrorNotSupported);
+  if (!is_read_only && !is_writable(address)) return fail(cudaErrorInvalidValue);
   if (memory_at(address, bytes) != Memory::kPageable) return fail(cudaErrorHostMemoryAlreadyRegistered);
   const std::unique_lock lock(machine().ranges_mutex);
   machine().ranges[reinterpret_cast<std::uintptr_t>(address)] = {bytes, Memory::kPinned, current_device(),

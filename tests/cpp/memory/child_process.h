@@ -69,6 +69,9 @@ class Child {
     return status;
   }
   void kill() { ::kill(pid_, SIGKILL); }
+  // Stops the process; kill() ends a stopped one too.
+  void stop() { ::kill(pid_, SIGSTOP); }
+  void resume() { ::kill(pid_, SIGCONT); }
 
  private:
   pid_t pid_ = -1;

@@ -3,9 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include "memory/shm_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -102,6 +107,93 @@ TEST(ControlPage, the_page_takes_at_most_2_percent_of_64_mib) {
 TEST(ControlPage, memory_without_a_control_page_is_refused) {
   alignas(4096) static std::byte page[4096]{};
   EXPECT_THROW(ControlPage(page, {4096, 4096, 1, 1}), ResourceError);
+}
+
+// One scheduler and two workers, which follow its requests when the test says so.
+class NeighbourSlots : public ::testing::Test {
+ protected:
+  static constexpr std::uint32_t kWorkers = 2;
+  NeighbourSlots() {
+    std::memset(memory_.get(), 0, kBytes);
+    ControlPage::initialise(memory_.get(), kSizes);
+    page_ = ControlPage(memory_.get(), kSizes);
+  }
+  void follow(std::uint32_t rank) { page_.set_done(0, rank, page_.neighbour(0)->generation); }
+
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  static constexpr ControlPage::Sizes kSizes{
+      .bytes = 2 * kMiB, .area_bytes = kMiB, .num_areas = kWorkers, .num_workers = kWorkers};
+  const std::size_t kBytes = round_up(ControlPage::bytes(kWorkers), kPageBytes);
+  std::unique_ptr<std::byte, Free> memory_{static_cast<std::byte*>(std::aligned_alloc(kPageBytes, kBytes))};
+  ControlPage page_;
+};
+
+TEST_F(NeighbourSlots, a_request_counts_once_every_worker_has_carried_it_out) {
+  EXPECT_TRUE(page_.has_unmapped(0));
+  EXPECT_FALSE(page_.has_mapped(0));
+  page_.request_neighbour(0, {7, 1, 2});
+  EXPECT_EQ(page_.neighbour(0)->area.inode, 7u);
+  EXPECT_EQ(page_.neighbour(0)->area.number, 1u);
+  EXPECT_EQ(page_.neighbour(0)->area.reader, 2u);
+  follow(0);
+  EXPECT_FALSE(page_.has_mapped(0));
+  follow(1);
+  EXPECT_TRUE(page_.has_mapped(0));
+  EXPECT_FALSE(page_.has_unmapped(0));
+  EXPECT_TRUE(page_.has_unmapped(1)) << "another slot";
+}
+
+TEST_F(NeighbourSlots, an_answer_to_an_earlier_request_does_not_count_for_a_later_one) {
+  page_.request_neighbour(0, {7, 1, 2});
+  const std::uint64_t first = page_.neighbour(0)->generation;
+  follow(1);
+  page_.dismiss_neighbour(0);
+  EXPECT_FALSE(page_.has_unmapped(0)) << "no worker has answered";
+  follow(1);
+  EXPECT_FALSE(page_.has_unmapped(0)) << "the first worker may be mapping it";
+  page_.request_neighbour(0, {8, 1, 2});
+  follow(1);
+  page_.set_done(0, 0, first);
+  EXPECT_FALSE(page_.has_mapped(0));
+  follow(0);
+  EXPECT_TRUE(page_.has_mapped(0));
+  page_.dismiss_neighbour(0);
+  EXPECT_FALSE(page_.has_mapped(0));
+}
+
+TEST_F(NeighbourSlots, a_refusal_counts_until_the_worker_succeeds_or_the_request_ends) {
+  EXPECT_FALSE(page_.is_refused(0));
+  page_.request_neighbour(0, {7, 1, 2});
+  page_.set_refused(0, 1, page_.neighbour(0)->generation);
+  EXPECT_TRUE(page_.is_refused(0));
+  follow(1);
+  EXPECT_FALSE(page_.is_refused(0));
+  page_.request_neighbour(0, {8, 1, 2});
+  page_.set_refused(0, 1, page_.neighbour(0)->generation);
+  page_.dismiss_neighbour(0);
+  EXPECT_FALSE(page_.is_refused(0));
+}
+
+TEST_F(NeighbourSlots, no_worker_sees_parts_of_two_requests) {
+  constexpr std::uint64_t kRequests = 100000;
+  std::thread scheduler([&] {
+    for (std::uint64_t i = 1; i <= kRequests; ++i)
+      page_.request_neighbour(0, {i, static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8)});
+  });
+  std::uint64_t torn = 0, last = 0;
+  while (last < kRequests) {
+    const auto seen = page_.neighbour(0);
+    if (!seen) continue;
+    last = seen->area.inode;
+    torn += seen->area.number != static_cast<std::uint8_t>(last) ||
+                    seen->area.reader != static_cast<std::uint8_t>(last >> 8) || seen->generation != 2 * last
+                ? 1
+                : 0;
+  }
+  scheduler.join();
+  EXPECT_EQ(torn, 0u);
 }
 
 }  // namespace

@@ -485,5 +485,105 @@ TEST(IoPool, close_abandons_a_stuck_thread_which_ends_its_op_later) {
   EXPECT_EQ(stuck->log.endings().back(), std::make_pair(std::uint64_t{7}, StatusKind::kUnavailable));
 }
 
+// A pool without threads, whose ops start one by one.
+class TenantTurns : public testing::Test {
+ protected:
+  void queue(TenantId tenant, std::uint64_t first, int count, double cost = 1, bool urgent = false) {
+    std::vector<IoPool::Op> ops;
+    for (int i = 0; i < count; ++i) {
+      ops.push_back(op(log_, first + static_cast<std::uint64_t>(i), Lane::kRead, nullptr));
+      ops.back().tenant = tenant;
+      ops.back().cost = cost;
+      ops.back().urgent = urgent;
+    }
+    pool_.submit(std::move(ops));
+  }
+  // Starts this many ops and returns their tags.
+  std::vector<std::uint64_t> run(int count) {
+    log_.order.clear();
+    for (int i = 0; i < count; ++i) {
+      if (const auto next = pool_.begin_next(Lane::kRead)) next();
+    }
+    return log_.order;
+  }
+  static std::ptrdiff_t below(const std::vector<std::uint64_t>& tags, std::uint64_t end) {
+    return std::count_if(tags.begin(), tags.end(), [end](std::uint64_t tag) { return tag < end; });
+  }
+
+  FakeClock clock_;
+  Log log_;
+  IoPool pool_{{0, 0, &clock_}};
+};
+
+TEST_F(TenantTurns, a_long_queue_delays_another_tenant_by_one_op) {
+  queue(2, 1000, 500);
+  run(10);
+  queue(1, 0, 3);
+  EXPECT_LE(below(run(6), 1000), 3);
+  queue(1, 3, 3);
+  EXPECT_EQ(below(run(6), 1000), 3);
+}
+
+TEST_F(TenantTurns, tenants_start_costs_in_proportion_to_their_weights) {
+  queue(1, 0, 200, 1.0 / 0.75);
+  queue(2, 1000, 200, 1.0 / 0.25);
+  EXPECT_NEAR(static_cast<double>(below(run(200), 1000)), 150, 1);
+}
+
+TEST_F(TenantTurns, ops_of_a_tenant_start_in_order) {
+  queue(2, 1000, 3);
+  queue(1, 0, 3);
+  const auto tags = run(6);
+  std::vector<std::uint64_t> first, second;
+  for (const std::uint64_t tag : tags) (tag < 1000 ? first : second).push_back(tag);
+  EXPECT_EQ(first, (std::vector<std::uint64_t>{0, 1, 2}));
+  EXPECT_EQ(second, (std::vector<std::uint64_t>{1000, 1001, 1002}));
+}
+
+TEST_F(TenantTurns, an_idle_tenant_gains_nothing_by_waiting) {
+  queue(0, 2000, 1);
+  queue(1, 0, 1);
+  queue(2, 1000, 300);
+  run(152);
+  queue(1, 1, 100);
+  EXPECT_NEAR(static_cast<double>(below(run(40), 1000)), 20, 1);
+}
+
+TEST_F(TenantTurns, a_tenant_that_ran_alone_is_not_made_to_wait_for_it) {
+  queue(1, 0, 300);
+  run(200);
+  queue(2, 1000, 300);
+  EXPECT_NEAR(static_cast<double>(below(run(40), 1000)), 20, 1);
+  queue(0, 2000, 300);
+  run(500);
+  queue(1, 300, 20);
+  EXPECT_GT(below(run(20), 1000), 4);
+}
+
+TEST_F(TenantTurns, urgent_ops_of_any_tenant_start_first) {
+  queue(1, 0, 5);
+  queue(2, 1000, 2, 1, true);
+  EXPECT_EQ(run(3), (std::vector<std::uint64_t>{1000, 1001, 0}));
+}
+
+TEST_F(TenantTurns, a_queued_op_of_a_tenant_is_cancelled_and_counts_as_the_oldest) {
+  queue(2, 1000, 1);
+  clock_.advance(std::chrono::seconds(5));
+  queue(0, 0, 1);
+  EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 5);
+  EXPECT_TRUE(pool_.cancel(1000));
+  EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 0);
+  EXPECT_EQ(log_.endings().at(0), std::pair(std::uint64_t{1000}, StatusKind::kCancelled));
+}
+
+TEST_F(TenantTurns, steps_of_a_start_do_not_grow_with_the_queues) {
+  std::uint64_t most[2] = {0, 0};
+  for (const bool large : {false, true}) {
+    for (const TenantId tenant : {0, 1, 2}) queue(tenant, 10'000u * tenant, large ? 5000 : 50);
+    for (int i = 0; i < 50; ++i) most[large] = std::max(most[large], testing::steps_of([&] { run(1); }));
+  }
+  EXPECT_EQ(most[true], most[false]);
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -873,5 +873,44 @@ TEST_F(ThreadPoolTierTest, nothing_after_a_failed_window_is_looked_up) {
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
 }
 
+// The bytes of an op, divided by the weight of its tenant, decide when the tenant's next op starts.
+class TenantOps : public ThreadPoolTierTest {
+ protected:
+  void read(Tier& tier, OpId id, TenantId tenant, double weight, std::size_t bytes) {
+    std::vector<TierOp> ops(1);
+    ops[0].id = id;
+    ops[0].key = key_of(1);
+    ops[0].shards = {large_.span().first(bytes)};
+    ops[0].entry_info.tenant = tenant;
+    ops[0].weight = weight;
+    tier.submit(std::move(ops));
+  }
+  // Runs this many reads and returns the number of those with an id below 1000.
+  std::ptrdiff_t run(Tier& tier, IoPool* pool, int count) {
+    for (int i = 0; i < count; ++i) pool->begin_next(Lane::kRead)();
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    tier.poll(&done, &removals);
+    return std::count_if(done.begin(), done.end(), [](const Completion& end) { return end.id < 1000; });
+  }
+  AlignedBuffer large_{16384};
+};
+
+TEST_F(TenantOps, reads_of_tenants_start_in_proportion_to_their_weights) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  for (OpId id = 0; id < 40; ++id) read(*tier, 1000 + id, 2, 0.25, 4096);
+  for (OpId id = 0; id < 40; ++id) read(*tier, id, 1, 0.75, 4096);
+  EXPECT_NEAR(static_cast<double>(run(*tier, pool, 40)), 30, 1);
+}
+
+TEST_F(TenantOps, large_reads_of_a_tenant_start_less_often) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  for (OpId id = 0; id < 40; ++id) read(*tier, 1000 + id, 2, 0.5, 3 * 4096);
+  for (OpId id = 0; id < 40; ++id) read(*tier, id, 1, 0.5, 4096);
+  EXPECT_NEAR(static_cast<double>(run(*tier, pool, 40)), 30, 1);
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload import base
 adapter.use_specs()
 
 from kv_offload.specs import compat  # noqa: E402
+from kv_offload.specs.events import AdvertisedChunks, TierEvents  # noqa: E402
 
 from contract.check_manager import Engine  # noqa: E402
 from contract.parts import keys  # noqa: E402
@@ -33,7 +34,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_config: Any) ->
     monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("0", False))
     tiers: list[dict[str, Any]] = [
         {"type": "fs"},
-        {"type": "fs", "locality": "REMOTE"},
+        {"type": "fs"},
         {"type": "fs", "enable_kv_events": False},
     ]
     for number, tier in enumerate(tiers):
@@ -53,28 +54,120 @@ def received(events: list[Any]) -> list[Any]:
     return list(msgspec.msgpack.Decoder(type=kv_events.KVEventBatch).decode(sent).events)
 
 
-def test_stored_events_name_the_medium_as_vllm_does(engine: Engine) -> None:
+def test_chunks_on_several_tiers_are_stored_once_per_medium(engine: Engine) -> None:
     engine.store(keys(1, 2), engine.request())
-    events: list[Any] = []
     ends = time.monotonic() + WAIT_SECONDS
     pause = threading.Event()
-    wanted = {("CPU", None, None), ("STORAGE", "LOCAL", "fs"), ("STORAGE", "REMOTE", "fs-2")}
-    told: dict[Any, set[Any]] = {}
-    while set(told) != wanted or any(len(hashes) < 2 for hashes in told.values()):
+    told: dict[str, list[Any]] = {"CPU": [], "STORAGE": []}
+    while (
+        any(len(blocks) < 2 for blocks in told.values()) or engine.manager._cache.tier_stats(2)["chunks"] < 2
+    ):
         assert time.monotonic() < ends, told
         engine.end_step()
-        events += engine.manager.take_events()
-        told = {}
-        for event in received(events):
+        for event in received(list(engine.manager.take_events())):
             assert isinstance(event, kv_events.BlockStored)
-            assert event.group_idx == 3
-            told.setdefault((event.medium, event.locality, event.ownership), set()).update(event.block_hashes)
+            assert (event.group_idx, event.ownership) == (3, None)
+            assert event.locality == (None if event.medium == "CPU" else "LOCAL")
+            told[event.medium] += event.block_hashes
         pause.wait(0.005)
-    assert len(set(map(frozenset, told.values()))) == 1, "the three events must name the same two blocks"
+    assert sorted(told["CPU"]) == sorted(told["STORAGE"])
+    assert len(set(told["CPU"])) == 2
 
 
-def test_removed_events_name_the_medium_of_the_chunk(engine: Engine) -> None:
-    gone = [compat.make_event(keys(1), removed=True, tier="fs-2", locality="REMOTE")]
+def test_removed_events_name_the_medium_of_the_chunk() -> None:
+    gone = [compat.make_event(keys(1), removed=True, on_storage=True, locality="REMOTE")]
     (event,) = received(gone)
     assert isinstance(event, kv_events.BlockRemoved)
-    assert (event.medium, event.locality, event.ownership) == ("STORAGE", "REMOTE", "fs-2")
+    assert (event.medium, event.locality, event.ownership) == ("STORAGE", "REMOTE", None)
+
+
+# ---- what subscribers believe
+
+
+TIERS = {
+    "fs": TierEvents("LOCAL"),
+    "redis": TierEvents(None, evicts_silently=True),
+    "far": TierEvents("REMOTE"),
+}
+Told = list[tuple[bool, str, str | None, set[bytes]]]
+
+
+def told(events: Any) -> Told:
+    """Returns (removed, medium, locality, keys) of each event."""
+    return [
+        (
+            event.removed,
+            event.medium.name,
+            None if event.locality is None else event.locality.value,
+            set(event.keys),
+        )
+        for event in events
+    ]
+
+
+def changed(advertised: AdvertisedChunks, *changes: tuple[str, str, bytes]) -> Told:
+    """Returns the events for changes such as ("+", "fs", key); "" is host memory."""
+    return told(advertised.translate([([key], tier != "", sign == "-", tier) for sign, tier, key in changes]))
+
+
+def test_a_chunk_is_on_storage_until_the_last_tier_loses_it() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    assert changed(advertised, ("+", "fs", key), ("+", "redis", key)) == [(False, "STORAGE", "LOCAL", {key})]
+    assert changed(advertised, ("-", "redis", key)) == []
+    assert changed(advertised, ("-", "fs", key)) == [(True, "STORAGE", "LOCAL", {key})]
+    assert changed(advertised, ("-", "fs", key)) == []
+
+
+def test_a_chunk_that_another_tier_still_has_is_stored_again_under_its_attributes() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    changed(advertised, ("+", "fs", key), ("+", "redis", key))
+    (stored,) = [event for event in advertised.translate([([key], True, True, "fs")]) if not event.removed]
+    assert (stored.locality, stored.removal_expected) == (None, False), "a server that evicts silently"
+    assert changed(advertised, ("-", "redis", key)) == [(True, "STORAGE", None, {key})]
+
+
+def test_storage_of_this_host_replaces_remote_storage() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    changed(advertised, ("+", "far", key))
+    expected = [(True, "STORAGE", "REMOTE", {key}), (False, "STORAGE", "LOCAL", {key})]
+    assert changed(advertised, ("+", "fs", key)) == expected
+    assert changed(advertised, ("+", "far", key), ("-", "far", key)) == []
+
+
+def test_a_record_that_is_written_again_is_stored_once() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    assert len(changed(advertised, ("+", "redis", key), ("+", "redis", key), ("-", "redis", key))) == 2
+
+
+def test_a_reset_removes_every_chunk_before_later_changes() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    changed(advertised, ("+", "", key), ("+", "fs", key))
+    advertised.withdraw_all()
+    assert advertised.has_withdrawals()
+    assert changed(advertised, ("-", "", key), ("+", "", key)) == [
+        (True, "CPU", None, {key}),
+        (True, "STORAGE", "LOCAL", {key}),
+        (False, "CPU", None, {key}),
+    ]
+    assert not advertised.has_withdrawals()
+    advertised.withdraw_all()
+    advertised.withdraw_all()
+    assert changed(advertised) == [(True, "CPU", None, {key})]
+
+
+def test_a_loaded_chunk_is_advertised_again_after_a_reset_that_kept_it() -> None:
+    advertised, key = AdvertisedChunks(TIERS), b"k"
+    assert told(advertised.found([key])) == [(False, "CPU", None, {key})]
+    assert told(advertised.found([key])) == []
+
+
+def test_chunks_on_a_server_that_evicts_silently_are_limited() -> None:
+    advertised = AdvertisedChunks(TIERS, max_unconfirmed=2)
+    keys = [b"1", b"2", b"3"]
+    assert changed(advertised, *(("+", "redis", key) for key in keys))[-1] == (True, "STORAGE", None, {b"1"})
+    bounded = AdvertisedChunks({"fs": TierEvents("LOCAL")}, max_unconfirmed=2)
+    assert len(changed(bounded, *(("+", "fs", key) for key in keys))) == 3
+
+
+def test_tiers_without_events_are_ignored() -> None:
+    assert changed(AdvertisedChunks(TIERS), ("+", "other", b"k"), ("-", "other", b"k")) == []

@@ -8,7 +8,13 @@ import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs.watch import CodecWatch, DivergenceWatch, HitWatch, Surroundings  # noqa: E402
+from kv_offload.specs.watch import (  # noqa: E402
+    CodecWatch,
+    DivergenceWatch,
+    HitWatch,
+    NeighbourWatch,
+    Surroundings,
+)
 
 from kv_offload import _core  # noqa: E402
 
@@ -159,3 +165,42 @@ def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptur
     tiers.encodes = [False, False]
     watch.poll()
     assert caplog.records[-1].getMessage() == "tier far: compression is off"
+
+
+class Near:
+    """The neighbours of a cache."""
+
+    def __init__(self) -> None:
+        self.neighbours, self.problems = 0, list[str]()
+
+    def stats(self) -> dict[str, int]:
+        return {"neighbours": self.neighbours}
+
+    def take_neighbour_problems(self) -> list[str]:
+        problems, self.problems = self.problems, []
+        return problems
+
+
+@pytest.mark.parametrize(("expects", "found", "warnings"), [(True, 0, 1), (True, 1, 0), (False, 0, 0)])
+def test_a_replica_that_finds_no_other_one_warns_once(
+    expects: bool, found: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    near = Near()
+    watch = NeighbourWatch(near, expects)  # type: ignore[arg-type]
+    watch.poll(5.0)
+    near.neighbours = found
+    watch.poll(100.0)
+    near.neighbours = 0
+    assert "found no other one" not in caplog.text
+    for now in (125.0, 126.0, 300.0):
+        watch.poll(now)
+    assert caplog.text.count("found no other one in /dev/shm") == warnings
+
+
+def test_neighbours_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    near = Near()
+    near.problems = ["/dev/shm/x is not used: its mode must be 0600"]
+    watch = NeighbourWatch(near, False)  # type: ignore[arg-type]
+    watch.poll(0.0)
+    watch.poll(1.0)
+    assert caplog.text.count("share_host_memory: /dev/shm/x is not used") == 1

@@ -91,6 +91,7 @@ def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_
         cpu_bytes_to_use=1 << 20,
         huge_pages="",
         keep_host_memory=False,
+        share_host_memory=False,
         wait_while_loading="spin",
         prefault=True,
         secondary_tiers=[],

@@ -377,7 +377,7 @@ DESCRIBING = replace(FULL, events=True, extra={**FULL.extra, "self_describing_kv
 
 
 class Published:
-    """Counts the blocks of subscribers: stored minus removed, by medium and owner."""
+    """Counts the blocks of subscribers: stored minus removed, by medium."""
 
     def __init__(self, engine: Engine) -> None:
         self.held: Counter[Any] = Counter()
@@ -390,10 +390,8 @@ class Published:
                 continue
             for block in event.block_hashes:
                 step = 1 if type(event).__name__ == "BlockStored" else -1
-                self.held[event.medium, event.ownership, block] += step
-                assert self.held[event.medium, event.ownership, block] >= 0, (
-                    "a removed block was never stored"
-                )
+                self.held[event.medium, block] += step
+                assert self.held[event.medium, block] >= 0, "a removed block was never stored"
             self.described += bool(getattr(event, "token_ids", ()))
 
     def shutdown(self) -> None:

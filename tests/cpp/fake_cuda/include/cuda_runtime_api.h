@@ -120,6 +120,8 @@ struct cudaMemcpyAttributes {
   unsigned flags;
 };
 
+enum cudaDeviceAttr { cudaDevAttrHostRegisterReadOnlySupported = 113 };
+
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal = 0,
   cudaStreamCaptureModeThreadLocal = 1,
@@ -140,6 +142,7 @@ enum cudaDriverEntryPointQueryResult {
 #define cudaEventDisableTiming 0x02
 #define cudaHostRegisterPortable 0x01
 #define cudaHostRegisterMapped 0x02
+#define cudaHostRegisterReadOnly 0x08
 #define cudaEnableDefault 0x0
 
 extern "C" {
@@ -151,6 +154,7 @@ cudaError_t cudaGetLastError(void);
 cudaError_t cudaPeekAtLastError(void);
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
+cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attr, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* pciBusId, int len, int device);
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* prop, int device);
 cudaError_t cudaDeviceGetStreamPriorityRange(int* leastPriority, int* greatestPriority);

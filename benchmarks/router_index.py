@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the precision of a router's index: advertised prefixes that are loaded when they are requested.
+
+Dynamo's own indexer (SelectionService of ai-dynamo-runtime) subscribes to vLLM's ZMQ publisher. The engine is
+vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of its own. It
+serves conversations under eviction, resets and kills. Each turn is a probe: the router's score for the prompt
+is read first, then the prompt is sent, and the tokens that were not computed are compared with the score.
+Baselines in the same run: vLLM's form of the events, and vLLM's own TieringOffloadingSpec.
+
+    python -m venv dynamo && dynamo/bin/pip install ai-dynamo-runtime==1.6.1
+    python benchmarks/router_index.py --dynamo-python dynamo/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reporting import describe_machine, echo, write_results
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests" / "python"
+WAIT_SECONDS = 120
+BLOCK = 16
+HOST_BYTES, DISK_BYTES = "256KiB", "2MiB"
+LONGEST = 280  # tokens of a conversation, which then begins again
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. ``form``: ours, vllm (events as vLLM forms them) or tiering (vLLM's own spec)."""
+
+    tier: str
+    blocks: int = 1
+    form: str = "ours"
+    shared: bool = False  # a second engine shares the directory and evicts there
+    evicts: bool = False  # the server evicts records without notice
+    kills: bool = True
+
+    @property
+    def name(self) -> str:
+        kind = " of two servers" if self.shared else " that evicts" if self.evicts else ""
+        return f"{self.tier}{kind}, {self.blocks} blocks, {self.form}"
+
+
+CASES = [
+    Case("fs"),
+    Case("fs", 4),
+    Case("fs", 4, "vllm"),
+    Case("redis"),
+    Case("s3"),
+    Case("fs", 1, "tiering"),
+    Case("fs", shared=True),
+    Case("redis", evicts=True),
+]
+
+
+# ---- the engine's process
+
+
+def serve() -> None:
+    """Runs one engine; reads orders as JSON lines and answers each with one line."""
+    options = json.loads(sys.argv[2])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's lines go to stderr
+    sys.path[:0] = [str(TESTS), str(HERE)]
+    if options["form"] != "tiering":
+        import adapter
+
+        adapter.use_specs()
+    from oracle.engine import Engine, Setup
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+
+    if options["form"] == "vllm":
+        from kv_offload.specs import events
+
+        events.describe_whole_chunks = lambda: None
+    setup = Setup(extra=options["extra"], layers=4, events=True, num_blocks=40)
+    engine = Engine(setup, f"router-{os.getpid()}", options["model_dir"])
+    publisher = ZmqEventPublisher(0, endpoint=options["events"], topic="kv-events")
+    engine.scheduler.kv_event_publisher = publisher
+
+    def mark(tokens: list[int], size: int) -> None:
+        stored = BlockStored([tokens[0]], None, tokens, size, None, "GPU", None)
+        publisher.publish(KVEventBatch(ts=time.time(), events=[stored]))
+
+    def settle() -> None:
+        engine.drain()
+        if options["form"] != "tiering":
+            while engine.manager._cache.tier_stats(0)["queued_writes"]:
+                engine.step_idle()
+        for _ in range(3):
+            engine.step_idle()
+
+    print(json.dumps({"model_dir": engine.model_dir}), file=answers, flush=True)
+    number = 0
+    for line in sys.stdin:
+        order = json.loads(line)
+        reply: dict[str, Any] = {}
+        if order["do"] == "request":
+            number += 1
+            engine.add(f"r{number}", order["tokens"], order["generate"])
+            settle()
+            sequence = engine.ranks[0][2].sequences[f"r{number}"]
+            length = len(order["tokens"])
+            reply = {"found": sequence.found, "tokens": sequence.tokens[: length + order["generate"]]}
+        elif order["do"] == "reset":
+            reply = {"done": engine.reset(running=False)}
+            settle()
+        elif order["do"] == "mark":
+            mark(order["tokens"], order["size"])
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+class Child:
+    """A process that answers JSON lines."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("ab"),
+            text=True,
+            env=environment,
+        )
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process ended with {self.process.wait()}: {self.process.args!r}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Server:
+    """An engine's process, started again after each kill as a new worker of the router."""
+
+    numbers = iter(range(1, 1 << 20))
+
+    def __init__(self, case: Case, tiers: list[dict[str, Any]], router: Child, log: Path) -> None:
+        self.case, self.tiers, self.router, self.log = case, tiers, router, log
+        self.model_dir: str | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.number, port = next(self.numbers), free_port()
+        extra: dict[str, Any] = {
+            "cpu_bytes_to_use": HOST_BYTES,
+            "blocks_per_chunk": self.case.blocks,
+            "self_describing_kv_events": True,
+            "secondary_tiers": self.tiers,
+        }
+        if self.case.form == "tiering":
+            extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
+            extra["cpu_bytes_to_use"] = 256 << 10
+        else:
+            extra |= {"load_policy": "always", "lookup_timeout_ms": 60_000}
+        options = {
+            "extra": extra,
+            "form": self.case.form,
+            "model_dir": self.model_dir,
+            "events": f"tcp://*:{port}",
+        }
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+        self.child = Child(
+            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | quiet
+        )
+        self.model_dir = self.child.read()["model_dir"]
+        # The router's block size is that of the chunks: it drops events with any other.
+        self.size = BLOCK if self.case.form == "vllm" else BLOCK * self.case.blocks
+        self.router.ask(do="add", worker=self.number, block_size=self.size, events=f"tcp://127.0.0.1:{port}")
+        self.until_heard()
+
+    def until_heard(self) -> None:
+        """Waits until the router has applied all events so far."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        tokens = [random.randrange(10_000, 1 << 30) for _ in range(self.size)]
+        self.child.ask(do="mark", tokens=tokens, size=self.size)
+        while not self.score(tokens):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the router does not receive the events")
+            time.sleep(0.005)
+            if int(time.monotonic() * 10) % 10 == 0:  # a new subscriber may have missed the first one
+                self.child.ask(do="mark", tokens=tokens, size=self.size)
+
+    def score(self, tokens: list[int]) -> int:
+        """Returns the tokens of the prompt that the router believes this server to hold."""
+        return max(self.scores(tokens).values(), default=0)
+
+    def scores(self, tokens: list[int]) -> dict[str, int]:
+        for worker in self.router.ask(do="score", tokens=tokens)["workers"]:
+            if worker["worker_id"] == self.number:
+                return {
+                    tier: worker[f"{tier}_blocks"] * self.size for tier in ("device", "host_pinned", "disk")
+                }
+        return {}
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.router.ask(do="remove", worker=self.number)
+
+
+@dataclass
+class Counts:
+    probes: int = 0
+    advertised: int = 0  # probes with an advertised prefix
+    hit: int = 0  # of these: at least that prefix was found
+    advertised_tokens: int = 0
+    found_of_advertised: int = 0
+    found_tokens: int = 0
+    beyond_device: int = 0  # advertised tokens beyond GPU memory
+    resets: int = 0
+    kills: int = 0
+    # of the rest: vLLM loads nothing if the GPU has all but less than a chunk of the prefix
+    less_than_a_chunk: int = 0
+    short: list[list[int]] = field(default_factory=list)
+
+    def add(self, scores: dict[str, int], found: int, chunk: int) -> None:
+        longest = max(scores.values(), default=0)
+        self.probes += 1
+        self.advertised += longest > 0
+        self.hit += 0 < longest <= found
+        self.advertised_tokens += longest
+        self.found_of_advertised += min(longest, found)
+        self.found_tokens += found
+        self.beyond_device += longest - scores.get("device", 0)
+        if longest > found:
+            self.less_than_a_chunk += longest - found < chunk
+            self.short.append([longest, found])
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "probes": self.probes,
+            "advertised": self.advertised,
+            "advertised_then_hit": self.hit / self.advertised if self.advertised else None,
+            "token_precision": self.found_of_advertised / self.advertised_tokens
+            if self.advertised_tokens
+            else None,
+            "token_recall": self.found_of_advertised / self.found_tokens if self.found_tokens else None,
+            "share_beyond_device": self.beyond_device / self.advertised_tokens
+            if self.advertised_tokens
+            else None,
+            "short_by_less_than_a_chunk": self.less_than_a_chunk,
+            "resets": self.resets,
+            "kills": self.kills,
+            "short": self.short[:20],
+        }
+
+
+@contextmanager
+def tiers_of(case: Case, directory: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yields the tiers of a case and runs their server."""
+    sys.path.insert(0, str(TESTS))
+    with ExitStack() as stack:
+        if case.tier == "fs":
+            tier: dict[str, Any] = {"type": "fs", "root_dir": str(directory / "root")}
+            if case.form == "tiering":
+                tier |= {"enable_kv_events": True}
+            else:
+                tier |= {"max_bytes": DISK_BYTES}
+        elif case.tier == "redis":
+            from redis_server import redis_server
+
+            limit = ("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") if case.evicts else ()
+            tier = {"type": "redis", "url": f"unix://{stack.enter_context(redis_server(directory, *limit))}"}
+        else:
+            from s3_server import ACCESS, BUCKET, SECRET, S3Server
+
+            server = S3Server(directory)
+            os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
+            server.start()
+            stack.callback(server.kill)
+            tier = {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint}
+        yield [tier]
+
+
+def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dict[str, Any]:
+    rng, counts = random.Random(seed), Counts()
+    router = Child([dynamo, str(HERE / "dynamo_scores.py")], directory / "router.log")
+    with tiers_of(case, directory) as tiers:
+        servers = [
+            Server(case, tiers, router, directory / "engine.log") for _ in range(2 if case.shared else 1)
+        ]
+        if case.shared:
+            servers[1].model_dir = servers[0].model_dir
+            servers[1].kill()
+            servers[1].start()
+        talks: list[list[int]] = [[] for _ in range(24)]
+        for number in range(probes):
+            server = rng.choice(servers)
+            turn = rng.randrange(len(talks))
+            if len(talks[turn]) > LONGEST:
+                # Half of the new conversations share a prefix with another one, of any length.
+                other = rng.choice(talks)
+                talks[turn] = other[: rng.randrange(len(other) + 1)] if rng.random() < 0.5 else []
+            prompt = [*talks[turn], *(rng.randrange(1000) for _ in range(rng.randrange(1, 40)))]
+            server.until_heard()
+            scores = server.scores(prompt)
+            reply = server.child.ask(do="request", tokens=prompt, generate=rng.randrange(1, 8))
+            counts.add(scores, reply["found"], BLOCK * case.blocks)
+            talks[turn] = reply["tokens"]
+            if case.kills and number % 110 == 109:
+                server.kill()
+                server.start()
+                counts.kills += 1
+            elif number % 100 == 49 and not case.shared:
+                counts.resets += server.child.ask(do="reset")["done"]
+            if number % 100 == 99:
+                echo(f"{case.name}: {number + 1} probes, {counts.hit} of {counts.advertised} hit")
+        for server in servers:
+            server.kill()
+    router.kill()
+    return counts.figures()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--dynamo-python", required=True, help="python of an environment with Dynamo")
+    parser.add_argument("--probes", type=int, default=220, help="requests per case")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    echo(describe_machine()["text"])
+    cases = {}
+    for case in CASES:
+        if arguments.only not in case.name:
+            continue
+        with tempfile.TemporaryDirectory(prefix="router-index-") as directory:
+            cases[case.name] = run(
+                case, arguments.probes, arguments.seed, arguments.dynamo_python, Path(directory)
+            )
+        echo(f"{case.name}: {json.dumps(cases[case.name])}")
+        if not arguments.only:  # an interruption keeps the cases so far
+            write_results("router_index", {"probes": arguments.probes, "cases": cases})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve()
+    else:
+        main()

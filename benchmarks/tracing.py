@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the scheduler thread's time per request for OpenTelemetry spans.
+
+    python benchmarks/tracing.py [--requests 2000] [--rounds 30]
+
+One manager serves the same requests without a tracer (the baseline) and with one, in turns: each looks up
+four chunks that are hits, loads them and ends. Timed are the calls that tracing adds to. Each round yields
+the median of its requests, because other processes interrupt some of them; the result is the median over the
+rounds.
+
+- on: no thread builds spans meanwhile.
+- thread: the thread that builds spans runs as on a server, and its exporter discards them.
+
+"isolated" is the time of the added calls alone in a loop, with warm caches: the median of rounds of 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+
+import adapter
+from reporting import describe_machine, echo, interval_of_median, write_results
+
+adapter.use_specs()
+
+from kv_offload.specs.tracing import RequestTracer, now  # noqa: E402
+from manager_calls import Ours, make_keys  # noqa: E402
+from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult  # noqa: E402
+from vllm.v1.kv_offload.base import ReqContext  # noqa: E402
+
+CHUNKS = 4
+LIMIT_US = 2.0  # the requirement
+
+
+class Discard(SpanExporter):
+    """Counts the spans."""
+
+    def __init__(self) -> None:
+        self.spans = 0
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.spans += len(spans)
+        return SpanExportResult.SUCCESS
+
+
+class Requests:
+    """A manager with resident chunks, which serves identical requests."""
+
+    def __init__(self) -> None:
+        self.made = Ours(8192, "prefix")
+        self.manager = self.made.manager
+        self.keys = make_keys(0, CHUNKS)
+        request = ReqContext(req_id="store")
+        self.manager.on_new_request(request)
+        for index, key in enumerate(self.keys):
+            request.set_offload_key_position(key, 16 * (index + 1))
+        output = self.manager.prepare_store(self.keys, request)
+        self.made.copied(output.store_spec)
+        self.manager.complete_store(set(self.keys), request)
+        self.manager.on_request_finished(request)
+        self.made.end_step()
+
+    def serve(self, number: int, arriving: Any) -> float:
+        """Serves one request; returns the seconds of the calls that tracing adds to."""
+        manager, keys = self.manager, self.keys
+        tracer = manager.tracer
+        request = ReqContext(req_id=arriving.request_id)
+        for index, key in enumerate(keys):
+            request.set_offload_key_position(key, 16 * (index + 1))
+        began = time.perf_counter_ns()
+        if tracer is not None:
+            tracer.arriving = arriving
+        manager.on_new_request(request)
+        between = time.perf_counter_ns()
+        for key in keys:
+            manager.lookup(key, request)
+        again = time.perf_counter_ns()
+        spec = manager.prepare_load(keys, request)
+        loading = time.perf_counter_ns()
+        self.made.copied(spec)
+        copied = time.perf_counter_ns()
+        manager.complete_load(keys, request)
+        manager.on_request_finished(request)
+        ended = time.perf_counter_ns()
+        self.made.end_step()
+        return (between - began + loading - again + ended - copied) / 1e9
+
+    def round(self, count: int) -> float:
+        """Returns the median of the seconds per request."""
+        arriving = make_arriving(count)
+        gc.collect()
+        spent = []
+        for number, each in enumerate(arriving):
+            spent.append(self.serve(number, each))
+            # On a server, a few requests are queued when the spans are built.
+            if self.manager.tracer is not None and number % 50 == 49:
+                self.manager.tracer.drain()
+        return statistics.median(spent)
+
+
+def isolated(served: Requests, tracer: RequestTracer) -> float:
+    """Returns the microseconds of the added calls of one request with one load, in a loop."""
+    cache = served.made.manager._cache
+    handle = cache.begin_request("r")
+    arriving = make_arriving(1)[0]
+    rounds = []
+    for _ in range(200):
+        began = time.perf_counter_ns()
+        for _ in range(200):
+            tracer.arriving = arriving
+            trace = tracer.begin(arriving.request_id)
+            trace.append(now())
+            if len(trace) % 2 == 1:
+                trace.append(now())
+            tracer.finish(trace, arriving.request_id, cache.packed_report(handle))
+        rounds.append((time.perf_counter_ns() - began) / 200 / 1e3)
+        tracer._finished.clear()
+    cache.end_request(handle)
+    return statistics.median(rounds)
+
+
+def make_arriving(count: int) -> list[Any]:
+    """Returns what the tracer reads of vLLM's requests."""
+    return [
+        SimpleNamespace(
+            request_id=f"cmpl-{number:032x}",
+            trace_headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"},
+            num_prompt_tokens=16 * CHUNKS,
+            status=7,
+        )
+        for number in range(count)
+    ]
+
+
+def measure(requests: int, rounds: int) -> dict[str, Any]:
+    """Returns the microseconds per request without and with tracing, in rounds that alternate."""
+    served = Requests()
+    exporter = Discard()
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    times: dict[str, list[float]] = {"off": [], "on": [], "thread": []}
+    added: dict[str, list[float]] = {"on": [], "thread": []}
+    gc.freeze()
+    for number in range(rounds + 1):
+        found = {}
+        for kind in times:
+            tracer = None
+            if kind != "off":
+                tracer = RequestTracer(provider, served.made.manager._metrics, max_queued=2 * requests)
+                if kind == "thread":
+                    tracer.start()
+            served.manager.tracer = tracer
+            found[kind] = served.round(requests) * 1e6
+            if tracer is not None:
+                tracer.drain()
+                tracer.close()
+        if number == 0:
+            continue  # warm-up
+        for kind, spent in found.items():
+            times[kind].append(spent)
+        for kind in added:
+            added[kind].append(found[kind] - found["off"])
+    assert exporter.spans > 0
+    return {
+        "requests": requests,
+        "rounds": rounds,
+        "us_per_request": {kind: statistics.median(values) for kind, values in times.items()},
+        "added_us": {
+            kind: {"median": statistics.median(values), "interval": interval_of_median(values)}
+            for kind, values in added.items()
+        },
+        "isolated_us": isolated(served, RequestTracer(provider, served.made.manager._metrics)),
+        "ratio": statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True)),
+        "limit_us": LIMIT_US,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    print(describe_machine()["text"])
+    echo(f"{options.rounds} rounds of {options.requests} requests")
+    found = measure(options.requests, options.rounds)
+    for kind, spent in found["us_per_request"].items():
+        print(f"{kind:7} {spent:8.2f} us a request")
+    for kind, each in found["added_us"].items():
+        low, high = each["interval"]
+        print(f"{kind:7} adds {each['median']:.2f} us (95%: {low:.2f} to {high:.2f})")
+    print(f"isolated: {found['isolated_us']:.2f} us")
+    print(f"ratio of the calls: {found['ratio']:.3f}")
+    write_results("tracing", found)
+
+
+if __name__ == "__main__":
+    main()

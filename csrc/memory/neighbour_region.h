@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// NeighbourRegion: the scheduler's access to the rows of another engine of this host: its table of rows, and
+// the pins that this engine sets there. (The bytes are read by the workers: HostRegion::map_neighbours.)
+//
+// A region is used only if it is a regular file of the same user that no other user may access, has the same
+// sizes as the own region, and a table of the same identity. Everything else is refused with a reason.
+//
+// While this object or a worker's mapping exists, this engine holds a reader number in the region. If all its
+// processes die, the owner clears the pins of that number.
+//
+// Threads: one at a time. is_alive(): one more.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "memory/host_region.h"
+#include "memory/shared_rows.h"
+
+namespace kv_offload {
+
+class NeighbourRegion {
+ public:
+  // Attaches to the region with the own region's share_for and this number. Returns nullptr if there is none,
+  // if it is the own one or its processes have ended, or if it must not be used; then `problem` says why.
+  // Fails with a problem if kMostReaders engines read there already.
+  static std::unique_ptr<NeighbourRegion> attach(const HostRegion& own, unsigned number,
+                                                 const SharedRowsLayout& layout, std::string_view identity,
+                                                 std::string* problem);
+  ~NeighbourRegion();
+  NeighbourRegion(const NeighbourRegion&) = delete;
+  NeighbourRegion& operator=(const NeighbourRegion&) = delete;
+
+  NeighbourArea area() const { return area_; }
+  // A number for people, e.g. in logs: the same in all engines that see it.
+  unsigned number() const { return area_.number; }
+
+  std::optional<SharedRowsView::Found> find(const ChunkKey& key) const { return rows_->find(key); }
+  bool pin(const SharedRowsView::Found& found) { return rows_->pin(area_.reader, found); }
+  void unpin(RowId row) { rows_->unpin(area_.reader, row); }
+  // Its owner's eviction counts a use of this row.
+  void mark_used(RowId row) { rows_->mark_used(row); }
+  // False: the owner has closed its table, or all its processes have ended. Rows that are pinned stay valid.
+  // Removes the name of a region without processes.
+  bool is_alive();
+
+ private:
+  NeighbourRegion() = default;
+  void map(const SharedRowsLayout& layout, std::uint64_t offset, std::string_view identity);
+  bool take_number();
+
+  NeighbourArea area_;
+  std::string path_;
+  int fd_ = -1;
+  std::span<std::byte> table_, pins_;  // mapped
+  std::optional<SharedRowsView> rows_;
+};
+
+}  // namespace kv_offload

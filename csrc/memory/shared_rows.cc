@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/shared_rows.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <new>
+
+#include "base/status.h"
+#include "base/xxh3.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6B765F7368617231;  // "kv_shar1": includes the version
+constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
+constexpr std::uint64_t kEntryBytes = 72;
+constexpr unsigned kMostSteps = 256;  // of a chain; with a bucket per row, chains of more than 8 are rare
+
+static_assert(sizeof(ChunkKey) % 8 == 0);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+XXH128_hash_t digest_of(const SharedRowsLayout& layout, std::string_view identity) {
+  const std::string all = fmt::format("{} {} {}", layout.area_bytes, layout.row_bytes, identity);
+  return XXH3_128bits(all.data(), all.size());
+}
+
+std::array<std::uint64_t, kKeyWords> words_of(const ChunkKey& key) {
+  return std::bit_cast<std::array<std::uint64_t, kKeyWords>>(key);
+}
+
+void clear_bit(std::atomic<std::uint64_t>& pins, unsigned reader) {
+  const std::uint64_t bit = std::uint64_t{1} << reader;
+  if ((pins.load(std::memory_order_relaxed) & bit) != 0) pins.fetch_and(~bit, std::memory_order_seq_cst);
+}
+
+}  // namespace
+
+struct SharedRows::Header {
+  std::atomic<std::uint64_t> magic;
+  XXH128_hash_t identity;
+  std::atomic<std::uint64_t> open;          // 1: readers may pin rows
+  std::atomic<std::uint64_t> last_version;  // continued by the next owner of the region
+};
+
+struct SharedRows::Entry {
+  Word version;
+  std::array<Word, kKeyWords> key;
+  Word place;  // row, depth
+  std::atomic<std::uint32_t> next;
+  std::atomic<std::uint32_t> group;
+};
+
+SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
+  SharedRowsLayout layout;
+  layout.area_bytes = area_bytes;
+  layout.row_bytes = row_bytes;
+  layout.capacity = static_cast<std::uint32_t>(area_bytes / row_bytes);
+  layout.buckets = std::bit_ceil(std::max<std::uint32_t>(layout.capacity, 1));
+  layout.buckets_offset = kPageBytes + round_up(layout.capacity * std::uint64_t{8}, kPageBytes);
+  layout.entries_offset = layout.buckets_offset + round_up(layout.buckets * std::uint64_t{4}, kPageBytes);
+  layout.bytes = layout.entries_offset + round_up(layout.capacity * kEntryBytes, kPageBytes);
+  return layout;
+}
+
+SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity)
+    : layout_(layout),
+      row_pages_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
+      memory_(memory.data()) {
+  static_assert(sizeof(Header) <= kPageBytes && sizeof(Entry) == kEntryBytes);
+  if (memory.size() != layout.bytes) {
+    throw_invalid("{} bytes were given for the shared rows; they need {}", memory.size(), layout.bytes);
+  }
+  auto* header = std::launder(reinterpret_cast<Header*>(memory_));
+  const bool is_table = header->magic.load() == kMagic;
+  // An earlier owner's entries: first no reader accepts any of them, then they are removed.
+  header->open.store(0, std::memory_order_seq_cst);
+  last_version_ = is_table ? header->last_version.load() : 0;
+  std::memset(memory_ + layout_.buckets_offset, 0, layout_.entries_offset - layout_.buckets_offset);
+  for (std::uint32_t i = 0; i < layout_.capacity; ++i) at(i).version.store(0, std::memory_order_seq_cst);
+  header->identity = digest_of(layout_, identity);
+  header->magic.store(kMagic, std::memory_order_release);
+  header->open.store(1, std::memory_order_release);
+}
+
+SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
+  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
+  auto* pins = std::launder(reinterpret_cast<Word*>(memory_ + kPageBytes));
+  return {entries[index].version, pins[index]};
+}
+
+std::atomic<std::uint32_t>& SharedRows::bucket_of(std::uint64_t hash) const {
+  auto* buckets =
+      std::launder(reinterpret_cast<std::atomic<std::uint32_t>*>(memory_ + layout_.buckets_offset));
+  return buckets[hash & (layout_.buckets - 1)];
+}
+
+void SharedRows::publish(const Row& row) {
+  const std::uint32_t index = index_of(row.row);
+  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
+  Entry& entry = entries[index];
+  // A reader that still reads the entry's previous contents must not see the new ones under the old version.
+  std::atomic_thread_fence(std::memory_order_release);
+  const auto words = words_of(row.key);
+  for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(words[i], std::memory_order_relaxed);
+  entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_relaxed);
+  entry.group.store(row.group, std::memory_order_relaxed);
+  std::atomic<std::uint32_t>& bucket = bucket_of(ChunkKey::Hash{}(row.key));
+  entry.next.store(bucket.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  auto* header = std::launder(reinterpret_cast<Header*>(memory_));
+  header->last_version.store(++last_version_, std::memory_order_relaxed);
+  at(index).publish(last_version_);
+  bucket.store(index + 1, std::memory_order_release);
+}
+
+bool SharedRows::withdraw(RowId row) {
+  const std::uint32_t index = index_of(row);
+  SharedRow<Word> shared = at(index);
+  if (shared.version.load(std::memory_order_relaxed) == 0) return !shared.is_pinned();
+  const bool is_free = shared.withdraw();
+  unlink(index);
+  return is_free;
+}
+
+void SharedRows::unlink(std::uint32_t index) {
+  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
+  std::array<std::uint64_t, kKeyWords> words{};
+  for (std::size_t i = 0; i < kKeyWords; ++i)
+    words[i] = entries[index].key[i].load(std::memory_order_relaxed);
+  std::atomic<std::uint32_t>* link = &bucket_of(ChunkKey::Hash{}(std::bit_cast<ChunkKey>(words)));
+  while (link->load(std::memory_order_relaxed) != index + 1)
+    link = &entries[link->load(std::memory_order_relaxed) - 1].next;
+  link->store(entries[index].next.load(std::memory_order_relaxed), std::memory_order_release);
+}
+
+bool SharedRows::is_pinned(RowId row) const { return at(index_of(row)).is_pinned(); }
+
+bool SharedRows::take_use(RowId row) { return at(index_of(row)).take_use(); }
+
+void SharedRows::close() {
+  std::launder(reinterpret_cast<Header*>(memory_))->open.store(0, std::memory_order_seq_cst);
+}
+
+void SharedRows::clear_pins(unsigned reader) {
+  for (std::uint32_t i = 0; i < layout_.capacity; ++i) clear_bit(at(i).pins, reader);
+}
+
+std::uint64_t SharedRows::readers() const {
+  std::uint64_t all = 0;
+  for (std::uint32_t i = 0; i < layout_.capacity; ++i) all |= at(i).pins.load(std::memory_order_relaxed);
+  return all & kReaderBits;
+}
+
+// ---- readers
+
+SharedRowsView::SharedRowsView(std::span<const std::byte> table, std::span<std::byte> pins,
+                               const SharedRowsLayout& layout, std::string_view identity)
+    : layout_(layout),
+      row_pages_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
+      table_(table.data()),
+      pins_(pins.data()) {
+  if (table.size() < layout.bytes || pins.size() < layout.capacity * std::uint64_t{8}) {
+    throw_resource("its table of rows has {} bytes, not {}", table.size(), layout.bytes);
+  }
+  const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
+  if (header->magic.load(std::memory_order_acquire) != kMagic) throw_resource("it has no table of rows");
+  if (!XXH128_isEqual(header->identity, digest_of(layout, identity))) {
+    throw_resource("its rows have another size or belong to another namespace");
+  }
+}
+
+SharedRowsView::Word& SharedRowsView::pins_of(std::uint32_t index) const {
+  return std::launder(reinterpret_cast<Word*>(pins_))[index];
+}
+
+const SharedRows::Entry& SharedRowsView::entry(std::uint32_t index) const {
+  return std::launder(reinterpret_cast<const SharedRows::Entry*>(table_ + layout_.entries_offset))[index];
+}
+
+bool SharedRowsView::is_open() const {
+  const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
+  return header->open.load(std::memory_order_seq_cst) == 1;
+}
+
+std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) const {
+  if (!is_open()) return std::nullopt;
+  const auto words = words_of(key);
+  const auto* buckets =
+      std::launder(reinterpret_cast<const std::atomic<std::uint32_t>*>(table_ + layout_.buckets_offset));
+  std::uint32_t link = buckets[ChunkKey::Hash{}(key) & (layout_.buckets - 1)].load(std::memory_order_acquire);
+  for (unsigned step = 0; link != 0 && step < kMostSteps; ++step) {
+    const std::uint32_t index = link - 1;
+    if (index >= layout_.capacity) return std::nullopt;
+    const SharedRows::Entry& found = entry(index);
+    link = found.next.load(std::memory_order_acquire);
+    const std::uint64_t version = found.version.load(std::memory_order_acquire);
+    if (version == 0) continue;
+    bool is_equal = true;
+    for (std::size_t i = 0; i < kKeyWords && is_equal; ++i)
+      is_equal = found.key[i].load(std::memory_order_relaxed) == words[i];
+    if (!is_equal) continue;
+    const std::uint64_t place = found.place.load(std::memory_order_relaxed);
+    const std::uint32_t group = found.group.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (found.version.load(std::memory_order_relaxed) != version) continue;
+    const auto row = static_cast<RowId>(place);
+    if (row / row_pages_ != index || group > 0xFF) return std::nullopt;
+    return Found{row, static_cast<std::uint32_t>(place >> 32), static_cast<std::uint8_t>(group), version};
+  }
+  return std::nullopt;
+}
+
+bool SharedRowsView::pin(unsigned reader, const Found& found) {
+  const std::uint32_t index = found.row / row_pages_;
+  const SharedRows::Entry& there = entry(index);
+  // SharedRow only reads the version here; the page may be mapped read-only.
+  SharedRow<Word> shared{const_cast<Word&>(there.version), pins_of(index)};
+  if (!shared.pin(reader, found.version)) return false;
+  // The owner closes the table first and then reads the pins of a row before it reuses the row.
+  if (is_open()) return true;
+  shared.unpin(reader);
+  return false;
+}
+
+void SharedRowsView::unpin(unsigned reader, RowId row) {
+  Word& pins = pins_of(row / row_pages_);
+  pins.fetch_or(kUsedByReader, std::memory_order_relaxed);
+  pins.fetch_and(~(std::uint64_t{1} << reader), std::memory_order_seq_cst);
+}
+
+void SharedRowsView::mark_used(RowId row) {
+  const std::uint32_t index = row / row_pages_;
+  SharedRow<Word>{const_cast<Word&>(entry(index).version), pins_of(index)}.mark_used();
+}
+
+void SharedRowsView::clear_pins(unsigned reader) {
+  for (std::uint32_t i = 0; i < layout_.capacity; ++i) clear_bit(pins_of(i), reader);
+}
+
+}  // namespace kv_offload

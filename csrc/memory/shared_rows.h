@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// SharedRows: the rows of a region that other engines of the host may read, in shared memory after the areas.
+// The owner publishes which key each row holds. A reader finds a key, pins its row and reads the bytes where
+// they are.
+//
+//   header    4 KiB                                 magic, identity, sizes, whether the table is open
+//   pins      8 bytes per row of the smallest size  written by readers too: see SharedRow
+//   buckets   4 bytes each, a power of two          first entry of a chain, plus one
+//   entries   72 bytes per row of the smallest size version, key, row, depth, group, next entry plus one
+//
+// Readers map everything but the pins read-only. The owner is the only writer of a table, so it needs no
+// lock. A reader that follows a chain during a change may miss an entry; it never accepts a wrong one,
+// because it compares the version before and after it reads an entry and again after it has pinned the row. A
+// killed owner leaves a valid table: a published entry always describes complete bytes.
+//
+// Everything that a reader reads may be damaged or hostile: numbers are checked before they are used, and
+// chains are bounded.
+//
+// Threads: one per object. Processes: one owner, up to kMostReaders readers.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/types.h"
+#include "memory/shared_row.h"
+
+namespace kv_offload {
+
+// Where the parts of a table are. Both sides compute it from the sizes of their own region.
+struct SharedRowsLayout {
+  std::uint64_t area_bytes = 0;
+  std::uint64_t row_bytes = 0;  // of the smallest row, padded to 4 KiB
+  std::uint32_t capacity = 0;   // entries
+  std::uint32_t buckets = 0;
+  std::uint64_t buckets_offset = 0, entries_offset = 0;  // the pins begin after the header
+  std::uint64_t bytes = 0;
+
+  static SharedRowsLayout of(std::uint64_t area_bytes, std::uint64_t row_bytes);
+};
+
+class SharedRows {
+ public:
+  // `memory`: layout.bytes bytes of zeros or an earlier table, 4 KiB aligned; must outlive this object.
+  // `identity`: everything that the rows' bytes and places depend on. The table is empty and open. Pins of
+  // readers of an earlier table stay.
+  SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity);
+
+  struct Row {
+    RowId row = kNoRow;
+    ChunkKey key;
+    std::uint32_t depth = 0;
+    std::uint8_t group = 0;  // position
+  };
+  // REQUIRES: the row is not published; its bytes are complete, and no thread writes to it until withdraw()
+  // has returned true or is_pinned() false.
+  void publish(const Row& row);
+  // Call before a row is reused, published or not. False: a reader still reads it.
+  bool withdraw(RowId row);
+  bool is_pinned(RowId row) const;
+  // True if a reader has used the row since the last call.
+  bool take_use(RowId row);
+  // Withdraws all rows, in O(1), for good. Pins stay. A row needs withdraw() before it is reused all the
+  // same.
+  void close();
+  // Clears all pins of a reader. REQUIRES: it is dead, and no process takes its number meanwhile.
+  void clear_pins(unsigned reader);
+  // Bits of the readers that pin any row. O(rows).
+  std::uint64_t readers() const;
+
+ private:
+  friend class SharedRowsView;
+  struct Header;
+  struct Entry;
+  using Word = std::atomic<std::uint64_t>;
+  SharedRow<Word> at(std::uint32_t index) const;
+  std::uint32_t index_of(RowId row) const { return row / row_pages_; }
+  std::atomic<std::uint32_t>& bucket_of(std::uint64_t hash) const;
+  void unlink(std::uint32_t index);
+
+  SharedRowsLayout layout_;
+  std::uint32_t row_pages_;
+  std::byte* memory_;
+  std::uint64_t last_version_ = 0;
+};
+
+// A reader's side of another engine's table.
+class SharedRowsView {
+ public:
+  // `table`: the whole table, may be mapped read-only. `pins`: the same bytes from kPageBytes on, writable.
+  // Throws ResourceError with the reason if this is no table of this layout and identity. Both outlive this.
+  SharedRowsView(std::span<const std::byte> table, std::span<std::byte> pins, const SharedRowsLayout& layout,
+                 std::string_view identity);
+
+  struct Found {
+    RowId row = kNoRow;
+    std::uint32_t depth = 0;
+    std::uint8_t group = 0;  // as published; the caller checks it
+    std::uint64_t version = 0;
+  };
+  // Returns the published row of a key. The row may be withdrawn at any time until pin() has returned true.
+  std::optional<Found> find(const ChunkKey& key) const;
+  // True if the row still holds the key. It then stays unchanged until unpin().
+  bool pin(unsigned reader, const Found& found);
+  void unpin(unsigned reader, RowId row);  // also tells the owner's eviction of the use
+  void mark_used(RowId row);               // tells it without a pin
+  bool is_open() const;                    // false: the owner has closed the table
+  // Clears what an earlier, dead reader of this number left. REQUIRES: the number belongs to this process.
+  void clear_pins(unsigned reader);
+
+ private:
+  using Word = SharedRows::Word;
+  Word& pins_of(std::uint32_t index) const;
+  const SharedRows::Entry& entry(std::uint32_t index) const;
+
+  SharedRowsLayout layout_;
+  std::uint32_t row_pages_;
+  const std::byte* table_;
+  std::byte* pins_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tenants of an engine: their shares, and how a request's tenant is recognised.
+
+Importing this module loads neither the C++ core nor vLLM.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kv_offload.hints import KEY as HINTS_KEY
+
+OTHER = "other"  # the tenant of all requests that belong to no configured one; its number is 0
+MAX_TENANTS = 31
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"  # also the value of a metric label
+
+Recognised = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TenantConfig(BaseModel):
+    """One entry of ``tenants``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    share: float = Field(
+        ge=0,
+        le=100,
+        description="guaranteed part of host memory and of each tier's bandwidth, in percent. Idle shares "
+        "are lent",
+    )
+    cache_salts: tuple[Recognised, ...] = Field(
+        default=(), strict=False, description="requests with one of these values of vLLM's cache_salt"
+    )
+    clients: tuple[Recognised, ...] = Field(
+        default=(),
+        strict=False,
+        description="requests with one of these names as the client of their kv_offload_hints. Default, if "
+        "cache_salts is not set either: the tenant's name",
+    )
+
+
+def tenant_problems(tenants: Mapping[str, TenantConfig]) -> list[str]:
+    """Returns what is wrong with the tenants as a whole. Does not show any cache_salt: it may be a secret."""
+    problems = []
+    if OTHER in tenants:
+        problems.append(f"{OTHER} is the name of the tenant of all other requests; its share is the rest")
+    total = sum(tenant.share for tenant in tenants.values())
+    if total > 100 + 1e-9:
+        shares = ", ".join(f"{name} {tenant.share:g}" for name, tenant in tenants.items())
+        problems.append(f"the shares are {total:g} % together ({shares}); at most 100 % are possible")
+    return problems + TenantTable(tenants).duplicates
+
+
+class TenantTable:
+    """Maps requests to numbers of tenants: 0 is ``other``, then the order of the configuration."""
+
+    def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
+        self.names = (OTHER, *tenants)
+        rest = max(0.0, 100.0 - sum(tenant.share for tenant in tenants.values()))
+        percent = (rest, *(tenant.share for tenant in tenants.values()))
+        self.shares = tuple((name, share / 100) for name, share in zip(self.names, percent, strict=True))
+        self.duplicates: list[str] = []  # values of several tenants; the first one keeps them
+        self._by_salt: dict[str, int] = {}
+        self._by_client: dict[str, int] = {}
+        for number, (name, tenant) in enumerate(tenants.items(), 1):
+            clients = tenant.clients or (() if tenant.cache_salts else (name,))
+            for kind, values, table in (
+                ("cache_salts", tenant.cache_salts, self._by_salt),
+                ("clients", clients, self._by_client),
+            ):
+                for position, value in enumerate(values):
+                    first = table.setdefault(value, number)
+                    if first != number or value in values[:position]:
+                        shown = f" ({value})" if kind == "clients" else ""
+                        self.duplicates.append(
+                            f"{name}.{kind}[{position}]{shown} is also one of {self.names[first]}; "
+                            "each value can belong to one tenant only"
+                        )
+
+    @property
+    def uses_salts(self) -> bool:
+        return bool(self._by_salt)
+
+    def number_of(self, cache_salt: str | None, client: str | None) -> int:
+        """Returns the number of a request's tenant. The salt takes precedence over the client."""
+        if cache_salt is not None and (number := self._by_salt.get(cache_salt)) is not None:
+            return number
+        return 0 if client is None else self._by_client.get(client, 0)
+
+
+def client_of(params: Any, document: Any = None) -> str | None:
+    """Returns the client that a request names in its hints, also if these are otherwise invalid.
+
+    ``params``: its kv_transfer_params. ``document``: the hints of its envelope.
+    """
+    hints = params.get(HINTS_KEY) if isinstance(params, dict) else None
+    for each in (hints, document):
+        client = each.get("client") if isinstance(each, dict) else None
+        if isinstance(client, str):
+            return client
+    return None

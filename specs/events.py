@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events for routers: which chunks subscribers believe to be in host memory and on storage.
+
+Routers such as Dynamo's and llm-d's count the stores and removals of a block per medium, so every store must
+be removed exactly once. The core reports changes of its own state, which are not balanced: a record that its
+server evicted silently is written again, several tiers hold one chunk, and a reset reports its removals over
+many steps. AdvertisedChunks publishes only changes of the subscribers' view.
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kv_offload.log import get_logger
+
+from . import compat
+
+logger = get_logger(__name__)
+
+# Limit of the chunks on storage if a tier's server evicts silently: their removals may never be reported.
+MAX_UNCONFIRMED = 1 << 20
+
+
+@dataclass(frozen=True)
+class TierEvents:
+    """How a tier's events are published.
+
+    ``locality``: LOCAL, REMOTE, or None (unspecified); routers may drop REMOTE events. ``evicts_silently``:
+    the tier's server evicts records without notice, so the removal of a record may never be reported.
+    """
+
+    locality: str | None
+    evicts_silently: bool = False
+
+
+class AdvertisedChunks:
+    """The chunks that subscribers believe to be in host memory and on storage. Used by one thread.
+
+    All tiers form one medium for subscribers, ``STORAGE``. A chunk is published as stored there when the
+    first tier has it, and as removed when the last one lost it. If the tier whose attributes were published
+    loses a chunk that another tier has, or was REMOTE and another one is not, the chunk is published as
+    removed and stored again.
+    """
+
+    def __init__(self, tiers: Mapping[str, TierEvents], max_unconfirmed: int = MAX_UNCONFIRMED) -> None:
+        """``tiers``: the tiers that publish events, by name."""
+        self._tiers = tuple(tiers.values())
+        self._number_of = {name: number for number, name in enumerate(tiers)}
+        silent = any(tier.evicts_silently for tier in self._tiers)
+        self._max_stored = max_unconfirmed if silent else None
+        self._host: set[bytes] = set()
+        # key -> bit mask of the tiers that have it, + 256 * number of the tier with the published attributes
+        self._stored: dict[bytes, int] = {}
+        self._withdrawn: list[Any] = []
+
+    def translate(self, changes: Iterable[tuple[list[bytes], bool, bool, str]]) -> Iterator[Any]:
+        """Yields the events for the core's changes: (keys, on a tier, removed, name of the tier)."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        yield from withdrawn
+        for keys, on_storage, removed, tier in changes:
+            if not on_storage:
+                yield from self._host_changed(keys, removed)
+            elif (number := self._number_of.get(tier)) is not None:
+                yield from self._lost(keys, number) if removed else self._gained(keys, number)
+        yield from self._withdraw_oldest()
+
+    def found(self, keys: Collection[bytes]) -> Iterator[Any]:
+        """Yields the events for chunks that are in host memory and may not be advertised."""
+        yield from self._host_changed([key for key in keys if key not in self._host], False)
+
+    def withdraw_all(self) -> None:
+        """Publishes the removal of every chunk with the next events, ahead of later changes."""
+        self._withdrawn = list(self._removals())
+        self._host.clear()
+        self._stored.clear()
+
+    def has_withdrawals(self) -> bool:
+        """True if ``translate`` has removals to publish that do not wait for any change."""
+        return bool(self._withdrawn)
+
+    def _removals(self) -> Iterator[Any]:
+        yield from self._withdrawn
+        if self._host:
+            yield compat.make_event(list(self._host), removed=True)
+        for number in range(len(self._tiers)):
+            if keys := [key for key, state in self._stored.items() if state >> 8 == number]:
+                yield self._on_storage(keys, number, removed=True)
+
+    def _host_changed(self, keys: list[bytes], removed: bool) -> Iterator[Any]:
+        changed = [key for key in keys if (key in self._host) is removed]
+        if removed:
+            self._host.difference_update(changed)
+        else:
+            self._host.update(changed)
+        if changed:
+            yield compat.make_event(changed, removed=removed)
+
+    def _gained(self, keys: list[bytes], tier: int) -> Iterator[Any]:
+        new: list[bytes] = []
+        taken: dict[int, list[bytes]] = {}
+        for key in keys:
+            state = self._stored.get(key, 0)
+            published = state >> 8
+            if not state or self._replaces(tier, published):
+                new.append(key)
+                if state:
+                    taken.setdefault(published, []).append(key)
+                published = tier
+            self._stored[key] = published << 8 | state & 255 | 1 << tier
+        for published, replaced in taken.items():
+            yield self._on_storage(replaced, published, removed=True)
+        if new:
+            yield self._on_storage(new, tier, removed=False)
+
+    def _replaces(self, tier: int, published: int) -> bool:
+        """True if the attributes of ``tier`` are published instead: routers may drop REMOTE events."""
+        is_remote = [self._tiers[number].locality == "REMOTE" for number in (tier, published)]
+        return is_remote == [False, True]
+
+    def _lost(self, keys: list[bytes], tier: int) -> Iterator[Any]:
+        gone: list[bytes] = []
+        kept: dict[int, list[bytes]] = {}
+        for key in keys:
+            state = self._stored.get(key, 0)
+            if not state & 1 << tier:
+                continue
+            state &= ~(1 << tier)
+            others, published = state & 255, state >> 8
+            if others and published != tier:
+                self._stored[key] = state
+                continue
+            gone.append(key)
+            if not others:
+                del self._stored[key]
+                continue
+            heir = (others & -others).bit_length() - 1
+            self._stored[key] = others | heir << 8
+            kept.setdefault(heir, []).append(key)
+        if gone:
+            yield self._on_storage(gone, tier, removed=True)
+        for heir, held in kept.items():
+            yield self._on_storage(held, heir, removed=False)
+
+    def _withdraw_oldest(self) -> Iterator[Any]:
+        if self._max_stored is None or len(self._stored) <= self._max_stored:
+            return
+        oldest: dict[int, list[bytes]] = {}
+        for key in list(self._stored)[: len(self._stored) - self._max_stored]:
+            oldest.setdefault(self._stored.pop(key) >> 8, []).append(key)
+        for tier, keys in oldest.items():
+            yield self._on_storage(keys, tier, removed=True)
+
+    def _on_storage(self, keys: list[bytes], tier: int, *, removed: bool) -> Any:
+        attributes = self._tiers[tier]
+        return compat.make_event(
+            keys,
+            removed=removed,
+            on_storage=True,
+            locality=attributes.locality,
+            removal_expected=not attributes.evicts_silently,
+        )
+
+
+def describe_whole_chunks() -> None:
+    """Makes vLLM's self-describing events describe a chunk as the unit that a request finds. Idempotent.
+
+    vLLM names all block hashes of a chunk, but only a request for the whole chunk finds it (vllm#57159); here
+    the event names the last one, with the tokens of the chunk as its block size. vLLM also leaves out the
+    extra keys of the hashes (salt, images, prompt embeddings), so a router would expect hits of requests with
+    other ones. Changes the tracker of this process.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+    from vllm.v1.core import kv_cache_utils
+
+    describe = getattr(OffloadingEventsTracker, "_build_event_metadata", None)
+    if describe is None:
+        logger.warning(
+            "KV events name all block hashes of a chunk, although only whole chunks can be loaded: this vLLM "
+            "builds its events in another way. Routers may expect hits that do not happen; set "
+            "blocks_per_chunk to 1, or report this warning"
+        )
+        return
+    if hasattr(describe, "kv_offload_original"):
+        return
+
+    @functools.wraps(describe)
+    def of_whole_chunk(self: Any, req: Any, group_config: Any, chunk_idx: int) -> Any:
+        payload = describe(self, req, group_config, chunk_idx)
+        tokens = len(payload.token_ids)
+        payload.block_hashes = payload.block_hashes[-1:]
+        payload.block_size = tokens
+        start = chunk_idx * tokens
+        extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(req, start, start + tokens, 0)
+        payload.extra_keys = None if extra_keys is None else (extra_keys,)
+        return payload
+
+    of_whole_chunk.kv_offload_original = describe  # type: ignore[attr-defined]
+    OffloadingEventsTracker._build_event_metadata = of_whole_chunk

@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engines that share their host memory: what one of them loads from another's rows.
+#include "cache/neighbours.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "cache/cache_fixture.h"
+#include "cache/parts.h"
+#include "memory/shared_file.h"
+#include "memory/shm_fixture.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class SharedMemory : public ShmTest {
+ protected:
+  WorldOptions options(const std::string& identity = "weights") {
+    WorldOptions made;
+    made.tier = false;
+    made.cache.share_identity = identity;
+    made.cache.neighbour_interval = Nanos(0);
+    made.engine_id = fmt::format("engine-{}", ++engines_);
+    made.shm_directory = directory_;
+    made.share_for = "model";
+    return made;
+  }
+  std::unique_ptr<World> engine() { return std::make_unique<World>(options()); }
+
+  // The engines find each other, and their workers map each other's areas.
+  static void meet(const std::vector<World*>& worlds) {
+    for (int round = 0; round < 3; ++round) {
+      for (World* world : worlds) {
+        world->clock.advance(std::chrono::seconds(2));
+        world->cache->end_step();
+        for (auto& rank : world->ranks) EXPECT_THAT(rank->map_neighbours(), IsEmpty());
+      }
+    }
+  }
+  static std::vector<ChunkKey> keys_of(const Names& names, std::uint32_t group = 0) {
+    std::vector<ChunkKey> keys;
+    for (const auto& name : names) keys.push_back(key_of(name, group));
+    return keys;
+  }
+  // Names that got a row.
+  static Names store(World& world, const Names& names, std::uint32_t group = 0, std::uint64_t weights = 0) {
+    const auto keys = keys_of(names, group);
+    const RequestHandle request = world.cache->begin_request("r", {});
+    const StoreGrant grant = world.cache->prepare_store(request, keys);
+    Names accepted;
+    for (std::size_t i = 0; i < grant.accepted.size(); ++i) {
+      accepted.push_back(names[grant.accepted[i]]);
+      world.copy(keys[grant.accepted[i]], grant.transfer.rows[i], group, weights);
+    }
+    if (grant.transfer.ticket != kNoTicket) world.report(grant.transfer.ticket);
+    world.cache->complete_store(keys);
+    world.cache->end_request(request);
+    world.cache->end_step();
+    return accepted;
+  }
+  struct Load {
+    RequestHandle request;
+    std::vector<ChunkKey> keys;
+    RowTransfer transfer;
+  };
+  // Begins to load the chunks that are hits.
+  static Load begin_load(World& world, const Names& names, std::uint32_t group = 0) {
+    Load load{world.cache->begin_request("r", {}), {}, {}};
+    for (const ChunkKey& key : keys_of(names, group)) {
+      if (world.cache->lookup(load.request, key) != LookupResult::kHit) break;
+      load.keys.push_back(key);
+    }
+    load.transfer = world.cache->prepare_load(load.request, load.keys);
+    world.cache->end_step();
+    return load;
+  }
+  static void expect_right(const World& world, const Load& load, std::uint32_t group = 0) {
+    for (std::size_t i = 0; i < load.keys.size(); ++i)
+      EXPECT_TRUE(world.holds(load.keys[i], load.transfer.rows[i], group)) << load.keys[i].hex();
+  }
+  static void end_load(World& world, const Load& load) {
+    if (load.transfer.ticket != kNoTicket) world.report(load.transfer.ticket);
+    world.cache->complete_load(load.keys);
+    world.cache->end_request(load.request);
+    world.cache->end_step();
+  }
+  // Number of chunks that were loaded with the right bytes.
+  static std::size_t load(World& world, const Names& names, std::uint32_t group = 0) {
+    const Load load = begin_load(world, names, group);
+    expect_right(world, load, group);
+    end_load(world, load);
+    return load.keys.size();
+  }
+  static Names numbered(const std::string& name, int count) {
+    Names names;
+    for (int i = 0; i < count; ++i) names.push_back(fmt::format("{}{}", name, i));
+    return names;
+  }
+  // Parts of this file that this process has mapped.
+  static int maps_of(std::uint64_t inode) {
+    std::ifstream maps("/proc/self/maps");
+    const std::string wanted = fmt::format(" {} ", inode);
+    int count = 0;
+    for (std::string line; std::getline(maps, line);)
+      count += line.find(wanted) != std::string::npos && line.find("kv_offload") != std::string::npos ? 1 : 0;
+    return count;
+  }
+  // Parts of the file of an engine that only the engine itself has mapped.
+  int own_maps() {
+    const auto alone = engine();
+    return maps_of(alone->region->inode());
+  }
+  // An engine whose thread looks for neighbours, and which makes no step unless the test does.
+  std::unique_ptr<World> idle_engine() {
+    WorldOptions made = options();
+    made.cache.neighbour_interval = std::chrono::milliseconds(1);
+    return std::make_unique<World>(made);
+  }
+  // Its workers' threads run.
+  static bool wait_for(World& world, const std::function<bool()>& condition) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      for (auto& rank : world.ranks) rank->map_neighbours();
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  static void step(World& world, int times = 1) {
+    for (int i = 0; i < times; ++i) {
+      world.cache->end_step();
+      for (auto& rank : world.ranks) rank->map_neighbours();
+    }
+  }
+
+  int engines_ = 0;
+};
+
+TEST_F(SharedMemory, a_chunk_of_a_neighbour_is_loaded_from_its_row) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x", "y"});
+  EXPECT_EQ(load(*b, {"x", "y", "z"}), 2u);
+  EXPECT_EQ(b->cache->stats().resident_chunks, 0u);
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u) << "a chunk stayed borrowed after its request";
+  EXPECT_EQ(b->hit_tokens("neighbour"), 2 * World::kTokens);
+  EXPECT_EQ(b->metrics.value("kv_offload_neighbour_hit_tokens_total", {"0"}), 2 * World::kTokens);
+  EXPECT_EQ(load(*a, {"x"}), 1u);
+  EXPECT_EQ(a->hit_tokens("cpu"), World::kTokens);
+}
+
+TEST_F(SharedMemory, a_chunk_that_a_neighbour_has_is_not_stored_again) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  EXPECT_THAT(store(*a, {"x"}), ElementsAre("x"));
+  EXPECT_THAT(store(*b, {"x", "y"}), ElementsAre("y"));
+  EXPECT_EQ(load(*b, {"x", "y"}), 2u);
+  EXPECT_EQ(load(*a, {"x", "y"}), 2u);
+}
+
+TEST_F(SharedMemory, a_store_that_a_neighbours_chunk_prevents_is_a_use_of_it) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  for (const std::string& name : numbered("k", 8)) store(*a, {name});  // k0 is the next victim
+  EXPECT_THAT(store(*b, {"k0"}), IsEmpty());
+  store(*a, {"new"});
+  EXPECT_EQ(load(*b, {"k1"}), 0u);
+  EXPECT_EQ(load(*b, {"k0"}), 1u);
+}
+
+TEST_F(SharedMemory, groups_with_rows_of_different_sizes_are_shared) {
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) {
+    one.shard_bytes = {300, 3 * kPageBytes};
+    one.rows = 64;
+  }
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  store(a, {"x"}, 0);
+  store(a, {"x", "y"}, 1);
+  EXPECT_EQ(load(b, {"x", "y"}, 0), 1u);
+  EXPECT_EQ(load(b, {"x", "y"}, 1), 2u);
+}
+
+TEST_F(SharedMemory, an_owner_keeps_the_row_of_a_running_load) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const Load running = begin_load(*b, {"x"});
+  ASSERT_EQ(running.keys.size(), 1u);
+  for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
+  expect_right(*b, running);
+  EXPECT_EQ(a->cache->stats().lent_chunks, 1u);
+  EXPECT_EQ(load(*a, {"x"}), 1u) << "the owner lost a chunk whose row it has to keep anyway";
+  end_load(*b, running);
+  for (int round = 4; round < 8; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
+  EXPECT_EQ(a->cache->stats().lent_chunks, 0u);
+  EXPECT_EQ(load(*b, {"x"}), 0u);
+}
+
+TEST_F(SharedMemory, a_neighbours_use_protects_a_chunk_once) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  for (const std::string& name : numbered("k", 8)) store(*a, {name});  // k0 is the next victim
+  EXPECT_EQ(load(*b, {"k0"}), 1u);
+  store(*a, {"new"});
+  EXPECT_EQ(load(*b, {"k1"}), 0u);
+  EXPECT_EQ(load(*b, {"k0"}), 1u);
+}
+
+TEST_F(SharedMemory, a_flood_evicts_only_the_memory_of_its_engine) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, numbered("a", 8));
+  for (int round = 0; round < 5; ++round) store(*b, numbered(fmt::format("flood{}-", round), 8));
+  EXPECT_EQ(load(*a, numbered("a", 8)), 8u);
+}
+
+TEST_F(SharedMemory, lookups_without_a_load_release_the_row_with_their_request) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const RequestHandle request = b->cache->begin_request("r", {});
+  EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kHit);
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 1u);
+  b->cache->end_request(request);
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
+  for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
+  EXPECT_EQ(a->cache->stats().lent_chunks, 0u);
+}
+
+TEST_F(SharedMemory, a_request_that_may_not_load_from_host_memory_borrows_nothing) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const RequestHandle request = b->cache->begin_request("r", {.load_from_cpu = false});
+  EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kMiss);
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
+  b->cache->end_request(request);
+}
+
+TEST_F(SharedMemory, at_most_half_of_a_neighbours_rows_are_borrowed) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, numbered("k", 8));
+  const RequestHandle request = b->cache->begin_request("r", {});
+  std::size_t hits = 0;
+  for (const ChunkKey& key : keys_of(numbered("k", 8)))
+    hits += b->cache->lookup(request, key) == LookupResult::kHit ? 1 : 0;
+  EXPECT_EQ(hits, 4u);
+  b->cache->end_request(request);
+}
+
+TEST_F(SharedMemory, at_most_half_of_a_neighbours_bytes_are_borrowed_with_rows_of_several_sizes) {
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) {
+    one.shard_bytes = {300, 4 * kPageBytes};
+    one.rows = 64;
+  }
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  const Names names = numbered("k", 16);
+  ASSERT_EQ(store(a, names, 1).size(), 16u);
+  const RequestHandle request = b.cache->begin_request("r", {});
+  std::size_t hits = 0;
+  for (const ChunkKey& key : keys_of(names, 1))
+    hits += b.cache->lookup(request, key) == LookupResult::kHit ? 1 : 0;
+  EXPECT_EQ(hits, 8u);
+  EXPECT_THAT(store(a, {"new0", "new1"}, 1), ElementsAre("new0", "new1"));
+  b.cache->end_request(request);
+  EXPECT_EQ(load(b, {"new0", "new1"}, 1), 2u) << "bytes of returned rows still count";
+}
+
+// The chunk was a victim, and a neighbour pins its row before it is discarded.
+TEST(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) {
+  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
+  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
+  RegionOptions there = reader.region->options();
+  there.shm_directory = owner.directory;
+  there.engine_id = "reader";
+  const auto region = HostRegion::attach_scheduler(there);
+  std::string problem;
+  const auto neighbour = NeighbourRegion::attach(
+      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
+  ASSERT_NE(neighbour, nullptr) << problem;
+  const Slot slot = owner.resident("x");
+  const RowId row = owner.chunks.at(slot).row;
+  ASSERT_TRUE(neighbour->pin(*neighbour->find(key_of("x"))));
+  owner.chunks.discard(slot);
+  owner.chunks.poll_neighbours(Nanos(0));
+  EXPECT_EQ(owner.free_rows(), 3u);
+  neighbour->unpin(row);
+  owner.chunks.poll_neighbours(Nanos(0));
+  EXPECT_EQ(owner.free_rows(), 4u);
+}
+
+TEST(SharedChunks, a_neighbours_use_changes_no_mark_of_a_chunk) {
+  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
+  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
+  RegionOptions there = reader.region->options();
+  there.shm_directory = owner.directory;
+  there.engine_id = "reader";
+  const auto region = HostRegion::attach_scheduler(there);
+  std::string problem;
+  const auto neighbour = NeighbourRegion::attach(
+      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
+  ASSERT_NE(neighbour, nullptr) << problem;
+  const Slot slot = owner.resident("x"), other = owner.resident("y");
+  owner.chunks.access(slot, 7, 0);
+  owner.chunks.access(other, 7, 0);
+  owner.chunks.retain(slot);
+  owner.chunks.retain(other);
+  owner.chunks.set_return(slot, 1000);
+  const auto priority = owner.chunks.at(slot).priority;
+  const auto returns_at = owner.chunks.at(slot).returns_at;
+  ASSERT_EQ(owner.chunks.victim(), slot);
+  neighbour->mark_used(neighbour->find(key_of("x"))->row);
+  EXPECT_TRUE(owner.chunks.is_used_by_neighbour(slot));
+  EXPECT_TRUE(owner.chunks.at(slot).retained);
+  EXPECT_EQ(owner.chunks.at(slot).priority, priority);
+  EXPECT_EQ(owner.chunks.at(slot).returns_at, returns_at);
+  EXPECT_EQ(owner.chunks.at(slot).holder, 7u);
+  EXPECT_EQ(owner.chunks.victim(), other);
+}
+
+// ---- resets
+
+TEST_F(SharedMemory, an_engine_that_was_reset_neither_serves_nor_loads) {
+  const auto a = engine(), b = engine(), c = engine();
+  meet({a.get(), b.get(), c.get()});
+  store(*a, {"a"});
+  store(*b, {"b"});
+  a->cache->reset();
+  EXPECT_EQ(load(*b, {"a"}), 0u) << "old bytes of the engine that was reset";
+  EXPECT_EQ(load(*a, {"b"}), 0u) << "old bytes of a neighbour";
+  store(*a, {"new"}, 0, 1);
+  EXPECT_EQ(load(*b, {"new"}), 0u) << "bytes of new weights";
+  EXPECT_EQ(load(*c, {"b"}), 1u) << "the others keep theirs";
+}
+
+TEST_F(SharedMemory, a_load_that_runs_during_the_owners_reset_reads_its_old_bytes) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const Load running = begin_load(*b, {"x"});
+  a->cache->reset();
+  for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("new{}-", round), 8), 0, 1);
+  expect_right(*b, running);
+  end_load(*b, running);
+  for (int i = 0; i < 3; ++i) {
+    a->clock.advance(std::chrono::seconds(2));
+    a->cache->end_step();
+  }
+  EXPECT_EQ(a->cache->stats().quarantined_rows, 0u) << "a row was not returned";
+}
+
+TEST_F(SharedMemory, a_load_that_runs_during_the_readers_reset_keeps_its_row) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const Load running = begin_load(*b, {"x"});
+  b->cache->reset();
+  for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
+  expect_right(*b, running);
+  EXPECT_EQ(a->cache->stats().lent_chunks, 1u);
+  b->report(running.transfer.ticket);
+  b->cache->end_step();
+  a->cache->end_step();
+  EXPECT_EQ(a->cache->stats().lent_chunks, 0u);
+}
+
+TEST_F(SharedMemory, a_chunk_in_use_by_a_request_survives_abandoned_jobs) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const Load running = begin_load(*b, {"x"});
+  b->cache->abandon_jobs();
+  for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
+  expect_right(*b, running);
+  b->report(running.transfer.ticket);
+  b->cache->end_request(running.request);
+  b->cache->end_step();
+  b->clock.advance(std::chrono::seconds(1));
+  b->cache->end_step();
+  EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
+}
+
+TEST_F(SharedMemory, an_engine_that_was_reset_attaches_to_no_further_neighbour) {
+  const auto a = engine(), b = engine();
+  meet({a.get(), b.get()});
+  b->cache->reset();
+  step(*b, 3);
+  const auto c = engine();
+  const int maps = maps_of(c->region->inode());
+  step(*b, 3);
+  EXPECT_EQ(maps_of(c->region->inode()), maps);
+}
+
+TEST_F(SharedMemory, a_reset_releases_neighbours_that_were_found_and_not_used) {
+  const int maps = own_maps();
+  const auto b = idle_engine();
+  const auto a = engine();
+  ASSERT_TRUE(wait_for(*b, [&] { return maps_of(a->region->inode()) > maps; }));
+  b->cache->reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(a->region->inode()) == maps; }));
+}
+
+// ---- engines that end
+
+TEST_F(SharedMemory, an_idle_engine_releases_the_memory_of_a_neighbour_that_ended) {
+  auto a = engine();
+  const auto b = idle_engine();
+  ASSERT_TRUE(wait_for(*b, [&] {
+    b->cache->end_step();
+    return b->cache->stats().neighbours == 1;
+  }));
+  const std::uint64_t inode = a->region->inode();
+  ASSERT_GT(maps_of(inode), 0);
+  a.reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+}
+
+TEST_F(SharedMemory, an_idle_engine_releases_an_ended_neighbour_that_it_never_used) {
+  const int maps = own_maps();
+  const auto b = idle_engine();
+  auto a = engine();
+  const std::uint64_t inode = a->region->inode();
+  ASSERT_TRUE(wait_for(*b, [&] { return maps_of(inode) > maps; }));
+  a.reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+}
+
+TEST_F(SharedMemory, a_load_never_reads_a_mapping_of_an_earlier_neighbour) {
+  WorldOptions one_rank[3] = {options(), options(), options()};
+  for (WorldOptions& one : one_rank) one.ranks = 1;
+  auto a = std::make_unique<World>(one_rank[0]);
+  World b(one_rank[1]);
+  store(*a, {"old"});
+  b.cache->end_step();
+  std::unique_ptr<World> c;
+  b.ranks[0]->map_neighbours([&](std::span<std::byte>, bool mapped) {  // e.g. registers it with CUDA
+    if (!mapped || c) return Status::ok();
+    a.reset();
+    c = std::make_unique<World>(one_rank[2]);
+    store(*c, {"new"});  // in the row in which a had the other one
+    for (int i = 0; i < 3; ++i) b.cache->end_step();
+    return Status::ok();
+  });
+  ASSERT_NE(c, nullptr);
+  for (int i = 0; i < 3; ++i) {
+    b.cache->end_step();
+    load(b, {"new"});  // fails on wrong bytes
+    b.ranks[0]->map_neighbours();
+  }
+  b.cache->end_step();
+  EXPECT_EQ(load(b, {"new"}), 1u);
+}
+
+TEST_F(SharedMemory, a_load_outlives_its_owner) {
+  auto a = engine();
+  const auto b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  const Load running = begin_load(*b, {"x"});
+  a.reset();
+  expect_right(*b, running);
+  end_load(*b, running);
+  meet({b.get()});
+  EXPECT_EQ(b->cache->stats().neighbours, 0u);
+  EXPECT_EQ(load(*b, {"x"}), 0u);
+  EXPECT_EQ(names().size(), 1u) << "the owner's memory still has a name";
+}
+
+TEST_F(SharedMemory, rows_that_an_ended_reader_held_are_reused) {
+  const auto a = engine();
+  auto b = engine();
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  (void)begin_load(*b, {"x"});
+  b.reset();  // without an end of its load
+  for (int round = 0; round < 6; ++round) {
+    a->clock.advance(std::chrono::seconds(2));
+    store(*a, numbered(fmt::format("flood{}-", round), 8));
+  }
+  EXPECT_EQ(a->cache->stats().lent_chunks, 0u);
+  EXPECT_EQ(a->cache->stats().quarantined_rows, 0u);
+}
+
+// ---- neighbours that are not used
+
+TEST_F(SharedMemory, an_engine_for_which_no_name_is_left_reads_its_neighbours_and_warns) {
+  const auto a = engine();
+  const auto name = [&](unsigned number) { return SharedFile::shared_path_of(directory_, "model", number); };
+  for (unsigned number = 1; number < kMostShared; ++number)
+    std::filesystem::create_hard_link(name(0), name(number));
+  const auto b = engine();
+  EXPECT_THAT(b->cache->take_neighbour_problems(), Contains(HasSubstr("64 engines of this model")));
+  meet({a.get(), b.get()});
+  store(*a, {"x"});
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+  EXPECT_THAT(store(*b, {"y"}), ElementsAre("y"));
+  EXPECT_EQ(load(*a, {"y"}), 0u);
+}
+
+TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) {
+  const auto a = engine(), b = engine();
+  store(*a, {"x"});
+  b->cache->end_step();
+  b->ranks[0]->map_neighbours();
+  b->cache->end_step();
+  EXPECT_EQ(load(*b, {"x"}), 0u);
+  b->ranks[1]->map_neighbours();
+  b->cache->end_step();
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+}
+
+TEST_F(SharedMemory, a_rank_that_could_not_map_a_neighbour_tries_again) {
+  const auto a = engine(), b = engine();
+  store(*a, {"x"});
+  b->cache->end_step();
+  b->ranks[0]->map_neighbours();
+  int tries = 0;
+  std::vector<std::string> problems;
+  for (std::uint32_t call = 0; call < 4 * HostRegion::kFirstPause; ++call) {
+    for (std::string& problem : b->ranks[1]->map_neighbours([&](std::span<std::byte>, bool mapped) {
+           if (!mapped) return Status::ok();
+           return ++tries < 3 ? Status::error(StatusKind::kDevice, "no memory") : Status::ok();
+         }))
+      problems.push_back(std::move(problem));
+    if (call < HostRegion::kFirstPause) {
+      EXPECT_EQ(tries, 1) << "tried without a pause";
+    }
+  }
+  EXPECT_EQ(tries, 3);
+  EXPECT_THAT(problems, ElementsAre(HasSubstr("no memory")));
+  b->cache->end_step();
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+}
+
+TEST_F(SharedMemory, a_neighbour_that_a_rank_cannot_map_is_left_and_tried_again_later) {
+  const auto a = engine();
+  const std::uint64_t inode = a->region->inode();
+  const int maps = maps_of(inode);
+  const auto b = engine();
+  store(*a, {"x"});
+  bool is_possible = false;
+  const auto turn = [&](int times) {
+    for (int i = 0; i < times; ++i) {
+      b->cache->end_step();
+      b->ranks[0]->map_neighbours();
+      b->ranks[1]->map_neighbours([&](std::span<std::byte>, bool mapped) {
+        return !mapped || is_possible ? Status::ok() : Status::error(StatusKind::kDevice, "no memory");
+      });
+    }
+  };
+  turn(10);
+  EXPECT_GT(maps_of(inode), maps);
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty());
+  turn(60);
+  EXPECT_EQ(maps_of(inode), maps) << "the ranks that could map it keep its memory";
+  EXPECT_THAT(b->cache->take_neighbour_problems(), ElementsAre(HasSubstr("a rank cannot map it")));
+  EXPECT_EQ(load(*b, {"x"}), 0u);
+  turn(700);
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty()) << "reported twice";
+  is_possible = true;
+  turn(700);
+  EXPECT_EQ(load(*b, {"x"}), 1u);
+}
+
+TEST_F(SharedMemory, engines_of_other_weights_are_reported_once) {
+  const auto a = engine();
+  World b(options("other weights"));
+  meet({a.get(), &b});
+  store(*a, {"x"});
+  EXPECT_EQ(load(b, {"x"}), 0u);
+  EXPECT_THAT(b.cache->take_neighbour_problems(), ElementsAre(HasSubstr("another namespace")));
+  meet({a.get(), &b});
+  EXPECT_THAT(b.cache->take_neighbour_problems(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/neighbour_region.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include "memory/child_process.h"
+#include "memory/sharing_engine.h"
+#include "memory/shm_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::SharingEngine;
+
+class NeighbourRegionTest : public ShmTest {
+ protected:
+  std::unique_ptr<SharingEngine> engine(const std::string& id, const std::string& identity = "weights",
+                                        std::uint64_t rows = SharingEngine::kRows) const {
+    return std::make_unique<SharingEngine>(directory_, id, identity, rows);
+  }
+  std::string path_of(unsigned number) const {
+    return SharedFile::shared_path_of(directory_, "model", number);
+  }
+};
+
+TEST_F(NeighbourRegionTest, an_engine_reads_a_neighbours_row_where_it_is) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(7, 42));
+  EXPECT_THAT(reader->look_around(), IsEmpty());
+  ASSERT_EQ(reader->neighbours.size(), 1u);
+  const auto held = reader->pin(42);
+  ASSERT_TRUE(held);
+  EXPECT_TRUE(reader->is_right(*held));
+  EXPECT_FALSE(owner->store(7, 43)) << "the row was reused while it was read";
+  EXPECT_TRUE(reader->is_right(*held));
+  reader->unpin(*held);
+  EXPECT_TRUE(owner->store(7, 43));
+  EXPECT_FALSE(reader->pin(42));
+}
+
+TEST_F(NeighbourRegionTest, a_neighbours_memory_cannot_be_written) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(0, 1));
+  reader->look_around();
+  const auto held = *reader->pin(1);
+  EXPECT_DEATH(reader->write(reader->worker->neighbour_row(held.slot, held.row), 2), "");
+}
+
+TEST_F(NeighbourRegionTest, three_engines_read_each_other) {
+  const auto a = engine("a"), b = engine("b"), c = engine("c");
+  SharingEngine* const all[] = {a.get(), b.get(), c.get()};
+  for (std::uint32_t i = 0; i < 3; ++i) ASSERT_TRUE(all[i]->store(i, i));
+  for (SharingEngine* one : all) EXPECT_THAT(one->look_around(), IsEmpty());
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    for (std::uint32_t number = 0; number < 3; ++number) {
+      const auto held = all[i]->pin(number);
+      EXPECT_EQ(held.has_value(), i != number);
+      EXPECT_TRUE(!held || all[i]->is_right(*held));
+    }
+  }
+}
+
+TEST_F(NeighbourRegionTest, two_readers_hold_a_row_until_both_have_released_it) {
+  const auto owner = engine("owner"), a = engine("a"), b = engine("b");
+  ASSERT_TRUE(owner->store(3, 5));
+  a->look_around();
+  b->look_around();
+  const auto by_a = *a->pin(5), by_b = *b->pin(5);
+  a->unpin(by_a);
+  EXPECT_FALSE(owner->store(3, 6));
+  EXPECT_TRUE(b->is_right(by_b));
+  b->unpin(by_b);
+  EXPECT_TRUE(owner->store(3, 6));
+}
+
+TEST_F(NeighbourRegionTest, the_pins_of_a_killed_reader_are_cleared) {
+  const auto owner = engine("owner");
+  ASSERT_TRUE(owner->store(3, 5));
+  Signal pinned;
+  Child reader([&] {
+    SharingEngine dying(directory_, "reader");
+    dying.look_around();
+    if (!dying.pin(5)) throw std::runtime_error("no pin");
+    pinned.raise();
+    ::pause();
+  });
+  pinned.wait();
+  owner->clear_dead_readers();
+  EXPECT_FALSE(owner->store(3, 6)) << "the reader lives";
+  reader.kill();
+  reader.wait();
+  owner->clear_dead_readers();
+  EXPECT_TRUE(owner->store(3, 6));
+}
+
+// A worker may still copy when its scheduler has died.
+TEST_F(NeighbourRegionTest, a_reader_lives_as_long_as_its_worker) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(3, 5));
+  reader->look_around();
+  ASSERT_TRUE(reader->pin(5));
+  reader->neighbours.clear();  // what the death of the scheduler's process closes
+  owner->clear_dead_readers();
+  EXPECT_FALSE(owner->store(3, 6));
+  reader->worker.reset();
+  owner->clear_dead_readers();
+  EXPECT_TRUE(owner->store(3, 6));
+}
+
+TEST_F(NeighbourRegionTest, a_stopped_reader_keeps_its_row_and_blocks_nothing_else) {
+  const auto owner = engine("owner");
+  ASSERT_TRUE(owner->store(3, 5));
+  Signal pinned;
+  Child reader([&] {
+    SharingEngine stopped(directory_, "reader");
+    stopped.look_around();
+    if (!stopped.pin(5)) throw std::runtime_error("no pin");
+    pinned.raise();
+    ::raise(SIGSTOP);
+  });
+  pinned.wait();
+  owner->clear_dead_readers();
+  EXPECT_FALSE(owner->store(3, 6));
+  for (RowId row = 4; row < SharingEngine::kRows; ++row) EXPECT_TRUE(owner->store(row, row));
+  const auto other = engine("other");
+  EXPECT_THAT(other->look_around(), IsEmpty());
+  const auto held = other->pin(10);
+  ASSERT_TRUE(held);
+  EXPECT_TRUE(other->is_right(*held));
+  reader.kill();
+}
+
+TEST_F(NeighbourRegionTest, a_new_reader_clears_what_a_killed_one_left_under_its_number) {
+  const auto owner = engine("owner");
+  ASSERT_TRUE(owner->store(3, 5));
+  {
+    Signal pinned;
+    Child reader([&] {
+      SharingEngine dying(directory_, "reader");
+      dying.look_around();
+      if (!dying.pin(5)) throw std::runtime_error("no pin");
+      pinned.raise();
+      ::pause();
+    });
+    pinned.wait();
+    reader.kill();
+  }
+  const auto next = engine("next");
+  next->look_around();
+  EXPECT_TRUE(owner->store(3, 6));
+}
+
+TEST_F(NeighbourRegionTest, a_killed_owner_is_read_until_it_is_released_and_then_leaves_nothing) {
+  const auto reader = engine("reader");
+  Signal stored;
+  Child owner([&] {
+    SharingEngine dying(directory_, "owner");
+    if (!dying.store(3, 5)) throw std::runtime_error("no row");
+    stored.raise();
+    ::pause();
+  });
+  stored.wait();
+  reader->look_around();
+  const auto held = reader->pin(5);
+  ASSERT_TRUE(held);
+  owner.kill();
+  owner.wait();
+  reader->look_around();
+  EXPECT_EQ(reader->neighbours.size(), 1u) << "a region with pinned rows was left";
+  EXPECT_TRUE(reader->is_right(*held));
+  reader->unpin(*held);
+  reader->look_around();
+  EXPECT_THAT(reader->neighbours, IsEmpty());
+  EXPECT_EQ(names().size(), 1u) << "only the reader's own region may have a name";
+  EXPECT_TRUE(reader->scheduler->has_unmapped(0));
+}
+
+TEST_F(NeighbourRegionTest, an_owner_that_ends_keeps_the_rows_that_others_read) {
+  const auto reader = engine("reader");
+  auto owner = engine("owner");
+  ASSERT_TRUE(owner->store(3, 5));
+  reader->look_around();
+  const auto held = *reader->pin(5);
+  owner->rows().close();
+  owner->scheduler->stop_sharing();
+  owner.reset();
+  EXPECT_TRUE(reader->is_right(held));
+  EXPECT_FALSE(reader->pin(5)) << "a closed region still serves rows";
+  reader->unpin(held);
+}
+
+TEST_F(NeighbourRegionTest, a_slot_is_reused_after_a_neighbour_has_ended) {
+  const auto reader = engine("reader");
+  for (std::uint32_t i = 0; i < 2 * HostRegion::kMostNeighbours; ++i) {
+    const auto owner = engine("owner" + std::to_string(i));
+    ASSERT_TRUE(owner->store(0, i));
+    EXPECT_THAT(reader->look_around(), IsEmpty());
+    const auto held = reader->pin(i);
+    ASSERT_TRUE(held) << i;
+    EXPECT_TRUE(reader->is_right(*held));
+    reader->unpin(*held);
+  }
+}
+
+TEST_F(NeighbourRegionTest, a_dismissal_during_a_slow_mapping_waits_until_the_area_is_unmapped) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  reader->look_around();
+  ASSERT_EQ(reader->neighbours.size(), 1u);
+  const std::uint32_t slot = reader->neighbours.begin()->first;
+  const NeighbourArea area = reader->neighbours.begin()->second->area();
+  reader->scheduler->dismiss_neighbour(slot);
+  reader->worker->map_neighbours();
+  reader->scheduler->request_neighbour(slot, area);
+  reader->worker->map_neighbours([&](std::span<std::byte>, bool mapped) {
+    if (mapped) reader->scheduler->dismiss_neighbour(slot);
+    return Status::ok();
+  });
+  EXPECT_FALSE(reader->scheduler->has_unmapped(slot)) << "it is still mapped";
+  EXPECT_FALSE(reader->scheduler->has_mapped(slot));
+  reader->worker->map_neighbours();
+  EXPECT_TRUE(reader->scheduler->has_unmapped(slot));
+}
+
+// ---- refused regions
+
+TEST_F(NeighbourRegionTest, other_weights_are_not_read) {
+  const auto owner = engine("owner", "new weights"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(0, 1));
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("another namespace")));
+  EXPECT_FALSE(reader->pin(1));
+}
+
+TEST_F(NeighbourRegionTest, a_region_of_another_size_is_not_read) {
+  const auto owner = engine("owner", "weights", 32), reader = engine("reader");
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("cpu_bytes_to_use")));
+}
+
+TEST_F(NeighbourRegionTest, a_file_that_others_may_access_is_not_read) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_EQ(::chmod(path_of(0).c_str(), 0640), 0);
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("mode must be 0600")));
+}
+
+TEST_F(NeighbourRegionTest, another_users_file_is_not_read) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  if (::chown(path_of(0).c_str(), 12345, 12345) != 0) GTEST_SKIP() << "needs root";
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("not a file of user")));
+}
+
+TEST_F(NeighbourRegionTest, a_link_or_a_pipe_in_place_of_a_region_is_not_read) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_EQ(::symlink(path_of(0).c_str(), path_of(2).c_str()), 0);
+  ASSERT_EQ(::mkfifo(path_of(3).c_str(), 0600), 0);
+  EXPECT_EQ(reader->look_around().size(), 2u);
+  EXPECT_EQ(reader->neighbours.size(), 1u);
+}
+
+TEST_F(NeighbourRegionTest, short_and_damaged_files_are_not_read) {
+  const auto reader = engine("reader");
+  unsigned number = 1;
+  for (const std::string& content :
+       {std::string(), std::string(100, 'x'), std::string(kPageBytes, '\0'), std::string(1 << 20, '\xFF')}) {
+    const int fd = ::open(path_of(number++).c_str(), O_CREAT | O_RDWR, 0600);
+    ASSERT_EQ(::write(fd, content.data(), content.size()), static_cast<ssize_t>(content.size()));
+    ::close(fd);
+  }
+  EXPECT_EQ(reader->look_around().size(), 4u);
+  EXPECT_THAT(reader->neighbours, IsEmpty());
+}
+
+// Every byte of the page with the sizes, and of the table's header, one at a time.
+TEST_F(NeighbourRegionTest, no_damage_to_the_headers_leads_outside_of_the_file) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(0, 1));
+  const int fd = ::open(path_of(0).c_str(), O_RDWR);
+  const auto size = static_cast<std::uint64_t>(::lseek(fd, 0, SEEK_END));
+  auto* file = static_cast<std::byte*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
+  ::close(fd);
+  const std::uint64_t table =
+      size - SharedRowsLayout::of(SharingEngine::kRows * kPageBytes, kPageBytes).bytes;
+  for (const std::uint64_t start : {std::uint64_t{0}, table}) {
+    for (std::uint64_t at = start; at < start + 128; ++at) {
+      file[at] ^= std::byte{0xFF};
+      reader->look_around();
+      if (const auto held = reader->pin(1)) {
+        EXPECT_TRUE(reader->is_right(*held));
+        reader->unpin(*held);
+      }
+      for (auto& [slot, neighbour] : reader->neighbours) reader->scheduler->dismiss_neighbour(slot);
+      reader->neighbours.clear();
+      reader->worker->map_neighbours();
+      file[at] ^= std::byte{0xFF};
+    }
+  }
+  ::munmap(file, size);
+}
+
+TEST_F(NeighbourRegionTest, a_shortened_file_is_not_read) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_EQ(::truncate(path_of(0).c_str(), 2 * static_cast<off_t>(kMiB) + 100 * 1024), 0);
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("is not inside its")));
+}
+
+TEST_F(NeighbourRegionTest, the_window_of_each_rank_begins_with_its_own_area) {
+  for (const std::string& share_for : {std::string(), std::string("model")}) {
+    RegionOptions two = options(kMiB, 2, "engine" + share_for);
+    two.share_for = share_for;
+    const auto first = HostRegion::attach_worker(two, 0, some_geometry(0));
+    const auto second = HostRegion::attach_worker(two, 1, some_geometry(1));
+    const auto scheduler = HostRegion::attach_scheduler(two);
+    first->window()[0] = std::byte{1};
+    second->window()[0] = std::byte{2};
+    EXPECT_EQ(scheduler->area(0)[0], std::byte{1});
+    EXPECT_EQ(scheduler->area(1)[0], std::byte{2});
+    EXPECT_EQ(second->area(1).data(), second->window().data());
+    EXPECT_EQ(second->window().size() > second->area_bytes(), !share_for.empty());
+  }
+}
+
+TEST_F(NeighbourRegionTest, keeping_and_sharing_one_region_is_refused) {
+  RegionOptions both = options(kMiB, 1);
+  both.keep_for = both.share_for = "model";
+  EXPECT_TRUE(has(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(both); }), "both"));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory/shared_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "base/status.h"
+#include "test_iterations.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kRowBytes = 2 * kPageBytes;
+constexpr std::uint32_t kRows = 16;
+constexpr unsigned kReader = 5;
+
+class SharedRowsTest : public ::testing::Test {
+ protected:
+  SharedRows open(const std::string& identity = "model") { return SharedRows(memory_, layout_, identity); }
+  SharedRowsView view(const std::string& identity = "model") {
+    return SharedRowsView(memory_, memory_.subspan(kPageBytes), layout_, identity);
+  }
+  static ChunkKey key(const std::string& name) { return ChunkKey(name + std::string(4, '\0')); }
+  static SharedRows::Row row(RowId id, const std::string& name) { return {id, key(name), 16, 1}; }
+
+  const SharedRowsLayout layout_ = SharedRowsLayout::of(kRows * kRowBytes, kRowBytes);
+  std::vector<std::byte> bytes_ = std::vector<std::byte>(layout_.bytes + kPageBytes);
+  std::span<std::byte> memory_{
+      reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes_.data()), kPageBytes)),
+      layout_.bytes};
+};
+
+TEST_F(SharedRowsTest, a_reader_finds_published_rows) {
+  SharedRows rows = open();
+  for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+  const SharedRowsView reader = view();
+  for (RowId i = 0; i < kRows; ++i) {
+    const auto found = reader.find(key("k" + std::to_string(i)));
+    ASSERT_TRUE(found) << i;
+    EXPECT_EQ(found->row, 2 * i);
+    EXPECT_EQ(found->depth, 16u);
+    EXPECT_EQ(found->group, 1);
+  }
+  EXPECT_FALSE(reader.find(key("other")));
+}
+
+TEST_F(SharedRowsTest, a_withdrawn_row_is_not_found_and_the_others_are) {
+  SharedRows rows = open();
+  for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+  for (RowId i = 0; i < kRows; i += 2) EXPECT_TRUE(rows.withdraw(2 * i));
+  for (RowId i = 0; i < kRows; ++i)
+    EXPECT_EQ(view().find(key("k" + std::to_string(i))).has_value(), i % 2 == 1) << i;
+}
+
+TEST_F(SharedRowsTest, rows_that_change_their_keys_stay_findable) {
+  SharedRows rows = open();
+  std::mt19937_64 random(3);
+  std::vector<std::string> names(kRows);
+  for (int round = 0; round < 2000; ++round) {
+    const auto i = static_cast<RowId>(random() % kRows);
+    ASSERT_TRUE(rows.withdraw(2 * i));
+    names[i] = "n" + std::to_string(round);
+    rows.publish(row(2 * i, names[i]));
+    for (RowId other = 0; other < kRows; ++other) {
+      const bool is_published = !names[other].empty();
+      ASSERT_EQ(is_published && view().find(key(names[other])).has_value(), is_published) << round;
+    }
+  }
+}
+
+TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
+  SharedRows rows = open();
+  rows.publish(row(4, "a"));
+  SharedRowsView reader = view();
+  ASSERT_TRUE(reader.pin(kReader, *reader.find(key("a"))));
+  EXPECT_FALSE(rows.withdraw(4));
+  EXPECT_TRUE(rows.is_pinned(4));
+  EXPECT_FALSE(rows.withdraw(4)) << "a second call must not release it";
+  reader.unpin(kReader, 4);
+  EXPECT_FALSE(rows.is_pinned(4));
+  EXPECT_TRUE(rows.withdraw(4));
+}
+
+TEST_F(SharedRowsTest, a_row_that_was_withdrawn_or_reused_cannot_be_pinned) {
+  SharedRows rows = open();
+  rows.publish(row(4, "a"));
+  SharedRowsView reader = view();
+  const auto found = *reader.find(key("a"));
+  ASSERT_TRUE(rows.withdraw(4));
+  EXPECT_FALSE(reader.pin(kReader, found));
+  rows.publish(row(4, "a"));  // the same key again, but the bytes changed meanwhile
+  EXPECT_FALSE(reader.pin(kReader, found));
+  EXPECT_FALSE(rows.is_pinned(4)) << "a failed pin stayed";
+}
+
+TEST_F(SharedRowsTest, a_closed_table_serves_nothing_and_its_pins_stay) {
+  SharedRows rows = open();
+  rows.publish(row(0, "a"));
+  rows.publish(row(2, "b"));
+  SharedRowsView reader = view();
+  ASSERT_TRUE(reader.pin(kReader, *reader.find(key("a"))));
+  const auto found = *reader.find(key("b"));
+  rows.close();
+  EXPECT_FALSE(reader.is_open());
+  EXPECT_FALSE(reader.find(key("b")));
+  EXPECT_FALSE(reader.pin(kReader, found));
+  EXPECT_FALSE(rows.withdraw(0));
+  EXPECT_TRUE(rows.withdraw(2));
+}
+
+TEST_F(SharedRowsTest, clearing_the_pins_of_one_reader_keeps_those_of_others) {
+  SharedRows rows = open();
+  rows.publish(row(0, "a"));
+  rows.publish(row(2, "b"));
+  SharedRowsView reader = view();
+  ASSERT_TRUE(reader.pin(1, *reader.find(key("a"))));
+  ASSERT_TRUE(reader.pin(2, *reader.find(key("a"))));
+  ASSERT_TRUE(reader.pin(1, *reader.find(key("b"))));
+  EXPECT_EQ(rows.readers(), 0b110u);
+  rows.clear_pins(1);
+  EXPECT_EQ(rows.readers(), 0b100u);
+  EXPECT_TRUE(rows.withdraw(2));
+  EXPECT_FALSE(rows.withdraw(0));
+}
+
+TEST_F(SharedRowsTest, the_owner_learns_once_that_a_reader_has_used_a_row) {
+  SharedRows rows = open();
+  rows.publish(row(0, "a"));
+  SharedRowsView reader = view();
+  EXPECT_FALSE(rows.take_use(0));
+  ASSERT_TRUE(reader.pin(kReader, *reader.find(key("a"))));
+  reader.unpin(kReader, 0);
+  EXPECT_TRUE(rows.take_use(0));
+  EXPECT_FALSE(rows.take_use(0));
+}
+
+TEST_F(SharedRowsTest, the_next_owner_starts_empty_and_respects_the_pins) {
+  SharedRows first = open();
+  first.publish(row(0, "a"));
+  SharedRowsView reader = view();
+  const auto found = *reader.find(key("a"));
+  ASSERT_TRUE(reader.pin(kReader, found));
+  SharedRows next = open();
+  EXPECT_FALSE(reader.find(key("a")));
+  EXPECT_FALSE(next.withdraw(0));
+  next.publish(row(2, "b"));
+  EXPECT_NE(reader.find(key("b"))->version, found.version) << "versions were used twice";
+}
+
+TEST_F(SharedRowsTest, another_identity_size_or_no_table_is_refused) {
+  EXPECT_THROW(view(), ResourceError);
+  open();
+  EXPECT_NO_THROW(view());
+  EXPECT_THROW(view("other weights"), ResourceError);
+  const SharedRowsLayout other = SharedRowsLayout::of(kRows * kRowBytes, kPageBytes);
+  EXPECT_THROW(SharedRowsView(memory_, memory_.subspan(kPageBytes), other, "model"), ResourceError);
+  EXPECT_THROW(SharedRowsView(memory_.first(kPageBytes), memory_.subspan(kPageBytes), layout_, "model"),
+               ResourceError);
+  EXPECT_THROW(SharedRows(memory_.first(kPageBytes), layout_, "model"), InvalidArgument);
+}
+
+// Whatever a table contains, a reader returns rows inside the area and ends. (AddressSanitizer finds reads
+// outside of the table.)
+TEST_F(SharedRowsTest, a_damaged_table_never_leads_outside_of_the_area) {
+  std::mt19937_64 random(1);
+  for (int round = 0; round < testing::rounds(3000); ++round) {
+    SharedRows rows = open();
+    for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+    SharedRowsView reader = view();
+    for (int damage = 0; damage < 6; ++damage) {
+      const std::size_t at =
+          layout_.buckets_offset + 4 * (random() % ((layout_.bytes - layout_.buckets_offset) / 4));
+      const std::uint32_t value = random() % 2 == 0 ? static_cast<std::uint32_t>(random())
+                                                    : static_cast<std::uint32_t>(random() % (kRows + 2));
+      std::memcpy(memory_.data() + at, &value, 4);
+    }
+    for (RowId i = 0; i < kRows; ++i) {
+      const auto found = reader.find(key("k" + std::to_string(i)));
+      if (!found) continue;
+      ASSERT_LT(found->row, 2 * kRows);
+      if (reader.pin(kReader, *found)) reader.unpin(kReader, found->row);
+    }
+    std::memset(memory_.data(), 0, memory_.size());
+  }
+}
+
+TEST_F(SharedRowsTest, a_chain_that_is_a_ring_ends) {
+  SharedRows rows = open();
+  for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+  for (std::uint32_t i = 0; i < kRows; ++i) {
+    const std::uint32_t self = i + 1;  // each entry is its own successor
+    std::memcpy(memory_.data() + layout_.entries_offset + 72 * i + 64, &self, 4);
+  }
+  EXPECT_FALSE(view().find(key("other")));
+}
+
+}  // namespace
+}  // namespace kv_offload

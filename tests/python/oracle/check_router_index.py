@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_router_index.py under each vLLM release: an index that is rebuilt from KV events alone.
+
+The index equals the listing of host memory and of every tier, and a request for an advertised prefix loads
+it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+
+import toy_tier  # noqa: E402
+from live_root import paths_in, records_in  # noqa: E402
+from vllm.distributed import kv_events  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+
+from oracle.check_oracle import (  # noqa: E402
+    FORCED,
+    FULL,
+    HYBRID,
+    STATES,
+    Setup,
+    _check_at_rest,
+    boot,
+    with_disk,
+)
+from oracle.check_tiers import toy, with_tiers  # noqa: E402
+from oracle.drive import Driver, Rates  # noqa: E402
+from oracle.engine import Engine  # noqa: E402
+
+DESCRIBING = {"self_describing_kv_events": True}
+SMALL = "128KiB"  # host memory evicts
+
+
+def described(setup: Setup, blocks: int = 1, **extra: Any) -> Setup:
+    extra = {**setup.extra, **DESCRIBING, "blocks_per_chunk": blocks, "cpu_bytes_to_use": SMALL, **extra}
+    return replace(setup, events=True, extra=extra)
+
+
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+class RouterIndex:
+    """What a subscriber knows about one engine.
+
+    Unlike routers, it keeps chunks when vLLM clears its own cache, so chunks that a reset invalidates must be
+    removed one by one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.held: dict[str, set[tuple[int, bytes]]] = {"CPU": set(), "STORAGE": set()}
+        self.children: dict[bytes | None, dict[Any, bytes]] = {}
+        self.engine = engine
+        engine.scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            medium = getattr(event, "medium", None)
+            if medium not in self.held:
+                continue
+            assert getattr(event, "ownership", None) is None, "Dynamo drops events with an ownership"
+            assert event.locality != "REMOTE", "Dynamo drops events of remote storage"
+            named = {(event.group_idx, block) for block in event.block_hashes}
+            if isinstance(event, kv_events.BlockRemoved):
+                assert len(named) == len(event.block_hashes)
+                assert named <= self.held[medium], "a removed block was not stored"
+                self.held[medium] -= named
+                continue
+            assert not named & self.held[medium], "a block was stored twice"
+            self.held[medium] |= named
+            if event.token_ids:
+                (block,) = event.block_hashes
+                assert event.block_size == len(event.token_ids)
+                unit = (tuple(event.token_ids), tuple(map(tuple, event.extra_keys or ())))
+                self.children.setdefault(event.parent_block_hash, {})[unit] = block
+
+    def shutdown(self) -> None:
+        pass
+
+    def keys(self, medium: str) -> set[bytes]:
+        """Returns the keys of the advertised chunks."""
+        return {bytes(base.make_offload_key(block, group)) for group, block in self.held[medium]}
+
+    def advertised(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Returns the length of the longest prefix of ``tokens`` that all groups have, in tokens."""
+        configs = self.engine.scheduler.connector.connector_scheduler.config.kv_group_configs
+        size = configs[0].tokens_per_chunk
+        parent, chain, longest = None, [], 0
+        for end in range(size, len(tokens) + 1, size):
+            extra = ((salt,),) if salt and end == size else ()
+            parent = self.children.get(parent, {}).get((tuple(tokens[end - size : end]), extra))
+            if parent is None:
+                break
+            chain.append(parent)
+            if all(self._has(config, chain) for config in configs):
+                longest = end
+        return longest
+
+    def _has(self, config: Any, chain: list[bytes]) -> bool:
+        window = config.sliding_window_size_in_chunks
+        needed = chain if window is None else chain[-window:]
+        return all(
+            any((config.group_idx, block) in blocks for blocks in self.held.values()) for block in needed
+        )
+
+
+def keys_in(root: Path) -> set[bytes]:
+    """Returns the keys of the records under ``root``. Those of an epoch before a reset are still removed."""
+    epochs = [found for path in paths_in(root) if (found := re.match(r"g(\d+)\b", path.name))]
+    newest = max(int(epoch[1]) for epoch in epochs)
+    records = [path for path in records_in(root) if path.parent.parent.name == f"g{newest}"]
+    return {bytes.fromhex(record.name.split(".")[0]) for record in records}
+
+
+def check_listing(index: RouterIndex, root: Path | None = None, shelf: dict[str, Any] | None = None) -> None:
+    """Checks that the index is the listing of host memory and of each tier."""
+    cache = index.engine.manager._cache
+    assert cache.absent(list(index.keys("CPU"))) == []
+    assert len(index.held["CPU"]) == cache.stats()["resident_chunks"]
+    if root is not None:
+        assert index.keys("STORAGE") == keys_in(root)
+        assert len(index.held["STORAGE"]) == cache.tier_stats(0)["chunks"]
+    if shelf is not None:
+        assert len(index.held["STORAGE"]) == toy_tier.extension().records(shelf["server"])
+
+
+def check_hits(index: RouterIndex, driver: Driver, requests: int) -> int:
+    """Requests advertised prefixes; returns the number of their tokens."""
+    engine, rng, asked = index.engine, driver.rng, 0
+    for number in range(requests):
+        some = rng.sample(driver.histories, min(8, len(driver.histories)))
+        tokens, salt = max(some, key=lambda history: index.advertised(*history))
+        assert engine.scheduler.reset_prefix_cache()
+        longest = index.advertised(tokens, salt)
+        assert longest <= len(tokens)
+        # vLLM computes at least one token, so the prompt continues after the advertised prefix.
+        prompt = [*tokens[:longest], rng.randrange(1000)]
+        name = f"advertised-{number}"
+        engine.add(name, prompt, 1, salt)
+        engine.drain()
+        _check_at_rest(engine)
+        _, _, runner = engine.ranks[0]
+        assert runner.sequences[name].found >= longest, f"{longest} tokens were advertised"
+        asked += longest
+    return asked
+
+
+def lives(setup: Setup, seed: int, root: Path | None = None, shelf: dict[str, Any] | None = None) -> int:
+    """Runs an engine through random requests, evictions and resets; returns the advertised tokens it hit."""
+    engine = boot(setup)
+    index = RouterIndex(engine)
+    # The shelf keeps the records from before a reset, which only their epoch makes invalid.
+    rates = Rates(reset=0.01, forced_reset=FORCED) if shelf is None else Rates(reset=0)
+    driver = Driver(engine, seed, rates)
+    hits = 0
+    for _ in range(4):
+        driver.run(120)
+        _check_at_rest(engine)
+        engine.step_idle()
+        check_listing(index, root, shelf)
+        hits += check_hits(index, driver, 6)
+        check_listing(index, root, shelf)
+    print(dict(driver.happened), f"{hits} advertised tokens hit")
+    engine.shutdown()
+    return hits
+
+
+KINDS = {"full attention": FULL, "hybrid": HYBRID, "states": replace(STATES, retention=64)}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_of_host_memory_and_a_directory_is_exact(kind: str, blocks: int, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    setup = with_disk(described(KINDS[kind], blocks), root, max_bytes="2MiB")
+    assert lives(setup, 100 + blocks, root=root) > 0
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_the_index_of_a_tier_that_evicts_silently_is_exact(blocks: int) -> None:
+    shelf = toy()
+    assert lives(with_tiers(described(FULL, blocks), shelf), 200 + blocks, shelf=shelf) > 0
+
+
+def test_a_reset_of_an_idle_server_is_published_without_a_request() -> None:
+    engine = boot(described(FULL))
+    index = RouterIndex(engine)
+    engine.add("r", [token % 1000 for token in range(100)], 1)
+    engine.drain()
+    assert index.held["CPU"]
+    connector = engine.scheduler.connector.connector_scheduler
+    assert not connector.has_pending_push_work()
+    assert engine.reset(running=False)
+    assert connector.has_pending_push_work()
+    while connector.has_pending_push_work():
+        engine.step_idle()
+    assert not index.held["CPU"]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_chunk_is_advertised_for_its_own_salt_only(blocks: int) -> None:
+    engine = boot(described(FULL, blocks))
+    index = RouterIndex(engine)
+    tokens = [token % 1000 for token in range(100)]
+    engine.add("r", tokens, 1, "tenant")
+    engine.drain()
+    assert index.advertised(tokens) == 0
+    assert index.advertised(tokens, "tenant") == 96
+    engine.shutdown()

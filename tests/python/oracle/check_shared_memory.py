@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_shared_memory.py under each vLLM release: two engines that share host memory.
+
+The fake model compares every byte that a request is about to read, and raises WrongBytes.
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+
+from oracle.check_oracle import (  # noqa: E402
+    FULL,
+    HYBRID,
+    STATES,
+    Setup,
+    _check_at_rest,
+    ask_again,
+)
+from oracle.engine import Engine, make_model_dir  # noqa: E402
+
+PATIENCE_SECONDS = 300
+TOKENS = 200
+WHOLE = 192  # tokens of a prompt that are in whole chunks
+
+SETUPS = {
+    "full attention": FULL,
+    "hybrid": HYBRID,
+    "two ranks": replace(FULL, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "states": STATES,
+}
+
+
+def prompts(count: int, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1000) for _ in range(TOKENS)] for _ in range(count)]
+
+
+def stats(engine: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = engine.manager._cache.stats()
+    return found
+
+
+def hit_tokens(engine: Engine, place: str) -> float:
+    found: float = engine.manager._metrics.value("kv_offload_hit_tokens_total", [place])
+    return found
+
+
+@contextmanager
+def two_engines(setup: Setup) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines of one model that have found each other."""
+    setup = replace(setup, extra={**setup.extra, "share_host_memory": True, "load_policy": "always"})
+    model_dir = make_model_dir()
+    engines = [Engine(setup, f"oracle-{uuid.uuid4()}", model_dir) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while any(stats(engine)["neighbours"] != 1 for engine in engines):
+            assert time.monotonic() < deadline, [stats(engine) for engine in engines]
+            for engine in engines:
+                engine.step_idle()
+        yield engines[0], engines[1]
+    finally:
+        for engine in engines:
+            engine.shutdown()
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_prompts_of_a_neighbour_are_loaded_with_their_bytes_and_not_stored_again(setup: Setup) -> None:
+    asked = prompts(3)
+    with two_engines(setup) as (owner, reader):
+        ask_again(owner, asked)
+        alone = ask_again(owner, asked)
+        held = stats(owner)["resident_chunks"]
+        assert ask_again(reader, asked) == alone
+        assert all(alone)
+        assert stats(reader)["resident_chunks"] == 0
+        assert stats(owner)["resident_chunks"] == held
+        found = hit_tokens(reader, "neighbour")
+        assert found == hit_tokens(owner, "cpu") > 0
+        assert hit_tokens(reader, "cpu") == 0
+        for engine in (owner, reader):
+            _check_at_rest(engine)
+            assert stats(engine)["borrowed_chunks"] == 0
+
+
+def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks() -> None:
+    first, second = prompts(3), prompts(3, seed=6)
+    with two_engines(FULL) as (owner, reader):
+        ask_again(owner, first)
+        ask_again(reader, second)
+        assert owner.reset(running=True)
+        assert ask_again(reader, first) == [0] * 3, "bytes from before the reset of their engine"
+        assert ask_again(owner, second) == [0] * 3, "bytes of an engine that was not reset"
+        assert ask_again(reader, second) == [WHOLE] * 3
+        assert ask_again(owner, second) == [WHOLE] * 3
+        _check_at_rest(owner)
+
+
+def test_an_engine_goes_on_when_its_neighbour_has_ended() -> None:
+    asked = prompts(3)
+    with two_engines(FULL) as (owner, reader):
+        ask_again(owner, asked)
+        assert ask_again(reader, asked[:1]) == [WHOLE]
+        owner.shutdown()
+        assert ask_again(reader, asked) == [0] * 3
+        assert ask_again(reader, asked) == [WHOLE] * 3
+
+
+@pytest.mark.parametrize("setup", [FULL, HYBRID], ids=["full attention", "hybrid"])
+def test_more_prompts_than_either_memory_holds_are_loaded_with_their_bytes(setup: Setup) -> None:
+    asked, rng = prompts(60), random.Random(7)
+    loaded = 0
+    with two_engines(setup) as engines:
+        for number in range(120):
+            engine = engines[rng.randrange(2)]
+            loaded += sum(ask_again(engine, [asked[min(rng.randrange(60), rng.randrange(60))]]))
+            if number % 10 == 9:
+                engines[rng.randrange(2)].step_idle()
+        assert loaded > 0
+        assert all(hit_tokens(engine, "neighbour") > 0 for engine in engines)
+        for engine in engines:
+            _check_at_rest(engine)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The setting ``tenants``: shares, how a request's tenant is found, and errors."""
+
+from typing import Any
+
+import pytest
+
+from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.tenants import MAX_TENANTS, client_of
+
+GIB = 1 << 30
+
+
+def read(tenants: Any) -> OffloadConfig:
+    return OffloadConfig.from_extra_config({"cpu_bytes_to_use": GIB, "tenants": tenants})
+
+
+def only_problem(tenants: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(tenants)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_without_the_setting_there_are_no_tenants() -> None:
+    assert OffloadConfig.from_extra_config({"cpu_bytes_to_use": GIB}).tenant_table() is None
+
+
+def test_other_has_the_rest_of_the_memory() -> None:
+    table = read({"acme": {"share": 40}, "beta": {"share": 25.5}}).tenant_table()
+    assert table is not None
+    assert table.shares == (("other", pytest.approx(0.345)), ("acme", 0.4), ("beta", 0.255))
+    full = read({"acme": {"share": 100}}).tenant_table()
+    assert full is not None
+    assert full.shares[0] == ("other", 0.0)
+
+
+def test_a_tenant_is_found_by_its_salt_before_its_client() -> None:
+    table = read(
+        {
+            "acme": {"share": 40, "clients": ["web", "batch"]},
+            "beta": {"share": 30, "cache_salts": ["pepper"]},
+            "gamma": {"share": 10},
+        }
+    ).tenant_table()
+    assert table is not None
+    assert table.names == ("other", "acme", "beta", "gamma")
+    assert [table.number_of(None, client) for client in ("web", "batch", "gamma", "acme", "beta", None)] == [
+        *(1, 1, 3, 0, 0, 0)
+    ]
+    assert table.number_of("pepper", None) == 2
+    assert table.number_of("pepper", "web") == 2
+    assert table.number_of("unknown", "web") == 1
+    assert table.uses_salts
+    no_salts = read({"acme": {"share": 40}}).tenant_table()
+    assert no_salts is not None
+    assert not no_salts.uses_salts
+
+
+@pytest.mark.parametrize(
+    ("tenants", "problem"),
+    [
+        ({"acme": {}}, "tenants.acme.share is required"),
+        ({"acme": {"share": 101}}, "tenants.acme.share is 101; it should be less than or equal to 100"),
+        ({"acme": {"share": -1}}, "tenants.acme.share is -1; it should be greater than or equal to 0"),
+        ({"acme": {"share": "40%"}}, "tenants.acme.share is '40%'; it should be a valid number"),
+        ({"acme": {"share": True}}, "tenants.acme.share is True; it should be a valid number"),
+        ({"acme": {"share": 1, "weight": 2}}, "tenants.acme.weight"),
+        ({"acme": {"share": 1, "clients": [""]}}, "tenants.acme.clients[0] is ''"),
+        ({"a b": {"share": 1}}, "tenants.a b"),
+        ({"other": {"share": 1}}, "tenants: other is the name of the tenant of all other requests"),
+        (["acme"], "tenants is ['acme']"),
+        (
+            {"acme": {"share": 60}, "beta": {"share": 50}},
+            "tenants: the shares are 110 % together (acme 60, beta 50); at most 100 % are possible",
+        ),
+        (
+            {"acme": {"share": 1, "clients": ["web"]}, "beta": {"share": 1, "clients": ["app", "web"]}},
+            "tenants: beta.clients[1] (web) is also one of acme",
+        ),
+        (
+            {"acme": {"share": 1}, "beta": {"share": 1, "clients": ["acme"]}},
+            "tenants: beta.clients[0] (acme) is also one of acme",
+        ),
+        (
+            {"acme": {"share": 1, "clients": ["web", "web"]}},
+            "tenants: acme.clients[1] (web) is also one of acme",
+        ),
+        ({f"t{i}": {"share": 0} for i in range(MAX_TENANTS + 1)}, "tenants"),
+    ],
+)
+def test_an_invalid_tenant_is_refused_with_its_place(tenants: Any, problem: str) -> None:
+    assert only_problem(tenants).startswith(problem)
+
+
+def test_a_duplicate_salt_is_named_by_its_place_only() -> None:
+    problem = only_problem(
+        {
+            "acme": {"share": 1, "cache_salts": ["s3cr3t"]},
+            "beta": {"share": 1, "cache_salts": ["x", "s3cr3t"]},
+        }
+    )
+    assert problem.startswith("tenants: beta.cache_salts[1] is also one of acme")
+    assert "s3cr3t" not in problem
+
+
+def test_shares_that_add_up_to_100_in_decimals_are_accepted() -> None:
+    assert read({f"t{i}": {"share": 0.1 + 10 * (i > 0)} for i in range(10)}).tenants
+    assert read({"a": {"share": 33.3}, "b": {"share": 33.3}, "c": {"share": 33.4}}).tenants
+
+
+@pytest.mark.parametrize(
+    ("params", "document", "client"),
+    [
+        (None, None, None),
+        ({}, None, None),
+        ({"kv_offload_hints": {"version": 1, "client": "web"}}, None, "web"),
+        ({"kv_offload_hints": {"client": "web", "sesion": 1}}, None, "web"),
+        ({"kv_offload_hints": {"client": 7}}, None, None),
+        ({"kv_offload_hints": ["web"]}, None, None),
+        ({"kv_offload_hints": {"version": 1}}, {"client": "app"}, "app"),
+        ({"kv_offload_hints": {"client": "web"}}, {"client": "app"}, "web"),
+        (["kv_offload_hints"], {"client": "app"}, "app"),
+    ],
+)
+def test_the_client_is_read_from_the_hints(params: Any, document: Any, client: str | None) -> None:
+    assert client_of(params, document) == client
