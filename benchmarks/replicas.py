@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the benefit of a shared tier if conversations move between two replicas.
+"""Measures the benefit of shared records or shared host memory if conversations move between replicas.
 
     python benchmarks/replicas.py [--rounds 3] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]
+    python benchmarks/replicas.py --memory-only --replicas 4 --mib 256     share_host_memory
 
 Serves a generated model with vLLM on CPU. Clients play conversations (see multi_turn.py: a turn's prompt is
 the whole session so far and a new question). Each turn is sent to a replica drawn from a seeded generator:
 the same turn is sent to the same replica in all settings except "one" and "sticky".
 
-    one        one server with a directory, the cores and the memory of two replicas
-    apart      two replicas, each with its own directory: the baseline
-    sticky     the same two replicas, but all turns of a conversation use one replica
-    directory  two replicas that share a directory
-    redis, s3  two replicas that share a server on this machine (redis-server, SeaweedFS)
+    one        one server with a directory, the cores and the memory of all replicas
+    apart      replicas, each with its own directory: the baseline
+    sticky     the same replicas, but all turns of a conversation use one replica
+    memory     replicas that share their host memory (only with --memory-only)
+    directory  replicas that share a directory
+    redis, s3  replicas that share a server on this machine (redis-server, SeaweedFS)
+
+With --memory-only no setting has a tier below host memory.
 
 All servers run all the time. The settings take turns in each round, and each round uses new conversations. A
-replica computes on its half of the cores. The tiers below host memory share this machine's cores, memory and
-disk. Token counts come from the servers' own counters.
+replica computes on its share of the cores, at least one. The tiers below host memory share this machine's
+cores, memory and disk. Token counts come from the servers' own counters.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ from tiny_model import make_model
 from kv_offload.exposition import Page
 
 LOOP = Loop("chat", shared=0, first=1024, more=256, answer=16)
-REPLICA_BYTES = 64 * 1024**2  # host memory: a quarter of the size of a round's conversations
 BASELINE = "apart"
-SETTINGS = ("one", BASELINE, "sticky", "directory", "redis", "s3")
+SETTINGS = ("one", BASELINE, "sticky", "memory", "directory", "redis", "s3")
+IN_MEMORY = ("one", BASELINE, "sticky", "memory")
 SERVERS_OF = {"sticky": BASELINE}  # settings without their own servers
 SETTLE_SECONDS = 120
 
@@ -159,6 +163,8 @@ class Setup:
 
     def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
         self.directory, self.clients = directory, arguments.clients
+        self.replicas, self.memory_only = arguments.replicas, arguments.memory_only
+        self.replica_bytes = arguments.mib * 1024**2
         self.model = make_model(directory / "model", arguments.kind)
         self.longest = LOOP.first + (arguments.turns - 1) * (LOOP.more + LOOP.answer) + LOOP.answer
 
@@ -167,13 +173,18 @@ class Setup:
 
         ``tier``: the tier below host memory; None: a directory for each server.
         """
+        cores = sorted(os.sched_getaffinity(0))
         if name == "one":
-            return [self._server(name, 2, slice(None), self._config(2, tier or self._disk(name)))]
-        labels = [f"{name}-{number}" for number in range(2)]
-        return [
-            self._server(label, 1, slice(number, None, 2), self._config(1, tier or self._disk(label)))
-            for number, label in enumerate(labels)
-        ]
+            config = self._config(self.replicas, tier or self._disk(name))
+            return [self._server(name, self.replicas, cores, config)]
+        extra = {"share_host_memory": True} if name == "memory" else {}
+        servers = []
+        for number in range(self.replicas):
+            label = f"{name}-{number}"
+            mine = cores[number :: self.replicas] or [cores[number % len(cores)]]
+            config = self._config(1, tier or self._disk(label), **extra)
+            servers.append(self._server(label, 1, mine, config))
+        return servers
 
     def _disk(self, label: str) -> dict[str, Any]:
         return {"type": "fs", "root_dir": str(self.directory / f"kv-{label}"), "max_bytes": "8GiB"}
@@ -181,11 +192,12 @@ class Setup:
     def shared_disk(self) -> dict[str, Any]:
         return self._disk("shared")
 
-    def _config(self, replicas: int, tier: dict[str, Any]) -> dict[str, Any]:
-        return kv_transfer_config(replicas * REPLICA_BYTES, secondary_tiers=[tier])
+    def _config(self, replicas: int, tier: dict[str, Any], **extra: Any) -> dict[str, Any]:
+        if not self.memory_only:
+            extra["secondary_tiers"] = [tier]
+        return kv_transfer_config(replicas * self.replica_bytes, **extra)
 
-    def _server(self, label: str, replicas: int, cores: slice, config: dict[str, Any]) -> LocalServer:
-        mine = sorted(os.sched_getaffinity(0))[cores]
+    def _server(self, label: str, replicas: int, mine: list[int], config: dict[str, Any]) -> LocalServer:
         return LocalServer(
             self.model,
             self.directory / f"{label}.log",
@@ -273,10 +285,13 @@ def draw(path: Path, results: dict[str, Any]) -> None:
 
 def keep(rounds: dict[str, list[Round]], arguments: argparse.Namespace) -> None:
     results = summary(rounds)
-    parameters = {key: getattr(arguments, key) for key in ("sessions", "turns", "clients", "kind")}
-    parameters |= {"loop": asdict(LOOP), "replica_bytes": REPLICA_BYTES}
+    kept = ("sessions", "turns", "clients", "kind", "replicas", "memory_only")
+    parameters = {key: getattr(arguments, key) for key in kept}
+    parameters |= {"loop": asdict(LOOP), "replica_bytes": arguments.mib * 1024**2}
     write_results(
-        "replicas", {"parameters": parameters, "results": results}, lambda path: draw(path, results)
+        "replicas-memory" if arguments.memory_only else "replicas",
+        {"parameters": parameters, "results": results},
+        lambda path: draw(path, results),
     )
 
 
@@ -288,12 +303,17 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=2)
+    # 64: a quarter of the size of a round's conversations
+    parser.add_argument("--mib", type=int, default=64, help="host memory of a replica")
+    parser.add_argument("--memory-only", action="store_true", help="no tiers below host memory")
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
     parser.add_argument("--only", choices=SETTINGS, action="append", help="may be repeated")
     parser.add_argument("--dry", action="store_true", help="for trying out: nothing is written")
     parser.add_argument("--directory", type=Path, help="where the directories are; default: a temporary one")
     arguments = parser.parse_args()
-    names = [name for name in SETTINGS if not arguments.only or name in arguments.only]
+    settings = IN_MEMORY if arguments.memory_only else tuple(name for name in SETTINGS if name != "memory")
+    names = [name for name in settings if not arguments.only or name in arguments.only]
     echo(describe_machine()["text"])
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     with (
