@@ -11,10 +11,10 @@
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
-#            preloaded); a test that starts threads and is not in this set fails
+#            preloaded)
 #   fuzz     libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
-#   cpp      tests that are shorter under a sanitizer, without one (--long: all core tests); the benchmarks compile
+#   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
 #   oracle   the byte oracle over cores with each of the sanitizers
 #   cuda     the CUDA copier on the fake CUDA runtime, with each of the sanitizers; with nvcc, the copier and torch's
 #            operators for CUDA are compiled too
@@ -159,48 +159,8 @@ build() { # PRESET, targets, more CMake options...
   ninja -C "$folder" -j "$jobs" --quiet $2
 }
 
-# Runs all tests of a program, with one process per core.
-run_tests() { # PROGRAM
-  local shard status=0 log=build/$(basename "$(dirname "$1")")
-  local -a running=()
-  rm -f "$log"-tests-*
-  for ((shard = 0; shard < jobs; shard++)); do
-    GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$shard "$1" --gtest_brief=1 \
-      --gtest_output="xml:$log-tests-$shard.xml" >"$log-tests-$shard.log" 2>&1 &
-    running+=($!)
-  done
-  for shard in "${!running[@]}"; do
-    wait "${running[$shard]}" || status=1
-    grep -v " was reset: " "$log-tests-$shard.log"
-    if [ ! -e "$log-tests-$shard.xml" ]; then # a test that calls exit(0) also ends the tests after it
-      echo "$1: process $shard ended before its last test"
-      status=1
-    fi
-  done
-  slowest "$log"-tests-*.xml
-  return $status
-}
-slowest() { # gtest's XML files
-  echo "slowest ten:"
-  sed -nE 's/.*<testcase name="([^"]*)".* time="([^"]*)".* classname="([^"]*)".*/\2 s  \3.\1/p' "$@" | sort -rn | sed 10q
-}
-
-stage_asan() {
-  export UBSAN_OPTIONS=print_stacktrace=1
-  build asan kv_offload_tests && python3 tests/cpp/check_registered.py build/asan/kv_offload_tests tests/cpp &&
-    run_tests build/asan/kv_offload_tests || return
-  # The control: a leak at exit must be reported.
-  if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
-    ! grep -q LeakSanitizer build/leak.log; then
-    echo "a planted leak was not seen"
-    return 1
-  fi
-}
-stage_tsan() {
-  export TSAN_OPTIONS=halt_on_error=1
-  build tsan kv_offload_tests && python3 tests/cpp/check_registered.py build/tsan/kv_offload_tests tests/cpp --threads &&
-    run_tests build/tsan/kv_offload_tests
-}
+stage_asan() { build asan kv_offload_tests && ctest --preset asan -j "$jobs"; }
+stage_tsan() { build tsan kv_offload_tests && ctest --preset tsan -j "$jobs"; }
 stage_lint() {
   local status=0 types
   .venv/bin/mypy >build/mypy.log 2>&1 & # takes as long as all other checks together
@@ -214,24 +174,17 @@ stage_lint() {
   cat build/mypy.log
   return $status
 }
-# All tests of the core run under the sanitizers. Tests that are shorter there run here without one;
-# check_registered.py checks that no test is missed. --long runs all tests without sanitizers too.
+# All tests of the core run under the sanitizers. Tests that are shorter there run here without one, and with
+# --long all others too.
 stage_cpp() { # configured by setup
-  if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
+  local targets="kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk step_tests" labels="plain|steps"
+  if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
+    targets+=" all" labels+="|core"
+  else
     export KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-0.3} # random tests are short here; a long run uses 8
-    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk step_tests &&
-      python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
-      run_tests build/cpp/kv_offload_plain_tests && run_tests build/cpp/tests/cpp/steps/step_tests
-    return
   fi
-  ninja -C build/cpp -j "$jobs" --quiet all kv_offload_without_openssl step_tests &&
-    run_tests build/cpp/tests/cpp/steps/step_tests || return
-  ctest --test-dir build/cpp -j "$jobs" --output-on-failure >build/ctest.log
-  local status=$?
-  grep -vE '^ +Start +[0-9]+:|^ *[0-9]+/[0-9]+ Test .* Passed ' build/ctest.log
-  echo "slowest ten:"
-  sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec$/\2 s  \1/p' build/ctest.log | sort -rn | sed 10q
-  return $status
+  # shellcheck disable=SC2086  # a list
+  ninja -C build/cpp -j "$jobs" --quiet $targets && ctest --test-dir build/cpp -j "$jobs" -L "$labels" --output-on-failure
 }
 # Python drives the core under vLLM's scheduler. Python itself is not sanitized, so the sanitizer libraries are
 # preloaded, with the C++ library (they intercept its exceptions). Memory that Python never frees is not a leak. A

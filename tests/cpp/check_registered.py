@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a test in the sources of tests/cpp is missing from the test program.
 
-    check_registered.py PROGRAM DIRECTORY            all tests
-    check_registered.py PROGRAM DIRECTORY --plain    tests of files that check for a sanitizer
-    check_registered.py PROGRAM DIRECTORY --threads  tests of files that start threads
+    check_registered.py PROGRAM DIRECTORY          all tests
+    check_registered.py PROGRAM DIRECTORY --plain  tests of files that check for a sanitizer
 
 Files named gpu_* and fuzz_*, and the folders fake_cuda and steps, are separate programs.
 
 A test may do less, or nothing, under a sanitizer; it must then also run without one. The include of
-test_iterations.h marks these tests. No other code may check for a sanitizer, and no header or source without
-tests may hide the check.
-
-ThreadSanitizer finds nothing in a test that starts no thread. The include of with_threads.h marks the tests
-that start threads; any other test that starts one fails when it runs.
+test_iterations.h marks these tests, and CMakeLists.txt lists their files (plain_tests). No other code may check
+for a sanitizer, and no header or source without tests may hide the check.
 """
 
 import re
@@ -23,7 +19,6 @@ from pathlib import Path
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
 PROGRAMS = {"fake_cuda", "steps"}  # folders
 ITERATIONS = '#include "test_iterations.h"'
-ONLY = {"--plain": ITERATIONS, "--threads": '#include "with_threads.h"'}
 ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|test_iterations\.h")
 
 
@@ -68,8 +63,8 @@ def main() -> int:
     hidden = hidden_questions(sources)
     for path in hidden:
         print(f"{path}: checks for a sanitizer; only a test file that includes test_iterations.h may do so")
-    for option in options:
-        sources = {path: text for path, text in sources.items() if ONLY[option] in text.splitlines()}
+    if "--plain" in options:
+        sources = {path: text for path, text in sources.items() if ITERATIONS in text.splitlines()}
     written = written_tests(sources)
     registered = registered_tests(listing.stdout)
     missing = {test: path for test, path in written.items() if test not in registered}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 CHECK = Path(__file__).parents[1] / "cpp" / "check_registered.py"
-THREADS = '#include "with_threads.h"\n\nTEST(Begins, threads) {}\n'
 ASKING = '#include "test_iterations.h"\n\nTEST(Asks, does_less) { testing::rounds(100); }\n'
 
 
@@ -42,13 +41,6 @@ def test_without_sanitizers_tests_with_reduced_iterations_are_required(monkeypat
     assert check(monkeypatch, sources, "Asks.\\n  does_less\\n", "--plain") == 0
     assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--plain") == 1
     assert "Asks.does_less is not in" in capsys.readouterr().out
-
-
-def test_under_thread_sanitizer_tests_with_threads_are_required(monkeypatch, sources, capsys):
-    (sources / "threads_test.cc").write_text(THREADS)
-    assert check(monkeypatch, sources, "Begins.\\n  threads\\n", "--threads") == 0
-    assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--threads") == 1
-    assert "Begins.threads is not in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

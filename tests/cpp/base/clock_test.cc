@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "base/thread_annotations.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

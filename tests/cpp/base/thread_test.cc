@@ -10,8 +10,6 @@
 #include <string>
 #include <thread>
 
-#include "with_threads.h"
-
 namespace kv_offload {
 namespace {
 

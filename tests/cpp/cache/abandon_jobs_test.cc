@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // vLLM drops its jobs and resets its own cache; our cache is kept (TieredCache::abandon_jobs).
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The hints that eviction policies get about chunks and requests: parents and priorities.
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

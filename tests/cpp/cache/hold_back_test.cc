@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads that together need more blocks than vLLM's cache has run one after the other.
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

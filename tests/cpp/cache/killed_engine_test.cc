@@ -13,7 +13,6 @@
 #include "cache/cache_fixture.h"
 #include "memory/child_process.h"
 #include "test_iterations.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -14,7 +14,6 @@
 #include "cache/parts.h"
 #include "memory/shared_file.h"
 #include "memory/shm_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

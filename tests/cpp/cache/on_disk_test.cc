@@ -9,7 +9,6 @@
 #include "backends/fs/faulty_file_ops.h"
 #include "backends/fs/fixture.h"
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -17,7 +17,6 @@
 #ifdef KV_OFFLOAD_S3
 #include "backends/s3/medium.h"
 #endif
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -3,7 +3,6 @@
 // request. prefetcher_test.cc tests the part alone.
 #include "cache/cache_fixture.h"
 #include "cache/prefetcher.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -2,7 +2,6 @@
 // StorePath: which chunks are accepted, and when they become hits.
 #include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes to a tier: which chunks, when, and which writes are dropped under pressure.
 #include "cache/cache_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

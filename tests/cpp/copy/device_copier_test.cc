@@ -7,7 +7,6 @@
 
 #include "copy/copy_cases.h"
 #include "copy/fake_device.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

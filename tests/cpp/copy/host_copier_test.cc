@@ -11,7 +11,6 @@
 
 #include "copy/copy_cases.h"
 #include "copy/host_memcpy.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

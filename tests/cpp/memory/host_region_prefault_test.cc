@@ -14,7 +14,6 @@
 
 #include "memory/host_region.h"
 #include "memory/shm_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

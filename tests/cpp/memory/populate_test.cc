@@ -10,7 +10,6 @@
 #include <cerrno>
 
 #include "base/types.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -9,7 +9,6 @@
 #include <thread>
 
 #include "memory/shm_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

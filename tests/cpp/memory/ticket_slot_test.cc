@@ -6,8 +6,6 @@
 #include <functional>
 #include <thread>
 
-#include "with_threads.h"
-
 namespace kv_offload {
 namespace {
 

@@ -16,7 +16,6 @@
 #include <thread>
 
 #include "base/status.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -7,8 +7,6 @@
 #include <future>
 #include <new>
 
-#include "with_threads.h"
-
 namespace kv_offload {
 namespace {
 

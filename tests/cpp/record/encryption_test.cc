@@ -12,7 +12,6 @@
 
 #include "backends/fs/fixture.h"
 #include "tier/encrypted_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

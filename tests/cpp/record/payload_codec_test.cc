@@ -11,7 +11,6 @@
 #include <thread>
 
 #include "record/numbers_for_tests.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

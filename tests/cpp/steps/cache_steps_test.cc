@@ -16,7 +16,6 @@
 #include "steps/steps.h"
 #include "tier/io_pool.h"
 #include "tier/thread_pool_tier.h"
-#include "with_threads.h"
 
 namespace kv_offload::testing {
 namespace {

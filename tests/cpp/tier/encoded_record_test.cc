@@ -13,7 +13,6 @@
 #include "tier/encrypted_medium.h"
 #include "tier/tier_conformance.h"
 #include "tier/tier_driver.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -12,7 +12,6 @@
 #include "tier/encrypted_medium.h"
 #include "tier/memory_store.h"
 #include "tier/tier_driver.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

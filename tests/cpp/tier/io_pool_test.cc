@@ -14,7 +14,6 @@
 #include "base/thread.h"
 #include "out_of_memory.h"
 #include "step_watch.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

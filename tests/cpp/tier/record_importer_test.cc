@@ -11,7 +11,6 @@
 #include "backends/fs/store.h"
 #include "record/record_bytes.h"
 #include "tier/memory_store.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

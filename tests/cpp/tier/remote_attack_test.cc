@@ -30,7 +30,6 @@
 #include "backends/s3/medium.h"
 #include "backends/s3/server.h"
 #endif
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -18,7 +18,6 @@
 #include "tier/presence_lookup.h"
 #include "tier/tier_driver.h"
 #include "tier/tier_runtime.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -7,8 +7,6 @@
 #include <latch>
 #include <new>
 
-#include "with_threads.h"
-
 namespace kv_offload {
 namespace {
 

@@ -12,7 +12,6 @@
 #include "tier/encrypted_medium.h"
 #include "tier/io_pool.h"
 #include "tier/loopback_server.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -17,7 +17,6 @@
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "tier/encoded_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

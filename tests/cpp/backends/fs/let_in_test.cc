@@ -9,7 +9,6 @@
 
 #include "backends/fs/record_index.h"
 #include "tier/tier_driver.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -5,7 +5,6 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "with_threads.h"
 #include "writer_processes.h"
 
 namespace kv_offload {

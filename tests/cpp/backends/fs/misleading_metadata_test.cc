@@ -6,7 +6,6 @@
 #include "backends/fs/store.h"
 #include "fixture.h"
 #include "misleading_file_ops.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

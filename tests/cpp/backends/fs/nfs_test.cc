@@ -15,7 +15,6 @@
 #include "fixture.h"
 #include "nfs_host.h"
 #include "process_ops.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -9,7 +9,6 @@
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

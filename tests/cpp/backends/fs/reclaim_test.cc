@@ -17,7 +17,6 @@
 #include "backends/fs/root.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -10,7 +10,6 @@
 #include "backends/fs/verify.h"
 #include "fixture.h"
 #include "tier/encrypted_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

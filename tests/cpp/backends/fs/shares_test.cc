@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "prompts.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

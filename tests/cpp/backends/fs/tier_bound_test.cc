@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "fixture.h"
-#include "with_threads.h"
 #include "writer_processes.h"
 
 namespace kv_offload {

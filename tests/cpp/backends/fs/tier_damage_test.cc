@@ -13,7 +13,6 @@
 #include "record/record.h"
 #include "sim_disk.h"
 #include "test_iterations.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

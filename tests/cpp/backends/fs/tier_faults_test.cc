@@ -10,7 +10,6 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -10,7 +10,6 @@
 #include "sim_disk.h"
 #include "test_iterations.h"
 #include "tier/encrypted_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

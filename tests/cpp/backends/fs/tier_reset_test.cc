@@ -14,7 +14,6 @@
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "tier/io_pool.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -16,7 +16,6 @@
 #include "backends/fs/walk.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -12,7 +12,6 @@
 #include <string>
 
 #include "backends/mooncake/client.h"
-#include "with_threads.h"
 
 namespace kv_offload::mooncake {
 namespace {

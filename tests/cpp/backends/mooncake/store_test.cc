@@ -14,7 +14,6 @@
 #include "backends/mooncake/errors.h"
 #include "backends/mooncake/medium.h"
 #include "tier/encoded_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -14,7 +14,6 @@
 #include "backends/redis/medium.h"
 #include "backends/redis/slots.h"
 #include "backends/redis/store.h"
-#include "with_threads.h"
 
 namespace kv_offload::redis {
 namespace {

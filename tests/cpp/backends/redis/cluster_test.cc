@@ -15,7 +15,6 @@
 #include "backends/redis/records.h"
 #include "backends/redis/tier.h"
 #include "tier/tier_driver.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -16,7 +16,6 @@
 #include "backends/redis/medium.h"
 #include "backends/redis/socket.h"
 #include "backends/redis/store.h"
-#include "with_threads.h"
 
 namespace kv_offload::redis {
 namespace {

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "backends/redis/medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -7,8 +7,6 @@
 #include <atomic>
 #include <latch>
 
-#include "with_threads.h"
-
 namespace kv_offload::redis {
 namespace {
 

@@ -11,7 +11,6 @@
 
 #include "backends/redis/medium.h"
 #include "backends/redis/records.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -16,7 +16,6 @@
 #include "backends/redis/server.h"
 #include "backends/redis/tier.h"
 #include "tier/tier_driver.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

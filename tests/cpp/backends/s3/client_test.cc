@@ -14,7 +14,6 @@
 
 #include "backends/s3/probe.h"
 #include "backends/s3/server.h"
-#include "with_threads.h"
 
 namespace kv_offload::s3 {
 namespace {

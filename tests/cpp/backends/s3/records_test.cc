@@ -10,7 +10,6 @@
 
 #include "backends/s3/list.h"
 #include "backends/s3/tier_fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -9,7 +9,6 @@
 
 #include "backends/s3/tier_fixture.h"
 #include "tier/encrypted_medium.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
