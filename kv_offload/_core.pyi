@@ -276,6 +276,10 @@ class RemoteRecords:
         """Returns the write time in its header, in unix seconds; 0: unknown, or a look would count as a
         use."""
 
+    def tenant(self, record: RemoteRecord) -> str | None:
+        """Returns the tenant in its header, even if the look counts as a use; "": none. None if the record is
+        missing or has no valid header."""
+
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
         removed)."""
@@ -661,9 +665,9 @@ class FsRoot:
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
         seconds; open: True if a process has it open.
         """
-    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+    def records(self, namespace: str | None = None, all_epochs: bool = False) -> Iterator[dict[str, Any]]:
         """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
-        opening it."""
+        opening it. ``all_epochs``: includes what a reset left behind."""
     def verify(
         self,
         repair: bool = False,
@@ -702,6 +706,9 @@ def read_record_file(
 
 def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""
+
+def record_tenant(path: str) -> str | None:
+    """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
 
 def directory_usage(path: str) -> int:
     """Returns the bytes that a directory uses on disk: from a root's own ledger if it can be trusted, else

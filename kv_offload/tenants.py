@@ -26,8 +26,8 @@ class TenantConfig(BaseModel):
     share: float = Field(
         ge=0,
         le=100,
-        description="guaranteed part of host memory and of each tier's bandwidth, in percent. Idle shares "
-        "are lent",
+        description="guaranteed part of host memory, of each directory and of each tier's bandwidth, in "
+        "percent. Idle shares are lent",
     )
     cache_salts: tuple[Recognised, ...] = Field(
         default=(), strict=False, description="requests with one of these values of vLLM's cache_salt"
@@ -87,6 +87,30 @@ class TenantTable:
         if cache_salt is not None and (number := self._by_salt.get(cache_salt)) is not None:
             return number
         return 0 if client is None else self._by_client.get(client, 0)
+
+
+def stored_name(tenant: str) -> str:
+    """Returns the name that records of a tenant have in their header; "" for ``other``."""
+    return "" if tenant == OTHER else tenant
+
+
+class TenantTotals:
+    """Sums of records by the tenant that their headers name."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, int]] = {}
+
+    def add(self, stored: str | None, size: int) -> None:
+        """Adds a record. ``stored``: the name in its header; None, unreadable: does not count."""
+        if stored is None:
+            return
+        total = self._found.setdefault(stored or OTHER, {"bytes": 0, "records": 0})
+        total["bytes"] += size
+        total["records"] += 1
+
+    def by_name(self) -> dict[str, dict[str, int]]:
+        """Returns {bytes, records} of each tenant, sorted by name."""
+        return dict(sorted(self._found.items()))
 
 
 def client_of(params: Any, document: Any = None) -> str | None:

@@ -25,8 +25,9 @@ struct TierSpec {
   TierSlotOptions slot;
   std::vector<std::string> encryption_key_files;  // empty: no encryption
   Compress compress = Compress::kNone;
-  std::vector<Element> elements;  // by group position
-  bool memory_outlives = false;   // see FsTierOptions
+  std::vector<Element> elements;       // by group position
+  bool memory_outlives = false;        // see FsTierOptions
+  std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;

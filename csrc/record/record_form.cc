@@ -47,6 +47,7 @@ OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id
     return;
   }
   header_ = make_header(namespace_id, op.key, op.group, op.shards);
+  header_.tenant = op.tenant;
   if (form.compression() != nullptr) header_.element = form.compression()->element(op.group);
   zero_padding(op.shards);
 }

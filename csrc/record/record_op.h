@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "base/types.h"
@@ -24,6 +25,9 @@ struct RecordOp {
   // Write only: the single shard is a whole record (header page and padded stored bytes, whole_record.h) of
   // this key, and is stored unchanged. The caller has verified it.
   bool is_whole_record = false;
+  // Write only: the name of the tenant that is charged, which is stored in the record; empty: none. A whole
+  // record keeps the name that it has.
+  std::string tenant{};
 };
 
 }  // namespace kv_offload
