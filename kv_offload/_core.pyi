@@ -116,6 +116,7 @@ class TierSpec:
 
     write_policy: str  # write_through | on_evict | reuse:N | read_only; default: "write_through"
     encryption_key_files: list[str]  # 32 bytes each, read when opened; the first encrypts, all decrypt
+    tenant_key_files: list[list[str]]  # by tenant; [] for a tenant without keys of its own
     compress: str  # auto | none | zstd; default: "none"
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False

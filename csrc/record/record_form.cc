@@ -108,7 +108,8 @@ Status OutgoingRecord::encrypt_into_buffer() {
   if (form_.keys() != nullptr) {
     // A store with keys encrypts every record that it writes.
     header_.cipher = Cipher::kAes256Gcm;
-    if (Status status = begin_encrypt(*form_.keys(), &header_.cipher_fields); !status) return status;
+    if (Status status = begin_encrypt(*form_.keys(), &header_.cipher_fields, op_.encryption_key); !status)
+      return status;
     cipher.emplace();
     if (Status status = cipher->begin(RecordCipher::Direction::kEncrypt, *form_.keys(), header_); !status)
       return status;

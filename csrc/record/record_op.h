@@ -2,6 +2,7 @@
 // RecordOp: the record that an operation reads or writes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,6 +29,8 @@ struct RecordOp {
   // Write only: the name of the tenant that is charged, which is stored in the record; empty: none. A whole
   // record keeps the name that it has.
   std::string tenant{};
+  // Write only: the number of the key that encrypts the record, in a tier with encryption keys.
+  std::size_t encryption_key = 0;
 };
 
 }  // namespace kv_offload
