@@ -96,7 +96,7 @@ class OffloadConfig(BaseModel):
         default={},
         max_length=MAX_TENANTS,
         description=f"names of tenants and their shares, at most {MAX_TENANTS}: see Tenants. Default: all "
-        "requests share host memory and bandwidth",
+        "requests share host memory, directories and bandwidth",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
