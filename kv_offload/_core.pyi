@@ -116,6 +116,7 @@ class TierSpec:
 
     write_policy: str  # write_through | on_evict | reuse:N | read_only; default: "write_through"
     encryption_key_files: list[str]  # 32 bytes each, read when opened; the first encrypts, all decrypt
+    tenant_key_files: list[list[str]]  # by tenant; [] for a tenant without keys of its own
     compress: str  # auto | none | zstd; default: "none"
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
@@ -275,6 +276,10 @@ class RemoteRecords:
     def written(self, record: RemoteRecord) -> float:
         """Returns the write time in its header, in unix seconds; 0: unknown, or a look would count as a
         use."""
+
+    def tenant(self, record: RemoteRecord) -> str | None:
+        """Returns the tenant in its header, even if the look counts as a use; "": none. None if the record is
+        missing or has no valid header."""
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
@@ -661,9 +666,9 @@ class FsRoot:
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
         seconds; open: True if a process has it open.
         """
-    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+    def records(self, namespace: str | None = None, all_epochs: bool = False) -> Iterator[dict[str, Any]]:
         """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
-        opening it."""
+        opening it. ``all_epochs``: includes what a reset left behind."""
     def verify(
         self,
         repair: bool = False,
@@ -702,6 +707,9 @@ def read_record_file(
 
 def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""
+
+def record_tenant(path: str) -> str | None:
+    """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
 
 def directory_usage(path: str) -> int:
     """Returns the bytes that a directory uses on disk: from a root's own ledger if it can be trusted, else

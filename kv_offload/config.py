@@ -23,7 +23,14 @@ from pydantic import (
 from kv_offload import config_compat
 from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
-from kv_offload.tenants import MAX_TENANTS, NAME_PATTERN, TenantConfig, TenantTable, tenant_problems
+from kv_offload.tenants import (
+    MAX_TENANTS,
+    NAME_PATTERN,
+    TenantConfig,
+    TenantTable,
+    key_problems,
+    tenant_problems,
+)
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 
@@ -89,7 +96,7 @@ class OffloadConfig(BaseModel):
         default={},
         max_length=MAX_TENANTS,
         description=f"names of tenants and their shares, at most {MAX_TENANTS}: see Tenants. Default: all "
-        "requests share host memory and bandwidth",
+        "requests share host memory, directories and bandwidth",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -187,8 +194,10 @@ class OffloadConfig(BaseModel):
 
     @field_validator("tenants")
     @classmethod
-    def _valid_tenants(cls, value: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
-        if problems := tenant_problems(value):
+    def _valid_tenants(cls, value: dict[str, TenantConfig], info: ValidationInfo) -> dict[str, TenantConfig]:
+        tiers = info.data.get("secondary_tiers", ())
+        encrypted = [bool(getattr(tier, "encryption_key_file", None)) for tier in tiers]
+        if problems := tenant_problems(value) + key_problems(value, encrypted):
             raise ValueError("; ".join(problems))
         return value
 

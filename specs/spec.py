@@ -260,8 +260,10 @@ class KVOffloadSpec(OffloadingSpec):
             tier.spec(name, bound, identity)
             for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
+        tenants = options.tenant_table()
         for tier in tiers:
             tier.elements = elements
+            tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory
         return tiers
 

@@ -77,6 +77,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   for (const std::shared_ptr<TierSpec>& tier : tiers) {
     if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
     options.tiers.push_back(tier->slot);
+    tier->tenants = options.tenants;
     opened.push_back(tier->open());
   }
   bound->cache =

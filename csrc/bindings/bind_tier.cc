@@ -40,7 +40,7 @@ const char* name_of(Element element) {
 }  // namespace
 
 RecordFormOptions TierSpec::form() const {
-  RecordFormOptions form{.keys = keys_from(encryption_key_files)};
+  RecordFormOptions form{.keys = keys_from(encryption_key_files, tenant_key_files)};
   if (compress == Compress::kNone) return form;
   CompressionOptions options{.compress = compress, .elements = elements};
   // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
@@ -78,6 +78,7 @@ void bind_tier(py::module_& module) {
           "write_policy", [](const TierSpec& self) { return write_policy_text(self.slot); },
           [](TierSpec& self, std::string_view text) { self.slot = write_policy_of(text); })
       .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files)
+      .def_readwrite("tenant_key_files", &TierSpec::tenant_key_files)
       .def_readwrite("memory_outlives", &TierSpec::memory_outlives)
       .def_property(
           "compress", [](const TierSpec& self) { return to_string(self.compress); },

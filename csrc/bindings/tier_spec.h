@@ -17,16 +17,19 @@
 namespace kv_offload::bindings {
 
 // Null if there are no paths.
-inline std::shared_ptr<const EncryptionKeys> keys_from(const std::vector<std::string>& paths) {
-  return paths.empty() ? nullptr : EncryptionKeys::from_files(paths);
+inline std::shared_ptr<const EncryptionKeys> keys_from(
+    const std::vector<std::string>& paths, const std::vector<std::vector<std::string>>& of_tenants = {}) {
+  return paths.empty() ? nullptr : EncryptionKeys::from_files(paths, of_tenants);
 }
 
 struct TierSpec {
   TierSlotOptions slot;
-  std::vector<std::string> encryption_key_files;  // empty: no encryption
+  std::vector<std::string> encryption_key_files;           // empty: no encryption
+  std::vector<std::vector<std::string>> tenant_key_files;  // by tenant; see EncryptionKeys
   Compress compress = Compress::kNone;
-  std::vector<Element> elements;  // by group position
-  bool memory_outlives = false;   // see FsTierOptions
+  std::vector<Element> elements;       // by group position
+  bool memory_outlives = false;        // see FsTierOptions
+  std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;

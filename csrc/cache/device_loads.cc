@@ -120,7 +120,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
       begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += tokens;
     }
     job.bytes += static_cast<double>(of.bytes);
-    write_back_.on_used(slot);
+    write_back_.on_used(slot, load.tenant);
   }
   // A window's chunks stand for the whole prefix, so the widest group determines the token count.
   double tokens = 0;

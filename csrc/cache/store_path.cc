@@ -78,7 +78,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
       const Slot slot = context_.chunks.slot_of(known);
       context_.chunks.access(slot, request.number, request.priority(), request.options.tenant);
       hold(request, offers, slot, false);
-      if (known->state == ChunkState::kResident) context_.write_back.on_used(slot);
+      if (known->state == ChunkState::kResident) context_.write_back.on_used(slot, request.options.tenant);
       continue;
     }
     if (context_.chunks.use_neighbours(key, group)) continue;  // not stored twice

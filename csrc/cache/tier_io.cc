@@ -67,8 +67,19 @@ TierIo::TierIo(const Context& context, std::shared_ptr<const HostRegion> region,
 }
 
 void TierIo::publish() {
-  for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
-    slots_[tier].figures.publish(slots_[tier].name, tiers_[tier]->stats(), metrics_);
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    TierSlot& slot = slots_[tier];
+    const TierStats stats = tiers_[tier]->stats();
+    slot.figures.publish(slot.name, stats, metrics_);
+    for (std::size_t i = 0; i < stats.tenant_bytes.size(); ++i) {
+      const auto tenant = static_cast<TenantId>(i);
+      const double share = chunks_.tenants()->fraction(tenant) * static_cast<double>(stats.capacity_bytes);
+      const std::string& name = chunks_.tenant_name(tenant);
+      metrics_.set("kv_offload_tenant_tier_bytes", {name, slot.name},
+                   static_cast<double>(stats.tenant_bytes[i]));
+      metrics_.set("kv_offload_tenant_tier_share_bytes", {name, slot.name}, share);
+    }
+  }
 }
 
 bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
@@ -118,6 +129,7 @@ TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.shards = shards_of(entry.row, entry.group);
   order.memory = region_;
   order.weight = chunks_.reader(entry.tenant).weight;
+  if (kind == OpKind::kWrite && entry.tenant != 0) order.tenant = chunks_.tenant_name(entry.tenant);
   if (kind == OpKind::kRead) {
     reads_.emplace(slot, order.id);
   } else {

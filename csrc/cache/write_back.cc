@@ -41,8 +41,11 @@ void WriteBack::write_through(std::span<const Slot> slots) {
   }
 }
 
-void WriteBack::on_used(Slot slot) {
-  if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
+void WriteBack::on_used(Slot slot, TenantId tenant) {
+  if (!policies_.empty()) {
+    uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
+    uses_.back().entry_info.tenant = tenant;  // a tier charges its record by itself
+  }
   if (chunks_.is_borrowed(slot)) return;  // its owner writes it
   if (chunks_.take_inherited_use(slot)) write_through({&slot, 1});
   count_use(slot);

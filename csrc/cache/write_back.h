@@ -31,7 +31,8 @@ class WriteBack {
             Metrics& metrics, std::vector<TierSlotOptions> policies);
 
   void on_stored(std::span<const Slot> slots);  // just became resident
-  void on_used(Slot slot);                      // resident, and offered or loaded again
+  // Resident, and offered or loaded again by a request of this tenant.
+  void on_used(Slot slot, TenantId tenant = 0);
   // The chunk just became resident from tier `from`. The faster write-through tiers above it write the chunk
   // too. Under the other policies it is written when it is used again or evicted from host memory, like any
   // chunk.

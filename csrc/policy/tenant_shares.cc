@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "policy/tenant_shares.h"
 
+#include <numeric>
+
 #include "base/status.h"
 
 namespace kv_offload {
@@ -22,10 +24,20 @@ TenantShares::TenantShares(std::span<const TenantOptions> tenants, std::uint64_t
     sum += tenant.share;
     names_.push_back(tenant.name);
     fractions_.push_back(tenant.share);
-    shares_.push_back(static_cast<std::int64_t>(tenant.share * static_cast<double>(capacity_bytes)));
   }
   if (sum > 1 + kRounding) throw_invalid("the shares of all tenants are {} together; at most 1", sum);
   used_.assign(tenants.size(), 0);
+  shares_.resize(tenants.size());
+  set_capacity(capacity_bytes);
+}
+
+void TenantShares::set_capacity(std::uint64_t bytes) {
+  for (std::size_t i = 0; i < shares_.size(); ++i)
+    shares_[i] = static_cast<std::int64_t>(fractions_[i] * static_cast<double>(bytes));
+}
+
+std::uint64_t TenantShares::used() const {
+  return static_cast<std::uint64_t>(std::accumulate(used_.begin(), used_.end(), std::int64_t{0}));
 }
 
 }  // namespace kv_offload

@@ -41,6 +41,9 @@ class TenantShares {
   double fraction(TenantId tenant) const { return fractions_[tenant]; }
   void charge(TenantId tenant, std::uint64_t bytes) { used_[tenant] += static_cast<std::int64_t>(bytes); }
   void refund(TenantId tenant, std::uint64_t bytes) { used_[tenant] -= static_cast<std::int64_t>(bytes); }
+  // Divides another size from now on. O(tenants).
+  void set_capacity(std::uint64_t bytes);
+  std::uint64_t used() const;  // by all tenants
   // Returns the bytes that the tenant holds above its share; negative: below it.
   std::int64_t excess(TenantId tenant) const { return used_[tenant] - shares_[tenant]; }
   // True if an entry of `bytes` that is charged to `from` and used by `to` is charged to `to` from now on.

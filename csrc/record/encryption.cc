@@ -186,7 +186,16 @@ bool KeyedHash::of(std::span<const std::uint8_t> from, Hash* hash) const {
   return ok;
 }
 
-EncryptionKeys::EncryptionKeys(std::span<const Master> masters) {
+EncryptionKeys::EncryptionKeys(std::span<const Master> masters,
+                               std::span<const std::vector<Master>> of_tenants) {
+  add(masters);
+  for (const std::vector<Master>& own : of_tenants) {
+    first_of_tenant_.push_back(own.empty() ? 0 : keys_.size());
+    if (!own.empty()) add(own);
+  }
+}
+
+void EncryptionKeys::add(std::span<const Master> masters) {
   if (masters.empty() || masters.size() > kMostKeys)
     throw_invalid("encryption_key_file names {} keys; possible: 1 to {}", masters.size(), kMostKeys);
   for (const Master& bytes : masters) {
@@ -208,8 +217,8 @@ EncryptionKeys::Derived EncryptionKeys::name_key(std::size_t which, const Namesp
   return derived;
 }
 
-Status begin_encrypt(const EncryptionKeys& keys, CipherFields* cipher_fields) {
-  cipher_fields->key_id = keys.id(0);
+Status begin_encrypt(const EncryptionKeys& keys, CipherFields* cipher_fields, std::size_t which) {
+  cipher_fields->key_id = keys.id(which);
   if (RAND_bytes(cipher_fields->salt.data(), static_cast<int>(cipher_fields->salt.size())) == 1)
     return Status::ok();
   return failed("returned no random bytes");
@@ -289,13 +298,13 @@ bool has_encryption() { return false; }
 KeyedHash::KeyedHash(std::span<const std::uint8_t>) : inner_(nullptr), outer_(nullptr) {}
 KeyedHash::~KeyedHash() = default;
 bool KeyedHash::of(std::span<const std::uint8_t>, Hash*) const { return false; }
-EncryptionKeys::EncryptionKeys(std::span<const Master>) {
+EncryptionKeys::EncryptionKeys(std::span<const Master>, std::span<const std::vector<Master>>) {
   throw_resource(
       "encryption_key_file needs OpenSSL, and this build has none: build with OpenSSL's headers "
       "(libssl-dev), or remove encryption_key_file");
 }
 EncryptionKeys::Derived EncryptionKeys::name_key(std::size_t, const NamespaceId&) const { return {}; }
-Status begin_encrypt(const EncryptionKeys&, CipherFields*) {
+Status begin_encrypt(const EncryptionKeys&, CipherFields*, std::size_t) {
   return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
 }
 RecordCipher::RecordCipher() : context_(nullptr) {}
@@ -317,11 +326,20 @@ Status RecordCipher::finish_decrypt(const CipherFields&) {
 
 EncryptionKeys::~EncryptionKeys() = default;
 
-std::shared_ptr<const EncryptionKeys> EncryptionKeys::from_files(const std::vector<std::string>& paths) {
-  std::vector<Master> masters(paths.size());
-  const Cleansed in_the_end{masters.data(), masters.size() * sizeof(Master)};
-  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
-  return std::make_shared<const EncryptionKeys>(masters);
+std::shared_ptr<const EncryptionKeys> EncryptionKeys::from_files(
+    const std::vector<std::string>& paths, const std::vector<std::vector<std::string>>& of_tenants) {
+  struct AllCleansed {
+    std::vector<std::vector<Master>> lists;
+    ~AllCleansed() {
+      for (std::vector<Master>& list : lists) cleanse(list.data(), list.size() * sizeof(Master));
+    }
+  } read{std::vector<std::vector<Master>>(1 + of_tenants.size())};
+  for (std::size_t list = 0; list < read.lists.size(); ++list) {
+    const std::vector<std::string>& files = list == 0 ? paths : of_tenants[list - 1];
+    read.lists[list].resize(files.size());
+    for (std::size_t i = 0; i < files.size(); ++i) read_master(files[i], &read.lists[list][i]);
+  }
+  return std::make_shared<const EncryptionKeys>(read.lists[0], std::span(read.lists).subspan(1));
 }
 
 std::optional<std::size_t> EncryptionKeys::find(const KeyId& id) const {

@@ -52,8 +52,9 @@ class KeyedHash {
   [[maybe_unused]] evp_md_ctx_st* outer_;
 };
 
-// The first key encrypts and names; all of them decrypt. Any thread: immutable after construction. Its memory
-// is cleared on destruction.
+// The first key encrypts and names; all of them decrypt. The records of a tenant that has keys of its own are
+// encrypted and named with the first of those. Any thread: immutable after construction. Its memory is
+// cleared on destruction.
 class EncryptionKeys {
  public:
   static constexpr std::size_t kMasterBytes = 32;
@@ -62,9 +63,11 @@ class EncryptionKeys {
   using KeyId = std::array<std::uint8_t, 16>;
   using Derived = KeyedHash::Hash;
 
-  // Throws InvalidArgument for no key, too many keys or a duplicate; ResourceError if this build has no
-  // OpenSSL.
-  explicit EncryptionKeys(std::span<const Master> masters);
+  // of_tenants: the keys of each tenant, by number; those without an entry, or with an empty one, use
+  // `masters`. Throws InvalidArgument for no key, too many keys of one tenant or a duplicate; ResourceError
+  // if this build has no OpenSSL.
+  explicit EncryptionKeys(std::span<const Master> masters,
+                          std::span<const std::vector<Master>> of_tenants = {});
   ~EncryptionKeys();
   EncryptionKeys(const EncryptionKeys&) = delete;
   EncryptionKeys& operator=(const EncryptionKeys&) = delete;
@@ -72,11 +75,16 @@ class EncryptionKeys {
   // Reads files of exactly 32 bytes. Each must be a regular file, owned by this user or root, without
   // permissions for others. Mode 0440 is accepted if root owns the file and its group is one of this
   // process's. Throws ResourceError that says what to change and never quotes the file's contents.
-  static std::shared_ptr<const EncryptionKeys> from_files(const std::vector<std::string>& paths);
+  static std::shared_ptr<const EncryptionKeys> from_files(
+      const std::vector<std::string>& paths, const std::vector<std::vector<std::string>>& of_tenants = {});
 
   std::size_t size() const { return keys_.size(); }
   const KeyId& id(std::size_t which) const { return keys_[which].id; }
   std::optional<std::size_t> find(const KeyId& id) const;
+  // Returns the number of the key that encrypts the records of this tenant.
+  std::size_t key_of_tenant(std::size_t tenant) const {
+    return tenant < first_of_tenant_.size() ? first_of_tenant_[tenant] : 0;
+  }
   // Returns the key that names the records of a namespace.
   Derived name_key(std::size_t which, const NamespaceId& namespace_id) const;
 
@@ -86,11 +94,13 @@ class EncryptionKeys {
     KeyId id;
     std::unique_ptr<const KeyedHash> encrypts, names;
   };
+  void add(std::span<const Master> masters);
   std::vector<Key> keys_;
+  std::vector<std::size_t> first_of_tenant_;
 };
 
-// Puts a fresh salt and the id of the first key into *cipher_fields.
-Status begin_encrypt(const EncryptionKeys& keys, CipherFields* cipher_fields);
+// Puts a fresh salt and the id of key number `which` into *cipher_fields.
+Status begin_encrypt(const EncryptionKeys& keys, CipherFields* cipher_fields, std::size_t which = 0);
 
 // Encrypts or decrypts one record with AES-256-GCM, in steps of any size. One thread.
 class RecordCipher {

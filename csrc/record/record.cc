@@ -16,7 +16,8 @@ constexpr std::size_t kChecksumAt = kRecordHeaderBytes - 8;
 constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
 constexpr std::size_t kElementAt = kShardsEnd, kCipherAt = 652, kStoredAt = 656;
-constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kEnd = 728;
+constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kTenantAt = 728;
+constexpr std::size_t kCipherEnd = kTenantAt, kEnd = kTenantAt + kMaxTenantName;
 alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
 
 template <typename T>
@@ -62,9 +63,18 @@ void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
   put(page, kStoredAt, header.stored_bytes);
   std::memcpy(page.data() + kKeyIdAt, header.cipher_fields.key_id.data(), header.cipher_fields.key_id.size());
   std::memcpy(page.data() + kSaltAt, header.cipher_fields.salt.data(), header.cipher_fields.salt.size());
+  if (is_tenant_name(header.tenant))
+    std::memcpy(page.data() + kTenantAt, header.tenant.data(), header.tenant.size());
 }
 
 }  // namespace
+
+bool is_tenant_name(std::string_view name) {
+  return !name.empty() && name.size() <= kMaxTenantName && std::all_of(name.begin(), name.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
+           c == '.' || c == '-';
+  });
+}
 
 void encode_header(const RecordHeader& header, std::span<std::byte> page) {
   encode_fields(header, page);
@@ -108,7 +118,7 @@ Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   const auto encryption = get<std::uint32_t>(page, kCipherAt);
   if (encryption > static_cast<std::uint32_t>(Cipher::kAes256Gcm))
     return wrong("encryption", encryption, "0..1");
-  if (encryption == 0 && !all_zero(page.subspan(kKeyIdAt, kEnd - kKeyIdAt)))
+  if (encryption == 0 && !all_zero(page.subspan(kKeyIdAt, kCipherEnd - kKeyIdAt)))
     return wrong("cipher fields", "set", "zero");
   return Status::ok();
 }
@@ -149,6 +159,13 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   const std::size_t used = kShardsAt + 8 * std::size_t{shards};
   if (!all_zero(page.subspan(used, kShardsEnd - used))) return wrong("unused shards", "set", "zero");
   if (!all_zero(page.subspan(kEnd, kChecksumAt - kEnd))) return wrong("padding", "set", "zero");
+  const char* name = reinterpret_cast<const char*>(page.data()) + kTenantAt;
+  const std::string_view tenant(
+      name, static_cast<std::size_t>(std::find(name, name + kMaxTenantName, '\0') - name));
+  if (!tenant.empty() && !is_tenant_name(tenant))
+    return wrong("tenant", "not a name", "letters, digits, _.-");
+  if (!all_zero(page.subspan(kTenantAt + tenant.size(), kMaxTenantName - tenant.size())))
+    return wrong("tenant padding", "set", "zero");
   if (Status status = check_stored(page, padded); !status) return status;
 
   std::memcpy(header->namespace_id.data(), page.data() + 16, header->namespace_id.size());
@@ -166,6 +183,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
               header->cipher_fields.key_id.size());
   std::memcpy(header->cipher_fields.salt.data(), page.data() + kSaltAt, header->cipher_fields.salt.size());
   std::memcpy(header->cipher_fields.tag.data(), page.data() + kTagAt, header->cipher_fields.tag.size());
+  header->tenant = tenant;
   return Status::ok();
 }
 

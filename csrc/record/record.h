@@ -20,7 +20,8 @@
 //      652    4  encryption (0: none, 1: AES-256-GCM)
 //      656    8  stored bytes, unpadded
 //      664   16  id of the encryption key      680   32  salt      712   16  tag
-//      728 ..    zeros
+//      728   64  name of the tenant that was charged for the write, zero padded; zeros: none
+//      792 ..    zeros
 //     4088    8  header checksum (XXH3-64 of bytes 0..4087)
 //
 // docs/record-format.md explains the layout. A header value is never used as a size or an offset before the
@@ -31,6 +32,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -42,6 +44,7 @@ namespace kv_offload {
 inline constexpr std::uint32_t kRecordVersion = 2;
 inline constexpr std::size_t kRecordHeaderBytes = kPageBytes;
 inline constexpr std::size_t kMaxShards = 64;
+inline constexpr std::size_t kMaxTenantName = 64;
 
 using NamespaceId = std::array<std::uint8_t, 32>;
 
@@ -68,11 +71,14 @@ struct RecordHeader {
   std::uint64_t created_unix_nanos = 0;
   Cipher cipher = Cipher::kNone;
   CipherFields cipher_fields;
+  std::string tenant;  // is_tenant_name(), or empty: none
 
   std::uint64_t padded_stored_bytes() const { return round_up(stored_bytes, kPageBytes); }
   std::uint64_t record_bytes() const { return kRecordHeaderBytes + padded_stored_bytes(); }
 };
 
+// True for 1 to 64 letters, digits, "_", "." and "-".
+bool is_tenant_name(std::string_view name);
 // Writes all 4096 bytes. REQUIRES: page.size() == kRecordHeaderBytes.
 void encode_header(const RecordHeader& header, std::span<std::byte> page);
 // Returns kCorrupt, naming the field and both values, if any check fails.

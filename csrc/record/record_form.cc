@@ -47,6 +47,7 @@ OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id
     return;
   }
   header_ = make_header(namespace_id, op.key, op.group, op.shards);
+  header_.tenant = op.tenant;
   if (form.compression() != nullptr) header_.element = form.compression()->element(op.group);
   zero_padding(op.shards);
 }
@@ -107,7 +108,8 @@ Status OutgoingRecord::encrypt_into_buffer() {
   if (form_.keys() != nullptr) {
     // A store with keys encrypts every record that it writes.
     header_.cipher = Cipher::kAes256Gcm;
-    if (Status status = begin_encrypt(*form_.keys(), &header_.cipher_fields); !status) return status;
+    if (Status status = begin_encrypt(*form_.keys(), &header_.cipher_fields, op_.encryption_key); !status)
+      return status;
     cipher.emplace();
     if (Status status = cipher->begin(RecordCipher::Direction::kEncrypt, *form_.keys(), header_); !status)
       return status;

@@ -2,7 +2,9 @@
 // RecordOp: the record that an operation reads or writes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "base/types.h"
@@ -24,6 +26,11 @@ struct RecordOp {
   // Write only: the single shard is a whole record (header page and padded stored bytes, whole_record.h) of
   // this key, and is stored unchanged. The caller has verified it.
   bool is_whole_record = false;
+  // Write only: the name of the tenant that is charged, which is stored in the record; empty: none. A whole
+  // record keeps the name that it has.
+  std::string tenant{};
+  // Write only: the number of the key that encrypts the record, in a tier with encryption keys.
+  std::size_t encryption_key = 0;
 };
 
 }  // namespace kv_offload

@@ -22,13 +22,15 @@ namespace {
 
 class EncryptedKeyTier final : public Tier {
  public:
-  EncryptedKeyTier(std::unique_ptr<Tier> tier, const EncryptionKeys& keys, const NamespaceId& namespace_id)
-      : ways_(keys.size()),
+  EncryptedKeyTier(std::unique_ptr<Tier> tier, std::shared_ptr<const EncryptionKeys> encryption_keys,
+                   const NamespaceId& namespace_id)
+      : encryption_keys_(std::move(encryption_keys)),
+        ways_(encryption_keys_->size()),
         names_(ways_, kMostKnown,
                [this](const ChunkKey& key, std::size_t way) { return digest_of(key, way); }),
         tier_(std::move(tier)) {
     for (std::size_t i = 0; i < ways_; ++i)
-      digests_.push_back(std::make_unique<NameDigest>(keys, i, namespace_id));
+      digests_.push_back(std::make_unique<NameDigest>(*encryption_keys_, i, namespace_id));
   }
   ~EncryptedKeyTier() override { close(); }
 
@@ -60,6 +62,7 @@ class EncryptedKeyTier final : public Tier {
   std::size_t way_of(DigestCache::Place place) const;
   EntryInfo translated(DigestCache::Place place, EntryInfo entry_info, std::size_t way) const;
 
+  const std::shared_ptr<const EncryptionKeys> encryption_keys_;
   const std::size_t ways_;
   std::vector<std::unique_ptr<NameDigest>> digests_;  // one for each encryption key
   mutable DigestCache names_;
@@ -96,8 +99,13 @@ void EncryptedKeyTier::submit(std::vector<TierOp> ops) {
   for (TierOp& op : ops) {
     const ChunkKey key = op.key;
     const DigestCache::Place place = names_.place_of(key);
-    if (op.kind == OpKind::kWrite) names_.way(place) = 0;
-    const std::size_t way = op.kind == OpKind::kRead ? way_of(place) : 0;
+    std::size_t way = 0;
+    if (op.kind == OpKind::kRead) {
+      way = way_of(place);
+    } else {
+      op.encryption_key = way = encryption_keys_->key_of_tenant(op.entry_info.tenant);
+      names_.way(place) = static_cast<std::uint32_t>(way);
+    }
     begun.emplace_back(op.id, key);
     op.entry_info = translated(place, op.entry_info, way);
     op.key = names_.name(place, way);
@@ -234,7 +242,7 @@ std::unique_ptr<Tier> with_encrypted_keys(std::unique_ptr<Tier> tier,
                                           std::shared_ptr<const EncryptionKeys> keys,
                                           const NamespaceId& namespace_id) {
   if (!keys) return tier;
-  return std::make_unique<EncryptedKeyTier>(std::move(tier), *keys, namespace_id);
+  return std::make_unique<EncryptedKeyTier>(std::move(tier), std::move(keys), namespace_id);
 }
 
 }  // namespace kv_offload

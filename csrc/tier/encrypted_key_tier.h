@@ -7,8 +7,8 @@
 // size. To the tier below, a digest is a ChunkKey.
 //
 // With several encryption keys, a record may be present under any of them. It is read from the first key that
-// has it and written under the first key. Parts of a prompt may be stored under different keys, so every name
-// is then looked up (KeyOrder::kNone).
+// has it and written under the first key, or under that of its tenant. Parts of a prompt may be stored under
+// different keys, so every name is then looked up (KeyOrder::kNone).
 //
 // Computing a digest takes about 80 ns, and a waiting request's keys are looked up in every step. So the
 // digests of the last kMostKnown keys are kept, in the order of their first arrival (digest_cache.h). With

@@ -64,6 +64,9 @@ class RemoteRecords {
   // Reads the creation time from the record's header. 0: unknown, or cannot be read without counting as a
   // use.
   virtual Status written(const RemoteRecord& record, std::int64_t* unix_nanos) = 0;
+  // Reads the record's header, even if that counts as a use. kNotFound: it no longer exists. kCorrupt: it has
+  // no valid header.
+  virtual Status read_header(const RemoteRecord& record, RecordHeader* header) = 0;
   // Reads the whole record. kNotFound: it no longer exists. kCorrupt: it is proven wrong; with `repair` it
   // was removed (*removed), unless another record replaced it meanwhile. Other errors: it could not be read
   // or not be removed.

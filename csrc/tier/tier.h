@@ -91,7 +91,10 @@ struct TierStats {
   std::uint64_t bytes = 0;           // used on the root in total: records, temporaries, old namespaces
   std::uint64_t capacity_bytes = 0;  // max_bytes
   std::uint64_t chunks = 0;          // records in this namespace's catalog
-  std::uint64_t evicted_bytes = 0;   // running total
+  // Bytes on the tier of each tenant's records in that catalog; empty without tenants, and for tiers that do
+  // not divide their space.
+  std::vector<std::uint64_t> tenant_bytes{};
+  std::uint64_t evicted_bytes = 0;                    // running total
   std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;

@@ -26,7 +26,7 @@ COMMANDS = (
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
     ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),
-    ("purge", "root_commands", "Remove the records of one namespace, or of all."),
+    ("purge", "root_commands", "Remove the records of one namespace, of one tenant, or of all."),
     ("evict", "evict_command", "Remove records until a root is below its bound."),
     ("copy", "copy_command", "Copy the records of a namespace from one tier into another."),
     ("replay", "replay_command", "Replay requests or agent sessions against caches of other sizes."),

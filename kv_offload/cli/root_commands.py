@@ -51,12 +51,22 @@ _LS_WITHOUT_KEY = 55  # width of a row of ls without the key
 
 
 @plain_errors
-def stat(root: Root, as_json: Json = False) -> None:
+def stat(
+    root: Root,
+    tenants: Annotated[
+        bool,
+        typer.Option("--tenants", help="Also show the bytes of each tenant. Reads a part of every record."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
     Each model, layout and format has its own namespace. With --json each one also has its description (model,
     revision, dtype, layout) and its epoch (the number of resets). For a server or a bucket these and
     the open state are unknown: "-", or null with --json.
+
+    With --tenants it also shows the records of each tenant, whether it is still configured or not. Records of
+    requests without a tenant belong to "other". In a bucket this sends a request for each record.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
@@ -74,6 +84,8 @@ def stat(root: Root, as_json: Json = False) -> None:
     report = opened.stat()
     for space in report["namespaces"]:
         space["description"] = _description(space.pop("json"))
+    if tenants:
+        report["tenants"] = opened.tenants()
     if as_json:
         print_json(report)
         return
@@ -97,6 +109,12 @@ def stat(root: Root, as_json: Json = False) -> None:
             "-" if space["open"] is None else model_name(space["description"] or {}),
         )
     if report["namespaces"]:
+        out.print(shown)
+    if report.get("tenants"):
+        amounts = ("bytes", "records")
+        shown = table("", "tenant", *amounts, right=amounts)
+        for name, total in report["tenants"].items():
+            add_row(shown, name, format_bytes(total["bytes"]), f"{total['records']:,}")
         out.print(shown)
     for name in report.get("other_names", ()):
         out.print(f"not a record: {escape(name)}")
@@ -291,18 +309,29 @@ def _print_damage(where: str, checked: int, damaged: list[dict[str, Any]], repai
 def purge(
     root: Root,
     namespace: Namespace = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            "--tenant", "-t", metavar="NAME", help="Only records of this tenant.", show_default=False
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the records of one namespace, or of all.
+    """Remove the records of one namespace, of one tenant, or of all.
 
     Servers may use the root meanwhile, and compute missing records again. The command must run as the owner
     of the root. On a server or in a bucket only records are removed: the small keys that name epochs stay,
     and so does everything that is not a record.
 
+    --tenant removes the records that were written for a tenant, and reads a part of every record to find
+    them. "other" stands for requests without a tenant. A server with "tenants" may write records of the
+    tenant again from its host memory: stop it first, or send no more requests and reset its cache.
+
     \b
     Examples:
       kv-offload purge /var/cache/kv --namespace 3fa2 --yes
+      kv-offload purge s3://kv-cache/kv_offload --tenant acme
       kv-offload purge unix:///run/redis.sock -n 3fa2
 
     Exit status: 0 removed; 1 not confirmed, or refused; 2 ROOT is not a root, or has no such namespace.
@@ -320,8 +349,11 @@ def purge(
             typer.echo("A server is using it: it keeps running and recomputes missing records.", err=True)
         elif any(space["open"] is None for space in spaces):
             typer.echo("Servers that use it recompute missing records.", err=True)
-        typer.confirm(f"Remove {_extent(report, spaces, chosen)} from {opened.where}?", abort=True)
-    records, size = opened.purge(chosen)
+        extent = _extent(report, spaces, chosen)
+        if tenant is not None:
+            extent = f"the records of tenant {tenant} among {extent}"
+        typer.confirm(f"Remove {extent} from {opened.where}?", abort=True)
+    records, size = opened.purge(chosen, tenant)
     if as_json:
         print_json({"records": records, "bytes": size})
     else:

@@ -133,6 +133,13 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         tenant: {
             "bytes": total("tenant_bytes", tenant=tenant),
             "share_bytes": total("tenant_share_bytes", tenant=tenant),
+            "tiers": {
+                tier: {
+                    "bytes": total("tenant_tier_bytes", tenant=tenant, tier=tier),
+                    "share_bytes": total("tenant_tier_share_bytes", tenant=tenant, tier=tier),
+                }
+                for tier in page.values_of(PREFIX + "tenant_tier_share_bytes", "tier")
+            },
             "hit_rate": share(
                 grown("tenant_hit_tokens_total", tenant=tenant),
                 grown("tenant_miss_tokens_total", tenant=tenant),
@@ -221,6 +228,14 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
                 rate(tenant["evicted_bytes_per_second"]),
             )
         parts.append(tenants)
+        sizes = ("held", "share")
+        on_tiers = table("\ntenants on tiers", "tenant", "tier", *sizes, right=sizes)
+        for name, tenant in figures["tenants"].items():
+            for tier, sums in tenant["tiers"].items():
+                held_there, of_it = format_bytes(int(sums["bytes"])), format_bytes(int(sums["share_bytes"]))
+                add_row(on_tiers, name, tier, held_there, of_it)
+        if on_tiers.row_count:
+            parts.append(on_tiers)
     if (near := figures["neighbours"])["engines"]:
         parts.append(
             Text(

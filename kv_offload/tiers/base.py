@@ -75,8 +75,14 @@ class Root(Protocol):
         ValueError if they cannot be used.
         """
 
-    def purge(self, namespace: str | None) -> tuple[int, int]:
-        """Removes records; returns their number and the bytes freed."""
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Returns {bytes, records} of each tenant; ``other`` has the records that name none.
+
+        Reads the header of each record.
+        """
+
+    def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
+        """Removes the records of a namespace, a tenant or both; returns their number and the bytes freed."""
 
     # ---- for copy
 

@@ -31,6 +31,10 @@ def _paths(given: object) -> object:
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in listed)
 
 
+# Absolute paths; None: no keys.
+KeyFiles = Annotated[_Keys | None, BeforeValidator(_paths)]
+
+
 def key_ids(paths: tuple[str, ...]) -> list[str]:
     """Returns the id of each file's key; it reveals nothing about the key. Raises ValueError with the
     remedy."""
@@ -45,7 +49,7 @@ def key_ids(paths: tuple[str, ...]) -> list[str]:
 class EncryptedTierConfig(CompressedTierConfig):
     """A tier whose records are encrypted and named by keyed digests if ``encryption_key_file`` is given."""
 
-    encryption_key_file: Annotated[_Keys | None, BeforeValidator(_paths)] = Field(
+    encryption_key_file: KeyFiles = Field(
         default=None,
         description="file with 32 random bytes, or a list of such files. Records are encrypted and "
         "authenticated (AES-256-GCM), and record names reveal nothing about prompts. The first key "

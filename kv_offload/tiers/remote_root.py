@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.printable import printable
+from kv_offload.tenants import TenantTotals, stored_name
 
 if TYPE_CHECKING:
     from kv_offload._core import RemoteRecord, RemoteRecords, WholeRecord
@@ -177,12 +178,29 @@ class RemoteRoot:
             some = [record for record in page if record.key]
             yield from zip(some, self._each(verified, some), strict=True)
 
-    def purge(self, namespace: str | None) -> tuple[int, int]:
+    def tenants(self) -> dict[str, dict[str, int]]:
+        found = TenantTotals()
+        for page in self._pages(None, True):
+            some = [record for record in page if record.key]
+            for record, tenant in self._with_tenants(some):
+                found.add(tenant, record.size)
+        return found.by_name()
+
+    def _with_tenants(self, records: list["RemoteRecord"]) -> Iterator[tuple["RemoteRecord", str | None]]:
+        try:
+            yield from zip(records, self._each(self._records.tenant, records), strict=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.where}: {error}") from None
+
+    def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
         """Bytes that older versions still occupy are not counted as freed."""
         records = size = 0
         try:
             for page in self._pages(namespace, True):
                 some = [record for record in page if record.key]
+                if tenant is not None:
+                    stored = stored_name(tenant)
+                    some = [record for record, name in self._with_tenants(some) if name == stored]
                 removed, freed, error = self._remove_in_parts(some)
                 records, size = records + removed, size + freed
                 if error:

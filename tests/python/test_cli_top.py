@@ -230,6 +230,8 @@ TENANTS = """\
 kv_offload_tenant_bytes{engine="0",tenant="acme"} 1.048576e+06
 kv_offload_tenant_share_bytes{engine="0",tenant="acme"} 4.194304e+06
 kv_offload_tenant_share_bytes{engine="0",tenant="other"} 2.097152e+06
+kv_offload_tenant_tier_bytes{engine="0",tenant="acme",tier="fs"} 3.145728e+06
+kv_offload_tenant_tier_share_bytes{engine="0",tenant="acme",tier="fs"} 8.388608e+06
 kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="cpu"} %(cpu)s
 kv_offload_tenant_hit_tokens_total{engine="0",tenant="acme",tier="fs"} 50.0
 kv_offload_tenant_miss_tokens_total{engine="0",tenant="acme"} %(missed)s
@@ -244,6 +246,7 @@ def test_each_tenant_has_its_share_and_its_hit_rate():
     assert list(figures) == ["acme", "other"]
     acme = figures["acme"]
     assert (acme["bytes"], acme["share_bytes"]) == (1 << 20, 4 << 20)
+    assert acme["tiers"] == {"fs": {"bytes": 3 << 20, "share_bytes": 8 << 20}}
     assert acme["hit_rate"] == 0.75
     assert acme["hit_rate_since_start"] == 0.75
     assert acme["hit_tokens_per_second"] == 150
@@ -256,6 +259,8 @@ def test_the_page_lists_tenants_only_if_there_are_any(serve):
     shown = CliRunner().invoke(app, ["top", serve(FIRST + tenants, LATER + tenants), "--once", "-i", "0.05"])
     assert "acme" in shown.output
     assert "4.0 MiB" in shown.output
+    assert "tenants on tiers" in shown.output
+    assert "8.0 MiB" in shown.output
     shown = CliRunner().invoke(app, ["top", serve(FIRST, LATER), "--once", "-i", "0.05"])
     assert "tenant" not in shown.output
 

@@ -45,11 +45,15 @@ def lines(*arguments: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run("ls", *arguments, "--json").stdout.splitlines()]
 
 
+TENANTS = [("other", 0.5), ("acme", 0.5)]
+
+
 def fill(directory: Path, spec: Any, written: Callable[[], int]) -> list[bytes]:
-    """Stores COUNT records with a cache that is closed again."""
+    """Stores COUNT records with a cache that is closed again. The first two are those of a tenant."""
     region, workers = attach(directory)
-    cache = make_cache(region, tiers=[spec])
-    wanted = store(cache, workers[0], cache.begin_request("r"), keys(COUNT))
+    cache = make_cache(region, tiers=[spec], tenants=TENANTS)
+    wanted = store(cache, workers[0], cache.begin_request("r", tenant=1), keys(2))
+    wanted += store(cache, workers[0], cache.begin_request("s"), keys(COUNT)[2:])
     pause = threading.Event()
     give_up = time.monotonic() + 240
     try:
@@ -288,6 +292,22 @@ def test_purge_of_one_namespace_leaves_the_others(filled: Any) -> None:
     assert len(filled.names()) == COUNT
     assert as_json("purge", filled.address, "--yes")["records"] == COUNT
     assert filled.names() == []
+    assert as_json("stat", filled.address)["others"] == 1, "other keys must stay"
+
+
+def test_purge_of_a_tenant_leaves_the_records_of_others(filled: Any) -> None:
+    filled.other()
+    report = as_json("stat", filled.address, "--tenants")
+    assert {name: total["records"] for name, total in report["tenants"].items()} == {"acme": 4, "other": 6}
+    assert sum(total["bytes"] for total in report["tenants"].values()) == report["bytes"]
+    assert "acme" in run("stat", filled.address, "--tenants").stdout
+    assert as_json("purge", filled.address, "--tenant", "unknown", "--yes")["records"] == 0
+    gone = as_json("purge", filled.address, "--tenant", "acme", "-n", "ab", "--yes")
+    assert gone == {"records": 2, "bytes": report["tenants"]["acme"]["bytes"] // 2}
+    assert as_json("purge", filled.address, "--tenant", "acme", "--yes")["records"] == 2
+    after = as_json("stat", filled.address, "--tenants")
+    assert {name: total["records"] for name, total in after["tenants"].items()} == {"other": 6}
+    assert as_json("purge", filled.address, "--tenant", "other", "--yes")["records"] == 6
     assert as_json("stat", filled.address)["others"] == 1, "other keys must stay"
 
 

@@ -35,6 +35,32 @@ def test_other_has_the_rest_of_the_memory() -> None:
     assert full.shares[0] == ("other", 0.0)
 
 
+def with_keys(tier_key: str | None, **tenants: Any) -> OffloadConfig:
+    tier = {"type": "fs", "root_dir": "/kv"} | ({} if tier_key is None else {"encryption_key_file": tier_key})
+    return OffloadConfig.from_extra_config(
+        {"cpu_bytes_to_use": GIB, "tenants": tenants, "secondary_tiers": [tier]}
+    )
+
+
+def test_a_tenant_has_the_key_files_that_it_names() -> None:
+    acme = {"share": 40, "encryption_key_file": ["/keys/acme-2", "/keys/acme-1"]}
+    table = with_keys("/keys/all", acme=acme, beta={"share": 10}).tenant_table()
+    assert table is not None
+    assert table.key_files == ((), ("/keys/acme-2", "/keys/acme-1"), ())
+
+
+def test_keys_of_tenants_need_encrypted_tiers() -> None:
+    acme = {"share": 40, "encryption_key_file": "/keys/acme"}
+    with pytest.raises(ConfigError) as caught:
+        with_keys(None, acme=acme)
+    assert caught.value.problems == [
+        "tenants: acme: encryption_key_file of a tenant needs an encryption_key_file in each tier, and "
+        "secondary_tiers[0] has none; add one, or remove that of the tenant"
+    ]
+    with pytest.raises(ConfigError, match="give the path of a file with 32 random bytes"):
+        with_keys("/keys/all", acme={"share": 40, "encryption_key_file": 7})
+
+
 def test_a_tenant_is_found_by_its_salt_before_its_client() -> None:
     table = read(
         {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fcntl.h>
+
 #include <algorithm>
 
 #include "backends/fs/file_ops.h"
+#include "backends/fs/record_file.h"
 #include "backends/fs/root.h"
 #include "backends/fs/store.h"
 #include "backends/fs/tier.h"
@@ -22,6 +25,7 @@ struct FsTierSpec final : TierSpec {
     FsTierOptions chosen = options;
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
+    chosen.tenants = tenants;
     return make_fs_tier(chosen);
   }
   std::unique_ptr<RecordStore> open_for_import() const override {
@@ -160,7 +164,8 @@ void bind_fs(py::module_& module) {
   py::class_<FsRoot>(module, "FsRoot")
       .def(py::init<std::string>(), py::arg("root_dir"), Released())
       .def("stat", &stat)
-      .def("records", &FsRoot::records, py::arg("namespace") = py::none(), Released())
+      .def("records", &FsRoot::records, py::arg("namespace") = py::none(), py::arg("all_epochs") = false,
+           Released())
       .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
            py::arg("encryption_key_files") = std::vector<std::string>())
       .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
@@ -181,6 +186,15 @@ void bind_fs(py::module_& module) {
       py::arg("path"), py::arg("namespace"), py::arg("encryption_key_files") = std::vector<std::string>());
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
+      py::arg("path"), Released());
+  // None: the record is missing, or not readable.
+  module.def(
+      "record_tenant",
+      [](const std::string& path) {
+        RecordHeader header;
+        return read_header(posix_file_ops(), AT_FDCWD, path, &header) ? std::optional(header.tenant)
+                                                                      : std::nullopt;
+      },
       py::arg("path"), Released());
   module.def("directory_usage", &directory_usage, py::arg("path"), Released());
   module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));

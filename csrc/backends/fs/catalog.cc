@@ -17,8 +17,10 @@ std::uint32_t tag_of(const ChunkKey& key) { return IdTable::tag(chunk_id(key)); 
 
 }  // namespace
 
-FsCatalog::FsCatalog(std::string policy_name)
-    : policy_name_(std::move(policy_name)), policy_(make_eviction_policy(policy_name_)) {}
+FsCatalog::FsCatalog(std::string policy_name, std::span<const TenantOptions> tenants)
+    : policy_name_(std::move(policy_name)),
+      shares_(tenants.empty() ? nullptr : std::make_shared<TenantShares>(tenants, 0)),
+      policy_(shares_ ? make_tenant_policy(policy_name_, shares_) : make_eviction_policy(policy_name_)) {}
 
 Slot FsCatalog::find(const ChunkKey& key) const { return table_.find(tag_of(key), is(key)); }
 
@@ -40,6 +42,7 @@ bool FsCatalog::insert(const Record& record, const EntryInfo& entry_info) {
     bytes_ += record.file_bytes - entries_[known].file_bytes;
     entries_[known].file_bytes = record.file_bytes;
     add_known(known);
+    learn(known, record);
     return false;
   }
   EntryInfo info = entry_info;
@@ -61,8 +64,12 @@ bool FsCatalog::insert_in_order(const Record& record) {
     return true;
   }
   Entry& entry = entries_[slot];
-  if (!entry.unordered || entry.readers > 0) return false;
-  add_known(slot);
+  if (!entry.unordered || entry.readers > 0) {
+    learn(slot, record);
+    return false;
+  }
+  add_known(slot);  // first: a record that changes its tenant then has an id
+  learn(slot, record);
   return true;
 }
 
@@ -83,8 +90,10 @@ Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
   const std::uint32_t group = record.key.group_id();
   if (file_bytes_of_.size() < kMostGroups || file_bytes_of_.contains(group))
     file_bytes_of_[group] = record.file_bytes;
-  const Slot slot = table_.find_or_add(tag_of(record.key), is(record.key), [this, &entry_info] {
-    policy_->insert(first_free_, entry_info);
+  EntryInfo info = entry_info;
+  info.tenant = shares_ ? record.tenant.value_or(0) : 0;
+  const Slot slot = table_.find_or_add(tag_of(record.key), is(record.key), [this, &info] {
+    policy_->insert(first_free_, info);
     return first_free_;
   });
   Entry& entry = entries_[slot];
@@ -95,14 +104,49 @@ Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
   entry.serial = next_serial_++;
   entry.request = entry_info.request;
   entry.used = true;
+  entry.tenant = info.tenant;
+  entry.has_tenant = record.tenant.has_value();
+  // The records on disk are encoded alike, as far as is known.
+  const bool estimated = record.charge == 0 && bytes_ > 0;
+  const double encoded = estimated ? static_cast<double>(charged_) / static_cast<double>(bytes_) : 1;
+  set_charge(entry, record.charge != 0
+                        ? record.charge
+                        : static_cast<std::uint64_t>(static_cast<double>(record.file_bytes) * encoded));
   bytes_ += record.file_bytes;
   return slot;
+}
+
+void FsCatalog::set_charge(Entry& entry, std::uint64_t bytes) {
+  charged_ += bytes - entry.charge;
+  if (shares_) {
+    shares_->refund(entry.tenant, entry.charge);
+    shares_->charge(entry.tenant, bytes);
+  }
+  entry.charge = bytes;
+}
+
+void FsCatalog::access_as(Slot slot, const EntryInfo& info) {
+  Entry& entry = entries_[slot];
+  policy_->access(slot, info);  // first, because it may throw
+  if (!shares_ || info.tenant == entry.tenant) return;
+  shares_->refund(entry.tenant, entry.charge);
+  shares_->charge(info.tenant, entry.charge);
+  entry.tenant = info.tenant;
+}
+
+void FsCatalog::learn(Slot slot, const Record& record) {
+  Entry& entry = entries_[slot];
+  if (record.charge != 0) set_charge(entry, record.charge);
+  if (!shares_ || entry.has_tenant || !record.tenant) return;
+  if (*record.tenant != entry.tenant) access_as(slot, {.id = chunk_id(entry.key), .tenant = *record.tenant});
+  entry.has_tenant = true;
 }
 
 void FsCatalog::drop(Slot slot) {
   Entry& entry = entries_[slot];
   table_.erase(tag_of(entry.key), [slot](Slot other) { return other == slot; });
   policy_->erase(slot);
+  set_charge(entry, 0);
   entry.used = false;
   bytes_ -= entry.file_bytes;
   entry.next_free = first_free_;
@@ -116,17 +160,34 @@ bool FsCatalog::erase(const ChunkKey& key) {
   return true;
 }
 
-std::optional<FsCatalog::Record> FsCatalog::take_victim() {
-  const std::optional<Slot> slot = policy_->victim();
+std::optional<Slot> FsCatalog::victim(const Need* need) {
+  if (!shares_) return policy_->victim();
+  shares_->set_capacity(charged_);
+  std::optional<TenantShares::Request> request;
+  if (need != nullptr) request.emplace(*shares_, need->tenant, need->bytes);
+  return policy_->victim();
+}
+
+std::optional<FsCatalog::Record> FsCatalog::take_victim(const Need* need) {
+  const std::optional<Slot> slot = victim(need);
   if (!slot) return std::nullopt;
-  const Record record{entries_[*slot].key, entries_[*slot].file_bytes};
+  const Entry& entry = entries_[*slot];
+  Record record{entry.key, entry.file_bytes, entry.charge, {}};
+  if (entry.has_tenant) record.tenant = entry.tenant;
   drop(*slot);
   return record;
 }
 
-bool FsCatalog::next_is_of(std::uint32_t request) {
-  const std::optional<Slot> slot = policy_->victim();
+bool FsCatalog::next_is_of(std::uint32_t request, const Need* need) {
+  const std::optional<Slot> slot = victim(need);
   return slot && entries_[*slot].request == request;
+}
+
+std::vector<std::uint64_t> FsCatalog::tenant_bytes() const {
+  std::vector<std::uint64_t> bytes;
+  for (std::size_t i = 0; shares_ && i < shares_->size(); ++i)
+    bytes.push_back(shares_->used(static_cast<TenantId>(i)));
+  return bytes;
 }
 
 Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* records) const {
@@ -140,8 +201,8 @@ Slot FsCatalog::records_from(Slot first, std::size_t most, std::vector<Record>* 
 void FsCatalog::move_into(FsCatalog* all) noexcept {
   // Member by member: moving a whole object creates a deque, which may throw halfway.
   const auto members_of = [](FsCatalog& of) {
-    return std::tie(of.policy_name_, of.policy_, of.entries_, of.first_free_, of.table_, of.bytes_,
-                    of.file_bytes_of_, of.touched_);
+    return std::tie(of.policy_name_, of.shares_, of.policy_, of.entries_, of.first_free_, of.table_,
+                    of.bytes_, of.charged_, of.file_bytes_of_, of.touched_);
   };
   auto own = members_of(*this), others = members_of(*all);
   own.swap(others);
@@ -191,8 +252,16 @@ void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now)
   EntryInfo info = entry_info;
   info.id = chunk_id(key);
   add_known(slot);
-  entries_[slot].request = entry_info.request;
-  policy_->access(slot, info);
+  Entry& entry = entries_[slot];
+  entry.request = entry_info.request;
+  if (shares_) {
+    shares_->set_capacity(charged_);
+    const TenantId user = entry_info.tenant;
+    const bool moves = !entry.has_tenant || shares_->should_move(entry.tenant, user, entry.charge);
+    info.tenant = moves ? user : entry.tenant;
+  }
+  access_as(slot, info);
+  entry.has_tenant = true;
   mark_touched(slot, now);
 }
 

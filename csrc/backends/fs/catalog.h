@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // FsCatalog: what this process knows about the records of one epoch: key, file size, eviction order, reads
-// in flight, back-off. No I/O and no lock: the owner serialises the calls. Every call is O(1) or costs what
-// the eviction policy costs, table growth included. So the owner holds its lock for a time that does not
-// depend on the number of records.
+// in flight, back-off. With tenants, also the tenant that each record is charged to. No I/O and no lock: the
+// owner serialises the calls. Every call is O(1) or costs what the eviction policy costs, table growth
+// included. So the owner holds its lock for a time that does not depend on the number of records.
+//
+// TENANTS share the bytes that the records take on disk. Records are evicted only while the root is full, so
+// the bytes of all records together are what there is to share: no share has to be subtracted for other
+// files, and each tenant loses its part if another server takes space (Shares). The victim is a record of the
+// tenant that is furthest above its share (PerTenant). A record belongs to the tenant that wrote it; a record
+// without a known tenant belongs to tenant 0, until a tenant uses it.
 //
 // Invariants: an entry is in the table, in the policy and in entries_, or in none of them. A slot is pinned
 // in the policy while its entry has readers.
@@ -12,6 +18,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -21,6 +28,7 @@
 #include "base/split_table.h"
 #include "base/types.h"
 #include "policy/eviction_policy.h"
+#include "policy/tenant_shares.h"
 
 namespace kv_offload {
 
@@ -30,11 +38,19 @@ class FsCatalog {
   static constexpr Nanos kFirstBackOff{std::chrono::seconds(1)};
   static constexpr Nanos kLastBackOff{std::chrono::seconds(60)};
 
-  explicit FsCatalog(std::string policy_name);  // throws InvalidArgument
+  // tenants: empty, or as in CacheOptions. Throws InvalidArgument.
+  explicit FsCatalog(std::string policy_name, std::span<const TenantOptions> tenants = {});
 
   struct Record {
     ChunkKey key;
-    std::uint64_t file_bytes = 0;
+    std::uint64_t file_bytes = 0;         // of the raw record
+    std::uint64_t charge = 0;             // bytes on disk; 0: unknown
+    std::optional<TenantId> tenant = {};  // that it belongs to; empty: unknown
+  };
+  // The write that needs space: its tenant and bytes.
+  struct Need {
+    TenantId tenant = 0;
+    std::uint64_t bytes = 0;
   };
   // Identifies one entry. A later entry in the same slot has another serial.
   struct Ref {
@@ -61,10 +77,14 @@ class FsCatalog {
   // Returns the file size of a record of this group; all records of a group have the same size. Empty until
   // one was seen.
   std::optional<std::uint64_t> file_bytes_of(std::uint32_t group) const;
-  // Removes the next victim and returns it. Skips entries with readers.
-  std::optional<Record> take_victim();
+  // Removes the next victim and returns it. Skips entries with readers. need: only records that this write
+  // may evict, see TenantShares::Request. Null: any tenant's.
+  std::optional<Record> take_victim(const Need* need = nullptr);
   // True if this request was the last to write or use the next victim.
-  bool next_is_of(std::uint32_t request);
+  bool next_is_of(std::uint32_t request, const Need* need = nullptr);
+  bool has_victim() { return victim(nullptr).has_value(); }
+  // Returns the bytes on disk of each tenant's records; empty without tenants.
+  std::vector<std::uint64_t> tenant_bytes() const;
   // Appends the records in up to `most` slots from `first` on. Returns the slot after those.
   Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
   // Moves everything into *all, which must be empty and have the same policy, and leaves this object empty.
@@ -103,6 +123,9 @@ class FsCatalog {
     bool unordered = false;
     std::uint8_t failures = 0;  // consecutive failed reads
     Nanos offered_from{0};      // end of the back-off
+    bool has_tenant = false;    // the tenant is known; otherwise it is 0
+    TenantId tenant = 0;        // that is charged
+    std::uint64_t charge = 0;   // bytes on disk, estimated if unknown
   };
   // Bound on known groups: other users of a shared directory may write records of any number of groups.
   static constexpr std::size_t kMostGroups = 1024;
@@ -110,6 +133,12 @@ class FsCatalog {
   // REQUIRES: the record is not known. The policy gets `entry_info` unchanged, including its id.
   Slot add(const Record& record, const EntryInfo& entry_info);
   void add_known(Slot slot);
+  std::optional<Slot> victim(const Need* need);
+  void set_charge(Entry& entry, std::uint64_t bytes);
+  // Sets the charge and the tenant that the record has, where they were unknown.
+  void learn(Slot slot, const Record& record);
+  // Reports an access to the policy, and charges the entry to info.tenant.
+  void access_as(Slot slot, const EntryInfo& info);
   void drop(Slot slot);
   void mark_touched(Slot slot, Nanos now);
   auto is(const ChunkKey& key) const {
@@ -117,11 +146,12 @@ class FsCatalog {
   }
 
   std::string policy_name_;
+  std::shared_ptr<TenantShares> shares_;  // null: no tenants
   std::unique_ptr<EvictionPolicy> policy_;
   SegmentedVector<Entry> entries_;
   Slot first_free_ = kNone;
   SplitTable table_;  // keyed by IdTable::tag of the chunk_id()
-  std::uint64_t bytes_ = 0;
+  std::uint64_t bytes_ = 0, charged_ = 0;
   std::unordered_map<std::uint32_t, std::uint64_t> file_bytes_of_;  // by group
   std::uint32_t next_serial_ = 1;
   std::deque<Ref> touched_;

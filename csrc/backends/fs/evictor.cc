@@ -111,8 +111,15 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservat
 Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Progress* progress) {
   bool own = false;
   const std::uint32_t spared = pending != nullptr ? pending->spared_request : 0;
-  const std::optional<RecordIndex::Victim> victim = records_.take_victim(spared, &own);
+  const FsCatalog::Need need =
+      pending == nullptr ? FsCatalog::Need{} : FsCatalog::Need{pending->tenant, pending->file_bytes};
+  const std::optional<RecordIndex::Victim> victim =
+      records_.take_victim(spared, &own, pending == nullptr ? nullptr : &need);
   if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
+  if (!victim && pending != nullptr && records_.has_victim()) {
+    return Status::error(StatusKind::kDeclined,
+                         "all records that could be evicted are within the shares of other tenants");
+  }
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const FsEpoch& epoch = *victim->epoch;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);

@@ -51,7 +51,8 @@ class Evictor {
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
   // removed. kIo with ENOENT if missing records make the sum of the root doubtful. kDeclined for a record
   // that may be declined (PendingRecord::spared_request): the next victim belongs to its own request, or
-  // other servers were asked to evict for it. Without FsTierOptions::may_evict, kNoSpace instead of an
+  // other servers were asked to evict for it. kDeclined for any record that could only replace records within
+  // the shares of other tenants. Without FsTierOptions::may_evict, kNoSpace instead of an
   // eviction.
   Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.

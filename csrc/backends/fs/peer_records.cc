@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "backends/fs/layout.h"
+#include "backends/fs/scanner.h"
 #include "backends/fs/walk.h"
 
 namespace kv_offload {
@@ -46,6 +47,12 @@ bool PeerRecords::adopt_changed_leaves() {
     all_settled &= listed.settled;
     LeafFound found;
     (void)scan_leaf(ops_, directory, leaf, {.names_only = true}, &found);
+    if (records_.has_tenants()) {
+      // First, so that no eviction takes a record for one of tenant 0 meanwhile.
+      std::vector<FoundRecord> unknown = records_.unknown_of(found.records);
+      read_tenants(ops_, *own, records_, unknown, stop_);
+      records_.adopt_names(own, unknown, true, stop_);
+    }
     records_.adopt_names(own, found.records, true, stop_);
   }
   return all_settled;

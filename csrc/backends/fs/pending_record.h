@@ -9,6 +9,7 @@
 
 #include "backends/fs/file_ops.h"
 #include "backends/fs/fs_epoch.h"
+#include "policy/eviction_policy.h"
 
 namespace kv_offload {
 
@@ -17,6 +18,8 @@ struct PendingRecord {
   std::uint32_t leaf = 0;
   std::uint64_t file_bytes = 0;   // bytes to write
   std::uint64_t named_bytes = 0;  // file size of the raw record, as in the file name
+  std::uint64_t charge = 0;       // of the file, once it is complete
+  TenantId tenant = 0;
   bool direct = false;
   // If not 0, the write is declined rather than evict a record of this request.
   std::uint32_t spared_request = 0;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backends/fs/record_file.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <climits>
@@ -78,6 +80,23 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
     offset += moved;
   }
   return Status::ok();
+}
+
+Status read_header(FileOps& ops, int directory, const std::string& path, RecordHeader* header,
+                   FileInfo* info) {
+  // O_NONBLOCK: a pipe under the file's name must not block the thread.
+  constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+  int error = 0;
+  const Fd fd = open_fd(ops, directory, path, kFlags, 0, &error);
+  if (!fd) return Status::from_errno(error, "open", path);
+  FileInfo found;
+  if (const int rc = ops.fstat(fd.get(), &found); rc < 0) return Status::from_errno(-rc, "stat", path);
+  if (!found.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  if (info != nullptr) *info = found;
+  const AlignedBuffer page(kRecordHeaderBytes);
+  const Status status =
+      transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
+  return status ? decode_header(page.span(), header) : status;
 }
 
 Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,

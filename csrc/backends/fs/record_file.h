@@ -32,6 +32,11 @@ enum class Transfer : std::uint8_t { kRead, kWrite };
 Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
                     const std::string& path, std::int64_t from = 0);
 
+// Reads the header of a record's file. Errors: like open and read; kCorrupt if it is not a header. info: the
+// file's, unless null.
+Status read_header(FileOps& ops, int directory, const std::string& path, RecordHeader* header,
+                   FileInfo* info = nullptr);
+
 // Checks again what a reader of an open file found. If a file does not match and its name no longer refers to
 // it, it was evicted meanwhile, and another record may have been written into it. Then returns kNotFound
 // instead of damage.

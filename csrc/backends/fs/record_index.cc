@@ -21,12 +21,19 @@ Status was_reset() {
   return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
 }
 
+// The record of a file that was found.
+FsCatalog::Record record_of(const FoundRecord& found) {
+  return {found.key, found.file_bytes, found.size == 0 ? 0 : found.charge(), found.tenant};
+}
+
 }  // namespace
 
-RecordIndex::RecordIndex(const std::string& eviction_policy, const Clock& clock)
+RecordIndex::RecordIndex(const std::string& eviction_policy, const Clock& clock,
+                         std::vector<TenantOptions> tenants)
     : policy_name_(eviction_policy),
+      tenants_(std::move(tenants)),
       clock_(clock),
-      catalog_(eviction_policy),
+      catalog_(eviction_policy, tenants_),
       leaves_(layout::kLeaves),
       declined_(kDeclinedCells),
       not_found_(clock, kLookupRetryDelay, kMostNotFound) {}
@@ -326,17 +333,31 @@ Status RecordIndex::offered(std::span<const ChunkKey> keys, const RecordStore::E
 
 // ---- eviction
 
-std::optional<RecordIndex::Victim> RecordIndex::take_victim(std::uint32_t spared_request, bool* own) {
+std::optional<RecordIndex::Victim> RecordIndex::take_victim(std::uint32_t spared_request, bool* own,
+                                                            const FsCatalog::Need* need) {
   apply_uses();
   const MutexLock lock(mutex_);
   if (!epoch_) return std::nullopt;
-  if (spared_request != 0 && catalog_.next_is_of(spared_request)) {
+  if (spared_request != 0 && catalog_.next_is_of(spared_request, need)) {
     *own = true;
     return std::nullopt;
   }
-  const std::optional<FsCatalog::Record> record = catalog_.take_victim();
+  const std::optional<FsCatalog::Record> record = catalog_.take_victim(need);
   if (!record) return std::nullopt;
   return Victim{*record, epoch_};
+}
+
+bool RecordIndex::has_victim() {
+  const MutexLock lock(mutex_);
+  return epoch_ && catalog_.has_victim();
+}
+
+std::optional<TenantId> RecordIndex::tenant_of(std::string_view name) const {
+  // Records of tenant 0 have no name.
+  for (std::size_t i = 1; i < tenants_.size(); ++i) {
+    if (tenants_[i].name == name) return static_cast<TenantId>(i);
+  }
+  return std::nullopt;
 }
 
 void RecordIndex::put_back(const Victim& victim) {
@@ -394,7 +415,7 @@ bool RecordIndex::in_batches(std::size_t count, const FsEpochPtr* epoch, const s
 void RecordIndex::adopt_names(const FsEpochPtr& epoch, std::span<const FoundRecord> records, bool newest,
                               const std::atomic<bool>& stop) {
   in_batches(records.size(), &epoch, stop, [&](std::size_t at) REQUIRES(mutex_) {
-    const FsCatalog::Record record{records[at].key, records[at].file_bytes};
+    const FsCatalog::Record record = record_of(records[at]);
     if (newest) {
       catalog_.insert(record, {});
     } else {
@@ -408,7 +429,7 @@ void RecordIndex::adopt_in_order(const FsEpochPtr& epoch, std::span<const FoundR
   std::vector<ChunkKey> used;  // used since the epoch was opened
   const auto visit = [&](std::size_t at) REQUIRES(mutex_) {
     const FoundRecord& record = records[order[at].second];
-    if (!catalog_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
+    if (!catalog_.insert_in_order(record_of(record)) && first) used.push_back(record.key);
   };
   in_batches(order.size(), &epoch, stop, visit, [&] { make_room(used, kRecordsPerLock); });
   const Nanos now = clock_.now();
@@ -458,6 +479,7 @@ std::uint64_t RecordIndex::bytes() const {
 void RecordIndex::figures(TierStats* stats) const {
   const MutexLock lock(mutex_);
   stats->chunks = catalog_.size();
+  stats->tenant_bytes = catalog_.tenant_bytes();
   stats->names_complete = extent_ != Extent::kSome;
   stats->scan_complete = extent_ == Extent::kOrder;
   stats->diverged = diverged_;

@@ -25,6 +25,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -65,8 +66,9 @@ class RecordIndex final : public Catalog {
   static constexpr std::size_t kMostRemovals = 2048;
   static_assert(kMostRemovals % kRecordsPerLock == 0);
 
-  // Throws InvalidArgument for an unknown policy.
-  RecordIndex(const std::string& eviction_policy, const Clock& clock);
+  // tenants: empty, or as in CacheOptions. Throws InvalidArgument for an unknown policy.
+  RecordIndex(const std::string& eviction_policy, const Clock& clock,
+              std::vector<TenantOptions> tenants = {});
 
   // ---- Catalog
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
@@ -146,10 +148,18 @@ class RecordIndex final : public Catalog {
     FsEpochPtr epoch;
   };
   // Takes the next victim out of the catalog. *own: the next victim belongs to spared_request (if not 0),
-  // and stays.
-  std::optional<Victim> take_victim(std::uint32_t spared_request = 0, bool* own = nullptr) EXCLUDES(mutex_);
+  // and stays. need: see FsCatalog::take_victim.
+  std::optional<Victim> take_victim(std::uint32_t spared_request = 0, bool* own = nullptr,
+                                    const FsCatalog::Need* need = nullptr) EXCLUDES(mutex_);
+  // True if take_victim() returns a record to a caller that may evict any.
+  bool has_victim() EXCLUDES(mutex_);
   void put_back(const Victim& victim) EXCLUDES(mutex_);
   void evicted(const Victim& victim) EXCLUDES(mutex_);
+
+  // ---- tenants
+  bool has_tenants() const { return !tenants_.empty(); }
+  // Returns the tenant with this name, which a record has; empty if it is not configured.
+  std::optional<TenantId> tenant_of(std::string_view name) const;
 
   // ---- scans. Calls with long lists end early once *stop is true.
   Extent extent() const EXCLUDES(mutex_);
@@ -196,9 +206,12 @@ class RecordIndex final : public Catalog {
     std::deque<TierUses> uses;
     Slot reported = 0;  // the slots below this one were reported
 
-    explicit DroppedState(const std::string& eviction_policy) : catalog(eviction_policy) {}
+    DroppedState(const std::string& eviction_policy, std::span<const TenantOptions> tenants)
+        : catalog(eviction_policy, tenants) {}
   };
-  std::unique_ptr<DroppedState> empty_state() const { return std::make_unique<DroppedState>(policy_name_); }
+  std::unique_ptr<DroppedState> empty_state() const {
+    return std::make_unique<DroppedState>(policy_name_, tenants_);
+  }
 
   bool apply_use_batch() EXCLUDES(mutex_);
   bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
@@ -215,6 +228,7 @@ class RecordIndex final : public Catalog {
   void unpin(const FsCatalog::Ref& ref) EXCLUDES(mutex_);
 
   const std::string policy_name_;
+  const std::vector<TenantOptions> tenants_;
   const Clock& clock_;
   mutable Mutex mutex_;
   FsEpochPtr epoch_ GUARDED_BY(mutex_);

@@ -78,6 +78,7 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
   pending.leaf = layout::leaf_of(op.key);
   pending.file_bytes = pending.named_bytes = record.raw_bytes();
   pending.direct = root_.direct && is_aligned(op.shards);
+  pending.tenant = op.entry_info.tenant;
   pending.spared_request = op.may_decline ? op.entry_info.request : 0;
   bool present = false, replace = false;
   Status status = records_.begin_write(op.key, epoch, &present, &replace);
@@ -101,7 +102,10 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
     }
   }
   if (status.kind() == StatusKind::kDeclined) records_.mark_declined(op.key, op.entry_info.request, epoch);
-  if (status) status = records_.written({op.key, pending.named_bytes}, op.entry_info, epoch);
+  if (status) {
+    const FsCatalog::Record written{op.key, pending.named_bytes, pending.charge, pending.tenant};
+    status = records_.written(written, op.entry_info, epoch);
+  }
   if (status) *moved = record.written();
   return status;
 }
@@ -141,6 +145,7 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
   const std::uint64_t charge = root_.charges->of_written(info);
   status = publish(pending, path, charge, reservation);
   if (!status) return status;
+  pending->charge = charge;
   root_.charges->add_stored(pending->named_bytes, charge);
   count_growth(epoch, pending->leaf, reservation);
   return status;

@@ -82,6 +82,7 @@ struct FsRoot::Cursor::Impl {
   Fd namespace_directory;
   std::vector<std::uint64_t> epochs;  // remaining, the next one last
   std::uint64_t epoch = 0;
+  bool all_epochs = false;
   Fd directory;                       // of the epoch
   std::vector<std::uint32_t> leaves;  // remaining
   std::vector<FoundRecord> records;   // of one leaf, remaining
@@ -92,7 +93,11 @@ struct FsRoot::Cursor::Impl {
       name = std::move(names.back());
       names.pop_back();
       namespace_directory = open_directory(root.get(), name);
-      if (namespace_directory) epochs = live_epochs(posix_file_ops(), namespace_directory.get());
+      if (namespace_directory && all_epochs) {
+        (void)list_epochs(posix_file_ops(), namespace_directory.get(), &epochs);
+      } else if (namespace_directory) {
+        epochs = live_epochs(posix_file_ops(), namespace_directory.get());
+      }
       std::reverse(epochs.begin(), epochs.end());
     }
     epoch = epochs.back();
@@ -183,8 +188,9 @@ RootInfo FsRoot::stat() {
   return info;
 }
 
-FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id) {
+FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs) {
   auto impl = std::make_unique<Cursor::Impl>();
+  impl->all_epochs = all_epochs;
   impl->root_path = impl_->path;
   impl->root = open_directory(impl_->root.get(), ".");
   impl->names = namespaces_of(impl_->root.get(), namespace_id, impl_->path);

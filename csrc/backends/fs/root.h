@@ -88,8 +88,9 @@ class FsRoot {
     explicit Cursor(std::unique_ptr<Impl> impl);
     std::unique_ptr<Impl> impl_;
   };
-  // Throws InvalidArgument if the namespace does not exist. The cursor may outlive this object.
-  Cursor records(const std::optional<std::string>& namespace_id);
+  // Throws InvalidArgument if the namespace does not exist. The cursor may outlive this object. all_epochs:
+  // includes what a reset left behind.
+  Cursor records(const std::optional<std::string>& namespace_id, bool all_epochs = false);
 
   // Opens every record and checks all of it. repair: removes records that are proven wrong (not those that
   // cannot be read). progress(records done, records in all). With keys, decrypts encrypted records too.

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "backends/fs/layout.h"
+#include "backends/fs/record_file.h"
 #include "base/thread_annotations.h"
 
 namespace kv_offload {
@@ -47,6 +48,20 @@ bool is_no_record(int error) {
 
 }  // namespace
 
+void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
+                  std::span<FoundRecord> records, const std::atomic<bool>& stop) {
+  for (FoundRecord& record : records) {
+    if (stop.load()) return;
+    RecordHeader header;
+    FileInfo info;
+    const std::string path = layout::record_path(record.key, record.file_bytes);
+    if (!read_header(ops, epoch.directory.get(), path, &header, &info) || header.key != record.key) continue;
+    record.size = info.size;
+    record.disk_bytes = info.disk_bytes;
+    if (!header.tenant.empty()) record.tenant = index.tenant_of(header.tenant);
+  }
+}
+
 Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) {
   LeafFound found;
   Status status = scan_leaf(ops_, epoch->directory.get(), leaf, {.names_only = true}, &found);
@@ -71,7 +86,7 @@ Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const Chun
       const int rc = stat_refreshed(ops_, epoch->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])),
                                     path, &info);
       if (rc == 0 && info.is_regular()) {
-        found.push_back({keys[i], file_bytes[i], 0, 0});
+        found.push_back({keys[i], file_bytes[i], info.disk_bytes, 0, info.size});
         continue;
       }
       if (rc < 0) status = Status::from_errno(-rc, "look for a record", epoch->path);
@@ -81,6 +96,7 @@ Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const Chun
     if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
     if (ends) break;
   }
+  if (records_.has_tenants()) read_tenants(ops_, *epoch, records_, found, stop_);
   records_.adopt_names(epoch, found, true, stop_);
   return first_failure;
 }
@@ -130,6 +146,10 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
   if (scan.outdated.load()) return true;
   if (dropped != nullptr) *dropped += drop_missing(scan, records);
   if (!first) records = unknown_records(scan, records);
+  if (records_.has_tenants()) {
+    read_tenants_of(scan, records);
+    if (stop_.load()) return false;
+  }
   std::vector<RecordIndex::LastUse> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
@@ -172,6 +192,18 @@ std::vector<FoundRecord> Scanner::unknown_records(const Scan& scan, const std::v
            0;
   });
   return unknown;
+}
+
+void Scanner::read_tenants_of(Scan& scan, std::vector<FoundRecord>& records) {
+  constexpr std::size_t kPart = 256;  // records that a thread takes at once
+  std::atomic<std::size_t> next{0};
+  by_threads(records.size() / kPart, [&] {
+    for (std::size_t at; (at = next.fetch_add(kPart)) < records.size();) {
+      if (stop_.load() || scan.own != records_.epoch()) return;
+      const std::size_t count = std::min(kPart, records.size() - at);
+      read_tenants(ops_, *scan.own, records_, std::span(records).subspan(at, count), stop_);
+    }
+  });
 }
 
 void Scanner::list_leaves_of(Scan& scan) {

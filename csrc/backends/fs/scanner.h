@@ -22,6 +22,11 @@
 
 namespace kv_offload {
 
+// Reads from the headers which tenant wrote these records, and their sizes. Unreadable ones stay unknown.
+// Ends early once *stop is true.
+void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
+                  std::span<FoundRecord> records, const std::atomic<bool>& stop);
+
 class Scanner {
  public:
   // All arguments must outlive this object. Scans return soon once `stop` is true.
@@ -46,6 +51,7 @@ class Scanner {
   void list_leaves_of(Scan& scan);
   void scan_leaves_of(Scan& scan);
   std::uint64_t drop_missing(const Scan& scan, const std::vector<FoundRecord>& found);
+  void read_tenants_of(Scan& scan, std::vector<FoundRecord>& records);
   std::vector<FoundRecord> unknown_records(const Scan& scan, const std::vector<FoundRecord>& records);
 
   const OpenRoot& root_;

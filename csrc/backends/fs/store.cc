@@ -34,7 +34,7 @@ std::shared_ptr<FsEpoch> fs_epoch_of(const RecordStore::EpochPtr& epoch) {
 
 FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
     : options_(with_defaults(options)),
-      records_(options.eviction_policy, clock),
+      records_(options.eviction_policy, clock, options.tenants),
       root_(open_and_begin(options_, ops, &records_)),
       evictor_({options_, root_, records_, clock, stop_}),
       buffers_(clock),

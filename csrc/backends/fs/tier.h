@@ -34,6 +34,7 @@
 #include <string>
 #include <vector>
 
+#include "policy/tenant_shares.h"
 #include "record/record.h"
 #include "tier/thread_pool_tier.h"
 
@@ -62,6 +63,8 @@ struct FsTierOptions : ThreadPoolTierOptions {
   // reads do not use O_DIRECT where the kernel may continue them after a kill (SpaceInfo::ends_reads_first).
   bool memory_outlives = false;
   std::string eviction_policy = "lru";
+  // Empty, or the tenants that share the root, as in CacheOptions.
+  std::vector<TenantOptions> tenants{};
   // Warnings for an operator, each reported once. Called on any of the tier's threads. Default: stderr.
   std::function<void(const std::string&)> warn;
   // Must outlive the tier and any thread that the tier abandoned.

@@ -98,14 +98,8 @@ Status read_record_file(const std::string& path, const std::string& namespace_id
 }
 
 std::int64_t record_created(const std::string& path) {
-  FileOps& ops = posix_file_ops();
-  int error = 0;
-  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  if (!fd) return 0;
-  const AlignedBuffer page(kRecordHeaderBytes);
-  if (!transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path)) return 0;
   RecordHeader header;
-  if (!decode_header(page.span(), &header)) return 0;
+  if (!read_header(posix_file_ops(), AT_FDCWD, path, &header)) return 0;
   return static_cast<std::int64_t>(header.created_unix_nanos);
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "backends/fs/file_ops.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "policy/eviction_policy.h"
 
 namespace kv_offload {
 
@@ -21,7 +23,8 @@ struct FoundRecord {
   std::uint64_t file_bytes = 0;  // as its name says
   std::uint64_t disk_bytes = 0;
   std::int64_t mtime_nanos = 0;
-  std::uint64_t size = 0;  // file size
+  std::uint64_t size = 0;               // file size
+  std::optional<TenantId> tenant = {};  // that wrote it; empty: unknown
   std::uint64_t charge() const { return charged_bytes(disk_bytes, size); }
 };
 

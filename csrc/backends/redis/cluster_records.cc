@@ -36,6 +36,10 @@ class ClusterRecords final : public RemoteRecords {
     Part& part = part_of(record);
     return named(part, part.records->written(record, unix_nanos));
   }
+  Status read_header(const RemoteRecord& record, RecordHeader* header) override {
+    Part& part = part_of(record);
+    return named(part, part.records->read_header(record, header));
+  }
   void use_record_sizes() override {
     for (Part& part : nodes_) part.records->use_record_sizes();
   }

@@ -112,6 +112,7 @@ class RedisRecords final : public RemoteRecords {
   void use_record_sizes() override { memory_usage_ = false; }
   Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override;
   Status written(const RemoteRecord& record, std::int64_t* unix_nanos) override;
+  Status read_header(const RemoteRecord& record, RecordHeader* header) override;
   Status verify(const RemoteRecord& record, bool repair, bool* removed) override {
     return verify_into(record, repair, removed, nullptr);
   }
@@ -288,16 +289,23 @@ Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nano
   *unix_nanos = 0;
   if (Status status = connect(); !status) return status;
   if (!no_touch_) return Status::ok();
+  RecordHeader header;
+  const Status status = read_header(record, &header);
+  if (status) *unix_nanos = static_cast<std::int64_t>(header.created_unix_nanos);
+  const bool no_record = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  return no_record ? Status::ok() : status;
+}
+
+Status RedisRecords::read_header(const RemoteRecord& record, RecordHeader* header) {
+  if (Status status = connect(); !status) return status;
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
   const Command command{"GETRANGE", record.name, "0", end};
   std::vector<Reply> replies;
   if (Status status = ask({&command, 1}, &replies); !status) return status;
-  if (is_word(replies[0], "WRONGTYPE")) return Status::ok();
+  if (is_word(replies[0], "WRONGTYPE")) return Status::error(StatusKind::kCorrupt, "the key is not a string");
   if (replies[0].kind == Kind::kError) return refusal_of(command, replies[0], options_.key_prefix);
-  RecordHeader header;
-  if (decode_header(std::as_bytes(std::span(replies[0].text)), &header))
-    *unix_nanos = static_cast<std::int64_t>(header.created_unix_nanos);
-  return Status::ok();
+  if (replies[0].text.empty()) return Status::error(StatusKind::kNotFound, "it no longer exists");
+  return decode_header(std::as_bytes(std::span(replies[0].text)), header);
 }
 
 // ---- verification

@@ -2,6 +2,7 @@
 #include "backends/s3/records.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <optional>
@@ -36,6 +37,22 @@ class ListSink final : public BodySink {
   const AlignedBuffer buffer_{kMostListBytes};
   std::size_t length_ = 0;
   bool too_long_ = false;
+};
+
+// Keeps the first page of an object, and stops the transfer there.
+class HeaderSink final : public BodySink {
+ public:
+  bool take(std::span<const std::byte> bytes) noexcept override {
+    const std::size_t part = std::min(bytes.size(), page_.size() - size_);
+    std::memcpy(page_.data() + size_, bytes.data(), part);
+    size_ += part;
+    return size_ < page_.size();
+  }
+  std::span<const std::byte> page() const { return std::span(page_).first(size_); }
+
+ private:
+  std::array<std::byte, kRecordHeaderBytes> page_{};
+  std::size_t size_ = 0;
 };
 
 // Checks a record while it arrives, and stops the transfer when it becomes longer than its header says.
@@ -74,6 +91,7 @@ class S3Records final : public RemoteRecords {
     *unix_nanos = record.written_unix_nanos;
     return Status::ok();
   }
+  Status read_header(const RemoteRecord& record, RecordHeader* header) override;
   Status verify(const RemoteRecord& record, bool repair, bool* removed) override EXCLUDES(mutex_);
   Status read(const RemoteRecord& record, WholeRecord* copy) override {
     std::string etag;
@@ -159,6 +177,17 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
     page->records.push_back(std::move(record));
   }
   return Status::ok();
+}
+
+Status S3Records::read_header(const RemoteRecord& record, RecordHeader* header) {
+  HeaderSink sink;
+  const Request request{.key = record.name, .sink = &sink};
+  Answer answer;
+  if (Status status = client_.call(request, deadline(), &answer); !status) return status;
+  if (answer.status == 404 && answer.code != "NoSuchBucket")
+    return Status::error(StatusKind::kNotFound, "it no longer exists");
+  if (answer.status != 200) return refused(answer, "s3:GetObject on the objects of the prefix");
+  return decode_header(sink.page(), header);
 }
 
 // ---- verification

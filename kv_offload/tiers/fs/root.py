@@ -6,8 +6,10 @@ records and the descriptions of its namespaces.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.tenants import TenantTotals, stored_name
 from kv_offload.tiers.base import MissingNamespaceError
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
 _EPOCH = re.compile(r"g[0-9]+")  # an epoch's directory
+_REMOVED_AT_ONCE = 1000  # records of a tenant
 _SAME_SECONDS = 2.0  # duration of a write: a last use within this time is the write itself
 
 
@@ -109,8 +112,30 @@ class DirectoryRoot:
         damaged = self._root.verify(repair, progress, list(key_files))
         return damaged + damaged_descriptions(self.where, self._root, repair)
 
-    def purge(self, namespace: str | None) -> tuple[int, int]:
-        return self._root.purge(namespace)
+    def tenants(self) -> dict[str, dict[str, int]]:
+        from kv_offload import _core
+
+        found = TenantTotals()
+        for record in self._root.records(None, all_epochs=True):
+            found.add(_core.record_tenant(record["path"]), record["bytes"])
+        return found.by_name()
+
+    def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
+        """Records of a tenant are removed from all epochs, like those of a namespace."""
+        if tenant is None:
+            return self._root.purge(namespace)
+        from kv_offload import _core
+
+        stored = stored_name(tenant)
+        records = size = 0
+        found = self._root.records(namespace, all_epochs=True)
+        own = (record for record in found if _core.record_tenant(record["path"]) == stored)
+        while some := list(islice(own, _REMOVED_AT_ONCE)):
+            removed = self._root.remove([record["path"] for record in some])
+            records += removed
+            # A server may have evicted some meanwhile.
+            size += sum(record["bytes"] for record in some) * removed // len(some)
+        return records, size
 
     def use_record_sizes(self) -> None:
         """Does nothing: the size of a file is that of its record."""

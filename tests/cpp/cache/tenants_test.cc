@@ -314,6 +314,34 @@ TEST(TenantSlabs, a_slab_is_emptied_only_of_chunks_that_the_requester_may_take) 
   EXPECT_TRUE(parts.has("c0"));
 }
 
+TEST_F(TenantsTest, a_write_to_a_tier_names_the_tenant_that_is_charged) {
+  WorldOptions options;
+  options.ranks = 1;
+  options.rows = 20;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  make(options);
+  store_for(kQuiet, {"a"});
+  store_for(kOther, {"b"});
+  std::vector<std::string> names;
+  for (const TierOp& op : fake().writes()) names.push_back(op.tenant);
+  EXPECT_THAT(names, ElementsAre("quiet", ""));
+}
+
+// Whatever host memory charges: a tier charges its records itself.
+TEST_F(TenantsTest, a_tier_learns_which_tenant_uses_a_chunk_in_host_memory) {
+  WorldOptions options;
+  options.ranks = 1;
+  options.rows = 20;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  make(options);
+  store_for(kFlood, {"a"});
+  use(kQuiet, {"a"});
+  step();
+  EXPECT_EQ(cache().tenant_stats()[kFlood].bytes, kPageBytes);
+  ASSERT_FALSE(fake().told_used.empty());
+  for (const TierUse& use : fake().told_used) EXPECT_EQ(use.entry_info.tenant, kQuiet);
+}
+
 TEST(TenantTraffic, reads_and_writes_are_counted_by_tenant_and_tier) {
   PartsOptions options;
   options.cache.tenants = {{"other", 0}, {"quiet", 0.25}, {"flood", 0.5}};

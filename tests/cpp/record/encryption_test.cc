@@ -96,6 +96,18 @@ TEST_F(KeyFileTest, a_good_file_is_accepted_through_a_link_and_its_bytes_are_nev
   EXPECT_EQ(refusal.find("0123456789"), std::string::npos) << refusal;
 }
 
+TEST_F(KeyFileTest, tenants_have_keys_of_their_own) {
+  const std::string common = write("common", std::string(32, 'c')), own = write("own", std::string(32, 'o')),
+                    old = write("old", std::string(32, 'x'));
+  const auto keys = EncryptionKeys::from_files({common}, {{}, {own, old}, {}});
+  EXPECT_EQ(keys->size(), 3u);
+  EXPECT_EQ(keys->id(1), EncryptionKeys::from_files({own})->id(0));
+  const auto numbers = {keys->key_of_tenant(0), keys->key_of_tenant(1), keys->key_of_tenant(2),
+                        keys->key_of_tenant(9)};
+  EXPECT_EQ(std::vector<std::size_t>(numbers), (std::vector<std::size_t>{0, 1, 0, 0}));
+  EXPECT_THROW(EncryptionKeys::from_files({common}, {{}, {common}}), InvalidArgument) << "no key of its own";
+}
+
 TEST(EncryptionKeysTest, encryption_keys_need_a_build_with_openssl) {
   if (has_encryption()) {
     EXPECT_EQ(keys_of({1})->size(), 1u);

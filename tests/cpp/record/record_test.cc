@@ -29,6 +29,7 @@ RecordHeader some_header() {
   header.cipher_fields.salt.fill(0x22);
   header.cipher_fields.tag.fill(0x23);
   header.created_unix_nanos = 99;
+  header.tenant = "acme-1";
   return header;
 }
 
@@ -50,6 +51,7 @@ TEST(Record, the_header_decodes_to_the_same_values) {
   EXPECT_EQ(found.cipher, header.cipher);
   EXPECT_EQ(found.cipher_fields, header.cipher_fields);
   EXPECT_EQ(found.created_unix_nanos, header.created_unix_nanos);
+  EXPECT_EQ(found.tenant, header.tenant);
 }
 
 TEST(Record, fields_are_at_the_offsets_of_the_format) {
@@ -75,7 +77,27 @@ TEST(Record, fields_are_at_the_offsets_of_the_format) {
   EXPECT_EQ(byte(680), 0x22);
   EXPECT_EQ(byte(712), 0x23);
   EXPECT_EQ(byte(727), 0x23);
-  EXPECT_EQ(byte(728), 0);
+  EXPECT_EQ(byte(728), 'a');
+  EXPECT_EQ(byte(733), '1');
+  EXPECT_EQ(byte(734), 0);
+  EXPECT_EQ(byte(792), 0);
+}
+
+TEST(Record, the_name_of_a_tenant_is_a_name_or_missing) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  RecordHeader header = some_header(), found;
+  for (const std::string& name : {std::string(), std::string("a"), std::string(64, 'z')}) {
+    header.tenant = name;
+    encode_header(header, page.span());
+    ASSERT_TRUE(decode_header(page.span(), &found));
+    EXPECT_EQ(found.tenant, name);
+  }
+  for (const std::string& name : {std::string("a b"), std::string("a/b"), std::string(65, 'z')}) {
+    header.tenant = name;
+    encode_header(header, page.span());
+    ASSERT_TRUE(decode_header(page.span(), &found)) << name;
+    EXPECT_EQ(found.tenant, "") << "an impossible name is not stored";
+  }
 }
 
 TEST(Record, every_flipped_byte_of_the_header_is_detected) {
@@ -116,9 +138,10 @@ TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
     std::uint32_t value;
   };
   const std::uint64_t padded = some_header().payload_bytes;
-  for (const Case& wrong : {Case{108, 2}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0},
-                            Case{656, 0}, Case{656, 12289}, Case{656, static_cast<std::uint32_t>(padded)},
-                            Case{112, static_cast<std::uint32_t>(padded)}, Case{728, 1}, Case{4084, 1}}) {
+  for (const Case& wrong :
+       {Case{108, 2}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0}, Case{656, 12289},
+        Case{656, static_cast<std::uint32_t>(padded)}, Case{112, static_cast<std::uint32_t>(padded)},
+        Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1}, Case{792, 1}, Case{4084, 1}}) {
     encode_header(some_header(), page.span());
     std::memcpy(page.data() + wrong.at, &wrong.value, sizeof(wrong.value));
     const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);

@@ -48,11 +48,12 @@ TEST(NameDigestTest, the_digest_depends_on_key_master_key_and_namespace) {
 
 class EncryptedKeyTierTest : public ::testing::Test {
  protected:
-  std::unique_ptr<Tier> open(std::initializer_list<int> keys) {
+  std::unique_ptr<Tier> open(std::initializer_list<int> keys) { return open(keys_of(keys)); }
+  std::unique_ptr<Tier> open(std::shared_ptr<const EncryptionKeys> keys) {
     ThreadPoolTierOptions options;
     options.name = "tier";
     options.clock = &clock_;
-    options.form.keys = keys_of(keys);
+    options.form.keys = std::move(keys);
     return with_encrypted_keys(
         make_thread_pool_tier(std::make_unique<MemoryStore>(server_, space_, 64, false, options.form),
                               options),
@@ -108,6 +109,41 @@ TEST_F(EncryptedKeyTierTest, a_record_under_two_keys_is_lost_when_both_are_missi
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
   ASSERT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
   EXPECT_EQ(user.removals.front().key, key_of(1));
+}
+
+TEST_F(EncryptedKeyTierTest, each_tenant_with_a_key_has_its_records_encrypted_with_it) {
+  const auto keys = keys_of({1}, {2, 0, 3});
+  {
+    TierDriver user(open(keys));
+    for (std::uint32_t tenant = 0; tenant < 4; ++tenant) {
+      user.tenant = static_cast<TenantId>(tenant);
+      ASSERT_TRUE(user.write(tenant));
+    }
+    for (std::uint32_t tenant = 0; tenant < 4; ++tenant) {
+      user.tenant = static_cast<TenantId>(3 - tenant);  // a server has all keys
+      EXPECT_TRUE(user.has(tenant));
+      EXPECT_TRUE(user.read(tenant)) << tenant;
+    }
+  }
+  const auto found = [&](std::initializer_list<int> with) {
+    TierDriver user(open(with));
+    std::vector<std::uint32_t> numbers;
+    for (std::uint32_t tenant = 0; tenant < 4; ++tenant) {
+      if (user.has(tenant) && user.read(tenant)) numbers.push_back(tenant);
+    }
+    return numbers;
+  };
+  using Numbers = std::vector<std::uint32_t>;
+  EXPECT_EQ(found({1}), (Numbers{0, 2})) << "tenant 2 has no key of its own";
+  EXPECT_EQ(found({2}), (Numbers{1}));
+  EXPECT_EQ(found({3}), (Numbers{3}));
+}
+
+TEST_F(EncryptedKeyTierTest, a_record_is_present_for_every_tenant_whatever_key_encrypts_it) {
+  TierDriver user(open(keys_of({1}, {2, 3})));
+  user.tenant = 1;
+  ASSERT_TRUE(user.write(7));
+  EXPECT_EQ(user.tier().contains(key_of(7)), Presence::kPresent) << "whatever tenant asks";
 }
 
 // Records the ops below the name layer, including the digest of the parent chunk.

@@ -19,6 +19,19 @@ inline std::shared_ptr<const EncryptionKeys> keys_of(std::initializer_list<int> 
   return std::make_shared<const EncryptionKeys>(masters);
 }
 
+// The same, with one key for each of the tenants 1, 2, ...; 0: none.
+inline std::shared_ptr<const EncryptionKeys> keys_of(std::initializer_list<int> numbers,
+                                                     std::initializer_list<int> of_tenants) {
+  std::vector<EncryptionKeys::Master> masters;
+  for (const int number : numbers) masters.emplace_back().fill(static_cast<std::uint8_t>(number));
+  std::vector<std::vector<EncryptionKeys::Master>> own(1);
+  for (const int number : of_tenants) {
+    own.emplace_back();
+    if (number != 0) own.back().emplace_back().fill(static_cast<std::uint8_t>(number));
+  }
+  return std::make_shared<const EncryptionKeys>(masters, own);
+}
+
 // Tests name records by plain keys; the medium stores them under digests.
 class EncryptedMedium final : public Medium {
  public:

@@ -88,6 +88,7 @@ class TierDriver {
     op.kind = kind;
     op.key = key_of(number);
     op.deadline = deadline;
+    op.entry_info.tenant = tenant;
     auto row = std::make_unique<Row>(sizes);
     if (kind == OpKind::kWrite) row->fill(content_of(number));
     op.shards = row->shards();
@@ -167,6 +168,7 @@ class TierDriver {
     return count;
   }
   std::vector<TierRemoval> removals;
+  TenantId tenant = 0;        // of the next ops
   std::uint32_t weights = 0;  // other weights give other bytes under the same key
 
  private:
