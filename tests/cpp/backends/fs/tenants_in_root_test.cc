@@ -13,7 +13,6 @@
 #include "backends/fs/record_file.h"
 #include "backends/fs/store.h"
 #include "fixture.h"
-#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
