@@ -85,11 +85,17 @@ class HostChunks {
   }
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
-  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago.
+  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago, of which one call
+  // visits LentRows::kRowsPerPoll at most.
   void return_borrowed(bool all);
   // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
   // then.
   bool is_used_by_neighbour(Slot slot);
+  // True if a neighbour reads the chunk now: its eviction would free no row.
+  bool is_read_by_neighbour(Slot slot) const {
+    const RowId row = at(slot).row;
+    return lent_ && is_own(row) && lent_->is_read(row);
+  }
   void poll_neighbours(Nanos now);
   bool is_shared() const { return lent_.has_value(); }
   std::size_t neighbours() const { return neighbours_ ? neighbours_->size() : 0; }
@@ -275,7 +281,8 @@ class HostChunks {
     double at;  // seconds
   };
   std::vector<Borrowed> borrowed_;
-  std::vector<Slot> read_by_neighbours_;  // own chunks, each pinned once for that reason
+  std::vector<Slot> read_by_neighbours_;           // own chunks, each pinned once for that reason
+  std::size_t next_borrowed_ = 0, next_read_ = 0;  // the next ones to visit
   OnRemoved on_removed_;
   std::size_t taken_over_ = 0;
   double now_ = 0;

@@ -60,14 +60,14 @@ void Neighbours::run_thread() {
 }
 
 bool Neighbours::is_over() const {
-  return stopped_ && std::none_of(neighbours_.begin(), neighbours_.end(),
-                                  [](const Neighbour& one) { return one.region != nullptr; });
+  return stopped_ && found_.empty() &&
+         std::none_of(neighbours_.begin(), neighbours_.end(),
+                      [](const Neighbour& one) { return one.region != nullptr; });
 }
 
 void Neighbours::check() {
   search();
-  find_ended();
-  leave_ended();
+  leave_ended(find_ended());
 }
 
 void Neighbours::search() {
@@ -95,8 +95,17 @@ void Neighbours::search() {
   }
 }
 
-// Without the lock, because is_alive() makes system calls. Only leave_ended() destroys regions of slots.
-void Neighbours::find_ended() {
+// Without the lock, because is_alive() makes system calls. Only leave_ended() destroys regions.
+std::vector<const NeighbourRegion*> Neighbours::find_ended() {
+  std::vector<NeighbourRegion*> found;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& region : found_) found.push_back(region.get());
+  }
+  std::vector<const NeighbourRegion*> ended_found;
+  for (NeighbourRegion* region : found) {
+    if (!region->is_alive()) ended_found.push_back(region);
+  }
   const std::size_t slots = region_.neighbour_slots();
   for (std::size_t slot = 0; slot < slots; ++slot) {
     NeighbourRegion* region = nullptr;
@@ -108,9 +117,10 @@ void Neighbours::find_ended() {
     MutexLock lock(mutex_);
     neighbours_[slot].has_ended = true;
   }
+  return ended_found;
 }
 
-void Neighbours::leave_ended() {
+void Neighbours::leave_ended(const std::vector<const NeighbourRegion*>& ended_found) {
   std::vector<std::unique_ptr<NeighbourRegion>> ended;  // unmapped after the lock is released
   MutexLock lock(mutex_);
   ended.reserve(neighbours_.size() + found_.size());
@@ -138,7 +148,7 @@ void Neighbours::leave_ended() {
     neighbour = {};
   }
   for (auto& region : found_) {
-    if (!stopped_ && region->is_alive()) continue;
+    if (!stopped_ && std::ranges::find(ended_found, region.get()) == ended_found.end()) continue;
     numbers_[region->number()].is_known = false;
     ended.push_back(std::move(region));
   }
@@ -236,10 +246,8 @@ unsigned Neighbours::number_of(RowId row) const {
 }
 
 void Neighbours::stop() {
-  std::vector<std::unique_ptr<NeighbourRegion>> found;  // unmapped after the lock is released
   MutexLock lock(mutex_);
   stopped_ = true;
-  found.swap(found_);
   wake_.notify_all();
 }
 

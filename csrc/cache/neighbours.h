@@ -93,8 +93,9 @@ class Neighbours {
   // What the thread does in each interval.
   void check();
   void search();
-  void find_ended();
-  void leave_ended();
+  // Returns the ended ones of those that were found and not taken in.
+  std::vector<const NeighbourRegion*> find_ended();
+  void leave_ended(const std::vector<const NeighbourRegion*>& ended_found);
   void take_in() REQUIRES(mutex_);
 
   HostRegion& region_;
@@ -112,7 +113,7 @@ class Neighbours {
   std::vector<Neighbour> neighbours_ GUARDED_BY(mutex_);  // by slot
   std::unordered_map<RowId, Hold> holds_ GUARDED_BY(mutex_);
   std::array<Number, 256> numbers_ GUARDED_BY(mutex_){};
-  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);  // not taken in yet
+  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);  // not taken in yet; like `region`
   std::vector<std::string> problems_ GUARDED_BY(mutex_);
   std::thread thread_;  // last member: stopped first
 };

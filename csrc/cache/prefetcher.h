@@ -3,7 +3,7 @@
 // next request need not wait for the tier.
 //
 // A prompt is read from its first chunk on, up to the first chunk of a full-attention group that no tier has:
-// a request uses no chunk after it, of any group. The reads begin before the expected return, early enough
+// a request uses no chunk after it, of any group. Chunks in a neighbour's memory are not read. The reads begin before the expected return, early enough
 // for the estimated speed of the tiers. When the engine runs out of requests, the prompts of the next
 // kIdleHorizon are read at once, because no step follows until a request arrives.
 //

@@ -142,14 +142,14 @@ void SharedRows::close() {
   std::launder(reinterpret_cast<Header*>(memory_))->open.store(0, std::memory_order_seq_cst);
 }
 
-void SharedRows::clear_pins(unsigned reader) {
-  for (std::uint32_t i = 0; i < layout_.capacity; ++i) clear_bit(at(i).pins, reader);
+std::uint64_t SharedRows::readers(std::uint32_t first, std::uint32_t count) const {
+  std::uint64_t all = 0;
+  for (std::uint32_t i = first; i < first + count; ++i) all |= at(i).pins.load(std::memory_order_relaxed);
+  return all & kReaderBits;
 }
 
-std::uint64_t SharedRows::readers() const {
-  std::uint64_t all = 0;
-  for (std::uint32_t i = 0; i < layout_.capacity; ++i) all |= at(i).pins.load(std::memory_order_relaxed);
-  return all & kReaderBits;
+void SharedRows::clear_pins(unsigned reader, std::uint32_t first, std::uint32_t count) {
+  for (std::uint32_t i = first; i < first + count; ++i) clear_bit(at(i).pins, reader);
 }
 
 // ---- readers

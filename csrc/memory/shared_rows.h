@@ -67,10 +67,13 @@ class SharedRows {
   // Withdraws all rows, in O(1), for good. Pins stay. A row needs withdraw() before it is reused all the
   // same.
   void close();
-  // Clears all pins of a reader. REQUIRES: it is dead, and no process takes its number meanwhile.
-  void clear_pins(unsigned reader);
-  // Bits of the readers that pin any row. O(rows).
-  std::uint64_t readers() const;
+  std::uint32_t capacity() const { return layout_.capacity; }
+  // Returns bits of the readers that pin any of the rows with the indices [first, first + count). REQUIRES,
+  // like clear_pins(): inside the capacity.
+  std::uint64_t readers(std::uint32_t first, std::uint32_t count) const;
+  // Clears the pins of a reader on these rows. REQUIRES: it is dead, and no process takes its number
+  // meanwhile.
+  void clear_pins(unsigned reader, std::uint32_t first, std::uint32_t count);
 
  private:
   friend class SharedRowsView;

@@ -118,9 +118,10 @@ TEST_F(SharedRowsTest, clearing_the_pins_of_one_reader_keeps_those_of_others) {
   ASSERT_TRUE(reader.pin(1, *reader.find(key("a"))));
   ASSERT_TRUE(reader.pin(2, *reader.find(key("a"))));
   ASSERT_TRUE(reader.pin(1, *reader.find(key("b"))));
-  EXPECT_EQ(rows.readers(), 0b110u);
-  rows.clear_pins(1);
-  EXPECT_EQ(rows.readers(), 0b100u);
+  const auto readers = [&] { return rows.readers(0, rows.capacity()); };
+  EXPECT_EQ(readers(), 0b110u);
+  rows.clear_pins(1, 0, rows.capacity());
+  EXPECT_EQ(readers(), 0b100u);
   EXPECT_TRUE(rows.withdraw(2));
   EXPECT_FALSE(rows.withdraw(0));
 }

@@ -53,10 +53,10 @@ class SharingEngine {
     return true;
   }
   void clear_dead_readers() {
-    const std::uint64_t readers = rows_->readers();
+    const std::uint64_t readers = rows_->readers(0, rows_->capacity());
     for (unsigned reader = 0; reader < kMostReaders; ++reader) {
       if ((readers >> reader & 1) != 0)
-        scheduler->if_reader_is_dead(reader, [&] { rows_->clear_pins(reader); });
+        scheduler->if_reader_is_dead(reader, [&] { rows_->clear_pins(reader, 0, rows_->capacity()); });
     }
   }
 
