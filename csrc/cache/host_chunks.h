@@ -81,8 +81,13 @@ class HostChunks {
   const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
   // True if a neighbour has the chunk; its owner then counts a use.
   bool use_neighbours(const ChunkKey& key, std::uint32_t group) {
-    return neighbours_ && neighbours_->use(key, group);
+    const Neighbours::Wanted wanted{&key, group};
+    return neighbours_ && neighbours_->use({&wanted, 1}) != 0;
   }
+  // Returns a bit for each of these keys, of kMostWanted at most: it is absent here, and a neighbour has it.
+  // REQUIRES: valid keys.
+  std::uint64_t use_neighbours(std::span<const ChunkKey> keys);
+  static constexpr std::size_t kMostWanted = Neighbours::kMostWanted;
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
   // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago, of which one call
@@ -117,8 +122,14 @@ class HostChunks {
   // Prefetch hints. The chunk will soon be looked up (by key), become resident or be used (by slot), be
   // evicted.
   void prefetch(const ChunkKey& key) const { index_.prefetch(key); }
-  void prefetch(Slot slot) const { index_.prefetch(slot); }
-  void prefetch_eviction(Slot slot) const { index_.prefetch_erase(slot); }
+  void prefetch(Slot slot) const {
+    index_.prefetch(slot);
+    prefetch_lent(slot);
+  }
+  void prefetch_eviction(Slot slot) const {
+    index_.prefetch_erase(slot);
+    prefetch_lent(slot);
+  }
 
   // ---- rows
   // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it. Drops some
@@ -252,6 +263,9 @@ class HostChunks {
   std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
+  void prefetch_lent(Slot slot) const {
+    if (lent_ && is_own(at(slot).row)) lent_->prefetch(at(slot).row, at(slot).key);
+  }
   bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
   void free_or_lend(RowId row);
   void drop_borrowed(Slot slot);

@@ -170,6 +170,31 @@ TEST_F(SharedMemory, a_chunk_that_a_neighbour_has_is_not_stored_again) {
   EXPECT_EQ(load(*a, {"x", "y"}), 2u);
 }
 
+TEST_F(SharedMemory, of_many_chunks_those_that_a_neighbour_has_are_not_stored) {
+  constexpr int kCount = 3 * HostChunks::kMostWanted + 5;
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) one.rows = 2 * kCount;
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  const Names all = numbered("k", kCount);
+  Names at_a, at_b, new_ones;
+  for (int i = 0; i < kCount; ++i) (i % 7 == 0 ? at_b : i % 3 == 0 ? at_a : new_ones).push_back(all[i]);
+  store(b, at_b);
+  store(a, at_a);
+  EXPECT_EQ(store(b, all), new_ones);
+  EXPECT_EQ(load(b, all), all.size());
+}
+
+TEST_F(SharedMemory, chunks_of_each_neighbour_are_found) {
+  const auto a = engine(), b = engine(), c = engine(), d = engine();
+  meet({a.get(), b.get(), c.get(), d.get()});
+  store(*b, {"b"});
+  store(*c, {"c"});
+  store(*d, {"d"});
+  for (const char* name : {"b", "c", "d"}) EXPECT_EQ(load(*a, {name}), 1u);
+  EXPECT_THAT(store(*a, {"b", "c", "d", "new"}), ElementsAre("new"));
+}
+
 TEST_F(SharedMemory, a_store_that_a_neighbours_chunk_prevents_is_a_use_of_it) {
   const auto a = engine(), b = engine();
   meet({a.get(), b.get()});

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 
@@ -68,6 +69,15 @@ TEST_F(SharedRowsTest, rows_that_change_their_keys_stay_findable) {
       ASSERT_EQ(is_published && view().find(key(names[other])).has_value(), is_published) << round;
     }
   }
+}
+
+TEST_F(SharedRowsTest, filters_are_empty_when_no_row_is_published) {
+  SharedRows rows = open();
+  for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+  for (RowId i = 0; i < kRows; ++i) EXPECT_TRUE(rows.withdraw(2 * i));
+  const auto buckets =
+      memory_.subspan(layout_.buckets_offset, layout_.entries_offset - layout_.buckets_offset);
+  EXPECT_TRUE(std::ranges::all_of(buckets, [](std::byte one) { return one == std::byte{0}; }));
 }
 
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
@@ -192,7 +202,11 @@ TEST_F(SharedRowsTest, a_chain_that_is_a_ring_ends) {
   for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
   for (std::uint32_t i = 0; i < kRows; ++i) {
     const std::uint32_t self = i + 1;  // each entry is its own successor
-    std::memcpy(memory_.data() + layout_.entries_offset + 72 * i + 64, &self, 4);
+    std::memcpy(memory_.data() + layout_.entries_offset + 80 * i + 8, &self, 4);
+  }
+  for (std::uint32_t i = 0; i < layout_.buckets; ++i) {
+    const std::uint64_t chain = ~std::uint64_t{0} << 32 | (i % kRows + 1);  // a filter that passes all keys
+    std::memcpy(memory_.data() + layout_.buckets_offset + 8 * i, &chain, 8);
   }
   EXPECT_FALSE(view().find(key("other")));
 }
