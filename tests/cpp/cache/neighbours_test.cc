@@ -636,6 +636,20 @@ TEST_F(SharedMemory, an_engine_for_which_no_name_is_left_reads_its_neighbours_an
   EXPECT_EQ(load(*a, {"y"}), 0u);
 }
 
+TEST_F(SharedMemory, as_many_engines_as_there_are_names_are_found) {
+  const auto a = engine();
+  const auto name = [&](unsigned number) { return SharedFile::shared_path_of(directory_, "model", number); };
+  for (unsigned number = 1; number < kMostShared - 1; ++number)
+    std::filesystem::create_hard_link(name(0), name(number));
+  const auto b = engine();
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty());
+  EXPECT_TRUE(std::filesystem::exists(name(kMostShared - 1)));
+  for (unsigned number = 1; number < kMostShared - 1; ++number) std::filesystem::remove(name(number));
+  meet({a.get()});
+  store(*b, {"x"});
+  EXPECT_EQ(load(*a, {"x"}), 1u);
+}
+
 TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) {
   const auto a = engine(), b = engine();
   store(*a, {"x"});
