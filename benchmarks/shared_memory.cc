@@ -11,11 +11,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bench.h"
@@ -26,7 +28,7 @@ namespace {
 
 constexpr std::uint64_t kRowBytes = 64 << 10;
 constexpr std::uint64_t kRows = 8192;  // 512 MiB in each engine
-constexpr std::uint32_t kChunks = 2048;
+constexpr std::uint32_t kChunks = 4096;
 
 double thread_seconds() {
   timespec time{};
@@ -58,7 +60,7 @@ class Engine {
     cache.full_attention = {true};
     cache.load_policy = LoadPolicy::kAlways;
     if (shares) cache.share_identity = "bench";
-    cache.neighbour_interval = Nanos(0);
+    cache.neighbour_interval = std::chrono::milliseconds(100);  // in a thread, as in an engine
     cache_ =
         std::make_unique<TieredCache>(cache, region_, std::vector<std::unique_ptr<Tier>>(), metrics_, clock_);
   }
@@ -89,6 +91,16 @@ class Engine {
     const double seconds = (thread_seconds() - before) / kChunks;
     cache_->end_request(request);
     return seconds;
+  }
+  // CPU seconds of a request for a prompt of which no engine has a chunk: vLLM's scan ends at its first miss.
+  double scan_unseen(const std::vector<ChunkKey>& keys) {
+    const double before = thread_seconds();
+    for (const ChunkKey& key : keys) {
+      const RequestHandle request = cache_->begin_request("r", {});
+      if (cache_->lookup(request, key) != LookupResult::kMiss) std::abort();
+      cache_->end_request(request);
+    }
+    return (thread_seconds() - before) / kChunks;
   }
   // Seconds of the wall clock for a whole load: lookups, calls and the copy of all bytes to a cache.
   double load(const std::vector<ChunkKey>& keys, std::vector<std::byte>* to) {
@@ -133,16 +145,19 @@ void run(int engines, int rounds) {
     Engine alone(directory, false, 0);
     std::vector<std::unique_ptr<Engine>> shared;
     for (int i = 0; i < engines; ++i) shared.push_back(std::make_unique<Engine>(directory, true, i + 1));
-    for (int i = 0; i < 3; ++i) {
+    const auto have_met = [&](const auto& engine) {
+      return engine->neighbours() == static_cast<std::uint64_t>(engines) - 1;
+    };
+    while (!std::ranges::all_of(shared, have_met)) {
       for (auto& engine : shared) engine->step();
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
-    if (shared[0]->neighbours() != static_cast<std::uint64_t>(engines) - 1) std::abort();
     alone.touch();
     for (auto& engine : shared) engine->touch();
     Engine& own = *shared[0];
     Engine& last = *shared.back();
     std::vector<std::byte> cache(kChunks * kRowBytes);
-    std::vector<double> store[2], hit[2], miss[2], borrow[2], load[2];
+    std::vector<double> store[2], hit[2], miss[2], scan[2], borrow[2], load[2];
     for (int round = 0; round < rounds; ++round) {
       const std::uint64_t first = static_cast<std::uint64_t>(round) * 10 * kChunks;
       const auto mine = keys_from(first), theirs = keys_from(first + kChunks),
@@ -154,6 +169,8 @@ void run(int engines, int rounds) {
       hit[1].push_back(own.look_up(mine, LookupResult::kHit));
       miss[0].push_back(alone.look_up(nobodys, LookupResult::kMiss));
       miss[1].push_back(own.look_up(nobodys, LookupResult::kMiss));
+      scan[0].push_back(alone.scan_unseen(nobodys));
+      scan[1].push_back(own.scan_unseen(nobodys));
       borrow[0].push_back(alone.look_up(mine, LookupResult::kHit));
       borrow[1].push_back(own.look_up(theirs, LookupResult::kHit));
       load[0].push_back(own.load(mine, &cache));
@@ -165,6 +182,7 @@ void run(int engines, int rounds) {
     print("store of new chunks, per chunk", store[0], store[1], 1e-9, "ns");
     print("lookup of own chunks, per chunk", hit[0], hit[1], 1e-9, "ns");
     print("lookup of chunks that no engine has, per chunk", miss[0], miss[1], 1e-9, "ns");
+    print("request for an unseen prompt, per request", scan[0], scan[1], 1e-9, "ns");
     print("lookup of a neighbour's chunks vs. own", borrow[0], borrow[1], 1e-9, "ns");
     print("whole load from a neighbour vs. from own memory", load[0], load[1], 1e-3, "ms");
   }

@@ -43,7 +43,7 @@ def describe_cuda_copier(device: int = -1) -> str:
     """
 
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
-def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]: ...  # name, bytes, held
+def region_files(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]: ...  # name, bytes, held
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
 def measure_copy(total_bytes: int, threads: int) -> float:
     """Returns the bytes per second of the host copier between two buffers of ``total_bytes``."""

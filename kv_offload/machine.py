@@ -4,12 +4,16 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.registry import bounds_of
 
-KEPT_REGIONS = "/dev/shm/kv_offload-kept-*"  # the files of keep_host_memory
+SHM_DIRECTORY = "/dev/shm"
+# The names of the files of keep_host_memory and share_host_memory begin with these.
+_KEPT, _SHARED = "kv_offload-kept-", "kv_offload-shared-"
+KEPT_REGIONS = f"{SHM_DIRECTORY}/{_KEPT}*"
 
 Headroom = Callable[[str], tuple[int, str]]
 
@@ -47,19 +51,38 @@ def check_machine(
 
 
 def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """Returns (bytes available to a start, what limits them). Counts kept regions that no server holds as
-    free."""
+    """Returns (bytes available to a start, what limits them). Counts regions that no server holds as free,
+    because a start frees them."""
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)
-    return available + sum(kept_memory(shm_directory)), limited_by
+    left = sum(region.bytes for region in regions(shm_directory) if not region.is_held)
+    return available + left, limited_by
 
 
-def kept_memory(shm_directory: str = "/dev/shm") -> list[int]:
-    """Returns the size of each region that a stopped server kept for the next (``keep_host_memory``)."""
+class Region(NamedTuple):
+    """A file of host memory in ``/dev/shm`` that belongs to this user."""
+
+    name: str
+    bytes: int  # allocated
+    is_held: bool  # a process has it mapped
+
+    @property
+    def is_kept(self) -> bool:
+        """True if ``keep_host_memory`` made it. Otherwise a region that no process holds is a leftover."""
+        return self.name.startswith(_KEPT)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if ``share_host_memory`` made it."""
+        return self.name.startswith(_SHARED)
+
+
+def regions(shm_directory: str = SHM_DIRECTORY) -> list[Region]:
+    """Returns the regions that have a name: kept and shared ones, and those of servers that start."""
     from kv_offload import _core
 
-    return [taken for _, taken, is_held in _core.kept_regions(shm_directory) if not is_held]
+    return [Region(*each) for each in _core.region_files(shm_directory)]
 
 
 def gpus(devices: str = "/dev") -> list[str]:

@@ -132,10 +132,10 @@ void bind_region(py::module_& module) {
       },
       py::arg("shm_directory") = "/dev/shm");
   module.def(
-      "kept_regions",
+      "region_files",
       [](const std::string& shm_directory) {
         py::list found;
-        for (KeptRegion& region : kept_regions(shm_directory)) {
+        for (RegionFile& region : region_files(shm_directory)) {
           found.append(py::make_tuple(std::move(region.name), region.bytes, region.is_held));
         }
         return found;

@@ -2,8 +2,11 @@
 #include "cache/host_chunks.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 
 #include "base/make_room.h"
+#include "base/steps.h"
 #include "base/xxh3.h"
 
 namespace kv_offload {
@@ -31,6 +34,22 @@ std::shared_ptr<TenantShares> shares_of(std::span<const TenantOptions> tenants, 
 std::unique_ptr<EvictionPolicy> policy_of(const std::string& name,
                                           const std::shared_ptr<TenantShares>& shares) {
   return shares ? make_tenant_policy(name, shares) : make_eviction_policy(name);
+}
+
+// Visits at most `most` items, from *next on, and removes those for which remove(item) returns true.
+template <typename Item, typename Remove>
+void remove_some(std::vector<Item>& items, std::size_t* next, std::size_t most, const Remove& remove) {
+  for (std::size_t left = std::min(most, items.size()); left > 0; --left) {
+    count_steps(1);
+    if (*next >= items.size()) *next = 0;
+    Item& item = items[*next];
+    if (remove(item)) {
+      item = items.back();
+      items.pop_back();
+    } else {
+      ++*next;
+    }
+  }
 }
 
 // Identifies a tenant for the next engine, whose settings may number the tenants differently. Tenant 0 and
@@ -119,9 +138,29 @@ const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {
   return &index_.at(*slot);
 }
 
+std::uint64_t HostChunks::use_neighbours(std::span<const ChunkKey> keys) {
+  if (!neighbours_) return 0;
+  std::array<Neighbours::Wanted, kMostWanted> wanted;
+  std::array<std::uint8_t, kMostWanted> place{};  // of each of them in `keys`
+  std::size_t count = 0;
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) index_.prefetch(key);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    group = groups_.require_position(keys[i], group);
+    if (index_.find(keys[i]) != nullptr) continue;
+    place[count] = static_cast<std::uint8_t>(i);
+    wanted[count++] = {&keys[i], group};
+  }
+  std::uint64_t all = 0;
+  for (std::uint64_t found = neighbours_->use({wanted.data(), count}); found != 0; found &= found - 1)
+    all |= std::uint64_t{1} << place[static_cast<std::size_t>(std::countr_zero(found))];
+  return all;
+}
+
 void HostChunks::return_borrowed(bool all) {
   constexpr double kMoment = 0.1;  // a request that is looked up in each step borrows its chunks less often
-  std::erase_if(borrowed_, [&](const Borrowed& one) {
+  const std::size_t most = all ? borrowed_.size() : LentRows::kRowsPerPoll;
+  remove_some(borrowed_, &next_borrowed_, most, [&](const Borrowed& one) {
     if (index_.at(one.slot).pins > 1 || (!all && now_ - one.at < kMoment)) return false;
     drop_borrowed(one.slot);
     return true;
@@ -154,7 +193,7 @@ void HostChunks::poll_neighbours(Nanos now) {
   if (!lent_) return;
   neighbours_->poll();
   lent_->poll(to_seconds(now), !read_by_neighbours_.empty(), [&](RowId row) { quarantine_.release(row); });
-  std::erase_if(read_by_neighbours_, [&](Slot slot) {
+  remove_some(read_by_neighbours_, &next_read_, LentRows::kRowsPerPoll, [&](Slot slot) {
     if (lent_->is_read(index_.at(slot).row)) return false;
     index_.unpin(slot);
     return true;

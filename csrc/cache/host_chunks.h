@@ -81,15 +81,26 @@ class HostChunks {
   const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
   // True if a neighbour has the chunk; its owner then counts a use.
   bool use_neighbours(const ChunkKey& key, std::uint32_t group) {
-    return neighbours_ && neighbours_->use(key, group);
+    const Neighbours::Wanted wanted{&key, group};
+    return neighbours_ && neighbours_->use({&wanted, 1}) != 0;
   }
+  // Returns a bit for each of these keys, of kMostWanted at most: it is absent here, and a neighbour has it.
+  // REQUIRES: valid keys.
+  std::uint64_t use_neighbours(std::span<const ChunkKey> keys);
+  static constexpr std::size_t kMostWanted = Neighbours::kMostWanted;
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
-  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago.
+  // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago, of which one call
+  // visits LentRows::kRowsPerPoll at most.
   void return_borrowed(bool all);
   // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
   // then.
   bool is_used_by_neighbour(Slot slot);
+  // True if a neighbour reads the chunk now: its eviction would free no row.
+  bool is_read_by_neighbour(Slot slot) const {
+    const RowId row = at(slot).row;
+    return lent_ && is_own(row) && lent_->is_read(row);
+  }
   void poll_neighbours(Nanos now);
   bool is_shared() const { return lent_.has_value(); }
   std::size_t neighbours() const { return neighbours_ ? neighbours_->size() : 0; }
@@ -111,8 +122,14 @@ class HostChunks {
   // Prefetch hints. The chunk will soon be looked up (by key), become resident or be used (by slot), be
   // evicted.
   void prefetch(const ChunkKey& key) const { index_.prefetch(key); }
-  void prefetch(Slot slot) const { index_.prefetch(slot); }
-  void prefetch_eviction(Slot slot) const { index_.prefetch_erase(slot); }
+  void prefetch(Slot slot) const {
+    index_.prefetch(slot);
+    prefetch_lent(slot);
+  }
+  void prefetch_eviction(Slot slot) const {
+    index_.prefetch_erase(slot);
+    prefetch_lent(slot);
+  }
 
   // ---- rows
   // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it. Drops some
@@ -246,6 +263,9 @@ class HostChunks {
   std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
+  void prefetch_lent(Slot slot) const {
+    if (lent_ && is_own(at(slot).row)) lent_->prefetch(at(slot).row, at(slot).key);
+  }
   bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
   void free_or_lend(RowId row);
   void drop_borrowed(Slot slot);
@@ -275,7 +295,8 @@ class HostChunks {
     double at;  // seconds
   };
   std::vector<Borrowed> borrowed_;
-  std::vector<Slot> read_by_neighbours_;  // own chunks, each pinned once for that reason
+  std::vector<Slot> read_by_neighbours_;           // own chunks, each pinned once for that reason
+  std::size_t next_borrowed_ = 0, next_read_ = 0;  // the next ones to visit
   OnRemoved on_removed_;
   std::size_t taken_over_ = 0;
   double now_ = 0;

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cache/lent_rows.h"
 
+#include <algorithm>
+
 #include "base/status.h"
+#include "base/steps.h"
 
 namespace kv_offload {
 namespace {
@@ -35,11 +38,12 @@ bool LentRows::withdraw(RowId row) {
 
 void LentRows::poll(double now, bool is_waiting, const std::function<void(RowId)>& free) {
   if (waiting_ == 0 && !is_waiting) return;
-  if (now - cleared_at_ >= kClearSeconds) {
-    cleared_at_ = now;
-    clear_dead_readers();
-  }
-  for (std::size_t i = withdrawn_.first(); i != BitTree::kNone; i = withdrawn_.first(i + 1)) {
+  clear_dead_readers(now);
+  for (std::size_t left = std::min(waiting_, kRowsPerPoll); left > 0; --left) {
+    count_steps(1);
+    std::size_t i = withdrawn_.first(next_withdrawn_);
+    if (i == BitTree::kNone) i = withdrawn_.first();
+    next_withdrawn_ = i + 1;
     if (rows_.is_pinned(withdrawn_row_[i])) continue;
     withdrawn_.erase(i);
     --waiting_;
@@ -47,11 +51,22 @@ void LentRows::poll(double now, bool is_waiting, const std::function<void(RowId)
   }
 }
 
-void LentRows::clear_dead_readers() {
-  const std::uint64_t readers = rows_.readers();
-  for (unsigned reader = 0; reader < kMostReaders; ++reader) {
-    if ((readers >> reader & 1) != 0) region_.if_reader_is_dead(reader, [&] { rows_.clear_pins(reader); });
+void LentRows::clear_dead_readers(double now) {
+  if (next_pins_ == 0) {
+    if (now - began_at_ < kClearSeconds) return;
+    began_at_ = now;
+    alive_ = 0;
   }
+  const std::uint32_t first = next_pins_, count = std::min(kPinsPerPoll, rows_.capacity() - first);
+  count_steps(count);
+  const std::uint64_t readers = rows_.readers(first, count) & ~alive_;
+  for (unsigned reader = 0; reader < kMostReaders; ++reader) {
+    if ((readers >> reader & 1) == 0) continue;
+    // A new process may take the number between two calls, so each call asks again.
+    if (!region_.if_reader_is_dead(reader, [&] { rows_.clear_pins(reader, first, count); }))
+      alive_ |= std::uint64_t{1} << reader;
+  }
+  next_pins_ = first + count == rows_.capacity() ? 0 : first + count;
 }
 
 void LentRows::close() {

@@ -2,7 +2,8 @@
 // LentRows: the own rows that neighbours may read, and those that may not be reused yet because a neighbour
 // reads them.
 //
-// No call allocates memory, except for the constructor.
+// No call allocates memory, except for the constructor. The cost of a call does not depend on the number of
+// rows: poll() continues where the last one stopped.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -25,6 +26,8 @@ class LentRows {
   // ResourceError (no memory). The region must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
 
+  // A call for this row follows soon.
+  void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }
   // The row's bytes are complete.
   void publish(const SharedRows::Row& row) { rows_.publish(row); }
   // Call before a row is reused. False: a neighbour reads it; poll() reports when it does not any more.
@@ -32,16 +35,19 @@ class LentRows {
   bool is_read(RowId row) const { return rows_.is_pinned(row); }
   // True if a neighbour has used the row since the last call.
   bool take_use(RowId row) { return rows_.take_use(row); }
-  // Calls free(row) for each withdrawn row that no neighbour reads any more. Clears the pins of dead
-  // neighbours once a second, if any row is waiting for a neighbour (`is_waiting`, or a withdrawn one).
+  // Visits at most kRowsPerPoll withdrawn rows, and calls free(row) for those that no neighbour reads any
+  // more. While any row waits for a neighbour (`is_waiting`, or a withdrawn one), clears the pins of dead
+  // neighbours, of kPinsPerPoll rows at most; a pass over all rows begins at most once a second.
   void poll(double now, bool is_waiting, const std::function<void(RowId)>& free);
+  static constexpr std::size_t kRowsPerPoll = 256;
+  static constexpr std::uint32_t kPinsPerPoll = 4096;
   // Nothing is served any more: the weights may have changed. Withdrawn rows stay so.
   void close();
   std::size_t waiting() const { return waiting_; }
   const std::string& problem() const { return problem_; }
 
  private:
-  void clear_dead_readers();
+  void clear_dead_readers(double now);
 
   HostRegion& region_;
   const RowId row_pages_;
@@ -49,7 +55,11 @@ class LentRows {
   BitTree withdrawn_;                 // by index of the row
   std::vector<RowId> withdrawn_row_;  // where it starts
   std::size_t waiting_ = 0;
-  double cleared_at_ = 0;
+  std::size_t next_withdrawn_ = 0;  // the next one to visit, or a number before it
+  // ---- of the pass that clears pins
+  double began_at_ = 0;
+  std::uint32_t next_pins_ = 0;
+  std::uint64_t alive_ = 0;  // readers that were found alive
   bool closed_ = false;
   std::string problem_;
 };

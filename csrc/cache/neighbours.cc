@@ -60,14 +60,14 @@ void Neighbours::run_thread() {
 }
 
 bool Neighbours::is_over() const {
-  return stopped_ && std::none_of(neighbours_.begin(), neighbours_.end(),
-                                  [](const Neighbour& one) { return one.region != nullptr; });
+  return stopped_ && found_.empty() &&
+         std::none_of(neighbours_.begin(), neighbours_.end(),
+                      [](const Neighbour& one) { return one.region != nullptr; });
 }
 
 void Neighbours::check() {
   search();
-  find_ended();
-  leave_ended();
+  leave_ended(find_ended());
 }
 
 void Neighbours::search() {
@@ -95,8 +95,17 @@ void Neighbours::search() {
   }
 }
 
-// Without the lock, because is_alive() makes system calls. Only leave_ended() destroys regions of slots.
-void Neighbours::find_ended() {
+// Without the lock, because is_alive() makes system calls. Only leave_ended() destroys regions.
+std::vector<const NeighbourRegion*> Neighbours::find_ended() {
+  std::vector<NeighbourRegion*> found;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& region : found_) found.push_back(region.get());
+  }
+  std::vector<const NeighbourRegion*> ended_found;
+  for (NeighbourRegion* region : found) {
+    if (!region->is_alive()) ended_found.push_back(region);
+  }
   const std::size_t slots = region_.neighbour_slots();
   for (std::size_t slot = 0; slot < slots; ++slot) {
     NeighbourRegion* region = nullptr;
@@ -108,9 +117,10 @@ void Neighbours::find_ended() {
     MutexLock lock(mutex_);
     neighbours_[slot].has_ended = true;
   }
+  return ended_found;
 }
 
-void Neighbours::leave_ended() {
+void Neighbours::leave_ended(const std::vector<const NeighbourRegion*>& ended_found) {
   std::vector<std::unique_ptr<NeighbourRegion>> ended;  // unmapped after the lock is released
   MutexLock lock(mutex_);
   ended.reserve(neighbours_.size() + found_.size());
@@ -137,8 +147,9 @@ void Neighbours::leave_ended() {
     ended.push_back(std::move(neighbour.region));
     neighbour = {};
   }
+  while (used_slots_ > 0 && !neighbours_[used_slots_ - 1].region) --used_slots_;
   for (auto& region : found_) {
-    if (!stopped_ && region->is_alive()) continue;
+    if (!stopped_ && std::ranges::find(ended_found, region.get()) == ended_found.end()) continue;
     numbers_[region->number()].is_known = false;
     ended.push_back(std::move(region));
   }
@@ -153,6 +164,7 @@ void Neighbours::take_in() {
     if (slot == neighbours_.size()) return;  // all are in use: later
     neighbours_[slot].region = std::move(found_.back());
     found_.pop_back();
+    used_slots_ = std::max<std::size_t>(used_slots_, slot + 1);
     region_.request_neighbour(slot, neighbours_[slot].region->area());
   }
 }
@@ -161,7 +173,7 @@ void Neighbours::poll() {
   if (interval_ == Nanos(0)) check();
   MutexLock lock(mutex_);
   if (!stopped_) take_in();
-  for (std::uint32_t slot = 0; slot < neighbours_.size(); ++slot) {
+  for (std::uint32_t slot = 0; slot < used_slots_; ++slot) {
     Neighbour& neighbour = neighbours_[slot];
     if (!neighbour.region) continue;
     neighbour.is_mapped = region_.has_mapped(slot);
@@ -179,22 +191,30 @@ std::optional<SharedRowsView::Found> Neighbours::find_in(const Neighbour& neighb
   return found;
 }
 
-bool Neighbours::use(const ChunkKey& key, std::uint32_t group) {
+std::uint64_t Neighbours::use(std::span<const Wanted> wanted) {
   MutexLock lock(mutex_);
-  if (stopped_) return false;
-  for (const Neighbour& neighbour : neighbours_) {
-    const auto found = find_in(neighbour, key, group);
-    if (!found) continue;
-    neighbour.region->mark_used(found->row);
-    return true;
+  if (stopped_) return 0;
+  for (const Neighbour& neighbour : used()) {
+    if (!neighbour.region) continue;
+    for (const Wanted& one : wanted) neighbour.region->prefetch(*one.key);
   }
-  return false;
+  std::uint64_t found_ones = 0;
+  for (const Neighbour& neighbour : used()) {
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      if ((found_ones >> i & 1) != 0) continue;
+      const auto found = find_in(neighbour, *wanted[i].key, wanted[i].group);
+      if (!found) continue;
+      neighbour.region->mark_used(found->row);
+      found_ones |= std::uint64_t{1} << i;
+    }
+  }
+  return found_ones;
 }
 
 std::optional<Neighbours::Borrowed> Neighbours::borrow(const ChunkKey& key, std::uint32_t group) {
   MutexLock lock(mutex_);
   if (stopped_) return std::nullopt;
-  for (std::uint32_t slot = 0; slot < neighbours_.size(); ++slot) {
+  for (std::uint32_t slot = 0; slot < used_slots_; ++slot) {
     Neighbour& neighbour = neighbours_[slot];
     const auto found = find_in(neighbour, key, group);
     if (!found) continue;
@@ -236,10 +256,8 @@ unsigned Neighbours::number_of(RowId row) const {
 }
 
 void Neighbours::stop() {
-  std::vector<std::unique_ptr<NeighbourRegion>> found;  // unmapped after the lock is released
   MutexLock lock(mutex_);
   stopped_ = true;
-  found.swap(found_);
   wake_.notify_all();
 }
 

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -48,8 +49,14 @@ class Neighbours {
   // Pins the row of a neighbour that has this chunk, with one hold. Throws std::bad_alloc; nothing is held
   // then.
   std::optional<Borrowed> borrow(const ChunkKey& key, std::uint32_t group);
-  // True if a neighbour has the chunk now. Its owner's eviction then counts a use.
-  bool use(const ChunkKey& key, std::uint32_t group);
+  struct Wanted {
+    const ChunkKey* key;
+    std::uint32_t group;
+  };
+  // Returns a bit for each of these chunks: whether a neighbour has it now. Its owner's eviction then counts
+  // a use. REQUIRES: at most kMostWanted chunks.
+  std::uint64_t use(std::span<const Wanted> wanted);
+  static constexpr std::size_t kMostWanted = 64;
   // Adds a hold, ends one. The last one unpins the row. REQUIRES: the row is held.
   void hold(RowId row) noexcept;
   void release(RowId row) noexcept;
@@ -93,8 +100,9 @@ class Neighbours {
   // What the thread does in each interval.
   void check();
   void search();
-  void find_ended();
-  void leave_ended();
+  // Returns the ended ones of those that were found and not taken in.
+  std::vector<const NeighbourRegion*> find_ended();
+  void leave_ended(const std::vector<const NeighbourRegion*>& ended_found);
   void take_in() REQUIRES(mutex_);
 
   HostRegion& region_;
@@ -109,10 +117,13 @@ class Neighbours {
   CondVar wake_;
   bool closing_ GUARDED_BY(mutex_) = false;
   bool stopped_ GUARDED_BY(mutex_) = false;
+  // The slots in use and those before them; a call then visits no others.
+  std::span<Neighbour> used() REQUIRES(mutex_) { return {neighbours_.data(), used_slots_}; }
   std::vector<Neighbour> neighbours_ GUARDED_BY(mutex_);  // by slot
+  std::size_t used_slots_ GUARDED_BY(mutex_) = 0;
   std::unordered_map<RowId, Hold> holds_ GUARDED_BY(mutex_);
   std::array<Number, 256> numbers_ GUARDED_BY(mutex_){};
-  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);  // not taken in yet
+  std::vector<std::unique_ptr<NeighbourRegion>> found_ GUARDED_BY(mutex_);  // not taken in yet; like `region`
   std::vector<std::string> problems_ GUARDED_BY(mutex_);
   std::thread thread_;  // last member: stopped first
 };

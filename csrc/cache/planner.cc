@@ -134,6 +134,7 @@ class Planner::Tail {
       hits_.pop_back();
       const ChunkEntry& entry = context_.chunks.at(slot);
       if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // in use by another request
+      if (context_.chunks.is_read_by_neighbour(slot)) continue;
       evicted_.push_back(slot);
       // Unpin only now: an unpinned chunk could be evicted for a candidate while a later chunk remains.
       context_.chunks.unpin(slot);

@@ -254,6 +254,7 @@ Prefetcher::Step Prefetcher::advance(Task& task, std::size_t* chunks, bool is_id
 
 Prefetcher::Step Prefetcher::fetch(Task& task, const Chunk& chunk, PlannedReads* reads) {
   if (with_.chunks.find(chunk.key) != nullptr) return Step::kNext;
+  if (with_.chunks.use_neighbours(chunk.key, chunk.group)) return Step::kNext;
   const ChunkGroups::Group& group = with_.groups[chunk.group];
   const int tier = tier_of(task, chunk);
   if (tier == kUnknownTier) return Step::kLater;

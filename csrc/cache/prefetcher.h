@@ -3,9 +3,10 @@
 // next request need not wait for the tier.
 //
 // A prompt is read from its first chunk on, up to the first chunk of a full-attention group that no tier has:
-// a request uses no chunk after it, of any group. The reads begin before the expected return, early enough
-// for the estimated speed of the tiers. When the engine runs out of requests, the prompts of the next
-// kIdleHorizon are read at once, because no step follows until a request arrives.
+// a request uses no chunk after it, of any group. Chunks in a neighbour's memory are not read. The reads
+// begin before the expected return, early enough for the estimated speed of the tiers. When the engine runs
+// out of requests, the prompts of the next kIdleHorizon are read at once, because no step follows until a
+// request arrives.
 //
 // Bounds, because hints may be wrong:
 // - A read takes a free row, or evicts a chunk that is expected later or of which nothing is expected. It

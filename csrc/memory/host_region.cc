@@ -621,6 +621,4 @@ std::vector<std::string> sweep_leftovers(const std::string& shm_directory) {
   return remove_unheld_files(shm_directory, Unheld::kLeftovers);
 }
 
-std::vector<KeptRegion> kept_regions(const std::string& shm_directory) { return kept_files(shm_directory); }
-
 }  // namespace kv_offload

@@ -202,14 +202,15 @@ class HostRegion {
 // Removes our shared memory objects that no process holds and that are not kept. Returns their names.
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
 
-// The kept regions (HostRegion::keep): their names, the memory they take, and whether a process has them
-// mapped.
-struct KeptRegion {
+// The shared memory objects of this user: their names, the memory they take, and whether a process has them
+// mapped. Those that no process has are kept regions (HostRegion::keep) or leftovers of engines that were
+// killed.
+struct RegionFile {
   std::string name;
   std::uint64_t bytes;
   bool is_held;
 };
-std::vector<KeptRegion> kept_regions(const std::string& shm_directory);
+std::vector<RegionFile> region_files(const std::string& shm_directory);
 
 // Bytes that may still be allocated: min(cgroup limit - usage, MemAvailable, free bytes of shm_directory),
 // and the name of the binding limit.

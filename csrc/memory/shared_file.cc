@@ -302,10 +302,10 @@ std::uint64_t memory_taken(int fd) {
   return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_blocks) * 512 : 0;
 }
 
-std::vector<KeptRegion> kept_files(const std::string& directory) {
-  std::vector<KeptRegion> found;
-  for_each_own_file(directory, [&](std::string_view name, const std::string&, int fd) {
-    if (!name.starts_with(kKeptNamePrefix) || !is_own_file(fd)) return;
+std::vector<RegionFile> region_files(const std::string& shm_directory) {
+  std::vector<RegionFile> found;
+  for_each_own_file(shm_directory, [&](std::string_view name, const std::string&, int fd) {
+    if (!is_own_file(fd)) return;
     const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
     found.push_back({std::string(name), memory_taken(fd), is_held});
   });

@@ -93,8 +93,6 @@ std::uint64_t file_size(int fd);
 std::uint64_t inode_of(int fd);
 std::uint64_t memory_taken(int fd);
 
-std::vector<KeptRegion> kept_files(const std::string& directory);
-
 // Removes our files in `directory` that no process holds: either the leftovers or the kept ones. Returns
 // their names.
 enum class Unheld : std::uint8_t { kLeftovers, kKept };

@@ -13,13 +13,23 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6B765F7368617231;  // "kv_shar1": includes the version
+constexpr std::uint64_t kMagic = 0x6B765F7368617232;  // "kv_shar2": includes the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
-constexpr std::uint64_t kEntryBytes = 72;
+constexpr std::uint64_t kEntryBytes = 80;
+constexpr std::uint64_t kBucketBytes = 8;
+// Of a bucket: the low half is the first link of the chain, the high half the filter.
+constexpr unsigned kFilterShift = 32;
+constexpr std::uint64_t kFilter = ~std::uint64_t{0} << kFilterShift;
 constexpr unsigned kMostSteps = 256;  // of a chain; with a bucket per row, chains of more than 8 are rare
 
 static_assert(sizeof(ChunkKey) % 8 == 0);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+// Returns the bit of a key in the filter of its bucket. The low bits of the hash choose the bucket.
+std::uint64_t filter_bit(std::uint64_t hash) {
+  constexpr unsigned kBitsOfNumber = 5;
+  return std::uint64_t{1} << (kFilterShift + (hash >> (64 - kBitsOfNumber)));
+}
 
 XXH128_hash_t digest_of(const SharedRowsLayout& layout, std::string_view identity) {
   const std::string all = fmt::format("{} {} {}", layout.area_bytes, layout.row_bytes, identity);
@@ -40,16 +50,19 @@ void clear_bit(std::atomic<std::uint64_t>& pins, unsigned reader) {
 struct SharedRows::Header {
   std::atomic<std::uint64_t> magic;
   XXH128_hash_t identity;
-  std::atomic<std::uint64_t> open;          // 1: readers may pin rows
-  std::atomic<std::uint64_t> last_version;  // continued by the next owner of the region
+  std::atomic<std::uint64_t> open;  // 1: readers may pin rows
+  // Continued by the next owner of the region. In a cache line of its own: readers poll `open`.
+  alignas(64) std::atomic<std::uint64_t> last_version;
 };
 
 struct SharedRows::Entry {
+  // A withdrawal and the way to a later entry of the chain need only these, in one cache line.
   Word version;
+  std::atomic<std::uint32_t> next;
+  std::uint32_t bucket;  // of the owner
   std::array<Word, kKeyWords> key;
   Word place;  // row, depth
-  std::atomic<std::uint32_t> next;
-  std::atomic<std::uint32_t> group;
+  Word group;
 };
 
 SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
@@ -59,7 +72,7 @@ SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t ro
   layout.capacity = static_cast<std::uint32_t>(area_bytes / row_bytes);
   layout.buckets = std::bit_ceil(std::max<std::uint32_t>(layout.capacity, 1));
   layout.buckets_offset = kPageBytes + round_up(layout.capacity * std::uint64_t{8}, kPageBytes);
-  layout.entries_offset = layout.buckets_offset + round_up(layout.buckets * std::uint64_t{4}, kPageBytes);
+  layout.entries_offset = layout.buckets_offset + round_up(layout.buckets * kBucketBytes, kPageBytes);
   layout.bytes = layout.entries_offset + round_up(layout.capacity * kEntryBytes, kPageBytes);
   return layout;
 }
@@ -90,9 +103,8 @@ SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
   return {entries[index].version, pins[index]};
 }
 
-std::atomic<std::uint32_t>& SharedRows::bucket_of(std::uint64_t hash) const {
-  auto* buckets =
-      std::launder(reinterpret_cast<std::atomic<std::uint32_t>*>(memory_ + layout_.buckets_offset));
+SharedRows::Word& SharedRows::bucket_of(std::uint64_t hash) const {
+  auto* buckets = std::launder(reinterpret_cast<Word*>(memory_ + layout_.buckets_offset));
   return buckets[hash & (layout_.buckets - 1)];
 }
 
@@ -106,12 +118,15 @@ void SharedRows::publish(const Row& row) {
   for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(words[i], std::memory_order_release);
   entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_release);
   entry.group.store(row.group, std::memory_order_release);
-  std::atomic<std::uint32_t>& bucket = bucket_of(ChunkKey::Hash{}(row.key));
-  entry.next.store(bucket.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  const std::uint64_t hash = ChunkKey::Hash{}(row.key);
+  Word& bucket = bucket_of(hash);
+  const std::uint64_t before = bucket.load(std::memory_order_relaxed);
+  entry.next.store(static_cast<std::uint32_t>(before), std::memory_order_relaxed);
+  entry.bucket = static_cast<std::uint32_t>(hash) & (layout_.buckets - 1);
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
   header->last_version.store(++last_version_, std::memory_order_relaxed);
   at(index).publish(last_version_);
-  bucket.store(index + 1, std::memory_order_release);
+  bucket.store((before & kFilter) | filter_bit(hash) | (index + 1), std::memory_order_release);
 }
 
 bool SharedRows::withdraw(RowId row) {
@@ -125,13 +140,27 @@ bool SharedRows::withdraw(RowId row) {
 
 void SharedRows::unlink(std::uint32_t index) {
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  std::array<std::uint64_t, kKeyWords> words{};
-  for (std::size_t i = 0; i < kKeyWords; ++i)
-    words[i] = entries[index].key[i].load(std::memory_order_relaxed);
-  std::atomic<std::uint32_t>* link = &bucket_of(ChunkKey::Hash{}(std::bit_cast<ChunkKey>(words)));
+  Word& bucket = bucket_of(entries[index].bucket);
+  const std::uint64_t before = bucket.load(std::memory_order_relaxed);
+  const std::uint32_t next = entries[index].next.load(std::memory_order_relaxed);
+  const auto first = static_cast<std::uint32_t>(before);
+  if (first == index + 1) {
+    bucket.store(next == 0 ? 0 : (before & kFilter) | next, std::memory_order_release);
+    return;
+  }
+  std::atomic<std::uint32_t>* link = &entries[first - 1].next;
   while (link->load(std::memory_order_relaxed) != index + 1)
     link = &entries[link->load(std::memory_order_relaxed) - 1].next;
-  link->store(entries[index].next.load(std::memory_order_relaxed), std::memory_order_release);
+  link->store(next, std::memory_order_release);
+}
+
+void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
+  const std::uint32_t index = index_of(row);
+  const std::byte* entry = memory_ + layout_.entries_offset + index * kEntryBytes;
+  __builtin_prefetch(entry, 1);
+  __builtin_prefetch(entry + kEntryBytes - 1, 1);
+  __builtin_prefetch(memory_ + kPageBytes + index * sizeof(Word));
+  __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)), 1);
 }
 
 bool SharedRows::is_pinned(RowId row) const { return at(index_of(row)).is_pinned(); }
@@ -142,14 +171,14 @@ void SharedRows::close() {
   std::launder(reinterpret_cast<Header*>(memory_))->open.store(0, std::memory_order_seq_cst);
 }
 
-void SharedRows::clear_pins(unsigned reader) {
-  for (std::uint32_t i = 0; i < layout_.capacity; ++i) clear_bit(at(i).pins, reader);
+std::uint64_t SharedRows::readers(std::uint32_t first, std::uint32_t count) const {
+  std::uint64_t all = 0;
+  for (std::uint32_t i = first; i < first + count; ++i) all |= at(i).pins.load(std::memory_order_relaxed);
+  return all & kReaderBits;
 }
 
-std::uint64_t SharedRows::readers() const {
-  std::uint64_t all = 0;
-  for (std::uint32_t i = 0; i < layout_.capacity; ++i) all |= at(i).pins.load(std::memory_order_relaxed);
-  return all & kReaderBits;
+void SharedRows::clear_pins(unsigned reader, std::uint32_t first, std::uint32_t count) {
+  for (std::uint32_t i = first; i < first + count; ++i) clear_bit(at(i).pins, reader);
 }
 
 // ---- readers
@@ -183,12 +212,21 @@ bool SharedRowsView::is_open() const {
   return header->open.load(std::memory_order_seq_cst) == 1;
 }
 
+const SharedRowsView::Word& SharedRowsView::bucket_of(std::uint64_t hash) const {
+  const auto* buckets = std::launder(reinterpret_cast<const Word*>(table_ + layout_.buckets_offset));
+  return buckets[hash & (layout_.buckets - 1)];
+}
+
+void SharedRowsView::prefetch(const ChunkKey& key) const {
+  __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)));
+}
+
 std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) const {
-  if (!is_open()) return std::nullopt;
+  const std::uint64_t hash = ChunkKey::Hash{}(key);
+  const std::uint64_t chain = bucket_of(hash).load(std::memory_order_acquire);
+  if ((chain & filter_bit(hash)) == 0 || !is_open()) return std::nullopt;
   const auto words = words_of(key);
-  const auto* buckets =
-      std::launder(reinterpret_cast<const std::atomic<std::uint32_t>*>(table_ + layout_.buckets_offset));
-  std::uint32_t link = buckets[ChunkKey::Hash{}(key) & (layout_.buckets - 1)].load(std::memory_order_acquire);
+  auto link = static_cast<std::uint32_t>(chain);
   for (unsigned step = 0; link != 0 && step < kMostSteps; ++step) {
     const std::uint32_t index = link - 1;
     if (index >= layout_.capacity) return std::nullopt;
@@ -201,7 +239,7 @@ std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) c
       is_equal = found.key[i].load(std::memory_order_acquire) == words[i];
     if (!is_equal) continue;
     const std::uint64_t place = found.place.load(std::memory_order_acquire);
-    const std::uint32_t group = found.group.load(std::memory_order_acquire);
+    const std::uint64_t group = found.group.load(std::memory_order_acquire);
     if (found.version.load(std::memory_order_relaxed) != version) continue;
     const auto row = static_cast<RowId>(place);
     if (row / row_pages_ != index || group > 0xFF) return std::nullopt;

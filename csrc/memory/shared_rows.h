@@ -5,8 +5,11 @@
 //
 //   header    4 KiB                                 magic, identity, sizes, whether the table is open
 //   pins      8 bytes per row of the smallest size  written by readers too: see SharedRow
-//   buckets   4 bytes each, a power of two          first entry of a chain, plus one
-//   entries   72 bytes per row of the smallest size version, key, row, depth, group, next entry plus one
+//   buckets   8 bytes each, a power of two          first entry of a chain, plus one; filter of its keys
+//   entries   80 bytes per row of the smallest size version, next entry plus one, key, row, depth, group
+//
+// The filter answers most lookups of absent keys with one read. It has a bit for each key of the chain; the
+// bits of withdrawn keys stay until the chain is empty.
 //
 // Readers map everything but the pins read-only. The owner is the only writer of a table, so it needs no
 // lock. A reader that follows a chain during a change may miss an entry; it never accepts a wrong one,
@@ -61,16 +64,21 @@ class SharedRows {
   void publish(const Row& row);
   // Call before a row is reused, published or not. False: a reader still reads it.
   bool withdraw(RowId row);
+  // Loads what publish() and withdraw() of this row and key need into the CPU's cache.
+  void prefetch(RowId row, const ChunkKey& key) const;
   bool is_pinned(RowId row) const;
   // True if a reader has used the row since the last call.
   bool take_use(RowId row);
   // Withdraws all rows, in O(1), for good. Pins stay. A row needs withdraw() before it is reused all the
   // same.
   void close();
-  // Clears all pins of a reader. REQUIRES: it is dead, and no process takes its number meanwhile.
-  void clear_pins(unsigned reader);
-  // Bits of the readers that pin any row. O(rows).
-  std::uint64_t readers() const;
+  std::uint32_t capacity() const { return layout_.capacity; }
+  // Returns bits of the readers that pin any of the rows with the indices [first, first + count). REQUIRES,
+  // like clear_pins(): inside the capacity.
+  std::uint64_t readers(std::uint32_t first, std::uint32_t count) const;
+  // Clears the pins of a reader on these rows. REQUIRES: it is dead, and no process takes its number
+  // meanwhile.
+  void clear_pins(unsigned reader, std::uint32_t first, std::uint32_t count);
 
  private:
   friend class SharedRowsView;
@@ -79,7 +87,7 @@ class SharedRows {
   using Word = std::atomic<std::uint64_t>;
   SharedRow<Word> at(std::uint32_t index) const;
   std::uint32_t index_of(RowId row) const { return row / row_pages_; }
-  std::atomic<std::uint32_t>& bucket_of(std::uint64_t hash) const;
+  Word& bucket_of(std::uint64_t hash) const;
   void unlink(std::uint32_t index);
 
   SharedRowsLayout layout_;
@@ -102,6 +110,8 @@ class SharedRowsView {
     std::uint8_t group = 0;  // as published; the caller checks it
     std::uint64_t version = 0;
   };
+  // Loads the bucket of the key into the CPU's cache.
+  void prefetch(const ChunkKey& key) const;
   // Returns the published row of a key. The row may be withdrawn at any time until pin() has returned true.
   std::optional<Found> find(const ChunkKey& key) const;
   // True if the row still holds the key. It then stays unchanged until unpin().
@@ -115,6 +125,7 @@ class SharedRowsView {
  private:
   using Word = SharedRows::Word;
   Word& pins_of(std::uint32_t index) const;
+  const Word& bucket_of(std::uint64_t hash) const;
   const SharedRows::Entry& entry(std::uint32_t index) const;
 
   SharedRowsLayout layout_;

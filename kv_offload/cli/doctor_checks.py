@@ -91,16 +91,38 @@ def memory(config: OffloadConfig | None) -> Check:
     return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
 
 
-def kept_memory() -> list[Check]:
-    """Reports host memory that stopped servers kept; no check if there is none."""
-    left = machine.kept_memory()
-    if not left:
-        return []
+def regions() -> list[Check]:
+    """Reports the memory of servers that share it, kept memory, and leftovers; no check for what does not
+    exist."""
+    found = machine.regions()
+    checks = []
+
+    def add(name: str, state: State, these: list[machine.Region], text: str) -> None:
+        if these:
+            taken = sum(each.bytes for each in these)
+            figures = {"regions": len(these), "bytes": taken}
+            checks.append(Check(name, state, f"{format_bytes(taken)} {text}", figures))
+
+    shared = [each for each in found if each.is_held and each.is_shared]
+    add("shared memory", "ok", shared, f"in {_count(shared)} of running servers (share_host_memory)")
+    kept = [each for each in found if each.is_kept and not each.is_held]
     text = (
-        f"{format_bytes(sum(left))} kept by stopped servers (keep_host_memory) for the next start; "
+        "kept by stopped servers (keep_host_memory) for the next start; "
         f"a start that needs the memory frees it, or free it with rm {machine.KEPT_REGIONS}"
     )
-    return [Check("kept memory", "ok", text, {"regions": len(left), "bytes": sum(left)})]
+    add("kept memory", "ok", kept, text)
+    left = [each for each in found if not each.is_kept and not each.is_held]
+    paths = " ".join(f"{machine.SHM_DIRECTORY}/{each.name}" for each in left)
+    text = (
+        f"in {_count(left)} of servers that were killed; "
+        f"the next start of any server frees it, or free it with rm {paths}"
+    )
+    add("leftover memory", "note", left, text)
+    return checks
+
+
+def _count(regions: list[machine.Region]) -> str:
+    return f"{len(regions)} region{'s' if len(regions) > 1 else ''}"
 
 
 def place(tier: TierConfig) -> list[Check]:

@@ -150,7 +150,7 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
         ("memory", lambda: [checks.memory(parsed)]),
-        ("kept memory", checks.kept_memory),
+        ("host memory regions", checks.regions),
     ]
     if parsed is not None:
         planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))

@@ -105,7 +105,7 @@ def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]:
     return 8 * GIB, "/dev/shm"
 
 
-def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]:
+def region_files(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]:
     return []
 
 

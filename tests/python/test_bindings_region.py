@@ -126,11 +126,11 @@ def test_a_kept_region_is_listed_until_its_memory_is_needed(tmp_path):
     worker, scheduler = start("first")
     cache = make_cache(scheduler, keep_identity="weights")
     assert cache.stats()["is_kept"]
-    ((name, _, is_held),) = _core.kept_regions(str(tmp_path))
+    ((name, _, is_held),) = _core.region_files(str(tmp_path))
     assert is_held
     del worker, scheduler, cache
     gc.collect()
-    ((same, taken, is_held),) = _core.kept_regions(str(tmp_path))
+    ((same, taken, is_held),) = _core.region_files(str(tmp_path))
     assert (same, is_held) == (name, False)
     assert 0 < taken < 2 * MIB
     assert _core.sweep_leftovers(str(tmp_path)) == []

@@ -299,10 +299,31 @@ def test_doctor_refuses_too_much_memory(core, vllm):
 
 
 def test_doctor_shows_memory_kept_by_ended_servers(core, vllm):
-    core.setattr(fake_core, "kept_regions", lambda *_: [("a", 2 << 30, False), ("b", 1 << 30, True)])
+    regions = [("kv_offload-kept-a", 2 << 30, False), ("kv_offload-kept-b", 1 << 30, True)]
+    core.setattr(fake_core, "region_files", lambda *_: regions)
     text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
     assert "2.0 GiB kept by stopped servers" in text
     assert "9.0 GiB of 10.0 GiB available" in text
+
+
+def test_doctor_shows_memory_of_killed_servers_and_of_those_that_share(core, vllm):
+    regions = [
+        ("kv_offload-shared-a-0", 2 << 30, True),
+        ("kv_offload-shared-a-1", 3 << 30, False),
+        ("kv_offload-c.7.1", 1 << 30, False),
+        ("kv_offload-kept-a", 1 << 30, True),
+        ("kv_offload-starts", 1 << 30, True),
+    ]
+    core.setattr(fake_core, "region_files", lambda *_: regions)
+    arguments = ("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
+    text = " ".join(said(*arguments).split())
+    assert "2.0 GiB in 1 region of running servers (share_host_memory)" in text
+    assert "4.0 GiB in 2 regions of servers that were killed" in text
+    assert "rm /dev/shm/kv_offload-shared-a-1 /dev/shm/kv_offload-c.7.1" in text
+    assert "kept by stopped servers" not in text
+    assert "9.0 GiB of 12.0 GiB available" in text, "the next start frees the memory of killed servers"
+    answer = as_json("doctor", "--json", *arguments[1:])
+    assert states(answer)["leftover memory"] == "note"
 
 
 def test_doctor_reports_all_problems_of_a_config_and_continues(core, vllm):

@@ -88,7 +88,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # These values differ between machines; all others come from the real core.
     monkeypatch.setattr(_core, "memory_headroom", fake_core.memory_headroom)
-    monkeypatch.setattr(_core, "kept_regions", fake_core.kept_regions)
+    monkeypatch.setattr(_core, "region_files", fake_core.region_files)
     monkeypatch.setattr(_core, "cuda_unavailable_reason", fake_core.cuda_unavailable_reason)
     monkeypatch.setattr(kv_offload.cli.doctor_checks.platform, "platform", lambda: "Linux")
     monkeypatch.setattr(

@@ -486,7 +486,8 @@ def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):
     _core = pytest.importorskip("kv_offload._core", reason="the core is not built")
 
     monkeypatch.setattr(_core, "memory_headroom", lambda _: (GIB, "/dev/shm"))
-    monkeypatch.setattr(_core, "kept_regions", lambda _: [("a", 2 * GIB, False), ("b", 4 * GIB, True)])
+    regions = [("kv_offload-kept-a", 2 * GIB, False), ("kv_offload-kept-b", 4 * GIB, True)]
+    monkeypatch.setattr(_core, "region_files", lambda _: regions)
     assert machine.host_memory() == (3 * GIB, "/dev/shm")
     assert check_machine(read(cpu_bytes_to_use="3GiB")) == []
     assert len(check_machine(read(cpu_bytes_to_use="4GiB"))) == 1

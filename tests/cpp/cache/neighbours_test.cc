@@ -14,6 +14,7 @@
 #include "cache/parts.h"
 #include "memory/shared_file.h"
 #include "memory/shm_fixture.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
@@ -168,6 +169,31 @@ TEST_F(SharedMemory, a_chunk_that_a_neighbour_has_is_not_stored_again) {
   EXPECT_EQ(load(*a, {"x", "y"}), 2u);
 }
 
+TEST_F(SharedMemory, of_many_chunks_those_that_a_neighbour_has_are_not_stored) {
+  constexpr int kCount = 3 * HostChunks::kMostWanted + 5;
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) one.rows = 2 * kCount;
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  const Names all = numbered("k", kCount);
+  Names at_a, at_b, new_ones;
+  for (int i = 0; i < kCount; ++i) (i % 7 == 0 ? at_b : i % 3 == 0 ? at_a : new_ones).push_back(all[i]);
+  store(b, at_b);
+  store(a, at_a);
+  EXPECT_EQ(store(b, all), new_ones);
+  EXPECT_EQ(load(b, all), all.size());
+}
+
+TEST_F(SharedMemory, chunks_of_each_neighbour_are_found) {
+  const auto a = engine(), b = engine(), c = engine(), d = engine();
+  meet({a.get(), b.get(), c.get(), d.get()});
+  store(*b, {"b"});
+  store(*c, {"c"});
+  store(*d, {"d"});
+  for (const char* name : {"b", "c", "d"}) EXPECT_EQ(load(*a, {name}), 1u);
+  EXPECT_THAT(store(*a, {"b", "c", "d", "new"}), ElementsAre("new"));
+}
+
 TEST_F(SharedMemory, a_store_that_a_neighbours_chunk_prevents_is_a_use_of_it) {
   const auto a = engine(), b = engine();
   meet({a.get(), b.get()});
@@ -281,56 +307,153 @@ TEST_F(SharedMemory, at_most_half_of_a_neighbours_bytes_are_borrowed_with_rows_o
   EXPECT_EQ(load(b, {"new0", "new1"}, 1), 2u) << "bytes of returned rows still count";
 }
 
+class SharedChunks : public ::testing::Test {
+ protected:
+  // An owner with this many rows, and a neighbour that can read them.
+  void open(PartsOptions parts = {}) {
+    parts.share_for = "model";
+    owner_ = std::make_unique<ChunkParts>(parts);
+    owner_->chunks.share_in(*owner_->region, "weights", Nanos(0));
+    neighbour_ = std::make_unique<ReadingEngine>(*owner_);
+  }
+  HostChunks& chunks() { return owner_->chunks; }
+  // Fills the memory with chunks that the neighbour reads.
+  void fill(std::uint64_t rows) {
+    for (std::uint64_t i = 0; i < rows; ++i) {
+      const std::string name = fmt::format("{}", i);
+      slots_.push_back(owner_->resident(name));
+      pinned_.push_back(neighbour_->pin(name));
+    }
+  }
+  void unpin_all() {
+    for (const RowId row : pinned_) neighbour_->rows->unpin(row);
+  }
+  void unpin_last() { neighbour_->rows->unpin(pinned_.back()); }
+  void poll() { chunks().poll_neighbours(Nanos(0)); }
+  // In a call that may begin a pass over all pins.
+  std::uint64_t steps_of_poll() {
+    return testing::steps_of([&] { chunks().poll_neighbours(std::chrono::seconds(100)); });
+  }
+
+  static constexpr std::uint64_t kMany = 3 * LentRows::kPinsPerPoll;
+  std::unique_ptr<ChunkParts> owner_;
+  std::unique_ptr<ReadingEngine> neighbour_;
+  std::vector<Slot> slots_;
+  std::vector<RowId> pinned_;
+};
+
 // The chunk was a victim, and a neighbour pins its row before it is discarded.
-TEST(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) {
-  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
-  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
-  RegionOptions there = reader.region->options();
-  there.shm_directory = owner.directory;
-  there.engine_id = "reader";
-  const auto region = HostRegion::attach_scheduler(there);
-  std::string problem;
-  const auto neighbour = NeighbourRegion::attach(
-      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
-  ASSERT_NE(neighbour, nullptr) << problem;
-  const Slot slot = owner.resident("x");
-  const RowId row = owner.chunks.at(slot).row;
-  ASSERT_TRUE(neighbour->pin(*neighbour->find(key_of("x"))));
-  owner.chunks.discard(slot);
-  owner.chunks.poll_neighbours(Nanos(0));
-  EXPECT_EQ(owner.free_rows(), 3u);
-  neighbour->unpin(row);
-  owner.chunks.poll_neighbours(Nanos(0));
-  EXPECT_EQ(owner.free_rows(), 4u);
+TEST_F(SharedChunks, a_discarded_row_is_free_when_no_neighbour_reads_it_any_more) {
+  open();
+  const Slot slot = owner_->resident("x");
+  const RowId row = neighbour_->pin("x");
+  chunks().discard(slot);
+  poll();
+  EXPECT_EQ(owner_->free_rows(), 3u);
+  neighbour_->rows->unpin(row);
+  poll();
+  EXPECT_EQ(owner_->free_rows(), 4u);
 }
 
-TEST(SharedChunks, a_neighbours_use_changes_no_mark_of_a_chunk) {
-  ChunkParts owner({.share_for = "model"}), reader({.share_for = "model"});
-  owner.chunks.share_in(*owner.region, "weights", Nanos(0));
-  RegionOptions there = reader.region->options();
-  there.shm_directory = owner.directory;
-  there.engine_id = "reader";
-  const auto region = HostRegion::attach_scheduler(there);
-  std::string problem;
-  const auto neighbour = NeighbourRegion::attach(
-      *region, 0, SharedRowsLayout::of(region->area_bytes(), kPageBytes), "weights 4096", &problem);
-  ASSERT_NE(neighbour, nullptr) << problem;
-  const Slot slot = owner.resident("x"), other = owner.resident("y");
-  owner.chunks.access(slot, 7, 0);
-  owner.chunks.access(other, 7, 0);
-  owner.chunks.retain(slot);
-  owner.chunks.retain(other);
-  owner.chunks.set_return(slot, 1000);
-  const auto priority = owner.chunks.at(slot).priority;
-  const auto returns_at = owner.chunks.at(slot).returns_at;
-  ASSERT_EQ(owner.chunks.victim(), slot);
-  neighbour->mark_used(neighbour->find(key_of("x"))->row);
-  EXPECT_TRUE(owner.chunks.is_used_by_neighbour(slot));
-  EXPECT_TRUE(owner.chunks.at(slot).retained);
-  EXPECT_EQ(owner.chunks.at(slot).priority, priority);
-  EXPECT_EQ(owner.chunks.at(slot).returns_at, returns_at);
-  EXPECT_EQ(owner.chunks.at(slot).holder, 7u);
-  EXPECT_EQ(owner.chunks.victim(), other);
+TEST_F(SharedChunks, a_neighbours_use_changes_no_mark_of_a_chunk) {
+  open();
+  const Slot slot = owner_->resident("x"), other = owner_->resident("y");
+  chunks().access(slot, 7, 0);
+  chunks().access(other, 7, 0);
+  chunks().retain(slot);
+  chunks().retain(other);
+  chunks().set_return(slot, 1000);
+  const auto priority = chunks().at(slot).priority;
+  const auto returns_at = chunks().at(slot).returns_at;
+  ASSERT_EQ(chunks().victim(), slot);
+  neighbour_->rows->mark_used(neighbour_->rows->find(key_of("x"))->row);
+  EXPECT_TRUE(chunks().is_used_by_neighbour(slot));
+  EXPECT_TRUE(chunks().at(slot).retained);
+  EXPECT_EQ(chunks().at(slot).priority, priority);
+  EXPECT_EQ(chunks().at(slot).returns_at, returns_at);
+  EXPECT_EQ(chunks().at(slot).holder, 7u);
+  EXPECT_EQ(chunks().victim(), other);
+}
+
+TEST_F(SharedChunks, a_step_visits_a_bounded_number_of_withdrawn_rows) {
+  open({.rows = kMany});
+  fill(kMany);
+  for (const Slot slot : slots_) chunks().discard(slot);
+  EXPECT_EQ(chunks().lent(), kMany);
+  EXPECT_LE(steps_of_poll(), LentRows::kRowsPerPoll + LentRows::kPinsPerPoll);
+  unpin_last();
+  for (std::size_t i = 0; i < kMany / LentRows::kRowsPerPoll; ++i) poll();
+  EXPECT_EQ(chunks().lent(), kMany - 1) << "the same ones were visited again";
+  unpin_all();
+  for (std::size_t i = 0; i < kMany / LentRows::kRowsPerPoll; ++i) poll();
+  EXPECT_EQ(chunks().lent(), 0u) << "a row was not visited";
+  EXPECT_EQ(owner_->free_rows(), kMany);
+}
+
+TEST_F(SharedChunks, a_step_visits_a_bounded_number_of_victims_that_neighbours_read) {
+  open({.rows = kMany});
+  fill(kMany);
+  for (std::uint64_t i = 0; i < kMany; ++i) ASSERT_TRUE(chunks().is_used_by_neighbour(*chunks().victim()));
+  EXPECT_FALSE(chunks().victim());
+  EXPECT_LE(steps_of_poll(), LentRows::kRowsPerPoll + LentRows::kPinsPerPoll);
+  unpin_last();
+  for (std::size_t i = 0; i < kMany / LentRows::kRowsPerPoll; ++i) poll();
+  EXPECT_EQ(chunks().lent(), kMany - 1) << "the same ones were visited again";
+  unpin_all();
+  for (std::size_t i = 0; i < kMany / LentRows::kRowsPerPoll; ++i) poll();
+  EXPECT_EQ(chunks().lent(), 0u) << "a chunk was not visited";
+  EXPECT_TRUE(chunks().victim());
+}
+
+TEST_F(SharedChunks, pins_of_a_dead_neighbour_are_cleared_over_several_steps) {
+  open({.rows = kMany});
+  fill(kMany);
+  for (const Slot slot : slots_) chunks().discard(slot);
+  neighbour_.reset();
+  for (std::uint64_t i = 0; i < kMany / LentRows::kRowsPerPoll + kMany / LentRows::kPinsPerPoll; ++i)
+    chunks().poll_neighbours(std::chrono::seconds(100));
+  EXPECT_EQ(owner_->free_rows(), kMany);
+}
+
+// A slab holds rows of one size; the others of this test have a row that the neighbour reads.
+TEST_F(SharedChunks, a_slab_with_a_row_that_a_neighbour_reads_is_not_evicted) {
+  open({.rows = 64, .shard_bytes = {4096, 65536}});
+  std::vector<Slot> slots;
+  for (RowId row = chunks().allocate(0); row != kNoRow; row = chunks().allocate(0)) {
+    const ChunkKey key = key_of(fmt::format("{}", slots.size()), 0);
+    slots.push_back(chunks().insert_filling(key, 0, row, {.request = 7}, kNoTicket));
+    chunks().finish_store(slots.back());
+  }
+  const std::vector<Slot> slab = chunks().slab_to_evict(1, 0);
+  ASSERT_FALSE(slab.empty());
+  for (const Slot slot : slots) {
+    if (std::ranges::find(slab, slot) != slab.end()) continue;
+    ASSERT_TRUE(neighbour_->rows->pin(*neighbour_->rows->find(chunks().at(slot).key)));
+  }
+  for (int i = 0; i < 100; ++i)
+    EXPECT_THAT(chunks().slab_to_evict(1, 0), ::testing::UnorderedElementsAreArray(slab));
+  neighbour_->pin(fmt::format("{}", std::ranges::find(slots, slab.back()) - slots.begin()));
+  for (int i = 0; i < 100; ++i) EXPECT_THAT(chunks().slab_to_evict(1, 0), IsEmpty());
+}
+
+TEST_F(SharedMemory, a_step_returns_a_bounded_number_of_borrowed_chunks) {
+  constexpr int kCount = 2 * LentRows::kRowsPerPoll + 10;
+  WorldOptions made[2] = {options(), options()};
+  for (WorldOptions& one : made) one.rows = 4 * kCount;
+  World a(made[0]), b(made[1]);
+  meet({&a, &b});
+  const Names names = numbered("k", kCount);
+  store(a, names);
+  (void)b.cache->begin_request("runs on", {});
+  const RequestHandle request = b.cache->begin_request("r", {});
+  for (const ChunkKey& key : keys_of(names)) ASSERT_EQ(b.cache->lookup(request, key), LookupResult::kHit);
+  b.cache->end_request(request);
+  b.clock.advance(std::chrono::seconds(1));
+  b.cache->end_step();
+  EXPECT_EQ(b.cache->stats().borrowed_chunks, kCount - LentRows::kRowsPerPoll);
+  b.cache->end_step();
+  b.cache->end_step();
+  EXPECT_EQ(b.cache->stats().borrowed_chunks, 0u);
 }
 
 // ---- resets
@@ -510,6 +633,20 @@ TEST_F(SharedMemory, an_engine_for_which_no_name_is_left_reads_its_neighbours_an
   EXPECT_EQ(load(*b, {"x"}), 1u);
   EXPECT_THAT(store(*b, {"y"}), ElementsAre("y"));
   EXPECT_EQ(load(*a, {"y"}), 0u);
+}
+
+TEST_F(SharedMemory, as_many_engines_as_there_are_names_are_found) {
+  const auto a = engine();
+  const auto name = [&](unsigned number) { return SharedFile::shared_path_of(directory_, "model", number); };
+  for (unsigned number = 1; number < kMostShared - 1; ++number)
+    std::filesystem::create_hard_link(name(0), name(number));
+  const auto b = engine();
+  EXPECT_THAT(b->cache->take_neighbour_problems(), IsEmpty());
+  EXPECT_TRUE(std::filesystem::exists(name(kMostShared - 1)));
+  for (unsigned number = 1; number < kMostShared - 1; ++number) std::filesystem::remove(name(number));
+  meet({a.get()});
+  store(*b, {"x"});
+  EXPECT_EQ(load(*a, {"x"}), 1u);
 }
 
 TEST_F(SharedMemory, a_neighbour_is_not_used_before_every_worker_has_mapped_it) {

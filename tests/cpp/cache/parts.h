@@ -24,6 +24,7 @@
 #include "cache/tickets.h"
 #include "cache/tier_io.h"
 #include "cache/write_back.h"
+#include "memory/neighbour_region.h"
 
 namespace kv_offload {
 
@@ -122,6 +123,55 @@ struct ChunkParts {
   Tickets tickets;
   CacheEvents events;
   HostChunks chunks;
+};
+
+// Another engine of the host. `parts` calls share_in() with the identity "weights".
+struct OtherEngine {
+  OtherEngine(const ChunkParts& parts, const std::string& engine_id) : options(parts.region->options()) {
+    options.engine_id = engine_id;
+    std::uint64_t smallest = parts.region->area_bytes();
+    for (const std::uint64_t bytes : parts.groups.row_bytes()) {
+      smallest = std::min(smallest, round_up(bytes, kPageBytes));
+      identity += fmt::format(" {}", round_up(bytes, kPageBytes));
+    }
+    layout = SharedRowsLayout::of(parts.region->area_bytes(), smallest);
+  }
+  RegionOptions options;
+  SharedRowsLayout layout;
+  std::string identity = "weights";
+  std::unique_ptr<HostRegion> worker, region;
+};
+
+// It reads rows of `owner`. REQUIRES: the owner shares its rows.
+struct ReadingEngine : OtherEngine {
+  explicit ReadingEngine(const ChunkParts& owner) : OtherEngine(owner, "reader") {
+    region = HostRegion::attach_scheduler(options);
+    std::string problem;
+    rows = NeighbourRegion::attach(*region, 0, layout, identity, &problem);
+    EXPECT_NE(rows, nullptr) << problem;
+  }
+  // Returns the row.
+  RowId pin(const std::string& name, std::uint32_t group = 0) const {
+    const auto found = rows->find(key_of(name, group));
+    EXPECT_TRUE(found && rows->pin(*found)) << name;
+    return found ? found->row : kNoRow;
+  }
+
+  std::unique_ptr<NeighbourRegion> rows;
+};
+
+// It lends rows, which `reader` finds when it shares its own later.
+struct LendingEngine : OtherEngine {
+  explicit LendingEngine(const ChunkParts& reader) : OtherEngine(reader, "owner") {
+    worker = HostRegion::attach_worker(options, 0, {{kPageBytes}, "test"});
+    region = HostRegion::attach_scheduler(options);
+    rows.emplace(region->memory_of_shared_rows(layout.bytes), layout, identity);
+    region->share();
+  }
+  void lend(const std::string& name) { rows->publish({next++, key_of(name), 0, 0}); }
+
+  std::optional<SharedRows> rows;
+  RowId next = 0;
 };
 
 // Adds tier operations.

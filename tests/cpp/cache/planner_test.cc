@@ -150,6 +150,24 @@ TEST_F(PlannerTest, reads_of_a_prompts_head_evict_its_own_tail) {
   EXPECT_THAT(parts_.requests.at(request_).held, SizeIs(2));
 }
 
+TEST(PlannerWithNeighbours, chunks_that_a_neighbour_reads_are_not_evicted_for_a_prompts_head) {
+  RequestParts parts({.share_for = "model"});
+  Planner planner({parts.groups, parts.chunks, parts.costs, parts.ops, parts.row_provider, parts.requests,
+                   parts.metrics});
+  parts.chunks.share_in(*parts.region, "weights", Nanos(0));
+  const ReadingEngine neighbour(parts);
+  for (const char* name : {"a", "b"}) parts.record(name);
+  for (const char* name : {"c", "d", "e", "f"}) parts.resident(name);
+  for (const char* name : {"d", "e", "f"}) neighbour.pin(name);
+  const RequestHandle request = parts.requests.begin({});
+  for (const char* name : {"a", "b", "c", "d", "e", "f"}) parts.lookup(request, name);
+  parts.ops.poll();
+  planner.plan_step(parts.clock.now());
+  EXPECT_THAT(parts.tier->read_keys(), ElementsAre(key_of("a")));
+  EXPECT_FALSE(parts.has("c"));
+  for (const char* name : {"d", "e", "f"}) EXPECT_TRUE(parts.has(name)) << "evicted, and its row is not free";
+}
+
 // A plan evicts a chunk that a later plan of this step hit, and reads another chunk into its slot. The later
 // plan sheds writes to find a row, and so processes the completion of that read.
 TEST_F(PlannerTest, a_plan_does_not_unpin_another_chunk_in_a_reused_slot) {

@@ -120,6 +120,21 @@ TEST_F(PrefetcherTest, a_due_prompt_is_read_from_its_first_chunk_on) {
   EXPECT_EQ(parts().prefetcher.size(), 0u);
 }
 
+TEST_F(PrefetcherTest, chunks_in_a_neighbours_memory_are_not_read) {
+  make(64, 64, {.share_for = "model"});
+  LendingEngine neighbour(parts());
+  neighbour.lend("a");
+  neighbour.lend("c");
+  parts().chunks.share_in(*parts().region, "weights", Nanos(0));
+  parts().rank->map_neighbours();
+  parts().chunks.poll_neighbours(Nanos(0));
+  ASSERT_EQ(parts().chunks.neighbours(), 1u);
+  expect(kA, {"a", "b", "c", "d"}, Nanos(0));
+  step();
+  EXPECT_THAT(reads(), ElementsAre("b", "d"));
+  EXPECT_TRUE(neighbour.rows->take_use(0)) << "its owner may evict the chunk before the session returns";
+}
+
 TEST_F(PrefetcherTest, a_prompt_is_read_shortly_before_the_return) {
   expect(kA, {"a"}, seconds(50));
   step();

@@ -182,6 +182,31 @@ TEST_F(NeighbourRegionTest, a_killed_owner_is_read_until_it_is_released_and_then
   EXPECT_TRUE(reader->scheduler->has_unmapped(0));
 }
 
+TEST_F(NeighbourRegionTest, the_memory_of_a_killed_last_engine_is_listed_and_freed_by_the_next_start) {
+  Signal stored;
+  Child last([&] {
+    SharingEngine dying(directory_, "last");
+    if (!dying.store(3, 5)) throw std::runtime_error("no row");
+    stored.raise();
+    ::pause();
+  });
+  stored.wait();
+  std::vector<RegionFile> files = region_files(directory_);
+  ASSERT_EQ(files.size(), 1u);
+  EXPECT_TRUE(files[0].is_held);
+  last.kill();
+  last.wait();
+  files = region_files(directory_);
+  ASSERT_EQ(files.size(), 1u);
+  EXPECT_FALSE(files[0].is_held);
+  EXPECT_THAT(files[0].name, HasSubstr("kv_offload-shared-"));
+  EXPECT_GE(files[0].bytes, kPageBytes);
+  // Also an engine of another model that shares nothing.
+  const auto next = HostRegion::attach_scheduler(options(kMiB, 1, "next"));
+  EXPECT_THAT(next->swept(), ElementsAre(files[0].name));
+  EXPECT_EQ(names().size(), 1u) << "only the new region may have a name";
+}
+
 TEST_F(NeighbourRegionTest, an_owner_that_ends_keeps_the_rows_that_others_read) {
   const auto reader = engine("reader");
   auto owner = engine("owner");

@@ -97,7 +97,7 @@ TEST_F(SharedFileTest, a_kept_file_of_another_user_is_not_counted_or_removed) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const std::string path = directory_ + "/" + names().at(0);
   ASSERT_EQ(::chown(path.c_str(), 12345, 12345), 0);
-  EXPECT_TRUE(kept_files(directory_).empty());
+  EXPECT_TRUE(region_files(directory_).empty());
   EXPECT_TRUE(remove_unheld_files(directory_, Unheld::kKept).empty());
   const auto refuse = [](int) -> bool { throw std::logic_error("it is another's"); };
   EXPECT_LT(SharedFile::adopt(directory_, "digest", path_, refuse, std::chrono::seconds(0)).fd(), 0);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 
@@ -70,6 +71,15 @@ TEST_F(SharedRowsTest, rows_that_change_their_keys_stay_findable) {
   }
 }
 
+TEST_F(SharedRowsTest, filters_are_empty_when_no_row_is_published) {
+  SharedRows rows = open();
+  for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+  for (RowId i = 0; i < kRows; ++i) EXPECT_TRUE(rows.withdraw(2 * i));
+  const auto buckets =
+      memory_.subspan(layout_.buckets_offset, layout_.entries_offset - layout_.buckets_offset);
+  EXPECT_TRUE(std::ranges::all_of(buckets, [](std::byte one) { return one == std::byte{0}; }));
+}
+
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
   SharedRows rows = open();
   rows.publish(row(4, "a"));
@@ -118,9 +128,10 @@ TEST_F(SharedRowsTest, clearing_the_pins_of_one_reader_keeps_those_of_others) {
   ASSERT_TRUE(reader.pin(1, *reader.find(key("a"))));
   ASSERT_TRUE(reader.pin(2, *reader.find(key("a"))));
   ASSERT_TRUE(reader.pin(1, *reader.find(key("b"))));
-  EXPECT_EQ(rows.readers(), 0b110u);
-  rows.clear_pins(1);
-  EXPECT_EQ(rows.readers(), 0b100u);
+  const auto readers = [&] { return rows.readers(0, rows.capacity()); };
+  EXPECT_EQ(readers(), 0b110u);
+  rows.clear_pins(1, 0, rows.capacity());
+  EXPECT_EQ(readers(), 0b100u);
   EXPECT_TRUE(rows.withdraw(2));
   EXPECT_FALSE(rows.withdraw(0));
 }
@@ -191,7 +202,11 @@ TEST_F(SharedRowsTest, a_chain_that_is_a_ring_ends) {
   for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
   for (std::uint32_t i = 0; i < kRows; ++i) {
     const std::uint32_t self = i + 1;  // each entry is its own successor
-    std::memcpy(memory_.data() + layout_.entries_offset + 72 * i + 64, &self, 4);
+    std::memcpy(memory_.data() + layout_.entries_offset + 80 * i + 8, &self, 4);
+  }
+  for (std::uint32_t i = 0; i < layout_.buckets; ++i) {
+    const std::uint64_t chain = ~std::uint64_t{0} << 32 | (i % kRows + 1);  // a filter that passes all keys
+    std::memcpy(memory_.data() + layout_.buckets_offset + 8 * i, &chain, 8);
   }
   EXPECT_FALSE(view().find(key("other")));
 }

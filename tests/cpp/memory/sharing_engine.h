@@ -53,10 +53,10 @@ class SharingEngine {
     return true;
   }
   void clear_dead_readers() {
-    const std::uint64_t readers = rows_->readers();
+    const std::uint64_t readers = rows_->readers(0, rows_->capacity());
     for (unsigned reader = 0; reader < kMostReaders; ++reader) {
       if ((readers >> reader & 1) != 0)
-        scheduler->if_reader_is_dead(reader, [&] { rows_->clear_pins(reader); });
+        scheduler->if_reader_is_dead(reader, [&] { rows_->clear_pins(reader, 0, rows_->capacity()); });
     }
   }
 
@@ -70,6 +70,13 @@ class SharingEngine {
       return true;
     });
     worker->map_neighbours();
+    for (std::string& problem : attach_to_neighbours()) problems.push_back(std::move(problem));
+    for (const std::string& problem : worker->map_neighbours()) problems.push_back(problem);
+    return problems;
+  }
+  // Attaches to all neighbours that it finds; the worker has not mapped them yet.
+  std::vector<std::string> attach_to_neighbours() {
+    std::vector<std::string> problems;
     for (unsigned number = 0; number < kMostShared; ++number) {
       const auto known = std::find_if(neighbours.begin(), neighbours.end(),
                                       [&](const auto& one) { return one.second->number() == number; });
@@ -82,7 +89,6 @@ class SharingEngine {
       scheduler->request_neighbour(slot, region->area());
       neighbours.emplace(slot, std::move(region));
     }
-    for (const std::string& problem : worker->map_neighbours()) problems.push_back(problem);
     return problems;
   }
   struct Held {
