@@ -173,7 +173,9 @@ TEST_F(FsRootTest, records_that_are_removed_are_subtracted_once) {
   EXPECT_EQ(root.remove(paths), 2u);
   EXPECT_EQ(root.remove(paths), 0u) << "they are missing";
   EXPECT_EQ(records_in(root_).size(), 5u);
-  EXPECT_EQ(directory_usage(root_), du(root_)) << "according to the ledger";
+  // If the server's count of the root ends meanwhile, the sum may be too high until the next count.
+  EXPECT_GE(directory_usage(root_), du(root_)) << "according to the ledger";
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   EXPECT_THROW(root.remove({root_ + "/ledger/x"}), ResourceError);
 }
 
