@@ -7,8 +7,8 @@
 Files named gpu_* and fuzz_*, and the folders fake_cuda and steps, are separate programs.
 
 A test may do less, or nothing, under a sanitizer; it must then also run without one. The include of
-test_iterations.h marks these tests, and CMakeLists.txt lists their files (plain_tests). No other code may check
-for a sanitizer, and no header or source without tests may hide the check.
+test_iterations.h marks these tests, and CMakeLists.txt lists their files (plain_tests). No other code may
+check for a sanitizer, and no header or source without tests may hide the check.
 """
 
 import re
