@@ -8,7 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,7 +288,10 @@ def test_the_oracle_detects_stores_of_reused_window_blocks_after_a_reset() -> No
     rates = Rates(reset=0.05, evict_prefixes=0.1)
     setup = replace(HYBRID, wrap_manager=faults.TrustingAfterReset)
     with pytest.raises(WrongBytes):
-        [live(setup, seed, steps=800, rates=rates) for seed in range(6)]
+        for seed in range(12):
+            # A reused block may occur twice in one store job. vLLM stops when it removes the block the second time.
+            with suppress(KeyError):
+                live(setup, seed, steps=800, rates=rates)
 
 
 def play_sessions(setup: Setup) -> list[tuple[int, int]]:
