@@ -137,6 +137,7 @@ class Window {
 struct MappedNeighbour {
   int fd = -1;
   std::uint64_t generation = 0;  // of the request that is mapped or was refused
+  std::uint64_t faulted_in = 0;  // bytes from the start of its area
   // ---- after a refusal
   std::uint32_t pause = 0, calls_left = 0;  // calls of map_neighbours between two tries, until the next try
   std::string problem;
@@ -599,6 +600,29 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
     mapped.problem = std::move(problem);
   }
   return problems;
+}
+
+std::uint64_t HostRegion::fault_in_neighbours(std::uint64_t bytes) {
+  std::uint64_t done = 0;
+  Impl& impl = *impl_;
+  const auto start = static_cast<off_t>(impl.area_offset(impl.own_area));
+  for (std::uint32_t slot = 0; slot < impl.neighbour_slots() && done < bytes; ++slot) {
+    MappedNeighbour& mapped = impl.neighbours[slot];
+    if (mapped.fd < 0 || mapped.faulted_in >= impl.sizes.area_bytes) continue;
+    const auto from = static_cast<off_t>(mapped.faulted_in);
+    // A page that its owner has not allocated would be allocated by a read.
+    const off_t hole = ::lseek(mapped.fd, start + from, SEEK_HOLE) - start;
+    const auto end = std::min<off_t>(hole, static_cast<off_t>(impl.sizes.area_bytes));
+    if (end <= from) continue;
+    const std::uint64_t piece = std::min(bytes - done, static_cast<std::uint64_t>(end - from));
+    if (!enter_in_page_tables({impl.window.at(slot + 1) + from, piece})) {
+      mapped.faulted_in = impl.sizes.area_bytes;  // this kernel cannot: each load faults
+      continue;
+    }
+    mapped.faulted_in += piece;
+    done += piece;
+  }
+  return done;
 }
 
 void HostRegion::Impl::unmap_neighbour(std::uint32_t slot) {

@@ -36,7 +36,8 @@
 // area without prefault a copy allocates the pages itself and dies by SIGBUS when none are left: prefault
 // before copying. (System calls on such pages fail with EFAULT.) Areas are excluded from core dumps.
 //
-// Threads: attach, wait_for_ranks, prefault: one thread. map_neighbours: one thread. The rest: any thread.
+// Threads: attach, wait_for_ranks, prefault: one thread. map_neighbours, fault_in_neighbours: one thread. The
+// rest: any thread.
 #pragma once
 
 #include <chrono>
@@ -183,6 +184,10 @@ class HostRegion {
   static constexpr std::uint32_t kFirstPause = 16, kMostPause = 1024;
   using NeighbourChange = std::function<Status(std::span<std::byte> area, bool mapped)>;
   std::vector<std::string> map_neighbours(const NeighbourChange& change = {});
+  // Worker: enters up to `bytes` of the mapped neighbours' memory into this process's page tables, so that a
+  // load does not fault on each page. Stops at memory that the neighbour has not allocated yet, and allocates
+  // none. Returns the bytes entered. A kernel before 5.14 cannot do this: 0.
+  std::uint64_t fault_in_neighbours(std::uint64_t bytes);
   // Worker: the own area and all neighbour slots, mapped or not. Without share_for: the own area.
   std::span<std::byte> window() const;
 

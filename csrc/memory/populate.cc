@@ -22,9 +22,9 @@ namespace {
 constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
 constexpr auto kProgressEvery = std::chrono::milliseconds(200);
 #ifdef MADV_POPULATE_WRITE
-constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
+constexpr int kPopulateRead = MADV_POPULATE_READ, kPopulateWrite = MADV_POPULATE_WRITE;
 #else
-constexpr int kPopulateWrite = 23;  // Linux 5.14; libc headers define it later
+constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // Linux 5.14; libc headers define them later
 #endif
 
 class Populating {
@@ -134,6 +134,13 @@ class Populating {
 
 Advise system_advise() {
   return [](void* address, std::size_t bytes, int advice) { return ::madvise(address, bytes, advice); };
+}
+
+bool enter_in_page_tables(std::span<std::byte> range) {
+  while (::madvise(range.data(), range.size(), kPopulateRead) != 0) {
+    if (errno != EINTR && errno != EAGAIN) return false;
+  }
+  return true;
 }
 
 Status populate(const Population& population, unsigned threads,

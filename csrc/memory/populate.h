@@ -28,6 +28,10 @@ struct Population {
   Advise advise = system_advise();
 };
 
+// Enters pages that exist in the page tables of this process, without a fault per page. False: this kernel
+// cannot (before 5.14), or a page is gone.
+bool enter_in_page_tables(std::span<std::byte> range);
+
 // Populates the range on up to `threads` threads, in pieces. Calls progress(done, total) on the calling
 // thread from time to time and at the end. Stops at the first failure: kNoSpace if memory or the tmpfs ran
 // out (populated pages stay), kIo otherwise.

@@ -9,6 +9,8 @@ namespace kv_offload {
 namespace {
 
 constexpr auto kInterval = std::chrono::milliseconds(50);
+// Per interval; takes about 5 ms of CPU time with pages of 4 KiB.
+constexpr std::uint64_t kFaultInBytes = std::uint64_t{32} << 20;
 
 }  // namespace
 
@@ -43,6 +45,7 @@ void NeighbourMapper::follow() {
        })) {
     log_(problem);
   }
+  region_.fault_in_neighbours(kFaultInBytes);
 }
 
 }  // namespace kv_offload

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // NeighbourMapper: a thread of a worker that maps the areas of neighbours that the scheduler requests, and
-// prepares them for copies. The scheduler uses a neighbour only once every worker has done so. The model
-// runner's thread neither waits nor polls.
+// prepares them for copies. It also enters their memory into the page tables, a little at a time. The
+// scheduler uses a neighbour only once every worker has done so. The model runner's thread neither waits nor
+// polls.
 #pragma once
 
 #include <functional>

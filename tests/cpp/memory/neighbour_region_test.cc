@@ -17,7 +17,9 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::IsSupersetOf;
 using testing::SharingEngine;
+using ::testing::SizeIs;
 
 class NeighbourRegionTest : public ShmTest {
  protected:
@@ -251,6 +253,63 @@ TEST_F(NeighbourRegionTest, a_dismissal_during_a_slow_mapping_waits_until_the_ar
   EXPECT_FALSE(reader->scheduler->has_mapped(slot));
   reader->worker->map_neighbours();
   EXPECT_TRUE(reader->scheduler->has_unmapped(slot));
+}
+
+// True if the page is in the page tables of this process. Source of the format: Linux,
+// admin-guide/mm/pagemap.rst.
+bool is_entered(const std::byte* address) {
+  const int fd = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  std::uint64_t entry = 0;
+  const auto page = reinterpret_cast<std::uintptr_t>(address) / kPageBytes;
+  EXPECT_EQ(::pread(fd, &entry, sizeof entry, static_cast<off_t>(page * sizeof entry)),
+            ssize_t{sizeof entry});
+  ::close(fd);
+  return (entry >> 63 & 1) != 0;
+}
+
+// Returns the rows of the first neighbour that are in the page tables.
+std::vector<RowId> entered_rows(const SharingEngine& reader) {
+  const std::uint32_t slot = reader.neighbours.begin()->first;
+  std::vector<RowId> found;
+  for (RowId row = 0; row < SharingEngine::kRows; ++row) {
+    if (is_entered(reader.worker->shard(0, reader.worker->neighbour_row(slot, row), kPageBytes).data())) {
+      found.push_back(row);
+    }
+  }
+  return found;
+}
+
+TEST_F(NeighbourRegionTest, memory_of_a_neighbour_is_entered_in_the_page_tables_in_pieces) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  for (RowId row = 0; row < SharingEngine::kRows; ++row) ASSERT_TRUE(owner->store(row, row));
+  reader->look_around();
+  EXPECT_THAT(entered_rows(*reader), IsEmpty());
+  EXPECT_EQ(reader->worker->fault_in_neighbours(3 * kPageBytes), 3 * kPageBytes);
+  EXPECT_THAT(entered_rows(*reader), IsSupersetOf({0, 1, 2}));
+  EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), (SharingEngine::kRows - 3) * kPageBytes);
+  EXPECT_THAT(entered_rows(*reader), SizeIs(SharingEngine::kRows));
+  EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), 0u);
+}
+
+TEST_F(NeighbourRegionTest, memory_that_a_neighbour_has_not_allocated_is_left_to_it) {
+  const auto owner = engine("owner"), reader = engine("reader");
+  ASSERT_TRUE(owner->store(0, 0));
+  ASSERT_TRUE(owner->store(40, 40));
+  reader->look_around();
+  EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), kPageBytes);
+  EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), 0u) << "row 1 has no memory";
+  ASSERT_TRUE(owner->store(1, 1));
+  EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), kPageBytes) << "row 2 has none";
+}
+
+TEST_F(NeighbourRegionTest, the_next_neighbour_in_a_slot_is_entered_from_its_start) {
+  const auto reader = engine("reader");
+  for (const char* name : {"first", "second"}) {
+    const auto owner = engine(name);
+    ASSERT_TRUE(owner->store(0, 7));
+    reader->look_around();
+    EXPECT_EQ(reader->worker->fault_in_neighbours(kMiB), kPageBytes) << name;
+  }
 }
 
 // ---- refused regions
