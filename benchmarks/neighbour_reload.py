@@ -12,7 +12,8 @@ is sent to the same engine ("own"), and to the other one, which never had it ("o
     redis    separate host memory, and one redis-server on this machine
     lmcache  LMCache's server, which both engines use (see lmcache_beside.py)
 
-All engines run all the time, and the systems take turns within a round. Each engine computes on all cores,
+All engines run all the time (each takes 2 to 3 GiB with its host memory: 24 GiB do not suffice for all four
+systems, so use --only), and the systems take turns within a round. Each engine computes on all cores,
 but only one has a request at a time. A time is a whole request for one token. Ratios are those of one round.
 """
 
@@ -188,8 +189,9 @@ def draw(path: Path, results: dict[str, Any], tokens: int) -> None:
 def keep(rounds: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
     results = summary(rounds)
     parameters = {key: getattr(arguments, key) for key in ("tokens", "mib", "kind")}
+    chosen = [f"-{name}" for name in results if name != SHARED] if len(results) < len(SYSTEMS) else []
     write_results(
-        "neighbour_reload",
+        "neighbour_reload" + "".join(chosen),
         {"parameters": parameters, "results": results},
         lambda path: draw(path, results, arguments.tokens),
     )
