@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The length of random tests: shorter under a sanitizer, which makes each step ten times slower;
-// scaled by KV_OFFLOAD_SOAK=<factor> in the environment.
+// The length of random tests: shorter under a sanitizer, which makes each step ten times slower, and shortest
+// under ThreadSanitizer, which looks for races and not for rare bytes; scaled by KV_OFFLOAD_SOAK=<factor> in
+// the environment.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +20,16 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
+#if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
+inline constexpr int kShorter = 40;
+#else
+inline constexpr int kShorter = kSanitized ? 8 : 1;
+#endif
 
 inline int rounds(int usual) {
   const char* text = std::getenv("KV_OFFLOAD_SOAK");
   const double factor = text == nullptr ? 1 : std::max(0.01, std::atof(text));
-  return std::max(1, static_cast<int>(usual * factor / (kSanitized ? 8 : 1)));
+  return std::max(1, static_cast<int>(usual * factor / kShorter));
 }
 
 }  // namespace kv_offload::testing

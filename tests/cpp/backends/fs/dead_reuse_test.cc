@@ -291,7 +291,7 @@ TEST_P(FsDeadReuseEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   EXPECT_GT(dead_records(), 0u) << "the control";
 }
 
-INSTANTIATE_TEST_SUITE_P(errors, FsDeadReuseEveryStep, ::testing::Values(EIO, ENOSPC, EDQUOT, EMFILE));
+INSTANTIATE_TEST_SUITE_P(errors, FsDeadReuseEveryStep, ::testing::ValuesIn(testing::write_errors()));
 
 }  // namespace
 }  // namespace kv_offload

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -222,6 +223,16 @@ class FaultyFileOps : public FileOps {
   std::map<Call, int> waiting_in_;
   int open_ = 0, most_open_ = 0;
 };
+
+// Errors of a call that fails during a write. EDQUOT and EMFILE take the ways of ENOSPC and EIO, so
+// ThreadSanitizer, under which these tests take minutes, runs only those.
+inline std::vector<int> write_errors() {
+#ifdef __SANITIZE_THREAD__
+  return {EIO, ENOSPC};
+#else
+  return {EIO, ENOSPC, EDQUOT, EMFILE};
+#endif
+}
 
 // While it lives, or until the ops are cleared, counts all calls and makes the n-th (from 0) fail.
 class OneFault {

@@ -82,7 +82,7 @@ TEST_P(FsTierEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   EXPECT_TRUE(no_space ? failed < steps / 2 : failed > 8) << failed;
 }
 
-INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::Values(EIO, ENOSPC, EDQUOT, EMFILE));
+INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::ValuesIn(testing::write_errors()));
 
 TEST_F(FsTierFaults, transfers_continue_after_signals_and_short_transfers) {
   std::atomic<int> calls{0};  // counted until the tier is closed

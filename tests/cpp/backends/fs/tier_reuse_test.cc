@@ -321,7 +321,7 @@ TEST_P(FsTierReuseEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   EXPECT_GT(failed, 3);
 }
 
-INSTANTIATE_TEST_SUITE_P(errors, FsTierReuseEveryStep, ::testing::Values(EIO, ENOSPC, EDQUOT, EMFILE));
+INSTANTIATE_TEST_SUITE_P(errors, FsTierReuseEveryStep, ::testing::ValuesIn(testing::write_errors()));
 
 }  // namespace
 }  // namespace kv_offload
