@@ -27,6 +27,7 @@
 
 #include "bench.h"
 #include "kv_chunks.h"
+#include "record/lossy_codec.h"
 #include "record/payload_codec.h"
 #include "record/split_planes.h"
 
@@ -57,6 +58,7 @@ struct Way {
   std::string name;
   std::function<std::size_t(std::byte* chunk, Bytes& out)> encode;
   std::function<bool(const Bytes& in, std::size_t bytes, std::byte* chunk)> decode;
+  bool is_lossy = false;
 };
 
 struct Result {
@@ -68,7 +70,7 @@ class Bench {
  public:
   explicit Bench(Bytes data) : data_(std::move(data)), chunks_(data_.size() / kChunk) {
     back_.resize(data_.size());
-    for (std::size_t i = 0; i < chunks_; ++i) encoded_.emplace_back(2 * kChunk);
+    for (std::size_t i = 0; i < chunks_; ++i) encoded_.emplace_back(3 * kChunk);
     SplitPlanes ways[kMostSplitPlanes];
     (void)split_planes_known(ways);
     upper_.resize(data_.size() / 2);
@@ -109,7 +111,7 @@ class Bench {
         }
       }
     }));
-    if (back_ != data_) die("other bytes came back");
+    if (!way.is_lossy && back_ != data_) die("other bytes came back");
     for (const std::size_t size : sizes) stored += size == 0 ? kChunk : size;
     result.ratio = static_cast<double>(data_.size()) / static_cast<double>(stored);
   }
@@ -165,7 +167,28 @@ ZSTD_CCtx* context(int level, bool codes) {
   return made;
 }
 
-std::vector<Way> ways_of(PayloadCodec& codec, ZSTD_DCtx* from) {
+// The bounds of lossy ways. Their encoder measures the loss and stops if a chunk exceeds the bound.
+constexpr double kMaxErrors[] = {0.02, 0.05, 0.1, 0.2};
+
+Way lossy_way(LossyCodec& codec, double max_error) {
+  return {fmt::format("lossy:{}", max_error),
+          [&codec, max_error](std::byte* chunk, Bytes& out) {
+            const Shard shard(chunk, kChunk);
+            std::uint64_t used = 0;
+            Loss loss;
+            if (LossyCodec::encoded_bytes_at_most({&shard, 1}) > out.size() ||
+                !codec.encode({&shard, 1}, Element::kBf16, max_error, out, &used, &loss) || used == 0)
+              die("it does not encode with loss");
+            return static_cast<std::size_t>(used);
+          },
+          [&codec](const Bytes& in, std::size_t bytes, std::byte* chunk) {
+            const Shard shard(chunk, kChunk);
+            return codec.decode({in.data(), bytes}, Element::kBf16, {&shard, 1}).is_ok();
+          },
+          true};
+}
+
+std::vector<Way> ways_of(PayloadCodec& codec, LossyCodec& lossy, ZSTD_DCtx* from) {
   const auto encode = [&codec](Element element) {
     return [&codec, element](std::byte* chunk, Bytes& out) {
       const Shard shard(chunk, kChunk);
@@ -181,6 +204,7 @@ std::vector<Way> ways_of(PayloadCodec& codec, ZSTD_DCtx* from) {
     };
   };
   std::vector<Way> ways{{"codec", encode(Element::kBf16), decode(Element::kBf16)}};
+  for (const double max_error : kMaxErrors) ways.push_back(lossy_way(lossy, max_error));
   ways.push_back({"zstd-1 as it is",
                   [to = context(1, false)](std::byte* chunk, Bytes& out) {
                     return ZSTD_compress2(to, out.data(), out.size(), chunk, kChunk);
@@ -206,11 +230,12 @@ std::vector<Way> ways_of(PayloadCodec& codec, ZSTD_DCtx* from) {
 
 int run(int rounds, const std::vector<std::string>& files) {
   PayloadCodec codec;
+  LossyCodec lossy;
   for (const std::string& file : files) {
     Bench bench(bench::whole_chunks(file));
     bench.to_ = context(ZSTD_minCLevel(), true);
     bench.from_ = ZSTD_createDCtx();
-    const std::vector<Way> ways = ways_of(codec, bench.from_);
+    const std::vector<Way> ways = ways_of(codec, lossy, bench.from_);
     for (int i = 0; i <= rounds; ++i) {
       bench.round(ways);
       if (i == 0) bench.results.clear();  // the first warms up

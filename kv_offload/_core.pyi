@@ -117,7 +117,8 @@ class TierSpec:
     write_policy: str  # write_through | on_evict | reuse:N | read_only; default: "write_through"
     encryption_key_files: list[str]  # 32 bytes each, read when opened; the first encrypts, all decrypt
     tenant_key_files: list[list[str]]  # by tenant; [] for a tenant without keys of its own
-    compress: str  # auto | none | zstd; default: "none"
+    compress: str  # auto | none | zstd | lossy:E, E: a relative error; default: "none"
+    accepted_error: float  # largest relative error of a record that may be read; default: the E of compress
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
 
@@ -280,6 +281,10 @@ class RemoteRecords:
     def tenant(self, record: RemoteRecord) -> str | None:
         """Returns the tenant in its header, even if the look counts as a use; "": none. None if the record is
         missing or has no valid header."""
+
+    def loss(self, record: RemoteRecord) -> tuple[bool, int, int, float, float] | None:
+        """Returns what its header says: (is lossy, raw bytes, stored bytes, largest and rms relative error),
+        even if the look counts as a use. None if the record is missing or has no valid header."""
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
@@ -710,6 +715,10 @@ def record_created(path: str) -> float:
 
 def record_tenant(path: str) -> str | None:
     """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
+
+def record_loss(path: str) -> tuple[bool, int, int, float, float] | None:
+    """Returns what a record's header says: (is lossy, raw bytes, stored bytes, largest and rms relative
+    error). None if the header cannot be read."""
 
 def directory_usage(path: str) -> int:
     """Returns the bytes that a directory uses on disk: from a root's own ledger if it can be trusted, else

@@ -284,6 +284,15 @@ class OffloadConfig(BaseModel):
     def remote_wait_seconds(self) -> float:
         return self.remote_wait_ms / 1000
 
+    def max_error(self) -> float:
+        """Returns the largest relative error that records of any tier may have; 0.0: all are exact."""
+        return max((tier.max_error() for tier in self.secondary_tiers), default=0.0)
+
+    def lossy_tiers(self) -> list[str]:
+        """Returns the labels of the tiers whose records may lose precision."""
+        named = zip(self.tier_names(), self.secondary_tiers, strict=True)
+        return [name for name, tier in named if tier.max_error()]
+
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""
         return labels_of([tier.type for tier in self.secondary_tiers])

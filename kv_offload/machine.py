@@ -114,6 +114,12 @@ def cautions(config: OffloadConfig) -> list[str]:
             "keep_host_memory leaves the KV cache unencrypted in /dev/shm after the server ends, where other "
             "processes of this user can read it: encryption_key_file encrypts only records"
         )
+    if config.max_error():
+        texts.append(
+            f"LOSSY RECORDS: KV cache that is loaded from {', '.join(config.lossy_tiers())} differs from the "
+            f"computed one by a relative error of up to {config.max_error():g}, so answers may differ. All "
+            "tiers of this server use a separate namespace, which servers without loss never read"
+        )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "write_through":

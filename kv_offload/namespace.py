@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,16 @@ class NamespaceIdentity:
     # Everything else that affects the bytes: compute dtype, quantization, attention backend, platform,
     # overrides of the model's config. Use setting_text() for values that are not plain.
     settings: Mapping[str, str | int | bool | None] = field(default_factory=dict)
+
+    def with_max_error(self, error: float) -> "NamespaceIdentity":
+        """Returns the namespace of records with a relative error of at most ``error``; 0.0: this one.
+
+        A server with a lossy tier uses it for all its tiers and its host memory: what it loads with loss and
+        computes from that is never found by a server without loss.
+        """
+        if not error:
+            return self
+        return replace(self, settings={**self.settings, "max_error": repr(error)})
 
     def canonical_json(self) -> str:
         """Returns JSON with sorted keys and no spaces: equal identities give equal text. Raises TypeError for

@@ -459,6 +459,18 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
     return name if name in ("bfloat16", "float16") else "bytes"
 
 
+def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
+    """True if a layer's cache has unquantized 16-bit keys and values per head, on which the lossy codec was
+    measured. Latent caches (MLA) are excluded.
+
+    Passes on vLLM's exceptions for unusual layers.
+    """
+    if layer_element(layer, vllm_config) == "bytes":
+        return False
+    kinds = type(layer.get_kv_cache_spec(vllm_config)).__mro__
+    return not any("MLA" in kind.__name__ for kind in kinds)
+
+
 def layer_cache(layer: Any) -> Any | None:
     """Returns a layer's cache tensor in the shape that its backend uses; None unless there is exactly one."""
     cache: Any = getattr(layer, "kv_cache", None)

@@ -65,6 +65,7 @@ def worker_fingerprint(
         fingerprint["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
+        fingerprint["may_lose"] = _may_lose(vllm_config, config)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     # Only the size of the settings decides, because the other fields differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
@@ -213,6 +214,18 @@ def _elements(vllm_config: Any, config: Any) -> list[str]:
     return [next(iter(names)) if len(names) == 1 else "bytes" for names in found]
 
 
+def _may_lose(vllm_config: Any, config: Any) -> list[bool]:
+    """Returns per group position whether the lossy codec supports the layers; False if they are unknown."""
+    try:
+        return [
+            bool(layers) and all(compat.layer_may_lose(layer, vllm_config) for layer in layers)
+            for layers in _layers(vllm_config, config)
+        ]
+    except Exception as error:
+        logger.debug("whether the cache groups may lose precision is not known: %s", error)
+        return [False] * len(config.groups)
+
+
 def groups_of_states(config: Any) -> list[bool]:
     """Returns per group position whether only the last block of a chunk is kept (a Mamba cache, "align").
 
@@ -262,6 +275,8 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["elements"] = [
         names[0] if len(set(names)) == 1 else "bytes" for names in zip(*elements, strict=True)
     ]
+    flags = [fingerprint["may_lose"] for fingerprint in ranks if "may_lose" in fingerprint]
+    merged["may_lose"] = [all(each) for each in zip(*flags, strict=True)]
     return merged
 
 

@@ -96,6 +96,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
+        identity = identity.with_max_error(options.max_error())
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
@@ -108,7 +109,7 @@ class KVOffloadSpec(OffloadingSpec):
         for caution in cautions(options):
             logger.warning(caution)
         metrics = _core.Metrics()
-        tiers = self._make_tiers(bounds, identity, merged["elements"])
+        tiers = self._make_tiers(bounds, identity, merged)
         cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers)
         if options.keep_host_memory:
             _log_kept(cache.stats())
@@ -252,17 +253,24 @@ class KVOffloadSpec(OffloadingSpec):
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
     def _make_tiers(
-        self, bounds: Sequence[int | None], identity: NamespaceIdentity, elements: Sequence[str]
+        self, bounds: Sequence[int | None], identity: NamespaceIdentity, merged: Mapping[str, Any]
     ) -> "list[TierSpec]":
-        """Returns the specs of the tiers. ``elements``: the element type of each group, for the codec."""
+        """Returns the specs of the tiers."""
         options = self._options
+        elements, lossy = merged["elements"], _lossy_elements(merged)
+        exact = [position for position, name in enumerate(lossy) if name == "bytes"]
+        if options.max_error() and exact:
+            logger.warning(
+                "cache groups %s are stored without loss: the lossy codec does not support them", exact
+            )
         tiers = [
             tier.spec(name, bound, identity)
             for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
         tenants = options.tenant_table()
-        for tier in tiers:
-            tier.elements = elements
+        for tier, config in zip(tiers, options.secondary_tiers, strict=True):
+            tier.elements = lossy if config.max_error() else elements
+            tier.accepted_error = options.max_error()
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory
         return tiers
@@ -335,6 +343,15 @@ def _layout_words(merged: Mapping[str, Any]) -> list[str]:
     if merged.get("canonical"):
         return ["canonical"]
     return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
+
+
+def _lossy_elements(merged: Mapping[str, Any]) -> list[str]:
+    """Returns the element type of each group for a lossy tier; "bytes", stored without loss, where the codec
+    must not be used."""
+    return [
+        name if may_lose else "bytes"
+        for name, may_lose in zip(merged["elements"], merged["may_lose"], strict=True)
+    ]
 
 
 def _log_layout(merged: Mapping[str, Any]) -> None:

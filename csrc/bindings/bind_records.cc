@@ -35,6 +35,15 @@ std::optional<std::string> tenant_of(RemoteRecords& self, const RemoteRecord& re
   return header.tenant;
 }
 
+// None: the record is missing, or has no valid header.
+std::optional<StatedLoss> loss_of(RemoteRecords& self, const RemoteRecord& record) {
+  RecordHeader header;
+  const Status status = self.read_header(record, &header);
+  if (status.kind() == StatusKind::kNotFound || status.kind() == StatusKind::kCorrupt) return std::nullopt;
+  raise_unless_ok(status);
+  return stated_loss(header);
+}
+
 py::tuple verify_record(RemoteRecords& self, const RemoteRecord& record, bool repair) {
   bool removed = false;
   Status status;
@@ -96,6 +105,7 @@ void bind_records(py::module_& module) {
       .def("page", &list_page, py::arg("namespace_id"), py::arg("start"), py::arg("sizes"))
       .def("written", &written_at, py::arg("record"), Released())
       .def("tenant", &tenant_of, py::arg("record"), Released())
+      .def("loss", &loss_of, py::arg("record"), Released())
       .def("verify", &verify_record, py::arg("record"), py::arg("repair"))
       .def(
           "use_keys",

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <charconv>
 
 #include "bindings/bindings.h"
@@ -24,6 +25,20 @@ std::string write_policy_text(const TierSlotOptions& slot) {
   return "unknown";
 }
 
+constexpr std::string_view kLossy = "lossy:";
+
+// Parses the E of "lossy:E". Throws InvalidArgument that states the possible values.
+double max_error_of(std::string_view text) {
+  const std::string_view digits = text.substr(kLossy.size());
+  double error = 0;
+  const auto [end, failed] = std::from_chars(digits.data(), digits.data() + digits.size(), error);
+  if (failed == std::errc() && end == digits.data() + digits.size() && error >= LossyCodec::kLeastError &&
+      error <= LossyCodec::kMostError)
+    return error;
+  throw_invalid("compress={:?}: write lossy:E with a relative error E from {} to {}", text,
+                double{LossyCodec::kLeastError}, double{LossyCodec::kMostError});
+}
+
 // Returns torch's name of the type.
 const char* name_of(Element element) {
   switch (element) {
@@ -40,9 +55,10 @@ const char* name_of(Element element) {
 }  // namespace
 
 RecordFormOptions TierSpec::form() const {
-  RecordFormOptions form{.keys = keys_from(encryption_key_files, tenant_key_files)};
+  RecordFormOptions form{.keys = keys_from(encryption_key_files, tenant_key_files),
+                         .max_error = std::max(accepted_error, max_error)};
   if (compress == Compress::kNone) return form;
-  CompressionOptions options{.compress = compress, .elements = elements};
+  CompressionOptions options{.compress = compress, .max_error = max_error, .elements = elements};
   // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
   struct Cores {
     SteadyClock clock;
@@ -81,12 +97,23 @@ void bind_tier(py::module_& module) {
       .def_readwrite("tenant_key_files", &TierSpec::tenant_key_files)
       .def_readwrite("memory_outlives", &TierSpec::memory_outlives)
       .def_property(
-          "compress", [](const TierSpec& self) { return to_string(self.compress); },
+          "compress",
+          [](const TierSpec& self) {
+            return self.compress == Compress::kLossy ? fmt::format("{}{}", kLossy, self.max_error)
+                                                     : std::string(to_string(self.compress));
+          },
           [](TierSpec& self, std::string_view text) {
-            self.compress = one_of<Compress>(
-                "compress", text,
-                {{"auto", Compress::kAuto}, {"none", Compress::kNone}, {"zstd", Compress::kZstd}});
+            const bool loses = text.starts_with(kLossy);
+            const double max_error = loses ? max_error_of(text) : 0;
+            self.compress =
+                loses
+                    ? Compress::kLossy
+                    : one_of<Compress>(
+                          "compress", text,
+                          {{"auto", Compress::kAuto}, {"none", Compress::kNone}, {"zstd", Compress::kZstd}});
+            self.max_error = max_error;
           })
+      .def_readwrite("accepted_error", &TierSpec::accepted_error)
       .def_property(
           "elements",
           [](const TierSpec& self) {

@@ -27,6 +27,8 @@ struct TierSpec {
   std::vector<std::string> encryption_key_files;           // empty: no encryption
   std::vector<std::vector<std::string>> tenant_key_files;  // by tenant; see EncryptionKeys
   Compress compress = Compress::kNone;
+  double max_error = 0;                // of kLossy
+  double accepted_error = 0;           // of records that are read: RecordFormOptions::max_error
   std::vector<Element> elements;       // by group position
   bool memory_outlives = false;        // see FsTierOptions
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them

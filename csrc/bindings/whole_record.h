@@ -2,7 +2,9 @@
 // Reads a whole record for Python.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <tuple>
 
 #include "bindings/bindings.h"
 #include "record/whole_record.h"
@@ -20,6 +22,14 @@ py::tuple read_whole(Read&& read) {
   }
   if (!status) record.reset();
   return py::make_tuple(to_string(status.kind()), status.message(), record);
+}
+
+// The facts about its payload that a header states: is lossy, raw bytes, stored bytes, largest and rms
+// relative error.
+using StatedLoss = std::tuple<bool, std::uint64_t, std::uint64_t, float, float>;
+inline StatedLoss stated_loss(const RecordHeader& header) {
+  return {header.codec == Codec::kLossy, header.payload_bytes, header.padded_stored_bytes(),
+          header.loss.largest, header.loss.rms};
 }
 
 }  // namespace kv_offload::bindings

@@ -90,7 +90,7 @@ else()
   kv_offload_missing(xxhash libxxhash-dev)
 endif()
 
-# A static library with hidden symbols. payload_codec.cc uses zstd's static-only API, and other parts of the
+# A static library with hidden symbols. zstd_frames.cc uses zstd's static-only API, and other parts of the
 # process may load another zstd.
 add_library(kv_offload_zstd INTERFACE)
 find_path(KV_OFFLOAD_ZSTD_INCLUDE zstd.h)

@@ -23,6 +23,8 @@ const char* to_string(Compress compress) {
       return "zstd";
     case Compress::kAuto:
       return "auto";
+    case Compress::kLossy:
+      return "lossy";
   }
   return "unknown";
 }
@@ -132,14 +134,15 @@ void CompressionChoice::decide(double idle_cores) {
 CompressionStats CompressionChoice::stats() const {
   const MutexLock lock(mutex_);
   CompressionStats stats = stats_;
-  stats.on = options_.compress == Compress::kZstd || (options_.compress == Compress::kAuto && on_);
+  stats.on = options_.compress == Compress::kAuto ? on_ : options_.compress != Compress::kNone;
   return stats;
 }
 
 std::string CompressionChoice::reason() const {
   // A fixed setting is its own reason.
   if (options_.compress != Compress::kAuto) {
-    return options_.compress == Compress::kZstd ? "on: compress is zstd" : "off: compress is none";
+    return fmt::format("{}: compress is {}", options_.compress == Compress::kNone ? "off" : "on",
+                       to_string(options_.compress));
   }
   // Auto encodes only floating-point groups.
   if (std::none_of(options_.elements.begin(), options_.elements.end(),

@@ -26,7 +26,7 @@
 
 namespace kv_offload {
 
-enum class Compress : std::uint8_t { kNone, kZstd, kAuto };
+enum class Compress : std::uint8_t { kNone, kZstd, kAuto, kLossy };
 
 // Bytes of raw payload per second of one thread.
 struct CodecSpeed {
@@ -35,6 +35,9 @@ struct CodecSpeed {
 
 struct CompressionOptions {
   Compress compress = Compress::kNone;
+  // kLossy only: the bound of LossyCodec. Records of other elements, and records over the bound, are encoded
+  // without loss.
+  double max_error = 0;
   // By position of the group; kBytes for a group without an entry.
   std::vector<Element> elements{};
   // What kAuto assumes until records were encoded and decoded.
@@ -73,6 +76,8 @@ class CompressionChoice {
   explicit CompressionChoice(const CompressionOptions& options) : options_(options) {}
 
   Compress setting() const { return options_.compress; }
+  // 0: records must not lose anything.
+  double max_error() const { return options_.compress == Compress::kLossy ? options_.max_error : 0; }
   const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
   Element element(std::uint32_t group) const {
     return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;
@@ -131,7 +136,7 @@ class CompressionChoice {
   CompressionStats stats_ GUARDED_BY(mutex_);
 };
 
-// Returns "auto", "none" or "zstd".
+// Returns "auto", "none", "zstd" or "lossy".
 const char* to_string(Compress compress);
 
 }  // namespace kv_offload

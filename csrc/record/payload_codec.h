@@ -18,7 +18,7 @@
 namespace kv_offload {
 
 // Values of the record header: never reuse a number.
-enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1 };
+enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 2 };
 // Number format of the payload.
 enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2 };
 

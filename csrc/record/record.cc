@@ -2,6 +2,7 @@
 #include "record/record.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -17,7 +18,7 @@ constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
 constexpr std::size_t kElementAt = kShardsEnd, kCipherAt = 652, kStoredAt = 656;
 constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kTenantAt = 728;
-constexpr std::size_t kCipherEnd = kTenantAt, kEnd = kTenantAt + kMaxTenantName;
+constexpr std::size_t kCipherEnd = kTenantAt, kLossAt = kTenantAt + kMaxTenantName, kEnd = kLossAt + 8;
 alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
 
 template <typename T>
@@ -65,6 +66,8 @@ void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
   std::memcpy(page.data() + kSaltAt, header.cipher_fields.salt.data(), header.cipher_fields.salt.size());
   if (is_tenant_name(header.tenant))
     std::memcpy(page.data() + kTenantAt, header.tenant.data(), header.tenant.size());
+  put(page, kLossAt, std::bit_cast<std::uint32_t>(header.loss.largest));
+  put(page, kLossAt + 4, std::bit_cast<std::uint32_t>(header.loss.rms));
 }
 
 }  // namespace
@@ -102,12 +105,34 @@ Status of_another_version(std::uint32_t version) {
 
 namespace {
 
+Loss loss_in(std::span<const std::byte> page) {
+  return {std::bit_cast<float>(get<std::uint32_t>(page, kLossAt)),
+          std::bit_cast<float>(get<std::uint32_t>(page, kLossAt + 4))};
+}
+
+// Checks the loss that the header states, and that no other codec states one.
+Status check_loss(std::span<const std::byte> page, Codec codec, Element element) {
+  if (codec != Codec::kLossy)
+    return all_zero(page.subspan(kLossAt, 8)) ? Status::ok() : wrong("loss", "set", "zero");
+  if (!LossyCodec::handles(element))
+    return wrong("element of a lossy record", static_cast<std::uint32_t>(element), "1..2");
+  const Loss loss = loss_in(page);
+  // Also false for NaN.
+  if (!(loss.largest >= 0 && loss.largest <= LossyCodec::rounded_up(LossyCodec::kMostError)))
+    return wrong("largest loss", loss.largest, fmt::format("0..{}", LossyCodec::kMostError));
+  if (!(loss.rms >= 0 && loss.rms <= loss.largest))
+    return wrong("loss", loss.rms, fmt::format("0..{}", loss.largest));
+  return Status::ok();
+}
+
 // Checks how the payload is stored. `padded`: its bytes when it is raw.
 Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   const auto codec = get<std::uint32_t>(page, 108);
-  if (codec > static_cast<std::uint32_t>(Codec::kSplitZstd)) return wrong("codec", codec, "0..1");
+  if (codec > static_cast<std::uint32_t>(Codec::kLossy)) return wrong("codec", codec, "0..2");
   const auto element = get<std::uint32_t>(page, kElementAt);
   if (element > static_cast<std::uint32_t>(Element::kFp16)) return wrong("element", element, "0..2");
+  if (Status status = check_loss(page, static_cast<Codec>(codec), static_cast<Element>(element)); !status)
+    return status;
   const auto stored = get<std::uint64_t>(page, kStoredAt), stored_padded = get<std::uint64_t>(page, 112);
   if (codec == 0 && stored != padded) return wrong("stored bytes", stored, padded);
   // Bounds every record, whatever its header says, by the length of a raw one.
@@ -176,6 +201,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   header->codec = static_cast<Codec>(get<std::uint32_t>(page, 108));
   header->element = static_cast<Element>(get<std::uint32_t>(page, kElementAt));
   header->stored_bytes = get<std::uint64_t>(page, kStoredAt);
+  header->loss = loss_in(page);
   header->checksum = get<std::uint64_t>(page, 120);
   header->created_unix_nanos = get<std::uint64_t>(page, 128);
   header->cipher = static_cast<Cipher>(get<std::uint32_t>(page, kCipherAt));

@@ -21,7 +21,9 @@
 //      656    8  stored bytes, unpadded
 //      664   16  id of the encryption key      680   32  salt      712   16  tag
 //      728   64  name of the tenant that was charged for the write, zero padded; zeros: none
-//      792 ..    zeros
+//      792    4  largest relative error (lossy_codec.h), float32; 0: stored without loss
+//      796    4  relative error of the whole payload, float32
+//      800 ..    zeros
 //     4088    8  header checksum (XXH3-64 of bytes 0..4087)
 //
 // docs/record-format.md explains the layout. A header value is never used as a size or an offset before the
@@ -37,6 +39,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "record/lossy_codec.h"
 #include "record/payload_codec.h"
 
 namespace kv_offload {
@@ -67,6 +70,7 @@ struct RecordHeader {
   Codec codec = Codec::kRaw;
   Element element = Element::kBytes;
   std::uint64_t stored_bytes = 0;  // unpadded; raw: payload_bytes, encoded: fewer pages than that
+  Loss loss;                       // zero unless codec is kLossy
   std::uint64_t checksum = 0;      // of the padded stored bytes
   std::uint64_t created_unix_nanos = 0;
   Cipher cipher = Cipher::kNone;

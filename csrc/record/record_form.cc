@@ -76,21 +76,41 @@ Status OutgoingRecord::encode() {
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
   // A payload that cannot be encoded is stored raw, also when memory runs out.
-  const std::uint64_t room = PayloadCodec::encoded_bytes_at_most(op_.shards) + kPageBytes;
+  const bool may_lose = choice->max_error() > 0 && LossyCodec::handles(header_.element);
+  const std::uint64_t room = std::max(PayloadCodec::encoded_bytes_at_most(op_.shards),
+                                      may_lose ? LossyCodec::encoded_bytes_at_most(op_.shards) : 0) +
+                             kPageBytes;
   if (!take_buffer(std::max(header_.payload_bytes, room))) return Status::ok();
-  std::uint64_t bytes = 0;
   const std::span<std::byte> out(buffer_->data() + kRecordHeaderBytes, buffer_->size() - kRecordHeaderBytes);
   const Nanos began = choice->clock().now();
-  if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return Status::ok();
+  const std::uint64_t bytes = encode_into(out);
   const double seconds = to_seconds(choice->clock().now() - began);
   const std::uint64_t pages = round_up(bytes, kPageBytes);
   const bool gains = bytes != 0 && pages < header_.payload_bytes;
   attempt_ = EncodeAttempt{gains ? pages : header_.payload_bytes, seconds};
-  if (!gains) return Status::ok();
+  if (!gains) {
+    header_.codec = Codec::kRaw;
+    header_.loss = {};
+    return Status::ok();
+  }
   std::memset(out.data() + bytes, 0, pages - bytes);
-  header_.codec = Codec::kSplitZstd;
   header_.stored_bytes = bytes;
   return Status::ok();
+}
+
+std::uint64_t OutgoingRecord::encode_into(std::span<std::byte> out) {
+  const double max_error = form_.compression()->max_error();
+  std::uint64_t bytes = 0;
+  if (max_error > 0 && LossyCodec::handles(header_.element)) {
+    header_.codec = Codec::kLossy;
+    if (form_.lossy_codec().encode(op_.shards, header_.element, max_error, out, &bytes, &header_.loss) &&
+        bytes > 0)
+      return bytes;
+    header_.loss = {};
+  }
+  header_.codec = Codec::kSplitZstd;
+  if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return 0;
+  return bytes;
 }
 
 std::uint64_t OutgoingRecord::written() {
@@ -191,6 +211,11 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its header says {}", bytes, header_.record_bytes()));
   }
+  // Every writer of this namespace keeps its bound, so such a record is damaged or forged.
+  if (header_.codec == Codec::kLossy && !(header_.loss.largest <= LossyCodec::rounded_up(form_.max_error())))
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("the record has lost {:.4g}, this namespace allows {:.4g}",
+                                     header_.loss.largest, form_.max_error()));
   if (form_.keys() == nullptr) {
     if (header_.cipher == Cipher::kNone) return Status::ok();
     return Status::error(StatusKind::kCorrupt,
@@ -252,8 +277,10 @@ Status IncomingRecord::decode() {
     std::memcpy(buffer_->data() + at, shard.data(), part);
     at += part;
   }
-  const Status status =
-      form_.payload_codec().decode({buffer_->data(), header_.stored_bytes}, header_.element, op_.shards);
+  const std::span<const std::byte> stored(buffer_->data(), header_.stored_bytes);
+  const Status status = header_.codec == Codec::kLossy
+                            ? form_.lossy_codec().decode(stored, header_.element, op_.shards)
+                            : form_.payload_codec().decode(stored, header_.element, op_.shards);
   if (!status) return status;
   zero_padding(op_.shards);
   if (choice != nullptr) {

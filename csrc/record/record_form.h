@@ -30,6 +30,7 @@
 #include "record/compression_choice.h"
 #include "record/encryption.h"
 #include "record/huge_buffer.h"
+#include "record/lossy_codec.h"
 #include "record/record.h"
 #include "record/record_op.h"
 
@@ -43,6 +44,9 @@ struct RecordTraffic {
 struct RecordFormOptions {
   std::shared_ptr<CompressionChoice> compression = {};  // null: raw
   std::shared_ptr<const EncryptionKeys> keys = {};      // null: not encrypted
+  // Largest loss of a record that may be read; 0: none. Not only of records that this store encodes: the
+  // namespace has one bound, that of the tier that may lose most.
+  double max_error = 0;
   // Shared by all copies of these options: the store counts, the tier reports. Never null.
   std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
 };
@@ -60,6 +64,8 @@ class RecordForm {
   CompressionChoice* compression() const { return options_.compression.get(); }
   RecordTraffic& traffic() const { return *options_.traffic; }
   PayloadCodec& payload_codec() { return payload_codec_; }
+  LossyCodec& lossy_codec() { return lossy_codec_; }
+  double max_error() const { return options_.max_error; }
   // Returns null if memory runs out.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
   void give_back(std::unique_ptr<HugeBuffer> buffer) noexcept EXCLUDES(mutex_);
@@ -67,6 +73,7 @@ class RecordForm {
  private:
   const RecordFormOptions options_;
   PayloadCodec payload_codec_;
+  LossyCodec lossy_codec_;
   Mutex mutex_;
   std::vector<std::unique_ptr<HugeBuffer>> free_ GUARDED_BY(mutex_);
 };
@@ -106,6 +113,9 @@ class OutgoingRecord {
     double seconds = 0;
   };
   Status take_whole_record(const NamespaceId& namespace_id);
+  // Encodes with loss if the form allows it and the element has a codec for that, otherwise without. Returns
+  // the bytes in `out`; 0: store the record raw.
+  std::uint64_t encode_into(std::span<std::byte> out);
   bool take_buffer(std::uint64_t payload_bytes);
   Status encrypt_into_buffer();
 

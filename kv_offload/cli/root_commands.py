@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kv_offload import losses
 from kv_offload.cli.roots import open_root
 from kv_offload.cli.terminal import (
     OK,
@@ -57,6 +58,10 @@ def stat(
         bool,
         typer.Option("--tenants", help="Also show the bytes of each tenant. Reads a part of every record."),
     ] = False,
+    loss: Annotated[
+        bool,
+        typer.Option("--loss", help="Also show the loss of lossy records. Reads a part of every record."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a root holds: bytes, records, and each namespace.
@@ -67,6 +72,10 @@ def stat(
 
     With --tenants it also shows the records of each tenant, whether it is still configured or not. Records of
     requests without a tenant belong to "other". In a bucket this sends a request for each record.
+
+    With --loss it also shows how many records are lossy (compress lossy:E), their ratio, and the relative
+    errors that were measured when they were written: of all elements, and the largest of any 64. In a bucket
+    this sends a request for each record, too.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
@@ -86,6 +95,8 @@ def stat(
         space["description"] = _description(space.pop("json"))
     if tenants:
         report["tenants"] = opened.tenants()
+    if loss:
+        report["loss"] = opened.losses()
     if as_json:
         print_json(report)
         return
@@ -116,6 +127,8 @@ def stat(
         for name, total in report["tenants"].items():
             add_row(shown, name, format_bytes(total["bytes"]), f"{total['records']:,}")
         out.print(shown)
+    if loss:
+        out.print(losses.text_of(report["loss"]))
     for name in report.get("other_names", ()):
         out.print(f"not a record: {escape(name)}")
     further = report.get("records_of_further_namespaces", 0)
@@ -252,6 +265,9 @@ def verify(
     On a server or in a bucket each record is read over the network. A record that was replaced during the
     check is never removed; if the store cannot rule that out, the record is reported and kept.
 
+    If a namespace of a directory allows lossy records (compress lossy:E), the command also shows their loss,
+    like stat --loss. The loss was measured at the write: it cannot be checked without the exact KV cache.
+
     \b
     Examples:
       kv-offload verify /var/cache/kv --repair --json
@@ -279,10 +295,13 @@ def verify(
             progress.update(bar, completed=done, total=total)
 
         damaged = opened.verify(repair, show, encryption_key_file or ())
+    found = {"loss": opened.losses()} if opened.allows_loss() else {}
     if as_json:
-        print_json({"checked": checked, "damaged": damaged})
+        print_json({"checked": checked, "damaged": damaged} | found)
     else:
         _print_damage(opened.where, checked, damaged, repair)
+        if found:
+            console().print(losses.text_of(found["loss"]))
     if any(bad["removed"] for bad in damaged):
         _print_notes(opened.notes())
     raise typer.Exit(PROBLEM if damaged else OK)

@@ -81,6 +81,12 @@ class Root(Protocol):
         Reads the header of each record.
         """
 
+    def allows_loss(self) -> bool:
+        """Returns True if a namespace says that its records may be lossy; False where none says anything."""
+
+    def losses(self) -> dict[str, Any]:
+        """Returns the totals of ``kv_offload.losses.LossTotals``. Reads the header of each record."""
+
     def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
         """Removes the records of a namespace, a tenant or both; returns their number and the bytes freed."""
 
@@ -298,6 +304,10 @@ class TierConfig(BaseModel):
     def traits(self) -> list[str]:
         """Returns its properties for the startup summary, after its size; one or two words each."""
         return [self.write_policy]
+
+    def max_error(self) -> float:
+        """Returns the largest relative error that its records may have; 0.0: they are exact."""
+        return 0.0
 
     def summary(self) -> Answer:
         """Returns one line about it without a measurement. refused: a server would not start with it; note: a

@@ -2,9 +2,9 @@
 """The setting ``compress``, for kinds that can compress records."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from kv_offload.tiers.base import Answer, TierConfig
 
@@ -13,19 +13,51 @@ if TYPE_CHECKING:
     from kv_offload.namespace import NamespaceIdentity
 
 
-class CompressedTierConfig(TierConfig):
-    """A tier whose records may be compressed without loss."""
+_LOSSLESS = ("auto", "none", "zstd")
+_LOSSY = "lossy:"
+LEAST_ERROR, MOST_ERROR = 0.02, 0.5  # LossyCodec in csrc/record/lossy_codec.h; a test compares them
 
-    compress: Literal["auto", "none", "zstd"] = Field(
-        default="auto",
-        description='lossless compression. "zstd": compress records that become at least a tenth smaller '
-        '(bfloat16: about 1.45 times); "auto": compress bfloat16 and float16 while that makes reads faster, '
-        'by the measured speeds of the tier and the codec; "none": store raw bytes. Records state their '
-        "codec, so the setting can be changed at any time",
+
+def _known_compression(value: object) -> object:
+    """Returns the value, with the number of "lossy:E" in its shortest form. Raises ValueError, which lists
+    the possible values."""
+    if value in _LOSSLESS:
+        return value
+    if isinstance(value, str) and value.startswith(_LOSSY):
+        try:
+            error = float(value.removeprefix(_LOSSY))
+        except ValueError:
+            error = 0.0
+        if LEAST_ERROR <= error <= MOST_ERROR:
+            return f"{_LOSSY}{error!r}"
+    raise ValueError(
+        f"is {value!r}; possible: 'auto', 'none' or 'zstd', or with loss 'lossy:E', where E is a relative "
+        f"error from {LEAST_ERROR} to {MOST_ERROR}"
     )
+
+
+class CompressedTierConfig(TierConfig):
+    """A tier whose records may be compressed."""
+
+    compress: Annotated[str, BeforeValidator(_known_compression)] = Field(
+        default="auto",
+        description='"zstd": compress without loss the records that become at least a tenth smaller '
+        '(bfloat16: about 1.45 times); "auto": compress bfloat16 and float16 without loss while that makes '
+        'reads faster, by the measured speeds of the tier and the codec; "none": store raw bytes; '
+        '"lossy:E": compress bfloat16 and float16 WITH LOSS, with a relative error of at most E '
+        f"({LEAST_ERROR} to {MOST_ERROR}) for each 64 neighbouring elements, and everything else like zstd. "
+        "Records state their codec, so the lossless settings can be changed at any time. A server with a "
+        "lossy tier uses a separate namespace on all its tiers",
+    )
+
+    def max_error(self) -> float:
+        """Returns the E of "lossy:E"; 0.0 for the other settings."""
+        return float(self.compress.removeprefix(_LOSSY)) if self.compress.startswith(_LOSSY) else 0.0
 
     def traits(self) -> list[str]:
         """Adds the compression."""
+        if self.max_error():
+            return [*super().traits(), f"LOSSY, relative error up to {self.max_error()}"]
         return [*super().traits(), *([] if self.compress == "none" else [f"compress {self.compress}"])]
 
     def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
@@ -33,6 +65,9 @@ class CompressedTierConfig(TierConfig):
         from kv_offload import _core
 
         speeds = [figures.get(f"{verb}_bytes_per_second", 0.0) for verb in ("read", "write")]
+        if self.max_error():
+            text = f"compress is {self.compress}: records lose precision, which kv-offload stat --loss shows"
+            return [Answer("note", text)]
         if self.compress == "none" or not all(speeds):
             return []
         encode, decode = _core.measure_codec()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.losses import LossTotals
 from kv_offload.printable import printable
 from kv_offload.tenants import TenantTotals, stored_name
 
@@ -191,6 +192,19 @@ class RemoteRoot:
             yield from zip(records, self._each(self._records.tenant, records), strict=True)
         except RuntimeError as error:
             raise RuntimeError(f"{self.where}: {error}") from None
+
+    def allows_loss(self) -> bool:
+        return False  # namespaces are not described there
+
+    def losses(self) -> dict[str, Any]:
+        found = LossTotals()
+        try:
+            for page in self._pages(None, False):
+                for stated in self._each(self._records.loss, [record for record in page if record.key]):
+                    found.add(stated)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.where}: {error}") from None
+        return found.totals()
 
     def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
         """Bytes that older versions still occupy are not counted as freed."""

@@ -37,7 +37,9 @@ LAYERS["bindings"] = set(LAYERS)
 PARTS = {
     # in the order of record/record_form.h
     "record": (
-        *("split_planes", "payload_codec", "record", "encryption", "record_op", "huge_buffer", "idle_cores"),
+        *("context_pool", "shard_blocks", "zstd_frames", "split_planes", "payload_codec"),
+        *("group_quantizer", "lossy_section", "lossy_codec"),
+        *("record", "encryption", "record_op", "huge_buffer", "idle_cores"),
         "whole_record",
         *("compression_choice", "measure_codec", "record_form", "streaming_record_reader"),
     ),
@@ -85,7 +87,7 @@ LIBRARIES = {
     "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*|backends/\w+/bind_\w+\.cc"),
     "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
     "xxhash": (r"xxh", r"base/xxh3\.h"),
-    "zstd": (r"zstd", r"record/payload_codec\.cc"),
+    "zstd": (r"zstd", r"record/zstd_frames\.cc"),
     "libvalkey": (r"valkey/", r"backends/redis/(connection|tls)\.cc"),
     "OpenSSL": (
         r"openssl/",

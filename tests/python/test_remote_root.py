@@ -295,6 +295,13 @@ def test_purge_of_one_namespace_leaves_the_others(filled: Any) -> None:
     assert as_json("stat", filled.address)["others"] == 1, "other keys must stay"
 
 
+def test_the_loss_of_records_is_read_from_their_headers(filled: Any) -> None:
+    loss = as_json("stat", filled.address, "--loss")["loss"]
+    assert loss["lossy_records"] == 0
+    assert loss["exact_records"] == 2 * COUNT
+    assert "loss" not in as_json("verify", filled.address), "namespaces are not described there"
+
+
 def test_purge_of_a_tenant_leaves_the_records_of_others(filled: Any) -> None:
     filled.other()
     report = as_json("stat", filled.address, "--tenants")

@@ -196,6 +196,15 @@ void bind_fs(py::module_& module) {
                                                                       : std::nullopt;
       },
       py::arg("path"), Released());
+  // None: the record is missing, or not readable.
+  module.def(
+      "record_loss",
+      [](const std::string& path) {
+        RecordHeader header;
+        return read_header(posix_file_ops(), AT_FDCWD, path, &header) ? std::optional(stated_loss(header))
+                                                                      : std::nullopt;
+      },
+      py::arg("path"), Released());
   module.def("directory_usage", &directory_usage, py::arg("path"), Released());
   module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.losses import LossTotals, allows_loss
 from kv_offload.tenants import TenantTotals, stored_name
 from kv_offload.tiers.base import MissingNamespaceError
 
@@ -119,6 +120,17 @@ class DirectoryRoot:
         for record in self._root.records(None, all_epochs=True):
             found.add(_core.record_tenant(record["path"]), record["bytes"])
         return found.by_name()
+
+    def allows_loss(self) -> bool:
+        return any(allows_loss(space["json"] or "") for space in self._root.stat()["namespaces"])
+
+    def losses(self) -> dict[str, Any]:
+        from kv_offload import _core
+
+        found = LossTotals()
+        for record in self._root.records(None, all_epochs=True):
+            found.add(_core.record_loss(record["path"]))
+        return found.totals()
 
     def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
         """Records of a tenant are removed from all epochs, like those of a namespace."""

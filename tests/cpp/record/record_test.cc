@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <xxhash.h>
 
+#include <limits>
+
 #include "backends/fs/fixture.h"
 #include "base/aligned_buffer.h"
 
@@ -139,9 +141,10 @@ TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
   };
   const std::uint64_t padded = some_header().payload_bytes;
   for (const Case& wrong :
-       {Case{108, 2}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0}, Case{656, 12289},
+       {Case{108, 3}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0}, Case{656, 12289},
         Case{656, static_cast<std::uint32_t>(padded)}, Case{112, static_cast<std::uint32_t>(padded)},
-        Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1}, Case{792, 1}, Case{4084, 1}}) {
+        Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1}, Case{792, 1}, Case{796, 1}, Case{800, 1},
+        Case{4084, 1}}) {
     encode_header(some_header(), page.span());
     std::memcpy(page.data() + wrong.at, &wrong.value, sizeof(wrong.value));
     const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
@@ -150,6 +153,51 @@ TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
     EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "at " << wrong.at;
     EXPECT_EQ(other_version(page.span()), 0u);
   }
+}
+
+RecordHeader lossy_header() {
+  RecordHeader header = some_header();
+  header.codec = Codec::kLossy;
+  header.element = Element::kBf16;
+  header.loss = {0.05F, 0.03F};
+  return header;
+}
+
+TEST(Record, the_header_of_a_lossy_record_states_its_loss) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(lossy_header(), page.span());
+  RecordHeader found;
+  ASSERT_TRUE(decode_header(page.span(), &found));
+  EXPECT_EQ(found.codec, Codec::kLossy);
+  EXPECT_EQ(found.loss, (Loss{0.05F, 0.03F}));
+  float largest = 0, rms = 0;
+  std::memcpy(&largest, page.data() + 792, sizeof(largest));
+  std::memcpy(&rms, page.data() + 796, sizeof(rms));
+  EXPECT_EQ(largest, 0.05F);
+  EXPECT_EQ(rms, 0.03F);
+}
+
+TEST(Record, an_impossible_loss_is_rejected) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  RecordHeader header = lossy_header(), found;
+  for (const Loss& loss : {Loss{-0.1F, 0.0F}, Loss{0.6F, 0.1F}, Loss{nan, 0.1F}, Loss{0.1F, 0.2F},
+                           Loss{0.1F, nan}, Loss{0.1F, -0.1F}}) {
+    header.loss = loss;
+    encode_header(header, page.span());
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt)
+        << loss.largest << " " << loss.rms;
+  }
+  header.loss = {0.5F, 0.5F};
+  encode_header(header, page.span());
+  EXPECT_TRUE(decode_header(page.span(), &found));
+  header.element = Element::kBytes;
+  encode_header(header, page.span());
+  EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "not numbers";
+  header = some_header();
+  header.loss = {0.1F, 0.1F};
+  encode_header(header, page.span());
+  EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "another codec";
 }
 
 TEST(Record, an_encoded_record_that_saves_no_page_is_rejected) {

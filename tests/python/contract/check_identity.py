@@ -371,3 +371,39 @@ def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
     assert compat.misplaces_session_blocks() is not next(iter(yield_req_data(output)))[2]
+
+
+def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_config: Any) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    def may_lose(spec: Any) -> bool:
+        return compat.layer_may_lose(SimpleNamespace(get_kv_cache_spec=lambda _: spec), vllm_config)
+
+    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 64}
+    assert may_lose(FullAttentionSpec(**shape, dtype=torch.bfloat16))
+    assert may_lose(FullAttentionSpec(**shape, dtype=torch.float16))
+    assert not may_lose(FullAttentionSpec(**shape, dtype=torch.float32))
+    assert not may_lose(MLAAttentionSpec(**shape, dtype=torch.bfloat16)), "a latent cache"
+
+
+def test_a_lossy_tier_gives_all_tiers_a_namespace_of_their_own(resolved: Any, tmp_path: Path) -> None:
+    found = []
+    for compress in ("zstd", "lossy:0.05", "lossy:0.1"):
+        places = [tmp_path / compress / name for name in ("near", "far")]
+        tiers = [
+            {"type": "fs", "root_dir": str(place), "max_bytes": "16MiB", "compress": each}
+            for place, each in zip(places, ("zstd", compress), strict=True)
+        ]
+        spec = KVOffloadSpec(offloading_config(model_id="m", secondary_tiers=tiers))
+        made = spec.get_worker(kv_caches())
+        manager = spec.get_manager()
+        spaces = [path for place in places for path in place.glob("*/namespace.json")]
+        names = {path.parent.name for path in spaces}
+        assert len(spaces) == 2
+        assert len(names) == 1, "both tiers have the same"
+        found.append((names.pop(), json.loads(spaces[0].read_text())["settings"].get("max_error")))
+        manager.shutdown()
+        made.shutdown()
+    assert [error for _, error in found] == [None, "0.05", "0.1"]
+    assert len({name for name, _ in found}) == 3

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Quantizes groups of 64 neighbouring 16-bit floating-point numbers to integers of 8 bits with a common step,
+// and restores them. The step of a group is a power of 2^(1/8), stored as a code of one byte.
+//
+// Restoring multiplies once in float32 and rounds to the element type, ties to even. It therefore gives the
+// same bits on every machine; how the encoder chose the integers does not matter to it.
+//
+// Threads: any; stateless.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "record/payload_codec.h"
+
+namespace kv_offload {
+
+inline constexpr std::size_t kQuantizedGroup = 64;  // numbers that share a step
+
+// Step codes: 1..255; kExactGroup: the group is stored unchanged.
+inline constexpr std::uint8_t kExactGroup = 0;
+inline constexpr int kStepsPerOctave = 8;
+inline constexpr int kCodeOfOne = 192;  // the code of step 1
+// REQUIRES: code != kExactGroup.
+float step_of(std::uint8_t code);
+
+// numbers: kQuantizedGroup elements, little-endian, unaligned. element: kBf16 or kFp16.
+struct GroupQuantizer {
+  // Chooses the largest step for which the Euclidean norm of the difference is at most max_error times that
+  // of the group, and fills q. Returns its code; kExactGroup, with zeros in q, if there is none: the group
+  // has NaN or infinity, extreme magnitudes, or one number that is too large for the step of the others.
+  std::uint8_t (*quantize)(const std::byte* numbers, Element element, float max_error, std::int8_t* q);
+  // Reads q[64 * row + i] for each row and writes rows of numbers, `stride` bytes apart. Rows with
+  // kExactGroup are not written.
+  void (*restore)(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows, Element element,
+                  std::byte* numbers, std::size_t stride);
+  const char* name;  // of the instruction set
+};
+
+// Fills in the variants that this CPU supports, best first, and returns their number. The last one is plain
+// C++. All restore the same bits.
+inline constexpr std::size_t kMostGroupQuantizers = 2;
+std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers]);
+
+// Sums over the groups of a payload; groups are compared as numbers in double.
+struct GroupLosses {
+  double largest = 0;  // of error / norm of one group
+  double squared_error = 0, squared_norm = 0;
+  // Adds a group and its restored form. A group with NaN or infinity that changed has an infinite loss.
+  void add(const std::byte* numbers, const std::byte* restored, Element element);
+};
+
+}  // namespace kv_offload

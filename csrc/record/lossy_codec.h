@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// LossyCodec: a codec with a bounded and measured loss for payloads of 16-bit floating-point K/V. It needs no
+// model and no calibration, and knows nothing of layers, heads or positions:
+//
+//   - 64 neighbouring numbers share a step (group_quantizer.h), the largest that keeps the bound
+//   - a channel of 16 groups that lie a period apart (the same channel of the same head in 16 tokens) has a
+//     class, by the magnitude of its integers; the encoder finds the period
+//   - the integers of each class, the steps and the classes are entropy-coded separately
+//
+// The bound holds for each group: the Euclidean norm of the difference is at most max_error times the norm of
+// the group. A group for which no step keeps it is stored unchanged. After encoding, the encoder decodes the
+// payload and measures the loss of every group; a payload over the bound is not encoded.
+//
+// docs/record-format.md specifies the encoded payload. Nothing in it is used as a size or an offset before it
+// was checked.
+//
+// Threads: any, several at once. The working memory of a call (about 2 MiB) is kept for later calls.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "record/payload_codec.h"
+
+namespace kv_offload {
+
+// Relative errors (norm of the difference over norm of the original) of a payload, rounded up.
+struct Loss {
+  float largest = 0;  // of any group
+  float rms = 0;      // of the payload as a whole
+  bool operator==(const Loss&) const = default;
+};
+
+class LossyCodec {
+ public:
+  // Possible bounds. Below the first, the integers of many groups would need more than 8 bits.
+  static constexpr double kLeastError = 0.02, kMostError = 0.5;
+
+  static constexpr bool handles(Element element) {
+    return element == Element::kBf16 || element == Element::kFp16;
+  }
+  // Rounds a loss or a bound up to float32, so that comparing the results compares the arguments.
+  static float rounded_up(double error);
+
+  LossyCodec();
+  ~LossyCodec();
+  LossyCodec(const LossyCodec&) = delete;
+  LossyCodec& operator=(const LossyCodec&) = delete;
+
+  // Returns how much room encode() may need for these shards.
+  static std::uint64_t encoded_bytes_at_most(std::span<const Shard> shards);
+  // Encodes the unpadded shards in order and measures the loss. *bytes: used bytes of `out`; 0: the loss
+  // exceeds max_error, or the ratio is below PayloadCodec::kMinRatio: encode without loss. REQUIRES:
+  // handles(element), kLeastError <= max_error <= kMostError, out.size() >= encoded_bytes_at_most(shards).
+  Status encode(std::span<const Shard> shards, Element element, double max_error, std::span<std::byte> out,
+                std::uint64_t* bytes, Loss* loss);
+  // Fills the unpadded shards. kCorrupt: `in` does not encode exactly that many bytes; the shards then hold
+  // garbage. REQUIRES: handles(element).
+  Status decode(std::span<const std::byte> in, Element element, std::span<const Shard> shards);
+
+ private:
+  struct Contexts;
+  const std::unique_ptr<Contexts> contexts_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// LossySection: encodes and decodes one section of a lossy payload, at most 4,096 quantized groups
+// (group_quantizer.h). Also the working memory of a codec call, about 2 MiB.
+//
+// One thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "record/group_quantizer.h"
+#include "record/zstd_frames.h"
+
+namespace kv_offload {
+
+// All of these are part of the format.
+inline constexpr std::size_t kLossyGroupBytes = 2 * kQuantizedGroup;
+inline constexpr std::size_t kLossyGroups = 4096;  // of a section; its working set stays in the L2 cache
+inline constexpr std::size_t kLossySectionBytes = kLossyGroups * kLossyGroupBytes;
+inline constexpr std::size_t kMostLossyPeriod = 128;
+inline constexpr std::size_t kLossyTileRows = 16;  // groups of a tile
+inline constexpr std::size_t kLossyClasses = 15;
+inline constexpr std::size_t kLossyStreams = kLossyClasses + 1;  // step codes, classes, integers of 1..14
+inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyStreams;
+
+// Returns the bytes of a section at the start of `left` bytes of payload: whole tiles, so that a section
+// begins where a block of the cache does. REQUIRES: period is 1..kMostLossyPeriod.
+std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period);
+
+class LossySection {
+ public:
+  // Room that encode() may need.
+  static constexpr std::size_t kMostNeeded =
+      kLossySectionHead + kLossyGroups * (1 + 2 * kQuantizedGroup) + kLossySectionBytes;
+
+  ZstdFrames frames;
+  std::unique_ptr<LossySection> next;                         // for ContextPool
+  std::array<std::byte, kLossySectionBytes> block, restored;  // scratch of the codec
+
+  // Quantizes the groups of these bytes, for find_period() and encode().
+  void quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
+                float max_error);
+  // Returns the period for which the magnitudes of a channel within a tile are most alike, from a few tiles.
+  std::size_t find_period(std::size_t groups) const;
+  // Encodes these bytes, the first of those that were quantized. `out` has room for kMostNeeded. Returns the
+  // bytes used; 0: they would not become smaller; nullopt: the library failed.
+  std::optional<std::size_t> encode(std::span<const std::byte> raw, std::size_t period, std::byte* out);
+  // Decodes a section of raw.size() bytes; `in` begins after its period. Adds the bytes read to *at. Returns
+  // null, or what is wrong; raw then holds garbage.
+  const char* decode(const GroupQuantizer& quantizer, std::size_t period, std::span<const std::byte> in,
+                     Element element, std::span<std::byte> raw, std::uint64_t* at);
+
+ private:
+  class Tiles;
+  std::span<std::byte> stream(std::size_t number, std::size_t groups, std::size_t tiles);
+  bool place_classes(const Tiles& tiles);
+  void classify(const Tiles& tiles);
+  void collect(const Tiles& tiles);
+  const char* decode_streams(const Tiles& tiles, std::size_t groups, std::span<const std::byte> in,
+                             std::size_t* used);
+  void restore_tiles(const GroupQuantizer& quantizer, const Tiles& tiles, Element element, std::byte* raw);
+
+  std::array<std::int8_t, kLossyGroups * kQuantizedGroup> q_;  // [group][channel]
+  // The parts of a section before entropy coding.
+  std::array<std::byte, kLossyGroups> codes_;
+  std::array<std::byte, kLossyGroups * kQuantizedGroup> kinds_;     // classes: [tile][channel]
+  std::array<std::byte, kLossyGroups * kQuantizedGroup> integers_;  // by class: [tile][channel][row]
+  std::array<std::size_t, kLossyClasses + 1> begins_;               // of the classes in integers_
+};
+
+}  // namespace kv_offload

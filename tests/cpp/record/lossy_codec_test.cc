@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "record/lossy_codec.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "record/group_quantizer.h"
+#include "record/numbers_for_tests.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::bf16_of;
+using testing::Bytes;
+using testing::bytes_of_numbers;
+using testing::fp16_of;
+using testing::make_payload;
+using testing::Payload;
+
+constexpr std::size_t kGroupBytes = 128, kSection = 512 << 10;
+constexpr Element kNumbers[] = {Element::kBf16, Element::kFp16};
+
+double value_of(std::uint16_t bits, Element element) {
+  if (element == Element::kBf16) return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  const int exponent = bits >> 10 & 31, mantissa = bits & 0x3FF;
+  const double sign = (bits & 0x8000) != 0 ? -1 : 1;
+  if (exponent == 31) return mantissa != 0 ? std::nan("") : sign * std::numeric_limits<double>::infinity();
+  return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
+}
+
+double value_at(const Bytes& bytes, std::size_t at, Element element) {
+  const auto bits = static_cast<std::uint16_t>(std::to_integer<unsigned>(bytes[at]) |
+                                               std::to_integer<unsigned>(bytes[at + 1]) << 8);
+  return value_of(bits, element);
+}
+
+// Measures the loss independently of the codec: groups of 64 numbers from the start.
+Loss loss_between(const Bytes& before, const Bytes& after, Element element) {
+  double largest = 0, errors = 0, norms = 0;
+  for (std::size_t group = 0; group + kGroupBytes <= before.size(); group += kGroupBytes) {
+    double error = 0, norm = 0;
+    for (std::size_t at = group; at < group + kGroupBytes; at += 2) {
+      const double value = value_at(before, at, element);
+      const double difference = value_at(after, at, element) - value;
+      if (std::isfinite(value)) norm += value * value;
+      if (std::isfinite(value) || !std::isnan(difference)) error += difference * difference;
+    }
+    if (error > 0) largest = std::max(largest, std::sqrt(error / norm));
+    errors += error;
+    norms += norm;
+  }
+  return {static_cast<float>(largest), static_cast<float>(norms > 0 ? std::sqrt(errors / norms) : 0)};
+}
+
+// K and V as vLLM stores them: tokens of `heads` heads, 64 channels of K and of V each; some channels of K
+// are much larger than others in all tokens.
+Bytes kv_of(std::size_t tokens, std::size_t heads, Element element, unsigned seed = 1) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<std::uint16_t> numbers;
+  std::vector<float> scales(2 * heads * 64);
+  for (float& scale : scales) scale = std::exp(1.5F * normal(random));
+  for (std::size_t i = 0; i < tokens * scales.size(); ++i) {
+    const float scale = scales[i % scales.size()];
+    const float value = scale * (normal(random) + (scale > 4 ? 3.0F : 0.0F));
+    const float large_enough = std::copysign(std::max(std::fabs(value), 1e-4F), value);
+    numbers.push_back(element == Element::kBf16 ? bf16_of(value) : fp16_of(large_enough));
+  }
+  return bytes_of_numbers(numbers, 2 * numbers.size());
+}
+
+struct LossyCodecTest : ::testing::Test {
+  struct Encoded {
+    Bytes bytes;  // empty: encode without loss
+    Loss loss;
+  };
+  Encoded encoded(const std::vector<Bytes>& shards, Element element, double max_error) {
+    std::vector<Shard> spans;
+    for (const Bytes& shard : shards) spans.emplace_back(const_cast<std::byte*>(shard.data()), shard.size());
+    Bytes out(LossyCodec::encoded_bytes_at_most(spans));
+    std::uint64_t used = 99;
+    Encoded made;
+    const Status status = codec.encode(spans, element, max_error, out, &used, &made.loss);
+    EXPECT_TRUE(status) << status.to_string();
+    EXPECT_LE(used, out.size());
+    out.resize(used);
+    made.bytes = std::move(out);
+    return made;
+  }
+  // From a buffer of exactly these bytes, into shards of exactly these lengths.
+  Status decode(const Bytes& in, Element element, const std::vector<std::size_t>& lengths, Bytes* joined) {
+    const auto exact = std::make_unique<std::byte[]>(in.size());
+    std::copy(in.begin(), in.end(), exact.get());
+    std::vector<std::unique_ptr<std::byte[]>> memory;
+    std::vector<Shard> shards;
+    for (const std::size_t length : lengths) {
+      memory.push_back(std::make_unique<std::byte[]>(length));
+      shards.emplace_back(memory.back().get(), length);
+    }
+    const Status status = codec.decode({exact.get(), in.size()}, element, shards);
+    joined->clear();
+    for (const Shard& shard : shards) joined->insert(joined->end(), shard.begin(), shard.end());
+    return status;
+  }
+  Bytes decoded(const Bytes& in, Element element, std::size_t bytes) {
+    Bytes joined;
+    const Status status = decode(in, element, {bytes}, &joined);
+    EXPECT_TRUE(status) << status.to_string();
+    return joined;
+  }
+  StatusKind decoded_as(const Bytes& in, std::size_t bytes) {
+    Bytes ignored;
+    return decode(in, Element::kBf16, {bytes}, &ignored).kind();
+  }
+
+  LossyCodec codec;
+};
+
+TEST_F(LossyCodecTest, the_loss_of_every_group_is_within_the_bound_and_is_stated) {
+  for (const Element element : kNumbers) {
+    for (const double bound : {0.02, 0.05, 0.2, 0.5}) {
+      const Bytes payload = kv_of(300, 3, element);
+      const Encoded made = encoded({payload}, element, bound);
+      ASSERT_FALSE(made.bytes.empty()) << bound;
+      const Loss loss = loss_between(payload, decoded(made.bytes, element, payload.size()), element);
+      EXPECT_LE(loss.largest, bound);
+      EXPECT_GT(loss.largest, bound / 2) << "the bound is used";
+      EXPECT_FLOAT_EQ(made.loss.largest, loss.largest);
+      EXPECT_FLOAT_EQ(made.loss.rms, loss.rms);
+      EXPECT_LE(made.loss.largest, LossyCodec::rounded_up(bound));
+    }
+  }
+}
+
+TEST_F(LossyCodecTest, a_larger_bound_gives_a_higher_ratio) {
+  const Bytes payload = kv_of(512, 3, Element::kBf16);
+  double last = 1;
+  for (const double bound : {0.02, 0.05, 0.1, 0.2}) {
+    const double ratio = static_cast<double>(payload.size()) /
+                         static_cast<double>(encoded({payload}, Element::kBf16, bound).bytes.size());
+    EXPECT_GT(ratio, 1.1 * last) << bound;
+    last = ratio;
+  }
+  EXPECT_GT(last, 5);
+}
+
+TEST_F(LossyCodecTest, the_period_of_the_cache_layout_is_found) {
+  // With another period, channels of different magnitudes share a class.
+  for (const std::size_t heads : {1u, 3u, 8u}) {
+    const Bytes payload = kv_of(16 * 48 / heads, heads, Element::kBf16);
+    const Bytes stored = encoded({payload}, Element::kBf16, 0.05).bytes;
+    ASSERT_FALSE(stored.empty());
+    EXPECT_EQ(std::to_integer<std::size_t>(stored[0]), 2 * heads);
+  }
+}
+
+TEST_F(LossyCodecTest, shards_may_end_anywhere) {
+  const std::vector<std::size_t> lengths = {1, 0, 63, 70'001, 128, 600'000, 5};
+  const std::size_t total = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
+  Bytes payload = kv_of(total / 768 + 1, 3, Element::kBf16);
+  payload.resize(total);
+  std::vector<Bytes> shards;
+  std::size_t at = 0;
+  for (const std::size_t length : lengths) {
+    const auto begin = payload.begin() + static_cast<std::ptrdiff_t>(at);
+    shards.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(length));
+    at += length;
+  }
+  const Encoded made = encoded(shards, Element::kBf16, 0.05);
+  ASSERT_FALSE(made.bytes.empty());
+  EXPECT_EQ(made.bytes, encoded({payload}, Element::kBf16, 0.05).bytes);
+  Bytes joined;
+  ASSERT_TRUE(decode(made.bytes, Element::kBf16, lengths, &joined));
+  EXPECT_EQ(joined, decoded(made.bytes, Element::kBf16, total));
+  EXPECT_LE(loss_between(payload, joined, Element::kBf16).largest, 0.05F);
+  const std::size_t tail = total % kGroupBytes;
+  EXPECT_TRUE(std::equal(payload.end() - static_cast<std::ptrdiff_t>(tail), payload.end(),
+                         joined.end() - static_cast<std::ptrdiff_t>(tail)))
+      << "bytes after the last whole group are exact";
+}
+
+TEST_F(LossyCodecTest, payloads_of_every_length_are_within_the_bound) {
+  for (const std::size_t groups : {16u, 17u, 31u, 100u, 4095u, 4096u, 4097u, 9000u}) {
+    const Bytes whole = kv_of(groups / 4 + 1, 2, Element::kBf16);
+    const Bytes payload(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(groups * kGroupBytes));
+    const Encoded made = encoded({payload}, Element::kBf16, 0.1);
+    if (made.bytes.empty()) continue;
+    const Bytes back = decoded(made.bytes, Element::kBf16, payload.size());
+    EXPECT_LE(loss_between(payload, back, Element::kBf16).largest, 0.1F) << groups;
+  }
+}
+
+TEST_F(LossyCodecTest, groups_without_a_possible_step_are_exact) {
+  for (const Element element : kNumbers) {
+    Bytes payload = kv_of(200, 2, element);
+    const auto set = [&](std::size_t group, std::size_t i, std::uint16_t bits) {
+      payload[group * kGroupBytes + 2 * i] = static_cast<std::byte>(bits);
+      payload[group * kGroupBytes + 2 * i + 1] = static_cast<std::byte>(bits >> 8);
+    };
+    const std::uint16_t infinity = element == Element::kBf16 ? 0x7F80 : 0x7C00;
+    set(3, 5, infinity);
+    set(4, 6, infinity | 1);  // NaN
+    set(5, 63, 0x8000 | infinity);
+    for (std::size_t i = 0; i < 64; ++i) set(10, i, 1);  // the smallest number
+    if (element == Element::kBf16) set(11, 0, 0x7F00);   // the square is not finite
+    const Encoded made = encoded({payload}, element, 0.05);
+    ASSERT_FALSE(made.bytes.empty());
+    const Bytes back = decoded(made.bytes, element, payload.size());
+    for (const std::size_t group : {3u, 4u, 5u}) {
+      const auto begin = static_cast<std::ptrdiff_t>(group * kGroupBytes);
+      EXPECT_TRUE(
+          std::equal(payload.begin() + begin, payload.begin() + begin + kGroupBytes, back.begin() + begin))
+          << group;
+    }
+    EXPECT_LE(loss_between(payload, back, element).largest, 0.05F);
+    EXPECT_TRUE(std::isfinite(made.loss.largest));
+  }
+}
+
+TEST_F(LossyCodecTest, zeros_stay_zeros) {
+  const Bytes payload = make_payload(Payload::kZeros, Element::kBf16, 300'000);
+  const Encoded made = encoded({payload}, Element::kBf16, 0.05);
+  ASSERT_FALSE(made.bytes.empty());
+  EXPECT_LT(made.bytes.size(), payload.size() / 50);
+  EXPECT_EQ(decoded(made.bytes, Element::kBf16, payload.size()), payload);
+  EXPECT_EQ(made.loss, Loss{});
+}
+
+TEST_F(LossyCodecTest, payloads_that_do_not_gain_are_not_encoded) {
+  for (const Element element : kNumbers)
+    EXPECT_TRUE(encoded({make_payload(Payload::kNan, element, 300'000)}, element, 0.05).bytes.empty());
+  EXPECT_TRUE(encoded({Bytes(100)}, Element::kBf16, 0.05).bytes.empty());
+  EXPECT_TRUE(encoded({Bytes()}, Element::kBf16, 0.05).bytes.empty());
+}
+
+TEST_F(LossyCodecTest, a_section_that_does_not_gain_is_stored_unchanged_among_others) {
+  Bytes payload = kv_of(1366, 3, Element::kBf16);
+  const Bytes noise = make_payload(Payload::kNan, Element::kBf16, kSection);
+  payload.insert(payload.begin(), noise.begin(), noise.end());
+  const Encoded made = encoded({payload}, Element::kBf16, 0.1);
+  ASSERT_FALSE(made.bytes.empty());
+  EXPECT_EQ(made.bytes[0], std::byte{0});
+  const Bytes back = decoded(made.bytes, Element::kBf16, payload.size());
+  EXPECT_TRUE(std::equal(noise.begin(), noise.end(), back.begin()));
+  EXPECT_LE(loss_between(payload, back, Element::kBf16).largest, 0.1F);
+}
+
+// The first section by hand, from the description in record-format.md: 16 groups with one class.
+TEST_F(LossyCodecTest, a_payload_built_by_hand_is_read) {
+  constexpr std::size_t kGroups = 16, kStreams = 16;
+  Bytes payload(1 + 4 * kStreams);
+  payload[0] = std::byte{1};  // period
+  const auto add = [&](std::size_t stream, const Bytes& content) {
+    payload[1 + 4 * stream] = static_cast<std::byte>(content.size());
+    payload[2 + 4 * stream] = static_cast<std::byte>(content.size() >> 8);
+    payload.insert(payload.end(), content.begin(), content.end());
+  };
+  Bytes codes(kGroups, std::byte{192}), kinds(64), ternary(4), plain(16);
+  codes[1] = std::byte{200};  // one octave more
+  codes[2] = std::byte{0};    // exact
+  kinds[7] = std::byte{4};
+  kinds[9] = std::byte{10};
+  ternary[0] = std::byte{0b00'00'10'01};  // +1, -1, 0, 0
+  plain[0] = std::byte{5};
+  plain[1] = std::byte{0xFD};  // -3
+  add(0, codes);
+  add(1, kinds);
+  add(1 + 4, ternary);
+  add(1 + 10, plain);
+  payload.insert(payload.end(), kGroupBytes, std::byte{0x3F});
+  const Bytes back = decoded(payload, Element::kBf16, kGroups * kGroupBytes);
+  const auto value = [&](std::size_t group, std::size_t channel) {
+    return value_at(back, group * kGroupBytes + 2 * channel, Element::kBf16);
+  };
+  EXPECT_EQ(value(0, 7), 1);
+  EXPECT_EQ(value(0, 9), 5);
+  EXPECT_EQ(value(1, 7), -2);
+  EXPECT_EQ(value(1, 9), -6);
+  EXPECT_EQ(value(0, 8), 0);
+  EXPECT_EQ(back[2 * kGroupBytes], std::byte{0x3F});
+  EXPECT_EQ(value(3, 7), 0);
+}
+
+TEST_F(LossyCodecTest, an_invalid_payload_is_corrupt) {
+  const Bytes payload = kv_of(64, 2, Element::kBf16);
+  const Bytes good = encoded({payload}, Element::kBf16, 0.05).bytes;
+  ASSERT_FALSE(good.empty());
+  ASSERT_EQ(decoded_as(good, payload.size()), StatusKind::kOk);
+  EXPECT_EQ(decoded_as(good, payload.size() + kGroupBytes), StatusKind::kCorrupt);
+  EXPECT_EQ(decoded_as(good, payload.size() - kGroupBytes), StatusKind::kCorrupt);
+  EXPECT_EQ(decoded_as({}, payload.size()), StatusKind::kCorrupt);
+  Bytes wrong = good;
+  wrong.push_back(std::byte{0});
+  EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << "a byte more";
+  wrong = good;
+  wrong[0] = std::byte{129};
+  EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << "the period is too large";
+  for (std::size_t stream = 0; stream < 16; ++stream) {
+    for (const int change : {1, 0x80}) {
+      for (const std::size_t byte : {0u, 3u}) {
+        wrong = good;
+        wrong[1 + 4 * stream + byte] ^= static_cast<std::byte>(change);
+        EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << stream << " " << change;
+      }
+    }
+  }
+}
+
+TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
+  // 16 groups of zeros with this period.
+  const auto zeros = [](std::size_t period) {
+    const std::size_t kinds = 64 * std::min<std::size_t>(period, 16);
+    Bytes payload(1 + 4 * 16);
+    payload[0] = static_cast<std::byte>(period);
+    payload[1] = std::byte{16};
+    payload[5] = static_cast<std::byte>(kinds);
+    payload[6] = static_cast<std::byte>(kinds >> 8);
+    payload.insert(payload.end(), 16, std::byte{192});
+    payload.insert(payload.end(), kinds, std::byte{0});
+    return payload;
+  };
+  constexpr std::size_t kBytes = 16 * kGroupBytes;
+  EXPECT_EQ(decoded_as(zeros(1), kBytes), StatusKind::kOk);
+  EXPECT_EQ(decoded_as(zeros(128), kBytes), StatusKind::kOk);
+  EXPECT_EQ(decoded_as(zeros(129), kBytes), StatusKind::kCorrupt) << "the period";
+  Bytes wrong = zeros(1);
+  wrong.back() = std::byte{15};
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a class";
+  wrong = zeros(1);
+  wrong.resize(wrong.size() - 64);
+  wrong[5] = std::byte{0};
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a stream is missing";
+}
+
+TEST_F(LossyCodecTest, every_truncation_is_corrupt) {
+  const Bytes payload = kv_of(24, 2, Element::kBf16);
+  const Bytes good = encoded({payload}, Element::kBf16, 0.05).bytes;
+  ASSERT_FALSE(good.empty());
+  for (std::size_t bytes = 0; bytes < good.size(); ++bytes)
+    EXPECT_EQ(
+        decoded_as(Bytes(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(bytes)), payload.size()),
+        StatusKind::kCorrupt)
+        << bytes;
+}
+
+TEST_F(LossyCodecTest, random_damage_ends_in_numbers_or_is_corrupt) {
+  const Bytes payload = kv_of(64, 2, Element::kFp16);
+  const Bytes good = encoded({payload}, Element::kFp16, 0.1).bytes;
+  ASSERT_FALSE(good.empty());
+  std::mt19937 random(5);
+  for (int round = 0; round < 2000; ++round) {
+    Bytes wrong = good;
+    for (int change = 0; change < 3; ++change)
+      wrong[random() % wrong.size()] = static_cast<std::byte>(random());
+    Bytes ignored;
+    const Status status = decode(wrong, Element::kFp16, {payload.size()}, &ignored);
+    EXPECT_TRUE(status || status.kind() == StatusKind::kCorrupt) << status.to_string();
+  }
+}
+
+TEST(GroupQuantizer, all_variants_restore_the_same_bits_within_the_bound) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  for (const Element element : kNumbers) {
+    const Bytes payload = kv_of(100, 1, element, 3);
+    for (std::size_t at = 0; at + kGroupBytes <= payload.size(); at += kGroupBytes) {
+      std::int8_t q[64];
+      const std::uint8_t code = ways[0].quantize(payload.data() + at, element, 0.05F, q);
+      ASSERT_NE(code, kExactGroup);
+      Bytes first(kGroupBytes);
+      ways[0].restore(q, &code, 1, element, first.data(), kGroupBytes);
+      GroupLosses losses;
+      losses.add(payload.data() + at, first.data(), element);
+      EXPECT_LE(losses.largest, 0.05);
+      for (std::size_t i = 1; i < known; ++i) {
+        Bytes other(kGroupBytes);
+        ways[i].restore(q, &code, 1, element, other.data(), kGroupBytes);
+        EXPECT_EQ(other, first) << ways[i].name;
+      }
+    }
+  }
+}
+
+TEST(GroupQuantizer, steps_are_powers_of_the_eighth_root_of_two) {
+  for (int code = 1; code < 256; ++code)
+    EXPECT_FLOAT_EQ(step_of(static_cast<std::uint8_t>(code)), std::exp2(static_cast<float>(code - 192) / 8));
+  EXPECT_EQ(step_of(192), 1);
+  EXPECT_EQ(step_of(184), 0.5);
+}
+
+TEST(GroupQuantizer, every_number_of_fp16_is_restored_to_itself_or_rounded_to_even) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  (void)group_quantizers_known(ways);
+  // Integers times a power of two are exact down to the subnormal numbers.
+  for (const int code : {192, 192 - 8 * 10, 192 - 8 * 20, 192 - 8 * 23}) {
+    std::int8_t q[64];
+    for (int i = 0; i < 64; ++i) q[i] = static_cast<std::int8_t>(i - 32);
+    const auto step = static_cast<std::uint8_t>(code);
+    Bytes back(kGroupBytes);
+    ways[0].restore(q, &step, 1, Element::kFp16, back.data(), kGroupBytes);
+    for (std::size_t i = 0; i < 64; ++i)
+      EXPECT_EQ(value_at(back, 2 * i, Element::kFp16), q[i] * double{step_of(step)}) << code << " " << i;
+  }
+}
+
+TEST(LossyCodecRounding, a_loss_is_never_rounded_down) {
+  for (const double error : {0.05, 0.1, 0.2, 1.0 / 3, 0.0, 0.5}) {
+    EXPECT_GE(static_cast<double>(LossyCodec::rounded_up(error)), error);
+    EXPECT_NEAR(LossyCodec::rounded_up(error), error, 1e-7);
+  }
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``compress`` "lossy:E": refused values, messages, the namespace, and the commands that report the loss."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from small_core import attach, keys, make_cache, store
+from typer.testing import CliRunner
+from written_root import FACTS
+
+from kv_offload import _core
+from kv_offload.cli import app
+from kv_offload.config import OffloadConfig
+from kv_offload.losses import LossTotals, allows_loss, text_of
+from kv_offload.machine import cautions
+from kv_offload.tiers.compression import LEAST_ERROR, MOST_ERROR, CompressedTierConfig
+from kv_offload.tiers.registry import parse_tier
+
+
+def tier_of(tmp_path: Path, compress: str) -> CompressedTierConfig:
+    tier = parse_tier(
+        {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "1GiB", "compress": compress}
+    )
+    assert isinstance(tier, CompressedTierConfig)
+    return tier
+
+
+def config_of(tmp_path: Path, *compress: str) -> OffloadConfig:
+    tiers = [
+        {"type": "fs", "root_dir": str(tmp_path / str(number)), "max_bytes": "2GiB", "compress": each}
+        for number, each in enumerate(compress)
+    ]
+    return OffloadConfig(cpu_bytes_to_use="1GiB", secondary_tiers=tiers)
+
+
+def test_the_bound_reaches_the_core_and_the_startup_summary(tmp_path):
+    tier = tier_of(tmp_path, "lossy:5e-2")
+    assert tier.compress == "lossy:0.05"
+    assert tier.max_error() == 0.05
+    assert tier.spec("tier", 1 << 30, FACTS).compress == "lossy:0.05"
+    assert tier.traits() == ["write_through", "LOSSY, relative error up to 0.05"]
+    assert tier_of(tmp_path, "zstd").max_error() == 0
+
+
+@pytest.mark.parametrize("error", ["", "0", "0.019", "0.51", "-0.1", "nan", "inf", "1e9", "0.05x", "much"])
+def test_an_impossible_bound_is_refused_with_the_possible_ones(error, tmp_path):
+    with pytest.raises(ValidationError, match=r"'lossy:E', where E is a relative error from 0\.02 to 0\.5"):
+        tier_of(tmp_path, f"lossy:{error}")
+    spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
+    with pytest.raises(ValueError, match=r"relative error E from 0\.02 to 0\.5"):
+        spec.compress = f"lossy:{error}"
+    assert spec.compress == "zstd"
+
+
+def test_core_and_settings_have_the_same_limits(tmp_path):
+    spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
+    for error in (LEAST_ERROR, MOST_ERROR):
+        spec.compress = f"lossy:{error}"
+        assert spec.compress == f"lossy:{error}"
+    for error in (LEAST_ERROR * 0.999, MOST_ERROR * 1.001):
+        with pytest.raises(ValueError, match="relative error"):
+            spec.compress = f"lossy:{error}"
+
+
+def test_a_server_with_a_lossy_tier_has_another_namespace_for_each_bound(tmp_path):
+    spaces = {FACTS.with_max_error(error).namespace_id() for error in (0.0, 0.02, 0.05)}
+    assert len(spaces) == 3
+    assert FACTS.with_max_error(0.0) is FACTS
+    assert config_of(tmp_path, "zstd", "lossy:0.02", "lossy:0.1").max_error() == 0.1
+    assert config_of(tmp_path, "zstd").max_error() == 0
+    assert config_of(tmp_path).max_error() == 0
+
+
+def test_a_lossy_tier_causes_a_warning_that_names_it(tmp_path):
+    (warning,) = (text for text in cautions(config_of(tmp_path, "zstd", "lossy:0.05")) if "LOSSY" in text)
+    assert "loaded from fs-2 differs" in warning
+    assert "up to 0.05" in warning
+    assert not any("LOSSY" in text for text in cautions(config_of(tmp_path, "zstd", "auto")))
+
+
+def test_a_measurement_says_that_records_lose_precision(tmp_path):
+    figures = {"read_bytes_per_second": 1e6, "write_bytes_per_second": 1e6}
+    (answer,) = tier_of(tmp_path, "lossy:0.05").measured(figures)
+    assert answer.state == "note"
+    assert "lose precision" in answer.text
+
+
+def test_descriptions_of_namespaces_say_whether_records_may_be_lossy():
+    assert allows_loss(FACTS.with_max_error(0.05).readable_json())
+    assert not allows_loss(FACTS.readable_json())
+    for text in ("", "{", "[]", '{"settings": 5}', '"max_error"'):
+        assert not allows_loss(text)
+
+
+def test_totals_weigh_the_records_by_their_size():
+    totals = LossTotals()
+    assert text_of(totals.totals()) == "no lossy records, 0 exact"
+    for stated in (
+        (True, 300, 100, 0.05, 0.03),
+        (True, 100, 100, 0.04, 0.01),
+        (False, 100, 90, 0.0, 0.0),
+        None,
+    ):
+        totals.add(stated)
+    found = totals.totals()
+    assert found["lossy_records"] == 2
+    assert found["exact_records"] == 1
+    assert found["ratio"] == 2.0
+    assert found["largest_error"] == 0.05
+    assert found["rms_error"] == pytest.approx(((300 * 0.03**2 + 100 * 0.01**2) / 400) ** 0.5)
+    assert text_of(found).startswith("2 lossy, 1 exact; the lossy ones are 2.00 times smaller")
+
+
+# ---- records on disk
+
+
+def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
+    """Stores chunks of the small cache in a directory, in the namespace of the setting."""
+    region, workers = attach(shm)
+    identity = FACTS.with_max_error(0.05 if compress.startswith("lossy") else 0.0)
+    tier = _core.FsTier(
+        root_dir=str(root),
+        max_bytes=1 << 30,
+        namespace_id=identity.namespace_id(),
+        namespace_json=identity.readable_json(),
+        op_timeout_seconds=240.0,
+    )
+    tier.compress = compress
+    tier.elements = ["bfloat16"]
+    cache = make_cache(region, _core.Metrics(), tiers=[tier])
+    store(cache, workers[0], cache.begin_request("r"), keys(numbers))
+    pause, deadline = threading.Event(), time.monotonic() + 240
+    while cache.tier_stats(0)["chunks"] < numbers:
+        cache.end_step()
+        assert time.monotonic() < deadline, cache.tier_stats(0)
+        pause.wait(0.005)
+    cache.close()
+
+
+def run(*arguments: Any) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+    return result.stdout
+
+
+def test_stat_and_verify_report_the_loss_of_a_directory(tmp_path):
+    root = tmp_path / "root"
+    write_records(root, tmp_path, "lossy:0.05", 3)
+    loss = json.loads(run("stat", root, "--loss", "--json"))["loss"]
+    assert loss["lossy_records"] == 3
+    assert loss["exact_records"] == 0
+    assert 0 <= loss["rms_error"] <= loss["largest_error"] < 0.0500001
+    assert loss["ratio"] > 1.1
+    assert "3 lossy, 0 exact" in run("stat", root, "--loss")
+    assert "lossy" not in run("stat", root)
+    assert json.loads(run("verify", root, "--json"))["loss"] == loss
+    assert "3 lossy, 0 exact" in run("verify", root)
+
+
+def test_verify_says_nothing_of_loss_where_no_namespace_allows_it(tmp_path):
+    root = tmp_path / "root"
+    write_records(root, tmp_path, "zstd", 2)
+    assert "loss" not in json.loads(run("verify", root, "--json"))
+    assert json.loads(run("stat", root, "--loss", "--json"))["loss"]["exact_records"] == 2
