@@ -29,7 +29,7 @@ struct Population {
 };
 
 // Enters pages that exist in the page tables of this process, without a fault per page. False: this kernel
-// cannot (before 5.14), or a page is gone.
+// cannot (before 5.14), or the file has become shorter.
 bool enter_in_page_tables(std::span<std::byte> range);
 
 // Populates the range on up to `threads` threads, in pieces. Calls progress(done, total) on the calling
