@@ -331,12 +331,12 @@ TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
   EXPECT_EQ(decoded_as(zeros(128), kBytes), StatusKind::kOk);
   EXPECT_EQ(decoded_as(zeros(129), kBytes), StatusKind::kCorrupt) << "the period";
   Bytes wrong = zeros(1);
-  wrong.back() = std::byte{15};
-  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a class";
-  wrong = zeros(1);
   wrong.resize(wrong.size() - 64);
   wrong[5] = std::byte{0};
   EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a stream is missing";
+  wrong = zeros(1);
+  wrong.back() = std::byte{15};
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a class";
 }
 
 TEST_F(LossyCodecTest, every_truncation_is_corrupt) {
@@ -411,7 +411,7 @@ TEST(GroupQuantizer, every_number_of_fp16_is_restored_to_itself_or_rounded_to_ev
 }
 
 TEST(LossyCodecRounding, a_loss_is_never_rounded_down) {
-  for (const double error : {0.05, 0.1, 0.2, 1.0 / 3, 0.0, 0.5}) {
+  for (const double error : {0.05, 0.1, 0.35, 0.7, 1.0 / 3, 0.0, 0.5}) {
     EXPECT_GE(static_cast<double>(LossyCodec::rounded_up(error)), error);
     EXPECT_NEAR(LossyCodec::rounded_up(error), error, 1e-7);
   }
