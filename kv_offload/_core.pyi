@@ -71,7 +71,6 @@ class HostRegion:
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
         share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
-        local_ranks: int = 0,  # ranks 0 to local_ranks - 1 run on this host; 0: all of them
     ) -> HostRegion: ...
     @staticmethod
     def attach_worker(
@@ -98,6 +97,9 @@ class HostRegion:
     def area_bytes(self) -> int: ...
     def set_endpoint(self, rank: int, endpoint: str) -> None:
         """Rank 0: passes another host's HostAgent.endpoint to the scheduler. ``rank``: its first one."""
+    @property
+    def local_ranks(self) -> int:
+        """The number of ranks on this host. The scheduler learns it from a worker that attached before it."""
     @property
     def cut_off(self) -> bool:
         """Scheduler: True while a host is not connected (HostLinks); nothing is loaded or stored then."""

@@ -29,11 +29,11 @@ RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::ui
 std::shared_ptr<HostRegion> attach_scheduler(std::string engine_id, std::uint64_t bytes,
                                              std::uint32_t num_areas, std::uint32_t num_workers,
                                              std::string shm_directory, bool huge_pages, std::string keep_for,
-                                             std::string share_for, std::uint32_t local_ranks) {
+                                             std::string share_for) {
   const py::gil_scoped_release release;
-  return HostRegion::attach_scheduler(
-      region_options(std::move(engine_id), bytes, num_areas, num_workers, std::move(shm_directory),
-                     huge_pages, std::move(keep_for), std::move(share_for), 0, local_ranks));
+  return HostRegion::attach_scheduler(region_options(std::move(engine_id), bytes, num_areas, num_workers,
+                                                     std::move(shm_directory), huge_pages,
+                                                     std::move(keep_for), std::move(share_for), 0, 0));
 }
 
 std::shared_ptr<HostRegion> attach_worker(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
@@ -97,8 +97,7 @@ void bind_region(py::module_& module) {
   py::class_<HostRegion, std::shared_ptr<HostRegion>>(module, "HostRegion")
       .def_static("attach_scheduler", &attach_scheduler, py::arg("engine_id"), py::arg("bytes"),
                   py::arg("num_areas"), py::arg("num_workers"), py::arg("shm_directory") = "/dev/shm",
-                  py::arg("huge_pages") = true, py::arg("keep_for") = "", py::arg("share_for") = "",
-                  py::arg("local_ranks") = 0)
+                  py::arg("huge_pages") = true, py::arg("keep_for") = "", py::arg("share_for") = "")
       .def_static("attach_worker", &attach_worker, py::arg("engine_id"), py::arg("bytes"),
                   py::arg("num_areas"), py::arg("num_workers"), py::arg("rank"), py::arg("shard_bytes"),
                   py::arg("fingerprint"), py::arg("shm_directory") = "/dev/shm", py::arg("huge_pages") = true,
@@ -115,6 +114,7 @@ void bind_region(py::module_& module) {
       .def_property_readonly("num_areas", &HostRegion::num_areas)
       .def_property_readonly("area_bytes", &HostRegion::area_bytes)
       .def("set_endpoint", &HostRegion::set_endpoint, py::arg("rank"), py::arg("endpoint"))
+      .def_property_readonly("local_ranks", &HostRegion::local_ranks)
       .def_property_readonly("cut_off", &HostRegion::is_cut_off)
       .def_property_readonly("swept", &HostRegion::swept)
       .def("area", &area, py::arg("index"))

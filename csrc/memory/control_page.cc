@@ -85,6 +85,13 @@ std::uint64_t ControlPage::padded_bytes(std::uint32_t num_workers) {
   return round_up(bytes(num_workers), kHugePageBytes);
 }
 
+std::uint32_t ControlPage::local_ranks_of(std::byte* base, const Sizes& sizes) {
+  const Header& header = *reinterpret_cast<Header*>(base);
+  if (header.magic.load(std::memory_order_acquire) != kMagic || header.version != kVersion) return 0;
+  const bool fits = header.sizes.num_workers == sizes.num_workers && header.sizes.first_rank == 0;
+  return fits ? header.sizes.local_ranks : 0;
+}
+
 void ControlPage::initialise(std::byte* base, const Sizes& sizes) {
   auto* header = new (base) Header{};
   header->version = kVersion;

@@ -43,6 +43,9 @@ class ControlPage {
 
   static std::uint64_t bytes(std::uint32_t num_workers);         // without the padding
   static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
+  // Returns local_ranks of the region's host, if `base` is the page of a host that has rank 0 and these
+  // sizes; otherwise 0.
+  static std::uint32_t local_ranks_of(std::byte* base, const Sizes& sizes);
   // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
   // Resets the page to its initial state. For a process that adopts a region of the same sizes that no other

@@ -285,7 +285,7 @@ struct HostRegion::Impl {
       if (neighbour.fd >= 0) ::close(neighbour.fd);
     }
   }
-  Impl(const RegionOptions& given, bool is_rank_0);
+  Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler);
   SharedFile open_file(bool is_rank_0);
   std::uint64_t bytes() const { return area_offset(first_area(sizes) + areas_here(sizes)); }
   std::uint64_t area_offset(std::uint32_t index) const {
@@ -307,12 +307,18 @@ struct HostRegion::Impl {
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
-HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(given), sizes(sizes_of(given)) {
+HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler)
+    : options(given), sizes(sizes_of(given)) {
   if (!options.keep_for.empty() && !options.share_for.empty()) {
     throw_invalid("host memory cannot be both kept and shared: give keep_for or share_for");
   }
   swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
   file = open_file(is_rank_0);
+  if (is_scheduler && options.local_ranks == 0 && file.size() >= kPageBytes) {
+    const Mapping page(file.fd(), kPageBytes);
+    options.local_ranks = ControlPage::local_ranks_of(page.start(), sizes);
+    sizes = sizes_of(options);
+  }
   check_agreement(file.fd(), bytes(), options, sizes);
   mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
@@ -369,7 +375,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& op
                   options.first_rank);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, false);
+  region->impl_ = std::make_unique<Impl>(options, false, true);
   const bool is_last = region->impl_->control.attach_scheduler();
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
   return region;
@@ -386,7 +392,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
                   options.first_rank);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, rank == 0);
+  region->impl_ = std::make_unique<Impl>(options, rank == 0, false);
   region->impl_->open_window(rank);
   const bool is_last = region->impl_->control.attach_worker(rank, geometry);
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();

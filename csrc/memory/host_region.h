@@ -120,8 +120,9 @@ class HostRegion {
  public:
   static constexpr std::size_t kTicketSlots = 16384;
 
-  // Attaches as the scheduler. Throws ResourceError (stating the requested and available bytes and
-  // cpu_bytes_to_use) or InvalidArgument; nothing remains then.
+  // Attaches as the scheduler. If options.local_ranks is 0 and a worker of this host was first, takes over
+  // its local_ranks: vLLM does not tell its scheduler how many hosts there are. Throws ResourceError (stating
+  // the requested and available bytes and cpu_bytes_to_use) or InvalidArgument; nothing remains then.
   static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
   // Attaches as worker `rank` (area = rank, or 0 when replicated) and publishes its geometry. Throws as
   // above, also if the processes' sizes disagree.

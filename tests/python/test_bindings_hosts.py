@@ -13,7 +13,6 @@ from kv_offload import _core
 def two_hosts(tmp_path):
     """Returns the regions of the scheduler, of rank 0, and of rank 1 on the other host."""
     engine = uuid.uuid4().hex
-    scheduler = _core.HostRegion.attach_scheduler(engine, 2 * MIB, 2, 2, str(tmp_path), local_ranks=1)
     ranks = [
         _core.HostRegion.attach_worker(
             f"{engine} {rank}" if rank else engine,
@@ -26,6 +25,8 @@ def two_hosts(tmp_path):
         )
         for rank in range(2)
     ]
+    scheduler = _core.HostRegion.attach_scheduler(engine, 2 * MIB, 2, 2, str(tmp_path))
+    assert scheduler.local_ranks == 1
     return scheduler, *ranks
 
 

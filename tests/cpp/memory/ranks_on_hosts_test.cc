@@ -169,6 +169,18 @@ TEST_F(RanksOnHosts, processes_of_one_host_must_agree_on_its_ranks) {
               HasSubstr("the first rank of this host is 3 in this process and 2"));
 }
 
+TEST_F(RanksOnHosts, a_scheduler_learns_the_ranks_of_its_host_from_a_worker) {
+  const auto rank = worker(1);
+  RegionOptions unknown = host(0);
+  unknown.local_ranks = 0;
+  const auto scheduler = HostRegion::attach_scheduler(unknown);
+  EXPECT_EQ(scheduler->local_ranks(), 2u);
+  EXPECT_TRUE(scheduler->spans_hosts());
+  scheduler->area(1).back() = std::byte{7};
+  EXPECT_EQ(rank->area(1).back(), std::byte{7});
+  EXPECT_THROW((void)scheduler->area(2), InvalidArgument);
+}
+
 TEST_F(RanksOnHosts, a_region_of_one_host_has_all_ranks) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   EXPECT_FALSE(scheduler->spans_hosts());
