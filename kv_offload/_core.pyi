@@ -85,6 +85,8 @@ class HostRegion:
         huge_pages: bool = True,
         keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
         share_for: str = "",  # not empty: engines that give the same find each other; not with keep_for
+        first_rank: int = 0,  # of this host
+        local_ranks: int = 0,  # of this host; 0: all ranks run here
     ) -> HostRegion: ...
     def wait_for_ranks(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the ranks that did not attach in time."""
@@ -93,6 +95,14 @@ class HostRegion:
     def num_areas(self) -> int: ...
     @property
     def area_bytes(self) -> int: ...
+    def set_endpoint(self, rank: int, endpoint: str) -> None:
+        """Rank 0: passes another host's HostAgent.endpoint to the scheduler. ``rank``: its first one."""
+    @property
+    def local_ranks(self) -> int:
+        """The number of ranks on this host. The scheduler learns it from a worker that attached before it."""
+    @property
+    def cut_off(self) -> bool:
+        """Scheduler: True while a host is not connected (HostLinks); nothing is loaded or stored then."""
     @property
     def swept(self) -> list[str]: ...
     def area(self, index: int) -> npt.NDArray[np.uint8]:
@@ -110,6 +120,40 @@ class HostRegion:
     def report(self, rank: int, ticket: int, failed_groups: int) -> None: ...
     def result(self, ticket: int) -> int | None:
         """Returns None while the ticket is pending, else the bit set of failed group positions."""
+
+class HostAgent:
+    """Reports what the ranks of this host finish to the scheduler on another host."""
+
+    def __init__(
+        self,
+        region: HostRegion,  # of a worker
+        *,
+        address: str,  # IPv4 or IPv6 of this host, numeric
+        version: str,  # of this package
+    ) -> None: ...
+    @property
+    def endpoint(self) -> str:
+        """Address, port and secret, for the scheduler only. Do not log it."""
+    def close(self) -> None: ...
+
+class HostLinks:
+    """The scheduler's connections to the other hosts of its engine."""
+
+    def __init__(
+        self,
+        region: HostRegion,
+        hosts: Sequence[tuple[int, int]],  # (first rank, number of ranks) of each other host
+        *,
+        version: str,  # of this package
+        silence_seconds: float = 10.0,  # a host that sends nothing for so long is lost
+    ) -> None: ...
+    def wait_until_connected(self, timeout_seconds: float) -> None:
+        """Raises ResourceError naming the hosts that are missing or do not fit, and why."""
+    @property
+    def lost_hosts(self) -> int: ...
+    def take_events(self) -> list[str]:
+        """Returns lines about hosts that were lost or came back since the last call."""
+    def close(self) -> None: ...
 
 class TierSpec:
     """A tier that TieredCache opens and checks in its constructor."""

@@ -67,6 +67,11 @@ REASONS = {
         "host memory had no space for the chunks to read",
         "raise cpu_bytes_to_use: all tier reads pass through it",
     ),
+    "host_lost": (
+        "a host of this engine's ranks was not connected, so nothing was loaded",
+        "check kv_offload_lost_hosts, the log and the network between the hosts; the host is used again when "
+        "it is connected",
+    ),
     "disabled": (
         "loading is disabled for these tokens",
         "load_policy is never, or requests say so in kv_transfer_params (kv_offload_load_policy, "

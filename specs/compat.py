@@ -196,6 +196,13 @@ def load_sources() -> tuple[Any, Any] | None:
     return CacheHitSource.HOST, CacheHitSource.DISK
 
 
+def host_address() -> str:
+    """Returns the address of this host that vLLM uses between hosts."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
 def message_queues() -> Any | None:
     """Returns the module of the message queues between engine core and ranks.
 

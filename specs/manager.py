@@ -21,7 +21,15 @@ from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
 from .tracing import RequestTracer, now
-from .watch import CodecWatch, DivergenceWatch, HitWatch, NeighbourWatch, ResetWatch, Surroundings
+from .watch import (
+    CodecWatch,
+    DivergenceWatch,
+    HitWatch,
+    HostWatch,
+    NeighbourWatch,
+    ResetWatch,
+    Surroundings,
+)
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -68,9 +76,11 @@ class KVOffloadManager(OffloadingManager):
         options: ManagerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: RequestTracer | None = None,
+        hosts: HostWatch | None = None,
     ) -> None:
         self._cache = cache
         self.tracer = tracer  # closed by shutdown()
+        self._hosts = hosts  # of an engine on several hosts; closed by shutdown()
         self._metrics = metrics
         self._options = options or ManagerOptions()
         self._clock = clock
@@ -352,6 +362,8 @@ class KVOffloadManager(OffloadingManager):
             self._closed = True
             self.at_shutdown()
             self._cache.close()
+            if self._hosts is not None:
+                self._hosts.close()
             if self.tracer is not None:
                 self.tracer.close()
 
@@ -379,6 +391,8 @@ class KVOffloadManager(OffloadingManager):
             self._codecs.poll()
             if self._neighbours is not None:
                 self._neighbours.poll(now)
+            if self._hosts is not None:
+                self._hosts.poll()
         changes = self._metrics.drain()
         if not changes:
             return None

@@ -21,7 +21,7 @@ from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
 
 if TYPE_CHECKING:
-    from kv_offload._core import HostRegion, TieredCache, TierSpec
+    from kv_offload._core import HostLinks, HostRegion, TieredCache, TierSpec
 
     from .manager import KVOffloadManager, ManagerOptions
     from .worker import KVOffloadWorker
@@ -86,11 +86,12 @@ class KVOffloadSpec(OffloadingSpec):
         from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
         from .tracing import make_tracer
+        from .watch import HostWatch
 
         options = self._options
         if self._describes_events():
             describe_whole_chunks()
-        region = self._attach()
+        region, links = self._attach()
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)
         identity, seed_is_random = namespace_identity(
@@ -120,6 +121,7 @@ class KVOffloadSpec(OffloadingSpec):
             metrics,
             self._manager_options(merged, identity, seed_is_random, capacity),
             tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
+            hosts=None if links is None else HostWatch(links, metrics),
         )
         manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
         return manager
@@ -213,8 +215,11 @@ class KVOffloadSpec(OffloadingSpec):
         events = self.kv_events_config
         return bool(events.enable_kv_cache_events and events.self_describing_kv_events)
 
-    def _attach(self) -> "HostRegion":
+    def _attach(self) -> "tuple[HostRegion, HostLinks | None]":
+        """Returns the region, and the connections of an engine on several hosts. Waits for all ranks."""
         from kv_offload import _core
+
+        from .hosts import connect_scheduler, scheduler_hosts
 
         world_size = self.config.parallel.world_size
         region = _core.HostRegion.attach_scheduler(
@@ -226,13 +231,14 @@ class KVOffloadSpec(OffloadingSpec):
             keep_for=keep_for(self.config, self._options),
             share_for=share_for(self.config, self._options),
         )
+        links = connect_scheduler(scheduler_hosts(region, world_size), region)
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
         except _core.ResourceError as error:
             raise _core.ResourceError(
-                f"{error}; all ranks of an engine must be on this host (several hosts are not supported)"
+                f"{error}; ranks on several hosts need --nnodes and the mp executor (Ray is not supported)"
             ) from error
-        return region
+        return region, links
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
         """Returns ([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kv_offload.log import get_logger
 
 if TYPE_CHECKING:
-    from kv_offload._core import Metrics, TieredCache
+    from kv_offload._core import HostLinks, Metrics, TieredCache
 
 logger = get_logger(__name__)
 
@@ -28,6 +28,7 @@ _REASONS = {
     "not longer than the sliding window",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
     "pressure": "host memory has no space for the chunks to read: raise cpu_bytes_to_use",
+    "host_lost": "a host of this engine's ranks is not connected: see the log and kv_offload_lost_hosts",
     "disabled": "loading is disabled by load_policy never, or by requests (kv_offload_load_policy, "
     "kv_offload_skip_load or kv_load_tiers in kv_transfer_params)",
 }
@@ -42,6 +43,24 @@ class Surroundings:
     group_ids: tuple[int, ...] = ()  # vLLM's group IDs, by position
     capacity_tokens: int = 0  # of host memory and all tiers; 0: unknown
     write_policies: tuple[str, ...] = ()  # of each tier
+
+
+class HostWatch:
+    """Logs lost hosts of this engine's ranks, and counts them in a metric."""
+
+    def __init__(self, links: "HostLinks", metrics: "Metrics") -> None:
+        self._links = links
+        self._metrics = metrics
+
+    def poll(self) -> None:
+        """Logs each host that was lost or came back since the last call."""
+        for event in self._links.take_events():
+            logger.warning("%s", event)
+        self._metrics.set("kv_offload_lost_hosts", (), self._links.lost_hosts)
+
+    def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        self._links.close()
 
 
 class NeighbourWatch:

@@ -15,13 +15,14 @@ from kv_offload.sizes import format_bytes
 from . import compat
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
+from .hosts import connect_rank, hosts_of, refuse_on_several_hosts
 from .identity import groups_of_states, keep_for, share_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
 from .windows import log_long_chunks, windows_of
 
 if TYPE_CHECKING:
-    from kv_offload._core import HostRegion, Metrics, RankWorker
+    from kv_offload._core import HostAgent, HostRegion, Metrics, RankWorker
 
 logger = get_logger(__name__)
 
@@ -50,6 +51,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._running: set[int] = set()  # the core's jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.at_shutdown: Callable[[], None] = lambda: None  # shutdown() calls it first; must be idempotent
+        self.agent: HostAgent | None = None  # of the first rank of a host without the scheduler
         self.region = region
         self.metrics = metrics  # this process's metrics; vLLM cannot collect metrics of workers
 
@@ -114,18 +116,21 @@ class KVOffloadWorker(OffloadingWorker):
         """Waits for running copies and releases the memory. Idempotent."""
         self.at_shutdown()
         self._rank_worker.close()
+        if self.agent is not None:
+            self.agent.close()  # after the last report
 
 
 def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches: Any) -> KVOffloadWorker:
     """Attaches this rank to the engine's region and starts its copier.
 
-    Raises ValueError for an unsupported setup (several hosts, an unknown device), ResourceError if the
-    machine lacks a resource. Both texts say what to change.
+    Raises ValueError for an unsupported setup (tiers on several hosts, an unknown device), ResourceError if
+    the machine lacks a resource or another host does not join. Both texts say what to change.
     """
     from kv_offload import _core
 
     parallel = config.parallel
-    refuse_several_hosts()
+    hosts = hosts_of(config)
+    refuse_on_several_hosts(hosts, options, config)
     refuse_external_launcher()
     refuse_several_offloading_connectors()
     if config.parallel.rank == 0:
@@ -144,7 +149,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         log_long_chunks(config, windows)
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
-        config.engine_id,
+        config.engine_id if hosts is None else hosts.region_id(config.engine_id),
         options.cpu_bytes_to_use,
         1 if replicated else parallel.world_size,
         parallel.world_size,
@@ -164,11 +169,15 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         huge_pages=options.huge_pages,
         keep_for=keep_for(config, options),
         share_for=share_for(config, options),
+        first_rank=0 if hosts is None else hosts.first_rank,
+        local_ranks=0 if hosts is None else hosts.ranks_each,
     )
+    agent = connect_rank(hosts, region, config)
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)
     first = not replicated or parallel.rank == 0
-    _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault, first)
+    ranks_here = parallel.world_size if hosts is None else hosts.ranks_each
+    _prepare_memory(region, area, ranks_here, copier, device, options.prefault, first)
     metrics = _core.Metrics()
     address = options.metrics_address(parallel.rank, parallel.world_size, parallel.data_parallel_index)
     if address is not None:
@@ -196,19 +205,9 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
+    worker.agent = agent
     worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region, worker)
     return worker
-
-
-def refuse_several_hosts() -> None:
-    """Raises ValueError if vLLM's configuration places this engine's ranks on more than one host."""
-    vllm_config = compat.current_vllm_config()
-    hosts = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
-    if isinstance(hosts, int) and hosts > 1:
-        raise ValueError(
-            f"KVOffloadSpec keeps one engine's KV cache on one host, and this engine spans {hosts}: "
-            "serve with tensor and pipeline parallelism inside a host, and data parallelism across hosts"
-        )
 
 
 def refuse_external_launcher() -> None:

@@ -228,14 +228,14 @@ stage_fuzz() {
   local seconds=${KV_OFFLOAD_FUZZ_SECONDS:-20} status=0 target
   local -a running=()
   build fuzz fuzzers || return
-  for target in fuzz_payload fuzz_record fuzz_root; do
+  for target in fuzz_payload fuzz_record fuzz_root fuzz_frame; do
     mkdir -p "build/corpus/$target"
     "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/record/fuzz.dict -rss_limit_mb=1024 \
       -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 &
     running+=($!)
   done
   for target in "${running[@]}"; do wait "$target" || status=1; done
-  for target in fuzz_payload fuzz_record fuzz_root; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
+  for target in fuzz_payload fuzz_record fuzz_root fuzz_frame; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
   return $status
 }
 stage_cuda() {

@@ -10,7 +10,8 @@ namespace {
 
 RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
                              std::uint32_t num_workers, std::string shm_directory, bool huge_pages,
-                             std::string keep_for, std::string share_for) {
+                             std::string keep_for, std::string share_for, std::uint32_t first_rank,
+                             std::uint32_t local_ranks) {
   RegionOptions options;
   options.engine_id = std::move(engine_id);
   options.bytes = bytes;
@@ -20,6 +21,8 @@ RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::ui
   options.huge_pages = huge_pages;
   options.keep_for = std::move(keep_for);
   options.share_for = std::move(share_for);
+  options.first_rank = first_rank;
+  options.local_ranks = local_ranks;
   return options;
 }
 
@@ -30,18 +33,19 @@ std::shared_ptr<HostRegion> attach_scheduler(std::string engine_id, std::uint64_
   const py::gil_scoped_release release;
   return HostRegion::attach_scheduler(region_options(std::move(engine_id), bytes, num_areas, num_workers,
                                                      std::move(shm_directory), huge_pages,
-                                                     std::move(keep_for), std::move(share_for)));
+                                                     std::move(keep_for), std::move(share_for), 0, 0));
 }
 
 std::shared_ptr<HostRegion> attach_worker(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
                                           std::uint32_t num_workers, std::uint32_t rank,
                                           std::vector<std::uint64_t> shard_bytes, std::string fingerprint,
                                           std::string shm_directory, bool huge_pages, std::string keep_for,
-                                          std::string share_for) {
+                                          std::string share_for, std::uint32_t first_rank,
+                                          std::uint32_t local_ranks) {
   const py::gil_scoped_release release;
   return HostRegion::attach_worker(
       region_options(std::move(engine_id), bytes, num_areas, num_workers, std::move(shm_directory),
-                     huge_pages, std::move(keep_for), std::move(share_for)),
+                     huge_pages, std::move(keep_for), std::move(share_for), first_rank, local_ranks),
       rank, RankGeometry{std::move(shard_bytes), std::move(fingerprint)});
 }
 
@@ -97,7 +101,8 @@ void bind_region(py::module_& module) {
       .def_static("attach_worker", &attach_worker, py::arg("engine_id"), py::arg("bytes"),
                   py::arg("num_areas"), py::arg("num_workers"), py::arg("rank"), py::arg("shard_bytes"),
                   py::arg("fingerprint"), py::arg("shm_directory") = "/dev/shm", py::arg("huge_pages") = true,
-                  py::arg("keep_for") = "", py::arg("share_for") = "")
+                  py::arg("keep_for") = "", py::arg("share_for") = "", py::arg("first_rank") = 0,
+                  py::arg("local_ranks") = 0)
       .def("wait_for_ranks", &wait_for_ranks, py::arg("timeout_seconds"))
       .def(
           "geometry",
@@ -108,6 +113,9 @@ void bind_region(py::module_& module) {
           py::arg("rank"))
       .def_property_readonly("num_areas", &HostRegion::num_areas)
       .def_property_readonly("area_bytes", &HostRegion::area_bytes)
+      .def("set_endpoint", &HostRegion::set_endpoint, py::arg("rank"), py::arg("endpoint"))
+      .def_property_readonly("local_ranks", &HostRegion::local_ranks)
+      .def_property_readonly("cut_off", &HostRegion::is_cut_off)
       .def_property_readonly("swept", &HostRegion::swept)
       .def("area", &area, py::arg("index"))
       .def("prefault", &prefault, py::arg("index"), py::arg("threads"), py::arg("progress") = py::none())

@@ -28,6 +28,7 @@ namespace py = pybind11;
 void bind_base(py::module_& module);
 void bind_metrics(py::module_& module);
 void bind_region(py::module_& module);
+void bind_hosts(py::module_& module);
 void bind_tier(py::module_& module);
 void bind_records(py::module_& module);
 void bind_fs(py::module_& module);

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_base(module);
   bindings::bind_metrics(module);
   bindings::bind_region(module);
+  bindings::bind_hosts(module);
   bindings::bind_tier(module);  // before the derived classes
   bindings::bind_records(module);
   bindings::bind_fs(module);

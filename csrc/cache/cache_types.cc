@@ -23,6 +23,8 @@ std::string_view to_string(MissReason reason) {
       return "disabled";
     case MissReason::kIncomplete:
       return "incomplete";
+    case MissReason::kHostLost:
+      return "host_lost";
   }
   return "unknown";
 }

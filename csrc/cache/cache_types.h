@@ -27,7 +27,8 @@ enum class MissReason : std::uint8_t {
   kIoError,
   kPressure,
   kDisabled,
-  kIncomplete  // vLLM offered the chunk without some of its blocks
+  kIncomplete,  // vLLM offered the chunk without some of its blocks
+  kHostLost     // a host of the engine's ranks is not connected
 };
 std::string_view to_string(MissReason reason);
 
@@ -113,7 +114,7 @@ std::string_view to_string(HintOutcome outcome);
 struct RequestReport {
   static constexpr std::size_t kPlaces = 10;  // host memory, the tiers, host memory of neighbours
   static constexpr std::size_t kNeighbour = kPlaces - 1;
-  static constexpr std::size_t kReasons = 9;  // indexed by MissReason
+  static constexpr std::size_t kReasons = 10;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
   static constexpr std::size_t kNeighbourNumbers = 64;  // as many as shared regions can have

@@ -42,13 +42,16 @@ void RequestTable::begin_pass(RequestState& request) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }
   request.held_back = device_loads_.must_wait(request.last_end);
-  request.host_hits = request.options.load_from_cpu && !request.host_too_slow && !request.held_back;
+  request.host_lost = !tickets_.hear_all_ranks();
+  request.host_hits =
+      request.options.load_from_cpu && !request.host_too_slow && !request.held_back && !request.host_lost;
 }
 
 LookupResult RequestTable::lookup_unready(RequestHandle handle, RequestState& request, const ChunkKey& key,
                                           const ChunkEntry* entry) {
   const auto group = groups_.position_of(key);
   if (!group) return LookupResult::kMiss;
+  if (request.host_lost) return miss(request, *group, MissReason::kHostLost);
   if (entry == nullptr && request.options.load_from_cpu) entry = chunks_.borrow(key, *group);
   if (entry != nullptr) return lookup_in_host(handle, request, *group, *entry);
   if (!request.failed.empty()) {

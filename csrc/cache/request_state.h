@@ -164,6 +164,7 @@ struct RequestState {
   std::uint32_t last_end = 0;
   bool has_span = false;
   bool host_too_slow = false;  // copying from host memory is slower than recomputing
+  bool host_lost = false;      // reports of some ranks cannot arrive: nothing is loaded
   bool held_back = false;      // may not load while loads of other requests run
   bool host_hits = false;      // resident chunks are hits
 
@@ -194,7 +195,7 @@ struct RequestState {
     tier_lookups.clear();
     first_lookup.reset();
     first_end = last_end = 0;
-    host_too_slow = held_back = host_hits = has_span = false;
+    host_too_slow = host_lost = held_back = host_hits = has_span = false;
     report = {};
     offers.begin(groups);
     closed.assign(groups, std::nullopt);

@@ -15,6 +15,7 @@ RequestTable::RequestTable(const Context& context, const CacheOptions& options)
     : groups_(context.groups),
       chunks_(context.chunks),
       key_history_(context.key_history),
+      tickets_(context.tickets),
       costs_(context.costs),
       ops_(context.ops),
       device_loads_(context.device_loads),

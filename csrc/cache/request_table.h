@@ -24,6 +24,7 @@
 #include "cache/host_chunks.h"
 #include "cache/key_history.h"
 #include "cache/request_state.h"
+#include "cache/tickets.h"
 #include "cache/tier_io.h"
 #include "metrics/metrics.h"
 
@@ -39,6 +40,7 @@ class RequestTable {
     const ChunkGroups& groups;
     HostChunks& chunks;
     KeyHistory& key_history;
+    const Tickets& tickets;
     CostModel& costs;
     TierIo& ops;
     DeviceLoads& device_loads;
@@ -136,6 +138,7 @@ class RequestTable {
   const ChunkGroups& groups_;
   HostChunks& chunks_;
   KeyHistory& key_history_;
+  const Tickets& tickets_;
   CostModel& costs_;
   TierIo& ops_;
   DeviceLoads& device_loads_;

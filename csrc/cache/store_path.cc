@@ -2,6 +2,8 @@
 #include "cache/store_path.h"
 
 #include <algorithm>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/refused_chunks.h"
@@ -63,6 +65,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   std::vector<std::uint64_t> new_chunks(context_.groups.size(), 0);
   TakenRows taken(context_.chunks, keys.size());
   // A tier writes only what is stored in host memory. So with a tier, all chunks are stored.
+  const bool hears_all = context_.tickets.hear_all_ranks();
   const double returns_at = context_.write_back.writes() ? 0 : request.returns_at(context_.chunks.now());
   std::uint32_t group = 0;
   std::uint64_t at_neighbours = 0;  // of the last keys that were asked for together
@@ -91,7 +94,9 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
-    const RowId row = context_.row_provider.take(group, request.requester(), &grant.evicted, returns_at);
+    const RowId row = hears_all
+                          ? context_.row_provider.take(group, request.requester(), &grant.evicted, returns_at)
+                          : kNoRow;
     if (row == kNoRow) {
       offers.decline(group, key);
       continue;
@@ -107,7 +112,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
   }
-  count_declined(grant, new_chunks);
+  count_declined(grant, new_chunks, hears_all);
   context_.row_provider.flush_metrics();
   taken.release_all();
   return grant;
@@ -122,11 +127,13 @@ void StorePath::hold(const RequestState& request, Offers& offers, Slot slot, boo
   offers.hold(entry.group, chunk_id(entry.key));
 }
 
-void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks) {
+void StorePath::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks,
+                               bool hears_all) {
   for (std::uint32_t g = 0; g < context_.groups.size(); ++g) {
     const std::uint64_t declined = new_chunks[g] - grant.transfer.group_rows[g];
     if (declined == 0) continue;
-    context_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
+    context_.metrics.add("kv_offload_dropped_bytes_total",
+                         {"cpu", hears_all ? std::string_view("pressure") : to_string(MissReason::kHostLost)},
                          static_cast<double>(declined * context_.groups[g].bytes));
   }
 }
@@ -191,7 +198,9 @@ void StorePath::finish(std::span<const ChunkKey> keys, bool success) {
       result = context_.tickets.store_result(known, &failed_groups);
     }
     const Slot slot = context_.chunks.slot_of(entry);
-    if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {
+    if (success && result == TicketResult::kPending && context_.tickets.may_be_late()) {
+      finish_later(known, key);
+    } else if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {
       fail(slot);
     } else if (is_refused(failed_groups, entry->group, entry->first)) {
       refuse(slot);
@@ -218,6 +227,29 @@ void StorePath::finish(std::span<const ChunkKey> keys, bool success) {
   }
   std::reverse(stored.begin(), stored.end());
   context_.write_back.on_stored(stored);
+}
+
+void StorePath::finish_later(Ticket ticket, const ChunkKey& key) {
+  if (late_.empty() || late_.back().ticket != ticket) late_.push_back({ticket, {}});
+  late_.back().keys.push_back(key);
+}
+
+void StorePath::poll() {
+  for (std::size_t i = 0; i < late_.size();) {
+    std::uint64_t failed_groups = 0;
+    if (context_.tickets.store_result(late_[i].ticket, &failed_groups) == TicketResult::kPending) {
+      ++i;
+      continue;
+    }
+    LateStore store = std::move(late_[i]);
+    late_.erase(late_.begin() + static_cast<std::ptrdiff_t>(i));
+    // A reset may have dropped a chunk, and a later store may fill it again.
+    std::erase_if(store.keys, [&](const ChunkKey& key) {
+      const ChunkEntry* entry = context_.chunks.find(key);
+      return entry == nullptr || entry->ticket != store.ticket;
+    });
+    complete(store.keys, true);
+  }
 }
 
 void StorePath::fail(Slot slot) {

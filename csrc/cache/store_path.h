@@ -6,11 +6,15 @@
 // (base/refused_chunks.h). prepare() accepts a prefix of each group's new chunks: the first key without a row
 // ends it, so that there are no holes. If prepare() throws, it has accepted nothing.
 //
+// Reports of ranks on another host may arrive after complete(). Their chunks stay filling until poll() finds
+// the report.
+//
 // Threads: one (the scheduler's).
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "cache/chunk_groups.h"
 #include "cache/cost_model.h"
@@ -46,6 +50,8 @@ class StorePath {
                      std::span<const std::uint32_t> depths);
   // See TieredCache::complete_store. If it throws, each chunk is resident or absent.
   void complete(std::span<const ChunkKey> keys, bool success);
+  // Ends the completed stores whose reports have arrived since.
+  void poll();
   void close() { closed_ = true; }  // nothing is accepted after this
 
  private:
@@ -54,14 +60,22 @@ class StorePath {
   StoreGrant take_rows(RequestHandle request, std::span<const ChunkKey> keys,
                        std::span<const std::uint32_t> depths);
   void finish(std::span<const ChunkKey> keys, bool success);
+  void finish_later(Ticket ticket, const ChunkKey& key);
   // Records that the request uses this chunk.
   void hold(const RequestState& request, Offers& offers, Slot slot, bool is_new);
-  void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks);
+  void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks, bool hears_all);
   void fail(Slot slot);    // the device did not copy it
   void refuse(Slot slot);  // vLLM offered it without some of its blocks
   void drop(Slot slot, MissReason reason);
 
+  // A completed store without the reports of all ranks.
+  struct LateStore {
+    Ticket ticket;
+    std::vector<ChunkKey> keys;
+  };
+
   const Context context_;
+  std::vector<LateStore> late_;
   bool closed_ = false;
 };
 

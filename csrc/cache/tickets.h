@@ -18,6 +18,10 @@ class Tickets {
   explicit Tickets(const HostRegion& region) : region_(region) {}
 
   Ticket next() { return ++last_; }
+  // Reports of some ranks arrive over a network, so they may follow vLLM's own completion.
+  bool may_be_late() const { return region_.spans_hosts(); }
+  // False while reports of some ranks cannot arrive: their host is lost. Nothing is loaded or stored then.
+  bool hear_all_ranks() const { return !region_.is_cut_off(); }
   // True if every rank that got the job has reported; none touches its rows any more. In a replicated cache
   // one rank stores, but all ranks load.
   bool is_reported(Ticket ticket, TicketKind kind) const {

@@ -51,7 +51,7 @@ struct TieredCache::Impl {
         write_back(groups, chunks, key_history, ops, metrics, options.tiers),
         row_provider(groups, chunks, key_history, ops, write_back, metrics),
         device_loads({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
-        requests({groups, chunks, key_history, costs, ops, device_loads, metrics, clock}, options),
+        requests({groups, chunks, key_history, tickets, costs, ops, device_loads, metrics, clock}, options),
         stores({groups, chunks, key_history, tickets, costs, row_provider, write_back, requests, metrics}),
         planner({groups, chunks, costs, ops, row_provider, requests, metrics}),
         prefetcher({groups, chunks, row_provider, ops, metrics},
@@ -217,6 +217,7 @@ void TieredCache::end_step() {
   if (impl.closed) return;
   impl.ops.poll();
   impl.device_loads.poll();
+  impl.stores.poll();
   impl.chunks.poll();
   const Nanos now = impl.clock.now();
   impl.chunks.set_now(to_seconds(now));

@@ -32,6 +32,8 @@
 //   resident, or resident at a neighbour
 //                       -> kHit
 //                          (kPending while the load must be held back, see DeviceLoads)
+//   a host of the engine's ranks is lost
+//                       -> kMiss, for every key
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending; end_step() makes a plan (see Planner)
 //   tier says unknown   -> kRetry (bounded by the same deadline); end_step() asks

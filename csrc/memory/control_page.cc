@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory/control_page.h"
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <new>
+#include <utility>
 
 #include "base/refused_chunks.h"
 
@@ -11,11 +18,18 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6B765F6F66666C64;  // "kv_offld"
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kMostFingerprint = 4095;
-constexpr std::size_t kWorkerBytes = 8192;
+constexpr std::size_t kWorkerBytes = 16384;
+constexpr std::size_t kMostEndpoint = 255;
+// Reports of a rank between two reads of its journal. A reader that is slower reads the whole ring instead.
+constexpr std::size_t kJournal = 1024;
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+void wake_all(std::atomic<std::uint32_t>* futex) {
+  (void)::syscall(SYS_futex, futex, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
 
 void check_equal(const char* what, std::uint64_t mine, std::uint64_t other) {
   if (mine == other) return;
@@ -35,6 +49,9 @@ struct ControlPage::Header {
   std::atomic<std::uint32_t> attached;   // scheduler and workers
   std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
   std::atomic<std::uint64_t> shared_rows;
+  // A futex, which a process that forwards the reports of this host waits on.
+  std::atomic<std::uint32_t> reports;
+  std::atomic<std::uint32_t> report_waiters;
   struct Neighbour {                        // a sequence lock
     std::atomic<std::uint64_t> generation;  // odd: the scheduler is writing the other two
     std::atomic<std::uint64_t> inode;       // 0: dismissed
@@ -52,6 +69,11 @@ struct ControlPage::Worker {
   std::array<char, kMostFingerprint> fingerprint;
   // The last generation of each neighbour slot that this rank has carried out, and that it cannot carry out.
   std::array<std::atomic<std::uint64_t>, HostRegion::kMostNeighbours> done, refused;
+  std::atomic<std::uint32_t> endpoint_bytes;  // set after the endpoint
+  std::array<char, kMostEndpoint> endpoint;
+  // The tickets of the last kJournal reports. An entry is written before `reports` counts it.
+  std::atomic<std::uint64_t> reports;
+  std::array<std::atomic<std::uint64_t>, kJournal> journal;
 };
 
 std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
@@ -61,6 +83,13 @@ std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
 
 std::uint64_t ControlPage::padded_bytes(std::uint32_t num_workers) {
   return round_up(bytes(num_workers), kHugePageBytes);
+}
+
+std::uint32_t ControlPage::local_ranks_of(std::byte* base, const Sizes& sizes) {
+  const Header& header = *reinterpret_cast<Header*>(base);
+  if (header.magic.load(std::memory_order_acquire) != kMagic || header.version != kVersion) return 0;
+  const bool fits = header.sizes.num_workers == sizes.num_workers && header.sizes.first_rank == 0;
+  return fits ? header.sizes.local_ranks : 0;
 }
 
 void ControlPage::initialise(std::byte* base, const Sizes& sizes) {
@@ -76,6 +105,8 @@ void ControlPage::forget() {
   header().attached.store(0);
   header().fetching.store(0);
   header().shared_rows.store(0);
+  header().reports.store(0);
+  header().report_waiters.store(0);
   for (auto& neighbour : header().neighbours) {
     neighbour.generation.store(0);
     neighbour.inode.store(0);
@@ -83,7 +114,8 @@ void ControlPage::forget() {
   }
 }
 
-ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
+ControlPage::ControlPage(std::byte* base, const Sizes& mine)
+    : base_(base), num_workers_(mine.num_workers), sizes_(mine) {
   if (header().magic.load(std::memory_order_acquire) != kMagic) {
     throw_resource("the shared memory file of this engine id is not a region: serve under another engine id");
   }
@@ -99,6 +131,8 @@ ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_
   check_equal("the number of workers", mine.num_workers, other.num_workers);
   check_equal("the number of areas", mine.num_areas, other.num_areas);
   check_equal("the size of an area", mine.area_bytes, other.area_bytes);
+  check_equal("the first rank of this host", mine.first_rank, other.first_rank);
+  check_equal("the number of ranks of this host", mine.local_ranks, other.local_ranks);
 }
 
 ControlPage::Header& ControlPage::header() const { return *reinterpret_cast<Header*>(base_); }
@@ -112,7 +146,11 @@ ControlPage::Slot& ControlPage::slot(std::uint32_t rank, Ticket ticket) const {
   return rings[rank * HostRegion::kTicketSlots + ticket % HostRegion::kTicketSlots];
 }
 
-bool ControlPage::count_in() { return header().attached.fetch_add(1) + 1 == num_workers_ + 1; }
+// The scheduler runs on the host of rank 0.
+bool ControlPage::count_in() {
+  const std::uint32_t schedulers = sizes_.first_rank == 0 ? 1 : 0;
+  return header().attached.fetch_add(1) + 1 == sizes_.local_ranks + schedulers;
+}
 
 bool ControlPage::attach_scheduler() {
   if (header().scheduler.exchange(1) != 0) {
@@ -122,7 +160,7 @@ bool ControlPage::attach_scheduler() {
   return count_in();
 }
 
-bool ControlPage::attach_worker(std::uint32_t rank, const RankGeometry& geometry) {
+void ControlPage::check(const RankGeometry& geometry) {
   if (geometry.shard_bytes.size() > kMostGroups) {
     throw_invalid("{} KV cache groups were given; up to {} are possible", geometry.shard_bytes.size(),
                   kMostGroups);
@@ -131,17 +169,44 @@ bool ControlPage::attach_worker(std::uint32_t rank, const RankGeometry& geometry
     throw_invalid("a fingerprint of {} bytes was given; up to {} are possible", geometry.fingerprint.size(),
                   kMostFingerprint);
   }
+}
+
+void ControlPage::publish(std::uint32_t rank, const RankGeometry& geometry) {
   Worker& mine = worker(rank);
-  if (mine.attached.exchange(1) != 0) {
-    throw_resource("rank {} is already attached to this region: does another engine use the same engine id?",
-                   rank);
-  }
   mine.num_groups = static_cast<std::uint32_t>(geometry.shard_bytes.size());
   mine.fingerprint_bytes = static_cast<std::uint32_t>(geometry.fingerprint.size());
   std::copy(geometry.shard_bytes.begin(), geometry.shard_bytes.end(), mine.shard_bytes.begin());
   std::copy(geometry.fingerprint.begin(), geometry.fingerprint.end(), mine.fingerprint.begin());
   mine.published.store(1, std::memory_order_release);
+}
+
+bool ControlPage::attach_worker(std::uint32_t rank, const RankGeometry& geometry) {
+  check(geometry);
+  if (worker(rank).attached.exchange(1) != 0) {
+    throw_resource("rank {} is already attached to this region: does another engine use the same engine id?",
+                   rank);
+  }
+  publish(rank, geometry);
   return count_in();
+}
+
+void ControlPage::publish_remote(std::uint32_t rank, const RankGeometry& geometry) {
+  check(geometry);
+  if (!is_published(rank)) publish(rank, geometry);
+}
+
+void ControlPage::set_endpoint(std::uint32_t rank, std::string_view endpoint) {
+  if (endpoint.empty() || endpoint.size() > kMostEndpoint)
+    throw_invalid("an endpoint of {} bytes was given; 1 to {} are possible", endpoint.size(), kMostEndpoint);
+  Worker& one = worker(rank);
+  if (one.endpoint_bytes.load(std::memory_order_relaxed) != 0) return;
+  std::copy(endpoint.begin(), endpoint.end(), one.endpoint.begin());
+  one.endpoint_bytes.store(static_cast<std::uint32_t>(endpoint.size()), std::memory_order_release);
+}
+
+std::string ControlPage::endpoint(std::uint32_t rank) const {
+  const Worker& one = worker(rank);
+  return {one.endpoint.data(), one.endpoint_bytes.load(std::memory_order_acquire)};
 }
 
 bool ControlPage::is_published(std::uint32_t rank) const {
@@ -235,10 +300,68 @@ void ControlPage::set_refused(std::uint32_t slot, std::uint32_t rank, std::uint6
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
   slot(rank, ticket).report(ticket, failed_groups);
+  Worker& mine = worker(rank);
+  const std::uint64_t count = mine.reports.load(std::memory_order_relaxed);
+  mine.journal[count % kJournal].store(ticket, std::memory_order_relaxed);
+  mine.reports.store(count + 1, std::memory_order_release);
+  // seq_cst: either the waiter sees the new count or we see the waiter.
+  header().reports.fetch_add(1);
+  if (header().report_waiters.load() != 0) wake_all(&header().reports);
 }
 
 TicketResult ControlPage::result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const {
   return slot(rank, ticket).result(ticket, failed_groups);
+}
+
+void ControlPage::take_reports(ReportCursor* cursor, std::vector<RankReport>* reports) const {
+  cursor->taken.resize(sizes_.local_ranks, ReportCursor::kNone);
+  for (std::uint32_t i = 0; i < sizes_.local_ranks; ++i) {
+    const std::uint32_t rank = sizes_.first_rank + i;
+    const Worker& one = worker(rank);
+    const std::uint64_t end = one.reports.load(std::memory_order_acquire);
+    const std::uint64_t begin = std::exchange(cursor->taken[i], end);
+    bool is_whole = begin != ReportCursor::kNone && end - begin <= kJournal;
+    const std::size_t known = reports->size();
+    for (std::uint64_t at = begin; is_whole && at < end; ++at) {
+      const Ticket ticket = one.journal[at % kJournal].load(std::memory_order_relaxed);
+      RankReport report{rank, ticket, 0};
+      // A later ticket that took the slot makes this one fail; its own entry follows.
+      if (result(rank, ticket, &report.failed_groups) == TicketResult::kDone) reports->push_back(report);
+    }
+    // The rank may have overwritten entries meanwhile.
+    is_whole = is_whole && one.reports.load(std::memory_order_acquire) - begin <= kJournal;
+    if (is_whole) continue;
+    reports->resize(known);
+    take_all_reports(rank, reports);
+  }
+}
+
+// A report that is being written now is counted in the journal later.
+void ControlPage::take_all_reports(std::uint32_t rank, std::vector<RankReport>* reports) const {
+  for (Ticket place = 0; place < HostRegion::kTicketSlots; ++place) {
+    const Ticket ticket = slot(rank, place).ticket.load(std::memory_order_acquire);
+    RankReport report{rank, ticket, 0};
+    if (ticket != kNoTicket && result(rank, ticket, &report.failed_groups) == TicketResult::kDone)
+      reports->push_back(report);
+  }
+}
+
+std::uint32_t ControlPage::report_count() const { return header().reports.load(); }
+
+void ControlPage::wait_for_report(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
+  static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));
+  header().report_waiters.fetch_add(1);
+  if (header().reports.load() == seen) {
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+    const ::timespec left{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
+    (void)::syscall(SYS_futex, &header().reports, FUTEX_WAIT, seen, &left, nullptr, 0);
+  }
+  header().report_waiters.fetch_sub(1);
+}
+
+void ControlPage::wake_report_waiters() const {
+  header().reports.fetch_add(1);
+  wake_all(&header().reports);
 }
 
 }  // namespace kv_offload

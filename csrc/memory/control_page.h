@@ -3,7 +3,7 @@
 // lock-free atomics and with bytes that are written before a flag.
 //
 //   header     4 KiB   sizes that all processes must agree on, attached processes
-//   workers    8 KiB each: geometry and fingerprint
+//   workers    16 KiB each: geometry, fingerprint, a journal of the last reports, the endpoint of its host
 //   tickets    256 KiB each worker: a ring of kTicketSlots results
 //   (the header also lists the neighbours whose areas the workers shall map: see HostRegion)
 //   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
@@ -13,9 +13,12 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "memory/host_region.h"
 #include "memory/ticket_slot.h"
@@ -32,10 +35,17 @@ class ControlPage {
     std::uint64_t area_bytes = 0;
     std::uint32_t num_areas = 0;
     std::uint32_t num_workers = 0;
+    // The ranks of this host. The control page has a part for each rank of the engine, wherever it runs.
+    std::uint32_t first_rank = 0;
+    std::uint32_t local_ranks = 0;
+    bool is_local(std::uint32_t rank) const { return rank >= first_rank && rank - first_rank < local_ranks; }
   };
 
   static std::uint64_t bytes(std::uint32_t num_workers);         // without the padding
   static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
+  // Returns local_ranks of the region's host, if `base` is the page of a host that has rank 0 and these
+  // sizes; otherwise 0.
+  static std::uint32_t local_ranks_of(std::byte* base, const Sizes& sizes);
   // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
   // Resets the page to its initial state. For a process that adopts a region of the same sizes that no other
@@ -51,6 +61,8 @@ class ControlPage {
   // processes of one rank), InvalidArgument if the geometry is too large; nothing has changed then.
   bool attach_scheduler();
   bool attach_worker(std::uint32_t rank, const RankGeometry& geometry);
+  // Publishes the geometry of a rank that runs on another host. Throws InvalidArgument as attach_worker does.
+  void publish_remote(std::uint32_t rank, const RankGeometry& geometry);
 
   bool is_published(std::uint32_t rank) const;
   RankGeometry geometry(std::uint32_t rank) const;
@@ -80,10 +92,21 @@ class ControlPage {
   void set_done(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
   void set_refused(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
 
+  // Where the first rank of another host listens (HostLinks). Rank 0 sets it once; empty until then. Throws
+  // InvalidArgument if it is too long.
+  void set_endpoint(std::uint32_t rank, std::string_view endpoint);
+  std::string endpoint(std::uint32_t rank) const;
+
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
   // Returns one rank's result; kPending while it has not reported.
   TicketResult result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const;
+
+  // The reports of this host's ranks, for HostAgent. See HostRegion.
+  void take_reports(ReportCursor* cursor, std::vector<RankReport>* reports) const;
+  std::uint32_t report_count() const;
+  void wait_for_report(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
+  void wake_report_waiters() const;
 
  private:
   struct Header;
@@ -93,11 +116,15 @@ class ControlPage {
   Worker& worker(std::uint32_t rank) const;
   Slot& slot(std::uint32_t rank, Ticket ticket) const;
   bool count_in();
+  static void check(const RankGeometry& geometry);
+  void publish(std::uint32_t rank, const RankGeometry& geometry);
+  void take_all_reports(std::uint32_t rank, std::vector<RankReport>* reports) const;
   void change_neighbour(std::uint32_t slot, const NeighbourArea& area);
   bool is_carried_out(std::uint32_t slot) const;
 
   std::byte* base_ = nullptr;
   std::uint32_t num_workers_ = 0;
+  Sizes sizes_;
 };
 
 }  // namespace kv_offload

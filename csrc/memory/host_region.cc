@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
@@ -160,7 +161,34 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
         "cpu_bytes_to_use is {} bytes; at least {} per rank ({} ranks) and at most 1 EiB are possible",
         options.bytes, kPageBytes, options.num_areas);
   }
-  return {options.bytes, area_bytes, options.num_areas, options.num_workers};
+  ControlPage::Sizes sizes{.bytes = options.bytes,
+                           .area_bytes = area_bytes,
+                           .num_areas = options.num_areas,
+                           .num_workers = options.num_workers,
+                           .first_rank = 0,
+                           .local_ranks = options.num_workers};
+  if (options.local_ranks == 0) return sizes;
+  if (options.first_rank >= options.num_workers ||
+      options.local_ranks > options.num_workers - options.first_rank) {
+    throw_invalid("{} ranks of this host from rank {} on were given; the engine has ranks 0 to {}",
+                  options.local_ranks, options.first_rank, options.num_workers - 1);
+  }
+  sizes.first_rank = options.first_rank;
+  sizes.local_ranks = options.local_ranks;
+  if (options.local_ranks == options.num_workers) return sizes;
+  if (options.num_areas != options.num_workers)
+    throw_invalid("one area for all ranks was given; ranks on several hosts need one area each");
+  if (!options.keep_for.empty() || !options.share_for.empty())
+    throw_invalid("host memory of ranks on several hosts cannot be kept or shared");
+  return sizes;
+}
+
+// The areas in this host's region: [first_area, first_area + areas_here).
+std::uint32_t first_area(const ControlPage::Sizes& sizes) {
+  return sizes.num_areas == 1 ? 0 : sizes.first_rank;
+}
+std::uint32_t areas_here(const ControlPage::Sizes& sizes) {
+  return sizes.num_areas == 1 ? 1 : sizes.local_ranks;
 }
 
 std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_directory) {
@@ -189,7 +217,7 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
 }
 
 std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
-  return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * sizes.num_areas;
+  return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * areas_here(sizes);
 }
 
 // An unknown headroom does not limit. For threads, which must not throw.
@@ -247,6 +275,7 @@ struct HostRegion::Impl {
   Mapping mapping;
   Mapping behind;  // after the areas
   ControlPage control;
+  std::atomic<bool> cut_off{false};
   // ---- with share_for
   std::uint32_t own_area = 0, rank = 0;  // of a worker
   Window window;                         // of a worker: the own area and those of neighbours
@@ -257,11 +286,11 @@ struct HostRegion::Impl {
       if (neighbour.fd >= 0) ::close(neighbour.fd);
     }
   }
-  Impl(const RegionOptions& given, bool is_rank_0);
+  Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler);
   SharedFile open_file(bool is_rank_0);
-  std::uint64_t bytes() const { return area_offset(sizes.num_areas); }
+  std::uint64_t bytes() const { return area_offset(first_area(sizes) + areas_here(sizes)); }
   std::uint64_t area_offset(std::uint32_t index) const {
-    return ControlPage::padded_bytes(sizes.num_workers) + index * sizes.area_bytes;
+    return ControlPage::padded_bytes(sizes.num_workers) + (index - first_area(sizes)) * sizes.area_bytes;
   }
   // Distance of the places in the window. Areas > 1 GiB stay aligned with the pieces that CUDA registers. A
   // gap after each area keeps copies from being merged over two registrations.
@@ -279,17 +308,23 @@ struct HostRegion::Impl {
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
-HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(given), sizes(sizes_of(given)) {
+HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler)
+    : options(given), sizes(sizes_of(given)) {
   if (!options.keep_for.empty() && !options.share_for.empty()) {
     throw_invalid("host memory cannot be both kept and shared: give keep_for or share_for");
   }
   swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
   file = open_file(is_rank_0);
+  if (is_scheduler && options.local_ranks == 0 && file.size() >= kPageBytes) {
+    const Mapping page(file.fd(), kPageBytes);
+    options.local_ranks = ControlPage::local_ranks_of(page.start(), sizes);
+    sizes = sizes_of(options);
+  }
   check_agreement(file.fd(), bytes(), options, sizes);
   mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
-  std::byte* const areas = mapping.start() + area_offset(0);
-  const std::size_t areas_bytes = sizes.area_bytes * sizes.num_areas;
+  std::byte* const areas = mapping.start() + area_offset(first_area(sizes));
+  const std::size_t areas_bytes = sizes.area_bytes * areas_here(sizes);
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
   if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
@@ -314,6 +349,9 @@ SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
 void HostRegion::Impl::check_area(std::uint32_t index) const {
   if (index >= sizes.num_areas)
     throw_invalid("area {} is out of range; there are {}", index, sizes.num_areas);
+  if (index - first_area(sizes) >= areas_here(sizes))  // wraps around below the first one
+    throw_invalid("area {} is on another host; this one has {} from {} on", index, areas_here(sizes),
+                  first_area(sizes));
 }
 
 void HostRegion::Impl::check_rank(std::uint32_t rank) const {
@@ -333,8 +371,12 @@ HostRegion::HostRegion() = default;
 HostRegion::~HostRegion() = default;
 
 std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& options) {
+  if (options.first_rank != 0) {
+    throw_invalid("the scheduler was given a host whose first rank is {}; it runs on the host of rank 0",
+                  options.first_rank);
+  }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, false);
+  region->impl_ = std::make_unique<Impl>(options, false, true);
   const bool is_last = region->impl_->control.attach_scheduler();
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
   return region;
@@ -346,8 +388,12 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
     throw_invalid("rank {} was given; ranks 0 to num_workers - 1 = {} are possible", rank,
                   static_cast<std::int64_t>(options.num_workers) - 1);
   }
+  if (options.local_ranks != 0 && rank - options.first_rank >= options.local_ranks) {
+    throw_invalid("rank {} was given; this host has {} ranks from rank {} on", rank, options.local_ranks,
+                  options.first_rank);
+  }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, rank == 0);
+  region->impl_ = std::make_unique<Impl>(options, rank == 0, false);
   region->impl_->open_window(rank);
   const bool is_last = region->impl_->control.attach_worker(rank, geometry);
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
@@ -434,6 +480,48 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   return Status::error(StatusKind::kIo,
                        fmt::format("area {} already has memory, which stays on its node", index));
 }
+
+// ---- ranks on several hosts
+
+bool HostRegion::spans_hosts() const { return impl_->sizes.local_ranks < impl_->sizes.num_workers; }
+std::uint32_t HostRegion::first_rank() const { return impl_->sizes.first_rank; }
+std::uint32_t HostRegion::local_ranks() const { return impl_->sizes.local_ranks; }
+
+bool HostRegion::is_published(std::uint32_t rank) const {
+  impl_->check_rank(rank);
+  return impl_->control.is_published(rank);
+}
+
+void HostRegion::publish_remote(std::uint32_t rank, const RankGeometry& geometry) {
+  impl_->check_rank(rank);
+  if (impl_->sizes.is_local(rank)) throw_invalid("rank {} runs on this host and publishes itself", rank);
+  impl_->control.publish_remote(rank, geometry);
+}
+
+void HostRegion::set_endpoint(std::uint32_t rank, std::string_view endpoint) {
+  impl_->check_rank(rank);
+  impl_->control.set_endpoint(rank, endpoint);
+}
+
+std::string HostRegion::endpoint(std::uint32_t rank) const {
+  impl_->check_rank(rank);
+  return impl_->control.endpoint(rank);
+}
+
+void HostRegion::take_reports(ReportCursor* cursor, std::vector<RankReport>* reports) const {
+  impl_->control.take_reports(cursor, reports);
+}
+
+std::uint32_t HostRegion::report_count() const { return impl_->control.report_count(); }
+
+void HostRegion::wait_for_report(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
+  impl_->control.wait_for_report(seen, timeout);
+}
+
+void HostRegion::wake_report_waiters() const { impl_->control.wake_report_waiters(); }
+
+void HostRegion::set_cut_off(bool cut_off) { impl_->cut_off.store(cut_off); }
+bool HostRegion::is_cut_off() const { return impl_->cut_off.load(std::memory_order_relaxed); }
 
 void HostRegion::set_fetching(bool fetching) { impl_->control.set_fetching(fetching); }
 

@@ -4,8 +4,13 @@
 //
 //   [ control | area 0 | area 1 | ... | area N-1 ]
 //
-// The control page adds to cpu_bytes_to_use: 4 KiB, and 264 KiB for each worker (< 2% where a worker's part
+// The control page adds to cpu_bytes_to_use: 4 KiB, and 272 KiB for each worker (< 2% where a worker's part
 // of the region is >= 16 MiB).
+//
+// If an engine's ranks span several hosts, each host has a region with the areas of its own ranks, and a
+// control page for all ranks. A row is at the same place on every host. The scheduler, on the host of rank 0,
+// is the only process that chooses rows. It learns what the ranks of the other hosts publish and report from
+// HostLinks, which enters it in the control page of the scheduler's host.
 //
 // A row is at the same place (RowId = 4 KiB page number) in every area. So a rank touches, pins and prefaults
 // only its own area, and one vectored call gathers a record from all areas.
@@ -47,6 +52,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -69,6 +75,11 @@ struct RegionOptions {
   // What must be equal for engines to find each other, e.g. the model. The same in all processes of the
   // engine. Empty: the region is not shared. REQUIRES: keep_for is empty.
   std::string share_for{};
+  // If the ranks span several hosts: those of this host are [first_rank, first_rank + local_ranks).
+  // local_ranks 0: all ranks are on this host. REQUIRES otherwise: num_areas == num_workers, and keep_for and
+  // share_for are empty.
+  std::uint32_t first_rank = 0;
+  std::uint32_t local_ranks = 0;
 };
 
 // A neighbour's area that the workers map: its file, and the number under which this engine reads there.
@@ -84,6 +95,19 @@ struct RankGeometry {
   std::string fingerprint;                 // layout facts that enter the namespace, <= 4095 bytes
 };
 
+// One result of a rank, as report() was given it.
+struct RankReport {
+  std::uint32_t rank = 0;
+  Ticket ticket = kNoTicket;
+  std::uint64_t failed_groups = 0;
+};
+
+// Which reports of this host's ranks a reader has taken (HostRegion::take_reports). A new one has taken none.
+struct ReportCursor {
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+  std::vector<std::uint64_t> taken{};  // number of reports, by local rank
+};
+
 enum class TicketResult : std::uint8_t {
   kPending,  // at least one required rank has not reported
   kDone,     // every rank reported; see failed_groups
@@ -97,8 +121,9 @@ class HostRegion {
  public:
   static constexpr std::size_t kTicketSlots = 16384;
 
-  // Attaches as the scheduler. Throws ResourceError (stating the requested and available bytes and
-  // cpu_bytes_to_use) or InvalidArgument; nothing remains then.
+  // Attaches as the scheduler. If options.local_ranks is 0 and a worker of this host was first, takes over
+  // its local_ranks: vLLM does not tell its scheduler how many hosts there are. Throws ResourceError (stating
+  // the requested and available bytes and cpu_bytes_to_use) or InvalidArgument; nothing remains then.
   static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
   // Attaches as worker `rank` (area = rank, or 0 when replicated) and publishes its geometry. Throws as
   // above, also if the processes' sizes disagree.
@@ -116,6 +141,7 @@ class HostRegion {
 
   std::uint32_t num_areas() const;
   std::uint64_t area_bytes() const;  // multiple of 4 KiB (2 MiB where large enough)
+  // REQUIRES: the area of a rank of this host.
   std::span<std::byte> area(std::uint32_t index) const;
   // Returns [row * 4 KiB, + bytes) in area `index`, or in a neighbour's if this is a worker's own area.
   // REQUIRES: inside the area.
@@ -140,6 +166,31 @@ class HostRegion {
   // with kDeviceFailed. REQUIRES: tickets are issued in ascending order, ticket != kNoTicket.
   TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
                       TicketKind kind = TicketKind::kStore) const;
+
+  // ---- ranks on several hosts
+  bool spans_hosts() const;          // some ranks are on another host
+  std::uint32_t first_rank() const;  // of this host
+  std::uint32_t local_ranks() const;
+  bool is_published(std::uint32_t rank) const;
+  // Scheduler: enters the geometry of a rank that runs on another host. A second call for a rank changes
+  // nothing. Throws InvalidArgument if the geometry is too large.
+  void publish_remote(std::uint32_t rank, const RankGeometry& geometry);
+  // Where the process of another host's first rank listens (HostAgent::endpoint). Rank 0 sets it once; until
+  // then it is empty. Throws InvalidArgument for an empty or too long one.
+  void set_endpoint(std::uint32_t rank, std::string_view endpoint);
+  std::string endpoint(std::uint32_t rank) const;
+  // Appends the reports of this host's ranks since the last call with this cursor, in no particular order. If
+  // there were too many since, or with a new cursor: all results that the rings hold. One thread per cursor.
+  void take_reports(ReportCursor* cursor, std::vector<RankReport>* reports) const;
+  // Blocks until report_count() differs from `seen`, another process calls wake_report_waiters(), or the
+  // timeout. Spurious returns happen.
+  std::uint32_t report_count() const;
+  void wait_for_report(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
+  void wake_report_waiters() const;
+  // Scheduler, in this process only: set while reports of another host cannot arrive. No chunk may then be
+  // loaded or stored.
+  void set_cut_off(bool cut_off);
+  bool is_cut_off() const;
 
   // Scheduler: sets whether a request is waiting for a tier's records now. Ranks may poll it in every turn of
   // a loop: while it is set, a thread that waits for a message should leave its core to the reader threads.

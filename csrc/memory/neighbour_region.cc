@@ -27,8 +27,12 @@ std::span<std::byte> map_part(int fd, std::uint64_t offset, std::uint64_t bytes,
 // Returns where the table of rows is. Throws ResourceError or InvalidArgument if the region does not fit
 // ours.
 std::uint64_t offset_of_table(int fd, const HostRegion& own, const SharedRowsLayout& layout) {
-  const ControlPage::Sizes sizes{own.options().bytes, own.area_bytes(), own.num_areas(),
-                                 own.options().num_workers};
+  const ControlPage::Sizes sizes{.bytes = own.options().bytes,
+                                 .area_bytes = own.area_bytes(),
+                                 .num_areas = own.num_areas(),
+                                 .num_workers = own.options().num_workers,
+                                 .first_rank = own.first_rank(),
+                                 .local_ranks = own.local_ranks()};
   const std::uint64_t size = file_size(fd);
   if (size < kPageBytes) throw_resource("it has {} bytes only", size);
   const std::span<std::byte> page = map_part(fd, 0, kPageBytes, PROT_READ);

@@ -48,12 +48,15 @@ std::vector<MetricDefinition> make_definitions() {
           {"neighbour"}),
       gauge("kv_offload_neighbours", "Engines of this host whose memory this engine reads."),
       gauge("kv_offload_borrowed_chunks", "Chunks of neighbours that are pinned for this engine."),
+      gauge("kv_offload_lost_hosts",
+            "Hosts of this engine's ranks that are not connected. Unless it is 0, nothing is loaded or "
+            "stored."),
       gauge("kv_offload_lent_chunks",
             "Chunks that would be evicted, or were forgotten, and that a neighbour still reads."),
       counter("kv_offload_miss_tokens_total",
               "Tokens that were looked up and not loaded, by the reason of the first miss: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "
-              "io_error, pressure, disabled, incomplete.",
+              "io_error, pressure, disabled, incomplete, host_lost.",
               {"reason"}),
       counter("kv_offload_lookup_tokens_total",
               "Tokens looked up that the device's prefix cache did not have."),

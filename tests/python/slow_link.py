@@ -29,6 +29,7 @@ class SlowLink:
         self._lock = threading.Lock()
         self._free_at = 0.0  # time at which the last accepted byte has passed
         self._open: list[socket.socket] = []
+        self._is_cut = False
         self._acceptor = threading.Thread(target=self._accept)
         self._threads: list[threading.Thread] = []  # two per connection
 
@@ -50,6 +51,17 @@ class SlowLink:
         for end in [self._listener, *self._open]:
             end.close()
 
+    def cut(self) -> None:
+        """Ends all connections, and each new one at once, until ``restore``."""
+        self._is_cut = True
+        for end in list(self._open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def restore(self) -> None:
+        """Accepts connections again."""
+        self._is_cut = False
+
     def _accept(self) -> None:
         while True:
             try:
@@ -62,8 +74,12 @@ class SlowLink:
             self._open.append(server)
             try:
                 server.connect(self._target)
+                if self._is_cut:
+                    server.shutdown(socket.SHUT_RDWR)
+                    raise ConnectionAbortedError
             except OSError:
-                client.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
                 continue
             for source, sink, slow in ((client, server, self._both_ways), (server, client, True)):
                 thread = threading.Thread(target=self._pass_on, args=(source, sink, slow))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers: which folder, and where folders are too coarse which file, may include or import which other.
 
-base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, replay <- bindings
+base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, hosts, replay <- bindings
      <- kv_offload <- specs
 
 A backend is a folder of csrc/backends. No other layer includes its headers, and no backend those of another.
@@ -28,6 +28,7 @@ LAYERS = {
     "backends": {"base", "policy", "record", "tier"},
     "cache": {"base", "policy", "memory", "index", "record", "tier", "metrics"},
     "worker": {"base", "memory", "copy", "metrics"},
+    "hosts": {"base", "memory", "record"},
     "replay": {"base", "policy", "index", "cache"},
 }
 LAYERS["bindings"] = set(LAYERS)

@@ -36,6 +36,7 @@ struct PartsOptions {
   std::uint32_t workers = 1;  // of a replicated cache: all of them load, the first one stores
   std::size_t tiers = 1;      // or 2
   std::string share_for{};    // see RegionOptions
+  bool spans_hosts = false;   // rank 1 runs on another host
 };
 
 // Rows and chunks.
@@ -86,6 +87,10 @@ struct ChunkParts {
     return taken.size();
   }
   void report(Ticket ticket, std::uint64_t failed_groups = 0) { rank->report(0, ticket, failed_groups); }
+  // The report of rank 1 arrives from its host.
+  void report_from_afar(Ticket ticket, std::uint64_t failed_groups = 0) {
+    region->report(1, ticket, failed_groups);
+  }
 
   static std::string make_directory() {
     std::string pattern = "/dev/shm/cache-parts-XXXXXX";
@@ -110,6 +115,11 @@ struct ChunkParts {
     made.bytes = parts.rows * kPageBytes;
     made.shm_directory = directory;
     made.share_for = parts.share_for;
+    if (parts.spans_hosts) {
+      made.num_workers = made.num_areas = 2;
+      made.local_ranks = 1;
+      made.bytes *= 2;
+    }
     std::shared_ptr<HostRegion> scheduler = HostRegion::attach_scheduler(made);
     *worker = HostRegion::attach_worker(made, 0, {parts.shard_bytes, "test"});
     return scheduler;
@@ -246,7 +256,7 @@ struct LoadParts : SupplyParts {
 struct RequestParts : LoadParts {
   explicit RequestParts(PartsOptions parts = {})
       : LoadParts(std::move(parts)),
-        requests({groups, chunks, key_history, costs, ops, device_loads, metrics, clock}, options) {
+        requests({groups, chunks, key_history, tickets, costs, ops, device_loads, metrics, clock}, options) {
     on_read_end = [this](TierIo::Waiter waiter, const TierIo::ReadEnd& end) {
       requests.read_ended(waiter, end);
     };

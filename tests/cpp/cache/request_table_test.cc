@@ -25,6 +25,20 @@ class RequestTableTest : public ::testing::Test {
   RequestHandle a_ = 0;
 };
 
+TEST_F(RequestTableTest, every_lookup_misses_while_a_host_is_lost) {
+  parts_.resident("resident");
+  parts_.filling("filling", 1);
+  parts_.record("recorded");
+  parts_.region->set_cut_off(true);
+  for (const char* name : {"resident", "filling", "recorded", "absent"})
+    EXPECT_EQ(parts_.lookup(a_, name), LookupResult::kMiss) << name;
+  requests_.admit(a_);
+  EXPECT_EQ(parts_.missed("host_lost"), 4 * ChunkParts::kTokens);
+  requests_.end_step();
+  parts_.region->set_cut_off(false);
+  EXPECT_EQ(parts_.lookup(a_, "resident"), LookupResult::kHit);
+}
+
 TEST_F(RequestTableTest, handles_are_reused_and_numbers_are_not) {
   const std::uint32_t number = requests_.at(a_).number;
   requests_.end(a_);

@@ -11,8 +11,9 @@ using ::testing::IsEmpty;
 
 class StorePathTest : public ::testing::Test {
  protected:
-  StorePathTest()
-      : stores_({parts_.groups, parts_.chunks, parts_.key_history, parts_.tickets, parts_.costs,
+  explicit StorePathTest(PartsOptions options = {})
+      : parts_(std::move(options)),
+        stores_({parts_.groups, parts_.chunks, parts_.key_history, parts_.tickets, parts_.costs,
                  parts_.row_provider, parts_.write_back, parts_.requests, parts_.metrics}) {}
   static std::vector<ChunkKey> keys(const Names& names) {
     std::vector<ChunkKey> result;
@@ -79,6 +80,74 @@ TEST_F(StorePathTest, an_offer_that_throws_has_accepted_nothing) {
   EXPECT_FALSE(parts_.has("b"));
   EXPECT_EQ(parts_.free_rows(), 2u);
   EXPECT_TRUE(parts_.has("z"));
+}
+
+// Rank 1 runs on another host, so vLLM may complete a store before its report arrives.
+class StoresOnHosts : public StorePathTest {
+ protected:
+  StoresOnHosts() : StorePathTest({.spans_hosts = true}) {}
+};
+
+TEST_F(StoresOnHosts, a_chunk_is_resident_when_a_late_report_has_arrived) {
+  const StoreGrant grant = prepare({"a", "b"});
+  parts_.report(grant.transfer.ticket);
+  stores_.complete(keys({"a", "b"}), true);
+  stores_.poll();
+  EXPECT_EQ(parts_.chunks.resident(), 0u);
+  EXPECT_TRUE(parts_.has("a"));
+  parts_.report_from_afar(grant.transfer.ticket);
+  stores_.poll();
+  EXPECT_EQ(parts_.chunks.resident(), 2u);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 0);
+}
+
+TEST_F(StoresOnHosts, a_chunk_that_failed_on_another_host_is_absent) {
+  const StoreGrant grant = prepare({"a"});
+  parts_.report(grant.transfer.ticket);
+  stores_.complete(keys({"a"}), true);
+  parts_.report_from_afar(grant.transfer.ticket, ~std::uint64_t{0});
+  stores_.poll();
+  EXPECT_FALSE(parts_.has("a"));
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 1);
+}
+
+TEST_F(StoresOnHosts, several_late_stores_end_in_any_order) {
+  const Ticket first = prepare({"a"}).transfer.ticket, second = prepare({"b"}).transfer.ticket;
+  stores_.complete(keys({"a"}), true);
+  stores_.complete(keys({"b"}), true);
+  parts_.report(second);
+  parts_.report_from_afar(second);
+  stores_.poll();
+  EXPECT_EQ(parts_.chunks.resident(), 1u);
+  parts_.report(first);
+  parts_.report_from_afar(first);
+  stores_.poll();
+  EXPECT_EQ(parts_.chunks.resident(), 2u);
+}
+
+TEST_F(StoresOnHosts, a_late_report_of_a_forgotten_store_does_not_end_a_new_one) {
+  const Ticket old = prepare({"a"}).transfer.ticket;
+  stores_.complete(keys({"a"}), true);
+  parts_.chunks.discard_store(parts_.chunks.slot_of(parts_.chunks.find(key_of("a"))));
+  const Ticket fresh = prepare({"a"}).transfer.ticket;
+  EXPECT_NE(old, fresh);
+  parts_.report(fresh);
+  parts_.report_from_afar(fresh);
+  parts_.report(old);
+  parts_.report_from_afar(old);
+  stores_.poll();
+  EXPECT_EQ(parts_.chunks.resident(), 0u) << "vLLM has not completed the new store";
+  stores_.complete(keys({"a"}), true);
+  EXPECT_EQ(parts_.chunks.resident(), 1u);
+}
+
+TEST_F(StoresOnHosts, nothing_is_stored_while_a_host_is_lost) {
+  parts_.region->set_cut_off(true);
+  EXPECT_THAT(prepare({"a", "b"}).accepted, IsEmpty());
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "host_lost"}), 2 * kPageBytes);
+  parts_.region->set_cut_off(false);
+  EXPECT_THAT(prepare({"b"}).accepted, IsEmpty()) << "without a there would be a gap";
+  EXPECT_THAT(prepare({"a", "b"}).accepted, ElementsAre(0, 1));
 }
 
 TEST_F(StorePathTest, nothing_is_accepted_after_close) {

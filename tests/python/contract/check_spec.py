@@ -175,13 +175,6 @@ def test_ranks_with_different_layouts_are_refused() -> None:
         identity.merge_fingerprints(texts)
 
 
-def test_an_engine_on_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = SimpleNamespace(nnodes_within_dp=2)
-    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
-    with pytest.raises(ValueError, match="on one host, and this engine spans 2"):
-        KVOffloadSpec(offloading_config()).get_worker(kv_caches())
-
-
 def connector_of(spec_name: str) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": spec_name}}
 
@@ -200,7 +193,7 @@ def test_a_second_offloading_connector_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_ranks_that_do_not_attach_are_named() -> None:
     engine = offloading_config().engine_id
     KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())
-    with pytest.raises(_core.ResourceError, match=r"1.*several hosts are not supported"):
+    with pytest.raises(_core.ResourceError, match=r"1.*ranks on several hosts need --nnodes"):
         KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_manager()
 
 

@@ -80,6 +80,8 @@ class Setup:
     layout: str = "LBHNC"
     world_size: int = 1
     pipelined: bool = False  # each rank has its own layers instead of a share of every layer
+    # emulated hosts, each with as many ranks: a region of its own, connected over the loopback interface
+    hosts: int = 1
     num_blocks: int = 40
     max_model_len: int = 320
     max_seqs: int = 6
@@ -341,6 +343,7 @@ class Engine:
         init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
         self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform disables it
+        self.config.parallel_config.nnodes = setup.hosts
         specs = _specs_by_rank(setup)
         with set_current_vllm_config(self.config):
             configs = _kv_cache_configs(self.config, specs)
@@ -361,10 +364,11 @@ class Engine:
                     )
                 )
         self.windows = [_window_of(group.kv_cache_spec) for group in scheduler_config.kv_cache_groups]
-        self.mirrors: list[Mirror | None] = []
-        self.ranks = []
-        for rank in range(setup.world_size):
-            self.ranks.append(self._start_rank(rank, configs[rank], specs[rank]))
+        self.mirrors: list[Mirror | None] = [None] * setup.world_size
+        started = {}
+        for rank in reversed(range(setup.world_size)):  # rank 0 waits for the other hosts
+            started[rank] = self._start_rank(rank, configs[rank], specs[rank])
+        self.ranks = [started[rank] for rank in range(setup.world_size)]
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=scheduler_config,
@@ -390,6 +394,7 @@ class Engine:
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
         config.parallel_config.rank = rank
+        config.parallel_config.node_rank = rank * self.setup.hosts // self.setup.world_size
         backing = _noise(kv_cache_config, rank).to(self.setup.device)
         mirror = Mirror(backing) if self.setup.mirrored or self.setup.device != "cpu" else None
         caches = _views(kv_cache_config, specs, backing)
@@ -418,7 +423,7 @@ class Engine:
             if drafter in group.layer_names
         }
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
-        self.mirrors.append(mirror)
+        self.mirrors[rank] = mirror
         runner = FakeRunner(
             views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank)
         )

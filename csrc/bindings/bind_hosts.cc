@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "hosts/host_agent.h"
+#include "hosts/host_links.h"
+
+namespace kv_offload::bindings {
+namespace {
+
+std::unique_ptr<HostAgent> make_agent(std::shared_ptr<HostRegion> region, std::string address,
+                                      std::string version) {
+  HostAgent::Options options;
+  options.address = std::move(address);
+  options.version = std::move(version);
+  const py::gil_scoped_release release;
+  return std::make_unique<HostAgent>(std::move(region), std::move(options));
+}
+
+std::unique_ptr<HostLinks> make_links(std::shared_ptr<HostRegion> region,
+                                      const std::vector<std::pair<std::uint32_t, std::uint32_t>>& hosts,
+                                      std::string version, double silence_seconds) {
+  HostLinks::Options options;
+  options.version = std::move(version);
+  options.silence = to_nanos(silence_seconds, "silence_seconds");
+  std::vector<RemoteHost> remote;
+  for (const auto& [first_rank, ranks] : hosts) remote.push_back({first_rank, ranks});
+  const py::gil_scoped_release release;
+  return std::make_unique<HostLinks>(std::move(region), std::move(remote), std::move(options));
+}
+
+// Waits in slices, so that Ctrl-C ends the wait.
+void wait_until_connected(const HostLinks& links, double timeout_seconds) {
+  constexpr Nanos kSlice = std::chrono::milliseconds(200);
+  Nanos left = to_nanos(timeout_seconds, "timeout_seconds");
+  while (true) {
+    const Nanos slice = std::min(left, kSlice);
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      status = links.wait_until_connected(slice);
+    }
+    left -= slice;
+    if (status.is_ok()) return;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (status.kind() != StatusKind::kTimeout) throw_resource("{}", status.message());
+    if (left <= Nanos(0)) throw_resource("{} (waited {:.1f} s)", status.message(), timeout_seconds);
+  }
+}
+
+}  // namespace
+
+void bind_hosts(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<HostAgent>(module, "HostAgent")
+      .def(py::init(&make_agent), py::arg("region").none(false), py::kw_only(), py::arg("address"),
+           py::arg("version"))
+      .def_property_readonly("endpoint", &HostAgent::endpoint)
+      .def("close", &HostAgent::close, NoGil());
+  py::class_<HostLinks>(module, "HostLinks")
+      .def(py::init(&make_links), py::arg("region").none(false), py::arg("hosts"), py::kw_only(),
+           py::arg("version"), py::arg("silence_seconds") = to_seconds(HostLinks::Options{}.silence))
+      .def("wait_until_connected", &wait_until_connected, py::arg("timeout_seconds"))
+      .def_property_readonly("lost_hosts", &HostLinks::lost_hosts)
+      .def("take_events", &HostLinks::take_events)
+      .def("close", &HostLinks::close, NoGil());
+}
+
+}  // namespace kv_offload::bindings

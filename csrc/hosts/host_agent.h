@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// HostAgent: reports what the ranks of this host publish and finish to the scheduler on another host. It runs
+// in the process of the host's first rank.
+//
+// The scheduler connects (HostLinks) with the secret of endpoint(). A new connection of the scheduler
+// replaces the one before, and receives everything that the region's rings hold. So no report is lost with a
+// connection. Connections without the secret are closed; there are never more than kMostStrangers of them.
+//
+// Two threads: one waits for reports of the ranks, the other polls the sockets. No call blocks on the
+// network, except that close() waits for the threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/clock.h"
+#include "memory/host_region.h"
+
+namespace kv_offload {
+
+class HostAgent {
+ public:
+  static constexpr std::size_t kMostStrangers = 8;  // connections that have not proved anything yet
+
+  struct Options {
+    std::string address;  // numeric, of this host
+    std::string version;  // of this package
+    Nanos alive_interval{std::chrono::seconds(1)};
+    Nanos handshake_timeout{std::chrono::seconds(5)};
+  };
+
+  // Listens on a free port. Throws ResourceError. REQUIRES: the region is that of a worker on a host without
+  // the scheduler.
+  HostAgent(std::shared_ptr<const HostRegion> region, Options options);
+  ~HostAgent();  // calls close()
+
+  // For HostRegion::set_endpoint on the scheduler's host. Contains the secret: do not log it.
+  std::string endpoint() const;
+  std::uint64_t refused_connections() const;  // they did not prove that they have the secret
+  // Announces to the scheduler that this host shuts down. Call it when the ranks have reported everything.
+  // Idempotent.
+  void close();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hosts/host_links.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/thread.h"
+#include "base/thread_annotations.h"
+#include "hosts/frame.h"
+#include "hosts/sockets.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
+constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
+constexpr Nanos kWait = std::chrono::seconds(1);
+
+enum class State : std::uint8_t {
+  kNoEndpoint,  // rank 0 has not said where the host listens
+  kPausing,     // until `deadline`, then it is tried again
+  kConnecting,  // until `deadline`
+  kGreeting,    // connected; until the host's greeting or `deadline`
+  kJoining,     // authenticated; the host sends what it has
+  kConnected,
+  kUnfit,  // for good
+};
+
+struct Link {
+  RemoteHost host;
+  State state = State::kNoEndpoint;
+  std::optional<HostEndpoint> endpoint;
+  std::string problem = "rank 0 does not know its address yet";
+  Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
+  Nanos pause{0};
+  Descriptor socket;
+  Bytes unsent, arrived;
+  std::unique_ptr<FrameReader> reader;
+  bool joined = false;
+  bool was_connected = false;
+};
+
+std::string describe(const RankGeometry& geometry) {
+  return fmt::format("chunks of {} bytes and the layout {}", fmt::join(geometry.shard_bytes, ", "),
+                     geometry.fingerprint);
+}
+
+}  // namespace
+
+struct HostLinks::Impl {
+  Impl(std::shared_ptr<HostRegion> host_region, std::vector<RemoteHost> hosts, Options given);
+
+  const std::shared_ptr<HostRegion> region;
+  const Options options;
+  const SteadyClock clock;
+  WakeUp wake;
+  std::atomic<bool> stopping{false};
+  std::thread thread;
+  std::vector<Link> links;  // the thread's
+
+  // ---- what other threads see
+  mutable Mutex mutex;
+  mutable CondVar changed;
+  std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
+  std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
+  std::vector<std::string> events GUARDED_BY(mutex);
+
+  void run();
+  void run_once();
+  void step(Link& link, Nanos now);
+  void connect(Link& link, Nanos now);
+  void greet(Link& link, Nanos now);
+  void read(Link& link, Nanos now);
+  void take_frames(Link& link, Nanos now);
+  void take_frame(Link& link, FrameType type, ByteSpan body);
+  void join(Link& link, ByteSpan body);
+  void publish(Link& link, ByteSpan body);
+  void enter_reports(Link& link, ByteSpan body);
+  void set_connected(Link& link);
+  void lose(Link& link, const std::string& problem, Nanos now);
+  void refuse(Link& link, const std::string& problem);
+  void publish_state();
+  static std::string name_of(const Link& link);
+  static bool is_live(const Link& link) { return link.socket.is_open(); }
+  static bool has(const Link& link, std::uint32_t rank) {
+    return rank >= link.host.first_rank && rank - link.host.first_rank < link.host.ranks;
+  }
+};
+
+HostLinks::Impl::Impl(std::shared_ptr<HostRegion> host_region, std::vector<RemoteHost> hosts, Options given)
+    : region(std::move(host_region)), options(std::move(given)) {
+  if (!has_encryption()) {
+    throw_resource(
+        "this build has no OpenSSL, which connections between the hosts of one engine need: install a build "
+        "with it");
+  }
+  std::uint32_t next = region->local_ranks();
+  for (const RemoteHost& host : hosts) {
+    if (host.first_rank != next || host.ranks == 0 || host.ranks > region->options().num_workers - next) {
+      throw_invalid("a host with {} ranks from rank {} on was given; the next rank is {} of {}", host.ranks,
+                    host.first_rank, next, region->options().num_workers);
+    }
+    next += host.ranks;
+    links.emplace_back().host = host;
+  }
+  if (next != region->options().num_workers)
+    throw_invalid("hosts for {} ranks were given; the engine has {}", next, region->options().num_workers);
+  region->set_cut_off(true);
+  publish_state();
+}
+
+std::string HostLinks::Impl::name_of(const Link& link) {
+  const std::string where = link.endpoint ? fmt::format(" at {}", link.endpoint->address) : "";
+  if (link.host.ranks == 1) return fmt::format("the host of rank {}{}", link.host.first_rank, where);
+  return fmt::format("the host of ranks {} to {}{}", link.host.first_rank,
+                     link.host.first_rank + link.host.ranks - 1, where);
+}
+
+void HostLinks::Impl::run() {
+  begin_thread("kvo-hosts", CpuShare::kFull);
+  while (!stopping) {
+    // An exception that leaves the thread would end the process.
+    try {
+      run_once();
+    } catch (const std::exception& error) {
+      for (Link& link : links) {
+        if (is_live(link)) lose(link, error.what(), clock.now());
+      }
+      publish_state();
+    }
+  }
+}
+
+void HostLinks::Impl::run_once() {
+  const Nanos before = clock.now();
+  Nanos until = before + kWait;
+  std::vector<pollfd> watched{{wake.get(), POLLIN, 0}};
+  for (const Link& link : links) {
+    if (link.state == State::kNoEndpoint)
+      until = std::min(until, before + kEndpointPoll);
+    else if (link.state != State::kUnfit)
+      until = std::min(until, link.deadline);
+    if (!is_live(link)) continue;
+    const bool writes = link.state == State::kConnecting || !link.unsent.empty();
+    watched.push_back({link.socket.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0});
+  }
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(std::max(until - before, Nanos(0)));
+  (void)::poll(watched.data(), watched.size(), static_cast<int>(wait.count()));
+  wake.clear();
+  for (Link& link : links) step(link, clock.now());
+  publish_state();
+}
+
+void HostLinks::Impl::step(Link& link, Nanos now) {
+  switch (link.state) {
+    case State::kNoEndpoint: {
+      const std::string text = region->endpoint(link.host.first_rank);
+      if (text.empty()) return;
+      link.endpoint = parse_endpoint(text);
+      if (!link.endpoint) return refuse(link, "rank 0 gave an address that is none");
+      return connect(link, now);
+    }
+    case State::kPausing:
+      if (now >= link.deadline) connect(link, now);
+      return;
+    case State::kConnecting: {
+      pollfd writable{link.socket.get(), POLLOUT, 0};
+      if (::poll(&writable, 1, 0) == 1) {
+        if (const int error = connect_error(link.socket); error != 0)
+          return lose(link, fmt::format("cannot connect: {}", std::strerror(error)), now);
+        link.state = State::kGreeting;
+        return greet(link, now);
+      }
+      if (now >= link.deadline) lose(link, "cannot connect: no answer; does a firewall block it?", now);
+      return;
+    }
+    case State::kGreeting:
+      return greet(link, now);
+    case State::kJoining:
+    case State::kConnected:
+      return read(link, now);
+    case State::kUnfit:
+      return;
+  }
+}
+
+void HostLinks::Impl::connect(Link& link, Nanos now) {
+  int error = 0;
+  link.socket = start_connect(link.endpoint->address, link.endpoint->port, &error);
+  if (error != 0) return lose(link, fmt::format("cannot connect: {}", std::strerror(error)), now);
+  link.state = State::kConnecting;
+  link.problem = "the connection has not been established yet";
+  link.deadline = now + options.connect_timeout;
+}
+
+void HostLinks::Impl::greet(Link& link, Nanos now) {
+  int error = 0;
+  if (!receive(link.socket, kGreetingBytes - link.arrived.size(), &link.arrived, &error))
+    return lose(link, "the connection was closed before the greeting", now);
+  if (link.arrived.size() < kGreetingBytes) {
+    if (now >= link.deadline) lose(link, "no greeting arrived", now);
+    return;
+  }
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(link.arrived, &version);
+  if (!host && version != 0 && version != kHostProtocol) {
+    return refuse(link,
+                  fmt::format("it uses protocol {} and this host protocol {}: install the same version of "
+                              "vllm-kv-offload on all hosts",
+                              version, kHostProtocol));
+  }
+  if (!host) return lose(link, "another program answers at its address", now);
+  const HostNonce scheduler = random_bytes();
+  link.unsent = make_answer(link.endpoint->secret, *host, scheduler);
+  link.reader = std::make_unique<FrameReader>(session_key(link.endpoint->secret, *host, scheduler));
+  link.arrived.clear();
+  link.joined = false;
+  link.state = State::kJoining;
+  link.problem = "its ranks have not all started";
+  link.deadline = now + options.silence;
+  read(link, now);
+}
+
+void HostLinks::Impl::read(Link& link, Nanos now) {
+  int error = 0;
+  const std::size_t before = link.arrived.size();
+  const bool is_open =
+      send_some(link.socket, &link.unsent) && receive(link.socket, kRead, &link.arrived, &error);
+  if (link.arrived.size() > before) take_frames(link, now);
+  if (!is_live(link)) return;
+  if (!is_open) {
+    return lose(link,
+                error == 0 ? std::string("it closed the connection")
+                           : fmt::format("the connection was lost: {}", std::strerror(error)),
+                now);
+  }
+  if (now >= link.deadline)
+    lose(link, fmt::format("nothing arrived for {:.3g} s", to_seconds(options.silence)), now);
+}
+
+void HostLinks::Impl::take_frames(Link& link, Nanos now) {
+  std::size_t taken = 0;
+  while (is_live(link)) {
+    FrameType type{};
+    ByteSpan body;
+    std::size_t used = 0;
+    const auto result = link.reader->next(ByteSpan(link.arrived).subspan(taken), &type, &body, &used);
+    if (result == FrameReader::Result::kIncomplete) break;
+    if (result == FrameReader::Result::kBroken) return lose(link, "a message was changed on its way", now);
+    link.deadline = now + options.silence;
+    taken += used;
+    if (type == FrameType::kLeaving) return lose(link, "it has shut down", now);
+    try {
+      take_frame(link, type, body);
+    } catch (const InvalidArgument& problem) {
+      return refuse(link, problem.what());
+    }
+  }
+  link.arrived.erase(link.arrived.begin(), link.arrived.begin() + static_cast<std::ptrdiff_t>(taken));
+}
+
+// Throws InvalidArgument if the host does not fit.
+void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body) {
+  if (!link.joined && type != FrameType::kJoin && type != FrameType::kAlive)
+    throw_invalid("it sent message {} before it joined", static_cast<unsigned>(type));
+  switch (type) {
+    case FrameType::kJoin:
+      return join(link, body);
+    case FrameType::kGeometry:
+      return publish(link, body);
+    case FrameType::kReports:
+      return enter_reports(link, body);
+    case FrameType::kReady:
+      return set_connected(link);
+    case FrameType::kAlive:
+    case FrameType::kLeaving:
+      return;
+  }
+}
+
+void HostLinks::Impl::join(Link& link, ByteSpan body) {
+  const auto given = decode_join(body);
+  if (!given) throw_invalid("its first message is malformed");
+  const auto check = [](const char* what, const auto& theirs, const auto& ours) {
+    if (theirs == ours) return;
+    throw_invalid("its {} is {} and that of this host is {}: start vLLM with the same settings on all hosts",
+                  what, theirs, ours);
+  };
+  if (given->version != options.version) {
+    throw_invalid("it has vllm-kv-offload {} and this host {}: install the same version on all hosts",
+                  given->version, options.version);
+  }
+  check("cpu_bytes_to_use", given->bytes, region->options().bytes);
+  check("number of ranks", given->num_workers, region->options().num_workers);
+  check("number of areas", given->num_areas, region->num_areas());
+  check("size of a rank's area", given->area_bytes, region->area_bytes());
+  if (given->first_rank != link.host.first_rank || given->local_ranks != link.host.ranks) {
+    throw_invalid("it has {} ranks from rank {} on; {} from rank {} on were expected", given->local_ranks,
+                  given->first_rank, link.host.ranks, link.host.first_rank);
+  }
+  link.joined = true;
+}
+
+void HostLinks::Impl::publish(Link& link, ByteSpan body) {
+  const auto given = decode_geometry(body);
+  if (!given || !has(link, given->rank)) throw_invalid("a message about the layout of a rank is malformed");
+  if (!region->is_published(given->rank)) return region->publish_remote(given->rank, given->geometry);
+  const RankGeometry known = region->geometry(given->rank);
+  if (known.shard_bytes == given->geometry.shard_bytes && known.fingerprint == given->geometry.fingerprint)
+    return;
+  throw_invalid("rank {} had {} and now has {}", given->rank, describe(known), describe(given->geometry));
+}
+
+void HostLinks::Impl::enter_reports(Link& link, ByteSpan body) {
+  const auto given = decode_reports(body);
+  if (!given) throw_invalid("a message with the results of jobs is malformed");
+  for (const RankReport& report : *given) {
+    if (!has(link, report.rank) || report.ticket == kNoTicket)
+      throw_invalid("it reported job {} of rank {}", report.ticket, report.rank);
+  }
+  for (const RankReport& report : *given) region->report(report.rank, report.ticket, report.failed_groups);
+}
+
+void HostLinks::Impl::set_connected(Link& link) {
+  for (std::uint32_t i = 0; i < link.host.ranks; ++i) {
+    if (!region->is_published(link.host.first_rank + i))
+      throw_invalid("it did not send the layout of rank {}", link.host.first_rank + i);
+  }
+  link.state = State::kConnected;
+  link.pause = Nanos(0);
+  if (std::exchange(link.was_connected, true)) {
+    const MutexLock lock(mutex);
+    events.push_back(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
+  }
+}
+
+void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
+  // Before the caller reads on: no lookup may hit while the host is lost.
+  region->set_cut_off(true);
+  if (link.state == State::kConnected) {
+    const MutexLock lock(mutex);
+    events.push_back(fmt::format("lost the connection to {}: {}; all lookups are misses until it is back",
+                                 name_of(link), problem));
+  }
+  link.problem = problem;
+  link.socket.reset();
+  link.unsent.clear();
+  link.arrived.clear();
+  link.reader.reset();
+  link.pause = std::clamp(2 * link.pause, options.first_pause, options.last_pause);
+  link.state = State::kPausing;
+  link.deadline = now + link.pause;
+}
+
+void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
+  lose(link, problem, clock.now());
+  link.state = State::kUnfit;
+}
+
+void HostLinks::Impl::publish_state() {
+  std::vector<std::string> now_missing;
+  std::string now_unfit;
+  for (const Link& link : links) {
+    if (link.state == State::kConnected) continue;
+    now_missing.push_back(fmt::format("{}: {}", name_of(link), link.problem));
+    if (link.state == State::kUnfit && now_unfit.empty()) now_unfit = now_missing.back();
+  }
+  region->set_cut_off(!now_missing.empty() || stopping);
+  const MutexLock lock(mutex);
+  missing = std::move(now_missing);
+  unfit = std::move(now_unfit);
+  changed.notify_all();
+}
+
+HostLinks::HostLinks(std::shared_ptr<HostRegion> region, std::vector<RemoteHost> hosts, Options options)
+    : impl_(std::make_unique<Impl>(std::move(region), std::move(hosts), std::move(options))) {
+  impl_->thread = std::thread([impl = impl_.get()] { impl->run(); });
+}
+
+HostLinks::~HostLinks() { close(); }
+
+Status HostLinks::wait_until_connected(Nanos timeout) const {
+  const Nanos end = impl_->clock.now() + timeout;
+  const MutexLock lock(impl_->mutex);
+  while (true) {
+    if (!impl_->unfit.empty()) return Status::error(StatusKind::kUnavailable, impl_->unfit);
+    if (impl_->missing.empty()) return Status::ok();
+    const Nanos left = end - impl_->clock.now();
+    if (left <= Nanos(0))
+      return Status::error(StatusKind::kTimeout, fmt::format("{}", fmt::join(impl_->missing, "; ")));
+    impl_->changed.wait_for(impl_->mutex, left);
+  }
+}
+
+std::uint32_t HostLinks::lost_hosts() const {
+  const MutexLock lock(impl_->mutex);
+  return static_cast<std::uint32_t>(impl_->missing.size());
+}
+
+std::vector<std::string> HostLinks::take_events() {
+  const MutexLock lock(impl_->mutex);
+  return std::exchange(impl_->events, {});
+}
+
+void HostLinks::close() {
+  impl_->stopping = true;
+  impl_->wake.signal();
+  if (impl_->thread.joinable()) impl_->thread.join();
+  impl_->region->set_cut_off(true);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// HostLinks: the scheduler's connections to the other hosts of its engine, one per host (HostAgent).
+//
+// They enter what the ranks of those hosts publish and report in the control page of the scheduler's own
+// host. So the cache reads results in one place, wherever a rank runs. While a host is not connected, the
+// region is cut off (HostRegion::is_cut_off): lookups miss, nothing is stored, and the requests compute. A
+// host that was connected is tried again until close(). Its rows are still valid then: only the process that
+// owns the memory has the secret.
+//
+// A host that does not fit (another package version, other sizes) is not tried again.
+//
+// One thread polls all sockets. Other calls: any thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "memory/host_region.h"
+
+namespace kv_offload {
+
+// Another host of the engine. Its endpoint appears in the control page of its first rank.
+struct RemoteHost {
+  std::uint32_t first_rank = 0, ranks = 0;
+};
+
+class HostLinks {
+ public:
+  struct Options {
+    std::string version;                             // of this package
+    Nanos silence{std::chrono::seconds(10)};         // without a frame, after which a host counts as lost
+    Nanos connect_timeout{std::chrono::seconds(5)};  // for a connection and the greeting
+    // Pauses between two attempts: the first one, then twice as long each time up to the last.
+    Nanos first_pause{std::chrono::milliseconds(50)};
+    Nanos last_pause{std::chrono::seconds(5)};
+  };
+
+  // Cuts the region off until all hosts are connected. Throws InvalidArgument if the hosts' ranks are not
+  // those outside the region, ResourceError. REQUIRES: the region is the scheduler's.
+  HostLinks(std::shared_ptr<HostRegion> region, std::vector<RemoteHost> hosts, Options options);
+  ~HostLinks();  // calls close()
+
+  // Waits until all hosts are connected and their ranks published. kTimeout: names the hosts that are missing
+  // and why. kUnavailable: a host that does not fit, which needs no longer wait.
+  Status wait_until_connected(Nanos timeout) const;
+  std::uint32_t lost_hosts() const;  // not connected now
+  // Lines for an operator about hosts that were lost or came back since the last call.
+  std::vector<std::string> take_events();
+  void close();  // the region stays cut off. Idempotent
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv_offload

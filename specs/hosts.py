@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose ranks span several hosts: which ranks run where, and how the scheduler finds the hosts.
+
+The first rank of each other host listens on a free port, and puts its address and a fresh secret into the
+store of torch.distributed, which vLLM has set up between all ranks. Rank 0 reads them there and passes them
+to the scheduler in shared memory. vLLM's own connector handshake (``get_handshake_metadata``) comes too late:
+the scheduler builds its manager before that, and the manager needs the layouts of all ranks.
+"""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from kv_offload import __version__
+from kv_offload.config import OffloadConfig
+
+from . import compat
+
+if TYPE_CHECKING:
+    from kv_offload._core import HostAgent, HostLinks, HostRegion
+
+HOSTS_DEADLINE_SECONDS = 120.0  # for a host to join at start
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of one engine, each with as many ranks as the others, in the order of the ranks."""
+
+    count: int
+    own: int  # the number of this one; 0: the host of the scheduler
+    ranks_each: int
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this host."""
+        return self.own * self.ranks_each
+
+    @property
+    def others(self) -> list[tuple[int, int]]:
+        """Returns (first rank, number of ranks) of each host but the scheduler's."""
+        return [(host * self.ranks_each, self.ranks_each) for host in range(1, self.count)]
+
+    def region_id(self, engine_id: str) -> str:
+        """Returns the engine ID of this host's memory region: hosts may be containers with one /dev/shm."""
+        return engine_id if self.own == 0 else f"{engine_id} host {self.own}"
+
+
+def hosts_of(config: Any) -> Hosts | None:
+    """Returns the hosts of this engine; None: all its ranks are on this one."""
+    parallel = getattr(compat.current_vllm_config(), "parallel_config", None)
+    count = getattr(parallel, "nnodes_within_dp", 1)
+    if not isinstance(count, int) or count <= 1:
+        return None
+    own = int(getattr(parallel, "node_rank_within_dp", 0))
+    return Hosts(count, own, config.parallel.world_size // count)
+
+
+def scheduler_hosts(region: "HostRegion", world_size: int) -> Hosts | None:
+    """Returns the hosts of the scheduler's engine; None: all its ranks are on this one.
+
+    The scheduler has no configuration of vLLM, so it learns this from the region of its host's ranks.
+    """
+    ranks_each = region.local_ranks
+    return None if ranks_each == world_size else Hosts(world_size // ranks_each, 0, ranks_each)
+
+
+def refuse_on_several_hosts(hosts: Hosts | None, options: OffloadConfig, config: Any) -> None:
+    """Raises ValueError if the settings need all ranks on one host and these are not."""
+    if hosts is None:
+        return
+    used = [
+        name
+        for name in ("secondary_tiers", "keep_host_memory", "share_host_memory")
+        if getattr(options, name)
+    ]
+    if getattr(config, "canonical_layout", False):
+        used.append("canonical_layout")
+    if getattr(config, "replicated_layout", False):
+        used.append("a KV cache that all ranks share (replicated_layout)")
+    if used:
+        raise ValueError(
+            f"this engine's ranks span {hosts.count} hosts, and it was given {', '.join(used)}: engines on "
+            "several hosts keep their cache in host memory only; leave these settings out, or keep tensor "
+            "and pipeline parallelism inside one host"
+        )
+
+
+def connect_rank(
+    hosts: Hosts | None, region: "HostRegion", config: Any, store: Any | None = None
+) -> "HostAgent | None":
+    """Makes this host known to the scheduler, if this rank is one that does it. Called by every rank.
+
+    Returns the agent of the first rank of a host without the scheduler. Raises ResourceError if another host
+    does not announce itself in time (rank 0), or if this one has no usable address. ``store`` replaces that
+    of torch.distributed.
+    """
+    from kv_offload import _core
+
+    rank = config.parallel.rank
+    if hosts is None or rank != hosts.first_rank:
+        return None
+    if store is None:
+        store = _rendezvous_store()
+    name = f"kv_offload/{config.parallel.data_parallel_index}/"  # replicas may share the store
+    if rank == 0:
+        for host, (first, ranks) in enumerate(hosts.others, 1):
+            region.set_endpoint(first, _await_endpoint(store, name + str(host), host, first, ranks))
+        return None
+    agent = _core.HostAgent(region, address=numeric_address(), version=__version__)
+    store.set(name + str(hosts.own), agent.endpoint)
+    return agent
+
+
+def _await_endpoint(store: Any, key: str, host: int, first: int, ranks: int) -> str:
+    from kv_offload import _core
+
+    try:
+        store.wait([key], timedelta(seconds=HOSTS_DEADLINE_SECONDS))
+        return bytes(store.get(key)).decode()
+    except RuntimeError as error:  # torch's error for a timeout and for a lost store
+        raise _core.ResourceError(
+            f"host {host} of this engine (ranks {first} to {first + ranks - 1}) did not announce its address "
+            f"within {HOSTS_DEADLINE_SECONDS:g} s: look into its log; all hosts need this plugin and the "
+            f"same --kv-transfer-config ({error})"
+        ) from error
+
+
+def connect_scheduler(hosts: Hosts | None, region: "HostRegion") -> "HostLinks | None":
+    """Connects the scheduler to the other hosts. Raises ResourceError naming each host that is missing."""
+    from kv_offload import _core
+
+    if hosts is None:
+        return None
+    links = _core.HostLinks(region, hosts.others, version=__version__)
+    try:
+        links.wait_until_connected(HOSTS_DEADLINE_SECONDS)
+    except _core.ResourceError as error:
+        links.close()
+        raise _core.ResourceError(f"not all hosts of this engine joined: {error}") from error
+    return links
+
+
+def _rendezvous_store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def numeric_address(address_of_host: Callable[[], str] | None = None) -> str:
+    """Returns the IP address that vLLM uses for this host. Raises ValueError if it is not known.
+
+    ``address_of_host`` replaces vLLM's function, which VLLM_HOST_IP overrides.
+    """
+    given = (address_of_host or compat.host_address)()
+    try:
+        found = str(socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ValueError(
+            f"the address of this host, {given}, cannot be resolved ({error}): {_REMEDY}"
+        ) from error
+    if found in ("0.0.0.0", "::"):
+        raise ValueError(f"the address of this host is not known ({given}): {_REMEDY}")
+    return found.partition("%")[0]
+
+
+_REMEDY = "set VLLM_HOST_IP on each host to an address that the other hosts reach"

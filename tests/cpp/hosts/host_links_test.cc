@@ -1,0 +1,519 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two hosts in one process: each has a region with its own name, and they talk over the loopback interface.
+#include "hosts/host_links.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/refused_chunks.h"
+#include "hosts/frame.h"
+#include "hosts/host_agent.h"
+#include "hosts/sockets.h"
+#include "memory/shm_fixture.h"
+#include "tier/loopback_server.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::holds_soon;
+
+constexpr Nanos kPatience = std::chrono::minutes(2);
+const char* const kVersion = "1.2.3";
+
+// Blocking reads and writes of a peer that the test plays. They end after kPatience.
+class Peer {
+ public:
+  explicit Peer(int fd) : fd_(fd) {
+    const ::timeval patience{.tv_sec = 120, .tv_usec = 0};
+    (void)::setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  }
+  ~Peer() { ::close(fd_); }
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
+
+  // Connects to an agent.
+  static std::unique_ptr<Peer> of(const HostEndpoint& endpoint) {
+    int error = 0;
+    Descriptor socket = start_connect(endpoint.address, endpoint.port, &error);
+    EXPECT_EQ(error, 0);
+    EXPECT_TRUE(holds_soon([&] { return connect_error(socket) == 0; }));
+    const int fd = ::dup(socket.get());
+    (void)::fcntl(fd, F_SETFL, 0);  // blocking
+    return std::make_unique<Peer>(fd);
+  }
+
+  void send(ByteSpan bytes) const {
+    (void)testing::send_all(fd_, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  }
+  // Returns fewer bytes if the connection ended.
+  Bytes read(std::size_t count) const {
+    Bytes bytes(count);
+    std::size_t have = 0;
+    while (have < count) {
+      const ::ssize_t got = ::recv(fd_, bytes.data() + have, count - have, 0);
+      if (got <= 0) break;
+      have += static_cast<std::size_t>(got);
+    }
+    bytes.resize(have);
+    return bytes;
+  }
+  bool has_ended() const { return read(1).empty(); }
+
+ private:
+  const int fd_;
+};
+
+class HostsTest : public ShmTest {
+ protected:
+  static constexpr std::uint32_t kRanks = 3;  // rank 0 here, ranks 1 and 2 on the other host
+
+  HostsTest() {
+    for (std::uint32_t number = 0; number < kRanks; ++number)
+      ranks_[number] =
+          HostRegion::attach_worker(number == 0 ? here() : there(), number, some_geometry(number));
+  }
+
+  RegionOptions here() const {
+    RegionOptions made = options(6 * kMiB, kRanks);
+    made.local_ranks = 1;
+    return made;
+  }
+  RegionOptions there() const {
+    RegionOptions made = options(6 * kMiB, kRanks, "engine host 1");
+    made.first_rank = 1;
+    made.local_ranks = 2;
+    return made;
+  }
+  HostRegion& rank(std::uint32_t number) { return *ranks_[number]; }
+  std::unique_ptr<HostAgent> agent(Nanos handshake_timeout = std::chrono::seconds(60)) {
+    HostAgent::Options made;
+    made.address = "127.0.0.1";
+    made.version = kVersion;
+    made.handshake_timeout = handshake_timeout;
+    return std::make_unique<HostAgent>(ranks_[1], made);
+  }
+  static HostLinks::Options link_options() {
+    HostLinks::Options made;
+    made.version = kVersion;
+    made.silence = kPatience;
+    made.connect_timeout = kPatience;
+    made.first_pause = made.last_pause = std::chrono::milliseconds(1);
+    return made;
+  }
+  std::unique_ptr<HostLinks> links(const HostLinks::Options& options = link_options()) {
+    return std::make_unique<HostLinks>(scheduler_, std::vector<RemoteHost>{{1, 2}}, options);
+  }
+  void announce(const std::string& endpoint) { rank(0).set_endpoint(1, endpoint); }
+
+  // The union of all ranks' results; 1 << 62 while one is pending.
+  std::uint64_t result(Ticket ticket) const {
+    std::uint64_t failed = 0;
+    return scheduler_->result(ticket, &failed) == TicketResult::kDone ? failed : std::uint64_t{1} << 62;
+  }
+
+  std::shared_ptr<HostRegion> scheduler_ = HostRegion::attach_scheduler(here());
+  std::shared_ptr<HostRegion> ranks_[kRanks];
+};
+
+TEST_F(HostsTest, the_scheduler_learns_what_ranks_of_another_host_publish_and_report) {
+  const auto links = this->links();
+  EXPECT_TRUE(scheduler_->is_cut_off());
+  EXPECT_THAT(links->wait_until_connected(Nanos(0)).message(), HasSubstr("the host of ranks 1 to 2"));
+  const auto agent = this->agent();
+  announce(agent->endpoint());
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  EXPECT_FALSE(scheduler_->is_cut_off());
+  EXPECT_EQ(links->lost_hosts(), 0u);
+  ASSERT_TRUE(scheduler_->wait_for_ranks(Nanos(0)).is_ok());
+  EXPECT_EQ(scheduler_->geometry(2).fingerprint, some_geometry(2).fingerprint);
+  EXPECT_EQ(scheduler_->geometry(2).shard_bytes, some_geometry(2).shard_bytes);
+  rank(0).report(0, 7, 0b001);
+  rank(1).report(1, 7, 0b010);
+  EXPECT_NE(result(7), 0b011u) << "rank 2 has not reported";
+  rank(2).report(2, 7, 0b100);
+  EXPECT_TRUE(holds_soon([&] { return result(7) == 0b111; }));
+}
+
+TEST_F(HostsTest, reports_from_before_the_connection_arrive_before_the_host_counts_as_connected) {
+  for (Ticket ticket = 1; ticket <= 5000; ++ticket) {
+    for (std::uint32_t number = 0; number < kRanks; ++number) rank(number).report(number, ticket, ticket);
+  }
+  const auto agent = this->agent();
+  announce(agent->endpoint());
+  const auto links = this->links();
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  for (Ticket ticket = 1; ticket <= 5000; ++ticket) ASSERT_EQ(result(ticket), ticket);
+}
+
+TEST_F(HostsTest, many_reports_at_once_all_arrive) {
+  const auto agent = this->agent();
+  announce(agent->endpoint());
+  const auto links = this->links();
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  const Ticket last = HostRegion::kTicketSlots;
+  for (Ticket ticket = 1; ticket <= last; ++ticket) {
+    for (std::uint32_t number = 0; number < kRanks; ++number) rank(number).report(number, ticket, ticket);
+  }
+  EXPECT_TRUE(holds_soon([&] {
+    for (Ticket ticket = 1; ticket <= last; ++ticket) {
+      if (result(ticket) != ticket) return false;
+    }
+    return true;
+  }));
+}
+
+TEST_F(HostsTest, a_host_that_shuts_down_cuts_the_region_off) {
+  auto agent = this->agent();
+  announce(agent->endpoint());
+  const auto links = this->links();
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  rank(1).report(1, 9, 0);
+  rank(2).report(2, 9, 0);
+  rank(0).report(0, 9, 0);
+  agent->close();
+  EXPECT_TRUE(holds_soon([&] { return scheduler_->is_cut_off(); }));
+  EXPECT_EQ(result(9), 0u) << "the last reports were lost";
+  EXPECT_THAT(links->take_events(), ElementsAre(HasSubstr("127.0.0.1: it has shut down; all lookups")));
+  EXPECT_TRUE(holds_soon([&] { return links->lost_hosts() == 1; }));
+}
+
+TEST_F(HostsTest, a_lost_connection_is_made_again_and_what_was_reported_meanwhile_arrives) {
+  const auto agent = this->agent();
+  announce(agent->endpoint());
+  const auto links = this->links();
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  // Another connection with the secret replaces that of the links.
+  const auto endpoint = parse_endpoint(agent->endpoint());
+  const auto peer = Peer::of(*endpoint);
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(peer->read(kGreetingBytes), &version);
+  ASSERT_TRUE(host);
+  peer->send(make_answer(endpoint->secret, *host, HostNonce{}));
+  for (std::uint32_t number = 0; number < kRanks; ++number) rank(number).report(number, 3, 0b10);
+  std::vector<std::string> events;
+  EXPECT_TRUE(holds_soon([&] {
+    for (const std::string& event : links->take_events()) events.push_back(event);
+    return events.size() >= 2;
+  }));
+  EXPECT_THAT(events.at(0), HasSubstr("lost the connection to the host of ranks 1 to 2 at 127.0.0.1"));
+  EXPECT_THAT(events.at(1), HasSubstr("is connected again"));
+  EXPECT_TRUE(holds_soon([&] { return result(3) == 0b10; }));
+  EXPECT_TRUE(holds_soon([&] { return !scheduler_->is_cut_off(); }));
+}
+
+TEST_F(HostsTest, an_agent_closes_a_connection_without_the_secret) {
+  const auto agent = this->agent();
+  auto endpoint = parse_endpoint(agent->endpoint());
+  const auto peer = Peer::of(*endpoint);
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(peer->read(kGreetingBytes), &version);
+  ASSERT_TRUE(host);
+  peer->send(make_answer(HostSecret{}, *host, HostNonce{}));
+  EXPECT_TRUE(peer->has_ended());
+  EXPECT_EQ(agent->refused_connections(), 1u);
+}
+
+TEST_F(HostsTest, an_answer_is_not_accepted_on_a_second_connection) {
+  const auto agent = this->agent();
+  const auto endpoint = parse_endpoint(agent->endpoint());
+  const auto first = Peer::of(*endpoint), second = Peer::of(*endpoint);
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(first->read(kGreetingBytes), &version);
+  const auto other = parse_greeting(second->read(kGreetingBytes), &version);
+  ASSERT_TRUE(host && other);
+  EXPECT_NE(*host, *other);
+  second->send(make_answer(endpoint->secret, *host, HostNonce{}));
+  EXPECT_TRUE(second->has_ended());
+}
+
+TEST_F(HostsTest, silent_strangers_are_dropped_and_do_not_keep_the_scheduler_out) {
+  const auto agent = this->agent();
+  const auto endpoint = parse_endpoint(agent->endpoint());
+  std::vector<std::unique_ptr<Peer>> strangers;
+  for (std::size_t i = 0; i < HostAgent::kMostStrangers + 2; ++i) strangers.push_back(Peer::of(*endpoint));
+  EXPECT_EQ(strangers.front()->read(kGreetingBytes).size(), kGreetingBytes);
+  EXPECT_TRUE(strangers.front()->has_ended()) << "there were too many";
+  announce(agent->endpoint());
+  const auto links = this->links();
+  EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+}
+
+TEST_F(HostsTest, a_stranger_that_says_nothing_is_dropped_in_time) {
+  const auto agent = this->agent(std::chrono::milliseconds(1));
+  const auto peer = Peer::of(*parse_endpoint(agent->endpoint()));
+  EXPECT_EQ(peer->read(kGreetingBytes).size(), kGreetingBytes);
+  EXPECT_TRUE(peer->has_ended());
+}
+
+TEST_F(HostsTest, a_scheduler_that_says_more_than_its_answer_is_dropped) {
+  const auto agent = this->agent();
+  const auto endpoint = parse_endpoint(agent->endpoint());
+  const auto peer = Peer::of(*endpoint);
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(peer->read(kGreetingBytes), &version);
+  Bytes answer = make_answer(endpoint->secret, *host, HostNonce{});
+  peer->send(answer);
+  peer->send(Bytes{1});
+  while (!peer->read(1).empty()) {  // what was on its way
+  }
+  EXPECT_EQ(agent->refused_connections(), 0u);
+}
+
+TEST_F(HostsTest, an_agent_needs_an_address_of_its_host) {
+  HostAgent::Options made;
+  for (const char* address : {"localhost", "203.0.113.1"}) {
+    made.address = address;
+    EXPECT_THAT(message_of<ResourceError>([&] { HostAgent(ranks_[1], made); }), HasSubstr("VLLM_HOST_IP"));
+  }
+}
+
+TEST_F(HostsTest, hosts_must_have_the_ranks_that_are_not_here) {
+  const auto make = [&](std::vector<RemoteHost> hosts) {
+    return message_of<InvalidArgument>([&] { HostLinks(scheduler_, std::move(hosts), link_options()); });
+  };
+  EXPECT_THAT(make({}), HasSubstr("hosts for 1 ranks"));
+  EXPECT_THAT(make({{1, 1}}), HasSubstr("hosts for 2 ranks"));
+  EXPECT_THAT(make({{2, 1}}), HasSubstr("1 ranks from rank 2"));
+  EXPECT_THAT(make({{1, 3}}), HasSubstr("3 ranks from rank 1"));
+  EXPECT_THAT(make({{1, 0}}), HasSubstr("0 ranks"));
+}
+
+// The test plays the other host.
+class FakeHostTest : public HostsTest {
+ protected:
+  FakeHostTest() : listener_(testing::loopback_listener(&port_)) {
+    announce(to_text({"127.0.0.1", port_, secret_}));
+  }
+  ~FakeHostTest() override { ::close(listener_); }
+
+  std::unique_ptr<Peer> accept() const {
+    return std::make_unique<Peer>(::accept(listener_, nullptr, nullptr));
+  }
+  // Accepts a connection of the links and completes the handshake.
+  std::unique_ptr<Peer> handshake() {
+    auto peer = accept();
+    const HostNonce nonce = random_bytes();
+    peer->send(make_greeting(nonce));
+    const auto scheduler = check_answer(secret_, nonce, peer->read(kAnswerBytes));
+    EXPECT_TRUE(scheduler) << "the scheduler did not prove that it has the secret";
+    if (scheduler) writer_ = std::make_unique<FrameWriter>(session_key(secret_, nonce, *scheduler));
+    return peer;
+  }
+  Bytes frame(FrameType type, ByteSpan body = {}) {
+    Bytes bytes;
+    writer_->append(type, body, &bytes);
+    return bytes;
+  }
+  HostJoin join() const { return {here().bytes, scheduler_->area_bytes(), kRanks, kRanks, 1, 2, kVersion}; }
+  void send_geometry(const Peer& peer, std::uint32_t rank) {
+    peer.send(frame(FrameType::kGeometry, encode(GeometryFrame{rank, some_geometry(rank)})));
+  }
+  // Sends all frames up to kReady.
+  void send_all(const Peer& peer) {
+    peer.send(frame(FrameType::kJoin, encode(join())));
+    send_geometry(peer, 1);
+    send_geometry(peer, 2);
+    peer.send(frame(FrameType::kReady));
+  }
+  // Waits until the links are not connected for this reason.
+  static ::testing::AssertionResult fails_with(const HostLinks& links, StatusKind kind, const char* text) {
+    Status status;
+    if (holds_soon([&] {
+          status = links.wait_until_connected(Nanos(0));
+          return status.kind() == kind && has(status.message(), text);
+        }))
+      return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << status.to_string();
+  }
+  // Connects, sends this frame after the join, and expects that the host is refused for this reason.
+  void expect_refused(FrameType type, ByteSpan body, const char* text) {
+    const auto links = this->links();
+    const auto peer = handshake();
+    peer->send(frame(FrameType::kJoin, encode(join())));
+    peer->send(frame(type, body));
+    EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, text));
+    EXPECT_TRUE(peer->has_ended());
+    EXPECT_TRUE(scheduler_->is_cut_off());
+  }
+
+  HostSecret secret_ = {1, 2, 3};
+  std::uint16_t port_ = 0;
+  const int listener_;
+  std::unique_ptr<FrameWriter> writer_;
+};
+
+TEST_F(FakeHostTest, a_host_is_connected_when_it_has_sent_the_layout_of_all_its_ranks) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  send_all(*peer);
+  EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+}
+
+TEST_F(FakeHostTest, a_host_is_not_connected_before_the_layout_of_its_last_rank) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  peer->send(frame(FrameType::kJoin, encode(join())));
+  send_geometry(*peer, 1);
+  peer->send(frame(FrameType::kReady));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "did not send the layout of rank 2"));
+}
+
+TEST_F(FakeHostTest, another_program_at_the_address_is_named) {
+  const auto links = this->links();
+  accept()->send(Bytes(kGreetingBytes, 'x'));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "another program answers"));
+}
+
+TEST_F(FakeHostTest, another_protocol_is_refused_with_both_versions) {
+  const auto links = this->links();
+  Bytes greeting = make_greeting({});
+  greeting[8] = 9;
+  accept()->send(greeting);
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "protocol 9 and this host protocol 1"));
+}
+
+TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {
+  const auto links = this->links();
+  const auto peer = accept();
+  const HostNonce nonce{};
+  peer->send(make_greeting(nonce));
+  peer->read(kAnswerBytes);
+  writer_ = std::make_unique<FrameWriter>(session_key(HostSecret{}, nonce, HostNonce{}));
+  send_all(*peer);
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "changed on its way"));
+  EXPECT_FALSE(scheduler_->is_published(1));
+}
+
+TEST_F(FakeHostTest, a_changed_message_ends_the_connection_and_the_host_is_tried_again) {
+  const auto links = this->links();
+  {
+    const auto peer = handshake();
+    send_all(*peer);
+    ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+    const std::vector<RankReport> reports = {{1, 5, 0}, {2, 5, 0}};
+    Bytes changed = frame(FrameType::kReports, encode(reports));
+    changed[10] ^= 1;
+    peer->send(changed);
+    EXPECT_TRUE(peer->has_ended());
+    EXPECT_TRUE(scheduler_->is_cut_off());
+  }
+  rank(0).report(0, 5, 0);
+  EXPECT_NE(result(5), 0u) << "a changed report was believed";
+  const auto peer = handshake();
+  send_all(*peer);
+  EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+}
+
+TEST_F(FakeHostTest, a_message_longer_than_possible_ends_the_connection) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  peer->send(Bytes{0xFF, 0xFF, 0xFF, 0xFF});
+  EXPECT_TRUE(peer->has_ended());
+}
+
+TEST_F(FakeHostTest, a_host_that_falls_silent_is_lost) {
+  HostLinks::Options made = link_options();
+  made.silence = std::chrono::milliseconds(1);
+  const auto links = this->links(made);
+  const auto peer = handshake();
+  EXPECT_TRUE(peer->has_ended());
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "nothing arrived for 0.001 s"));
+}
+
+TEST_F(FakeHostTest, a_host_that_accepts_and_does_not_greet_is_named) {
+  HostLinks::Options made = link_options();
+  made.connect_timeout = std::chrono::milliseconds(1);
+  const auto links = this->links(made);
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "no greeting arrived"));
+}
+
+TEST_F(FakeHostTest, a_port_where_no_program_listens_is_named) {
+  ::shutdown(listener_, SHUT_RDWR);
+  const auto links = this->links();
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "at 127.0.0.1: cannot connect: Connection refused"));
+}
+
+TEST_F(FakeHostTest, another_package_version_is_refused_with_both_versions) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  HostJoin other = join();
+  other.version = "9.9";
+  peer->send(frame(FrameType::kJoin, encode(other)));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "has vllm-kv-offload 9.9 and this host 1.2.3"));
+}
+
+TEST_F(FakeHostTest, other_sizes_are_refused_with_both_values) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  HostJoin other = join();
+  other.bytes = 12345678;
+  peer->send(frame(FrameType::kJoin, encode(other)));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable,
+                         "its cpu_bytes_to_use is 12345678 and that of this host is 6291456"));
+}
+
+TEST_F(FakeHostTest, other_ranks_than_expected_are_refused) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  HostJoin other = join();
+  other.first_rank = 2;
+  peer->send(frame(FrameType::kJoin, encode(other)));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "it has 2 ranks from rank 2 on"));
+}
+
+TEST_F(FakeHostTest, a_report_before_the_join_is_refused) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  peer->send(frame(FrameType::kReports, encode(std::vector<RankReport>{{1, 5, 0}})));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "before it joined"));
+}
+
+TEST_F(FakeHostTest, a_report_for_a_rank_of_another_host_is_refused) {
+  const std::vector<RankReport> reports = {{1, 5, 0}, {2, 5, 0}, {0, 5, 0}};
+  expect_refused(FrameType::kReports, encode(reports), "it reported job 5 of rank 0");
+  EXPECT_NE(result(5), 0u) << "a part of the message was believed";
+}
+
+TEST_F(FakeHostTest, a_report_without_a_job_is_refused) {
+  expect_refused(FrameType::kReports, encode(std::vector<RankReport>{{1, kNoTicket, 0}}), "job 0 of rank 1");
+}
+
+TEST_F(FakeHostTest, malformed_reports_are_refused) {
+  expect_refused(FrameType::kReports, Bytes(19), "results of jobs is malformed");
+}
+
+TEST_F(FakeHostTest, the_layout_of_a_rank_of_another_host_is_refused) {
+  expect_refused(FrameType::kGeometry, encode(GeometryFrame{0, some_geometry(0)}), "malformed");
+  EXPECT_EQ(scheduler_->geometry(0).fingerprint, some_geometry(0).fingerprint);
+}
+
+TEST_F(FakeHostTest, a_layout_with_too_many_groups_is_refused) {
+  const RankGeometry geometry{std::vector<std::uint64_t>(kMostGroups + 1, 1), "layout"};
+  expect_refused(FrameType::kGeometry, encode(GeometryFrame{1, geometry}), "KV cache groups were given");
+}
+
+TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
+  const auto links = this->links();
+  {
+    const auto peer = handshake();
+    send_all(*peer);
+    ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  }
+  const auto peer = handshake();
+  peer->send(frame(FrameType::kJoin, encode(join())));
+  peer->send(frame(FrameType::kGeometry, encode(GeometryFrame{1, {{1, 2}, "other"}})));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "and now has chunks of 1, 2 bytes"));
+}
+
+}  // namespace
+}  // namespace kv_offload

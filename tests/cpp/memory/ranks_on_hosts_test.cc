@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// Regions of an engine whose ranks span several hosts. Each host of a test is a region with its own name.
+#include <gmock/gmock.h>
+
+#include <map>
+
+#include "memory/host_region.h"
+#include "memory/shm_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::HasSubstr;
+
+class RanksOnHosts : public ShmTest {
+ protected:
+  static constexpr std::uint32_t kRanks = 4;
+  // Host 0 has ranks 0 and 1, host 1 has ranks 2 and 3.
+  RegionOptions host(std::uint32_t number) const {
+    RegionOptions made = options(4 * kMiB, kRanks, "engine host " + std::to_string(number));
+    made.first_rank = 2 * number;
+    made.local_ranks = 2;
+    return made;
+  }
+  std::unique_ptr<HostRegion> worker(std::uint32_t rank) const {
+    return HostRegion::attach_worker(host(rank / 2), rank, some_geometry(rank));
+  }
+  static std::map<Ticket, std::uint64_t> by_ticket(const std::vector<RankReport>& reports) {
+    std::map<Ticket, std::uint64_t> found;
+    for (const RankReport& report : reports) found[report.ticket] = report.failed_groups;
+    return found;
+  }
+  static std::vector<RankReport> take(const HostRegion& region, ReportCursor* cursor) {
+    std::vector<RankReport> reports;
+    region.take_reports(cursor, &reports);
+    return reports;
+  }
+};
+
+TEST_F(RanksOnHosts, a_host_has_the_areas_of_its_own_ranks_only) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  const auto rank = worker(3);
+  EXPECT_TRUE(rank->spans_hosts());
+  EXPECT_EQ(scheduler->area_bytes(), kMiB);
+  EXPECT_EQ(rank->area_bytes(), kMiB);
+  EXPECT_EQ(rank->area(3).size(), kMiB);
+  rank->area(3).back() = std::byte{1};
+  EXPECT_THAT(message_of<InvalidArgument>([&] { (void)rank->area(1); }),
+              HasSubstr("area 1 is on another host; this one has 2 from 2 on"));
+  EXPECT_THROW((void)scheduler->area(2), InvalidArgument);
+  EXPECT_THROW((void)rank->area(4), InvalidArgument);
+  std::uint64_t largest = 0;
+  for (const auto& name : names())
+    largest = std::max<std::uint64_t>(largest, std::filesystem::file_size(directory_ + "/" + name));
+  EXPECT_LT(largest, 4 * kMiB + 2 * kMiB) << "the file has room for the areas of other hosts";
+}
+
+TEST_F(RanksOnHosts, areas_of_one_host_do_not_overlap) {
+  const auto second = worker(2), third = worker(3);
+  std::ranges::fill(second->area(2), std::byte{2});
+  std::ranges::fill(third->area(3), std::byte{3});
+  EXPECT_TRUE(std::ranges::all_of(third->area(2), [](std::byte value) { return value == std::byte{2}; }));
+  EXPECT_TRUE(std::ranges::all_of(second->area(3), [](std::byte value) { return value == std::byte{3}; }));
+}
+
+TEST_F(RanksOnHosts, a_name_is_removed_when_all_processes_of_its_host_have_attached) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  const auto first = worker(0), second = worker(1);
+  EXPECT_TRUE(names().empty());
+  const auto third = worker(2);
+  EXPECT_EQ(names().size(), 1u);
+  const auto fourth = worker(3);
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(RanksOnHosts, the_scheduler_waits_until_remote_ranks_are_published) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  const auto first = worker(0), second = worker(1);
+  EXPECT_THAT(scheduler->wait_for_ranks(std::chrono::nanoseconds(0)).message(), HasSubstr(": 2, 3"));
+  scheduler->publish_remote(2, some_geometry(2));
+  scheduler->publish_remote(3, some_geometry(3));
+  scheduler->publish_remote(3, some_geometry(9));
+  ASSERT_TRUE(scheduler->wait_for_ranks(std::chrono::nanoseconds(0)).is_ok());
+  EXPECT_EQ(scheduler->geometry(3).fingerprint, "rank 3");
+  EXPECT_THAT(message_of<InvalidArgument>([&] { scheduler->publish_remote(1, some_geometry(1)); }),
+              HasSubstr("rank 1 runs on this host"));
+}
+
+TEST_F(RanksOnHosts, a_job_is_pending_until_ranks_of_all_hosts_have_reported) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  std::uint64_t failed = 0;
+  for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
+    EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kPending);
+    scheduler->report(rank, 5, std::uint64_t{1} << rank);
+  }
+  EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kDone);
+  EXPECT_EQ(failed, 0b1111u);
+}
+
+TEST_F(RanksOnHosts, reports_are_taken_once_by_each_reader) {
+  const auto second = worker(2), third = worker(3);
+  ReportCursor cursor, later;
+  EXPECT_TRUE(take(*second, &cursor).empty());
+  second->report(2, 7, 0b1);
+  third->report(3, 8, 0b10);
+  EXPECT_EQ(by_ticket(take(*second, &cursor)), (std::map<Ticket, std::uint64_t>{{7, 0b1}, {8, 0b10}}));
+  EXPECT_TRUE(take(*second, &cursor).empty());
+  second->report(2, 8, 0);
+  const std::vector<RankReport> next = take(*second, &cursor);
+  ASSERT_EQ(next.size(), 1u);
+  EXPECT_EQ(next[0].rank, 2u);
+  EXPECT_EQ(take(*second, &later).size(), 3u);
+}
+
+TEST_F(RanksOnHosts, a_reader_that_fell_behind_takes_all_results_of_the_ring) {
+  const auto region = worker(2);
+  ReportCursor cursor;
+  region->report(2, 1, 1);
+  EXPECT_EQ(take(*region, &cursor).size(), 1u);
+  for (Ticket ticket = 2; ticket <= 1025; ++ticket) region->report(2, ticket, ticket);
+  EXPECT_EQ(take(*region, &cursor).size(), 1024u) << "as many as the journal has";
+  for (Ticket ticket = 1026; ticket <= 2050; ++ticket) region->report(2, ticket, ticket);
+  const auto all = by_ticket(take(*region, &cursor));
+  EXPECT_EQ(all.size(), 2050u);
+  for (const auto& [ticket, failed] : all) ASSERT_EQ(failed, ticket);
+}
+
+TEST_F(RanksOnHosts, an_endpoint_of_another_host_is_set_once) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  const auto first = worker(0);
+  EXPECT_EQ(scheduler->endpoint(2), "");
+  first->set_endpoint(2, "somewhere");
+  first->set_endpoint(2, "elsewhere");
+  EXPECT_EQ(scheduler->endpoint(2), "somewhere");
+  EXPECT_THROW(first->set_endpoint(3, ""), InvalidArgument);
+  EXPECT_THROW(first->set_endpoint(3, std::string(256, 'x')), InvalidArgument);
+}
+
+TEST_F(RanksOnHosts, ranks_outside_the_engine_or_the_host_are_refused) {
+  RegionOptions wrong = host(1);
+  wrong.local_ranks = 3;
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_worker(wrong, 2, some_geometry()); }),
+              HasSubstr("3 ranks of this host from rank 2 on were given; the engine has ranks 0 to 3"));
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_worker(host(1), 1, some_geometry()); }),
+              HasSubstr("rank 1 was given; this host has 2 ranks from rank 2 on"));
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(host(1)); }),
+              HasSubstr("it runs on the host of rank 0"));
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(RanksOnHosts, shared_areas_and_kept_or_shared_memory_are_refused) {
+  RegionOptions one_area = host(0), kept = host(0), shared = host(0);
+  one_area.num_areas = 1;
+  kept.keep_for = shared.share_for = "model";
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(one_area); }),
+              HasSubstr("need one area each"));
+  for (const RegionOptions& made : {kept, shared}) {
+    EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(made); }),
+                HasSubstr("cannot be kept or shared"));
+  }
+}
+
+TEST_F(RanksOnHosts, processes_of_one_host_must_agree_on_its_ranks) {
+  const auto rank = worker(2);
+  RegionOptions other = host(1);
+  other.local_ranks = 1;
+  other.first_rank = 3;
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_worker(other, 3, some_geometry()); }),
+              HasSubstr("the first rank of this host is 3 in this process and 2"));
+}
+
+TEST_F(RanksOnHosts, a_scheduler_learns_the_ranks_of_its_host_from_a_worker) {
+  const auto rank = worker(1);
+  RegionOptions unknown = host(0);
+  unknown.local_ranks = 0;
+  const auto scheduler = HostRegion::attach_scheduler(unknown);
+  EXPECT_EQ(scheduler->local_ranks(), 2u);
+  EXPECT_TRUE(scheduler->spans_hosts());
+  scheduler->area(1).back() = std::byte{7};
+  EXPECT_EQ(rank->area(1).back(), std::byte{7});
+  EXPECT_THROW((void)scheduler->area(2), InvalidArgument);
+}
+
+TEST_F(RanksOnHosts, a_region_of_one_host_has_all_ranks) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  EXPECT_FALSE(scheduler->spans_hosts());
+  EXPECT_EQ(scheduler->local_ranks(), 2u);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_ranks_on_hosts.py under each vLLM release: engines whose ranks span several emulated hosts.
+
+The fake model compares every byte that a request is about to read, and raises WrongBytes. An emulated host
+has a region with its own name; it reaches the scheduler over the loopback interface only.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import adapter
+import pytest
+from slow_link import SlowLink
+from torch.distributed import HashStore
+
+adapter.use_specs()
+
+from kv_offload.specs import hosts as specs_hosts  # noqa: E402
+
+from kv_offload import _core  # noqa: E402
+from oracle import faults  # noqa: E402
+from oracle.check_oracle import (  # noqa: E402
+    FULL,
+    HYBRID,
+    STATES,
+    STEPS,
+    _check_at_rest,
+    ask_again,
+    boot,
+    live,
+)
+from oracle.drive import total  # noqa: E402
+from oracle.engine import Engine  # noqa: E402
+from oracle.runner import WrongBytes  # noqa: E402
+
+PATIENCE_SECONDS = 300
+TOKENS = 200
+WHOLE = 192  # tokens of a prompt that are in whole chunks
+
+TWO = replace(FULL, world_size=2, hosts=2, extra={"cpu_bytes_to_use": "1MiB", "load_policy": "always"})
+KINDS = {
+    "two hosts": TWO,
+    "two hosts with two ranks each": replace(
+        TWO, world_size=4, extra={"cpu_bytes_to_use": "2MiB", "load_policy": "always"}
+    ),
+    "three stages of a pipeline on three hosts": replace(
+        TWO, world_size=3, hosts=3, pipelined=True, layers=6
+    ),
+    "hybrid": replace(HYBRID, world_size=2, hosts=2),
+    "mamba-like, asynchronous scheduling": replace(
+        STATES, world_size=2, hosts=2, async_scheduling=True, extra={"cpu_bytes_to_use": "1MiB"}
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torch.distributed, for the ranks of one engine after the other."""
+    shared = HashStore()
+    monkeypatch.setattr(specs_hosts, "_rendezvous_store", lambda: shared)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+
+
+def prompts(count: int, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1000) for _ in range(TOKENS)] for _ in range(count)]
+
+
+def agents_of(engine: Engine) -> list[Any]:
+    workers = [connector.connector_worker.worker for _, connector, _ in engine.ranks]
+    return [worker.agent for worker in workers if worker.agent is not None]
+
+
+def value(engine: Engine, name: str, *labels: str) -> float:
+    found: float = engine.manager._metrics.value(name, list(labels))
+    return found
+
+
+def step_until(engine: Engine, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        engine.step_idle()
+
+
+@contextmanager
+def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowLink]]:
+    """Puts a proxy, which the test may end, between the scheduler and each other host."""
+    links: list[SlowLink] = []
+    original = specs_hosts._await_endpoint
+
+    def rerouted(*given: Any) -> str:
+        address, port, secret = original(*given).split()
+        links.append(SlowLink((address, int(port))))
+        links[-1].__enter__()
+        return f"127.0.0.1 {links[-1].port} {secret}"
+
+    monkeypatch.setattr(specs_hosts, "_await_endpoint", rerouted)
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_loaded_with_their_bytes_on_all_hosts(kind: str) -> None:
+    engine = boot(KINDS[kind])
+    try:
+        assert len(agents_of(engine)) == KINDS[kind].hosts - 1
+        asked = prompts(2)
+        ask_again(engine, asked)
+        assert all(ask_again(engine, asked))
+        _check_at_rest(engine)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_that_a_request_reads_is_right(kind: str) -> None:
+    engine = live(KINDS[kind], seed=42, steps=max(STEPS // 4, 100))
+    loaded = total(engine, "vllm:kv_offload_load_bytes")
+    print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
+    assert loaded > 10_000
+
+
+@pytest.mark.parametrize("fault", [faults.WrongRow, faults.SkippedLoad])
+def test_the_oracle_detects_a_faulty_worker(fault: type) -> None:
+    with pytest.raises(WrongBytes):
+        live(replace(TWO, wrap_worker=fault), seed=0, steps=1500)
+
+
+def test_a_reset_forgets_the_chunks_of_all_hosts() -> None:
+    engine = boot(TWO)
+    try:
+        asked = prompts(2)
+        ask_again(engine, asked)
+        assert engine.reset(running=True)
+        assert ask_again(engine, asked) == [0, 0]
+        assert ask_again(engine, asked) == [WHOLE, WHOLE]
+        _check_at_rest(engine)
+    finally:
+        engine.shutdown()
+
+
+def test_requests_compute_everything_after_a_host_has_shut_down() -> None:
+    engine = boot(TWO)
+    try:
+        asked = prompts(2)
+        ask_again(engine, asked)
+        assert ask_again(engine, asked) == [WHOLE, WHOLE]
+        for agent in agents_of(engine):
+            agent.close()
+        step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 1)
+        before = value(engine, "kv_offload_hit_tokens_total", "cpu")
+        assert ask_again(engine, [*asked, *prompts(1, seed=9)]) == [0, 0, 0]
+        assert value(engine, "kv_offload_hit_tokens_total", "cpu") == before
+        assert value(engine, "kv_offload_miss_tokens_total", "host_lost") == 3 * WHOLE
+        assert value(engine, "kv_offload_dropped_bytes_total", "cpu", "host_lost") > 0
+    finally:
+        engine.shutdown()
+
+
+def test_chunks_are_used_again_when_a_host_is_connected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with linked(monkeypatch) as links:
+        engine = boot(TWO)
+        try:
+            asked = prompts(2)
+            ask_again(engine, asked)
+            assert ask_again(engine, asked) == [WHOLE, WHOLE]
+            links[0].cut()
+            step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 1)
+            assert ask_again(engine, asked) == [0, 0]
+            links[0].restore()
+            step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+            assert ask_again(engine, asked) == [WHOLE, WHOLE]
+            _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(3)
+    asked = prompts(6)
+    with linked(monkeypatch) as links:
+        engine = boot(TWO)
+        try:
+            for turn in range(12):
+                for number in range(3):
+                    engine.add(f"t{turn}-{number}", rng.choice(asked), 4)
+                for _ in range(rng.randrange(6)):
+                    engine.step()
+                if turn % 3 == 0:
+                    links[0].cut()
+                engine.drain()
+                links[0].restore()
+                step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+                assert engine.scheduler.reset_prefix_cache()
+            assert all(ask_again(engine, asked)) or all(ask_again(engine, asked))
+            _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("setting", "more"),
+    [
+        (
+            "secondary_tiers",
+            {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}]},
+        ),
+        ("keep_host_memory", {"keep_host_memory": True}),
+        ("share_host_memory", {"share_host_memory": True}),
+    ],
+)
+def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"span 2 hosts, and it was given {setting}"):
+        boot(replace(TWO, extra={**TWO.extra, **more}))
+
+
+def test_a_host_that_does_not_announce_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.2)
+    monkeypatch.setattr(specs_hosts, "_rendezvous_store", HashStore)  # one for each rank
+    with pytest.raises(_core.ResourceError, match=r"host 1 of this engine \(ranks 1 to 1\) did not announce"):
+        boot(TWO)
+
+
+def test_a_host_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.5)
+    with linked(monkeypatch) as links:
+        original = specs_hosts._await_endpoint
+
+        def cut(*given: Any) -> str:
+            endpoint = original(*given)
+            links[0].cut()
+            return endpoint
+
+        monkeypatch.setattr(specs_hosts, "_await_endpoint", cut)
+        with pytest.raises(
+            _core.ResourceError, match="not all hosts of this engine joined: the host of rank 1"
+        ):
+            boot(TWO)
+
+
+def test_other_settings_on_another_host_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Engine._start_rank
+
+    def smaller(self: Engine, rank: int, *given: Any) -> Any:
+        extra = self.config.kv_transfer_config.kv_connector_extra_config
+        extra["cpu_bytes_to_use"] = "1MiB" if rank == 0 else "2MiB"
+        return original(self, rank, *given)
+
+    monkeypatch.setattr(Engine, "_start_rank", smaller)
+    with pytest.raises(
+        _core.ResourceError, match="cpu_bytes_to_use is 2097152 and that of this host is 1048576"
+    ):
+        boot(TWO)
+
+
+def test_another_version_on_another_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _core.HostAgent
+    monkeypatch.setattr(
+        _core,
+        "HostAgent",
+        lambda region, address, version: original(region, address=address, version="0.0.9"),
+    )
+    with pytest.raises(_core.ResourceError, match=r"has vllm-kv-offload 0\.0\.9 and this host"):
+        boot(TWO)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""csrc/bindings/bind_hosts.cc"""
+
+import threading
+import uuid
+
+import pytest
+from small_core import MIB, SHARD_BYTES
+
+from kv_offload import _core
+
+
+def two_hosts(tmp_path):
+    """Returns the regions of the scheduler, of rank 0, and of rank 1 on the other host."""
+    engine = uuid.uuid4().hex
+    ranks = [
+        _core.HostRegion.attach_worker(
+            f"{engine} {rank}" if rank else engine,
+            *(2 * MIB, 2, 2, rank),
+            [SHARD_BYTES],
+            f"rank {rank}",
+            str(tmp_path),
+            first_rank=rank,
+            local_ranks=1,
+        )
+        for rank in range(2)
+    ]
+    scheduler = _core.HostRegion.attach_scheduler(engine, 2 * MIB, 2, 2, str(tmp_path))
+    assert scheduler.local_ranks == 1
+    return scheduler, *ranks
+
+
+def test_reports_of_another_host_reach_the_scheduler(tmp_path):
+    scheduler, rank_0, rank_1 = two_hosts(tmp_path)
+    agent = _core.HostAgent(rank_1, address="127.0.0.1", version="1")
+    rank_0.set_endpoint(1, agent.endpoint)
+    rank_0.report(0, 5, 1)
+    rank_1.report(1, 5, 2)
+    links = _core.HostLinks(scheduler, [(1, 1)], version="1")
+    assert scheduler.cut_off
+    links.wait_until_connected(120)
+    assert not scheduler.cut_off
+    assert scheduler.geometry(1) == ([SHARD_BYTES], "rank 1")
+    assert scheduler.result(5) == 3
+    assert links.lost_hosts == 0
+    assert links.take_events() == []
+    links.close()
+    agent.close()
+    assert scheduler.cut_off
+
+
+def test_a_missing_host_is_named_after_the_wait_which_releases_the_gil(tmp_path):
+    scheduler, _, _ = two_hosts(tmp_path)
+    links = _core.HostLinks(scheduler, [(1, 1)], version="1")
+    others = threading.Event()
+    threading.Thread(target=others.set).start()
+    with pytest.raises(_core.ResourceError, match=r"the host of rank 1: .*\(waited 0\.3 s\)"):
+        links.wait_until_connected(0.3)
+    assert others.is_set()
+    assert links.lost_hosts == 1
+
+
+def test_a_host_that_does_not_fit_ends_the_wait(tmp_path):
+    scheduler, rank_0, rank_1 = two_hosts(tmp_path)
+    agent = _core.HostAgent(rank_1, address="127.0.0.1", version="2")
+    rank_0.set_endpoint(1, agent.endpoint)
+    links = _core.HostLinks(scheduler, [(1, 1)], version="1")
+    with pytest.raises(_core.ResourceError, match="vllm-kv-offload 2 and this host 1"):
+        links.wait_until_connected(120)
+
+
+@pytest.mark.parametrize("hosts", [[], [(1, 2)], [(2, 1)]])
+def test_hosts_with_other_ranks_are_a_value_error(tmp_path, hosts):
+    scheduler, _, _ = two_hosts(tmp_path)
+    with pytest.raises(ValueError, match="(was|were) given"):
+        _core.HostLinks(scheduler, hosts, version="1")

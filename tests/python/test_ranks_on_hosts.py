@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose ranks span several emulated hosts, through vLLM's real scheduler, for each release."""
+
+import pytest
+from vllm_trees import MINORS
+
+pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
+
+
+@pytest.mark.beside("oracle/check_hosts.py")
+@pytest.mark.parametrize("minor", MINORS)
+def test_engines_on_several_hosts_load_only_right_bytes(minor: str, beside: str) -> None:
+    print(beside)
