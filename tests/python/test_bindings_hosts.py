@@ -72,5 +72,5 @@ def test_a_host_that_does_not_fit_ends_the_wait(tmp_path):
 @pytest.mark.parametrize("hosts", [[], [(1, 2)], [(2, 1)]])
 def test_hosts_with_other_ranks_are_a_value_error(tmp_path, hosts):
     scheduler, _, _ = two_hosts(tmp_path)
-    with pytest.raises(ValueError, match="(was|were) given"):
+    with pytest.raises(ValueError, match=r"(was|were) given"):
         _core.HostLinks(scheduler, hosts, version="1")
