@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers: which folder, and where folders are too coarse which file, may include or import which other.
 
-base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, hosts, replay <- bindings
-     <- kv_offload <- specs
+base <- policy, memory, record, copy, metrics <- index, tier <- cache, backends <- worker, hosts, replay
+     <- bindings <- kv_offload <- specs
 
 A backend is a folder of csrc/backends. No other layer includes its headers, and no backend those of another.
 Its binding, backends/*/bind_*.cc, belongs to the bindings.
