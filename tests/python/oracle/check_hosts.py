@@ -122,9 +122,12 @@ def test_prompts_are_loaded_with_their_bytes_on_all_hosts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_that_a_request_reads_is_right(kind: str) -> None:
-    engine = live(KINDS[kind], seed=42, steps=max(STEPS // 4, 100))
-    loaded = total(engine, "vllm:kv_offload_load_bytes")
-    print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
+    for life in range(5):  # a short life may load too little to prove anything
+        engine = live(KINDS[kind], seed=42 + 100 * life, steps=max(STEPS // 2, 200))
+        loaded = total(engine, "vllm:kv_offload_load_bytes")
+        print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
+        if loaded > 10_000:
+            break
     assert loaded > 10_000
 
 
