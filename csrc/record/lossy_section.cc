@@ -43,18 +43,21 @@ std::size_t channel_bytes(std::size_t kind, std::size_t rows) {
   return kind < kTernaryClasses ? (rows + kPacked - 1) / kPacked : rows;
 }
 
+// Of the channels of a tile.
 struct Magnitudes {
-  std::size_t sum = 0;
-  int largest = 0;
+  std::array<std::uint16_t, kGroup> sums{};
+  std::array<std::uint8_t, kGroup> largest{};
 };
 
-// Of one channel of a tile.
-Magnitudes magnitudes_of(const std::int8_t* q, const Tile& tile, std::size_t period, std::size_t channel) {
+Magnitudes magnitudes_of(const std::int8_t* q, const Tile& tile, std::size_t period) {
   Magnitudes found;
   for (std::size_t row = 0; row < tile.rows; ++row) {
-    const int magnitude = std::abs(int{q[(tile.base + row * period) * kGroup + channel]});
-    found.largest = std::max(found.largest, magnitude);
-    found.sum += static_cast<std::size_t>(magnitude);
+    const std::int8_t* const line = q + (tile.base + row * period) * kGroup;
+    for (std::size_t channel = 0; channel < kGroup; ++channel) {
+      const auto magnitude = static_cast<std::uint8_t>(std::abs(int{line[channel]}));
+      found.sums[channel] = static_cast<std::uint16_t>(found.sums[channel] + magnitude);
+      found.largest[channel] = std::max(found.largest[channel], magnitude);
+    }
   }
   return found;
 }
@@ -168,10 +171,9 @@ std::size_t LossySection::find_period(std::size_t groups) const {
     double bits = 0;
     for (std::size_t sample = 0; sample < kSamples; ++sample) {
       const Tile tile = tiles[sample * 40503 % whole];  // of all heads: a plain stride may meet only one
-      for (std::size_t channel = sample % kChannelStep; channel < kGroup; channel += kChannelStep) {
-        const Magnitudes found = magnitudes_of(q_.data(), tile, period, channel);
-        bits += std::log2(1.0 + static_cast<double>(found.sum));
-      }
+      const Magnitudes found = magnitudes_of(q_.data(), tile, period);
+      for (std::size_t channel = sample % kChannelStep; channel < kGroup; channel += kChannelStep)
+        bits += std::log2(1.0F + static_cast<float>(found.sums[channel]));
     }
     if (bits < kClearly * least) {
       least = bits;
@@ -183,9 +185,10 @@ std::size_t LossySection::find_period(std::size_t groups) const {
 
 void LossySection::classify(const Tiles& tiles) {
   for (std::size_t tile = 0; tile < tiles.size(); ++tile) {
+    const Magnitudes found = magnitudes_of(q_.data(), tiles[tile], tiles.period());
     for (std::size_t channel = 0; channel < kGroup; ++channel) {
-      const Magnitudes found = magnitudes_of(q_.data(), tiles[tile], tiles.period(), channel);
-      kinds_[tile * kGroup + channel] = static_cast<std::byte>(tile_class(found.sum, found.largest <= 1));
+      kinds_[tile * kGroup + channel] =
+          static_cast<std::byte>(tile_class(found.sums[channel], found.largest[channel] <= 1));
     }
   }
 }
@@ -195,21 +198,26 @@ void LossySection::collect(const Tiles& tiles) {
   auto to = begins_;
   for (std::size_t number = 0; number < tiles.size(); ++number) {
     const Tile tile = tiles[number];
+    std::array<std::int8_t, kGroup * kRows> columns;  // [channel][row]
+    for (std::size_t row = 0; row < tile.rows; ++row) {
+      const std::int8_t* const line = q_.data() + (tile.base + row * tiles.period()) * kGroup;
+      for (std::size_t channel = 0; channel < kGroup; ++channel)
+        columns[channel * kRows + row] = line[channel];
+    }
     for (std::size_t channel = 0; channel < kGroup; ++channel) {
       const auto kind = std::to_integer<std::size_t>(kinds_[number * kGroup + channel]);
       if (kind == 0) continue;
+      const std::int8_t* const column = columns.data() + channel * kRows;
       std::byte* const there = integers_.data() + to[kind];
       to[kind] += channel_bytes(kind, tile.rows);
-      const bool is_packed = kind < kTernaryClasses;
-      if (is_packed) std::memset(there, 0, channel_bytes(kind, tile.rows));
+      if (kind >= kTernaryClasses) {
+        std::memcpy(there, column, tile.rows);
+        continue;
+      }
+      std::memset(there, 0, channel_bytes(kind, tile.rows));
       for (std::size_t row = 0; row < tile.rows; ++row) {
-        const std::int8_t integer = q_[(tile.base + row * tiles.period()) * kGroup + channel];
-        if (is_packed) {
-          const unsigned code = integer < 0 ? 2 : static_cast<unsigned>(integer);
-          there[row / kPacked] |= static_cast<std::byte>(code << 2 * (row % kPacked));
-        } else {
-          there[row] = static_cast<std::byte>(integer);
-        }
+        const unsigned code = column[row] < 0 ? 2 : static_cast<unsigned>(column[row]);
+        there[row / kPacked] |= static_cast<std::byte>(code << 2 * (row % kPacked));
       }
     }
   }
