@@ -46,6 +46,7 @@ def worker_fingerprint(
         "copier": copier,
         "cache_blocks": cache_blocks,
         "shard": _layout_digest(config, pages),  # may differ between ranks (pipeline stages)
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
         "settings": {"device": device_type},
         "unread": ["vLLM's configuration (none is set in this process)"],
     }
@@ -251,9 +252,9 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     """
     ranks = [json.loads(text) for text in texts]
     merged = dict(ranks[0])
-    for key in ("settings", "hash_algorithm", "model", "canonical"):
+    for key in ("hash_algorithm", "model", "canonical", "blocks_per_chunk"):
         for rank, fingerprint in enumerate(ranks):
-            if key != "settings" and fingerprint.get(key) != merged.get(key):
+            if fingerprint.get(key) != merged.get(key):
                 raise ValueError(
                     f"rank {rank} has {key} {fingerprint.get(key)!r}, rank 0 has {merged.get(key)!r}; "
                     "all ranks of one engine must be started with the same settings"

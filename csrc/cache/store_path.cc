@@ -64,8 +64,8 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   grant.transfer.rows.reserve(keys.size());
   std::vector<std::uint64_t> new_chunks(context_.groups.size(), 0);
   TakenRows taken(context_.chunks, keys.size());
-  // A tier writes only what is stored in host memory. So with a tier, all chunks are stored.
   const bool hears_all = context_.tickets.hear_all_ranks();
+  // A tier writes only what is stored in host memory. So with a tier, all chunks are stored.
   const double returns_at = context_.write_back.writes() ? 0 : request.returns_at(context_.chunks.now());
   std::uint32_t group = 0;
   std::uint64_t at_neighbours = 0;  // of the last keys that were asked for together

@@ -121,7 +121,7 @@ std::array<std::uint8_t, 32> random_bytes() {
   std::array<std::uint8_t, 32> bytes{};
   // Requests of up to 256 bytes are never cut short.
   if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<::ssize_t>(bytes.size()))
-    throw_resource("the system has no random numbers: {}", std::strerror(errno));
+    throw_resource("getrandom failed: {}", std::strerror(errno));
   return bytes;
 }
 

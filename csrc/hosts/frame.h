@@ -9,7 +9,7 @@
 // The proof is the HMAC-SHA256, under the secret, of both nonces. The tag is the HMAC-SHA256, under a key
 // derived from the secret and both nonces, of the frame's number and its bytes. So neither side accepts a
 // stranger, and a frame that is changed, repeated, left out or moved ends the connection. Frames are not
-// encrypted: they contain sizes and job numbers, no prompts and no KV cache.
+// encrypted: they contain sizes, job numbers and the settings of the ranks, no prompts and no KV cache.
 //
 // Every byte that arrives is hostile until its tag has been checked, and bounded: no length is trusted.
 //

@@ -22,6 +22,7 @@ namespace {
 constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
+constexpr std::size_t kMostEvents = 64;  // that nobody has taken yet; later ones are dropped
 
 enum class State : std::uint8_t {
   kNoEndpoint,  // rank 0 has not said where the host listens
@@ -70,7 +71,7 @@ struct HostLinks::Impl {
   mutable CondVar changed;
   std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
   std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
-  std::vector<std::string> events GUARDED_BY(mutex);
+  std::vector<std::string> events GUARDED_BY(mutex);   // at most kMostEvents
 
   void run();
   void run_once();
@@ -84,8 +85,10 @@ struct HostLinks::Impl {
   void publish(Link& link, ByteSpan body);
   void enter_reports(Link& link, ByteSpan body);
   void set_connected(Link& link);
+  void drop(Link& link, Nanos now);
   void lose(Link& link, const std::string& problem, Nanos now);
   void refuse(Link& link, const std::string& problem);
+  void add_event(std::string event);
   void publish_state();
   static std::string name_of(const Link& link);
   static bool is_live(const Link& link) { return link.socket.is_open(); }
@@ -129,11 +132,11 @@ void HostLinks::Impl::run() {
     // An exception that leaves the thread would end the process.
     try {
       run_once();
-    } catch (const std::exception& error) {
+    } catch (const std::exception&) {  // out of memory: without allocating anything
+      region->set_cut_off(true);
       for (Link& link : links) {
-        if (is_live(link)) lose(link, error.what(), clock.now());
+        if (is_live(link)) drop(link, clock.now());
       }
-      publish_state();
     }
   }
 }
@@ -164,7 +167,7 @@ void HostLinks::Impl::step(Link& link, Nanos now) {
       const std::string text = region->endpoint(link.host.first_rank);
       if (text.empty()) return;
       link.endpoint = parse_endpoint(text);
-      if (!link.endpoint) return refuse(link, "rank 0 gave an address that is none");
+      if (!link.endpoint) return refuse(link, "rank 0 gave an invalid address");
       return connect(link, now);
     }
     case State::kPausing:
@@ -210,7 +213,8 @@ void HostLinks::Impl::greet(Link& link, Nanos now) {
   }
   std::uint32_t version = 0;
   const auto host = parse_greeting(link.arrived, &version);
-  if (!host && version != 0 && version != kHostProtocol) {
+  // The greeting proves nothing: once the host was connected, something else may answer at its address.
+  if (!host && version != 0 && version != kHostProtocol && !link.was_connected) {
     return refuse(link,
                   fmt::format("it uses protocol {} and this host protocol {}: install the same version of "
                               "vllm-kv-offload on all hosts",
@@ -253,7 +257,8 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
     std::size_t used = 0;
     const auto result = link.reader->next(ByteSpan(link.arrived).subspan(taken), &type, &body, &used);
     if (result == FrameReader::Result::kIncomplete) break;
-    if (result == FrameReader::Result::kBroken) return lose(link, "a message was changed on its way", now);
+    if (result == FrameReader::Result::kBroken)
+      return lose(link, "the authentication of a message failed", now);
     link.deadline = now + options.silence;
     taken += used;
     if (type == FrameType::kLeaving) return lose(link, "it has shut down", now);
@@ -323,7 +328,8 @@ void HostLinks::Impl::enter_reports(Link& link, ByteSpan body) {
   if (!given) throw_invalid("a message with the results of jobs is malformed");
   for (const RankReport& report : *given) {
     if (!has(link, report.rank) || report.ticket == kNoTicket)
-      throw_invalid("it reported job {} of rank {}", report.ticket, report.rank);
+      throw_invalid("it sent the result of job {} of rank {}, which it does not run", report.ticket,
+                    report.rank);
   }
   for (const RankReport& report : *given) region->report(report.rank, report.ticket, report.failed_groups);
 }
@@ -335,21 +341,22 @@ void HostLinks::Impl::set_connected(Link& link) {
   }
   link.state = State::kConnected;
   link.pause = Nanos(0);
-  if (std::exchange(link.was_connected, true)) {
-    const MutexLock lock(mutex);
-    events.push_back(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
-  }
+  if (std::exchange(link.was_connected, true))
+    add_event(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
 }
 
 void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
   // Before the caller reads on: no lookup may hit while the host is lost.
   region->set_cut_off(true);
   if (link.state == State::kConnected) {
-    const MutexLock lock(mutex);
-    events.push_back(fmt::format("lost the connection to {}: {}; all lookups are misses until it is back",
-                                 name_of(link), problem));
+    add_event(fmt::format("lost the connection to {}: {}; all lookups are misses until it is back",
+                          name_of(link), problem));
   }
   link.problem = problem;
+  drop(link, now);
+}
+
+void HostLinks::Impl::drop(Link& link, Nanos now) {
   link.socket.reset();
   link.unsent.clear();
   link.arrived.clear();
@@ -362,6 +369,16 @@ void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
 void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
   lose(link, problem, clock.now());
   link.state = State::kUnfit;
+  if (!link.was_connected) return;  // wait_until_connected() says so
+  add_event(
+      fmt::format("{} does not fit any more: {}; it is not tried again, and all lookups are misses until "
+                  "the engine is restarted",
+                  name_of(link), problem));
+}
+
+void HostLinks::Impl::add_event(std::string event) {
+  const MutexLock lock(mutex);
+  if (events.size() < kMostEvents) events.push_back(std::move(event));
 }
 
 void HostLinks::Impl::publish_state() {

@@ -302,7 +302,8 @@ void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed
   slot(rank, ticket).report(ticket, failed_groups);
   Worker& mine = worker(rank);
   const std::uint64_t count = mine.reports.load(std::memory_order_relaxed);
-  mine.journal[count % kJournal].store(ticket, std::memory_order_relaxed);
+  // A reader that sees this entry also sees that all earlier ones are counted.
+  mine.journal[count % kJournal].store(ticket, std::memory_order_release);
   mine.reports.store(count + 1, std::memory_order_release);
   // seq_cst: either the waiter sees the new count or we see the waiter.
   header().reports.fetch_add(1);
@@ -320,16 +321,16 @@ void ControlPage::take_reports(ReportCursor* cursor, std::vector<RankReport>* re
     const Worker& one = worker(rank);
     const std::uint64_t end = one.reports.load(std::memory_order_acquire);
     const std::uint64_t begin = std::exchange(cursor->taken[i], end);
-    bool is_whole = begin != ReportCursor::kNone && end - begin <= kJournal;
+    bool is_whole = begin != ReportCursor::kNone && end - begin < kJournal;
     const std::size_t known = reports->size();
     for (std::uint64_t at = begin; is_whole && at < end; ++at) {
-      const Ticket ticket = one.journal[at % kJournal].load(std::memory_order_relaxed);
+      const Ticket ticket = one.journal[at % kJournal].load(std::memory_order_acquire);
       RankReport report{rank, ticket, 0};
       // A later ticket that took the slot makes this one fail; its own entry follows.
       if (result(rank, ticket, &report.failed_groups) == TicketResult::kDone) reports->push_back(report);
     }
-    // The rank may have overwritten entries meanwhile.
-    is_whole = is_whole && one.reports.load(std::memory_order_acquire) - begin <= kJournal;
+    // The rank may have overwritten entries meanwhile: also the one that it counts next.
+    is_whole = is_whole && one.reports.load(std::memory_order_acquire) - begin < kJournal;
     if (is_whole) continue;
     reports->resize(known);
     take_all_reports(rank, reports);

@@ -390,7 +390,7 @@ TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {
   peer->read(kAnswerBytes);
   writer_ = std::make_unique<FrameWriter>(session_key(HostSecret{}, nonce, HostNonce{}));
   send_all(*peer);
-  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "changed on its way"));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "authentication of a message failed"));
   EXPECT_FALSE(scheduler_->is_published(1));
 }
 
@@ -480,7 +480,8 @@ TEST_F(FakeHostTest, a_report_before_the_join_is_refused) {
 
 TEST_F(FakeHostTest, a_report_for_a_rank_of_another_host_is_refused) {
   const std::vector<RankReport> reports = {{1, 5, 0}, {2, 5, 0}, {0, 5, 0}};
-  expect_refused(FrameType::kReports, encode(reports), "it reported job 5 of rank 0");
+  expect_refused(FrameType::kReports, encode(reports),
+                 "it sent the result of job 5 of rank 0, which it does not run");
   EXPECT_NE(result(5), 0u) << "a part of the message was believed";
 }
 
@@ -513,6 +514,23 @@ TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
   peer->send(frame(FrameType::kJoin, encode(join())));
   peer->send(frame(FrameType::kGeometry, encode(GeometryFrame{1, {{1, 2}, "other"}})));
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "and now has chunks of 1, 2 bytes"));
+  EXPECT_THAT(links->take_events(), ::testing::Contains(HasSubstr("does not fit any more")))
+      << "nobody waits for the connection any more, so a log line must say it";
+}
+
+TEST_F(FakeHostTest, a_stranger_at_the_address_of_a_lost_host_does_not_end_the_attempts) {
+  const auto links = this->links();
+  {
+    const auto peer = handshake();
+    send_all(*peer);
+    ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  }
+  Bytes greeting = make_greeting({});
+  greeting[8] = 9;  // the protocol, which nothing proves
+  accept()->send(greeting);
+  const auto peer = handshake();
+  send_all(*peer);
+  EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
 }
 
 }  // namespace

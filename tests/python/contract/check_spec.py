@@ -368,6 +368,15 @@ def test_state_groups_are_recognised_by_their_layers(vllm_config: Any) -> None:
     made.shutdown()
 
 
+def test_ranks_with_different_chunks_are_refused() -> None:
+    texts = [
+        identity.worker_fingerprint(offloading_config(blocks_per_chunk=each), "cpu", "host", [[4096]], 100)
+        for each in (1, 4)
+    ]
+    with pytest.raises(ValueError, match="rank 1 has blocks_per_chunk 4, rank 0 has 1"):
+        identity.merge_fingerprints(texts)
+
+
 def test_ranks_with_different_hash_algorithms_are_refused(vllm_config: Any) -> None:
     first = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
