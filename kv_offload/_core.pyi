@@ -164,6 +164,7 @@ class TierSpec:
     compress: str  # auto | none | zstd | lossy:E, E: a relative error; default: "none"
     accepted_error: float  # largest relative error of a record that may be read; default: the E of compress
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
+    exact_groups: Sequence[bool]  # by group position: stored without loss all the same; default: False
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
 
 def measure_codec() -> tuple[float, float]:

@@ -210,6 +210,17 @@ class OffloadConfig(BaseModel):
                 raise ValueError(f"name {place} more than once; each tier needs its own {key}")
         return value
 
+    @field_validator("secondary_tiers")
+    @classmethod
+    def _one_lossy_tier(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        lossy = [f"{tier.label()} (lossy:{tier.max_error():g})" for tier in value if tier.max_error()]
+        if len(lossy) > 1:
+            raise ValueError(
+                f"have {len(lossy)} lossy tiers, {' and '.join(lossy)}: a chunk that moves from one to the "
+                "other would lose twice; set compress to lossy:E for one tier only"
+            )
+        return value
+
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> "OffloadConfig":
         """Returns the configuration in vLLM's ``kv_connector_extra_config``.

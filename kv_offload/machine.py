@@ -117,8 +117,9 @@ def cautions(config: OffloadConfig) -> list[str]:
     if config.max_error():
         texts.append(
             f"LOSSY RECORDS: KV cache that is loaded from {', '.join(config.lossy_tiers())} differs from the "
-            f"computed one by a relative error of up to {config.max_error():g}, so answers may differ. All "
-            "tiers of this server use a separate namespace, which servers without loss never read"
+            f"stored one by a relative error of up to {config.max_error():g}, so answers may differ. A chunk "
+            "that the tier evicts and stores again loses again. All tiers of this server use a separate "
+            "namespace, which servers without loss never read"
         )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None

@@ -468,14 +468,19 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
 
 def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
     """True if a layer's cache has unquantized 16-bit keys and values per head, on which the lossy codec was
-    measured. Latent caches (MLA) are excluded.
+    measured. Other caches, e.g. latent ones (MLA) and states in the form of a window, are excluded.
 
     Passes on vLLM's exceptions for unusual layers.
     """
     if layer_element(layer, vllm_config) == "bytes":
         return False
-    kinds = type(layer.get_kv_cache_spec(vllm_config)).__mro__
-    return not any("MLA" in kind.__name__ for kind in kinds)
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return (
+        type(spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+        and getattr(spec, "head_size_v", spec.head_size) not in (0, None)
+        and getattr(spec, "state_content_bytes", None) is None
+        and getattr(spec, "tokens_per_state", 1) == 1
+    )
 
 
 def layer_cache(layer: Any) -> Any | None:

@@ -263,8 +263,8 @@ class KVOffloadSpec(OffloadingSpec):
     ) -> "list[TierSpec]":
         """Returns the specs of the tiers."""
         options = self._options
-        elements, lossy = merged["elements"], _lossy_elements(merged)
-        exact = [position for position, name in enumerate(lossy) if name == "bytes"]
+        exact_groups = _exact_groups(merged)
+        exact = [position for position, is_exact in enumerate(exact_groups) if is_exact]
         if options.max_error() and exact:
             logger.warning(
                 "cache groups %s are stored without loss: the lossy codec does not support them", exact
@@ -274,8 +274,9 @@ class KVOffloadSpec(OffloadingSpec):
             for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
         tenants = options.tenant_table()
-        for tier, config in zip(tiers, options.secondary_tiers, strict=True):
-            tier.elements = lossy if config.max_error() else elements
+        for tier in tiers:
+            tier.elements = merged["elements"]
+            tier.exact_groups = exact_groups
             tier.accepted_error = options.max_error()
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory
@@ -351,13 +352,10 @@ def _layout_words(merged: Mapping[str, Any]) -> list[str]:
     return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
 
 
-def _lossy_elements(merged: Mapping[str, Any]) -> list[str]:
-    """Returns the element type of each group for a lossy tier; "bytes", stored without loss, where the codec
-    must not be used."""
-    return [
-        name if may_lose else "bytes"
-        for name, may_lose in zip(merged["elements"], merged["may_lose"], strict=True)
-    ]
+def _exact_groups(merged: Mapping[str, Any]) -> list[bool]:
+    """Returns for each group whether a lossy tier stores it without loss."""
+    pairs = zip(merged["elements"], merged["may_lose"], strict=True)
+    return [name == "bytes" or not may_lose for name, may_lose in pairs]
 
 
 def _log_layout(merged: Mapping[str, Any]) -> None:

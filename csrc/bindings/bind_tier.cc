@@ -58,7 +58,8 @@ RecordFormOptions TierSpec::form() const {
   RecordFormOptions form{.keys = keys_from(encryption_key_files, tenant_key_files),
                          .max_error = std::max(accepted_error, max_error)};
   if (compress == Compress::kNone) return form;
-  CompressionOptions options{.compress = compress, .max_error = max_error, .elements = elements};
+  CompressionOptions options{
+      .compress = compress, .max_error = max_error, .exact = exact_groups, .elements = elements};
   // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
   struct Cores {
     SteadyClock clock;
@@ -114,6 +115,7 @@ void bind_tier(py::module_& module) {
             self.max_error = max_error;
           })
       .def_readwrite("accepted_error", &TierSpec::accepted_error)
+      .def_readwrite("exact_groups", &TierSpec::exact_groups)
       .def_property(
           "elements",
           [](const TierSpec& self) {

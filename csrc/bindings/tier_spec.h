@@ -30,6 +30,7 @@ struct TierSpec {
   double max_error = 0;                // of kLossy
   double accepted_error = 0;           // of records that are read: RecordFormOptions::max_error
   std::vector<Element> elements;       // by group position
+  std::vector<bool> exact_groups;      // by group position: stored without loss all the same
   bool memory_outlives = false;        // see FsTierOptions
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;

@@ -38,6 +38,8 @@ struct CompressionOptions {
   // kLossy only: the bound of LossyCodec. Records of other elements, and records over the bound, are encoded
   // without loss.
   double max_error = 0;
+  // By position of the group: encoded without loss all the same. False for a group without an entry.
+  std::vector<bool> exact{};
   // By position of the group; kBytes for a group without an entry.
   std::vector<Element> elements{};
   // What kAuto assumes until records were encoded and decoded.
@@ -76,8 +78,11 @@ class CompressionChoice {
   explicit CompressionChoice(const CompressionOptions& options) : options_(options) {}
 
   Compress setting() const { return options_.compress; }
-  // 0: records must not lose anything.
-  double max_error() const { return options_.compress == Compress::kLossy ? options_.max_error : 0; }
+  // 0: records of this group must not lose anything.
+  double max_error(std::uint32_t group) const {
+    const bool exact = group < options_.exact.size() && options_.exact[group];
+    return options_.compress == Compress::kLossy && !exact ? options_.max_error : 0;
+  }
   const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
   Element element(std::uint32_t group) const {
     return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;

@@ -27,12 +27,15 @@ KV_OFFLOAD_INLINE std::uint32_t to_bf16(float value) {
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-// Scaling by 2^112 moves the exponent into place, for subnormal numbers too.
+// No operand or result is a subnormal float32: a thread may treat those as zeros (DAZ and FTZ, which some
+// libraries set).
 KV_OFFLOAD_INLINE float of_fp16(std::uint32_t bits) {
-  const std::uint32_t magnitude = (bits & 0x7FFF) << 13;
-  const float scaled = std::bit_cast<float>(magnitude) * 0x1p112F;
+  const std::uint32_t magnitude = bits & 0x7FFF;
+  const std::uint32_t normal = (magnitude << 13) + (112U << 23);
+  const std::uint32_t small =
+      std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24F);
   const std::uint32_t found =
-      magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : std::bit_cast<std::uint32_t>(scaled);
+      magnitude >= 0x7C00 ? magnitude << 13 | 0x7F800000 : (magnitude < 0x0400 ? small : normal);
   return std::bit_cast<float>(found | (bits & 0x8000) << 16);
 }
 
@@ -127,10 +130,7 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
   std::memset(q, 0, kQuantizedGroup);
   if (norm == 0) {
     // Squares of tiny numbers are zero, too: only zeros are coded as zeros.
-    for (const float value : values) {
-      if (value != 0) return kExactGroup;
-    }
-    return 1;
+    return largest_bits == 0 ? 1 : kExactGroup;
   }
   if (!(norm <= std::numeric_limits<float>::max())) return kExactGroup;  // NaN, too
   const float bound = norm * max_error * max_error * kSearchMargin;
@@ -223,6 +223,7 @@ void GroupLosses::add(const std::byte* numbers, const std::byte* restored, Eleme
   constexpr std::size_t kBytes = 2 * kQuantizedGroup;
   const bool same = std::memcmp(numbers, restored, kBytes) == 0;
   double error = 0, norm = 0;
+  bool all_zero = true;
   for (std::size_t i = 0; i < kBytes; i += 2) {
     std::uint16_t before, after;
     std::memcpy(&before, numbers + i, 2);
@@ -232,12 +233,13 @@ void GroupLosses::add(const std::byte* numbers, const std::byte* restored, Eleme
     const double difference = (bf16 ? of_bf16(after) : of_fp16(after)) - value;
     error += difference * difference;
     norm += value * value;
+    all_zero = all_zero && ((before | after) & 0x7FFF) == 0;
   }
   if (same) {
     if (std::isfinite(norm)) squared_norm += norm;
     return;
   }
-  if (error == 0 && norm == 0) return;  // the signs of zeros
+  if (all_zero) return;  // the signs of zeros
   const double loss = norm > 0 ? std::sqrt(error / norm) : std::numeric_limits<double>::infinity();
   largest = std::isfinite(loss) ? std::fmax(largest, loss) : std::numeric_limits<double>::infinity();
   squared_error += error;

@@ -128,7 +128,8 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, double
   if (!(losses.largest <= max_error) || static_cast<double>(used) * PayloadCodec::kMinRatio > raw_bytes)
     return status;
   loss->largest = rounded_up(losses.largest);
-  loss->rms = losses.squared_norm > 0 ? rounded_up(std::sqrt(losses.squared_error / losses.squared_norm)) : 0;
+  const double rms = losses.squared_norm > 0 ? std::sqrt(losses.squared_error / losses.squared_norm) : 0;
+  loss->rms = std::min(rounded_up(rms), loss->largest);  // rounding of the sums may exceed it
   *bytes = used;
   return status;
 }

@@ -14,7 +14,7 @@
 // docs/record-format.md specifies the encoded payload. Nothing in it is used as a size or an offset before it
 // was checked.
 //
-// Threads: any, several at once. The working memory of a call (about 2 MiB) is kept for later calls.
+// Threads: any, several at once. The working memory of a call (about 2.5 MB) is kept for later calls.
 #pragma once
 
 #include <cstdint>

@@ -76,30 +76,30 @@ Status OutgoingRecord::encode() {
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
   // A payload that cannot be encoded is stored raw, also when memory runs out.
-  const bool may_lose = choice->max_error() > 0 && LossyCodec::handles(header_.element);
+  const bool may_lose = choice->max_error(op_.group) > 0 && LossyCodec::handles(header_.element);
   const std::uint64_t room = std::max(PayloadCodec::encoded_bytes_at_most(op_.shards),
                                       may_lose ? LossyCodec::encoded_bytes_at_most(op_.shards) : 0) +
                              kPageBytes;
   if (!take_buffer(std::max(header_.payload_bytes, room))) return Status::ok();
   const std::span<std::byte> out(buffer_->data() + kRecordHeaderBytes, buffer_->size() - kRecordHeaderBytes);
   const Nanos began = choice->clock().now();
-  const std::uint64_t bytes = encode_into(out);
+  const std::optional<std::uint64_t> bytes = encode_into(out);
   const double seconds = to_seconds(choice->clock().now() - began);
-  const std::uint64_t pages = round_up(bytes, kPageBytes);
-  const bool gains = bytes != 0 && pages < header_.payload_bytes;
-  attempt_ = EncodeAttempt{gains ? pages : header_.payload_bytes, seconds};
+  const std::uint64_t pages = round_up(bytes.value_or(0), kPageBytes);
+  const bool gains = pages != 0 && pages < header_.payload_bytes;
+  if (bytes) attempt_ = EncodeAttempt{gains ? pages : header_.payload_bytes, seconds};
   if (!gains) {
     header_.codec = Codec::kRaw;
     header_.loss = {};
     return Status::ok();
   }
-  std::memset(out.data() + bytes, 0, pages - bytes);
-  header_.stored_bytes = bytes;
+  std::memset(out.data() + *bytes, 0, pages - *bytes);
+  header_.stored_bytes = *bytes;
   return Status::ok();
 }
 
-std::uint64_t OutgoingRecord::encode_into(std::span<std::byte> out) {
-  const double max_error = form_.compression()->max_error();
+std::optional<std::uint64_t> OutgoingRecord::encode_into(std::span<std::byte> out) {
+  const double max_error = form_.compression()->max_error(op_.group);
   std::uint64_t bytes = 0;
   if (max_error > 0 && LossyCodec::handles(header_.element)) {
     header_.codec = Codec::kLossy;
@@ -109,7 +109,7 @@ std::uint64_t OutgoingRecord::encode_into(std::span<std::byte> out) {
     header_.loss = {};
   }
   header_.codec = Codec::kSplitZstd;
-  if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return 0;
+  if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return std::nullopt;
   return bytes;
 }
 

@@ -114,8 +114,8 @@ class OutgoingRecord {
   };
   Status take_whole_record(const NamespaceId& namespace_id);
   // Encodes with loss if the form allows it and the element has a codec for that, otherwise without. Returns
-  // the bytes in `out`; 0: store the record raw.
-  std::uint64_t encode_into(std::span<std::byte> out);
+  // the bytes in `out`; 0: it would not become smaller; nullopt: memory ran out.
+  std::optional<std::uint64_t> encode_into(std::span<std::byte> out);
   bool take_buffer(std::uint64_t payload_bytes);
   Status encrypt_into_buffer();
 

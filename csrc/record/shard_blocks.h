@@ -67,7 +67,8 @@ class ShardBlocks {
     std::size_t shard = shard_, at = at_, done = 0;
     while (done < bytes()) {
       const std::size_t part = std::min(bytes() - done, shards_[shard].size() - at);
-      copy(shards_[shard].data() + at, scratch_ + done, part);
+      if (part > 0)
+        copy(shards_[shard].data() + at, scratch_ + done, part);  // an empty shard may have no address
       done += part;
       ++shard;
       at = 0;

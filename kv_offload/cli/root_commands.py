@@ -74,8 +74,8 @@ def stat(
     requests without a tenant belong to "other". In a bucket this sends a request for each record.
 
     With --loss it also shows how many records are lossy (compress lossy:E), their ratio, and the relative
-    errors that were measured when they were written: of all elements, and the largest of any 64. In a bucket
-    this sends a request for each record, too.
+    errors that were measured when they were written: the root mean square over the records, and the largest
+    of any 64 elements. In a bucket this sends a request for each record, too.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 

@@ -71,9 +71,14 @@ def test_a_server_with_a_lossy_tier_has_another_namespace_for_each_bound(tmp_pat
     spaces = {FACTS.with_max_error(error).namespace_id() for error in (0.0, 0.02, 0.05)}
     assert len(spaces) == 3
     assert FACTS.with_max_error(0.0) is FACTS
-    assert config_of(tmp_path, "zstd", "lossy:0.02", "lossy:0.1").max_error() == 0.1
+    assert config_of(tmp_path, "zstd", "lossy:0.1").max_error() == 0.1
     assert config_of(tmp_path, "zstd").max_error() == 0
     assert config_of(tmp_path).max_error() == 0
+
+
+def test_two_lossy_tiers_are_refused(tmp_path):
+    with pytest.raises(ValidationError, match=r"lossy:0\.02\) and .*lossy:0\.1\): a chunk that moves"):
+        config_of(tmp_path, "lossy:0.02", "lossy:0.1")
 
 
 def test_a_lossy_tier_causes_a_warning_that_names_it(tmp_path):

@@ -227,7 +227,7 @@ class FaultyFileOps : public FileOps {
 // Errors of a call that fails during a write. EDQUOT and EMFILE take the ways of ENOSPC and EIO, so
 // ThreadSanitizer, under which these tests take minutes, runs only those.
 inline std::vector<int> write_errors() {
-#ifdef __SANITIZE_THREAD__
+#ifdef KV_OFFLOAD_FEWER_ERRORS
   return {EIO, ENOSPC};
 #else
   return {EIO, ENOSPC, EDQUOT, EMFILE};
