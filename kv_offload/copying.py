@@ -13,7 +13,6 @@ and 0.2 KB per record of the destination.
 """
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
+from kv_offload.interrupts import Interrupts
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import MissingNamespaceError
 
@@ -265,31 +265,6 @@ class Outcome:
     at_source: bool = True
 
 
-class Interrupts:
-    """Within it, Ctrl-C raises no KeyboardInterrupt but is only recorded: writes in progress must end before
-    the destination is closed. Has no effect outside the main thread."""
-
-    def __init__(self) -> None:
-        self._previous: Any = None
-        self._is_set = False
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._record)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _record(self, *_: object) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        """Returns True after Ctrl-C."""
-        return self._is_set
-
-
 class Copier:
     """Copies the entries of a plan. ``open_source`` opens the source for one thread."""
 
@@ -306,7 +281,7 @@ class Copier:
         encrypted: bool | None,
         is_counted: bool = False,
         op_timeout: float = 0.0,
-        interrupts: "Interrupts | None" = None,
+        interrupts: Interrupts | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``is_counted``: the destination may be unavailable while another process counts its bytes.

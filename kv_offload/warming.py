@@ -222,7 +222,8 @@ class Sender:
         self._connections = Connections()
         self._lock = threading.Lock()
         self._left = iter(prompts)
-        self._outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()  # None: a thread has ended
+        # None: a thread has ended; True: the reader is to end.
+        self._outcomes: queue.SimpleQueue[Outcome | bool | None] = queue.SimpleQueue()
         # Daemons: a thread that is connecting to a dead host does not delay the exit.
         self._threads = [
             threading.Thread(target=self._send_all, daemon=True)
@@ -230,7 +231,8 @@ class Sender:
         ]
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Starts to send; yields each outcome until every prompt was sent or the server is unreachable."""
+        """Starts to send; yields each outcome until every prompt was sent, the server is unreachable or
+        ``interrupt`` is called."""
         for thread in self._threads:
             thread.start()
         running = len(self._threads)
@@ -238,8 +240,14 @@ class Sender:
             outcome = self._outcomes.get()
             if outcome is None:
                 running -= 1
-            else:
+            elif isinstance(outcome, Outcome):
                 yield outcome
+            else:
+                return
+
+    def interrupt(self) -> None:
+        """Ends ``outcomes`` after those that are complete. May be called in a signal handler."""
+        self._outcomes.put(True)  # takes no lock: SimpleQueue allows this while the same thread reads
 
     def stop(self) -> list[Outcome]:
         """Aborts the requests in progress; returns the outcomes that were not read."""
@@ -251,7 +259,7 @@ class Sender:
         unread = []
         while not self._outcomes.empty():
             outcome = self._outcomes.get()
-            if outcome is not None:
+            if isinstance(outcome, Outcome):
                 unread.append(outcome)
         return unread
 

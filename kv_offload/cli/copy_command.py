@@ -259,7 +259,8 @@ class Command:
     def _copy(
         self, source: "Root", namespace: "CopiedNamespace", epoch: str, report: dict[str, Any]
     ) -> dict[str, Any]:
-        from kv_offload.copying import Copier, CopyError, Interrupts, open_importer
+        from kv_offload.copying import Copier, CopyError, open_importer
+        from kv_offload.interrupts import Interrupts
 
         importer = open_importer(self._to_tier, namespace, self._bound)
         try:

@@ -71,6 +71,7 @@ def warm(
 
     Exit status: 0 all prompts were processed; 1 some were not, or the server cannot be reached; 2 wrong use.
     """
+    from kv_offload.interrupts import Interrupts
     from kv_offload.warming import Sender, Server
 
     server = Server(url, _api_key(api_key_env), timeout)
@@ -80,10 +81,9 @@ def warm(
     sender = Sender(server, prompts, model or "", concurrency)
     totals = Totals(len(prompts))
     began = time.monotonic()
-    try:
+    with Interrupts(sender.interrupt) as interrupts:  # an exception could lose an outcome on its way
         _receive(sender, totals)
-    except KeyboardInterrupt:
-        totals.interrupted = True
+    totals.interrupted = interrupts.is_set()
     for outcome in sender.stop():
         totals.add(outcome)
     totals.seconds = time.monotonic() - began

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_offload.cli import app
+from kv_offload.cli.warm_command import Totals
 from kv_offload.prompt_file import read_prompts
 from kv_offload.warming import Sender, Server
 
@@ -395,6 +396,18 @@ def test_ctrl_c_ends_with_what_was_done(server):
     assert found["failures"] == []
     assert ended.wait(60)
     assert [body["prompt"] for body in server.bodies()] == ["a", "b"]
+
+
+def test_a_response_counts_that_arrives_with_ctrl_c(server, monkeypatch):
+    counted = Totals.add
+
+    def add(totals, outcome):
+        os.kill(os.getpid(), signal.SIGINT)
+        counted(totals, outcome)
+
+    monkeypatch.setattr(Totals, "add", add)
+    found = report(server.url, {"prompt": "a"})
+    assert (found["interrupted"], found["processed"], found["not_processed"]) == (True, 1, 0)
 
 
 def test_a_late_response_fails_the_prompt(server):
