@@ -38,6 +38,7 @@ struct Link {
   RemoteHost host;
   State state = State::kNoEndpoint;
   std::optional<HostEndpoint> endpoint;
+  // Why it is not connected. A new attempt does not hide why the last one failed.
   std::string problem = "rank 0 does not know its address yet";
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
@@ -168,6 +169,7 @@ void HostLinks::Impl::step(Link& link, Nanos now) {
       if (text.empty()) return;
       link.endpoint = parse_endpoint(text);
       if (!link.endpoint) return refuse(link, "rank 0 gave an invalid address");
+      link.problem = "the connection has not been established yet";
       return connect(link, now);
     }
     case State::kPausing:
@@ -199,7 +201,6 @@ void HostLinks::Impl::connect(Link& link, Nanos now) {
   link.socket = start_connect(link.endpoint->address, link.endpoint->port, &error);
   if (error != 0) return lose(link, fmt::format("cannot connect: {}", std::strerror(error)), now);
   link.state = State::kConnecting;
-  link.problem = "the connection has not been established yet";
   link.deadline = now + options.connect_timeout;
 }
 
@@ -227,7 +228,6 @@ void HostLinks::Impl::greet(Link& link, Nanos now) {
   link.arrived.clear();
   link.joined = false;
   link.state = State::kJoining;
-  link.problem = "its ranks have not all started";
   link.deadline = now + options.silence;
   read(link, now);
 }
@@ -311,6 +311,7 @@ void HostLinks::Impl::join(Link& link, ByteSpan body) {
                   given->first_rank, link.host.ranks, link.host.first_rank);
   }
   link.joined = true;
+  link.problem = "its ranks have not all started";
 }
 
 void HostLinks::Impl::publish(Link& link, ByteSpan body) {

@@ -390,6 +390,8 @@ TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {
   peer->read(kAnswerBytes);
   writer_ = std::make_unique<FrameWriter>(session_key(HostSecret{}, nonce, HostNonce{}));
   send_all(*peer);
+  EXPECT_TRUE(peer->has_ended());
+  const auto next_attempt = accept();  // which does not hide the reason
   EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "authentication of a message failed"));
   EXPECT_FALSE(scheduler_->is_published(1));
 }

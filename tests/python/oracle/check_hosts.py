@@ -203,7 +203,8 @@ def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pyte
                 links[0].restore()
                 step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
                 assert engine.scheduler.reset_prefix_cache()
-            assert all(ask_again(engine, asked)) or all(ask_again(engine, asked))
+            # A busy machine may notice the last cut only now.
+            step_until(engine, lambda: all(ask_again(engine, asked)))
             _check_at_rest(engine)
         finally:
             engine.shutdown()
