@@ -6,11 +6,14 @@
 
 Serves a generated model with vLLM on CPU. Clients play conversations (see multi_turn.py: a turn's prompt is
 the whole session so far and a new question). Each turn is sent to a replica drawn from a seeded generator:
-the same turn is sent to the same replica in all settings except "one" and "sticky".
+the same turn is sent to the same replica in all settings except "one", "sticky" and "hashed".
 
     one        one server with a directory, the cores and the memory of all replicas
     apart      replicas, each with its own directory: the baseline
-    sticky     the same replicas, but all turns of a conversation use one replica
+    sticky     the same replicas, but all turns of a conversation use one replica, and the conversations that
+               are played at the same time use different ones
+    hashed     the same, but the replica of a conversation is drawn: two conversations may meet on one core,
+               as turns do in the settings below (only with --memory-only)
     memory     replicas that share their host memory (only with --memory-only)
     directory  replicas that share a directory
     redis, s3  replicas that share a server on this machine (redis-server, SeaweedFS)
@@ -51,9 +54,9 @@ from kv_offload.exposition import Page
 
 LOOP = Loop("chat", shared=0, first=1024, more=256, answer=16)
 BASELINE = "apart"
-SETTINGS = ("one", BASELINE, "sticky", "memory", "directory", "redis", "s3")
-IN_MEMORY = ("one", BASELINE, "sticky", "memory")
-SERVERS_OF = {"sticky": BASELINE}  # settings without their own servers
+SETTINGS = ("one", BASELINE, "sticky", "hashed", "memory", "directory", "redis", "s3")
+IN_MEMORY = ("one", BASELINE, "sticky", "hashed", "memory")
+SERVERS_OF = {"sticky": BASELINE, "hashed": BASELINE}  # settings without their own servers
 SETTLE_SECONDS = 120
 
 HITS, MISSES = "kv_offload_hit_tokens_total", "kv_offload_miss_tokens_total"
@@ -123,14 +126,22 @@ def settle(servers: Sequence[LocalServer]) -> None:
 
 
 def router(name: str, servers: Sequence[LocalServer], seed: int) -> Callable[[int, int], LocalServer]:
-    """Returns the routing function of a setting; the same for every setting but ``sticky`` and ``one``."""
+    """Returns the routing function of a setting; the same for every setting without an own rule."""
 
     def route(session: int, turn: int) -> LocalServer:
         if name == "sticky":
             return servers[session % len(servers)]
+        if name == "hashed":
+            return random.Random(f"{seed} {session}").choice(servers)
         return random.Random(f"{seed} {session} {turn}").choice(servers)
 
     return route
+
+
+def conversations(name: str, number: int) -> int:
+    """Returns the seed of a round's conversations: settings that use the same servers have different ones."""
+    shared = (BASELINE, *SERVERS_OF)
+    return len(shared) * number + (shared.index(name) if name in SERVERS_OF else 0)
 
 
 def play_round(name: str, servers: Sequence[LocalServer], arguments: argparse.Namespace, seed: int) -> Round:
@@ -312,7 +323,11 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="for trying out: nothing is written")
     parser.add_argument("--directory", type=Path, help="where the directories are; default: a temporary one")
     arguments = parser.parse_args()
-    settings = IN_MEMORY if arguments.memory_only else tuple(name for name in SETTINGS if name != "memory")
+    settings = (
+        IN_MEMORY
+        if arguments.memory_only
+        else tuple(name for name in SETTINGS if name not in ("hashed", "memory"))
+    )
     names = [name for name in settings if not arguments.only or name in arguments.only]
     echo(describe_machine()["text"])
     rounds: dict[str, list[Round]] = {name: [] for name in names}
@@ -323,7 +338,7 @@ def main() -> None:
         servers = prepare(names, Setup(Path(directory), arguments), stack)
         for number in range(arguments.rounds):
             for name in names if number % 2 == 0 else names[::-1]:
-                seed = 2 * number + (name in SERVERS_OF)  # both settings use the same servers
+                seed = conversations(name, number)
                 taken = play_round(name, servers[name], arguments, seed)
                 rounds[name].append(taken)
                 echo(
