@@ -11,7 +11,7 @@
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
-#            preloaded)
+#            preloaded); without --long, not those whose threads other tests start too
 #   fuzz     libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
@@ -147,14 +147,15 @@ install_package() {
   # so that its core is compiled once, with assertions.
   .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
     -Ccmake.build-type=RelWithDebInfo -Cbuild.targets="_core;kv_offload_torch" -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
-    -Ccmake.define.KV_OFFLOAD_CUDA=OFF -Ccmake.define.KV_OFFLOAD_UNITY=ON
+    -Ccmake.define.KV_OFFLOAD_CUDA=OFF -Ccmake.define.KV_OFFLOAD_UNITY=ON \
+    "-Ccmake.define.KV_OFFLOAD_LONG=${KV_OFFLOAD_LONG:-OFF}"
 }
 
 # ---- stages ---------------------------------------------------------------
 # CMakePresets.json has the options of each build. Sanitizers find more at -O1 than at -O2, and need line numbers only.
 build() { # PRESET, targets, more CMake options...
   local folder=build/$1
-  cmake --preset "$1" "${@:3}" >"$folder.log" || { cat "$folder.log"; return 1; }
+  cmake --preset "$1" "-DKV_OFFLOAD_LONG=${KV_OFFLOAD_LONG:-OFF}" "${@:3}" >"$folder.log" || { cat "$folder.log"; return 1; }
   # shellcheck disable=SC2086  # a list
   ninja -C "$folder" -j "$jobs" --quiet $2
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The length of random tests: shorter under a sanitizer, which makes each step ten times slower, and shortest
-// under ThreadSanitizer, which looks for races and not for rare bytes; scaled by KV_OFFLOAD_SOAK=<factor> in
-// the environment.
+// The length of random tests: shorter under a sanitizer, where they look for errors of memory and not for
+// rare bytes and each step takes ten times as long; shortest under ThreadSanitizer, which looks for races.
+// Scaled by KV_OFFLOAD_SOAK=<factor> in the environment.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline constexpr bool kSanitized = false;
 #if defined(__SANITIZE_THREAD__) || __has_feature(thread_sanitizer)
 inline constexpr int kShorter = 40;
 #else
-inline constexpr int kShorter = kSanitized ? 8 : 1;
+inline constexpr int kShorter = kSanitized ? 20 : 1;
 #endif
 
 inline int rounds(int usual) {
