@@ -31,8 +31,10 @@ struct RemoteHost {
 class HostLinks {
  public:
   struct Options {
-    std::string version;                             // of this package
-    Nanos silence{std::chrono::seconds(10)};         // without a frame, after which a host counts as lost
+    std::string version;  // of this package
+    // Without a frame, after which a host counts as lost. Bounds how long a lookup waits for a report of that
+    // host. Three times HostAgent::Options::alive_interval, so that one late frame loses no host.
+    Nanos silence{std::chrono::seconds(3)};
     Nanos connect_timeout{std::chrono::seconds(5)};  // for a connection and the greeting
     // Pauses between two attempts: the first one, then twice as long each time up to the last.
     Nanos first_pause{std::chrono::milliseconds(50)};

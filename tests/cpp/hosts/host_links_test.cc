@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/refused_chunks.h"
+#include "cache/cache_types.h"
 #include "hosts/frame.h"
 #include "hosts/host_agent.h"
 #include "hosts/sockets.h"
@@ -430,6 +431,12 @@ TEST_F(FakeHostTest, a_host_that_falls_silent_is_lost) {
   const auto peer = handshake();
   EXPECT_TRUE(peer->has_ended());
   EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "nothing arrived for 0.001 s"));
+}
+
+TEST_F(FakeHostTest, a_silent_host_is_lost_before_a_lookup_times_out) {
+  const Nanos silence = HostLinks::Options{}.silence;
+  EXPECT_LT(silence, CacheOptions{}.lookup_timeout);
+  EXPECT_GE(silence, 3 * HostAgent::Options{}.alive_interval) << "a busy host would count as lost";
 }
 
 TEST_F(FakeHostTest, a_host_that_accepts_and_does_not_greet_is_named) {

@@ -210,6 +210,27 @@ def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pyte
             engine.shutdown()
 
 
+def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(1)
+    with linked(monkeypatch) as links:
+        # Only the loss of the host may end the wait for chunks that are being stored.
+        engine = boot(replace(TWO, extra={**TWO.extra, "lookup_timeout_ms": 1000 * PATIENCE_SECONDS}))
+        try:
+            links[0].hold()
+            assert ask_again(engine, asked) == [0]  # its results do not arrive
+            assert ask_again(engine, asked) == [0]
+            assert value(engine, "kv_offload_miss_tokens_total", "host_lost") > 0
+            assert value(engine, "kv_offload_miss_tokens_total", "deadline") == 0
+            links[0].release()
+            step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+            step_until(engine, lambda: ask_again(engine, asked) == [WHOLE])
+            _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
 @pytest.mark.parametrize(
     ("setting", "more"),
     [
