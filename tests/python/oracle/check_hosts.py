@@ -5,6 +5,7 @@ The fake model compares every byte that a request is about to read, and raises W
 has a region with its own name; it reaches the scheduler over the loopback interface only.
 """
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from oracle.check_oracle import (  # noqa: E402
     boot,
     live,
 )
+from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.drive import total  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
@@ -227,6 +229,43 @@ def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
             step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
             step_until(engine, lambda: ask_again(engine, asked) == [WHOLE])
             _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+def test_a_late_failure_of_a_store_leaves_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
+    )
+    describing = {**TWO.extra, "self_describing_kv_events": True}
+    with linked(monkeypatch) as links:
+        engine = boot(replace(TWO, events=True, extra=describing, wrap_worker=FailingStores))
+        try:
+            links[0].hold()
+            ask_again(engine, prompts(1))
+            assert payloads(engine) != [], "the failure on the other host is known already"
+            links[0].release()
+            step_until(engine, lambda: payloads(engine) == [])
+            assert not engine.manager._unreported
+        finally:
+            engine.shutdown()
+
+
+def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
+    )
+    describing = {**TWO.extra, "self_describing_kv_events": True}
+    with linked(monkeypatch) as links:
+        engine = boot(replace(TWO, events=True, extra=describing))
+        try:
+            links[0].hold()
+            ask_again(engine, prompts(1))
+            stored = payloads(engine)
+            links[0].release()
+            step_until(engine, lambda: not engine.manager._unreported)
+            assert payloads(engine) == stored != []
+            assert engine.manager._cache.absent(stored) == []
         finally:
             engine.shutdown()
 
