@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
@@ -24,6 +26,7 @@ from kv_offload.specs import hosts as specs_hosts  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 from oracle import faults  # noqa: E402
+from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
     FULL,
     HYBRID,
@@ -34,7 +37,6 @@ from oracle.check_oracle import (  # noqa: E402
     boot,
     live,
 )
-from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.drive import total  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
@@ -289,8 +291,48 @@ def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, A
 def test_a_host_that_does_not_announce_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.2)
     monkeypatch.setattr(specs_hosts, "_rendezvous_store", HashStore)  # one for each rank
-    with pytest.raises(_core.ResourceError, match=r"host 1 of this engine \(ranks 1 to 1\) did not announce"):
+    with pytest.raises(
+        _core.ResourceError, match=r"host 1 of this engine \(rank 1\) did not announce its address"
+    ):
         boot(TWO)
+
+
+def test_all_hosts_that_do_not_announce_themselves_are_named_after_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 1.0)
+    waits: list[float] = []
+
+    class Store:
+        """Each wait takes as long as it may."""
+
+        def wait(self, keys: list[str], limit: timedelta) -> None:
+            waits.append(limit.total_seconds())
+            clock.append(clock[-1] + waits[-1])
+            raise RuntimeError("Wait timeout")
+
+    clock = [0.0]
+    monkeypatch.setattr(specs_hosts, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    with pytest.raises(
+        _core.ResourceError,
+        match=r"host 1 of this engine \(ranks 2 to 3\), host 2 of this engine \(ranks 4 to 5\), "
+        r"host 3 of this engine \(ranks 6 to 7\) did not announce their addresses within 1 s",
+    ):
+        specs_hosts._await_endpoints(Store(), "kv_offload/0/", specs_hosts.Hosts(4, 0, 2))
+    assert waits == [1.0, specs_hosts.LEAST_WAIT_SECONDS, specs_hosts.LEAST_WAIT_SECONDS]
+
+
+def test_a_host_that_announced_itself_is_used_after_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("kv_offload/0/2", "127.0.0.1 2 00")
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.2)
+    with pytest.raises(_core.ResourceError, match=r"^host 1 of this engine \(rank 1\) did not announce"):
+        specs_hosts._await_endpoints(store, "kv_offload/0/", specs_hosts.Hosts(3, 0, 1))
+    store.set("kv_offload/0/1", "127.0.0.1 1 00")
+    assert specs_hosts._await_endpoints(store, "kv_offload/0/", specs_hosts.Hosts(3, 0, 1)) == {
+        1: "127.0.0.1 1 00",
+        2: "127.0.0.1 2 00",
+    }
 
 
 def test_a_host_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
