@@ -182,6 +182,15 @@ TEST_F(RanksOnHosts, a_scheduler_learns_the_ranks_of_its_host_from_a_worker) {
   EXPECT_THROW((void)scheduler->area(2), InvalidArgument);
 }
 
+TEST_F(RanksOnHosts, a_rank_says_that_the_scheduler_started_first) {
+  RegionOptions unknown = host(0);
+  unknown.local_ranks = 0;
+  const auto scheduler = HostRegion::attach_scheduler(unknown);
+  EXPECT_THAT(message_of<InvalidArgument>([&] { worker(0); }),
+              HasSubstr("2 of the 4 ranks run on this host, and the host memory region was made for all of "
+                        "them: the scheduler started before"));
+}
+
 TEST_F(RanksOnHosts, a_region_of_one_host_has_all_ranks) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   EXPECT_FALSE(scheduler->spans_hosts());

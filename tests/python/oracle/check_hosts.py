@@ -8,6 +8,7 @@ has a region with its own name; it reaches the scheduler over the loopback inter
 import functools
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch.distributed import HashStore
 adapter.use_specs()
 
 from kv_offload.specs import hosts as specs_hosts  # noqa: E402
+from kv_offload.specs import spec as specs_spec  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 from oracle import faults  # noqa: E402
@@ -376,3 +378,30 @@ def test_another_version_on_another_host_is_named(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(_core.ResourceError, match=r"has vllm-kv-offload 0\.0\.9 and this host"):
         boot(TWO)
+
+
+@pytest.mark.parametrize("ranks_here", [1, 2])
+def test_ranks_that_are_missing_are_named_with_what_to_do(
+    ranks_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs_spec, "RANKS_DEADLINE_SECONDS", 0.2)
+
+    monkeypatch.setattr(specs_hosts, "connect_scheduler", lambda hosts, region: None)
+    config = SimpleNamespace(
+        extra_config=TWO.extra,
+        engine_id=f"oracle-{uuid.uuid4()}",
+        parallel=SimpleNamespace(world_size=2),
+    )
+    spec = object.__new__(specs_spec.KVOffloadSpec)
+    spec.config = config
+    spec._options = specs_spec.OffloadConfig.from_extra_config(TWO.extra)
+    spec.replicated_layout = False
+    rank_0 = _core.HostRegion.attach_worker(
+        config.engine_id, 1 << 20, 2, 2, 0, [4096], "rank 0", local_ranks=ranks_here
+    )
+    with pytest.raises(_core.ResourceError, match="these have not attached") as caught:
+        spec._attach()
+    del rank_0
+    text = str(caught.value)
+    assert "1 (waited 0.2 s): look into their logs; the scheduler needs its ranks" in text
+    assert ("use --nnodes" in text) == (ranks_here == 2)
