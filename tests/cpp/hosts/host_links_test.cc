@@ -336,6 +336,24 @@ class FakeHostTest : public HostsTest {
       return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << status.to_string();
   }
+  // Connects several times, and returns the pauses after the losses of all connections but the last.
+  std::vector<std::string> pauses_between_connections(const HostLinks::Options& options, int connections) {
+    const auto links = this->links(options);
+    for (int i = 0; i < connections; ++i) {
+      const auto peer = handshake();
+      send_all(*peer);
+      EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+    }
+    std::vector<std::string> pauses;
+    for (const std::string& event : links->take_events()) {
+      const std::string before = "next attempt after ";
+      const std::size_t at = event.find(before);
+      if (at != std::string::npos) pauses.push_back(event.substr(at + before.size()));
+    }
+    if (pauses.size() == static_cast<std::size_t>(connections))
+      pauses.pop_back();  // the last may be lost, too
+    return pauses;
+  }
   // Connects, sends this frame after the join, and expects that the host is refused for this reason.
   void expect_refused(FrameType type, ByteSpan body, const char* text) {
     const auto links = this->links();
@@ -525,6 +543,20 @@ TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "and now has chunks of 1, 2 bytes"));
   EXPECT_THAT(links->take_events(), ::testing::Contains(HasSubstr("does not fit any more")))
       << "nobody waits for the connection any more, so a log line must say it";
+}
+
+TEST_F(FakeHostTest, the_pause_grows_while_connections_do_not_last) {
+  HostLinks::Options made = link_options();
+  made.last_pause = std::chrono::milliseconds(4);
+  made.lasting = std::chrono::hours(24);
+  EXPECT_THAT(pauses_between_connections(made, 5), ElementsAre("0.001 s", "0.002 s", "0.004 s", "0.004 s"));
+}
+
+TEST_F(FakeHostTest, the_first_pause_follows_a_connection_that_lasted) {
+  HostLinks::Options made = link_options();
+  made.last_pause = std::chrono::milliseconds(4);
+  made.lasting = Nanos(0);
+  EXPECT_THAT(pauses_between_connections(made, 4), ElementsAre("0.001 s", "0.001 s", "0.001 s"));
 }
 
 TEST_F(FakeHostTest, a_stranger_at_the_address_of_a_lost_host_does_not_end_the_attempts) {
