@@ -145,7 +145,7 @@ class HostLinks:
         hosts: Sequence[tuple[int, int]],  # (first rank, number of ranks) of each other host
         *,
         version: str,  # of this package
-        silence_seconds: float = 10.0,  # a host that sends nothing for so long is lost
+        silence_seconds: float = 3.0,  # a host that sends nothing for so long is lost
     ) -> None: ...
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the hosts that are missing or do not fit, and why."""

@@ -28,20 +28,24 @@ def check_machine(
     *,
     shm_directory: str = "/dev/shm",
     record_bytes: int = 0,
+    hosts: int = 1,
     headroom: Headroom | None = None,
 ) -> list[str]:
     """Returns why this machine cannot serve ``config``, one sentence for each reason; empty if it can.
 
     Allocates and writes nothing. ``record_bytes``: size of the largest record with its header; 0 if unknown.
+    ``hosts``: number of hosts of the engine, each with the same share of its ranks and its host memory.
     ``headroom`` replaces the core's measurement of host memory.
     """
     if headroom is None:
         headroom = host_memory
     problems = []
     available, limited_by = headroom(shm_directory)
-    if config.cpu_bytes_to_use > available:
+    needed = config.cpu_bytes_to_use // hosts
+    if needed > available:
+        each = f" on each of {hosts} hosts" if hosts > 1 else ""
         problems.append(
-            f"cpu_bytes_to_use asks for {format_bytes(config.cpu_bytes_to_use)} of host memory, "
+            f"cpu_bytes_to_use asks for {format_bytes(needed)} of host memory{each}, "
             f"{format_bytes(available)} are available ({limited_by}): lower cpu_bytes_to_use or "
             f"{_memory_remedy(limited_by)}"
         )

@@ -8,6 +8,7 @@ the scheduler builds its manager before that, and the manager needs the layouts 
 """
 
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,8 @@ from . import compat
 if TYPE_CHECKING:
     from kv_offload._core import HostAgent, HostLinks, HostRegion
 
-HOSTS_DEADLINE_SECONDS = 120.0  # for a host to join at start
+HOSTS_DEADLINE_SECONDS = 120.0  # for all hosts together to join at start
+LEAST_WAIT_SECONDS = 0.1  # for the answer of the store after the deadline; it takes 0 as no limit
 
 
 @dataclass(frozen=True)
@@ -105,26 +107,44 @@ def connect_rank(
         store = _rendezvous_store()
     name = f"kv_offload/{config.parallel.data_parallel_index}/"  # replicas may share the store
     if rank == 0:
-        for host, (first, ranks) in enumerate(hosts.others, 1):
-            region.set_endpoint(first, _await_endpoint(store, name + str(host), host, first, ranks))
+        for first, endpoint in _await_endpoints(store, name, hosts).items():
+            region.set_endpoint(first, endpoint)
         return None
     agent = _core.HostAgent(region, address=numeric_address(), version=__version__)
     store.set(name + str(hosts.own), agent.endpoint)
     return agent
 
 
-def _await_endpoint(store: Any, key: str, host: int, first: int, ranks: int) -> str:
+def _await_endpoints(store: Any, name: str, hosts: Hosts) -> dict[int, str]:
+    """Returns first rank -> endpoint of each other host. Raises ResourceError naming all that are missing."""
     from kv_offload import _core
 
-    try:
-        store.wait([key], timedelta(seconds=HOSTS_DEADLINE_SECONDS))
-        return bytes(store.get(key)).decode()
-    except RuntimeError as error:  # torch's error for a timeout and for a lost store
+    deadline = time.monotonic() + HOSTS_DEADLINE_SECONDS
+    endpoints: dict[int, str] = {}
+    missing: list[str] = []
+    cause: RuntimeError | None = None
+    for host, (first, ranks) in enumerate(hosts.others, 1):
+        try:
+            endpoints[first] = _await_endpoint(store, name + str(host), deadline - time.monotonic())
+        except RuntimeError as error:  # torch's error for a timeout and for a lost store
+            missing.append(f"host {host} of this engine ({_ranks_text(first, ranks)})")
+            cause = error
+    if missing:
+        address, log = ("its address", "its log") if len(missing) == 1 else ("their addresses", "their logs")
         raise _core.ResourceError(
-            f"host {host} of this engine (ranks {first} to {first + ranks - 1}) did not announce its address "
-            f"within {HOSTS_DEADLINE_SECONDS:g} s: look into its log; all hosts need this plugin and the "
-            f"same --kv-transfer-config ({error})"
-        ) from error
+            f"{', '.join(missing)} did not announce {address} within {HOSTS_DEADLINE_SECONDS:g} s: look into "
+            f"{log}; all hosts need this plugin and the same --kv-transfer-config ({cause})"
+        ) from cause
+    return endpoints
+
+
+def _await_endpoint(store: Any, key: str, seconds: float) -> str:
+    store.wait([key], timedelta(seconds=max(seconds, LEAST_WAIT_SECONDS)))
+    return bytes(store.get(key)).decode()
+
+
+def _ranks_text(first: int, ranks: int) -> str:
+    return f"rank {first}" if ranks == 1 else f"ranks {first} to {first + ranks - 1}"
 
 
 def connect_scheduler(hosts: Hosts | None, region: "HostRegion") -> "HostLinks | None":

@@ -117,6 +117,9 @@ class KVOffloadManager(OffloadingManager):
             self._cache.take_events()
         self._loaded: list[bytes] = []  # chunks of this step's loads, if vLLM publishes events
         self._unstored: list[bytes] = []  # vLLM may track payloads of these, although they are absent
+        # Completed stores that are neither published nor known to have failed: with ranks on other hosts, the
+        # report of a failure may follow.
+        self._unreported: set[bytes] = set()
         if self._options.describes_events and compat.tracks_pending_hits():
             self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
 
@@ -288,6 +291,8 @@ class KVOffloadManager(OffloadingManager):
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
         if self._options.describes_events:
             self._unstored += self._cache.absent(keys)
+            if self._hosts is not None:
+                self._unreported.update(keys)
 
     def _may_store(self, state: RequestState) -> bool:
         """True if no reset happened since the request was last looked up.
@@ -346,6 +351,7 @@ class KVOffloadManager(OffloadingManager):
             self._cache.reset()
         self._cache.forget_context()
         self._unstored.clear()  # vLLM drops all payloads itself
+        self._unreported.clear()
         self._loaded.clear()
         # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
         self._advertised.withdraw_all()
@@ -374,7 +380,12 @@ class KVOffloadManager(OffloadingManager):
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()
-        yield from self._advertised.translate(self._cache.take_events())
+        changes = self._cache.take_events()
+        if self._unreported:
+            for keys, on_tier, removed, _ in changes:
+                if not on_tier and not removed:
+                    self._unreported.difference_update(keys)
+        yield from self._advertised.translate(changes)
         if self._loaded:
             missing = set(self._cache.absent(self._loaded))
             yield from self._advertised.found([key for key in self._loaded if key not in missing])
@@ -393,6 +404,7 @@ class KVOffloadManager(OffloadingManager):
                 self._neighbours.poll(now)
             if self._hosts is not None:
                 self._hosts.poll()
+                self._note_late_failures()
         changes = self._metrics.drain()
         if not changes:
             return None
@@ -406,6 +418,11 @@ class KVOffloadManager(OffloadingManager):
             else:
                 stats.set_gauge(name, value, labels)
         return stats
+
+    def _note_late_failures(self) -> None:
+        failed = self._cache.absent(self._unreported)
+        self._unreported.difference_update(failed)
+        self._unstored += failed
 
     def config_info(self) -> Sequence[Mapping[str, str]]:
         """Returns the labels of ``vllm:kv_offload_config_info`` (0.33)."""

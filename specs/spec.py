@@ -235,9 +235,7 @@ class KVOffloadSpec(OffloadingSpec):
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
         except _core.ResourceError as error:
-            raise _core.ResourceError(
-                f"{error}; ranks on several hosts need --nnodes and the mp executor (Ray is not supported)"
-            ) from error
+            raise _core.ResourceError(f"{error}: {_rank_remedy(region, world_size)}") from error
         return region, links
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
@@ -338,6 +336,14 @@ class KVOffloadSpec(OffloadingSpec):
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def _rank_remedy(region: "HostRegion", world_size: int) -> str:
+    """Returns what to do about ranks that have not attached to the scheduler's region."""
+    remedy = "look into their logs; the scheduler needs its ranks to be started first, as vLLM does"
+    if region.local_ranks < world_size:
+        return remedy
+    return f"{remedy}. If they run on other hosts, use --nnodes and the mp executor (not Ray)"
 
 
 def _shards_per_area(merged: Mapping[str, Any]) -> int:

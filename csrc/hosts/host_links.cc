@@ -42,6 +42,7 @@ struct Link {
   std::string problem = "rank 0 does not know its address yet";
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
+  Nanos connected_at{0};
   Descriptor socket;
   Bytes unsent, arrived;
   std::unique_ptr<FrameReader> reader;
@@ -341,7 +342,8 @@ void HostLinks::Impl::set_connected(Link& link) {
       throw_invalid("it did not send the layout of rank {}", link.host.first_rank + i);
   }
   link.state = State::kConnected;
-  link.pause = Nanos(0);
+  link.connected_at = clock.now();
+  if (!link.was_connected) link.pause = Nanos(0);
   if (std::exchange(link.was_connected, true))
     add_event(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
 }
@@ -349,15 +351,19 @@ void HostLinks::Impl::set_connected(Link& link) {
 void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
   // Before the caller reads on: no lookup may hit while the host is lost.
   region->set_cut_off(true);
-  if (link.state == State::kConnected) {
-    add_event(fmt::format("lost the connection to {}: {}; all lookups are misses until it is back",
-                          name_of(link), problem));
-  }
+  const bool was_connected = link.state == State::kConnected;
   link.problem = problem;
   drop(link, now);
+  if (!was_connected) return;
+  add_event(fmt::format(
+      "lost the connection to {}: {}; all lookups are misses until it is back; next attempt after "
+      "{:.3g} s",
+      name_of(link), problem, to_seconds(link.pause)));
 }
 
 void HostLinks::Impl::drop(Link& link, Nanos now) {
+  // A connection that is lost again soon does not reset the pause.
+  if (link.state == State::kConnected && now - link.connected_at >= options.lasting) link.pause = Nanos(0);
   link.socket.reset();
   link.unsent.clear();
   link.arrived.clear();
@@ -368,7 +374,9 @@ void HostLinks::Impl::drop(Link& link, Nanos now) {
 }
 
 void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
-  lose(link, problem, clock.now());
+  region->set_cut_off(true);
+  link.problem = problem;
+  drop(link, clock.now());
   link.state = State::kUnfit;
   if (!link.was_connected) return;  // wait_until_connected() says so
   add_event(

@@ -31,12 +31,16 @@ struct RemoteHost {
 class HostLinks {
  public:
   struct Options {
-    std::string version;                             // of this package
-    Nanos silence{std::chrono::seconds(10)};         // without a frame, after which a host counts as lost
+    std::string version;  // of this package
+    // Without a frame, after which a host counts as lost. Bounds how long a lookup waits for a report of that
+    // host. Three times HostAgent::Options::alive_interval, so that one late frame loses no host.
+    Nanos silence{std::chrono::seconds(3)};
     Nanos connect_timeout{std::chrono::seconds(5)};  // for a connection and the greeting
-    // Pauses between two attempts: the first one, then twice as long each time up to the last.
+    // Pauses between two attempts: the first one, then twice as long each time up to the last. They begin
+    // again after a connection that lasted for `lasting`, and after the first one of all.
     Nanos first_pause{std::chrono::milliseconds(50)};
     Nanos last_pause{std::chrono::seconds(5)};
+    Nanos lasting{std::chrono::seconds(30)};
   };
 
   // Cuts the region off until all hosts are connected. Throws InvalidArgument if the hosts' ranks are not

@@ -209,11 +209,16 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
   std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kKept), std::back_inserter(*swept));
   headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
+  const bool is_part = options.local_ranks != 0 && options.local_ranks < options.num_workers;
+  const std::string here = is_part ? fmt::format(" for {} ranks, of which this host has {}",
+                                                 options.num_workers, options.local_ranks)
+                                   : "";
   throw_resource(
-      "host memory: {} ({} bytes) requested by cpu_bytes_to_use, {} bytes with the control page; "
+      "host memory: {} ({} bytes) requested by cpu_bytes_to_use{}, {} bytes{} with the control page; "
       "{} ({} bytes) available, limited by {}: {}",
-      format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
-      headroom.limited_by, remedy_for(headroom, options.shm_directory));
+      format_bytes(options.bytes), options.bytes, here, needed, is_part ? " here" : "",
+      format_bytes(headroom.bytes), headroom.bytes, headroom.limited_by,
+      remedy_for(headroom, options.shm_directory));
 }
 
 std::uint64_t memory_of(const ControlPage::Sizes& sizes) {

@@ -78,16 +78,16 @@ def device() -> Check:
     return Check("device", "note", f"host copier: {reason}")
 
 
-def memory(config: OffloadConfig | None) -> Check:
-    """Compares requested with available host memory."""
+def memory(config: OffloadConfig | None, hosts: int = 1) -> Check:
+    """Compares requested with available host memory. ``hosts``: number of hosts of the engine."""
     available, limited_by = host_memory()
     figures = {"available_bytes": available, "limited_by": limited_by}
     text = f"{format_bytes(available)} available ({limited_by})"
     if config is None:
         return Check("memory", "ok", text, figures)
     alone = config.model_copy(update={"secondary_tiers": ()})
-    problems = machine_problems(alone, headroom=lambda _: (available, limited_by))
-    asked = f"{format_bytes(config.cpu_bytes_to_use)} of {text}"
+    problems = machine_problems(alone, hosts=hosts, headroom=lambda _: (available, limited_by))
+    asked = f"{format_bytes(config.cpu_bytes_to_use // hosts)} of {text}"
     return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
 
 

@@ -62,6 +62,10 @@ def doctor(
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, to check metrics_port.")
     ] = 1,
+    hosts: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Hosts of the engine, which divide cpu_bytes_to_use."),
+    ] = 1,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the speed of disks and of copies.")
     ] = True,
@@ -98,7 +102,7 @@ def doctor(
         if kv_offloading_size is not None and config is None:
             fail("--kv-offloading-size needs --config: without it, vLLM uses its own spec", USAGE)
         options = DoctorOptions(
-            config, kv_offloading_size, root or [], ranks, measure, parse_byte_size(measure_size)
+            config, kv_offloading_size, root or [], ranks, hosts, measure, parse_byte_size(measure_size)
         )
         found, plan = _check_machine(options)
     if as_json:
@@ -125,6 +129,7 @@ class DoctorOptions:
     offloading_gib: float | None
     roots: list[str]
     ranks: int
+    hosts: int
     measure: bool
     total: int  # bytes that a measurement may write
 
@@ -149,7 +154,7 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
     planned_checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
-        ("memory", lambda: [checks.memory(parsed)]),
+        ("memory", lambda: [checks.memory(parsed, options.hosts)]),
         ("host memory regions", checks.regions),
     ]
     if parsed is not None:

@@ -171,6 +171,7 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
             "borrowed_chunks": total("borrowed_chunks"),
             "lent_chunks": total("lent_chunks"),
         },
+        "lost_hosts": total("lost_hosts"),
         "misses": misses,
         "tenants": tenants,
         "decisions": {choice: total("decisions_total", choice=choice) for choice in decisions},
@@ -243,6 +244,8 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
                 f"{near['borrowed_chunks']:,.0f} chunks borrowed, {near['lent_chunks']:,.0f} lent"
             )
         )
+    if lost := figures["lost_hosts"]:
+        parts.append(Text(f"\nlost hosts: {lost:.0f}; nothing is loaded or stored until they are connected"))
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])

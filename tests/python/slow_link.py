@@ -30,6 +30,8 @@ class SlowLink:
         self._free_at = 0.0  # time at which the last accepted byte has passed
         self._open: list[socket.socket] = []
         self._is_cut = False
+        self._may_pass = threading.Event()
+        self._may_pass.set()
         self._acceptor = threading.Thread(target=self._accept)
         self._threads: list[threading.Thread] = []  # two per connection
 
@@ -41,6 +43,7 @@ class SlowLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bytes_per_second = 0
+        self._may_pass.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._acceptor.join()
         for end in self._open:
@@ -61,6 +64,14 @@ class SlowLink:
     def restore(self) -> None:
         """Accepts connections again."""
         self._is_cut = False
+
+    def hold(self) -> None:
+        """Forwards no data, and keeps all connections open, until ``release``."""
+        self._may_pass.clear()
+
+    def release(self) -> None:
+        """Forwards data again, first what arrived in the meantime."""
+        self._may_pass.set()
 
     def _accept(self) -> None:
         while True:
@@ -89,6 +100,7 @@ class SlowLink:
     def _pass_on(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE):
+                self._may_pass.wait()
                 if slow:
                     self._wait_for(len(piece))
                 sink.sendall(piece)

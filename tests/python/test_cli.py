@@ -269,6 +269,16 @@ def test_doctor_refuses_a_gpu_that_the_server_could_not_copy_from(
         assert check.text == "host copier: no CUDA driver"
 
 
+def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
+    config = config_text(cpu_bytes_to_use="12GiB")
+    assert (
+        states(as_json("doctor", "--json", "--no-measure", "--config", config, status=1))["memory"]
+        == "refused"
+    )
+    answer = as_json("doctor", "--json", "--no-measure", "--config", config, "--hosts", "2")
+    assert states(answer)["memory"] == "ok"
+
+
 def test_doctor_as_json_has_checks_and_plan(core, vllm, tmp_path):
     answer = as_json("doctor", "--json", "--config", config_text(), "--root", tmp_path)
     assert answer["ok"] is True

@@ -265,15 +265,24 @@ def test_the_page_lists_tenants_only_if_there_are_any(serve):
     assert "tenant" not in shown.output
 
 
-def test_neighbours_are_shown_if_there_are_any() -> None:
+def shown(text: str) -> str:
+    """Returns the view of this page, which follows FIRST."""
     from rich.console import Console
 
-    def shown(text: str) -> str:
-        console = Console(width=100)
-        with console.capture() as capture:
-            console.print(view("host", compare(Page(FIRST), Page(text), 10.0)))
-        return capture.get()
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(view("host", compare(Page(FIRST), Page(text), 10.0)))
+    return capture.get()
 
+
+def test_lost_hosts_are_shown_if_there_are_any() -> None:
+    lost = LATER + 'kv_offload_lost_hosts{engine="0",model_name="tiny"} 2.0\n'
+    assert "lost hosts: 2; nothing is loaded or stored" in shown(lost)
+    none = LATER + 'kv_offload_lost_hosts{engine="0",model_name="tiny"} 0.0\n'
+    assert "lost hosts" not in shown(none)
+
+
+def test_neighbours_are_shown_if_there_are_any() -> None:
     near = LATER + (
         'kv_offload_neighbours{engine="0",model_name="tiny"} 3.0\n'
         'kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="neighbour"} 50.0\n'

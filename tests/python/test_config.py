@@ -480,6 +480,13 @@ def test_a_machine_with_room_has_no_problems(tmp_path):
     assert not (tmp_path / "a").exists(), "a query must not create files"
 
 
+def test_each_host_of_an_engine_needs_its_share_of_the_memory():
+    config = read(cpu_bytes_to_use="4GiB")
+    assert checked(config, lambda _: (2 * GIB, "/dev/shm"), hosts=2) == []
+    (problem,) = checked(config, lambda _: (GIB, "/dev/shm"), hosts=2)
+    assert "asks for 2.0 GiB of host memory on each of 2 hosts, 1.0 GiB are available" in problem
+
+
 def test_memory_kept_for_a_restart_counts_as_free(monkeypatch):
     from kv_offload import machine
 

@@ -41,6 +41,20 @@ TEST_F(DeviceLoadsTest, a_load_has_its_rows_until_it_is_completed_and_reported) 
   EXPECT_EQ(parts().chunks.pinned(), 0u);
 }
 
+TEST_F(DeviceLoadsTest, a_load_of_ranks_on_two_hosts_has_its_rows_until_both_have_reported) {
+  make({.spans_hosts = true});
+  parts().resident("a");
+  const Ticket ticket = begin({"a"}).transfer.ticket;
+  jobs().complete(keys({"a"}));
+  parts().report(ticket);
+  parts().region->set_cut_off(true);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the rank on the lost host may still copy";
+  parts().report_from_afar(ticket);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
 TEST_F(DeviceLoadsTest, a_report_without_completion_does_not_end_a_load) {
   parts().resident("a");
   parts().report(begin({"a"}).transfer.ticket);

@@ -39,6 +39,19 @@ TEST_F(RequestTableTest, every_lookup_misses_while_a_host_is_lost) {
   EXPECT_EQ(parts_.lookup(a_, "resident"), LookupResult::kHit);
 }
 
+TEST_F(RequestTableTest, a_request_that_waits_for_a_store_misses_when_the_host_is_lost) {
+  parts_.filling("filling", 1);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.end_step();
+  parts_.region->set_cut_off(true);  // no time passes
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kMiss);
+  requests_.admit(a_);
+  EXPECT_EQ(parts_.missed("host_lost"), ChunkParts::kTokens);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+}
+
 TEST_F(RequestTableTest, handles_are_reused_and_numbers_are_not) {
   const std::uint32_t number = requests_.at(a_).number;
   requests_.end(a_);

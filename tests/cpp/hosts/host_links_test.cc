@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/refused_chunks.h"
+#include "cache/cache_types.h"
 #include "hosts/frame.h"
 #include "hosts/host_agent.h"
 #include "hosts/sockets.h"
@@ -335,6 +336,24 @@ class FakeHostTest : public HostsTest {
       return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << status.to_string();
   }
+  // Connects several times, and returns the pauses after the losses of all connections but the last.
+  std::vector<std::string> pauses_between_connections(const HostLinks::Options& options, int connections) {
+    const auto links = this->links(options);
+    for (int i = 0; i < connections; ++i) {
+      const auto peer = handshake();
+      send_all(*peer);
+      EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+    }
+    std::vector<std::string> pauses;
+    for (const std::string& event : links->take_events()) {
+      const std::string before = "next attempt after ";
+      const std::size_t at = event.find(before);
+      if (at != std::string::npos) pauses.push_back(event.substr(at + before.size()));
+    }
+    if (pauses.size() == static_cast<std::size_t>(connections))
+      pauses.pop_back();  // the last may be lost, too
+    return pauses;
+  }
   // Connects, sends this frame after the join, and expects that the host is refused for this reason.
   void expect_refused(FrameType type, ByteSpan body, const char* text) {
     const auto links = this->links();
@@ -432,6 +451,12 @@ TEST_F(FakeHostTest, a_host_that_falls_silent_is_lost) {
   EXPECT_TRUE(fails_with(*links, StatusKind::kTimeout, "nothing arrived for 0.001 s"));
 }
 
+TEST_F(FakeHostTest, a_silent_host_is_lost_before_a_lookup_times_out) {
+  const Nanos silence = HostLinks::Options{}.silence;
+  EXPECT_LT(silence, CacheOptions{}.lookup_timeout);
+  EXPECT_GE(silence, 3 * HostAgent::Options{}.alive_interval) << "a busy host would count as lost";
+}
+
 TEST_F(FakeHostTest, a_host_that_accepts_and_does_not_greet_is_named) {
   HostLinks::Options made = link_options();
   made.connect_timeout = std::chrono::milliseconds(1);
@@ -518,6 +543,20 @@ TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "and now has chunks of 1, 2 bytes"));
   EXPECT_THAT(links->take_events(), ::testing::Contains(HasSubstr("does not fit any more")))
       << "nobody waits for the connection any more, so a log line must say it";
+}
+
+TEST_F(FakeHostTest, the_pause_grows_while_connections_do_not_last) {
+  HostLinks::Options made = link_options();
+  made.last_pause = std::chrono::milliseconds(4);
+  made.lasting = std::chrono::hours(24);
+  EXPECT_THAT(pauses_between_connections(made, 5), ElementsAre("0.001 s", "0.002 s", "0.004 s", "0.004 s"));
+}
+
+TEST_F(FakeHostTest, the_first_pause_follows_a_connection_that_lasted) {
+  HostLinks::Options made = link_options();
+  made.last_pause = std::chrono::milliseconds(4);
+  made.lasting = Nanos(0);
+  EXPECT_THAT(pauses_between_connections(made, 4), ElementsAre("0.001 s", "0.001 s", "0.001 s"));
 }
 
 TEST_F(FakeHostTest, a_stranger_at_the_address_of_a_lost_host_does_not_end_the_attempts) {

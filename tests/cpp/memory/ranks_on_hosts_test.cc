@@ -10,6 +10,7 @@
 namespace kv_offload {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class RanksOnHosts : public ShmTest {
@@ -180,6 +181,23 @@ TEST_F(RanksOnHosts, a_scheduler_learns_the_ranks_of_its_host_from_a_worker) {
   scheduler->area(1).back() = std::byte{7};
   EXPECT_EQ(rank->area(1).back(), std::byte{7});
   EXPECT_THROW((void)scheduler->area(2), InvalidArgument);
+}
+
+TEST_F(RanksOnHosts, a_host_without_enough_memory_names_its_ranks_and_its_bytes) {
+  RegionOptions huge = host(1);
+  huge.bytes = std::uint64_t{1} << 58;
+  EXPECT_THAT(message_of<ResourceError>([&] { HostRegion::attach_worker(huge, 2, some_geometry()); }),
+              AllOf(HasSubstr("cpu_bytes_to_use for 4 ranks, of which this host has 2, 1441151880"),
+                    HasSubstr(" bytes here with the control page")));
+}
+
+TEST_F(RanksOnHosts, a_rank_says_that_the_scheduler_started_first) {
+  RegionOptions unknown = host(0);
+  unknown.local_ranks = 0;
+  const auto scheduler = HostRegion::attach_scheduler(unknown);
+  EXPECT_THAT(message_of<InvalidArgument>([&] { worker(0); }),
+              HasSubstr("2 of the 4 ranks run on this host, and the host memory region was made for all of "
+                        "them: the scheduler started before"));
 }
 
 TEST_F(RanksOnHosts, a_region_of_one_host_has_all_ranks) {

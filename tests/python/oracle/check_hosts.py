@@ -5,11 +5,15 @@ The fake model compares every byte that a request is about to read, and raises W
 has a region with its own name; it reaches the scheduler over the loopback interface only.
 """
 
+import functools
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
@@ -20,9 +24,11 @@ from torch.distributed import HashStore
 adapter.use_specs()
 
 from kv_offload.specs import hosts as specs_hosts  # noqa: E402
+from kv_offload.specs import spec as specs_spec  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 from oracle import faults  # noqa: E402
+from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
     FULL,
     HYBRID,
@@ -210,6 +216,64 @@ def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pyte
             engine.shutdown()
 
 
+def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = prompts(1)
+    with linked(monkeypatch) as links:
+        # Only the loss of the host may end the wait for chunks that are being stored.
+        engine = boot(replace(TWO, extra={**TWO.extra, "lookup_timeout_ms": 1000 * PATIENCE_SECONDS}))
+        try:
+            links[0].hold()
+            assert ask_again(engine, asked) == [0]  # its results do not arrive
+            assert ask_again(engine, asked) == [0]
+            assert value(engine, "kv_offload_miss_tokens_total", "host_lost") > 0
+            assert value(engine, "kv_offload_miss_tokens_total", "deadline") == 0
+            links[0].release()
+            step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+            step_until(engine, lambda: ask_again(engine, asked) == [WHOLE])
+            _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+def test_a_late_failure_of_a_store_leaves_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
+    )
+    describing = {**TWO.extra, "self_describing_kv_events": True}
+    with linked(monkeypatch) as links:
+        engine = boot(replace(TWO, events=True, extra=describing, wrap_worker=FailingStores))
+        try:
+            links[0].hold()
+            ask_again(engine, prompts(1))
+            assert payloads(engine) != [], "the failure on the other host is known already"
+            links[0].release()
+            step_until(engine, lambda: payloads(engine) == [])
+            assert not engine.manager._unreported
+        finally:
+            engine.shutdown()
+
+
+def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
+    )
+    describing = {**TWO.extra, "self_describing_kv_events": True}
+    with linked(monkeypatch) as links:
+        engine = boot(replace(TWO, events=True, extra=describing))
+        try:
+            links[0].hold()
+            ask_again(engine, prompts(1))
+            stored = payloads(engine)
+            links[0].release()
+            step_until(engine, lambda: not engine.manager._unreported)
+            assert payloads(engine) == stored != []
+            assert engine.manager._cache.absent(stored) == []
+        finally:
+            engine.shutdown()
+
+
 @pytest.mark.parametrize(
     ("setting", "more"),
     [
@@ -229,8 +293,48 @@ def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, A
 def test_a_host_that_does_not_announce_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.2)
     monkeypatch.setattr(specs_hosts, "_rendezvous_store", HashStore)  # one for each rank
-    with pytest.raises(_core.ResourceError, match=r"host 1 of this engine \(ranks 1 to 1\) did not announce"):
+    with pytest.raises(
+        _core.ResourceError, match=r"host 1 of this engine \(rank 1\) did not announce its address"
+    ):
         boot(TWO)
+
+
+def test_all_hosts_that_do_not_announce_themselves_are_named_after_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 1.0)
+    waits: list[float] = []
+
+    class Store:
+        """Each wait takes as long as it may."""
+
+        def wait(self, keys: list[str], limit: timedelta) -> None:
+            waits.append(limit.total_seconds())
+            clock.append(clock[-1] + waits[-1])
+            raise RuntimeError("Wait timeout")
+
+    clock = [0.0]
+    monkeypatch.setattr(specs_hosts, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    with pytest.raises(
+        _core.ResourceError,
+        match=r"host 1 of this engine \(ranks 2 to 3\), host 2 of this engine \(ranks 4 to 5\), "
+        r"host 3 of this engine \(ranks 6 to 7\) did not announce their addresses within 1 s",
+    ):
+        specs_hosts._await_endpoints(Store(), "kv_offload/0/", specs_hosts.Hosts(4, 0, 2))
+    assert waits == [1.0, specs_hosts.LEAST_WAIT_SECONDS, specs_hosts.LEAST_WAIT_SECONDS]
+
+
+def test_a_host_that_announced_itself_is_used_after_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("kv_offload/0/2", "127.0.0.1 2 00")
+    monkeypatch.setattr(specs_hosts, "HOSTS_DEADLINE_SECONDS", 0.2)
+    with pytest.raises(_core.ResourceError, match=r"^host 1 of this engine \(rank 1\) did not announce"):
+        specs_hosts._await_endpoints(store, "kv_offload/0/", specs_hosts.Hosts(3, 0, 1))
+    store.set("kv_offload/0/1", "127.0.0.1 1 00")
+    assert specs_hosts._await_endpoints(store, "kv_offload/0/", specs_hosts.Hosts(3, 0, 1)) == {
+        1: "127.0.0.1 1 00",
+        2: "127.0.0.1 2 00",
+    }
 
 
 def test_a_host_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +378,30 @@ def test_another_version_on_another_host_is_named(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(_core.ResourceError, match=r"has vllm-kv-offload 0\.0\.9 and this host"):
         boot(TWO)
+
+
+@pytest.mark.parametrize("ranks_here", [1, 2])
+def test_ranks_that_are_missing_are_named_with_what_to_do(
+    ranks_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs_spec, "RANKS_DEADLINE_SECONDS", 0.2)
+
+    monkeypatch.setattr(specs_hosts, "connect_scheduler", lambda hosts, region: None)
+    config = SimpleNamespace(
+        extra_config=TWO.extra,
+        engine_id=f"oracle-{uuid.uuid4()}",
+        parallel=SimpleNamespace(world_size=2),
+    )
+    spec = object.__new__(specs_spec.KVOffloadSpec)
+    spec.config = config
+    spec._options = specs_spec.OffloadConfig.from_extra_config(TWO.extra)
+    spec.replicated_layout = False
+    rank_0 = _core.HostRegion.attach_worker(
+        config.engine_id, 1 << 20, 2, 2, 0, [4096], "rank 0", local_ranks=ranks_here
+    )
+    with pytest.raises(_core.ResourceError, match="these have not attached") as caught:
+        spec._attach()
+    del rank_0
+    text = str(caught.value)
+    assert "1 (waited 0.2 s): look into their logs; the scheduler needs its ranks" in text
+    assert ("use --nnodes" in text) == (ranks_here == 2)
