@@ -12,8 +12,8 @@ the same turn is sent to the same replica in all settings except "one", "sticky"
     apart      replicas, each with its own directory: the baseline
     sticky     the same replicas, but all turns of a conversation use one replica, and the conversations that
                are played at the same time use different ones
-    hashed     the same, but the replica of a conversation is drawn: two conversations may meet on one core,
-               as turns do in the settings below (only with --memory-only)
+    hashed     the same, but each conversation uses one random replica: two conversations may share a core, as
+               turns may in the settings below (only with --memory-only)
     memory     replicas that share their host memory (only with --memory-only)
     directory  replicas that share a directory
     redis, s3  replicas that share a server on this machine (redis-server, SeaweedFS)
@@ -126,7 +126,7 @@ def settle(servers: Sequence[LocalServer]) -> None:
 
 
 def router(name: str, servers: Sequence[LocalServer], seed: int) -> Callable[[int, int], LocalServer]:
-    """Returns the routing function of a setting; the same for every setting without an own rule."""
+    """Returns the routing function of a setting; the same for all but ``one``, ``sticky`` and ``hashed``."""
 
     def route(session: int, turn: int) -> LocalServer:
         if name == "sticky":

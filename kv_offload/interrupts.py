@@ -8,14 +8,14 @@ from typing import Any
 
 
 class Interrupts:
-    """Within it, Ctrl-C raises no KeyboardInterrupt but is recorded, and calls ``then`` if given: what is in
-    progress is finished or counted. Has no effect outside the main thread.
+    """Records Ctrl-C instead of raising KeyboardInterrupt, and calls ``on_interrupt`` if given, so that the
+    command can finish or count its work in progress. Has no effect outside the main thread.
 
-    ``then`` runs between any two instructions of the main thread: it must not take a lock.
+    ``on_interrupt`` may run between any two instructions of the main thread: it must not take a lock.
     """
 
-    def __init__(self, then: Callable[[], None] | None = None) -> None:
-        self._then = then
+    def __init__(self, on_interrupt: Callable[[], None] | None = None) -> None:
+        self._on_interrupt = on_interrupt
         self._previous: Any = None
         self._is_set = False
 
@@ -30,8 +30,8 @@ class Interrupts:
 
     def _record(self, *_: object) -> None:
         self._is_set = True
-        if self._then is not None:
-            self._then()
+        if self._on_interrupt is not None:
+            self._on_interrupt()
 
     def is_set(self) -> bool:
         """Returns True after Ctrl-C."""

@@ -34,7 +34,7 @@ def check_machine(
     """Returns why this machine cannot serve ``config``, one sentence for each reason; empty if it can.
 
     Allocates and writes nothing. ``record_bytes``: size of the largest record with its header; 0 if unknown.
-    ``hosts``: number of hosts of the engine, each with the same share of its ranks and its host memory.
+    ``hosts``: number of hosts of the engine; each has an equal share of the ranks and of cpu_bytes_to_use.
     ``headroom`` replaces the core's measurement of host memory.
     """
     if headroom is None:

@@ -222,7 +222,7 @@ class Sender:
         self._connections = Connections()
         self._lock = threading.Lock()
         self._left = iter(prompts)
-        # None: a thread has ended; True: the reader is to end.
+        # None: a thread has ended; True: ``interrupt`` was called.
         self._outcomes: queue.SimpleQueue[Outcome | bool | None] = queue.SimpleQueue()
         # Daemons: a thread that is connecting to a dead host does not delay the exit.
         self._threads = [
@@ -246,7 +246,7 @@ class Sender:
                 return
 
     def interrupt(self) -> None:
-        """Ends ``outcomes`` after those that are complete. May be called in a signal handler."""
+        """Makes ``outcomes`` stop after the outcomes already queued. Safe in a signal handler."""
         self._outcomes.put(True)  # takes no lock: SimpleQueue allows this while the same thread reads
 
     def stop(self) -> list[Outcome]:

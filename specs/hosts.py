@@ -22,8 +22,8 @@ from . import compat
 if TYPE_CHECKING:
     from kv_offload._core import HostAgent, HostLinks, HostRegion
 
-HOSTS_DEADLINE_SECONDS = 120.0  # for all hosts together to join at start
-LEAST_WAIT_SECONDS = 0.1  # for the answer of the store after the deadline; it takes 0 as no limit
+HOSTS_DEADLINE_SECONDS = 120.0  # at start, for all hosts in total: addresses, then connections
+MIN_WAIT_SECONDS = 0.1  # per host after the deadline: the store treats a timeout of 0 as no limit
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ def _await_endpoints(store: Any, name: str, hosts: Hosts) -> dict[int, str]:
     if missing:
         address, log = ("its address", "its log") if len(missing) == 1 else ("their addresses", "their logs")
         raise _core.ResourceError(
-            f"{', '.join(missing)} did not announce {address} within {HOSTS_DEADLINE_SECONDS:g} s: look into "
+            f"{', '.join(missing)} did not announce {address} within {HOSTS_DEADLINE_SECONDS:g} s: check "
             f"{log}; all hosts need this plugin and the same --kv-transfer-config ({cause})"
         ) from cause
     return endpoints
 
 
 def _await_endpoint(store: Any, key: str, seconds: float) -> str:
-    store.wait([key], timedelta(seconds=max(seconds, LEAST_WAIT_SECONDS)))
+    store.wait([key], timedelta(seconds=max(seconds, MIN_WAIT_SECONDS)))
     return bytes(store.get(key)).decode()
 
 

@@ -340,10 +340,10 @@ class KVOffloadSpec(OffloadingSpec):
 
 def _rank_remedy(region: "HostRegion", world_size: int) -> str:
     """Returns what to do about ranks that have not attached to the scheduler's region."""
-    remedy = "look into their logs; the scheduler needs its ranks to be started first, as vLLM does"
+    remedy = "check the logs of these ranks; the ranks must start before the scheduler, as in vLLM"
     if region.local_ranks < world_size:
         return remedy
-    return f"{remedy}. If they run on other hosts, use --nnodes and the mp executor (not Ray)"
+    return f"{remedy}. If these ranks run on other hosts, use --nnodes and the mp executor (not Ray)"
 
 
 def _shards_per_area(merged: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
-#            preloaded); without --long, not those whose threads other tests start too
+#            preloaded); without --long, not the files in not_under_tsan
 #   fuzz     libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile

@@ -38,7 +38,7 @@ struct Link {
   RemoteHost host;
   State state = State::kNoEndpoint;
   std::optional<HostEndpoint> endpoint;
-  // Why it is not connected. A new attempt does not hide why the last one failed.
+  // Why the host is not connected. Keeps the last failure until a new attempt has joined.
   std::string problem = "rank 0 does not know its address yet";
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
@@ -356,14 +356,15 @@ void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
   drop(link, now);
   if (!was_connected) return;
   add_event(fmt::format(
-      "lost the connection to {}: {}; all lookups are misses until it is back; next attempt after "
+      "lost the connection to {}: {}; all lookups are misses until it is connected again; next attempt in "
       "{:.3g} s",
       name_of(link), problem, to_seconds(link.pause)));
 }
 
 void HostLinks::Impl::drop(Link& link, Nanos now) {
   // A connection that is lost again soon does not reset the pause.
-  if (link.state == State::kConnected && now - link.connected_at >= options.lasting) link.pause = Nanos(0);
+  if (link.state == State::kConnected && now - link.connected_at >= options.min_lifetime)
+    link.pause = Nanos(0);
   link.socket.reset();
   link.unsent.clear();
   link.arrived.clear();

@@ -32,15 +32,16 @@ class HostLinks {
  public:
   struct Options {
     std::string version;  // of this package
-    // Without a frame, after which a host counts as lost. Bounds how long a lookup waits for a report of that
-    // host. Three times HostAgent::Options::alive_interval, so that one late frame loses no host.
+    // A host that sends no frame for this long counts as lost. Bounds how long a lookup waits for that host's
+    // report. Three times HostAgent::Options::alive_interval: one late frame is tolerated.
     Nanos silence{std::chrono::seconds(3)};
     Nanos connect_timeout{std::chrono::seconds(5)};  // for a connection and the greeting
-    // Pauses between two attempts: the first one, then twice as long each time up to the last. They begin
-    // again after a connection that lasted for `lasting`, and after the first one of all.
+    // Pauses between two attempts: the first one, then twice as long each time up to the last. The first
+    // pause applies again after the first connection, and after each connection that lasted for
+    // `min_lifetime`.
     Nanos first_pause{std::chrono::milliseconds(50)};
     Nanos last_pause{std::chrono::seconds(5)};
-    Nanos lasting{std::chrono::seconds(30)};
+    Nanos min_lifetime{std::chrono::seconds(30)};
   };
 
   // Cuts the region off until all hosts are connected. Throws InvalidArgument if the hosts' ranks are not

@@ -132,10 +132,10 @@ ControlPage::ControlPage(std::byte* base, const Sizes& mine)
   check_equal("the number of areas", mine.num_areas, other.num_areas);
   check_equal("the size of an area", mine.area_bytes, other.area_bytes);
   check_equal("the first rank of this host", mine.first_rank, other.first_rank);
-  // A process that does not know of other hosts makes a region for all ranks.
+  // A scheduler that starts before its ranks knows of no other host and creates a region for all ranks.
   if (other.local_ranks == other.num_workers && mine.local_ranks < other.local_ranks) {
     throw_invalid(
-        "{} of the {} ranks run on this host, and the host memory region was made for all of them: the "
+        "this host has {} of the {} ranks, but the host memory region was created for all ranks: the "
         "scheduler started before the ranks of its host; start the ranks first, as vLLM does",
         mine.local_ranks, mine.num_workers);
   }

@@ -64,7 +64,9 @@ def doctor(
     ] = 1,
     hosts: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Hosts of the engine, which divide cpu_bytes_to_use."),
+        typer.Option(
+            min=1, metavar="N", help="Hosts of the engine; each needs an equal part of cpu_bytes_to_use."
+        ),
     ] = 1,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the speed of disks and of copies.")

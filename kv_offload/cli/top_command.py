@@ -245,7 +245,9 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
             )
         )
     if lost := figures["lost_hosts"]:
-        parts.append(Text(f"\nlost hosts: {lost:.0f}; nothing is loaded or stored until they are connected"))
+        parts.append(
+            Text(f"\nlost hosts: {lost:.0f}; nothing is loaded or stored until all hosts are connected")
+        )
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])

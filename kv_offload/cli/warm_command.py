@@ -81,7 +81,7 @@ def warm(
     sender = Sender(server, prompts, model or "", concurrency)
     totals = Totals(len(prompts))
     began = time.monotonic()
-    with Interrupts(sender.interrupt) as interrupts:  # an exception could lose an outcome on its way
+    with Interrupts(sender.interrupt) as interrupts:  # an exception could lose one that was read
         _receive(sender, totals)
     totals.interrupted = interrupts.is_set()
     for outcome in sender.stop():

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The length of random tests: shorter under a sanitizer, where they look for errors of memory and not for
-// rare bytes and each step takes ten times as long; shortest under ThreadSanitizer, which looks for races.
-// Scaled by KV_OFFLOAD_SOAK=<factor> in the environment.
+// The length of random tests: shorter under a sanitizer, which finds memory errors rather than rare values,
+// and where each step is about ten times slower; shortest under ThreadSanitizer, which finds races. Scaled by
+// KV_OFFLOAD_SOAK=<factor> in the environment.
 #pragma once
 
 #include <algorithm>

@@ -70,7 +70,7 @@ class SlowLink:
         self._may_pass.clear()
 
     def release(self) -> None:
-        """Forwards data again, first what arrived in the meantime."""
+        """Forwards data again, starting with the data that was held."""
         self._may_pass.set()
 
     def _accept(self) -> None:

@@ -398,7 +398,7 @@ def test_ctrl_c_ends_with_what_was_done(server):
     assert [body["prompt"] for body in server.bodies()] == ["a", "b"]
 
 
-def test_a_response_counts_that_arrives_with_ctrl_c(server, monkeypatch):
+def test_a_response_that_arrives_with_ctrl_c_is_counted(server, monkeypatch):
     counted = Totals.add
 
     def add(totals, outcome):

@@ -346,7 +346,7 @@ class FakeHostTest : public HostsTest {
     }
     std::vector<std::string> pauses;
     for (const std::string& event : links->take_events()) {
-      const std::string before = "next attempt after ";
+      const std::string before = "next attempt in ";
       const std::size_t at = event.find(before);
       if (at != std::string::npos) pauses.push_back(event.substr(at + before.size()));
     }
@@ -548,14 +548,14 @@ TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
 TEST_F(FakeHostTest, the_pause_grows_while_connections_do_not_last) {
   HostLinks::Options made = link_options();
   made.last_pause = std::chrono::milliseconds(4);
-  made.lasting = std::chrono::hours(24);
+  made.min_lifetime = std::chrono::hours(24);
   EXPECT_THAT(pauses_between_connections(made, 5), ElementsAre("0.001 s", "0.002 s", "0.004 s", "0.004 s"));
 }
 
 TEST_F(FakeHostTest, the_first_pause_follows_a_connection_that_lasted) {
   HostLinks::Options made = link_options();
   made.last_pause = std::chrono::milliseconds(4);
-  made.lasting = Nanos(0);
+  made.min_lifetime = Nanos(0);
   EXPECT_THAT(pauses_between_connections(made, 4), ElementsAre("0.001 s", "0.001 s", "0.001 s"));
 }
 

@@ -195,9 +195,10 @@ TEST_F(RanksOnHosts, a_rank_says_that_the_scheduler_started_first) {
   RegionOptions unknown = host(0);
   unknown.local_ranks = 0;
   const auto scheduler = HostRegion::attach_scheduler(unknown);
-  EXPECT_THAT(message_of<InvalidArgument>([&] { worker(0); }),
-              HasSubstr("2 of the 4 ranks run on this host, and the host memory region was made for all of "
-                        "them: the scheduler started before"));
+  EXPECT_THAT(
+      message_of<InvalidArgument>([&] { worker(0); }),
+      HasSubstr("this host has 2 of the 4 ranks, but the host memory region was created for all ranks: the "
+                "scheduler started before"));
 }
 
 TEST_F(RanksOnHosts, a_region_of_one_host_has_all_ranks) {

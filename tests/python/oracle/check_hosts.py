@@ -306,7 +306,7 @@ def test_all_hosts_that_do_not_announce_themselves_are_named_after_one_deadline(
     waits: list[float] = []
 
     class Store:
-        """Each wait takes as long as it may."""
+        """Each wait lasts until its timeout."""
 
         def wait(self, keys: list[str], limit: timedelta) -> None:
             waits.append(limit.total_seconds())
@@ -321,7 +321,7 @@ def test_all_hosts_that_do_not_announce_themselves_are_named_after_one_deadline(
         r"host 3 of this engine \(ranks 6 to 7\) did not announce their addresses within 1 s",
     ):
         specs_hosts._await_endpoints(Store(), "kv_offload/0/", specs_hosts.Hosts(4, 0, 2))
-    assert waits == [1.0, specs_hosts.LEAST_WAIT_SECONDS, specs_hosts.LEAST_WAIT_SECONDS]
+    assert waits == [1.0, specs_hosts.MIN_WAIT_SECONDS, specs_hosts.MIN_WAIT_SECONDS]
 
 
 def test_a_host_that_announced_itself_is_used_after_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,5 +403,5 @@ def test_ranks_that_are_missing_are_named_with_what_to_do(
         spec._attach()
     del rank_0
     text = str(caught.value)
-    assert "1 (waited 0.2 s): look into their logs; the scheduler needs its ranks" in text
+    assert "1 (waited 0.2 s): check the logs of these ranks; the ranks must start" in text
     assert ("use --nnodes" in text) == (ranks_here == 2)

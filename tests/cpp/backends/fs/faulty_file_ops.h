@@ -224,8 +224,8 @@ class FaultyFileOps : public FileOps {
   int open_ = 0, most_open_ = 0;
 };
 
-// Errors of a call that fails during a write. EDQUOT and EMFILE take the ways of ENOSPC and EIO, so only a
-// long run has them.
+// Errors of a call that fails during a write. EDQUOT and EMFILE take the same code paths as ENOSPC and EIO,
+// so only --long tests them.
 inline std::vector<int> write_errors() {
 #ifdef KV_OFFLOAD_FEWER_ERRORS
   return {EIO, ENOSPC};
