@@ -193,7 +193,7 @@ def test_a_second_offloading_connector_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_ranks_that_do_not_attach_are_named() -> None:
     engine = offloading_config().engine_id
     KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())
-    with pytest.raises(_core.ResourceError, match=r"1.*ranks on several hosts need --nnodes"):
+    with pytest.raises(_core.ResourceError, match=r"1.*If these ranks run on other hosts, use --nnodes"):
         KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_manager()
 
 
