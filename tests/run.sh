@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets up everything that the tests need, then runs all of them:
 #
-#   bash tests/run.sh                 everything; 30 minutes on two cores with a cold compiler cache
+#   bash tests/run.sh                 everything; 50 minutes on two cores with a cold compiler cache
 #   bash tests/run.sh --long          everything, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
 #   bash tests/run.sh cpp python      some stages (setup always runs; it is quick after the first time)
 #
@@ -33,8 +33,8 @@ root=$PWD
 jobs=${JOBS:-$(nproc)}
 all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
 stages=${all/mutants /}
-declare -A share=([packages]=45 [python-packages]=110 [asan]=400 [tsan]=230 [fuzz]=70 [lint]=20 [cpp]=110 [oracle]=120
-  [cuda]=210 [mutants]=3000 [pytest]=1360) # seconds on two cores, with the usual concurrent work
+declare -A share=([packages]=45 [python-packages]=170 [asan]=700 [tsan]=450 [fuzz]=110 [lint]=20 [cpp]=170 [oracle]=180
+  [cuda]=200 [mutants]=3000 [pytest]=1200) # seconds on two cores, with the usual concurrent work
 if [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
