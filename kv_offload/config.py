@@ -6,7 +6,7 @@ Importing this module loads neither the C++ core nor vLLM.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -40,6 +40,9 @@ MAX_TIERS = 8
 MAX_REMOTE_WAIT_MS = 3_600_000  # lookup_timeout_ms ends a wait sooner
 # Request settings: each is the key kv_offload_* of kv_transfer_params.
 REQUEST_SETTINGS = ("load_policy", "priority", "skip_load", "skip_store", "remote_wait_ms")
+
+# Settings that need all ranks of an engine on one host.
+ONE_HOST_SETTINGS = ("secondary_tiers", "keep_host_memory", "share_host_memory")
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
@@ -325,6 +328,21 @@ class OffloadConfig(BaseModel):
                 [f"metrics_port {self.metrics_port} gives this process port {port}; choose a lower one"]
             )
         return f"{self.metrics_host}:{port}"
+
+
+def several_hosts_problem(options: OffloadConfig, hosts: int, more: Iterable[str] = ()) -> str | None:
+    """Returns why an engine whose ranks span ``hosts`` hosts cannot use ``options``; None if it can.
+
+    ``more``: used settings that are not in ``options`` and need all ranks on one host.
+    """
+    used = [name for name in ONE_HOST_SETTINGS if getattr(options, name)] + list(more)
+    if hosts <= 1 or not used:
+        return None
+    return (
+        f"this engine's ranks span {hosts} hosts, and it was given {', '.join(used)}: engines on several "
+        "hosts keep their cache in host memory only; leave these settings out, or keep tensor and pipeline "
+        "parallelism inside one host"
+    )
 
 
 def tier_at(place: str) -> TierConfig:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kv_offload import __version__
-from kv_offload.config import OffloadConfig
+from kv_offload.config import OffloadConfig, several_hosts_problem
 
 from . import compat
 
@@ -72,21 +72,13 @@ def refuse_on_several_hosts(hosts: Hosts | None, options: OffloadConfig, config:
     """Raises ValueError if the settings need all ranks on one host and these are not."""
     if hosts is None:
         return
-    used = [
-        name
-        for name in ("secondary_tiers", "keep_host_memory", "share_host_memory")
-        if getattr(options, name)
-    ]
+    more = []
     if getattr(config, "canonical_layout", False):
-        used.append("canonical_layout")
+        more.append("canonical_layout")
     if getattr(config, "replicated_layout", False):
-        used.append("a KV cache that all ranks share (replicated_layout)")
-    if used:
-        raise ValueError(
-            f"this engine's ranks span {hosts.count} hosts, and it was given {', '.join(used)}: engines on "
-            "several hosts keep their cache in host memory only; leave these settings out, or keep tensor "
-            "and pipeline parallelism inside one host"
-        )
+        more.append("a KV cache that all ranks share (replicated_layout)")
+    if problem := several_hosts_problem(options, hosts.count, more):
+        raise ValueError(problem)
 
 
 def connect_rank(

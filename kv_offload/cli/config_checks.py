@@ -7,7 +7,7 @@ from typing import Any
 
 from kv_offload import vllm_verdict
 from kv_offload.cli.doctor_checks import Check
-from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.config import ConfigError, OffloadConfig, several_hosts_problem
 from kv_offload.config_compat import is_llmd_config, own_extra_config
 from kv_offload.machine import cautions
 from kv_offload.names import SPEC_MODULE, SPEC_NAME
@@ -28,9 +28,9 @@ class Judged:
     tiers: OffloadConfig | None = None
 
 
-def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judged:
+def judge(given: Mapping[str, Any], offloading_gib: float | None = None, hosts: int = 1) -> Judged:
     """Checks ``given``: all of ``--kv-transfer-config``, or only our part. ``offloading_gib``: the value of
-    ``--kv-offloading-size``."""
+    ``--kv-offloading-size``. ``hosts``: number of hosts of the engine."""
     transfer = given
     if not vllm_verdict.is_transfer_config(given):
         transfer = {
@@ -60,6 +60,9 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
     if refused:  # all parts were checked, and none would take effect
         return Judged(checks)
     checks += [Check("config", "note", text) for text in (*ignored, *cautions(parsed))]
+    of_vllm = ["canonical_layout"] if extra.get("canonical_layout") else []
+    if problem := several_hosts_problem(parsed, hosts, of_vllm):
+        checks.append(Check("config", "refused", problem))
     if known:
         return Judged([*checks, Check("config", "note", _PARTIAL)], tiers=parsed)
     return Judged(checks, parsed, parsed)

@@ -65,7 +65,10 @@ def doctor(
     hosts: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Hosts of the engine; each needs an equal part of cpu_bytes_to_use."
+            min=1,
+            metavar="N",
+            help="Hosts of the engine; each needs an equal part of cpu_bytes_to_use. Settings that need all "
+            "ranks on one host are refused.",
         ),
     ] = 1,
     measure: Annotated[
@@ -148,7 +151,7 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
         given = read_config(options.config)
         with status:
             status.update("checking: vLLM's parser")
-            judged = judge(given, options.offloading_gib)
+            judged = judge(given, options.offloading_gib, options.hosts)
     parsed, ranks, measure, total = judged.config, options.ranks, options.measure, options.total
     found = list(judged.checks)
     tiers = list(judged.tiers.secondary_tiers if judged.tiers else ())

@@ -279,6 +279,27 @@ def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
     assert states(answer)["memory"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("setting", "given"),
+    [
+        ("secondary_tiers", [{"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}]),
+        ("keep_host_memory", True),
+        ("share_host_memory", True),
+        ("canonical_layout", True),
+    ],
+)
+def test_doctor_refuses_settings_that_need_one_host(core, vllm, setting, given):
+    ask = ("doctor", "--json", "--no-measure", "--config", config_text(**{setting: given}))
+    problem = f"this engine's ranks span 2 hosts, and it was given {setting}: "
+    refusals = [
+        check["text"]
+        for check in as_json(*ask, "--hosts", "2", status=1)["checks"]
+        if check["state"] == "refused"
+    ]
+    assert any(text.startswith(problem) for text in refusals)
+    assert problem not in run(*ask).stdout
+
+
 def test_doctor_as_json_has_checks_and_plan(core, vllm, tmp_path):
     answer = as_json("doctor", "--json", "--config", config_text(), "--root", tmp_path)
     assert answer["ok"] is True
