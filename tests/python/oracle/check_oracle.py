@@ -5,6 +5,7 @@ KV_OFFLOAD_ORACLE_DEVICE (cuda: caches on a GPU) extend it.
 
 import os
 import random
+import sysconfig
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,8 +34,10 @@ Histories = list[tuple[list[int], str | None]]
 # Tests that count hits wait longer than a machine stalls: a delay of a minute changes nothing.
 PATIENT_MS = 240_000
 MINOR = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-# Most failures do not depend on the release, so only 0.32, which run.sh installs, runs all steps.
-STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "400" if MINOR == (0, 32) else "200"))
+# Most failures do not depend on the release, so only the installed one runs all steps. The others are folders
+# that vllm_trees puts in front of it.
+INSTALLED = Path(vllm.__file__).is_relative_to(sysconfig.get_paths()["purelib"])
+STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "400" if INSTALLED else "200"))
 # Each release has its own seeds.
 SEEDS = range(MINOR[1] * 1000, MINOR[1] * 1000 + int(os.environ.get("KV_OFFLOAD_ORACLE_SEEDS", "1")))
 # 0.31 and 0.32 assert in build_connector_meta when a forced reset and a reload fall into one step.
