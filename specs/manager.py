@@ -290,9 +290,10 @@ class KVOffloadManager(OffloadingManager):
         """Ends a store after all ranks have reported. The region holds the copies' results, by ticket."""
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
         if self._options.describes_events:
-            self._unstored += self._cache.absent(keys)
+            failed = self._cache.absent(keys)
+            self._unstored += failed
             if self._hosts is not None:
-                self._unreported.update(keys)
+                self._unreported.update(set(keys).difference(failed))
 
     def _may_store(self, state: RequestState) -> bool:
         """True if no reset happened since the request was last looked up.
@@ -402,8 +403,8 @@ class KVOffloadManager(OffloadingManager):
             self._codecs.poll()
             if self._neighbours is not None:
                 self._neighbours.poll(now)
-            if self._hosts is not None:
-                self._hosts.poll()
+            # No result arrives from a lost host, and the set may be large then.
+            if self._hosts is not None and self._hosts.poll():
                 self._note_late_failures()
         changes = self._metrics.drain()
         if not changes:

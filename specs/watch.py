@@ -52,11 +52,13 @@ class HostWatch:
         self._links = links
         self._metrics = metrics
 
-    def poll(self) -> None:
-        """Logs each host that was lost or came back since the last call."""
+    def poll(self) -> bool:
+        """Logs each host that was lost or came back since the last call. Returns True if none is lost."""
         for event in self._links.take_events():
             logger.warning("%s", event)
-        self._metrics.set("kv_offload_lost_hosts", (), self._links.lost_hosts)
+        lost = self._links.lost_hosts
+        self._metrics.set("kv_offload_lost_hosts", (), lost)
+        return lost == 0
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

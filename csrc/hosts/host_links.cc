@@ -38,7 +38,7 @@ struct Link {
   RemoteHost host;
   State state = State::kNoEndpoint;
   std::optional<HostEndpoint> endpoint;
-  // Why the host is not connected. Keeps the last failure until a new attempt has joined.
+  // Why the host is not connected. Keeps the last failure until a new attempt is authenticated.
   std::string problem = "rank 0 does not know its address yet";
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
@@ -286,6 +286,9 @@ void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body) {
     case FrameType::kReady:
       return set_connected(link);
     case FrameType::kAlive:
+      // A host joins when all of its ranks have published their layouts; until then it sends only this.
+      if (!link.joined) link.problem = "it is connected, but its ranks have not all started";
+      return;
     case FrameType::kLeaving:
       return;
   }
@@ -312,7 +315,7 @@ void HostLinks::Impl::join(Link& link, ByteSpan body) {
                   given->first_rank, link.host.ranks, link.host.first_rank);
   }
   link.joined = true;
-  link.problem = "its ranks have not all started";
+  link.problem = "it has not sent the layouts of all of its ranks yet";
 }
 
 void HostLinks::Impl::publish(Link& link, ByteSpan body) {

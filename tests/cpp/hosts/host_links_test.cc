@@ -387,6 +387,14 @@ TEST_F(FakeHostTest, a_host_is_not_connected_before_the_layout_of_its_last_rank)
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "did not send the layout of rank 2"));
 }
 
+TEST_F(FakeHostTest, a_host_whose_ranks_have_not_all_started_is_named) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  peer->send(frame(FrameType::kAlive));
+  EXPECT_TRUE(
+      fails_with(*links, StatusKind::kTimeout, "it is connected, but its ranks have not all started"));
+}
+
 TEST_F(FakeHostTest, another_program_at_the_address_is_named) {
   const auto links = this->links();
   accept()->send(Bytes(kGreetingBytes, 'x'));

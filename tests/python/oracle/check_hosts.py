@@ -24,6 +24,7 @@ from torch.distributed import HashStore
 adapter.use_specs()
 
 from kv_offload.specs import hosts as specs_hosts  # noqa: E402
+from kv_offload.specs import manager as specs_manager  # noqa: E402
 from kv_offload.specs import spec as specs_spec  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
@@ -69,6 +70,14 @@ def _one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = HashStore()
     monkeypatch.setattr(specs_hosts, "_rendezvous_store", lambda: shared)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def links_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The original class. No host is lost because the machine stalls, unless a test restores the class."""
+    original = _core.HostLinks
+    monkeypatch.setattr(_core, "HostLinks", functools.partial(original, silence_seconds=PATIENCE_SECONDS))
+    return original
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:
@@ -217,9 +226,10 @@ def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pyte
 
 
 def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, links_of: Any
 ) -> None:
     asked = prompts(1)
+    monkeypatch.setattr(_core, "HostLinks", links_of)
     with linked(monkeypatch) as links:
         # Only the loss of the host may end the wait for chunks that are being stored.
         engine = boot(replace(TWO, extra={**TWO.extra, "lookup_timeout_ms": 1000 * PATIENCE_SECONDS}))
@@ -238,9 +248,6 @@ def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
 
 
 def test_a_late_failure_of_a_store_leaves_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
-    )
     describing = {**TWO.extra, "self_describing_kv_events": True}
     with linked(monkeypatch) as links:
         engine = boot(replace(TWO, events=True, extra=describing, wrap_worker=FailingStores))
@@ -255,10 +262,20 @@ def test_a_late_failure_of_a_store_leaves_no_payload(monkeypatch: pytest.MonkeyP
             engine.shutdown()
 
 
-def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        _core, "HostLinks", functools.partial(_core.HostLinks, silence_seconds=PATIENCE_SECONDS)
+def test_a_store_that_failed_at_once_is_not_awaited() -> None:
+    manager = SimpleNamespace(
+        _cache=SimpleNamespace(complete_store=lambda *given: None, absent=lambda keys: [b"failed"]),
+        _options=SimpleNamespace(describes_events=True),
+        _hosts=object(),
+        _unstored=[],
+        _unreported=set(),
     )
+    specs_manager.KVOffloadManager.complete_store(manager, [b"failed", b"stored"], None)
+    assert manager._unstored == [b"failed"]
+    assert manager._unreported == {b"stored"}, "its payload would be dropped twice"
+
+
+def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     describing = {**TWO.extra, "self_describing_kv_events": True}
     with linked(monkeypatch) as links:
         engine = boot(replace(TWO, events=True, extra=describing))
