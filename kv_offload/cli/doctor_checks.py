@@ -17,6 +17,7 @@ from kv_offload.machine import check_machine as machine_problems
 from kv_offload.machine import gpus, host_memory, no_copier, tier_bounds
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import State, TierConfig
+from kv_offload.tiers.encryption import key_findings
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -89,6 +90,15 @@ def memory(config: OffloadConfig | None, hosts: int = 1) -> Check:
     problems = machine_problems(alone, hosts=hosts, headroom=lambda _: (available, limited_by))
     asked = f"{format_bytes(config.cpu_bytes_to_use // hosts)} of {text}"
     return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
+
+
+def tenants(config: OffloadConfig) -> list[Check]:
+    """Checks the keys of tenants; no check for a tenant without a key."""
+    return [
+        Check(f"tenant {name}", answer.state, answer.text)
+        for name, tenant in config.tenants.items()
+        for answer in key_findings(tenant.encryption_key_file)
+    ]
 
 
 def regions() -> list[Check]:

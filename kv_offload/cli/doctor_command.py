@@ -164,6 +164,7 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
     ]
     if parsed is not None:
         planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
+        planned_checks.append(("tenants", partial(checks.tenants, parsed)))
     for tier in tiers:
         planned_checks.append((tier.label(), partial(_tier, tier, measure, total)))
     if measure:

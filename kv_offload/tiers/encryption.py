@@ -46,6 +46,19 @@ def key_ids(paths: tuple[str, ...]) -> list[str]:
         raise ValueError(str(error)) from None
 
 
+def key_findings(paths: tuple[str, ...] | None) -> list[Answer]:
+    """Returns the key that encrypts and the other keys that decrypt, or why they cannot be used; nothing
+    without encryption."""
+    if paths is None:
+        return []
+    try:
+        first, *others = (key[:_SHOWN_ID] for key in key_ids(paths))
+    except ValueError as error:
+        return [Answer("refused", str(error))]
+    also = f"; records of {', '.join(others)} can be decrypted too" if others else ""
+    return [Answer("ok", f"records are encrypted with key {first} ({paths[0]}){also}")]
+
+
 class EncryptedTierConfig(CompressedTierConfig):
     """A tier whose records are encrypted and named by keyed digests if ``encryption_key_file`` is given."""
 
@@ -69,14 +82,7 @@ class EncryptedTierConfig(CompressedTierConfig):
 
     def findings(self) -> list[Answer]:
         """Returns the key that encrypts and the other keys that decrypt; nothing without encryption."""
-        if self.encryption_key_file is None:
-            return []
-        try:
-            first, *others = (key[:_SHOWN_ID] for key in key_ids(self.encryption_key_file))
-        except ValueError as error:
-            return [Answer("refused", str(error))]
-        also = f"; records of {', '.join(others)} can be decrypted too" if others else ""
-        return [Answer("ok", f"records are encrypted with key {first} ({self.encryption_key_file[0]}){also}")]
+        return key_findings(self.encryption_key_file)
 
     def traits(self) -> list[str]:
         """Adds whether records are encrypted."""

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The setting ``tenants``: shares, how a request's tenant is found, and errors."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kv_offload.cli import app
+from kv_offload.cli.doctor_checks import tenants
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.tenants import MAX_TENANTS, client_of
+from kv_offload.tiers.encryption import key_ids
 
 GIB = 1 << 30
 
@@ -47,6 +53,33 @@ def test_a_tenant_has_the_key_files_that_it_names() -> None:
     table = with_keys("/keys/all", acme=acme, beta={"share": 10}).tenant_table()
     assert table is not None
     assert table.key_files == ((), ("/keys/acme-2", "/keys/acme-1"), ())
+
+
+def test_doctor_checks_the_keys_of_tenants(tmp_path: Path) -> None:
+    for name, mode in (("acme", 0o600), ("beta", 0o644)):
+        (tmp_path / name).write_bytes(bytes(range(32)))
+        (tmp_path / name).chmod(mode)
+    own = {name: {"share": 10, "encryption_key_file": str(tmp_path / name)} for name in ("acme", "beta")}
+    acme, beta = tenants(with_keys("/keys/all", **own, plain={"share": 10}))
+    assert (acme.name, acme.state) == ("tenant acme", "ok")
+    assert f"encrypted with key {key_ids((str(tmp_path / 'acme'),))[0][:8]}" in acme.text
+    assert (beta.name, beta.state) == ("tenant beta", "refused")
+    assert "chmod 600" in beta.text
+
+
+def test_doctor_asks_about_the_keys_of_tenants(tmp_path: Path) -> None:
+    config = {
+        "spec_name": "KVOffloadSpec",
+        "cpu_bytes_to_use": GIB,
+        "tenants": {"acme": {"share": 10, "encryption_key_file": str(tmp_path / "missing")}},
+        "secondary_tiers": [
+            {"type": "fs", "root_dir": str(tmp_path / "kv"), "encryption_key_file": str(tmp_path / "all")}
+        ],
+    }
+    command = ["doctor", "--json", "--no-measure", "--config", json.dumps(config)]
+    result = CliRunner().invoke(app, command)
+    states = {check["name"]: check["state"] for check in json.loads(result.stdout)["checks"]}
+    assert states["tenant acme"] == "refused"
 
 
 def test_keys_of_tenants_need_encrypted_tiers() -> None:
