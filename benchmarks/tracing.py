@@ -32,7 +32,7 @@ from reporting import describe_machine, echo, interval_of_median, write_results
 
 adapter.use_specs()
 
-from kv_offload.specs.tracing import RequestTracer, now  # noqa: E402
+from kv_offload.specs.tracing import RequestTracer  # noqa: E402
 from manager_calls import Ours, make_keys  # noqa: E402
 from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult  # noqa: E402
@@ -118,11 +118,9 @@ def isolated(served: Requests, tracer: RequestTracer) -> float:
         began = time.perf_counter_ns()
         for _ in range(200):
             tracer.arriving = arriving
-            trace = tracer.begin(arriving.request_id)
-            trace.append(now())
-            if len(trace) % 2 == 1:
-                trace.append(now())
-            tracer.finish(trace, arriving.request_id, cache.packed_report(handle))
+            request = tracer.arriving
+            tracer.arriving = None
+            tracer.finish(request, arriving.request_id, cache.packed_report(handle))
         rounds.append((time.perf_counter_ns() - began) / 200 / 1e3)
         tracer._finished.clear()
     cache.end_request(handle)

@@ -471,6 +471,10 @@ class RequestReport:
     compute_seconds: float
     waited_seconds: float
     @property
+    def begun(self) -> int: ...
+    @property
+    def ended(self) -> int: ...
+    @property
     def first_lookup(self) -> int: ...
     @property
     def last_lookup(self) -> int:
@@ -482,6 +486,10 @@ class RequestReport:
         """(tier index, chunks that arrived, chunks that failed, last failure, bytes, begin, end) of each tier
         with reads that ended while the request waited for them."""
     unfinished_reads: int  # cancelled, or in flight when the request stopped waiting
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """(begin, end) of the copies from host memory to the device, at most 4; end 0: it outlived the
+        request."""
 
 class TieredCache:
     def __init__(

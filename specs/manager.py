@@ -20,7 +20,7 @@ from .hints import HintExecutor
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .tracing import RequestTracer, now
+from .tracing import RequestTracer
 from .watch import (
     CodecWatch,
     DivergenceWatch,
@@ -140,10 +140,10 @@ class KVOffloadManager(OffloadingManager):
         self._cache.end_request(state.handle)
         self._unstored += state.pending
         state.pending.clear()
-        if state.trace is not None and self.tracer is not None:
+        if self.tracer is not None:
             report = self._cache.packed_report(state.handle)
-            self.tracer.finish(state.trace, req_context.req_id, report)
-            state.trace = None
+            self.tracer.finish(state.request, req_context.req_id, report)
+            state.request = None  # it holds the prompt
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))
         state.handle = -1
@@ -193,7 +193,8 @@ class KVOffloadManager(OffloadingManager):
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._epoch, hints=of_session, tenant=tenant)
         if self.tracer is not None:
-            state.trace = self.tracer.begin(req_context.req_id)
+            state.request = self.tracer.arriving
+            self.tracer.arriving = None
         self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
@@ -255,8 +256,6 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
         """Pins the chunks and returns their rows. All of them must have been hits in this step."""
         ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
-        if self.tracer is not None and (trace := self._state(req_context).trace) is not None:
-            trace.append(now())
         if self._options.publishes_events:
             self._loaded += keys
         return RowLoadStoreSpec(ticket, rows, group_rows)
@@ -264,11 +263,6 @@ class KVOffloadManager(OffloadingManager):
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Ends a load after all ranks have finished it."""
         self._cache.complete_load(keys)  # type: ignore[arg-type]
-        if self.tracer is not None:
-            state = req_context.get_state(RequestState)
-            # A load that began before the trace did has no begin in it.
-            if state is not None and state.trace is not None and len(state.trace) % 2 == 1:
-                state.trace.append(now())
 
     # ---- store
 

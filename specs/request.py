@@ -13,7 +13,6 @@ from kv_offload.log import get_logger
 
 if TYPE_CHECKING:
     from .hints import RequestHints
-    from .tracing import Trace
 
 logger = get_logger(__name__)
 
@@ -41,7 +40,7 @@ class RequestState:
         default_factory=set
     )  # keys of pending hits, if vLLM tracks their event payloads
     hints: "RequestHints | None" = None
-    trace: "Trace | None" = None  # None: tracing is off, or its spans are queued
+    request: Any = None  # vLLM's Request, if requests are traced and vLLM handed it over
     tenant: int = 0  # its number in TenantTable
 
 

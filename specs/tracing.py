@@ -11,9 +11,9 @@ tree of spans per request to it:
         kv_offload.read TIER   from the submission of the first read to the end of the last one
       kv_offload.load          from host memory to the device
 
-The scheduler's thread only records times and appends the finished request to a bounded queue. A thread of its
-own builds the spans. If the request has trace headers, its tree continues that trace; otherwise the tree is a
-trace of its own. Nothing here imports opentelemetry while vLLM's tracing is off.
+The core records all times. The scheduler's thread only appends the finished request to a bounded queue, and a
+thread of its own builds the spans. If the request has trace headers, its tree continues that trace; otherwise
+the tree is a trace of its own. Nothing here imports opentelemetry while vLLM's tracing is off.
 """
 
 import functools
@@ -42,14 +42,6 @@ _HOST = "cpu"
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
-# A live request: its arrival; vLLM's Request (None if vLLM did not hand it over); then begin and end of each
-# load in turn. Times are nanoseconds of CLOCK_MONOTONIC. A list, because a class costs the scheduler's thread
-# more.
-Trace = list[Any]
-_LOADS = 2  # index of the first load
-now = time.monotonic_ns
-
-
 class FinishedRequest(NamedTuple):
     """What the spans of a request are built from. It keeps no prompt."""
 
@@ -57,16 +49,14 @@ class FinishedRequest(NamedTuple):
     headers: Mapping[str, str] | None  # W3C trace context
     prompt_tokens: int
     status: Any  # vLLM's RequestStatus at the end; None: unknown
-    trace: Trace
-    ended: int
-    report: Any  # packed
+    report: Any  # packed; all times are in it, in nanoseconds of CLOCK_MONOTONIC
 
 
 class RequestTracer:
     """Collects finished requests and hands their spans to OpenTelemetry in a thread of its own.
 
-    ``begin`` and ``finish`` are for the scheduler's thread. They never wait and do as little as possible.
-    A process forked from this one traces nothing.
+    ``finish`` is for the scheduler's thread. It never waits and does as little as possible: the core records
+    all times. A process forked from this one traces nothing.
     """
 
     def __init__(
@@ -97,40 +87,23 @@ class RequestTracer:
         self._warned = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        self.arriving: Any = None  # vLLM's Request of the next begin(): see watch_requests
+        self.arriving: Any = None  # vLLM's Request of the next request that begins: see watch_requests
 
     # ---- scheduler's thread
 
-    def begin(self, request_id: str) -> Trace:
-        """Returns the trace of a request that arrives now."""
-        request = self.arriving
-        if request is not None:
-            self.arriving = None
-            if request.request_id != request_id:
-                request = None
-        return [now(), request]
+    def finish(self, request: Any, request_id: str, report: Any) -> None:
+        """Queues the spans of a request. Drops and counts them if the queue is full.
 
-    def finish(self, trace: Trace, request_id: str, report: Any) -> None:
-        """Queues the spans of a request. Drops and counts them if the queue is full."""
+        ``request``: vLLM's Request; None if vLLM did not hand it over. The queue does not keep it.
+        """
         if len(self._finished) >= self._max_queued:
             self._metrics.add(DROPPED, (), 1)
-            return
-        request = trace[1]
-        if request is None:
-            self._finished.append((request_id, None, 0, None, trace, now(), report))
-            return
-        trace[1] = None  # the queue must not keep prompts
-        self._finished.append(
-            (
-                request_id,
-                request.trace_headers,
-                request.num_prompt_tokens,
-                request.status,
-                trace,
-                now(),
-                report,
+        elif request is None or request.request_id != request_id:
+            self._finished.append((request_id, None, 0, None, report))
+        else:
+            self._finished.append(
+                (request_id, request.trace_headers, request.num_prompt_tokens, request.status, report)
             )
-        )
 
     # ---- own thread
 
@@ -180,19 +153,16 @@ class RequestTracer:
             "kv_offload.request",
             parent,
             attributes=self._request_attributes(request, report),
-            start_time=request.trace[0] + to_unix,
+            start_time=report.begun + to_unix,
         )
         if root.is_recording() and report.first_lookup > 0:
-            self._emit_lookup(request, report, api.set_span_in_context(root, parent), to_unix)
-        root.end(request.ended + to_unix)
+            self._emit_lookup(report, api.set_span_in_context(root, parent), to_unix)
+        root.end(report.ended + to_unix)
 
-    def _emit_lookup(
-        self, request: FinishedRequest, report: "RequestReport", under: Any, to_unix: int
-    ) -> None:
+    def _emit_lookup(self, report: "RequestReport", under: Any, to_unix: int) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        began, loads = request.trace[0], request.trace[_LOADS:]
-        ended = loads[0] if loads else report.last_lookup
+        ended = report.loads[0][0] if report.loads else report.last_lookup
         lookup = self._tracer.start_span(
             "kv_offload.lookup",
             under,
@@ -203,17 +173,16 @@ class RequestTracer:
         if report.choice:
             self._emit_decision(report, context, to_unix)
         for read in report.reads:
-            self._emit_read(read, began, context, to_unix)
+            self._emit_read(read, report.begun, context, to_unix)
         lookup.end(max(ended, report.first_lookup) + to_unix)
-        for index in range(0, len(loads), 2):
-            is_complete = index + 1 < len(loads)
+        for load_began, load_ended in report.loads:
             span = self._tracer.start_span(
                 "kv_offload.load",
                 under,
-                attributes={"kv_offload.load.complete": is_complete},
-                start_time=loads[index] + to_unix,
+                attributes={"kv_offload.load.complete": load_ended > 0},
+                start_time=load_began + to_unix,
             )
-            span.end((loads[index + 1] if is_complete else request.ended) + to_unix)
+            span.end((load_ended or report.ended) + to_unix)
 
     def _emit_decision(self, report: "RequestReport", context: Any, to_unix: int) -> None:
         attributes: dict[str, Any] = {"kv_offload.decision": report.choice}

@@ -246,6 +246,13 @@ py::list reads(const RequestReport& report) {
   return found;
 }
 
+py::list loads(const RequestReport& report) {
+  py::list found;
+  for (std::size_t i = 0; i < std::min<std::size_t>(report.load_count, RequestReport::kLoads); ++i)
+    found.append(py::make_tuple(report.loads[i].begin.count(), report.loads[i].end.count()));
+  return found;
+}
+
 // Omits tiers without hits and reasons without misses.
 py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
@@ -300,11 +307,14 @@ void bind_cache(py::module_& module) {
       .def_readonly("load_seconds", &RequestReport::load_seconds)
       .def_readonly("compute_seconds", &RequestReport::compute_seconds)
       .def_readonly("waited_seconds", &RequestReport::waited_seconds)
+      .def_property_readonly("begun", &nanoseconds<&RequestReport::begun>)
+      .def_property_readonly("ended", &nanoseconds<&RequestReport::ended>)
       .def_property_readonly("first_lookup", &nanoseconds<&RequestReport::first_lookup>)
       .def_property_readonly("last_lookup", &nanoseconds<&RequestReport::last_lookup>)
       .def_property_readonly("decided", &nanoseconds<&RequestReport::decided>)
       .def_property_readonly("reads", &reads)
-      .def_readonly("unfinished_reads", &RequestReport::unfinished_reads);
+      .def_readonly("unfinished_reads", &RequestReport::unfinished_reads)
+      .def_property_readonly("loads", &loads);
   py::class_<BoundCache, Cache>(module, "TieredCache")
       .def(py::init(&make_cache), py::arg("region").none(false), py::arg("metrics").none(false),
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),

@@ -126,6 +126,7 @@ struct RequestReport {
   double compute_seconds = 0;
   double waited_seconds = 0;  // measured until the loads could begin
   // Times on the cache's clock; 0 = it did not happen.
+  Nanos begun{0}, ended{0};  // begin_request and end_request
   Nanos first_lookup{0};
   Nanos last_lookup{0};  // start of the last pass of lookups
   Nanos decided{0};      // the decision in `choice`
@@ -138,6 +139,13 @@ struct RequestReport {
   };
   std::array<Reads, kPlaces - 1> reads{};  // by tier
   std::uint32_t unfinished_reads = 0;      // cancelled, or in flight when the request stopped waiting
+  // Copies from host memory to the device: usually one, and one more after each preemption.
+  struct Load {
+    Nanos begin{0}, end{0};  // prepare_load and complete_load; end 0: the request ended first
+  };
+  static constexpr std::size_t kLoads = 4;
+  std::array<Load, kLoads> loads{};  // the first ones
+  std::uint32_t load_count = 0;      // all
 };
 
 inline constexpr std::string_view kNeighbourPlace = "neighbour";  // label of RequestReport::kNeighbour

@@ -105,7 +105,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
     const auto fetched_from = pins.pin_next();
-    chunks_.access(slot, load.request, load.priority, load.tenant);
+    chunks_.access(slot, load.id.request, load.priority, load.tenant);
     chunks_.claim(slot, load.family);
     if (load.returns_at > 0 && chunks_.belongs_to(slot, load.family))
       chunks_.set_return(slot, load.returns_at);
@@ -132,6 +132,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   job.waited_seconds = load.waited_seconds;
   job.cache_blocks = cache_blocks_of(load.last_end);
   job.began = load.began;
+  job.id = load.id;
   job.ticket = transfer.ticket = tickets_.next();
   Job& running = running_.emplace(fingerprint_of(keys), Job())->second;  // the last call that may throw
   pins.keep();
@@ -154,16 +155,18 @@ void DeviceLoads::make_room_for_one() {
   make_room(abandoned_, 2 * (running_.size() + 1) + completed_.size());
 }
 
-void DeviceLoads::complete(std::span<const ChunkKey> keys) {
+std::optional<DeviceLoads::LoadId> DeviceLoads::complete(std::span<const ChunkKey> keys) {
   const auto [first, last] = running_.equal_range(fingerprint_of(keys));
   const auto found =
       std::find_if(first, last, [&](const auto& one) { return one.second.slots.size() == keys.size(); });
-  if (found == last) return;
+  if (found == last) return std::nullopt;
+  const LoadId id = found->second.id;
   completed_.push_back(std::move(found->second));
   running_.erase(found);
   loading_blocks_ -= completed_.back().cache_blocks;
   record_outcome(completed_.back());
   if (release(completed_.back())) completed_.pop_back();
+  return id;
 }
 
 void DeviceLoads::record_outcome(const Job& job) {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -38,9 +39,15 @@ class DeviceLoads {
     Metrics& metrics;
     const Clock& clock;
   };
+  // Which load of which request, for RequestReport::loads.
+  struct LoadId {
+    RequestHandle handle = 0;
+    std::uint32_t request = 0;  // request number: the handle may be reused
+    std::uint32_t index = 0;
+  };
   // Properties of the request that loads.
   struct Load {
-    std::uint32_t request = 0;  // request number
+    LoadId id;
     std::int8_t priority = 0;
     TenantId tenant = 0;
     std::uint32_t family = 0;                   // see HostChunks::claim
@@ -64,7 +71,7 @@ class DeviceLoads {
   void withdraw(Ticket ticket);
   // vLLM is done with the load of these keys, given in any order. Unknown loads are ignored: they began
   // before a reset.
-  void complete(std::span<const ChunkKey> keys);
+  std::optional<LoadId> complete(std::span<const ChunkKey> keys);
   // Releases completed loads whose tickets have been reported.
   void poll();
   // Forgets all loads. Rows that ranks may still read are quarantined until poll() sees the report, and these
@@ -82,6 +89,7 @@ class DeviceLoads {
     Ticket ticket = kNoTicket;
     std::uint64_t cache_blocks = 0;  // needed by the request for its whole prompt
     std::vector<Slot> slots;
+    LoadId id;
     // For the outcome that is recorded when the load ends.
     Nanos began{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;

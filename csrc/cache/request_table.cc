@@ -41,6 +41,7 @@ RequestHandle RequestTable::begin(const RequestOptions& options) {
   valid.family = HostChunks::valid_family(options.family);
   // The last call that may throw.
   requests_[handle].begin(last_number_, valid, options.load_policy.value_or(load_policy_), groups_.size());
+  requests_[handle].report.begun = clock_.now();
   free_.pop_back();
   return handle;
 }
@@ -65,6 +66,7 @@ void RequestTable::end(RequestHandle handle) {
 
 void RequestTable::release(RequestHandle handle) {
   stop_waiting(requests_[handle]);
+  requests_[handle].report.ended = clock_.now();
   requests_[handle].end();
   free_.push_back(handle);
   if (live() == 0) idle_since_ = clock_.now();
@@ -290,7 +292,7 @@ void RequestTable::admit(RequestHandle handle) {
 DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   const RequestState& request = requests_[handle];
   DeviceLoads::Load load;
-  load.request = request.number;
+  load.id = {handle, request.number, request.report.load_count};
   load.priority = request.priority();
   load.tenant = request.options.tenant;
   load.family = request.options.family;
@@ -302,9 +304,18 @@ DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   return load;
 }
 
+void RequestTable::end_load(const DeviceLoads::LoadId& load) {
+  RequestState& request = requests_[load.handle];
+  if (request.number == load.request && load.index < RequestReport::kLoads)
+    request.report.loads[load.index].end = clock_.now();
+}
+
 void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> keys,
                               const DeviceLoads::Begun& load) {
   RequestState& request = requests_[handle];
+  RequestReport& report = request.report;
+  if (report.load_count < RequestReport::kLoads) report.loads[report.load_count].begin = clock_.now();
+  ++report.load_count;
   std::size_t end = 0;
   for (std::uint32_t group = 0; group < groups_.size(); ++group) {
     const std::size_t begin = std::exchange(end, end + load.transfer.group_rows[group]);

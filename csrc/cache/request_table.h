@@ -67,6 +67,8 @@ class RequestTable {
   // ---- admission: vLLM schedules the request, with or without a load, and its wait ends
   DeviceLoads::Load load_of(RequestHandle request) const;
   void admit_load(RequestHandle request, std::span<const ChunkKey> keys, const DeviceLoads::Begun& load);
+  // vLLM has completed the load. Ignored once the request has ended.
+  void end_load(const DeviceLoads::LoadId& load);
   // The request was scheduled: counts its lookup results and stops waiting.
   void admit(RequestHandle request);
   Offers& offers(RequestHandle request) { return requests_[request].offers; }

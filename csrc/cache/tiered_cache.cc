@@ -200,7 +200,8 @@ RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const Chu
 }
 
 void TieredCache::complete_load(std::span<const ChunkKey> keys) {
-  if (!impl_->closed) impl_->device_loads.complete(keys);
+  if (impl_->closed) return;
+  if (const auto ended = impl_->device_loads.complete(keys)) impl_->requests.end_load(*ended);
 }
 
 StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,

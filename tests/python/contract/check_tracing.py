@@ -234,6 +234,39 @@ def test_a_load_that_outlives_its_request_is_incomplete(traced: Traced) -> None:
     traced.manager.complete_load(set(keys(1)), request)
 
 
+def test_each_load_of_a_preempted_request_has_a_span(traced: Traced) -> None:
+    traced.engine.store(keys(1), traced.engine.request("a"))
+    request = traced.arrive("b")
+    for _ in range(5):
+        traced.engine.lookup(keys(1), request)
+        traced.load(keys(1), request)
+        traced.engine.end_step()
+    traced.manager.on_request_finished(request)
+    traced.tracer.drain()
+    loads = [span for span in traced.exporter.get_finished_spans() if span.name == "kv_offload.load"]
+    assert len(loads) == 4, "the report has the first four"
+    assert all(attributes(load) == {"kv_offload.load.complete": True} for load in loads)
+    times = [time for load in loads for time in (load.start_time, load.end_time)]
+    assert times == sorted(times)
+
+
+def test_the_end_of_a_load_is_not_that_of_the_next_request(traced: Traced) -> None:
+    traced.engine.store(keys(1), traced.engine.request("a"))
+    request = traced.arrive("b")
+    traced.engine.lookup(keys(1), request)
+    first = traced.manager.prepare_load(keys(1), request)
+    traced.finish(request, RequestStatus.FINISHED_ABORTED)
+    following = traced.arrive("c")  # has the handle of the first one
+    traced.engine.lookup(keys(1), following)
+    second = traced.manager.prepare_load(keys(1), following)
+    traced.engine.copy(first, [0], store=False)
+    traced.manager.complete_load(set(keys(1)), request)
+    load = traced.finish(following)["kv_offload.load"]
+    assert attributes(load) == {"kv_offload.load.complete": False}
+    traced.engine.copy(second, [0], store=False)
+    traced.manager.complete_load(set(keys(1)), following)
+
+
 def report(**fields: Any) -> Any:
     """A report of the core, for outcomes that need a slow device."""
     usual = {
@@ -243,18 +276,21 @@ def report(**fields: Any) -> Any:
         "load_seconds": 0.0,
         "compute_seconds": 0.0,
         "waited_seconds": 0.0,
+        "begun": 500,
+        "ended": 3_000,
         "first_lookup": 1_000,
         "last_lookup": 2_000,
         "decided": 0,
         "reads": [],
         "unfinished_reads": 0,
+        "loads": [],
     }
     return SimpleNamespace(**(usual | fields))
 
 
 def finish_with(traced: Traced, made: Any) -> dict[str, ReadableSpan]:
     traced.tracer._unpack = lambda packed: packed
-    traced.tracer.finish(traced.tracer.begin("r"), "r", made)
+    traced.tracer.finish(None, "r", made)
     traced.tracer.drain()
     return {span.name: span for span in traced.exporter.get_finished_spans()}
 
@@ -328,7 +364,7 @@ def test_requests_beyond_the_queue_are_dropped_and_counted() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = RequestTracer(provider, metrics, max_queued=2, unpack=lambda packed: packed)
     for number in range(5):
-        tracer.finish(tracer.begin(""), str(number), report())
+        tracer.finish(None, str(number), report())
     tracer.drain()
     roots = [span for span in exporter.get_finished_spans() if span.name == "kv_offload.request"]
     assert [attributes(root)["gen_ai.request.id"] for root in roots] == ["0", "1"]
@@ -356,10 +392,10 @@ def test_a_hanging_exporter_blocks_neither_requests_nor_the_shutdown(
     metrics = _core.Metrics()
     tracer = RequestTracer(provider, metrics, max_queued=3, unpack=lambda packed: packed)
     tracer.start()
-    tracer.finish(tracer.begin(""), "0", report())
+    tracer.finish(None, "0", report())
     exporter.entered.wait()
     for number in range(10):
-        tracer.finish(tracer.begin(""), str(number), report())
+        tracer.finish(None, str(number), report())
     assert metrics.value(tracing.DROPPED, ()) == 7
     tracer.close(timeout=0.05)
     assert "did not finish" in caplog.text
@@ -372,7 +408,7 @@ def test_close_exports_what_is_queued() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = RequestTracer(provider, _core.Metrics(), unpack=lambda packed: packed)
     tracer.start()
-    tracer.finish(tracer.begin("r"), "r", report())
+    tracer.finish(None, "r", report())
     tracer.close(timeout=240)
     assert [span.name for span in exporter.get_finished_spans()] == [
         "kv_offload.lookup",
@@ -404,7 +440,7 @@ def test_a_forked_process_neither_hangs_nor_exports(traced: Traced) -> None:
     traced.tracer.start()
     child = os.fork()
     if child == 0:
-        traced.tracer.finish(traced.tracer.begin("r"), "r", report())
+        traced.tracer.finish(None, "r", report())
         traced.tracer.close()
         os._exit(len(traced.exporter.get_finished_spans()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
