@@ -2,8 +2,6 @@
 #include "cache/host_chunks.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
 
 #include "base/make_room.h"
 #include "base/steps.h"
@@ -119,8 +117,7 @@ void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos i
   if (!lent_->problem().empty()) neighbours_->add_problem(lent_->problem());
 }
 
-const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {
-  if (!neighbours_) return nullptr;
+const ChunkEntry* HostChunks::borrow_now(const ChunkKey& key, std::uint32_t group) {
   make_room(borrowed_, 1);
   const auto found = neighbours_->borrow(key, group);
   if (!found) return nullptr;
@@ -136,25 +133,6 @@ const ChunkEntry* HostChunks::borrow(const ChunkKey& key, std::uint32_t group) {
   index_.pin(*slot);
   borrowed_.push_back({*slot, now_});
   return &index_.at(*slot);
-}
-
-std::uint64_t HostChunks::use_neighbours(std::span<const ChunkKey> keys) {
-  if (!neighbours_) return 0;
-  std::array<Neighbours::Wanted, kMostWanted> wanted;
-  std::array<std::uint8_t, kMostWanted> place{};  // of each of them in `keys`
-  std::size_t count = 0;
-  std::uint32_t group = 0;
-  for (const ChunkKey& key : keys) index_.prefetch(key);
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    group = groups_.require_position(keys[i], group);
-    if (index_.find(keys[i]) != nullptr) continue;
-    place[count] = static_cast<std::uint8_t>(i);
-    wanted[count++] = {&keys[i], group};
-  }
-  std::uint64_t all = 0;
-  for (std::uint64_t found = neighbours_->use({wanted.data(), count}); found != 0; found &= found - 1)
-    all |= std::uint64_t{1} << place[static_cast<std::size_t>(std::countr_zero(found))];
-  return all;
 }
 
 void HostChunks::return_borrowed(bool all) {

@@ -78,16 +78,20 @@ class HostChunks {
   // Neighbours.
   void share_in(HostRegion& region, std::string_view identity, Nanos interval);
   // Returns the chunk if a neighbour has it: resident, in the neighbour's row. REQUIRES: the key is absent.
-  const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group);
+  const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group) {
+    return may_be_at_neighbour(key) ? borrow_now(key, group) : nullptr;
+  }
   // True if a neighbour has the chunk; its owner then counts a use.
   bool use_neighbours(const ChunkKey& key, std::uint32_t group) {
-    const Neighbours::Wanted wanted{&key, group};
-    return neighbours_ && neighbours_->use({&wanted, 1}) != 0;
+    return neighbours_ && neighbours_->use(key, group);
   }
-  // Returns a bit for each of these keys, of kMostWanted at most: it is absent here, and a neighbour has it.
-  // REQUIRES: valid keys.
-  std::uint64_t use_neighbours(std::span<const ChunkKey> keys);
-  static constexpr std::size_t kMostWanted = Neighbours::kMostWanted;
+  // False: no neighbour has the chunk. See leave_neighbours().
+  bool may_be_at_neighbour(const ChunkKey& key) { return neighbours_ && neighbours_->may_have(key); }
+  // Call after the last borrow(), may_be_at_neighbour() or prefetch() of a key before the engine may become
+  // idle, unless poll_neighbours() follows.
+  void leave_neighbours() {
+    if (neighbours_) neighbours_->leave_filters();
+  }
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
   // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago, of which one call
@@ -121,15 +125,15 @@ class HostChunks {
   EntryInfo entry_info(Slot slot) const { return index_.entry_info(index_.at(slot)); }
   // Prefetch hints. The chunk will soon be looked up (by key), become resident or be used (by slot), be
   // evicted.
-  void prefetch(const ChunkKey& key) const { index_.prefetch(key); }
+  void prefetch(const ChunkKey& key) const {
+    index_.prefetch(key);
+    if (neighbours_) neighbours_->prefetch(key);
+  }
   void prefetch(Slot slot) const {
     index_.prefetch(slot);
-    prefetch_lent(slot);
+    if (lent_ && is_own(at(slot).row)) lent_->prefetch(at(slot).row, at(slot).key);
   }
-  void prefetch_eviction(Slot slot) const {
-    index_.prefetch_erase(slot);
-    prefetch_lent(slot);
-  }
+  void prefetch_eviction(Slot slot) const { index_.prefetch_erase(slot); }
 
   // ---- rows
   // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it. Drops some
@@ -263,11 +267,9 @@ class HostChunks {
   std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
-  void prefetch_lent(Slot slot) const {
-    if (lent_ && is_own(at(slot).row)) lent_->prefetch(at(slot).row, at(slot).key);
-  }
   bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
   void free_or_lend(RowId row);
+  const ChunkEntry* borrow_now(const ChunkKey& key, std::uint32_t group);
   void drop_borrowed(Slot slot);
   bool take_over(const RowTable::Row& row);
   static constexpr std::uint32_t kShared = 0xFFFFFFFFu;

@@ -26,7 +26,7 @@ class LentRows {
   // ResourceError (no memory). The region must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
 
-  // A call for this row follows soon.
+  // publish() of this row follows soon.
   void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }
   // The row's bytes are complete.
   void publish(const SharedRows::Row& row) { rows_.publish(row); }

@@ -27,6 +27,7 @@ Neighbours::Neighbours(HostRegion& region, const SharedRowsLayout& layout, std::
       first_row_(region.neighbour_row(0, 0)),
       slot_rows_(region.neighbour_row(1, 0) - first_row_),
       neighbours_(region.neighbour_slots()) {
+  filters_.reserve(neighbours_.size());
   search();
   {
     MutexLock lock(mutex_);
@@ -141,7 +142,7 @@ void Neighbours::leave_ended(const std::vector<const NeighbourRegion*>& ended_fo
       number.is_reported = true;
     }
     if (!neighbour.has_ended && !stopped_) continue;
-    if (neighbour.held_bytes > 0) continue;
+    if (neighbour.held_bytes > 0 || neighbour.is_filter_read) continue;
     region_.dismiss_neighbour(slot);
     number.is_known = false;
     ended.push_back(std::move(neighbour.region));
@@ -170,8 +171,12 @@ void Neighbours::take_in() {
 }
 
 void Neighbours::poll() {
-  if (interval_ == Nanos(0)) check();
+  if (interval_ == Nanos(0)) {
+    leave_filters();
+    check();
+  }
   MutexLock lock(mutex_);
+  forget_filters();
   if (!stopped_) take_in();
   for (std::uint32_t slot = 0; slot < used_slots_; ++slot) {
     Neighbour& neighbour = neighbours_[slot];
@@ -181,9 +186,33 @@ void Neighbours::poll() {
   }
 }
 
+// A neighbour that has ended is not read again, so the thread can leave it after the next poll().
+void Neighbours::read_filters() {
+  MutexLock lock(mutex_);
+  reads_filters_ = true;
+  if (stopped_) return;
+  for (Neighbour& neighbour : used()) {
+    if (!is_usable(neighbour)) continue;
+    filters_.push_back(neighbour.region->filter());
+    neighbour.is_filter_read = true;
+  }
+}
+
+void Neighbours::forget_filters() {
+  reads_filters_ = false;
+  filters_.clear();
+  for (Neighbour& neighbour : used()) neighbour.is_filter_read = false;
+}
+
+void Neighbours::leave_filters() {
+  if (!reads_filters_) return;
+  MutexLock lock(mutex_);
+  forget_filters();
+}
+
 std::optional<SharedRowsView::Found> Neighbours::find_in(const Neighbour& neighbour, const ChunkKey& key,
                                                          std::uint32_t group) const {
-  if (!neighbour.region || !neighbour.is_mapped || neighbour.has_ended) return std::nullopt;
+  if (!is_usable(neighbour)) return std::nullopt;
   const auto found = neighbour.region->find(key);
   if (!found || found->group != group) return std::nullopt;
   const std::uint64_t start = std::uint64_t{found->row} * kPageBytes;
@@ -191,24 +220,16 @@ std::optional<SharedRowsView::Found> Neighbours::find_in(const Neighbour& neighb
   return found;
 }
 
-std::uint64_t Neighbours::use(std::span<const Wanted> wanted) {
+bool Neighbours::use(const ChunkKey& key, std::uint32_t group) {
   MutexLock lock(mutex_);
-  if (stopped_) return 0;
+  if (stopped_) return false;
   for (const Neighbour& neighbour : used()) {
-    if (!neighbour.region) continue;
-    for (const Wanted& one : wanted) neighbour.region->prefetch(*one.key);
+    const auto found = find_in(neighbour, key, group);
+    if (!found) continue;
+    neighbour.region->mark_used(found->row);
+    return true;
   }
-  std::uint64_t found_ones = 0;
-  for (const Neighbour& neighbour : used()) {
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if ((found_ones >> i & 1) != 0) continue;
-      const auto found = find_in(neighbour, *wanted[i].key, wanted[i].group);
-      if (!found) continue;
-      neighbour.region->mark_used(found->row);
-      found_ones |= std::uint64_t{1} << i;
-    }
-  }
-  return found_ones;
+  return false;
 }
 
 std::optional<Neighbours::Borrowed> Neighbours::borrow(const ChunkKey& key, std::uint32_t group) {
@@ -258,15 +279,14 @@ unsigned Neighbours::number_of(RowId row) const {
 void Neighbours::stop() {
   MutexLock lock(mutex_);
   stopped_ = true;
+  forget_filters();
   wake_.notify_all();
 }
 
 std::size_t Neighbours::size() const {
   MutexLock lock(mutex_);
   if (stopped_) return 0;
-  return static_cast<std::size_t>(std::count_if(neighbours_.begin(), neighbours_.end(), [](const auto& one) {
-    return one.region != nullptr && one.is_mapped && !one.has_ended;
-  }));
+  return static_cast<std::size_t>(std::ranges::count_if(neighbours_, is_usable));
 }
 
 void Neighbours::add_problem(std::string problem) {

@@ -10,8 +10,13 @@
 // several readers together can pin more, and an area with rows of several sizes can run out of empty slabs
 // earlier.
 //
-// Threads: any. A thread looks for new neighbours and leaves those that have ended, also while the engine is
-// idle. No method waits for its system calls.
+// Most lookups are for chunks that no neighbour has. may_have() answers these from the filters of the
+// neighbours' tables alone and takes no lock: from the first one in a step to the end of the step, the thread
+// unmaps none of these tables.
+//
+// Threads: any, except for may_have(), prefetch(), leave_filters(), poll() and stop(), which only one thread
+// calls (the scheduler's). A thread looks for new neighbours and leaves those that have ended, also while the
+// engine is idle. No method waits for its system calls.
 #pragma once
 
 #include <array>
@@ -46,17 +51,26 @@ class Neighbours {
     RowId row = kNoRow;
     std::uint32_t depth = 0;
   };
+  // False: no neighbour has this chunk. True: one may have it; see borrow() and use(). A step with such calls
+  // ends with poll() or leave_filters(), else the memory of a neighbour that ends stays mapped.
+  bool may_have(const ChunkKey& key) {
+    const std::uint64_t hash = ChunkKey::Hash{}(key);
+    for (const SharedRowsFilter& filter : filters()) {
+      if (filter.may_have(hash)) return true;
+    }
+    return false;
+  }
+  // Hints that may_have(key) follows soon.
+  void prefetch(const ChunkKey& key) {
+    const std::uint64_t hash = ChunkKey::Hash{}(key);
+    for (const SharedRowsFilter& filter : filters()) filter.prefetch(hash);
+  }
+  void leave_filters();
   // Pins the row of a neighbour that has this chunk, with one hold. Throws std::bad_alloc; nothing is held
   // then.
   std::optional<Borrowed> borrow(const ChunkKey& key, std::uint32_t group);
-  struct Wanted {
-    const ChunkKey* key;
-    std::uint32_t group;
-  };
-  // Returns a bit for each of these chunks: whether a neighbour has it now. Its owner's eviction then counts
-  // a use. REQUIRES: at most kMostWanted chunks.
-  std::uint64_t use(std::span<const Wanted> wanted);
-  static constexpr std::size_t kMostWanted = 64;
+  // True if a neighbour has this chunk now. Its owner's eviction then counts a use.
+  bool use(const ChunkKey& key, std::uint32_t group);
   // Adds a hold, ends one. The last one unpins the row. REQUIRES: the row is held.
   void hold(RowId row) noexcept;
   void release(RowId row) noexcept;
@@ -79,6 +93,7 @@ class Neighbours {
     std::uint64_t held_bytes = 0;             // of the borrowed rows, in each area
     bool is_mapped = false;                   // by every worker
     bool has_ended = false;
+    bool is_filter_read = false;       // in filters_: not unmapped
     std::uint32_t refused_checks = 0;  // consecutive checks in which a worker could not map it
   };
   struct Hold {
@@ -92,6 +107,14 @@ class Neighbours {
     std::uint32_t skipped_checks = 0;  // before it is searched again
     std::string refused;               // the last reason, reported already
   };
+  static bool is_usable(const Neighbour& neighbour) {
+    return neighbour.region != nullptr && neighbour.is_mapped && !neighbour.has_ended;
+  }
+  std::span<const SharedRowsFilter> filters() {
+    if (!reads_filters_) read_filters();
+    return filters_;
+  }
+  void read_filters();
   std::optional<SharedRowsView::Found> find_in(const Neighbour& neighbour, const ChunkKey& key,
                                                std::uint32_t group) const REQUIRES(mutex_);
   std::uint32_t slot_of(RowId row) const { return row / slot_rows_ - 1; }
@@ -112,6 +135,9 @@ class Neighbours {
   const Nanos interval_;
   const RowId first_row_;  // of slot 0
   const RowId slot_rows_;  // between two slots
+  // Filters of the usable neighbours, while reads_filters_. Only the scheduler's thread uses these two.
+  std::vector<SharedRowsFilter> filters_;
+  bool reads_filters_ = false;
 
   mutable Mutex mutex_;
   CondVar wake_;
@@ -119,6 +145,7 @@ class Neighbours {
   bool stopped_ GUARDED_BY(mutex_) = false;
   // The slots in use and those before them; a call then visits no others.
   std::span<Neighbour> used() REQUIRES(mutex_) { return {neighbours_.data(), used_slots_}; }
+  void forget_filters() REQUIRES(mutex_);
   std::vector<Neighbour> neighbours_ GUARDED_BY(mutex_);  // by slot
   std::size_t used_slots_ GUARDED_BY(mutex_) = 0;
   std::unordered_map<RowId, Hold> holds_ GUARDED_BY(mutex_);

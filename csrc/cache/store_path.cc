@@ -68,15 +68,9 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   // A tier writes only what is stored in host memory. So with a tier, all chunks are stored.
   const double returns_at = context_.write_back.writes() ? 0 : request.returns_at(context_.chunks.now());
   std::uint32_t group = 0;
-  std::uint64_t at_neighbours = 0;  // of the last keys that were asked for together
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) context_.chunks.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
-    const std::uint32_t place = i % HostChunks::kMostWanted;
-    if (place == 0) {
-      const std::size_t count = std::min<std::size_t>(keys.size() - i, HostChunks::kMostWanted);
-      at_neighbours = context_.chunks.use_neighbours(keys.subspan(i, count));
-    }
     group = context_.groups.require_position(key, group);
     const std::uint32_t depth = depths.empty() ? 0 : depths[i];
     // Only chunks of full-attention groups form a chain and have a parent.
@@ -90,7 +84,8 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
       if (known->state == ChunkState::kResident) context_.write_back.on_used(slot, request.options.tenant);
       continue;
     }
-    if ((at_neighbours >> place & 1) != 0) continue;  // not stored twice
+    if (context_.chunks.may_be_at_neighbour(key) && context_.chunks.use_neighbours(key, group))
+      continue;  // not stored twice
     ++new_chunks[group];
     // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
@@ -113,6 +108,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     ++grant.transfer.group_rows[group];
   }
   count_declined(grant, new_chunks, hears_all);
+  context_.chunks.leave_neighbours();
   context_.row_provider.flush_metrics();
   taken.release_all();
   return grant;

@@ -39,7 +39,7 @@ class NeighbourRegion {
   unsigned number() const { return area_.number; }
 
   std::optional<SharedRowsView::Found> find(const ChunkKey& key) const { return rows_->find(key); }
-  void prefetch(const ChunkKey& key) const { rows_->prefetch(key); }
+  SharedRowsFilter filter() const { return rows_->filter(); }
   bool pin(const SharedRowsView::Found& found) { return rows_->pin(area_.reader, found); }
   void unpin(RowId row) { rows_->unpin(area_.reader, row); }
   // Its owner's eviction counts a use of this row.

@@ -13,23 +13,15 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6B765F7368617232;  // "kv_shar2": includes the version
+constexpr std::uint64_t kMagic = 0x6B765F7368617233;  // "kv_shar3": includes the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 80;
 constexpr std::uint64_t kBucketBytes = 8;
-// Of a bucket: the low half is the first link of the chain, the high half the filter.
-constexpr unsigned kFilterShift = 32;
-constexpr std::uint64_t kFilter = ~std::uint64_t{0} << kFilterShift;
+constexpr std::uint64_t kFilter = ~std::uint64_t{0} << SharedRowsFilter::kShift;  // of a bucket
 constexpr unsigned kMostSteps = 256;  // of a chain; with a bucket per row, chains of more than 8 are rare
 
 static_assert(sizeof(ChunkKey) % 8 == 0);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-
-// Returns the bit of a key in the filter of its bucket. The low bits of the hash choose the bucket.
-std::uint64_t filter_bit(std::uint64_t hash) {
-  constexpr unsigned kBitsOfNumber = 5;
-  return std::uint64_t{1} << (kFilterShift + (hash >> (64 - kBitsOfNumber)));
-}
 
 XXH128_hash_t digest_of(const SharedRowsLayout& layout, std::string_view identity) {
   const std::string all = fmt::format("{} {} {}", layout.area_bytes, layout.row_bytes, identity);
@@ -56,13 +48,16 @@ struct SharedRows::Header {
 };
 
 struct SharedRows::Entry {
-  // A withdrawal and the way to a later entry of the chain need only these, in one cache line.
+  // The way to a later entry of the chain needs only these, in one cache line.
   Word version;
   std::atomic<std::uint32_t> next;
-  std::uint32_t bucket;  // of the owner
+  // The entry before it in the chain, plus one; only for the owner. An entry is removed without a read of the
+  // others, which are seldom in the CPU's cache.
+  std::uint32_t previous;
   std::array<Word, kKeyWords> key;
   Word place;  // row, depth
-  Word group;
+  std::atomic<std::uint32_t> group;
+  std::uint32_t bucket;  // of the owner
 };
 
 SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
@@ -121,12 +116,15 @@ void SharedRows::publish(const Row& row) {
   const std::uint64_t hash = ChunkKey::Hash{}(row.key);
   Word& bucket = bucket_of(hash);
   const std::uint64_t before = bucket.load(std::memory_order_relaxed);
-  entry.next.store(static_cast<std::uint32_t>(before), std::memory_order_relaxed);
+  const auto next = static_cast<std::uint32_t>(before);
+  entry.next.store(next, std::memory_order_relaxed);
+  entry.previous = 0;
+  if (next != 0) entries[next - 1].previous = index + 1;
   entry.bucket = static_cast<std::uint32_t>(hash) & (layout_.buckets - 1);
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
   header->last_version.store(++last_version_, std::memory_order_relaxed);
   at(index).publish(last_version_);
-  bucket.store((before & kFilter) | filter_bit(hash) | (index + 1), std::memory_order_release);
+  bucket.store((before & kFilter) | SharedRowsFilter::bits_of(hash) | (index + 1), std::memory_order_release);
 }
 
 bool SharedRows::withdraw(RowId row) {
@@ -135,23 +133,35 @@ bool SharedRows::withdraw(RowId row) {
   if (shared.version.load(std::memory_order_relaxed) == 0) return !shared.is_pinned();
   const bool is_free = shared.withdraw();
   unlink(index);
+  // A prompt is evicted from its end, so the row before this one is probably next.
+  if (index > 0) prefetch_links(index - 1);
   return is_free;
+}
+
+void SharedRows::prefetch_links(std::uint32_t index) const {
+  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
+  const Entry& entry = entries[index];
+  const std::uint32_t next = entry.next.load(std::memory_order_relaxed);
+  if (next != 0) __builtin_prefetch(&entries[next - 1], 1);
+  if (entry.previous != 0) {
+    __builtin_prefetch(&entries[entry.previous - 1], 1);
+  } else {
+    __builtin_prefetch(&bucket_of(entry.bucket), 1);
+  }
 }
 
 void SharedRows::unlink(std::uint32_t index) {
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  Word& bucket = bucket_of(entries[index].bucket);
-  const std::uint64_t before = bucket.load(std::memory_order_relaxed);
-  const std::uint32_t next = entries[index].next.load(std::memory_order_relaxed);
-  const auto first = static_cast<std::uint32_t>(before);
-  if (first == index + 1) {
-    bucket.store(next == 0 ? 0 : (before & kFilter) | next, std::memory_order_release);
+  const Entry& entry = entries[index];
+  const std::uint32_t next = entry.next.load(std::memory_order_relaxed);
+  if (next != 0) entries[next - 1].previous = entry.previous;
+  if (entry.previous != 0) {
+    entries[entry.previous - 1].next.store(next, std::memory_order_release);
     return;
   }
-  std::atomic<std::uint32_t>* link = &entries[first - 1].next;
-  while (link->load(std::memory_order_relaxed) != index + 1)
-    link = &entries[link->load(std::memory_order_relaxed) - 1].next;
-  link->store(next, std::memory_order_release);
+  Word& bucket = bucket_of(entry.bucket);
+  const std::uint64_t filter = bucket.load(std::memory_order_relaxed) & kFilter;
+  bucket.store(next == 0 ? 0 : filter | next, std::memory_order_release);
 }
 
 void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
@@ -159,7 +169,6 @@ void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
   const std::byte* entry = memory_ + layout_.entries_offset + index * kEntryBytes;
   __builtin_prefetch(entry, 1);
   __builtin_prefetch(entry + kEntryBytes - 1, 1);
-  __builtin_prefetch(memory_ + kPageBytes + index * sizeof(Word));
   __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)), 1);
 }
 
@@ -217,14 +226,13 @@ const SharedRowsView::Word& SharedRowsView::bucket_of(std::uint64_t hash) const 
   return buckets[hash & (layout_.buckets - 1)];
 }
 
-void SharedRowsView::prefetch(const ChunkKey& key) const {
-  __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)));
-}
+SharedRowsFilter SharedRowsView::filter() const { return {&bucket_of(0), layout_.buckets}; }
 
 std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) const {
   const std::uint64_t hash = ChunkKey::Hash{}(key);
   const std::uint64_t chain = bucket_of(hash).load(std::memory_order_acquire);
-  if ((chain & filter_bit(hash)) == 0 || !is_open()) return std::nullopt;
+  const std::uint64_t bits = SharedRowsFilter::bits_of(hash);
+  if ((chain & bits) != bits || !is_open()) return std::nullopt;
   const auto words = words_of(key);
   auto link = static_cast<std::uint32_t>(chain);
   for (unsigned step = 0; link != 0 && step < kMostSteps; ++step) {
@@ -239,7 +247,7 @@ std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) c
       is_equal = found.key[i].load(std::memory_order_acquire) == words[i];
     if (!is_equal) continue;
     const std::uint64_t place = found.place.load(std::memory_order_acquire);
-    const std::uint64_t group = found.group.load(std::memory_order_acquire);
+    const std::uint32_t group = found.group.load(std::memory_order_acquire);
     if (found.version.load(std::memory_order_relaxed) != version) continue;
     const auto row = static_cast<RowId>(place);
     if (row / row_pages_ != index || group > 0xFF) return std::nullopt;

@@ -8,8 +8,9 @@
 //   buckets   8 bytes each, a power of two          first entry of a chain, plus one; filter of its keys
 //   entries   80 bytes per row of the smallest size version, next entry plus one, key, row, depth, group
 //
-// The filter answers most lookups of absent keys with one read. It has a bit for each key of the chain; the
-// bits of withdrawn keys stay until the chain is empty.
+// The filter answers most lookups of absent keys with one read. It has up to three bits for each key of the
+// chain (a Bloom filter); the bits of withdrawn keys stay until the chain is empty. SharedRowsFilter reads
+// nothing else.
 //
 // Readers map everything but the pins read-only. The owner is the only writer of a table, so it needs no
 // lock. A reader that follows a chain during a change may miss an entry; it never accepts a wrong one,
@@ -64,7 +65,7 @@ class SharedRows {
   void publish(const Row& row);
   // Call before a row is reused, published or not. False: a reader still reads it.
   bool withdraw(RowId row);
-  // Loads what publish() and withdraw() of this row and key need into the CPU's cache.
+  // Loads what publish() of this row and key writes into the CPU's cache.
   void prefetch(RowId row, const ChunkKey& key) const;
   bool is_pinned(RowId row) const;
   // True if a reader has used the row since the last call.
@@ -89,11 +90,40 @@ class SharedRows {
   std::uint32_t index_of(RowId row) const { return row / row_pages_; }
   Word& bucket_of(std::uint64_t hash) const;
   void unlink(std::uint32_t index);
+  // Loads what unlink() writes into the CPU's cache.
+  void prefetch_links(std::uint32_t index) const;
 
   SharedRowsLayout layout_;
   std::uint32_t row_pages_;
   std::byte* memory_;
   std::uint64_t last_version_ = 0;
+};
+
+// The filters of a table, as a reader sees them. A published key always has its bits, and so have a
+// few others: only a row that find() returns proves a key.
+class SharedRowsFilter {
+ public:
+  // `buckets`: a power of two of them, mapped for as long as this is used.
+  SharedRowsFilter(const std::atomic<std::uint64_t>* buckets, std::uint32_t count)
+      : buckets_(buckets), mask_(count - 1) {}
+
+  // False: no row with a key of this hash is published.
+  bool may_have(std::uint64_t hash) const {
+    const std::uint64_t bits = bits_of(hash);
+    return (buckets_[hash & mask_].load(std::memory_order_relaxed) & bits) == bits;
+  }
+  void prefetch(std::uint64_t hash) const { __builtin_prefetch(&buckets_[hash & mask_]); }
+  // Returns the bits of a key in its bucket: three, two or one of 32. The low bits of the hash choose the
+  // bucket.
+  static std::uint64_t bits_of(std::uint64_t hash) {
+    const auto bit = [&](unsigned shift) { return std::uint64_t{1} << (hash >> shift & 31); };
+    return (bit(59) | bit(54) | bit(49)) << kShift;
+  }
+  static constexpr unsigned kShift = 32;  // the low half of a bucket is the first link of its chain
+
+ private:
+  const std::atomic<std::uint64_t>* buckets_;
+  std::uint64_t mask_;
 };
 
 // A reader's side of another engine's table.
@@ -110,8 +140,7 @@ class SharedRowsView {
     std::uint8_t group = 0;  // as published; the caller checks it
     std::uint64_t version = 0;
   };
-  // Loads the bucket of the key into the CPU's cache.
-  void prefetch(const ChunkKey& key) const;
+  SharedRowsFilter filter() const;
   // Returns the published row of a key. The row may be withdrawn at any time until pin() has returned true.
   std::optional<Found> find(const ChunkKey& key) const;
   // True if the row still holds the key. It then stays unchanged until unpin().

@@ -170,7 +170,7 @@ TEST_F(SharedMemory, a_chunk_that_a_neighbour_has_is_not_stored_again) {
 }
 
 TEST_F(SharedMemory, of_many_chunks_those_that_a_neighbour_has_are_not_stored) {
-  constexpr int kCount = 3 * HostChunks::kMostWanted + 5;
+  constexpr int kCount = 200;
   WorldOptions made[2] = {options(), options()};
   for (WorldOptions& one : made) one.rows = 2 * kCount;
   World a(made[0]), b(made[1]);
@@ -192,6 +192,20 @@ TEST_F(SharedMemory, chunks_of_each_neighbour_are_found) {
   store(*d, {"d"});
   for (const char* name : {"b", "c", "d"}) EXPECT_EQ(load(*a, {name}), 1u);
   EXPECT_THAT(store(*a, {"b", "c", "d", "new"}), ElementsAre("new"));
+}
+
+TEST_F(SharedMemory, lookups_and_stores_of_chunks_that_no_engine_has_take_no_lock_for_each) {
+  const auto a = engine(), b = engine(), c = engine();
+  meet({a.get(), b.get(), c.get()});
+  store(*b, {"x"});
+  const auto keys = keys_of(numbered("absent", 1000));
+  const RequestHandle request = a->cache->begin_request("r", {});
+  const testing::StepWatch watch;
+  for (const ChunkKey& key : keys) ASSERT_EQ(a->cache->lookup(request, key), LookupResult::kMiss);
+  EXPECT_LT(watch.holds(), 100u);
+  const StoreGrant grant = a->cache->prepare_store(request, keys);
+  EXPECT_EQ(grant.accepted.size(), 8u);
+  EXPECT_LT(watch.holds(), 100u);
 }
 
 TEST_F(SharedMemory, a_store_that_a_neighbours_chunk_prevents_is_a_use_of_it) {
@@ -551,6 +565,66 @@ TEST_F(SharedMemory, an_idle_engine_releases_the_memory_of_a_neighbour_that_ende
   ASSERT_GT(maps_of(inode), 0);
   a.reset();
   EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+}
+
+TEST_F(SharedMemory, a_neighbour_that_ends_during_a_step_stays_mapped_until_the_step_ends) {
+  const int maps = own_maps();
+  auto a = engine();
+  const auto b = idle_engine();
+  ASSERT_TRUE(wait_for(*b, [&] {
+    b->cache->end_step();
+    return b->cache->stats().neighbours == 1;
+  }));
+  const std::uint64_t inode = a->region->inode();
+  const RequestHandle request = b->cache->begin_request("r", {});
+  EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kMiss);
+  a.reset();
+  ASSERT_TRUE(wait_for(*b, [&] { return b->cache->stats().neighbours == 0; }));
+  // c takes the number of a. Once d is found, a whole check has passed since b found that a had ended.
+  const auto c = engine(), d = engine();
+  ASSERT_TRUE(wait_for(*b, [&] { return maps_of(d->region->inode()) > maps; }));
+  for (auto& rank : b->ranks) rank->map_neighbours();
+  EXPECT_GT(maps_of(inode), 0);
+  for (const ChunkKey& key : keys_of(numbered("y", 100)))
+    EXPECT_EQ(b->cache->lookup(request, key), LookupResult::kMiss);
+  b->cache->end_step();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+  b->cache->end_request(request);
+}
+
+TEST_F(SharedMemory, a_reset_after_a_lookup_releases_the_memory_of_neighbours) {
+  const auto a = engine();
+  const int maps = own_maps();
+  const auto b = idle_engine();
+  ASSERT_TRUE(wait_for(*b, [&] {
+    b->cache->end_step();
+    return b->cache->stats().neighbours == 1;
+  }));
+  const std::uint64_t inode = a->region->inode();
+  const RequestHandle request = b->cache->begin_request("r", {});
+  EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kMiss);
+  b->cache->reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == maps; }));
+  EXPECT_EQ(b->cache->lookup(request, key_of("x")), LookupResult::kMiss);
+  b->cache->end_request(request);
+}
+
+// vLLM offers chunks after the end of the step, and no further step may follow.
+TEST_F(SharedMemory, an_engine_that_is_idle_after_a_store_releases_the_memory_of_a_neighbour_that_ended) {
+  auto a = engine();
+  const auto b = idle_engine();
+  ASSERT_TRUE(wait_for(*b, [&] {
+    b->cache->end_step();
+    return b->cache->stats().neighbours == 1;
+  }));
+  const std::uint64_t inode = a->region->inode();
+  const RequestHandle request = b->cache->begin_request("r", {});
+  const auto keys = keys_of({"x", "y"});
+  EXPECT_EQ(b->cache->prepare_store(request, keys).accepted.size(), 2u);
+  a.reset();
+  EXPECT_TRUE(wait_for(*b, [&] { return maps_of(inode) == 0; }));
+  b->cache->complete_store(keys, false);
+  b->cache->end_request(request);
 }
 
 TEST_F(SharedMemory, an_idle_engine_releases_an_ended_neighbour_that_it_never_used) {

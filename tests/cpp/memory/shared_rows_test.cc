@@ -80,6 +80,38 @@ TEST_F(SharedRowsTest, filters_are_empty_when_no_row_is_published) {
   EXPECT_TRUE(std::ranges::all_of(buckets, [](std::byte one) { return one == std::byte{0}; }));
 }
 
+// With as many rows as buckets, each row reused many times: the filters then have the bits of withdrawn keys
+// too.
+TEST_F(SharedRowsTest, the_filter_has_each_published_key_and_few_others) {
+  constexpr std::uint32_t kMany = 1024;
+  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kRowBytes, kRowBytes);
+  std::vector<std::byte> bytes(layout.bytes + kPageBytes);
+  const std::span<std::byte> memory(
+      reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes.data()), kPageBytes)),
+      layout.bytes);
+  SharedRows rows(memory, layout, "model");
+  const SharedRowsFilter filter =
+      SharedRowsView(memory, memory.subspan(kPageBytes), layout, "model").filter();
+  std::mt19937_64 random(5);
+  const auto random_key = [&] {
+    const std::uint64_t digest = random();
+    return key(std::string(reinterpret_cast<const char*>(&digest), sizeof(digest)));
+  };
+  const auto may_have = [&](const ChunkKey& one) { return filter.may_have(ChunkKey::Hash{}(one)); };
+  std::vector<ChunkKey> published(kMany);
+  for (std::uint32_t i = 0; i < 20 * kMany; ++i) {
+    const auto index = static_cast<RowId>(i < kMany ? i : random() % kMany);
+    ASSERT_TRUE(rows.withdraw(2 * index));
+    published[index] = random_key();
+    rows.publish({2 * index, published[index], 16, 1});
+    ASSERT_TRUE(may_have(published[index]));
+  }
+  EXPECT_TRUE(std::ranges::all_of(published, may_have));
+  int others = 0;
+  for (int i = 0; i < 10000; ++i) others += may_have(random_key()) ? 1 : 0;
+  EXPECT_LT(others, 450);  // about 310; with one bit for each key, about 700
+}
+
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
   SharedRows rows = open();
   rows.publish(row(4, "a"));
