@@ -3,15 +3,14 @@
 
     python benchmarks/tracing.py [--requests 2000] [--rounds 30]
 
-One manager serves the same requests without a tracer (the baseline) and with one, in turns: each looks up
-four chunks that are hits, loads them and ends. Timed are the calls that tracing adds to. Each round yields
-the median of its requests, because other processes interrupt some of them; the result is the median over the
+One manager serves the same requests without a tracer (the baseline) and with one: each looks up four chunks
+that are hits, loads them and ends. Timed are the calls that tracing adds to. Requests with and without a
+tracer take turns in pairs, in a random order, so that both see the same machine. Each round yields the two
+medians of its requests, because other processes interrupt some of them; the result is the median over the
 rounds.
 
 - on: no thread builds spans meanwhile.
 - thread: the thread that builds spans runs as on a server, and its exporter discards them.
-
-"isolated" is the time of the added calls alone in a loop, with warm caches: the median of rounds of 200.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,36 +95,21 @@ class Requests:
         self.made.end_step()
         return (between - began + loading - again + ended - copied) / 1e9
 
-    def round(self, count: int) -> float:
-        """Returns the median of the seconds per request."""
-        arriving = make_arriving(count)
+    def round(self, count: int, tracer: RequestTracer, random: Random) -> tuple[float, float]:
+        """Returns the medians of the seconds per request, without and with the tracer."""
+        arriving = make_arriving(2 * count)
         gc.collect()
-        spent = []
+        spent: dict[bool, list[float]] = {False: [], True: []}
+        is_traced = False
         for number, each in enumerate(arriving):
-            spent.append(self.serve(number, each))
+            is_traced = random.random() < 0.5 if number % 2 == 0 else not is_traced
+            self.manager.tracer = tracer if is_traced else None
+            spent[is_traced].append(self.serve(number, each))
             # On a server, a few requests are queued when the spans are built.
-            if self.manager.tracer is not None and number % 50 == 49:
-                self.manager.tracer.drain()
-        return statistics.median(spent)
-
-
-def isolated(served: Requests, tracer: RequestTracer) -> float:
-    """Returns the microseconds of the added calls of one request with one load, in a loop."""
-    cache = served.made.manager._cache
-    handle = cache.begin_request("r")
-    arriving = make_arriving(1)[0]
-    rounds = []
-    for _ in range(200):
-        began = time.perf_counter_ns()
-        for _ in range(200):
-            tracer.arriving = arriving
-            request = tracer.arriving
-            tracer.arriving = None
-            tracer.finish(request, arriving.request_id, cache.packed_report(handle))
-        rounds.append((time.perf_counter_ns() - began) / 200 / 1e3)
-        tracer._finished.clear()
-    cache.end_request(handle)
-    return statistics.median(rounds)
+            if number % 100 == 99:
+                tracer.drain()
+        self.manager.tracer = None
+        return statistics.median(spent[False]), statistics.median(spent[True])
 
 
 def make_arriving(count: int) -> list[Any]:
@@ -141,33 +126,31 @@ def make_arriving(count: int) -> list[Any]:
 
 
 def measure(requests: int, rounds: int) -> dict[str, Any]:
-    """Returns the microseconds per request without and with tracing, in rounds that alternate."""
+    """Returns the microseconds per request without and with tracing."""
     served = Requests()
     exporter = Discard()
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     times: dict[str, list[float]] = {"off": [], "on": [], "thread": []}
     added: dict[str, list[float]] = {"on": [], "thread": []}
+    ratios = []
+    random = Random(0)
     gc.freeze()
     for number in range(rounds + 1):
-        found = {}
-        for kind in times:
-            tracer = None
-            if kind != "off":
-                tracer = RequestTracer(provider, served.made.manager._metrics, max_queued=2 * requests)
-                if kind == "thread":
-                    tracer.start()
-            served.manager.tracer = tracer
-            found[kind] = served.round(requests) * 1e6
-            if tracer is not None:
-                tracer.drain()
-                tracer.close()
-        if number == 0:
-            continue  # warm-up
-        for kind, spent in found.items():
-            times[kind].append(spent)
-        for kind in added:
-            added[kind].append(found[kind] - found["off"])
+        for kind, differences in added.items():
+            tracer = RequestTracer(provider, served.made.manager._metrics, max_queued=2 * requests)
+            if kind == "thread":
+                tracer.start()
+            off, on = (seconds * 1e6 for seconds in served.round(requests, tracer, random))
+            tracer.drain()
+            tracer.close()
+            if number == 0:
+                continue  # warm-up
+            times["off"].append(off)
+            times[kind].append(on)
+            differences.append(on - off)
+            if kind == "on":
+                ratios.append(on / off)
     assert exporter.spans > 0
     return {
         "requests": requests,
@@ -177,8 +160,7 @@ def measure(requests: int, rounds: int) -> dict[str, Any]:
             kind: {"median": statistics.median(values), "interval": interval_of_median(values)}
             for kind, values in added.items()
         },
-        "isolated_us": isolated(served, RequestTracer(provider, served.made.manager._metrics)),
-        "ratio": statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True)),
+        "ratio": statistics.median(ratios),
         "limit_us": LIMIT_US,
     }
 
@@ -196,7 +178,6 @@ def main() -> None:
     for kind, each in found["added_us"].items():
         low, high = each["interval"]
         print(f"{kind:7} adds {each['median']:.2f} us (95%: {low:.2f} to {high:.2f})")
-    print(f"isolated: {found['isolated_us']:.2f} us")
     print(f"ratio of the calls: {found['ratio']:.3f}")
     write_results("tracing", found)
 

@@ -458,7 +458,7 @@ class RequestReport:
     """
 
     def __init__(self, packed: bytes) -> None:
-        """``packed``: a result of TieredCache.packed_report in this process. Raises ValueError otherwise."""
+        """``packed``: a result of TieredCache.end_traced_request in this process. Raises ValueError otherwise."""
 
     @property
     def hit_tokens(self) -> tuple[int, ...]:
@@ -551,6 +551,8 @@ class TieredCache:
         earlier prompt of the target (b"": of this session) is replaced.
         """
     def end_request(self, request: int) -> None: ...
+    def end_traced_request(self, request: int) -> bytes:
+        """Also returns its report, as an argument for RequestReport in this process."""
     def admit(self, request: int) -> None:
         """The request was scheduled and waits for no more records. Loads and stores imply it."""
     def make_lookup(
@@ -574,8 +576,6 @@ class TieredCache:
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
         """
-    def packed_report(self, request: int) -> bytes:
-        """Returns the report as an argument for RequestReport in this process. Like ``report`` otherwise."""
     def take_neighbour_problems(self) -> list[str]:
         """Returns the reasons why host memory of other engines is not used, each once."""
     def lookup_counts(self) -> list[tuple[int, int]]:

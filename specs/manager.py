@@ -137,13 +137,14 @@ class KVOffloadManager(OffloadingManager):
             return
         if state.hints is not None:
             self._session_hints.finish(state.hints, compat.first_key(req_context), state.handle)
-        self._cache.end_request(state.handle)
-        self._unstored += state.pending
-        state.pending.clear()
-        if self.tracer is not None:
-            report = self._cache.packed_report(state.handle)
+        if self.tracer is None:
+            self._cache.end_request(state.handle)
+        else:
+            report = self._cache.end_traced_request(state.handle)
             self.tracer.finish(state.request, req_context.req_id, report)
             state.request = None  # it holds the prompt
+        self._unstored += state.pending
+        state.pending.clear()
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._report(state)))
         state.handle = -1

@@ -71,7 +71,7 @@ class RequestTracer:
     ) -> None:
         """``provider``: OpenTelemetry's TracerProvider. ``attributes``: of each tree's first span.
 
-        ``unpack`` converts the reports that ``finish`` gets; default: those of TieredCache.packed_report.
+        ``unpack`` converts the reports that ``finish`` gets; default: from TieredCache.end_traced_request.
         """
         from kv_offload import __version__, _core
 

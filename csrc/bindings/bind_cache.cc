@@ -256,7 +256,7 @@ py::list loads(const RequestReport& report) {
 // Omits tiers without hits and reasons without misses.
 py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
-  const RequestReport report = self->cache->report(self->check_handle(request));
+  const RequestReport& report = self->cache->report(self->check_handle(request));
   const auto& tiers = self->cache->tiers();
   py::dict hits;
   for (std::size_t i = 0; i <= tiers.size(); ++i) {
@@ -340,18 +340,20 @@ void bind_cache(py::module_& module) {
           },
           py::arg("request"))
       .def(
+          "end_traced_request",
+          [](const Cache& self, RequestHandle request) {
+            forget_context(*self);
+            self->cache->end_request(request);
+            const RequestReport& report = self->cache->report(request);
+            return py::bytes(reinterpret_cast<const char*>(&report), sizeof report);
+          },
+          py::arg("request"))
+      .def(
           "admit", [](const Cache& self, RequestHandle request) { self->cache->admit(request); },
           py::arg("request"))
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))
-      .def(
-          "packed_report",
-          [](const Cache& self, std::uint64_t request) {
-            const RequestReport report = self->cache->report(self->check_handle(request));
-            return py::bytes(reinterpret_cast<const char*>(&report), sizeof report);
-          },
-          py::arg("request"))
       .def("tenant_stats",
            [](const Cache& self) {
              std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>> tenants;

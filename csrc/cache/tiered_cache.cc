@@ -160,7 +160,7 @@ void TieredCache::set_span(RequestHandle request, std::uint32_t first_end, std::
   impl_->requests.set_span(request, first_end, last_end);
 }
 
-RequestReport TieredCache::report(RequestHandle request) const {
+const RequestReport& TieredCache::report(RequestHandle request) const {
   if (!impl_->requests.is_handle(request)) throw_invalid("invalid request handle {}", request);
   return impl_->requests.at(request).report;
 }

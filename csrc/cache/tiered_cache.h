@@ -84,7 +84,7 @@ class TieredCache {
   bool has_span(RequestHandle request) const;
   void set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end);
   // The report so far; complete once the request has ended (until the handle is reused).
-  RequestReport report(RequestHandle request) const;
+  const RequestReport& report(RequestHandle request) const;
 
   // ---- vLLM's manager verbs
   LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);

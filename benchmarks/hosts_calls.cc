@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+// What do ranks on several hosts cost the scheduler's thread, and a load? Prints one table.
+//
+//   hosts_calls [HOSTS] [ROUNDS] [DELAY_US]
+//
+// Compares an engine with HOSTS ranks on one host (the baseline) with one whose HOSTS ranks are on a host
+// each, in the same run by turns. All hosts are in this process: each has its own region, and a relay between
+// it and the scheduler counts the bytes and delays each message by DELAY_US. Times are medians, of CPU time
+// of the calling thread for calls and of the wall clock for loads and results. A result is what a rank
+// reports.
+#include <fmt/format.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cache_calls.h"
+#include "hosts/frame.h"
+#include "hosts/host_agent.h"
+#include "hosts/host_links.h"
+#include "hosts/sockets.h"
+
+namespace kv_offload::bench {
+namespace {
+
+constexpr std::uint32_t kChunks = 4096;         // of a call
+constexpr std::uint64_t kSmallShard = 4 << 10;  // bytes of a chunk in one rank, where only calls are measured
+constexpr std::uint32_t kPromptTokens = 8192;   // of a load
+constexpr std::uint32_t kChunkTokens = 256;     // tokens of a chunk
+constexpr std::uint64_t kTokenBytes = 32 << 10;  // KV cache of a token in all ranks, where loads are measured
+constexpr const char* kVersion = "benchmark";
+
+// Forwards one connection of the scheduler to a host's agent, and counts the bytes in both directions.
+class Relay {
+ public:
+  Relay(HostEndpoint target, std::chrono::microseconds delay)
+      : target_(std::move(target)),
+        delay_(delay),
+        listener_(listen_on("127.0.0.1", &port_)),
+        thread_([this] { run(); }) {}
+  ~Relay() {
+    stopping_ = true;
+    wake_.signal();
+    thread_.join();
+  }
+  std::string endpoint() const { return to_text({"127.0.0.1", port_, target_.secret}); }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  void run() {
+    Descriptor scheduler, host;
+    while (!stopping_) {
+      std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+      if (host.is_open()) {
+        watched.push_back({scheduler.get(), POLLIN, 0});
+        watched.push_back({host.get(), POLLIN, 0});
+      }
+      (void)::poll(watched.data(), watched.size(), -1);
+      bool failed = false;
+      if (watched[1].revents != 0) scheduler = accept_on(listener_, &failed);
+      if (watched[1].revents != 0 && scheduler.is_open()) {
+        int error = 0;
+        host = start_connect(target_.address, target_.port, &error);
+        pollfd connected{host.get(), POLLOUT, 0};
+        (void)::poll(&connected, 1, -1);
+      }
+      if (!host.is_open()) continue;
+      if (!forward(scheduler, host, {}) || !forward(host, scheduler, delay_)) {
+        scheduler.reset();
+        host.reset();
+      }
+    }
+  }
+  bool forward(const Descriptor& from, const Descriptor& to, std::chrono::microseconds delay) {
+    std::vector<std::uint8_t> data;
+    int error = 0;
+    const bool is_open = receive(from, 64 << 10, &data, &error);
+    bytes_ += data.size();
+    if (!data.empty()) std::this_thread::sleep_for(delay);
+    while (!data.empty()) {
+      if (!send_some(to, &data)) return false;
+    }
+    return is_open;
+  }
+
+  const HostEndpoint target_;
+  const std::chrono::microseconds delay_;
+  std::uint16_t port_ = 0;
+  const Descriptor listener_;
+  const WakeUp wake_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<std::uint64_t> bytes_{0};
+  std::thread thread_;
+};
+
+class Engine {
+ public:
+  Engine(const std::string& directory, std::uint32_t ranks, bool on_hosts, std::uint64_t shard_bytes,
+         std::uint32_t rows, std::chrono::microseconds delay)
+      : ranks_(ranks), shard_bytes_(shard_bytes), turn_(ranks + 1) {
+    static int number = 0;
+    RegionOptions options;
+    options.bytes = rows * shard_bytes * ranks;
+    options.num_areas = options.num_workers = ranks;
+    options.shm_directory = directory;
+    const std::string id = fmt::format("hosts-calls-{}-{}", ::getpid(), number++);
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      options.engine_id = on_hosts && rank > 0 ? fmt::format("{} host {}", id, rank) : id;
+      options.first_rank = on_hosts ? rank : 0;
+      options.local_ranks = on_hosts ? 1 : 0;
+      workers_.push_back(HostRegion::attach_worker(options, rank, {{shard_bytes}, "bench"}));
+      (void)workers_.back()->prefault(rank, 2);
+    }
+    options.engine_id = id;
+    options.first_rank = 0;
+    region_ = HostRegion::attach_scheduler(options);
+    if (on_hosts) connect(delay);
+    if (!region_->wait_for_ranks(std::chrono::seconds(60)).is_ok()) std::abort();
+    CacheOptions cache;
+    GroupGeometry group;
+    group.tokens_per_chunk = kChunkTokens;
+    std::fill_n(group.shard_bytes.begin(), ranks, shard_bytes);
+    cache.groups = {group};
+    cache.full_attention = {true};
+    cache.load_policy = LoadPolicy::kAlways;
+    cache_ =
+        std::make_unique<TieredCache>(cache, region_, std::vector<std::unique_ptr<Tier>>(), metrics_, clock_);
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) threads_.emplace_back([this, rank] { copy_as(rank); });
+  }
+  ~Engine() {
+    job_ = nullptr;
+    turn_.arrive_and_wait();
+    for (std::thread& thread : threads_) thread.join();
+    cache_->close();
+    links_.reset();
+    agents_.clear();
+    relays_.clear();
+  }
+
+  // Each returns CPU seconds per chunk.
+  double store(const std::vector<ChunkKey>& keys, double* until_result = nullptr) {
+    double before = thread_seconds();
+    const RequestHandle request = cache_->begin_request("r", {});
+    const StoreGrant grant = cache_->prepare_store(request, keys);
+    double seconds = thread_seconds() - before;
+    run(grant.transfer, false);
+    const double reported = now();
+    before = thread_seconds();
+    cache_->complete_store(keys);  // vLLM calls it when all ranks have told their executor that they are done
+    cache_->end_request(request);
+    cache_->end_step();
+    seconds += thread_seconds() - before;
+    wait_for(grant.transfer.ticket, TicketKind::kStore);
+    if (until_result != nullptr) *until_result = now() - reported;
+    before = thread_seconds();
+    cache_->end_step();
+    return (seconds + thread_seconds() - before) / static_cast<double>(keys.size());
+  }
+  double look_up(const std::vector<ChunkKey>& keys, LookupResult expected) {
+    return bench::look_up(*cache_, {}, keys, expected);
+  }
+  // *wall: seconds of the wall clock, for the lookups, the calls, the copies of all ranks and their results.
+  double load(const std::vector<ChunkKey>& keys, double* wall) {
+    const double begin = now();
+    double before = thread_seconds();
+    const RequestHandle request = cache_->begin_request("r", {});
+    for (const ChunkKey& key : keys) {
+      if (cache_->lookup(request, key) != LookupResult::kHit) std::abort();
+    }
+    before = thread_seconds();
+    const RowTransfer transfer = cache_->prepare_load(request, keys);
+    double seconds = thread_seconds() - before;
+    run(transfer, true);
+    before = thread_seconds();
+    cache_->complete_load(keys);
+    cache_->end_request(request);
+    cache_->end_step();
+    seconds += thread_seconds() - before;
+    wait_for(transfer.ticket, TicketKind::kLoad);
+    *wall = now() - begin;
+    return seconds / static_cast<double>(keys.size());
+  }
+  std::uint64_t relayed_bytes() const {
+    std::uint64_t sum = 0;
+    for (const auto& relay : relays_) sum += relay->bytes();
+    return sum;
+  }
+
+ private:
+  void connect(std::chrono::microseconds delay) {
+    std::vector<RemoteHost> hosts;
+    for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
+      HostAgent::Options made;
+      made.address = "127.0.0.1";
+      made.version = kVersion;
+      agents_.push_back(std::make_unique<HostAgent>(workers_[rank], made));
+      relays_.push_back(std::make_unique<Relay>(*parse_endpoint(agents_.back()->endpoint()), delay));
+      workers_[0]->set_endpoint(rank, relays_.back()->endpoint());
+      hosts.push_back({rank, 1});
+    }
+    HostLinks::Options made;
+    made.version = kVersion;
+    links_ = std::make_unique<HostLinks>(region_, hosts, made);
+    const Status status = links_->wait_until_connected(std::chrono::seconds(60));
+    if (!status.is_ok()) {
+      fmt::print(stderr, "{}\n", status.to_string());
+      std::abort();
+    }
+  }
+  // All ranks copy the rows, to or from their caches, and report.
+  void run(const RowTransfer& transfer, bool is_load) {
+    job_ = &transfer;
+    is_load_ = is_load;
+    turn_.arrive_and_wait();
+    turn_.arrive_and_wait();
+  }
+  void copy_as(std::uint32_t rank) {
+    std::vector<std::byte> cache;
+    while (true) {
+      turn_.arrive_and_wait();
+      if (job_ == nullptr) return;
+      if (shard_bytes_ > kSmallShard) {  // else only calls are measured
+        cache.resize(job_->rows.size() * shard_bytes_);
+        for (std::size_t i = 0; i < job_->rows.size(); ++i) {
+          const Shard row = workers_[rank]->shard(rank, job_->rows[i], shard_bytes_);
+          std::byte* own = cache.data() + i * shard_bytes_;
+          if (is_load_)
+            std::memcpy(own, row.data(), shard_bytes_);
+          else
+            std::memcpy(row.data(), own, shard_bytes_);
+        }
+      }
+      workers_[rank]->report(rank, job_->ticket, 0);
+      turn_.arrive_and_wait();
+    }
+  }
+  void wait_for(Ticket ticket, TicketKind kind) {
+    std::uint64_t failed = 0;
+    while (region_->result(ticket, &failed, kind) == TicketResult::kPending) std::this_thread::yield();
+    if (failed != 0) std::abort();
+  }
+
+  const std::uint32_t ranks_;
+  const std::uint64_t shard_bytes_;
+  FakeClock clock_;
+  Metrics metrics_;
+  std::vector<std::shared_ptr<HostRegion>> workers_;
+  std::shared_ptr<HostRegion> region_;
+  std::vector<std::unique_ptr<HostAgent>> agents_;
+  std::vector<std::unique_ptr<Relay>> relays_;
+  std::unique_ptr<HostLinks> links_;
+  std::unique_ptr<TieredCache> cache_;
+  std::barrier<> turn_;  // begin and end of a job
+  const RowTransfer* job_ = nullptr;
+  bool is_load_ = false;
+  std::vector<std::thread> threads_;
+};
+
+void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
+  std::string directory = "/dev/shm/hosts-calls-XXXXXX";
+  if (::mkdtemp(directory.data()) == nullptr) std::abort();
+  fmt::print("{} hosts of one rank, {} rounds, messages delayed by {} us\n", hosts, rounds, delay.count());
+  fmt::print("{:<52} {:>9} {:>9} {:<9} {}\n", "", "one host", "several", "", "ratio");
+  {
+    Engine one(directory, hosts, false, kSmallShard, 2 * kChunks, delay);
+    Engine several(directory, hosts, true, kSmallShard, 2 * kChunks, delay);
+    std::vector<double> store[2], hit[2], miss[2], load[2], result[2];
+    for (int round = 0; round < rounds; ++round) {
+      const std::uint64_t first = static_cast<std::uint64_t>(round) * 2 * kChunks;
+      const auto keys = keys_from(first, kChunks), nobodys = keys_from(first + kChunks, kChunks - 1);
+      int side = 0;
+      for (Engine* engine : {&one, &several}) {
+        double wall = 0;
+        store[side].push_back(engine->store(keys));
+        hit[side].push_back(engine->look_up(keys, LookupResult::kHit));
+        miss[side].push_back(engine->look_up(nobodys, LookupResult::kMiss));
+        load[side].push_back(engine->load(keys, &wall));
+        double until_result = 0;
+        engine->store({key_of(first + 2 * kChunks - 1)}, &until_result);
+        result[side++].push_back(until_result);
+      }
+    }
+    print_line("store of new chunks, per chunk", store[0], store[1], 1e-9, "ns");
+    print_line("lookup of held chunks, per chunk", hit[0], hit[1], 1e-9, "ns");
+    print_line("lookup of absent chunks, per chunk", miss[0], miss[1], 1e-9, "ns");
+    print_line("prepare and complete a load, per chunk", load[0], load[1], 1e-9, "ns");
+    print_line("result of a store of one chunk known after", result[0], result[1], 1e-6, "us");
+  }
+  {
+    const std::uint32_t chunks = kPromptTokens / kChunkTokens;
+    const std::uint64_t shard = kChunkTokens * kTokenBytes / hosts;
+    Engine one(directory, hosts, false, shard, 2 * chunks, delay);
+    Engine several(directory, hosts, true, shard, 2 * chunks, delay);
+    std::vector<double> load[2];
+    const std::uint64_t before = several.relayed_bytes();
+    for (int round = 0; round < rounds; ++round) {
+      const auto keys = keys_from(static_cast<std::uint64_t>(round) * chunks, chunks);
+      int side = 0;
+      for (Engine* engine : {&one, &several}) {
+        double wall = 0;
+        engine->store(keys);
+        engine->load(keys, &wall);
+        load[side++].push_back(wall);
+      }
+    }
+    const auto bytes = static_cast<double>(several.relayed_bytes() - before);
+    print_line("load of 8,192 tokens, until all results are known", load[0], load[1], 1e-3, "ms");
+    fmt::print("bytes between the hosts per stored and loaded token: {:.3f}\n",
+               bytes / (2.0 * kPromptTokens * rounds));
+  }
+  std::filesystem::remove_all(directory);
+}
+
+}  // namespace
+}  // namespace kv_offload::bench
+
+int main(int argc, char** argv) {
+  const int hosts = argc > 1 ? std::atoi(argv[1]) : 2;
+  if (hosts < 2 || hosts > 64) {
+    fmt::print(stderr, "hosts_calls: {} hosts were given; 2 to 64 are possible\n", argv[1]);
+    return 2;
+  }
+  kv_offload::bench::run(static_cast<std::uint32_t>(hosts), argc > 2 ? std::atoi(argv[2]) : 15,
+                         std::chrono::microseconds(argc > 3 ? std::atoi(argv[3]) : 0));
+}
