@@ -458,7 +458,7 @@ class RequestReport:
     """
 
     def __init__(self, packed: bytes) -> None:
-        """``packed``: a result of TieredCache.end_traced_request in this process. Raises ValueError otherwise."""
+        """``packed``: a result of end_traced_request in this process. Raises ValueError otherwise."""
 
     @property
     def hit_tokens(self) -> tuple[int, ...]:
