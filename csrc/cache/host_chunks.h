@@ -87,8 +87,9 @@ class HostChunks {
   }
   // False: no neighbour has the chunk. See leave_neighbours().
   bool may_be_at_neighbour(const ChunkKey& key) { return neighbours_ && neighbours_->may_have(key); }
-  // Call after the last borrow(), may_be_at_neighbour() or prefetch() of a key before the engine may become
-  // idle, unless poll_neighbours() follows.
+  // Ends the use of the neighbours' filters, so that the background thread can unmap tables of neighbours
+  // that have ended. Call it after the last borrow(), may_be_at_neighbour() or prefetch() of a key in a call,
+  // unless poll_neighbours() follows: otherwise an idle engine keeps these tables mapped.
   void leave_neighbours() {
     if (neighbours_) neighbours_->leave_filters();
   }

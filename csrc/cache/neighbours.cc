@@ -186,7 +186,8 @@ void Neighbours::poll() {
   }
 }
 
-// A neighbour that has ended is not read again, so the thread can leave it after the next poll().
+// A neighbour that has ended is not read again, so the background thread can unmap it after the next
+// poll().
 void Neighbours::read_filters() {
   MutexLock lock(mutex_);
   reads_filters_ = true;

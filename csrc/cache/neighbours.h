@@ -11,11 +11,11 @@
 // earlier.
 //
 // Most lookups are for chunks that no neighbour has. may_have() answers these from the filters of the
-// neighbours' tables alone and takes no lock: from the first one in a step to the end of the step, the thread
-// unmaps none of these tables.
+// neighbours' tables alone. The first call in a step takes the lock once; until the end of the step, the
+// background thread unmaps none of these tables.
 //
 // Threads: any, except for may_have(), prefetch(), leave_filters(), poll() and stop(), which only one thread
-// calls (the scheduler's). A thread looks for new neighbours and leaves those that have ended, also while the
+// calls (the scheduler's). A thread looks for new neighbours and unmaps those that have ended, also while the
 // engine is idle. No method waits for its system calls.
 #pragma once
 
@@ -51,8 +51,8 @@ class Neighbours {
     RowId row = kNoRow;
     std::uint32_t depth = 0;
   };
-  // False: no neighbour has this chunk. True: one may have it; see borrow() and use(). A step with such calls
-  // ends with poll() or leave_filters(), else the memory of a neighbour that ends stays mapped.
+  // False: no neighbour has this chunk. True: one may have it; see borrow() and use(). End a step that
+  // makes such calls with poll() or leave_filters(): otherwise a neighbour that has ended stays mapped.
   bool may_have(const ChunkKey& key) {
     const std::uint64_t hash = ChunkKey::Hash{}(key);
     for (const SharedRowsFilter& filter : filters()) {

@@ -20,6 +20,7 @@ class TakenRows {
  public:
   TakenRows(HostChunks& chunks, std::size_t most) : chunks_(chunks) { slots_.reserve(most); }
   ~TakenRows() {
+    chunks_.leave_neighbours();
     if (row_ != kNoRow) chunks_.free(row_);
     for (const Slot slot : slots_) chunks_.discard(slot);
   }
@@ -108,7 +109,6 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
     ++grant.transfer.group_rows[group];
   }
   count_declined(grant, new_chunks, hears_all);
-  context_.chunks.leave_neighbours();
   context_.row_provider.flush_metrics();
   taken.release_all();
   return grant;

@@ -13,12 +13,13 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6B765F7368617233;  // "kv_shar3": includes the version
+constexpr std::uint64_t kMagic = 0x6B765F7368617233;  // "kv_shar3": the last character is the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 80;
 constexpr std::uint64_t kBucketBytes = 8;
 constexpr std::uint64_t kFilter = ~std::uint64_t{0} << SharedRowsFilter::kShift;  // of a bucket
 constexpr unsigned kMostSteps = 256;  // of a chain; with a bucket per row, chains of more than 8 are rare
+constexpr int kDenseFilter = 12;      // bits; four keys have at most as many
 
 static_assert(sizeof(ChunkKey) % 8 == 0);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
@@ -48,16 +49,16 @@ struct SharedRows::Header {
 };
 
 struct SharedRows::Entry {
-  // The way to a later entry of the chain needs only these, in one cache line.
+  // A reader needs only these two to follow a chain past the entry. They share a cache line.
   Word version;
   std::atomic<std::uint32_t> next;
-  // The entry before it in the chain, plus one; only for the owner. An entry is removed without a read of the
-  // others, which are seldom in the CPU's cache.
+  // Previous entry of the chain plus one; 0: the bucket links to this entry. Read only by the owner, which
+  // removes an entry without walking the chain: its entries are seldom in the CPU's cache.
   std::uint32_t previous;
   std::array<Word, kKeyWords> key;
   Word place;  // row, depth
   std::atomic<std::uint32_t> group;
-  std::uint32_t bucket;  // of the owner
+  std::uint32_t bucket;  // read only by the owner
 };
 
 SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
@@ -116,15 +117,40 @@ void SharedRows::publish(const Row& row) {
   const std::uint64_t hash = ChunkKey::Hash{}(row.key);
   Word& bucket = bucket_of(hash);
   const std::uint64_t before = bucket.load(std::memory_order_relaxed);
-  const auto next = static_cast<std::uint32_t>(before);
+  auto next = static_cast<std::uint32_t>(before);
+  if (Entry* following = linked(next)) {
+    following->previous = index + 1;
+  } else {
+    next = 0;
+  }
   entry.next.store(next, std::memory_order_relaxed);
   entry.previous = 0;
-  if (next != 0) entries[next - 1].previous = index + 1;
   entry.bucket = static_cast<std::uint32_t>(hash) & (layout_.buckets - 1);
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
   header->last_version.store(++last_version_, std::memory_order_relaxed);
   at(index).publish(last_version_);
-  bucket.store((before & kFilter) | SharedRowsFilter::bits_of(hash) | (index + 1), std::memory_order_release);
+  std::uint64_t filter = before & kFilter;
+  if (std::popcount(filter) > kDenseFilter) filter = filter_of(next).value_or(filter);
+  bucket.store(filter | SharedRowsFilter::bits_of(hash) | (index + 1), std::memory_order_release);
+}
+
+// Another process of this user may have damaged the table.
+SharedRows::Entry* SharedRows::linked(std::uint32_t link) const {
+  if (link == 0 || link > layout_.capacity) return nullptr;
+  return std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset)) + (link - 1);
+}
+
+std::optional<std::uint64_t> SharedRows::filter_of(std::uint32_t link) const {
+  std::uint64_t filter = 0;
+  for (unsigned step = 0; step < kMostSteps; ++step) {
+    const Entry* entry = linked(link);
+    if (entry == nullptr) return filter;
+    std::array<std::uint64_t, kKeyWords> words;
+    for (std::size_t i = 0; i < kKeyWords; ++i) words[i] = entry->key[i].load(std::memory_order_relaxed);
+    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(std::bit_cast<ChunkKey>(words)));
+    link = entry->next.load(std::memory_order_relaxed);
+  }
+  return std::nullopt;
 }
 
 bool SharedRows::withdraw(RowId row) {
@@ -141,10 +167,9 @@ bool SharedRows::withdraw(RowId row) {
 void SharedRows::prefetch_links(std::uint32_t index) const {
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
   const Entry& entry = entries[index];
-  const std::uint32_t next = entry.next.load(std::memory_order_relaxed);
-  if (next != 0) __builtin_prefetch(&entries[next - 1], 1);
-  if (entry.previous != 0) {
-    __builtin_prefetch(&entries[entry.previous - 1], 1);
+  if (const Entry* next = linked(entry.next.load(std::memory_order_relaxed))) __builtin_prefetch(next, 1);
+  if (const Entry* previous = linked(entry.previous)) {
+    __builtin_prefetch(previous, 1);
   } else {
     __builtin_prefetch(&bucket_of(entry.bucket), 1);
   }
@@ -153,10 +178,14 @@ void SharedRows::prefetch_links(std::uint32_t index) const {
 void SharedRows::unlink(std::uint32_t index) {
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
   const Entry& entry = entries[index];
-  const std::uint32_t next = entry.next.load(std::memory_order_relaxed);
-  if (next != 0) entries[next - 1].previous = entry.previous;
-  if (entry.previous != 0) {
-    entries[entry.previous - 1].next.store(next, std::memory_order_release);
+  auto next = entry.next.load(std::memory_order_relaxed);
+  if (Entry* following = linked(next)) {
+    following->previous = entry.previous;
+  } else {
+    next = 0;
+  }
+  if (Entry* previous = linked(entry.previous)) {
+    previous->next.store(next, std::memory_order_release);
     return;
   }
   Word& bucket = bucket_of(entry.bucket);
@@ -202,7 +231,10 @@ SharedRowsView::SharedRowsView(std::span<const std::byte> table, std::span<std::
     throw_resource("its table of rows has {} bytes, not {}", table.size(), layout.bytes);
   }
   const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
-  if (header->magic.load(std::memory_order_acquire) != kMagic) throw_resource("it has no table of rows");
+  const std::uint64_t magic = header->magic.load(std::memory_order_acquire);
+  if (magic != kMagic && magic >> 8 == kMagic >> 8)
+    throw_resource("its table of rows has another format: it runs another version of vllm-kv-offload");
+  if (magic != kMagic) throw_resource("it has no table of rows");
   if (!XXH128_isEqual(header->identity, digest_of(layout, identity))) {
     throw_resource("its rows have another size or belong to another namespace");
   }

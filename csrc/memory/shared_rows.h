@@ -89,6 +89,9 @@ class SharedRows {
   SharedRow<Word> at(std::uint32_t index) const;
   std::uint32_t index_of(RowId row) const { return row / row_pages_; }
   Word& bucket_of(std::uint64_t hash) const;
+  Entry* linked(std::uint32_t link) const;  // null: none, or no link of this table
+  // Returns the filter of a chain; nothing if the chain does not end.
+  std::optional<std::uint64_t> filter_of(std::uint32_t link) const;
   void unlink(std::uint32_t index);
   // Loads what unlink() writes into the CPU's cache.
   void prefetch_links(std::uint32_t index) const;
@@ -99,11 +102,11 @@ class SharedRows {
   std::uint64_t last_version_ = 0;
 };
 
-// The filters of a table, as a reader sees them. A published key always has its bits, and so have a
-// few others: only a row that find() returns proves a key.
+// The filters of a table, as a reader sees them. The bits of a published key are always set. Those of a few
+// absent keys are set too, so only find() confirms a key.
 class SharedRowsFilter {
  public:
-  // `buckets`: a power of two of them, mapped for as long as this is used.
+  // `buckets`: `count` of them, a power of two. They must stay mapped while this object is used.
   SharedRowsFilter(const std::atomic<std::uint64_t>* buckets, std::uint32_t count)
       : buckets_(buckets), mask_(count - 1) {}
 

@@ -112,6 +112,55 @@ TEST_F(SharedRowsTest, the_filter_has_each_published_key_and_few_others) {
   EXPECT_LT(others, 450);  // about 310; with one bit for each key, about 700
 }
 
+TEST_F(SharedRowsTest, keys_that_stay_do_not_fill_the_filters_of_their_buckets) {
+  constexpr std::uint32_t kMany = 1024;
+  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kRowBytes, kRowBytes);
+  std::vector<std::byte> bytes(layout.bytes + kPageBytes);
+  const std::span<std::byte> memory(
+      reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes.data()), kPageBytes)),
+      layout.bytes);
+  SharedRows rows(memory, layout, "model");
+  const SharedRowsView reader(memory, memory.subspan(kPageBytes), layout, "model");
+  std::mt19937_64 random(5);
+  const auto random_key = [&] {
+    const std::uint64_t digest = random();
+    return key(std::string(reinterpret_cast<const char*>(&digest), sizeof(digest)));
+  };
+  std::vector<ChunkKey> published(kMany);
+  for (std::uint32_t i = 0; i < 50 * kMany; ++i) {
+    // A quarter of the rows stay, like those of a system prompt.
+    const auto index = static_cast<RowId>(i < kMany ? i : kMany / 4 + random() % (kMany - kMany / 4));
+    ASSERT_TRUE(rows.withdraw(2 * index));
+    published[index] = random_key();
+    rows.publish({2 * index, published[index], 16, 1});
+  }
+  const SharedRowsFilter filter = reader.filter();
+  for (const ChunkKey& one : published) {
+    ASSERT_TRUE(filter.may_have(ChunkKey::Hash{}(one)));
+    ASSERT_TRUE(reader.find(one));
+  }
+  int others = 0;
+  for (int i = 0; i < 10000; ++i) others += filter.may_have(ChunkKey::Hash{}(random_key())) ? 1 : 0;
+  EXPECT_LT(others, 700);  // over 2,000 if filters only grow
+}
+
+TEST_F(SharedRowsTest, a_damaged_table_never_leads_its_owner_outside_of_it) {
+  std::mt19937_64 random(9);
+  for (int round = 0; round < 200; ++round) {
+    SharedRows rows = open();
+    for (RowId i = 0; i < kRows; ++i) rows.publish(row(2 * i, "k" + std::to_string(i)));
+    for (std::uint64_t at = layout_.buckets_offset; at + 8 <= layout_.bytes; at += 8) {
+      if (random() % 4 != 0) continue;
+      const std::uint64_t word = random() >> random() % 64;
+      std::memcpy(memory_.data() + at, &word, sizeof(word));
+    }
+    for (RowId i = 0; i < kRows; ++i) {
+      (void)rows.withdraw(2 * i);
+      rows.publish(row(2 * i, "n" + std::to_string(i)));
+    }
+  }
+}
+
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
   SharedRows rows = open();
   rows.publish(row(4, "a"));
