@@ -488,8 +488,8 @@ class RequestReport:
     unfinished_reads: int  # cancelled, or in flight when the request stopped waiting
     @property
     def loads(self) -> list[tuple[int, int]]:
-        """(begin, end) of the copies from host memory to the device, at most 4; end 0: it outlived the
-        request."""
+        """(begin, end) of the first 4 copies from host memory to the device; end 0: the request ended
+        before the copy."""
 
 class TieredCache:
     def __init__(
@@ -552,7 +552,7 @@ class TieredCache:
         """
     def end_request(self, request: int) -> None: ...
     def end_traced_request(self, request: int) -> bytes:
-        """Also returns its report, as an argument for RequestReport in this process."""
+        """Ends the request and returns its packed report, an argument for RequestReport in this process."""
     def admit(self, request: int) -> None:
         """The request was scheduled and waits for no more records. Loads and stores imply it."""
     def make_lookup(
@@ -591,7 +591,9 @@ class TieredCache:
         self, request: int, keys: Sequence[bytes]
     ) -> tuple[int, npt.NDArray[np.uint32], tuple[int, ...]]:
         """Returns (ticket, rows in the order of the keys, rows per group position)."""
-    def complete_load(self, keys: Sequence[bytes] | set[bytes]) -> None: ...
+    def complete_load(self, keys: Sequence[bytes] | set[bytes], request: int = -1) -> None:
+        """``request``: the one that loads; -1: it has ended. Loads of several requests may have the same
+        keys."""
     def prepare_store(
         self, request: int, keys: Sequence[bytes], depths: Sequence[int] | None = None
     ) -> tuple[list[bytes], int, npt.NDArray[np.uint32], tuple[int, ...], list[bytes]]:

@@ -141,7 +141,10 @@ class KVOffloadManager(OffloadingManager):
             self._cache.end_request(state.handle)
         else:
             report = self._cache.end_traced_request(state.handle)
-            self.tracer.finish(state.request, req_context.req_id, report)
+            if state.until_stopped is None:
+                self.tracer.finish(state.request, req_context.req_id, report)
+            else:
+                self.tracer.finish(state.request, req_context.req_id, state.until_stopped, report)
             state.request = None  # it holds the prompt
         self._unstored += state.pending
         state.pending.clear()
@@ -263,7 +266,8 @@ class KVOffloadManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Ends a load after all ranks have finished it."""
-        self._cache.complete_load(keys)  # type: ignore[arg-type]
+        state = req_context.get_state(RequestState)
+        self._cache.complete_load(keys, -1 if state is None else state.handle)  # type: ignore[arg-type]
 
     # ---- store
 
@@ -323,7 +327,11 @@ class KVOffloadManager(OffloadingManager):
         and 0.32 offer its chunks with blocks that hold other chunks. In 0.31 its keys may also belong to
         another prompt.
         """
-        self._cache.end_request(state.handle)
+        if self.tracer is None:
+            self._cache.end_request(state.handle)
+        else:
+            report = self._cache.end_traced_request(state.handle)
+            state.until_stopped = state.until_stopped or report
         state.handle = self._cache.begin_request(
             request_id, load_from_cpu=False, load_tiers=0, skip_store=True
         )

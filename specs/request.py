@@ -41,6 +41,7 @@ class RequestState:
     )  # keys of pending hits, if vLLM tracks their event payloads
     hints: "RequestHints | None" = None
     request: Any = None  # vLLM's Request, if requests are traced and vLLM handed it over
+    until_stopped: bytes | None = None  # the report of a traced session, when its caching was stopped
     tenant: int = 0  # its number in TenantTable
 
 

@@ -50,6 +50,7 @@ class FinishedRequest(NamedTuple):
     prompt_tokens: int
     status: Any  # vLLM's RequestStatus at the end; None: unknown
     report: Any  # packed; all times are in it, in nanoseconds of CLOCK_MONOTONIC
+    last: Any  # packed: the report whose end is that of the request; None: the same
 
 
 class RequestTracer:
@@ -91,18 +92,19 @@ class RequestTracer:
 
     # ---- scheduler's thread
 
-    def finish(self, request: Any, request_id: str, report: Any) -> None:
+    def finish(self, request: Any, request_id: str, report: Any, last: Any = None) -> None:
         """Queues the spans of a request. Drops and counts them if the queue is full.
 
-        ``request``: vLLM's Request; None if vLLM did not hand it over. The queue does not keep it.
+        ``request``: vLLM's Request; None if vLLM did not hand it over. The queue does not keep it. ``last``:
+        the report at the end of the request, if ``report`` is that of an earlier time.
         """
         if len(self._finished) >= self._max_queued:
             self._metrics.add(DROPPED, (), 1)
         elif request is None or request.request_id != request_id:
-            self._finished.append((request_id, None, 0, None, report))
+            self._finished.append((request_id, None, 0, None, report, last))
         else:
             self._finished.append(
-                (request_id, request.trace_headers, request.num_prompt_tokens, request.status, report)
+                (request_id, request.trace_headers, request.num_prompt_tokens, request.status, report, last)
             )
 
     # ---- own thread
@@ -134,14 +136,16 @@ class RequestTracer:
         while self._finished:
             finished = FinishedRequest._make(self._finished.popleft())
             try:
-                self._emit(finished, self._unpack(finished.report), to_unix)
+                report = self._unpack(finished.report)
+                last = report if finished.last is None else self._unpack(finished.last)
+                self._emit(finished, report, last.ended, to_unix)
             except Exception as error:  # a provider of the user's must not end the thread
                 if not self._warned:
                     self._warned = True
                     logger.warning("tracing: spans cannot be created (%s: %s)", type(error).__name__, error)
             time.sleep(0)  # lets the scheduler's thread have the GIL
 
-    def _emit(self, request: FinishedRequest, report: "RequestReport", to_unix: int) -> None:
+    def _emit(self, request: FinishedRequest, report: "RequestReport", ended: int, to_unix: int) -> None:
         from opentelemetry import trace as api
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -157,7 +161,7 @@ class RequestTracer:
         )
         if root.is_recording() and report.first_lookup > 0:
             self._emit_lookup(report, api.set_span_in_context(root, parent), to_unix)
-        root.end(report.ended + to_unix)
+        root.end(ended + to_unix)
 
     def _emit_lookup(self, report: "RequestReport", under: Any, to_unix: int) -> None:
         from opentelemetry.trace import set_span_in_context

@@ -382,8 +382,12 @@ void bind_cache(py::module_& module) {
       .def("prepare_load", &prepare_load, py::arg("request"), py::arg("keys"))
       .def(
           "complete_load",
-          [](const Cache& self, const py::object& keys) { self->cache->complete_load(to_keys(keys)); },
-          py::arg("keys"))
+          [](const Cache& self, const py::object& keys, std::int64_t request) {
+            const auto handle =
+                request < 0 ? std::nullopt : std::optional(static_cast<RequestHandle>(request));
+            self->cache->complete_load(to_keys(keys), handle);
+          },
+          py::arg("keys"), py::arg("request") = -1)
       .def("prepare_store", &prepare_store, py::arg("request"), py::arg("keys"),
            py::arg("depths") = py::none())
       .def(

@@ -155,10 +155,13 @@ void DeviceLoads::make_room_for_one() {
   make_room(abandoned_, 2 * (running_.size() + 1) + completed_.size());
 }
 
-std::optional<DeviceLoads::LoadId> DeviceLoads::complete(std::span<const ChunkKey> keys) {
+std::optional<DeviceLoads::LoadId> DeviceLoads::complete(std::span<const ChunkKey> keys,
+                                                         std::uint32_t request) {
   const auto [first, last] = running_.equal_range(fingerprint_of(keys));
-  const auto found =
-      std::find_if(first, last, [&](const auto& one) { return one.second.slots.size() == keys.size(); });
+  const auto is_of = [&](const auto& one) { return one.second.slots.size() == keys.size(); };
+  auto found = std::find_if(first, last,
+                            [&](const auto& one) { return is_of(one) && one.second.id.request == request; });
+  if (found == last) found = std::find_if(first, last, is_of);
   if (found == last) return std::nullopt;
   const LoadId id = found->second.id;
   completed_.push_back(std::move(found->second));

@@ -39,7 +39,7 @@ class DeviceLoads {
     Metrics& metrics;
     const Clock& clock;
   };
-  // Which load of which request, for RequestReport::loads.
+  // Identifies a load of a request, for RequestReport::loads.
   struct LoadId {
     RequestHandle handle = 0;
     std::uint32_t request = 0;  // request number: the handle may be reused
@@ -47,7 +47,7 @@ class DeviceLoads {
   };
   // Properties of the request that loads.
   struct Load {
-    LoadId id;
+    LoadId id{};
     std::int8_t priority = 0;
     TenantId tenant = 0;
     std::uint32_t family = 0;                   // see HostChunks::claim
@@ -69,9 +69,10 @@ class DeviceLoads {
   Begun begin(std::span<const ChunkKey> keys, const Load& load);
   // Undoes begin(): no rank knows of the load.
   void withdraw(Ticket ticket);
-  // vLLM is done with the load of these keys, given in any order. Unknown loads are ignored: they began
-  // before a reset.
-  std::optional<LoadId> complete(std::span<const ChunkKey> keys);
+  // vLLM is done with the load of these keys, given in any order. If several requests load the same keys,
+  // with that of this request number, if it is one of them. Unknown loads are ignored: they began before a
+  // reset.
+  std::optional<LoadId> complete(std::span<const ChunkKey> keys, std::uint32_t request = 0);
   // Releases completed loads whose tickets have been reported.
   void poll();
   // Forgets all loads. Rows that ranks may still read are quarantined until poll() sees the report, and these
@@ -89,7 +90,7 @@ class DeviceLoads {
     Ticket ticket = kNoTicket;
     std::uint64_t cache_blocks = 0;  // needed by the request for its whole prompt
     std::vector<Slot> slots;
-    LoadId id;
+    LoadId id{};
     // For the outcome that is recorded when the load ends.
     Nanos began{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;

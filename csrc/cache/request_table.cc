@@ -313,9 +313,6 @@ void RequestTable::end_load(const DeviceLoads::LoadId& load) {
 void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> keys,
                               const DeviceLoads::Begun& load) {
   RequestState& request = requests_[handle];
-  RequestReport& report = request.report;
-  if (report.load_count < RequestReport::kLoads) report.loads[report.load_count].begin = clock_.now();
-  ++report.load_count;
   std::size_t end = 0;
   for (std::uint32_t group = 0; group < groups_.size(); ++group) {
     const std::size_t begin = std::exchange(end, end + load.transfer.group_rows[group]);
@@ -349,6 +346,9 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
                  static_cast<double>(tokens));
   }
   admit(handle);
+  RequestReport& report = request.report;
+  if (report.load_count < RequestReport::kLoads) report.loads[report.load_count].begin = clock_.now();
+  ++report.load_count;
 }
 
 }  // namespace kv_offload

@@ -199,9 +199,12 @@ RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const Chu
   return std::move(load.transfer);
 }
 
-void TieredCache::complete_load(std::span<const ChunkKey> keys) {
-  if (impl_->closed) return;
-  if (const auto ended = impl_->device_loads.complete(keys)) impl_->requests.end_load(*ended);
+void TieredCache::complete_load(std::span<const ChunkKey> keys, std::optional<RequestHandle> request) {
+  Impl& impl = *impl_;
+  if (impl.closed) return;
+  const std::uint32_t number =
+      request && impl.requests.is_handle(*request) ? impl.requests.at(*request).number : 0;
+  if (const auto ended = impl.device_loads.complete(keys, number)) impl.requests.end_load(*ended);
 }
 
 StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,

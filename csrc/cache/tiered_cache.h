@@ -93,7 +93,8 @@ class TieredCache {
   bool is_in_memory(const ChunkKey& key) const;  // resident, or on its way there
   // REQUIRES: all keys hit in this step. Pins them until complete_load or reset.
   RowTransfer prepare_load(RequestHandle request, std::span<const ChunkKey> keys);
-  void complete_load(std::span<const ChunkKey> keys);
+  // `request`: the one that loads, unless it has ended. Loads of several requests may have the same keys.
+  void complete_load(std::span<const ChunkKey> keys, std::optional<RequestHandle> request = std::nullopt);
   // Accepts a prefix of each group's new keys. Keys that already have a row, in any state, are skipped and
   // not declined. The first declined key ends the prefix, so that there are no holes. If it throws, it has
   // accepted nothing; what it evicted stays evicted.

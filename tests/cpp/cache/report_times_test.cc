@@ -74,5 +74,21 @@ TEST_F(ReportTimesTest, a_load_that_outlives_its_request_does_not_end_one_of_the
   EXPECT_EQ(report(next).loads[0].end, now());
 }
 
+TEST_F(ReportTimesTest, loads_of_the_same_keys_end_by_request) {
+  store({"a"});
+  const RequestHandle first = begin(), second = begin();
+  scan(first, {"a"});
+  scan(second, {"a"});
+  const Job one = begin_load(first, {"a"}), other = begin_load(second, {"a"});
+  pass_time(milliseconds(3));
+  world().report(other.transfer.ticket);
+  cache().complete_load(other.keys, second);
+  EXPECT_EQ(report(first).loads[0].end, Nanos(0));
+  EXPECT_EQ(report(second).loads[0].end, now());
+  world().report(one.transfer.ticket);
+  cache().complete_load(one.keys, first);
+  EXPECT_EQ(report(first).loads[0].end, now());
+}
+
 }  // namespace
 }  // namespace kv_offload

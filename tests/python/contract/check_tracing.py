@@ -4,6 +4,7 @@
 import inspect
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from opentelemetry.trace import StatusCode
 adapter.use_specs()
 
 from kv_offload.specs import tracing  # noqa: E402
+from kv_offload.specs.request import RequestState  # noqa: E402
 from kv_offload.specs.tracing import RequestTracer, make_tracer, watch_requests  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (  # noqa: E402
     OffloadingConnectorScheduler,
@@ -265,6 +267,44 @@ def test_the_end_of_a_load_is_not_that_of_the_next_request(traced: Traced) -> No
     assert attributes(load) == {"kv_offload.load.complete": False}
     traced.engine.copy(second, [0], store=False)
     traced.manager.complete_load(set(keys(1)), following)
+
+
+def test_a_load_ends_that_of_its_own_request(traced: Traced) -> None:
+    traced.engine.store(keys(1), traced.engine.request("a"))
+    requests = [traced.arrive("b"), traced.arrive("c")]
+    outputs = []
+    for request in requests:
+        traced.engine.lookup(keys(1), request)
+        outputs.append(traced.manager.prepare_load(keys(1), request))
+    traced.engine.copy(outputs[1], [0], store=False)
+    traced.manager.complete_load(set(keys(1)), requests[1])
+    assert attributes(traced.finish(requests[1])["kv_offload.load"]) == {"kv_offload.load.complete": True}
+    assert attributes(traced.finish(requests[0])["kv_offload.load"]) == {"kv_offload.load.complete": False}
+    traced.engine.copy(outputs[0], [0], store=False)
+    traced.manager.complete_load(set(keys(1)), requests[0])
+
+
+def test_a_session_whose_caching_is_stopped_has_the_spans_from_before(traced: Traced) -> None:
+    traced.engine.store(keys(1), traced.engine.request("a"))
+    request = traced.arrive("b")
+    traced.engine.lookup(keys(1), request)
+    traced.load(keys(1), request)
+    for _ in range(2):  # a session may be resumed several times
+        traced.manager._stop_caching("b", request.get_state(RequestState))
+    resumed = time.time_ns()
+    spans = traced.finish(request)
+    assert {"kv_offload.request", "kv_offload.lookup", "kv_offload.load"} <= set(spans)
+    assert spans["kv_offload.request"].start_time < spans["kv_offload.load"].end_time < resumed
+    assert spans["kv_offload.request"].end_time >= resumed
+
+
+def test_the_prompt_is_not_kept_after_the_end_of_a_request(traced: Traced) -> None:
+    request = traced.arrive()
+    assert traced.tracer.arriving is None
+    assert request.get_state(RequestState).request is traced.request
+    traced.manager.on_request_finished(request)
+    assert request.get_state(RequestState).request is None
+    assert all(part is not traced.request for part in traced.tracer._finished[0])
 
 
 def report(**fields: Any) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py: the one warning when no lookup ever hits."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
@@ -12,6 +13,7 @@ from kv_offload.specs.watch import (  # noqa: E402
     CodecWatch,
     DivergenceWatch,
     HitWatch,
+    HostWatch,
     NeighbourWatch,
     Surroundings,
 )
@@ -204,3 +206,16 @@ def test_neighbours_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixtur
     watch.poll(0.0)
     watch.poll(1.0)
     assert caplog.text.count("share_host_memory: /dev/shm/x is not used") == 1
+
+
+def test_lost_hosts_are_logged_counted_and_returned(caplog: pytest.LogCaptureFixture) -> None:
+    links = SimpleNamespace(lost_hosts=1, events=["lost the connection to the host of rank 1"])
+    links.take_events = lambda: [links.events.pop()] if links.events else []
+    metrics = _core.Metrics()
+    watch = HostWatch(links, metrics)  # type: ignore[arg-type]
+    assert not watch.poll()
+    assert metrics.value("kv_offload_lost_hosts", []) == 1
+    links.lost_hosts = 0
+    assert watch.poll()
+    assert metrics.value("kv_offload_lost_hosts", []) == 0
+    assert caplog.text.count("lost the connection to the host of rank 1") == 1
