@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What do ranks on several hosts cost the scheduler's thread, and a load? Prints one table.
+// Measures how much ranks on several hosts add to the scheduler's calls and to loads. Prints one table.
 //
 //   hosts_calls [HOSTS] [ROUNDS] [DELAY_US]
 //
 // Compares an engine with HOSTS ranks on one host (the baseline) with one whose HOSTS ranks are on a host
-// each, in the same run by turns. All hosts are in this process: each has its own region, and a relay between
-// it and the scheduler counts the bytes and delays each message by DELAY_US. Times are medians, of CPU time
-// of the calling thread for calls and of the wall clock for loads and results. A result is what a rank
-// reports.
+// each, in the same run by turns, in an order that changes. All hosts are in this process, and each has its
+// own region. A relay between each other host and the scheduler counts the bytes, and delays what it reads
+// for the scheduler by DELAY_US. Times are medians, of CPU time of the calling thread for calls and of the
+// wall clock for loads and results. A result is what a rank reports.
 #include <fmt/format.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -154,14 +154,13 @@ class Engine {
     const StoreGrant grant = cache_->prepare_store(request, keys);
     double seconds = thread_seconds() - before;
     run(grant.transfer, false);
-    const double reported = now();
     before = thread_seconds();
-    cache_->complete_store(keys);  // vLLM calls it when all ranks have told their executor that they are done
+    cache_->complete_store(keys);  // vLLM calls it after all ranks have reported to their executor
     cache_->end_request(request);
     cache_->end_step();
     seconds += thread_seconds() - before;
     wait_for(grant.transfer.ticket, TicketKind::kStore);
-    if (until_result != nullptr) *until_result = now() - reported;
+    if (until_result != nullptr) *until_result = now() - last_report_;
     before = thread_seconds();
     cache_->end_step();
     return (seconds + thread_seconds() - before) / static_cast<double>(keys.size());
@@ -188,6 +187,9 @@ class Engine {
     seconds += thread_seconds() - before;
     wait_for(transfer.ticket, TicketKind::kLoad);
     *wall = now() - begin;
+    before = thread_seconds();
+    cache_->end_step();  // releases the rows if the last result came late
+    seconds += thread_seconds() - before;
     return seconds / static_cast<double>(keys.size());
   }
   std::uint64_t relayed_bytes() const {
@@ -240,8 +242,14 @@ class Engine {
             std::memcpy(row.data(), own, shard_bytes_);
         }
       }
+      store_max(last_report_, now());
       workers_[rank]->report(rank, job_->ticket, 0);
       turn_.arrive_and_wait();
+    }
+  }
+  static void store_max(std::atomic<double>& of, double value) {
+    double known = of.load();
+    while (known < value && !of.compare_exchange_weak(known, value)) {
     }
   }
   void wait_for(Ticket ticket, TicketKind kind) {
@@ -262,6 +270,7 @@ class Engine {
   std::unique_ptr<TieredCache> cache_;
   std::barrier<> turn_;  // begin and end of a job
   const RowTransfer* job_ = nullptr;
+  std::atomic<double> last_report_{0};  // when the last rank began to report
   bool is_load_ = false;
   std::vector<std::thread> threads_;
 };
@@ -277,17 +286,18 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
     std::vector<double> store[2], hit[2], miss[2], load[2], result[2];
     for (int round = 0; round < rounds; ++round) {
       const std::uint64_t first = static_cast<std::uint64_t>(round) * 2 * kChunks;
-      const auto keys = keys_from(first, kChunks), nobodys = keys_from(first + kChunks, kChunks - 1);
-      int side = 0;
-      for (Engine* engine : {&one, &several}) {
+      const auto keys = keys_from(first, kChunks), absent = keys_from(first + kChunks, kChunks - 1);
+      for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn + round) % 2;
+        Engine* engine = side == 0 ? &one : &several;
         double wall = 0;
         store[side].push_back(engine->store(keys));
         hit[side].push_back(engine->look_up(keys, LookupResult::kHit));
-        miss[side].push_back(engine->look_up(nobodys, LookupResult::kMiss));
+        miss[side].push_back(engine->look_up(absent, LookupResult::kMiss));
         load[side].push_back(engine->load(keys, &wall));
         double until_result = 0;
         engine->store({key_of(first + 2 * kChunks - 1)}, &until_result);
-        result[side++].push_back(until_result);
+        result[side].push_back(until_result);
       }
     }
     print_line("store of new chunks, per chunk", store[0], store[1], 1e-9, "ns");
@@ -305,12 +315,13 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
     const std::uint64_t before = several.relayed_bytes();
     for (int round = 0; round < rounds; ++round) {
       const auto keys = keys_from(static_cast<std::uint64_t>(round) * chunks, chunks);
-      int side = 0;
-      for (Engine* engine : {&one, &several}) {
+      for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn + round) % 2;
+        Engine* engine = side == 0 ? &one : &several;
         double wall = 0;
         engine->store(keys);
         engine->load(keys, &wall);
-        load[side++].push_back(wall);
+        load[side].push_back(wall);
       }
     }
     const auto bytes = static_cast<double>(several.relayed_bytes() - before);

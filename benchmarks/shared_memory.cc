@@ -4,8 +4,8 @@
 //   shared_memory [ENGINES] [ROUNDS]
 //
 // Compares an engine without share_host_memory (the baseline) with one of ENGINES that share, in the same run
-// by turns. All engines run in this process. Times are medians of CPU time of the calling thread, except for
-// the loads, which also copy the bytes.
+// by turns, in an order that changes. All engines run in this process. Times are medians of CPU time of the
+// calling thread, except for the loads, which also copy the bytes.
 #include <fmt/format.h>
 #include <stdlib.h>
 #include <time.h>
@@ -161,20 +161,22 @@ void run(int engines, int rounds) {
     for (int round = 0; round < rounds; ++round) {
       const std::uint64_t first = static_cast<std::uint64_t>(round) * 10 * kChunks;
       const auto mine = keys_from(first), theirs = keys_from(first + kChunks),
-                 nobodys = keys_from(first + 2 * kChunks);
-      store[0].push_back(alone.store(mine));
-      store[1].push_back(own.store(mine));
+                 absent = keys_from(first + 2 * kChunks);
       last.store(theirs);
-      hit[0].push_back(alone.look_up(mine, LookupResult::kHit));
-      hit[1].push_back(own.look_up(mine, LookupResult::kHit));
-      miss[0].push_back(alone.look_up(nobodys, LookupResult::kMiss));
-      miss[1].push_back(own.look_up(nobodys, LookupResult::kMiss));
-      scan[0].push_back(alone.scan_unseen(nobodys));
-      scan[1].push_back(own.scan_unseen(nobodys));
-      borrow[0].push_back(alone.look_up(mine, LookupResult::kHit));
-      borrow[1].push_back(own.look_up(theirs, LookupResult::kHit));
-      load[0].push_back(own.load(mine, &cache));
-      load[1].push_back(own.load(theirs, &cache));
+      for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn + round) % 2;
+        Engine& engine = side == 0 ? alone : own;
+        store[side].push_back(engine.store(mine));
+        hit[side].push_back(engine.look_up(mine, LookupResult::kHit));
+        miss[side].push_back(engine.look_up(absent, LookupResult::kMiss));
+        scan[side].push_back(engine.scan_unseen(absent));
+      }
+      for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn + round) % 2;
+        const auto& keys = side == 0 ? mine : theirs;
+        borrow[side].push_back(own.look_up(keys, LookupResult::kHit));
+        load[side].push_back(own.load(keys, &cache));
+      }
     }
     fmt::print("{} engines, {} chunks, rows of {} KiB, {} rounds\n", engines, kChunks, kRowBytes >> 10,
                rounds);

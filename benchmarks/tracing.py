@@ -4,8 +4,8 @@
     python benchmarks/tracing.py [--requests 2000] [--rounds 30]
 
 One manager serves the same requests without a tracer (the baseline) and with one: each looks up four chunks
-that are hits, loads them and ends. Timed are the calls that tracing adds to. Requests with and without a
-tracer take turns in pairs, in a random order, so that both see the same machine. Each round yields the two
+that are hits, loads them and ends. Timed are all calls of the manager but lookups. Requests with and without
+a tracer take turns in pairs, in a random order, so that both see the same machine. Each round yields the two
 medians of its requests, because other processes interrupt some of them; the result is the median over the
 rounds.
 
