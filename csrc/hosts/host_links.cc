@@ -38,7 +38,8 @@ struct Link {
   RemoteHost host;
   State state = State::kNoEndpoint;
   std::optional<HostEndpoint> endpoint;
-  // Why the host is not connected. Keeps the last failure until a new attempt is authenticated.
+  // Why the host is not connected. Keeps the last failure until the first authenticated message of a new
+  // attempt.
   std::string problem = "rank 0 does not know its address yet";
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
@@ -287,7 +288,7 @@ void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body) {
       return set_connected(link);
     case FrameType::kAlive:
       // A host joins when all of its ranks have published their layouts; until then it sends only this.
-      if (!link.joined) link.problem = "it is connected, but its ranks have not all started";
+      if (!link.joined) link.problem = "it is reachable, but not all of its ranks have started";
       return;
     case FrameType::kLeaving:
       return;

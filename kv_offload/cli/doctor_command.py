@@ -67,8 +67,8 @@ def doctor(
         typer.Option(
             min=1,
             metavar="N",
-            help="Hosts of the engine; each needs an equal part of cpu_bytes_to_use. Settings that need all "
-            "ranks on one host are refused.",
+            help="Hosts of the engine; each needs an equal part of cpu_bytes_to_use. With more than one, "
+            "settings that need all ranks on one host are refused.",
         ),
     ] = 1,
     measure: Annotated[

@@ -184,8 +184,8 @@ TEST_F(HostsTest, a_host_that_shuts_down_cuts_the_region_off) {
   agent->close();
   EXPECT_TRUE(holds_soon([&] { return scheduler_->is_cut_off(); }));
   EXPECT_EQ(result(9), 0u) << "the last reports were lost";
-  EXPECT_THAT(links->take_events(), ElementsAre(HasSubstr("127.0.0.1: it has shut down; all lookups")));
   EXPECT_TRUE(holds_soon([&] { return links->lost_hosts() == 1; }));
+  EXPECT_THAT(links->take_events(), ElementsAre(HasSubstr("127.0.0.1: it has shut down; all lookups")));
 }
 
 TEST_F(HostsTest, a_lost_connection_is_made_again_and_what_was_reported_meanwhile_arrives) {
@@ -392,7 +392,7 @@ TEST_F(FakeHostTest, a_host_whose_ranks_have_not_all_started_is_named) {
   const auto peer = handshake();
   peer->send(frame(FrameType::kAlive));
   EXPECT_TRUE(
-      fails_with(*links, StatusKind::kTimeout, "it is connected, but its ranks have not all started"));
+      fails_with(*links, StatusKind::kTimeout, "it is reachable, but not all of its ranks have started"));
 }
 
 TEST_F(FakeHostTest, another_program_at_the_address_is_named) {

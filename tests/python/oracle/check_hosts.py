@@ -74,7 +74,7 @@ def _one_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def links_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The original class. No host is lost because the machine stalls, unless a test restores the class."""
+    """Makes links tolerate a stalled machine. Returns the original HostLinks, which has its own limit."""
     original = _core.HostLinks
     monkeypatch.setattr(_core, "HostLinks", functools.partial(original, silence_seconds=PATIENCE_SECONDS))
     return original

@@ -34,8 +34,8 @@ Histories = list[tuple[list[int], str | None]]
 # Tests that count hits wait longer than a machine stalls: a delay of a minute changes nothing.
 PATIENT_MS = 240_000
 MINOR = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-# Most failures do not depend on the release, so only the installed one runs all steps. The others are folders
-# that vllm_trees puts in front of it.
+# Most failures do not depend on the release, so only the installed one runs all steps. vllm_trees puts the
+# others before it on sys.path.
 INSTALLED = Path(vllm.__file__).is_relative_to(sysconfig.get_paths()["purelib"])
 STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "400" if INSTALLED else "200"))
 # Each release has its own seeds.
