@@ -134,6 +134,23 @@ class HostAgent:
     @property
     def endpoint(self) -> str:
         """Address, port and secret, for the scheduler only. Do not log it."""
+    @property
+    def is_closed(self) -> bool: ...
+    def wait_for_tiers(self, timeout_seconds: float) -> tuple[int, list[int], str] | None:
+        """Waits until the scheduler orders this host to open its tiers; None: timeout, or closed.
+
+        Returns (round, lowest epoch that each tier may use, the text of the scheduler).
+        """
+    def open_tiers(
+        self,
+        round: int,
+        least_epochs: Sequence[int],
+        tiers: Sequence[TierSpec],
+        *,
+        tenants: Sequence[tuple[str, float]] = (),  # as of TieredCache
+    ) -> None:
+        """Opens the tiers and answers the scheduler. Raises like TieredCache; then call ``refuse_tiers``."""
+    def refuse_tiers(self, round: int, problem: str) -> None: ...
     def close(self) -> None: ...
 
 class HostLinks:
@@ -515,6 +532,9 @@ class TieredCache:
         tenants: Sequence[tuple[str, float]] = (),  # (name, share of host memory); the first: all others
         share_identity: str = "",  # not empty: engines with the same share chunks; the region needs share_for
         neighbour_interval_seconds: float = 1.0,  # between searches; 0: end_step() searches
+        hosts: HostLinks | None = None,  # of an engine on several hosts: each has its part of every tier
+        hosts_text: str = "",  # for the process of each other host that opens its tiers
+        hosts_timeout_seconds: float = 120.0,  # for all of them to open their tiers
     ) -> None: ...
     def begin_request(
         self,

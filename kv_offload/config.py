@@ -42,7 +42,7 @@ MAX_REMOTE_WAIT_MS = 3_600_000  # lookup_timeout_ms ends a wait sooner
 REQUEST_SETTINGS = ("load_policy", "priority", "skip_load", "skip_store", "remote_wait_ms")
 
 # Settings that need all ranks of an engine on one host.
-ONE_HOST_SETTINGS = ("secondary_tiers", "keep_host_memory", "share_host_memory")
+ONE_HOST_SETTINGS = ("keep_host_memory", "share_host_memory")
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
@@ -336,12 +336,14 @@ def several_hosts_problem(options: OffloadConfig, hosts: int, more: Iterable[str
     ``more``: used settings that are not in ``options`` and need all ranks on one host.
     """
     used = [name for name in ONE_HOST_SETTINGS if getattr(options, name)] + list(more)
+    unsupported = sorted({tier.type for tier in options.secondary_tiers if not tier.works_on_several_hosts})
+    used += [f'a tier of type "{name}"' for name in unsupported]
     if hosts <= 1 or not used:
         return None
     return (
         f"this engine's ranks span {hosts} hosts, and it was given {', '.join(used)}: engines on several "
-        "hosts keep their cache in host memory only; leave these settings out, or keep tensor and pipeline "
-        "parallelism inside one host"
+        'hosts keep their cache in host memory and in tiers of type "fs" only; leave these settings out, or '
+        "keep tensor and pipeline parallelism inside one host"
     )
 
 

@@ -60,6 +60,25 @@ class NamespaceIdentity:
             return self
         return replace(self, settings={**self.settings, "max_error": repr(error)})
 
+    def with_part(self, part: str) -> "NamespaceIdentity":
+        """Returns the namespace of the records with this part of each chunk; "": this one, of whole chunks.
+
+        For engines whose ranks span several hosts: each host stores the shards of its own ranks.
+        """
+        return replace(self, settings={**self.settings, "part": part}) if part else self
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "NamespaceIdentity":
+        """Returns the identity with these fields, as ``dataclasses.asdict`` gives them, also after JSON.
+
+        Raises TypeError for missing, unknown or malformed fields.
+        """
+        groups = tuple(
+            GroupIdentity(**{**group, "shard_bytes": tuple(group["shard_bytes"])})
+            for group in fields["groups"]
+        )
+        return cls(**{**fields, "groups": groups})
+
     def canonical_json(self) -> str:
         """Returns JSON with sorted keys and no spaces: equal identities give equal text. Raises TypeError for
         floats."""
@@ -116,7 +135,7 @@ def other_namespaces(root_dir: str, own: NamespaceIdentity, most: int = 3) -> li
         except (OSError, ValueError):
             continue
         different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-        if different:
+        if different and different != ["settings.part"]:  # another host's part of the same chunks
             texts.append(", ".join(different))
     return texts
 

@@ -8,6 +8,7 @@ the scheduler builds its manager before that, and the manager needs the layouts 
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload import __version__
 from kv_offload.config import OffloadConfig, several_hosts_problem
+from kv_offload.log import get_logger
+from kv_offload.machine import cautions, tier_bounds
 
 from . import compat
+from .tier_specs import TierPlan
 
 if TYPE_CHECKING:
     from kv_offload._core import HostAgent, HostLinks, HostRegion
 
+logger = get_logger(__name__)
+
 HOSTS_DEADLINE_SECONDS = 120.0  # at start, for all hosts in total: addresses, then connections
+_REQUEST_WAIT_SECONDS = 60.0  # then the thread looks whether the agent was closed
 MIN_WAIT_SECONDS = 0.1  # per host after the deadline: the store treats a timeout of 0 as no limit
 
 
@@ -43,6 +50,11 @@ class Hosts:
     def others(self) -> list[tuple[int, int]]:
         """Returns (first rank, number of ranks) of each host but the scheduler's."""
         return [(host * self.ranks_each, self.ranks_each) for host in range(1, self.count)]
+
+    @property
+    def part(self) -> str:
+        """Which part of each chunk this host has, for the namespace of its records."""
+        return f"{_ranks_text(self.first_rank, self.ranks_each)} of {self.count * self.ranks_each}"
 
     def region_id(self, engine_id: str) -> str:
         """Returns the engine ID of this host's memory region: hosts may be containers with one /dev/shm."""
@@ -105,6 +117,32 @@ def connect_rank(
     agent = _core.HostAgent(region, address=numeric_address(), version=__version__)
     store.set(name + str(hosts.own), agent.endpoint)
     return agent
+
+
+def serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> threading.Thread:
+    """Starts a thread that opens the tiers of this host when the scheduler orders it. Ends with the agent."""
+    thread = threading.Thread(
+        target=_serve_tiers, args=(agent, hosts, options), name="kv-offload-tiers", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> None:
+    while not agent.is_closed:
+        request = agent.wait_for_tiers(_REQUEST_WAIT_SECONDS)
+        if request is None:
+            continue
+        round, least_epochs, text = request
+        try:
+            for caution in cautions(options):
+                logger.warning(caution)
+            specs = TierPlan.of_text(text).specs(options, tier_bounds(options), hosts.part)
+            tenants = options.tenant_table()
+            shares = () if tenants is None else tenants.shares
+            agent.open_tiers(round, least_epochs, specs, tenants=shares)
+        except Exception as error:  # the scheduler raises it
+            agent.refuse_tiers(round, str(error) or type(error).__name__)
 
 
 def _await_endpoints(store: Any, name: str, hosts: Hosts) -> dict[int, str]:

@@ -18,7 +18,9 @@ from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
+from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
+from .tier_specs import TierPlan
 
 if TYPE_CHECKING:
     from kv_offload._core import HostLinks, HostRegion, TieredCache, TierSpec
@@ -91,7 +93,7 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         if self._describes_events():
             describe_whole_chunks()
-        region, links = self._attach()
+        region, links, hosts = self._attach()
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)
         identity, seed_is_random = namespace_identity(
@@ -110,12 +112,19 @@ class KVOffloadSpec(OffloadingSpec):
         for caution in cautions(options):
             logger.warning(caution)
         metrics = _core.Metrics()
-        tiers = self._make_tiers(bounds, identity, merged)
-        cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers)
+        plan = self._tier_plan(identity, merged)
+        part = "" if hosts is None else hosts.part
+        tiers = plan.specs(options, bounds, part)
+        identity = identity.with_part(part)
+        over_hosts = {} if links is None else _tiers_over_hosts(links, plan)
+        cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers, over_hosts)
         if options.keep_host_memory:
             _log_kept(cache.stats())
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
-        capacity = self._publish(metrics, geometry, bounds, merged, identity)
+        # max_bytes is that of each host; cpu_bytes_to_use and the chunks are those of the whole engine.
+        count = 1 if hosts is None else hosts.count
+        all_bounds = [None if bound is None else bound * count for bound in bounds]
+        capacity = self._publish(metrics, geometry, all_bounds, merged, identity)
         manager = KVOffloadManager(
             cache,
             metrics,
@@ -215,11 +224,10 @@ class KVOffloadSpec(OffloadingSpec):
         events = self.kv_events_config
         return bool(events.enable_kv_cache_events and events.self_describing_kv_events)
 
-    def _attach(self) -> "tuple[HostRegion, HostLinks | None]":
-        """Returns the region, and the connections of an engine on several hosts. Waits for all ranks."""
+    def _attach(self) -> "tuple[HostRegion, HostLinks | None, Hosts | None]":
+        """Returns the region, and the connections and hosts of an engine on several hosts. Waits for all
+        ranks."""
         from kv_offload import _core
-
-        from .hosts import connect_scheduler, scheduler_hosts
 
         world_size = self.config.parallel.world_size
         region = _core.HostRegion.attach_scheduler(
@@ -231,12 +239,13 @@ class KVOffloadSpec(OffloadingSpec):
             keep_for=keep_for(self.config, self._options),
             share_for=share_for(self.config, self._options),
         )
-        links = connect_scheduler(scheduler_hosts(region, world_size), region)
+        hosts = scheduler_hosts(region, world_size)
+        links = connect_scheduler(hosts, region)
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
         except _core.ResourceError as error:
             raise _core.ResourceError(f"{error}: {_rank_remedy(region, world_size)}") from error
-        return region, links
+        return region, links, hosts
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
         """Returns ([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
@@ -256,29 +265,14 @@ class KVOffloadSpec(OffloadingSpec):
     def _tokens_per_chunk(self) -> list[int]:
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
-    def _make_tiers(
-        self, bounds: Sequence[int | None], identity: NamespaceIdentity, merged: Mapping[str, Any]
-    ) -> "list[TierSpec]":
-        """Returns the specs of the tiers."""
-        options = self._options
+    def _tier_plan(self, identity: NamespaceIdentity, merged: Mapping[str, Any]) -> TierPlan:
         exact_groups = _exact_groups(merged)
         exact = [position for position, is_exact in enumerate(exact_groups) if is_exact]
-        if options.max_error() and exact:
+        if self._options.max_error() and exact:
             logger.warning(
                 "cache groups %s are stored without loss: the lossy codec does not support them", exact
             )
-        tiers = [
-            tier.spec(name, bound, identity)
-            for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
-        ]
-        tenants = options.tenant_table()
-        for tier in tiers:
-            tier.elements = merged["elements"]
-            tier.exact_groups = exact_groups
-            tier.accepted_error = options.max_error()
-            tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
-            tier.memory_outlives = options.keep_host_memory
-        return tiers
+        return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups))
 
     def _make_cache(
         self,
@@ -288,6 +282,7 @@ class KVOffloadSpec(OffloadingSpec):
         merged: Mapping[str, Any],
         identity: NamespaceIdentity,
         tiers: "Sequence[TierSpec]",
+        over_hosts: Mapping[str, Any],
     ) -> "TieredCache":
         from kv_offload import _core
 
@@ -312,6 +307,7 @@ class KVOffloadSpec(OffloadingSpec):
             max_pinned_bytes=self._options.pinned_bytes,
             tenants=() if tenants is None else tenants.shares,
             share_identity=identity.namespace_id().hex() if self._options.share_host_memory else "",
+            **over_hosts,
         )
 
     def _parts_of(self) -> int | None:
@@ -336,6 +332,15 @@ class KVOffloadSpec(OffloadingSpec):
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def _tiers_over_hosts(links: "HostLinks", plan: TierPlan) -> dict[str, Any]:
+    """Returns the arguments of TieredCache for an engine on several hosts."""
+    return {
+        "hosts": links,
+        "hosts_text": plan.to_text(),
+        "hosts_timeout_seconds": HOSTS_DEADLINE_SECONDS,
+    }
 
 
 def _rank_remedy(region: "HostRegion", world_size: int) -> str:

@@ -15,7 +15,7 @@ from kv_offload.sizes import format_bytes
 from . import compat
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
-from .hosts import connect_rank, hosts_of, refuse_on_several_hosts
+from .hosts import connect_rank, hosts_of, refuse_on_several_hosts, serve_tiers
 from .identity import groups_of_states, keep_for, share_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
@@ -123,7 +123,7 @@ class KVOffloadWorker(OffloadingWorker):
 def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches: Any) -> KVOffloadWorker:
     """Attaches this rank to the engine's region and starts its copier.
 
-    Raises ValueError for an unsupported setup (tiers on several hosts, an unknown device), ResourceError if
+    Raises ValueError for an unsupported setup (such as an unknown device), ResourceError if
     the machine lacks a resource or another host does not join. Both texts say what to change.
     """
     from kv_offload import _core
@@ -147,6 +147,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
         log_long_chunks(config, windows)
+    if parallel.rank == (0 if hosts is None else hosts.first_rank):
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
         config.engine_id if hosts is None else hosts.region_id(config.engine_id),
@@ -173,6 +174,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         local_ranks=0 if hosts is None else hosts.ranks_each,
     )
     agent = connect_rank(hosts, region, config)
+    if hosts is not None and agent is not None and options.secondary_tiers:
+        serve_tiers(agent, hosts, options)
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)
     first = not replicated or parallel.rank == 0

@@ -8,6 +8,7 @@
 #include "bindings/bound_cache.h"
 #include "bindings/lookup.h"
 #include "bindings/tier_spec.h"
+#include "hosts/open_tiers.h"
 
 namespace kv_offload::bindings {
 namespace {
@@ -52,7 +53,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
                  std::string keep_identity, std::size_t max_sessions, std::uint64_t max_pinned_bytes,
                  const std::vector<std::pair<std::string, double>>& tenants, std::string share_identity,
-                 double neighbour_interval_seconds) {
+                 double neighbour_interval_seconds, HostLinks* hosts, const std::string& hosts_text,
+                 double hosts_timeout_seconds) {
   CacheOptions options;
   for (const auto& [name, share] : tenants) options.tenants.push_back({name, share});
   options.max_sessions = max_sessions;
@@ -73,12 +75,21 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   bound->metrics = std::move(metrics);
 
   const py::gil_scoped_release release;
-  std::vector<std::unique_ptr<Tier>> opened;
   for (const std::shared_ptr<TierSpec>& tier : tiers) {
     if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
     options.tiers.push_back(tier->slot);
     tier->tenants = options.tenants;
-    opened.push_back(tier->open());
+  }
+  OpenOptions over_hosts;
+  over_hosts.timeout = to_nanos(hosts_timeout_seconds, "hosts_timeout_seconds");
+  Tiers opened;
+  if (hosts == nullptr || tiers.empty()) {
+    opened = open_all(tiers, {});
+  } else {
+    opened = open_on_all_hosts(
+        *hosts, *bound->region, tiers.size(),
+        [&](const std::vector<std::uint64_t>& least_epochs) { return open_all(tiers, least_epochs); },
+        hosts_text, over_hosts);
   }
   bound->cache =
       std::make_unique<TieredCache>(options, bound->region, std::move(opened), *bound->metrics, bound->clock);
@@ -324,7 +335,8 @@ void bind_cache(py::module_& module) {
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "", py::arg("max_sessions") = 4096, py::arg("max_pinned_bytes") = 0,
            py::arg("tenants") = std::vector<std::pair<std::string, double>>{}, py::arg("share_identity") = "",
-           py::arg("neighbour_interval_seconds") = 1.0)
+           py::arg("neighbour_interval_seconds") = 1.0, py::arg("hosts") = py::none(),
+           py::arg("hosts_text") = "", py::arg("hosts_timeout_seconds") = 120.0)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
            py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <optional>
+#include <tuple>
 
 #include "bindings/bindings.h"
+#include "bindings/tier_spec.h"
 #include "hosts/host_agent.h"
 #include "hosts/host_links.h"
 
@@ -48,6 +51,37 @@ void wait_until_connected(const HostLinks& links, double timeout_seconds) {
   }
 }
 
+using OpenRequest = std::tuple<std::uint32_t, std::vector<std::uint64_t>, std::string>;
+
+// Waits without the GIL.
+std::optional<OpenRequest> wait_for_tiers(HostAgent& agent, double timeout_seconds) {
+  std::optional<OpenTiers> request;
+  {
+    const py::gil_scoped_release release;
+    request = agent.tiers().wait_for_request(to_nanos(timeout_seconds, "timeout_seconds"));
+  }
+  if (!request) return std::nullopt;
+  return OpenRequest(request->round, request->least_epochs, request->text);
+}
+
+void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<std::uint64_t>& least_epochs,
+                const std::vector<std::shared_ptr<TierSpec>>& tiers,
+                const std::vector<std::pair<std::string, double>>& tenants) {
+  if (least_epochs.size() != tiers.size()) {
+    throw_invalid(
+        "this host has {} tiers and the scheduler {}: start vLLM with the same settings on all hosts",
+        tiers.size(), least_epochs.size());
+  }
+  const py::gil_scoped_release release;
+  for (const auto& tier : tiers) {
+    if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
+    tier->tenants.clear();
+    for (const auto& [name, share] : tenants) tier->tenants.push_back({name, share});
+  }
+  agent.tiers().close_tiers();
+  agent.tiers().open(round, open_all(tiers, least_epochs));
+}
+
 }  // namespace
 
 void bind_hosts(py::module_& module) {
@@ -56,6 +90,16 @@ void bind_hosts(py::module_& module) {
       .def(py::init(&make_agent), py::arg("region").none(false), py::kw_only(), py::arg("address"),
            py::arg("version"))
       .def_property_readonly("endpoint", &HostAgent::endpoint)
+      .def_property_readonly("is_closed", [](HostAgent& agent) { return agent.tiers().is_closed(); })
+      .def("wait_for_tiers", &wait_for_tiers, py::arg("timeout_seconds"))
+      .def("open_tiers", &open_tiers, py::arg("round"), py::arg("least_epochs"), py::arg("tiers"),
+           py::kw_only(), py::arg("tenants") = std::vector<std::pair<std::string, double>>{})
+      .def(
+          "refuse_tiers",
+          [](HostAgent& agent, std::uint32_t round, const std::string& problem) {
+            agent.tiers().refuse(round, problem);
+          },
+          py::arg("round"), py::arg("problem"), NoGil())
       .def("close", &HostAgent::close, NoGil());
   py::class_<HostLinks>(module, "HostLinks")
       .def(py::init(&make_links), py::arg("region").none(false), py::arg("hosts"), py::kw_only(),

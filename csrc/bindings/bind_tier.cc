@@ -70,6 +70,16 @@ RecordFormOptions TierSpec::form() const {
   return form;
 }
 
+std::vector<std::unique_ptr<Tier>> open_all(const std::vector<std::shared_ptr<TierSpec>>& tiers,
+                                            const std::vector<std::uint64_t>& least_epochs) {
+  std::vector<std::unique_ptr<Tier>> opened;
+  for (std::size_t i = 0; i < tiers.size(); ++i) {
+    tiers[i]->least_epoch = least_epochs.empty() ? 0 : least_epochs[i];
+    opened.push_back(tiers[i]->open());
+  }
+  return opened;
+}
+
 TierSlotOptions write_policy_of(std::string_view write_policy) {
   constexpr std::string_view kReuse = "reuse:";
   if (write_policy.starts_with(kReuse)) {

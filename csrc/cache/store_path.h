@@ -52,6 +52,9 @@ class StorePath {
   void complete(std::span<const ChunkKey> keys, bool success);
   // Ends the completed stores whose reports have arrived since.
   void poll();
+  // True if reports of another host have to arrive before the chunks of a completed store can be written to
+  // tiers. False while that host is lost.
+  bool awaits_reports() const { return !late_.empty() && context_.tickets.hear_all_ranks(); }
   void close() { closed_ = true; }  // nothing is accepted after this
 
  private:

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "memory/row_shards.h"
 
 namespace kv_offload {
 namespace {
@@ -105,16 +106,8 @@ void TierIo::touch(const ChunkKey& key) {
 }
 
 std::vector<Shard> TierIo::shards_of(RowId row, std::uint32_t group) const {
-  std::vector<Shard> shards;
   const GroupGeometry& geometry = groups_[group].geometry;
-  for (std::uint32_t area = 0; area < region_->num_areas(); ++area) {
-    const std::uint64_t bytes = geometry.shard_bytes[area];
-    if (bytes == 0) continue;
-    const auto pages = static_cast<RowId>(round_up(bytes, kPageBytes) / kPageBytes);
-    for (std::uint32_t i = 0; i < geometry.shards_per_area; ++i)
-      shards.push_back(region_->shard(area, row + i * pages, bytes));
-  }
-  return shards;
+  return shards_of_row(*region_, row, geometry.shard_bytes, geometry.shards_per_area);
 }
 
 TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
@@ -127,6 +120,7 @@ TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.entry_info = chunks_.entry_info(slot);
   order.entry_info.returns_at = 0;  // hints are about host memory
   order.shards = shards_of(entry.row, entry.group);
+  order.row = entry.row;
   order.memory = region_;
   order.weight = chunks_.reader(entry.tenant).weight;
   if (kind == OpKind::kWrite && entry.tenant != 0) order.tenant = chunks_.tenant_name(entry.tenant);

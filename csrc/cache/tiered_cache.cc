@@ -239,7 +239,11 @@ void TieredCache::end_step() {
   impl.ops.end_step();
 }
 
-bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
+bool TieredCache::has_pending_work() const {
+  if (impl_->closed) return false;
+  // An idle engine makes no steps, and the chunks would not reach the tiers before it ends.
+  return impl_->requests.has_pending_work() || (impl_->ops.size() > 0 && impl_->stores.awaits_reports());
+}
 
 void TieredCache::Impl::publish_fetching(bool now) {
   if (now == is_fetching) return;  // avoid writes: the ranks read it all the time

@@ -106,7 +106,8 @@ class TieredCache {
   // Polls tiers, makes plans, expires deadlines, frees quarantined rows and reports has_pending_work() to the
   // region.
   void end_step();
-  bool has_pending_work() const;  // only while a request waits for the cache
+  // Only while a request waits for the cache, or a completed store for the report of another host.
+  bool has_pending_work() const;
   // Forgets everything in memory and on every tier. Takes the same time for any number of chunks that no copy
   // or tier op uses: later steps and stores free their rows and report their removal, a few at a time. Rows
   // of copies in flight are reused only after their tickets are reported.

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "base/types.h"
+#include "hosts/wire.h"
 
 namespace kv_offload {
 namespace {
@@ -20,50 +21,10 @@ constexpr std::size_t kLengthBytes = 4, kTagBytes = 32;
 constexpr std::size_t kReportBytes = 4 + 8 + 8;
 constexpr std::size_t kMostVersion = 255, kMostFingerprint = 4095;
 
-template <typename Number>
-void put(Bytes* to, Number value) {
-  for (std::size_t i = 0; i < sizeof value; ++i) to->push_back(static_cast<std::uint8_t>(value >> 8 * i));
-}
-
-void put_bytes(Bytes* to, ByteSpan bytes) { to->insert(to->end(), bytes.begin(), bytes.end()); }
-
-ByteSpan as_bytes(std::string_view text) {
-  return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
-}
-
-// Reads from the front of a span. After a read past the end, is_good() is false and all values are zero.
-class Input {
- public:
-  explicit Input(ByteSpan bytes) : left_(bytes) {}
-  template <typename Number>
-  Number number() {
-    Number value = 0;
-    const ByteSpan bytes = take(sizeof value);
-    for (std::size_t i = 0; i < bytes.size(); ++i)
-      value = static_cast<Number>(value | static_cast<Number>(Number{bytes[i]} << 8 * i));
-    return value;
-  }
-  ByteSpan take(std::size_t count) {
-    if (count > left_.size()) {
-      is_good_ = false;
-      return {};
-    }
-    const ByteSpan taken = left_.first(count);
-    left_ = left_.subspan(count);
-    return taken;
-  }
-  std::string text(std::size_t bytes) {
-    const ByteSpan taken = take(bytes);
-    return {reinterpret_cast<const char*>(taken.data()), taken.size()};
-  }
-  std::size_t left() const { return left_.size(); }
-  bool is_good() const { return is_good_; }
-  bool ended_well() const { return is_good_ && left_.empty(); }
-
- private:
-  ByteSpan left_;
-  bool is_good_ = true;
-};
+using wire::as_bytes;
+using wire::Input;
+using wire::put;
+using wire::put_bytes;
 
 // Takes the same time wherever the hashes differ.
 bool is_equal(ByteSpan a, ByteSpan b) {
@@ -197,6 +158,10 @@ KeyedHash::Hash session_key(const HostSecret& secret, const HostNonce& host, con
   return derive(secret, "session", host, scheduler);
 }
 
+KeyedHash::Hash command_key(const HostSecret& secret, const HostNonce& host, const HostNonce& scheduler) {
+  return derive(secret, "commands", host, scheduler);
+}
+
 // ---- bodies
 
 Bytes encode(const HostJoin& join) {
@@ -298,7 +263,7 @@ FrameReader::Result FrameReader::next(ByteSpan bytes, FrameType* type, ByteSpan*
   if (!input.is_good()) return Result::kIncomplete;
   if (!is_equal(tag, tag_of(hash_, number_, bytes.first(kLengthBytes + length)))) return Result::kBroken;
   if (payload[0] < static_cast<std::uint8_t>(FrameType::kJoin) ||
-      payload[0] > static_cast<std::uint8_t>(FrameType::kLeaving))
+      payload[0] > static_cast<std::uint8_t>(FrameType::kLast))
     return Result::kBroken;
   ++number_;
   *type = static_cast<FrameType>(payload[0]);

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frames: the messages that the other hosts of an engine send to its scheduler over TCP.
+// Frames: the messages between the scheduler of an engine and its other hosts, over TCP.
 //
 //   greeting   host to scheduler   magic 8, version 4, nonce 32                      44 bytes
 //   answer     scheduler to host   magic 8, version 4, nonce 32, proof 32            76 bytes
-//   frames     host to scheduler   payload length 4, type 1, body, tag 32
+//   frames     both directions     payload length 4, type 1, body, tag 32
 //
 // Integers are little-endian. Each host has a fresh secret of 32 bytes, which only its scheduler receives.
 // The proof is the HMAC-SHA256, under the secret, of both nonces. The tag is the HMAC-SHA256, under a key
-// derived from the secret and both nonces, of the frame's number and its bytes. So neither side accepts a
-// stranger, and a frame that is changed, repeated, left out or moved ends the connection. Frames are not
-// encrypted: they contain sizes, job numbers and the settings of the ranks, no prompts and no KV cache.
+// derived from the secret and both nonces, one for each direction, of the frame's number and its bytes. So
+// neither side accepts a stranger, and a frame that is changed, repeated, left out or moved ends the
+// connection. Frames are not encrypted: they contain sizes, job numbers, the settings of the ranks and, for
+// tiers, keys of chunks (hashes) and the settings of the engine: no prompts and no KV cache.
 //
 // Every byte that arrives is hostile until its tag has been checked, and bounded: no length is trusted.
 //
@@ -34,7 +35,7 @@ using ByteSpan = std::span<const std::uint8_t>;
 using HostSecret = std::array<std::uint8_t, 32>;
 using HostNonce = std::array<std::uint8_t, 32>;
 
-inline constexpr std::uint32_t kHostProtocol = 1;
+inline constexpr std::uint32_t kHostProtocol = 2;
 inline constexpr std::size_t kGreetingBytes = 44, kAnswerBytes = 76;
 inline constexpr std::size_t kMostPayload = 32768;  // of a frame: type and body
 inline constexpr std::size_t kMostReports = 1024;   // in a frame
@@ -59,7 +60,9 @@ std::optional<HostNonce> parse_greeting(ByteSpan bytes, std::uint32_t* version);
 Bytes make_answer(const HostSecret& secret, const HostNonce& host, const HostNonce& scheduler);
 // Returns the scheduler's nonce if the answer proves that the scheduler has the secret.
 std::optional<HostNonce> check_answer(const HostSecret& secret, const HostNonce& host, ByteSpan bytes);
+// The keys of the frames that the host sends, and of those that the scheduler sends.
 KeyedHash::Hash session_key(const HostSecret& secret, const HostNonce& host, const HostNonce& scheduler);
+KeyedHash::Hash command_key(const HostSecret& secret, const HostNonce& host, const HostNonce& scheduler);
 
 // ---- frames
 enum class FrameType : std::uint8_t {
@@ -69,7 +72,24 @@ enum class FrameType : std::uint8_t {
   kReady,     // everything known so far has been sent
   kAlive,     // sent when there is nothing else to send
   kLeaving,   // the last one: the host shuts down
+  // ---- about tiers, from the host (tier_frames.h)
+  kTiersOpened,
+  kOpsEnded,  // no op of an earlier connection is running: ops may be sent
+  kResults,
+  kAnswers,
+  kRemovals,
+  kResetDone,
+  kState,
+  // ---- about tiers, from the scheduler
+  kOpenTiers,
+  kOps,
+  kCancel,
+  kLookup,
+  kUses,
+  kReset,
+  kLast = kReset,
 };
+inline bool is_of_scheduler(FrameType type) { return type >= FrameType::kOpenTiers; }
 
 struct HostJoin {
   std::uint64_t bytes = 0, area_bytes = 0;  // as in RegionOptions and HostRegion

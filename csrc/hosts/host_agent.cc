@@ -19,6 +19,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kMostUnsent = std::size_t{256} << 10;  // bytes of frames that wait for the socket
+constexpr std::size_t kReadAtOnce = std::size_t{64} << 10;   // bytes
 constexpr Nanos kReportWait = std::chrono::seconds(1);
 constexpr Nanos kAcceptPause = std::chrono::milliseconds(100);
 constexpr Nanos kPublishWait = std::chrono::milliseconds(20);
@@ -34,10 +35,13 @@ struct Stranger {
 
 // The connection of the scheduler.
 struct Connection {
-  Connection(Descriptor accepted, const KeyedHash::Hash& key) : socket(std::move(accepted)), writer(key) {}
+  Connection(Descriptor accepted, const KeyedHash::Hash& key, const KeyedHash::Hash& commands)
+      : socket(std::move(accepted)), writer(key), reader(commands) {}
   Descriptor socket;
   FrameWriter writer;
-  Bytes unsent;
+  FrameReader reader;
+  Bytes unsent, arrived;
+  std::deque<HostTiers::Frame> of_tiers;  // taken and not yet in frames
   ReportCursor cursor;
   std::deque<RankReport> reports;  // taken and not yet in frames
   bool joined = false;             // the geometry of all ranks is in frames
@@ -49,7 +53,7 @@ struct Connection {
 
 struct HostAgent::Impl {
   Impl(std::shared_ptr<const HostRegion> host_region, Options given)
-      : region(std::move(host_region)), options(std::move(given)) {
+      : region(std::move(host_region)), options(std::move(given)), tiers(region, [this] { wake.signal(); }) {
     if (!has_encryption()) {
       throw_resource(
           "this build has no OpenSSL, which connections between the hosts of one engine need: install a "
@@ -70,6 +74,7 @@ struct HostAgent::Impl {
   std::atomic<bool> stopping{false};
   std::atomic<std::uint64_t> refused{0};
   std::thread watcher, server;
+  HostTiers tiers;  // after `wake`, which its thread uses
   // ---- the server's
   std::vector<Stranger> strangers;
   std::unique_ptr<Connection> connection;
@@ -82,7 +87,10 @@ struct HostAgent::Impl {
   void accept_all(Nanos now);
   void greet(Nanos now);
   bool keep_greeting(Stranger& stranger, Nanos now);
+  bool read_frames();
+  void end_connection();
   void write_frames(Nanos now);
+  void append_tier_frames(Nanos now);
   void append(FrameType type, ByteSpan body, Nanos now);
   void append_geometry(Nanos now);
   void append_reports(Nanos now);
@@ -114,7 +122,7 @@ void HostAgent::Impl::serve() {
     try {
       serve_once();
     } catch (const std::exception&) {
-      connection.reset();
+      end_connection();
       strangers.clear();
     }
   }
@@ -130,8 +138,8 @@ void HostAgent::Impl::serve_once() {
   for (const Stranger& one : strangers)
     watched.push_back({one.socket.get(), static_cast<short>(one.unsent.empty() ? POLLIN : POLLOUT), 0});
   if (connection != nullptr) {
-    watched.push_back({connection->socket.get(),
-                       static_cast<short>(connection->unsent.empty() ? POLLIN : POLLIN | POLLOUT), 0});
+    const int reads = tiers.is_full() ? 0 : POLLIN, writes = connection->unsent.empty() ? 0 : POLLOUT;
+    watched.push_back({connection->socket.get(), static_cast<short>(reads | writes), 0});
   }
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next_wait(clock.now()));
   (void)::poll(watched.data(), watched.size(), static_cast<int>(wait.count()));
@@ -140,15 +148,36 @@ void HostAgent::Impl::serve_once() {
   greet(now);
   accept_all(now);
   if (connection == nullptr) return;
-  // The scheduler sends nothing after its answer: bytes that arrive are no part of the protocol.
-  Bytes unexpected;
-  int error = 0;
-  if (!receive(connection->socket, 1, &unexpected, &error) || !unexpected.empty()) {
-    connection.reset();
-    return;
-  }
+  if (!read_frames()) return end_connection();
   write_frames(now);
-  if (!send_some(connection->socket, &connection->unsent)) connection.reset();
+  if (!send_some(connection->socket, &connection->unsent)) end_connection();
+}
+
+void HostAgent::Impl::end_connection() {
+  if (connection != nullptr) tiers.end_connection();
+  connection.reset();
+}
+
+// False: the connection has ended, or what arrived is no part of the protocol.
+bool HostAgent::Impl::read_frames() {
+  if (tiers.is_full()) return true;
+  int error = 0;
+  Bytes& arrived = connection->arrived;
+  if (!receive(connection->socket, kReadAtOnce, &arrived, &error)) return false;
+  std::size_t taken = 0;
+  while (true) {
+    FrameType type{};
+    ByteSpan body;
+    std::size_t used = 0;
+    const auto result = connection->reader.next(ByteSpan(arrived).subspan(taken), &type, &body, &used);
+    if (result == FrameReader::Result::kBroken) return false;
+    if (result == FrameReader::Result::kIncomplete) break;
+    // Orders name rows and groups, which are known once all ranks have published them.
+    if (!is_of_scheduler(type) || !connection->joined || !tiers.take(type, body)) return false;
+    taken += used;
+  }
+  arrived.erase(arrived.begin(), arrived.begin() + static_cast<std::ptrdiff_t>(taken));
+  return true;
 }
 
 Nanos HostAgent::Impl::next_wait(Nanos now) const {
@@ -158,7 +187,8 @@ Nanos HostAgent::Impl::next_wait(Nanos now) const {
   if (connection != nullptr) {
     if (connection->unsent.empty()) until = std::min(until, connection->last_frame + options.alive_interval);
     if (!connection->joined) until = std::min(until, now + kPublishWait);
-    if (!connection->reports.empty() && connection->unsent.size() < kMostUnsent) until = now;
+    const bool has_more = !connection->reports.empty() || !connection->of_tiers.empty();
+    if (has_more && connection->unsent.size() < kMostUnsent) until = now;
   }
   return std::max(until - now, Nanos(0));
 }
@@ -201,8 +231,11 @@ bool HostAgent::Impl::keep_greeting(Stranger& stranger, Nanos now) {
     ++refused;
     return false;
   }
+  end_connection();
   connection = std::make_unique<Connection>(std::move(stranger.socket),
-                                            session_key(endpoint.secret, stranger.nonce, *scheduler));
+                                            session_key(endpoint.secret, stranger.nonce, *scheduler),
+                                            command_key(endpoint.secret, stranger.nonce, *scheduler));
+  tiers.begin_connection();
   connection->last_frame = now;
   return false;
 }
@@ -215,6 +248,7 @@ void HostAgent::Impl::append(FrameType type, ByteSpan body, Nanos now) {
 void HostAgent::Impl::write_frames(Nanos now) {
   if (!connection->joined && all_published()) append_geometry(now);
   if (connection->joined) append_reports(now);
+  if (connection->ready) append_tier_frames(now);
   if (now - connection->last_frame >= options.alive_interval && connection->unsent.empty())
     append(FrameType::kAlive, {}, now);
 }
@@ -253,6 +287,16 @@ void HostAgent::Impl::append_reports(Nanos now) {
   connection->ready = true;
 }
 
+void HostAgent::Impl::append_tier_frames(Nanos now) {
+  if (connection->of_tiers.empty()) {
+    for (HostTiers::Frame& frame : tiers.frames()) connection->of_tiers.push_back(std::move(frame));
+  }
+  while (!connection->of_tiers.empty() && connection->unsent.size() < kMostUnsent) {
+    append(connection->of_tiers.front().first, connection->of_tiers.front().second, now);
+    connection->of_tiers.pop_front();
+  }
+}
+
 void HostAgent::Impl::say_goodbye() {
   if (connection == nullptr || !connection->ready) return;
   const Nanos end = clock.now() + kLastWords;
@@ -287,7 +331,10 @@ std::string HostAgent::endpoint() const { return to_text(impl_->endpoint); }
 
 std::uint64_t HostAgent::refused_connections() const { return impl_->refused; }
 
+HostTiers& HostAgent::tiers() { return impl_->tiers; }
+
 void HostAgent::close() {
+  impl_->tiers.close();
   impl_->stopping = true;
   impl_->region->wake_report_waiters();
   impl_->wake.signal();

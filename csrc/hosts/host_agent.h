@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostAgent: reports what the ranks of this host publish and finish to the scheduler on another host. It runs
-// in the process of the host's first rank.
+// HostAgent: reports what the ranks of this host publish and finish to the scheduler on another host, and
+// executes its orders about the tiers of this host (HostTiers). It runs in the process of the host's first
+// rank.
 //
 // The scheduler connects (HostLinks) with the secret of endpoint(). A new connection of the scheduler
 // replaces the one before, and receives everything that the region's rings hold. So no report is lost with a
 // connection. Connections without the secret are closed; there are never more than kMostStrangers of them.
 //
-// Two threads: one waits for reports of the ranks, the other polls the sockets. No call blocks on the
-// network, except that close() waits for the threads.
+// Three threads: one waits for reports of the ranks, one polls the sockets, one owns the tiers. No call
+// blocks on the network, except that close() waits for the threads.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "hosts/host_tiers.h"
 #include "memory/host_region.h"
 
 namespace kv_offload {
@@ -38,8 +40,10 @@ class HostAgent {
   // For HostRegion::set_endpoint on the scheduler's host. Contains the secret: do not log it.
   std::string endpoint() const;
   std::uint64_t refused_connections() const;  // they did not prove that they have the secret
-  // Announces to the scheduler that this host shuts down. Call it when the ranks have reported everything.
-  // Idempotent.
+  // The tiers of this host. The caller opens them when the scheduler asks for it.
+  HostTiers& tiers();
+  // Closes the tiers, and announces to the scheduler that this host shuts down. Call it when the ranks have
+  // reported everything. Idempotent.
   void close();
 
  private:

@@ -47,6 +47,8 @@ struct Link {
   Descriptor socket;
   Bytes unsent, arrived;
   std::unique_ptr<FrameReader> reader;
+  std::unique_ptr<FrameWriter> writer;
+  std::shared_ptr<TierChannel> channel;
   bool joined = false;
   bool was_connected = false;
 };
@@ -64,10 +66,11 @@ struct HostLinks::Impl {
   const std::shared_ptr<HostRegion> region;
   const Options options;
   const SteadyClock clock;
-  WakeUp wake;
+  const std::shared_ptr<WakeUp> wake = std::make_shared<WakeUp>();  // shared: a tier may outlive this object
   std::atomic<bool> stopping{false};
   std::thread thread;
-  std::vector<Link> links;  // the thread's
+  std::vector<Link> links;   // the thread's; the hosts and channels never change
+  std::uint32_t rounds = 0;  // calls of open_tiers()
 
   // ---- what other threads see
   mutable Mutex mutex;
@@ -82,8 +85,9 @@ struct HostLinks::Impl {
   void connect(Link& link, Nanos now);
   void greet(Link& link, Nanos now);
   void read(Link& link, Nanos now);
+  void append_orders(Link& link);
   void take_frames(Link& link, Nanos now);
-  void take_frame(Link& link, FrameType type, ByteSpan body);
+  void take_frame(Link& link, FrameType type, ByteSpan body, Nanos now);
   void join(Link& link, ByteSpan body);
   void publish(Link& link, ByteSpan body);
   void enter_reports(Link& link, ByteSpan body);
@@ -114,7 +118,9 @@ HostLinks::Impl::Impl(std::shared_ptr<HostRegion> host_region, std::vector<Remot
                     host.first_rank, next, region->options().num_workers);
     }
     next += host.ranks;
-    links.emplace_back().host = host;
+    Link& link = links.emplace_back();
+    link.host = host;
+    link.channel = std::make_shared<TierChannel>([wake = wake] { wake->signal(); });
   }
   if (next != region->options().num_workers)
     throw_invalid("hosts for {} ranks were given; the engine has {}", next, region->options().num_workers);
@@ -147,7 +153,7 @@ void HostLinks::Impl::run() {
 void HostLinks::Impl::run_once() {
   const Nanos before = clock.now();
   Nanos until = before + kWait;
-  std::vector<pollfd> watched{{wake.get(), POLLIN, 0}};
+  std::vector<pollfd> watched{{wake->get(), POLLIN, 0}};
   for (const Link& link : links) {
     if (link.state == State::kNoEndpoint)
       until = std::min(until, before + kEndpointPoll);
@@ -159,7 +165,7 @@ void HostLinks::Impl::run_once() {
   }
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(std::max(until - before, Nanos(0)));
   (void)::poll(watched.data(), watched.size(), static_cast<int>(wait.count()));
-  wake.clear();
+  wake->clear();
   for (Link& link : links) step(link, clock.now());
   publish_state();
 }
@@ -227,6 +233,7 @@ void HostLinks::Impl::greet(Link& link, Nanos now) {
   const HostNonce scheduler = random_bytes();
   link.unsent = make_answer(link.endpoint->secret, *host, scheduler);
   link.reader = std::make_unique<FrameReader>(session_key(link.endpoint->secret, *host, scheduler));
+  link.writer = std::make_unique<FrameWriter>(command_key(link.endpoint->secret, *host, scheduler));
   link.arrived.clear();
   link.joined = false;
   link.state = State::kJoining;
@@ -234,8 +241,15 @@ void HostLinks::Impl::greet(Link& link, Nanos now) {
   read(link, now);
 }
 
+void HostLinks::Impl::append_orders(Link& link) {
+  if (link.state != State::kConnected) return;
+  for (const TierChannel::Frame& frame : link.channel->take_frames())
+    link.writer->append(frame.first, frame.second, &link.unsent);
+}
+
 void HostLinks::Impl::read(Link& link, Nanos now) {
   int error = 0;
+  append_orders(link);
   const std::size_t before = link.arrived.size();
   const bool is_open =
       send_some(link.socket, &link.unsent) && receive(link.socket, kRead, &link.arrived, &error);
@@ -265,7 +279,7 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
     taken += used;
     if (type == FrameType::kLeaving) return lose(link, "it has shut down", now);
     try {
-      take_frame(link, type, body);
+      take_frame(link, type, body, now);
     } catch (const InvalidArgument& problem) {
       return refuse(link, problem.what());
     }
@@ -274,7 +288,7 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
 }
 
 // Throws InvalidArgument if the host does not fit.
-void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body) {
+void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body, Nanos now) {
   if (!link.joined && type != FrameType::kJoin && type != FrameType::kAlive)
     throw_invalid("it sent message {} before it joined", static_cast<unsigned>(type));
   switch (type) {
@@ -292,6 +306,9 @@ void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body) {
       return;
     case FrameType::kLeaving:
       return;
+    default:
+      if (link.state != State::kConnected || !link.channel->deliver(type, body, now))
+        throw_invalid("a message about its tiers is malformed");
   }
 }
 
@@ -345,6 +362,7 @@ void HostLinks::Impl::set_connected(Link& link) {
     if (!region->is_published(link.host.first_rank + i))
       throw_invalid("it did not send the layout of rank {}", link.host.first_rank + i);
   }
+  if (link.state != State::kConnected) link.channel->begin_connection();
   link.state = State::kConnected;
   link.connected_at = clock.now();
   if (!link.was_connected) link.pause = Nanos(0);
@@ -366,6 +384,7 @@ void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
 }
 
 void HostLinks::Impl::drop(Link& link, Nanos now) {
+  link.channel->end_connection(link.problem);
   // A connection that is lost again soon does not reset the pause.
   if (link.state == State::kConnected && now - link.connected_at >= options.min_lifetime)
     link.pause = Nanos(0);
@@ -373,6 +392,7 @@ void HostLinks::Impl::drop(Link& link, Nanos now) {
   link.unsent.clear();
   link.arrived.clear();
   link.reader.reset();
+  link.writer.reset();
   link.pause = std::clamp(2 * link.pause, options.first_pause, options.last_pause);
   link.state = State::kPausing;
   link.deadline = now + link.pause;
@@ -430,6 +450,42 @@ Status HostLinks::wait_until_connected(Nanos timeout) const {
   }
 }
 
+std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(const std::string& text, std::size_t tiers,
+                                                              const std::vector<std::uint64_t>& least_epochs,
+                                                              Nanos timeout) {
+  if (text.size() > kMostOpenText)
+    throw_resource("the settings of the tiers have {} bytes; at most {} are possible", text.size(),
+                   kMostOpenText);
+  if (tiers > kMostTiers) throw_invalid("{} tiers were given; at most {} are possible", tiers, kMostTiers);
+  const Nanos end = impl_->clock.now() + timeout;
+  const OpenTiers request{++impl_->rounds, least_epochs, text};
+  std::vector<std::vector<std::uint64_t>> epochs(impl_->links.size());
+  std::vector<Status> results(impl_->links.size());
+  std::vector<std::thread> waiting;  // a host may count a large directory: all at once
+  for (std::size_t host = 0; host < epochs.size(); ++host) {
+    waiting.emplace_back([&, host] {
+      results[host] =
+          impl_->links[host].channel->open(request, tiers, end - impl_->clock.now(), &epochs[host]);
+    });
+  }
+  for (std::thread& thread : waiting) thread.join();
+  for (std::size_t host = 0; host < epochs.size(); ++host) {
+    if (results[host].is_ok()) continue;
+    throw_resource("the tiers of {} cannot be used: {}", Impl::name_of(impl_->links[host]),
+                   results[host].message());
+  }
+  return epochs;
+}
+
+std::size_t HostLinks::num_hosts() const { return impl_->links.size(); }
+
+RemoteHost HostLinks::host(std::size_t host) const { return impl_->links.at(host).host; }
+
+std::unique_ptr<Tier> HostLinks::remote_tier(std::size_t host, std::uint8_t tier,
+                                             RemoteTierOptions options) const {
+  return make_remote_tier(impl_->links.at(host).channel, tier, std::move(options));
+}
+
 std::uint32_t HostLinks::lost_hosts() const {
   const MutexLock lock(impl_->mutex);
   return static_cast<std::uint32_t>(impl_->missing.size());
@@ -442,7 +498,7 @@ std::vector<std::string> HostLinks::take_events() {
 
 void HostLinks::close() {
   impl_->stopping = true;
-  impl_->wake.signal();
+  impl_->wake->signal();
   if (impl_->thread.joinable()) impl_->thread.join();
   impl_->region->set_cut_off(true);
 }

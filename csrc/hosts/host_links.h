@@ -7,6 +7,8 @@
 // host that was connected is tried again until close(). Its rows are still valid then: only the process that
 // owns the memory has the secret.
 //
+// They also carry the scheduler's orders to the tiers of the other hosts, and the results: see open_tiers().
+//
 // A host that does not fit (another package version, other sizes) is not tried again.
 //
 // One thread polls all sockets. Other calls: any thread.
@@ -19,6 +21,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "hosts/remote_tier.h"
 #include "memory/host_region.h"
 
 namespace kv_offload {
@@ -52,6 +55,19 @@ class HostLinks {
   // Waits until all hosts are connected and their ranks published. kTimeout: names the hosts that are missing
   // and why. kUnavailable: a host that does not fit, which needs no longer wait.
   Status wait_until_connected(Nanos timeout) const;
+  // ---- tiers
+  // Orders every other host to open its tiers, and waits until all have. `text`: what the tiers depend on,
+  // for the process of the host (HostTiers::wait_for_request). Returns [host][tier] epochs, see
+  // TierStats::epoch. A later call opens them again. Throws ResourceError that names the host and its
+  // problem. REQUIRES: wait_until_connected() succeeded; no remote_tier() is in use.
+  std::vector<std::vector<std::uint64_t>> open_tiers(const std::string& text, std::size_t tiers,
+                                                     const std::vector<std::uint64_t>& least_epochs,
+                                                     Nanos timeout);
+  std::size_t num_hosts() const;  // other hosts
+  RemoteHost host(std::size_t host) const;
+  // Returns the tier of another host. It may outlive this object. REQUIRES: open_tiers().
+  std::unique_ptr<Tier> remote_tier(std::size_t host, std::uint8_t tier, RemoteTierOptions options) const;
+
   std::uint32_t lost_hosts() const;  // not connected now
   // Lines for an operator about hosts that were lost or came back since the last call.
   std::vector<std::string> take_events();

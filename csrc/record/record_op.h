@@ -11,7 +11,11 @@
 
 namespace kv_offload {
 
-enum class OpKind : std::uint8_t { kRead, kWrite };
+enum class OpKind : std::uint8_t {
+  kRead,
+  kWrite,
+  kRemove,  // removes the record, if there is one; has no shards. Only for stores with RecordStore::remove
+};
 
 struct RecordOp {
   ChunkKey key;

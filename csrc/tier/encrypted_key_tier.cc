@@ -100,7 +100,7 @@ void EncryptedKeyTier::submit(std::vector<TierOp> ops) {
     const ChunkKey key = op.key;
     const DigestCache::Place place = names_.place_of(key);
     std::size_t way = 0;
-    if (op.kind == OpKind::kRead) {
+    if (op.kind != OpKind::kWrite) {
       way = way_of(place);
     } else {
       op.encryption_key = way = encryption_keys_->key_of_tenant(op.entry_info.tenant);

@@ -57,6 +57,11 @@ class RecordStore {
   // proven wrong; it was removed, unless another one replaced it meanwhile. Any other status is a device
   // failure, and the record stays.
   virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
+  // Removes the record of a key, for a part whose other parts are lost (hosts/all_hosts_tier.h). Ok: it was
+  // removed, and is reported as evicted. kNotFound: there was none.
+  virtual Status remove(const ChunkKey&, const EpochPtr&) {
+    return Status::error(StatusKind::kUnavailable, "this kind of store removes no single records");
+  }
   // Finds which keys have a record. Sets (*present)[i] for every key when ok. With KeyOrder::kPrefix, a store
   // may answer without checking each key: it assumes that keys before a present one are present, and keys
   // after a missing one are missing. (Where that is wrong, a read finds no record, or an overlooked chunk is

@@ -135,7 +135,7 @@ IoPool::Op ThreadPoolTier::make_op(std::shared_ptr<OpInFlight> in_flight) const 
 // If memory runs out, throws; no op was submitted and none completes.
 void ThreadPoolTier::submit(std::vector<TierOp> ops) {
   for (const TierOp& op : ops) {
-    if (op.shards.empty() || op.shards.size() > kMaxShards) {
+    if (op.kind != OpKind::kRemove && (op.shards.empty() || op.shards.size() > kMaxShards)) {
       throw_invalid("an op has {} shards; a record holds 1..{}", op.shards.size(), kMaxShards);
     }
   }

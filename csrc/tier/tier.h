@@ -35,6 +35,9 @@ struct TierOp : RecordOp {
   OpId id = 0;  // chosen by the caller, unique among its ops in flight
   OpKind kind = OpKind::kRead;
   EntryInfo entry_info;  // input of the tier's eviction policy
+  // Position of the chunk's row in each area, for a tier that also moves the parts of other hosts
+  // (hosts/all_hosts_tier.h).
+  RowId row = kNoRow;
   // The memory that holds the shards. The op shares ownership until no thread can touch the shards.
   std::shared_ptr<const void> memory{};
   // Absolute time after which the op is not started and completes kExpired. 0 = none.
@@ -98,6 +101,9 @@ struct TierStats {
   std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
+  // Number of the epoch in use, which grows with each reset of any process; 0: none, or the store names its
+  // epochs without an order.
+  std::uint64_t epoch = 0;
   bool names_complete = false;  // the startup scan has found the names of all records
   bool scan_complete = false;   // the startup scan also knows their sizes and order of use
   bool readable = true;         // reads are accepted now: the breaker is closed or due for a probe

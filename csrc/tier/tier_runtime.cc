@@ -15,6 +15,10 @@ Status reset_error() {
 void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& status) {
   const ChunkKey& key = in_flight.op.key;
   const PresenceCache::EpochNumber epoch_number = in_flight.submitted.epoch_number;
+  if (in_flight.op.kind == OpKind::kRemove) {
+    if (status) presence.removed(key, TierRemoval::Reason::kEvicted, epoch_number);
+    return;
+  }
   if (status) return presence.written(key, epoch_number);
   if (in_flight.op.kind != OpKind::kRead) return;
   if (status.kind() == StatusKind::kCorrupt)
@@ -48,13 +52,16 @@ Status OpInFlight::run() {
   RecordStore& store = *shared_->store;
   const RecordStore::EpochPtr& epoch = submitted.epoch;
   const bool is_read = op.kind == OpKind::kRead;
-  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is in progress");
+  const bool is_write = op.kind == OpKind::kWrite;
+  if (!epoch && is_write) return Status::error(StatusKind::kUnavailable, "a reset is in progress");
   if (epoch != store.epoch()) return reset_error();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (!is_read && shared_->presence_cache && shared_->presence_cache->contains(op.key) == Presence::kPresent)
+  if (is_write && shared_->presence_cache && shared_->presence_cache->contains(op.key) == Presence::kPresent)
     return Status::ok();
   Status status = catch_exceptions([&] {
-    Status done = is_read ? store.read(op, epoch, &moved) : store.write(op, epoch, &moved);
+    Status done = is_read    ? store.read(op, epoch, &moved)
+                  : is_write ? store.write(op, epoch, &moved)
+                             : store.remove(op.key, epoch);
     if (shared_->presence_cache) learn(*shared_->presence_cache, *this, done);
     return done;
   });

@@ -82,7 +82,7 @@ struct TierRuntime {
   void complete(std::list<Completion> ended) EXCLUDES(mutex) {
     const Completion& completion = ended.front();
     (void)catch_exceptions([&] {
-      if (compression && completion.status)
+      if (compression && completion.status && completion.kind != OpKind::kRemove)
         compression->moved(completion.kind, completion.bytes, completion.seconds);
       return Status::ok();
     });

@@ -135,9 +135,13 @@ def _count(regions: list[machine.Region]) -> str:
     return f"{len(regions)} region{'s' if len(regions) > 1 else ''}"
 
 
-def place(tier: TierConfig) -> list[Check]:
-    """Checks whether this host can use the tier."""
+def place(tier: TierConfig, hosts: int = 1) -> list[Check]:
+    """Checks whether this host can use the tier. ``hosts``: number of hosts of the engine."""
     problems = tier.problems()
+    if hosts > 1 and not tier.works_on_several_hosts:
+        problems.append(
+            f'an engine on {hosts} hosts cannot use a tier of type "{tier.type}"; use tiers of type "fs"'
+        )
     if problems:
         return [Check(tier.label(), "refused", problem) for problem in problems]
     answer = tier.summary()

@@ -166,7 +166,7 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
         planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
         planned_checks.append(("tenants", partial(checks.tenants, parsed)))
     for tier in tiers:
-        planned_checks.append((tier.label(), partial(_tier, tier, measure, total)))
+        planned_checks.append((tier.label(), partial(_tier, tier, options.hosts, measure, total)))
     if measure:
         threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
         planned_checks.append(("copy", lambda: [checks.copy_speed(threads, total)]))
@@ -177,10 +177,10 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
     return found, checks.plan(parsed) if parsed else []
 
 
-def _tier(tier: "TierConfig", measure: bool, total: int) -> "list[Check]":
+def _tier(tier: "TierConfig", hosts: int, measure: bool, total: int) -> "list[Check]":
     from kv_offload.cli import doctor_checks as checks
 
-    found = checks.place(tier)
+    found = checks.place(tier, hosts)
     if measure and all(check.state != "refused" for check in found):
         found += checks.speed(tier, total)
     return found

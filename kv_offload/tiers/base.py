@@ -179,6 +179,8 @@ class TierConfig(BaseModel):
     option: ClassVar[str | None] = None  # command-line option for its places: "disk" for --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
     schemes: ClassVar[tuple[str, ...]] = ()  # of addresses on the command line: "redis" for redis://host
+    # engines whose ranks span several hosts can use it: its core numbers epochs and removes single records
+    works_on_several_hosts: ClassVar[bool] = False
     address_options: ClassVar[tuple[str, ...]] = ()  # fields allowed after the "?" of an address
 
     type: str = Field(description="type of the tier; required, as in vLLM's own configuration")

@@ -74,3 +74,73 @@ def test_hosts_with_other_ranks_are_a_value_error(tmp_path, hosts):
     scheduler, _, _ = two_hosts(tmp_path)
     with pytest.raises(ValueError, match=r"(was|were) given"):
         _core.HostLinks(scheduler, hosts, version="1")
+
+
+def fs_tier(path, **more):
+    return _core.FsTier(
+        root_dir=str(path), max_bytes=64 * MIB, namespace_id=bytes(32), namespace_json="{}", **more
+    )
+
+
+def connected(tmp_path):
+    """Returns the scheduler's region, the agent and the links of two connected hosts."""
+    scheduler, rank_0, rank_1 = two_hosts(tmp_path)
+    agent = _core.HostAgent(rank_1, address="127.0.0.1", version="1")
+    rank_0.set_endpoint(1, agent.endpoint)
+    links = _core.HostLinks(scheduler, [(1, 1)], version="1")
+    links.wait_until_connected(120)
+    return scheduler, agent, links
+
+
+def cache_over(scheduler, links, tiers):
+    return _core.TieredCache(
+        scheduler,
+        _core.Metrics(),
+        group_ids=[0],
+        tokens_per_chunk=[16],
+        shard_bytes=[[SHARD_BYTES, SHARD_BYTES]],
+        tiers=tiers,
+        hosts=links,
+        hosts_text="a plan",
+        hosts_timeout_seconds=120,
+    )
+
+
+def test_the_tiers_of_another_host_are_opened_when_the_scheduler_orders_it(tmp_path):
+    scheduler, agent, links = connected(tmp_path)
+    requests = []
+
+    def serve():
+        requests.append(agent.wait_for_tiers(120))
+        round, least_epochs, _ = requests[0]
+        agent.open_tiers(round, least_epochs, [fs_tier(tmp_path / "host-1")])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    cache = cache_over(scheduler, links, [fs_tier(tmp_path / "host-0")])
+    thread.join()
+    assert [request[1:] for request in requests] == [([0], "a plan")]
+    assert cache.tier_stats(0)["capacity_bytes"] >= 64 * MIB
+    assert (tmp_path / "host-1" / "kv_offload.json").exists()
+    cache.close()
+    assert agent.wait_for_tiers(0) is None
+    assert not agent.is_closed
+    agent.close()
+    assert agent.is_closed
+
+
+def test_a_host_that_refuses_its_tiers_fails_the_start_with_its_reason(tmp_path):
+    scheduler, agent, links = connected(tmp_path)
+
+    def serve():
+        round, least_epochs, _ = agent.wait_for_tiers(120)
+        try:
+            agent.open_tiers(round, least_epochs, [])
+        except ValueError as error:
+            agent.refuse_tiers(round, str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(_core.ResourceError, match=r"host of rank 1 at .*: this host has 0 tiers and the sch"):
+        cache_over(scheduler, links, [fs_tier(tmp_path / "host-0")])
+    thread.join()

@@ -17,8 +17,8 @@ from kv_offload import vllm_verdict, vllm_versions
 from kv_offload.cli import app
 from kv_offload.cli.app import COMMANDS as LISTED
 from kv_offload.cli.app import load_command
-from kv_offload.cli.doctor_checks import device
-from kv_offload.config import OffloadConfig
+from kv_offload.cli.doctor_checks import device, place
+from kv_offload.config import OffloadConfig, tier_at
 from kv_offload.machine import gpus
 
 GIB = 1 << 30
@@ -281,12 +281,7 @@ def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
 
 @pytest.mark.parametrize(
     ("setting", "given"),
-    [
-        ("secondary_tiers", [{"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}]),
-        ("keep_host_memory", True),
-        ("share_host_memory", True),
-        ("canonical_layout", True),
-    ],
+    [("keep_host_memory", True), ("share_host_memory", True), ("canonical_layout", True)],
 )
 def test_doctor_refuses_settings_that_need_one_host(core, vllm, setting, given):
     ask = ("doctor", "--json", "--no-measure", "--config", config_text(**{setting: given}))
@@ -298,6 +293,15 @@ def test_doctor_refuses_settings_that_need_one_host(core, vllm, setting, given):
     ]
     assert any(text.startswith(problem) for text in refusals)
     assert problem not in run(*ask).stdout
+
+
+def test_doctor_names_tiers_that_an_engine_on_several_hosts_cannot_use(core, vllm, tmp_path):
+    (check,) = place(tier_at("redis://127.0.0.1:1"), hosts=2)
+    text = 'an engine on 2 hosts cannot use a tier of type "redis"; use tiers of type "fs"'
+    assert (check.state, check.text) == ("refused", text)
+    config = config_text(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path), "max_bytes": "1GiB"}])
+    answer = as_json("doctor", "--json", "--no-measure", "--config", config, "--hosts", "2")
+    assert answer["ok"] is True
 
 
 def test_doctor_as_json_has_checks_and_plan(core, vllm, tmp_path):

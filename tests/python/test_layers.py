@@ -28,7 +28,7 @@ LAYERS = {
     "backends": {"base", "policy", "record", "tier"},
     "cache": {"base", "policy", "memory", "index", "record", "tier", "metrics"},
     "worker": {"base", "memory", "copy", "metrics"},
-    "hosts": {"base", "memory", "record"},
+    "hosts": {"base", "policy", "memory", "record", "tier"},
     "replay": {"base", "policy", "index", "cache"},
 }
 LAYERS["bindings"] = set(LAYERS)

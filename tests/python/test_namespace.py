@@ -93,6 +93,22 @@ def test_each_field_of_a_group_changes_the_id(name, value):
     assert dataclasses.replace(FACTS, groups=groups).namespace_id() != FACTS.namespace_id()
 
 
+def test_each_part_of_a_chunk_has_a_namespace_of_its_own():
+    parts = [FACTS.with_part(part) for part in ("", "rank 0 of 2", "rank 1 of 2")]
+    assert parts[0] == FACTS
+    assert len({part.namespace_id() for part in parts}) == 3
+    assert json.loads(parts[1].readable_json())["settings"]["part"] == "rank 0 of 2"
+
+
+def test_an_identity_arrives_unchanged_at_another_host():
+    text = json.dumps(dataclasses.asdict(FACTS))
+    arrived = NamespaceIdentity.of_fields(json.loads(text))
+    assert arrived == FACTS
+    assert arrived.namespace_id() == FACTS.namespace_id()
+    with pytest.raises(TypeError):
+        NamespaceIdentity.of_fields({**json.loads(text), "unknown": 1})
+
+
 def test_order_of_settings_does_not_matter():
     settings = dict(reversed(FACTS.settings.items()))
     assert dataclasses.replace(FACTS, settings=settings).namespace_id() == FACTS.namespace_id()
@@ -340,3 +356,12 @@ def test_differences_from_other_namespaces_of_a_root_are_named(tmp_path):
     (tmp_path / "broken" / "namespace.json").write_text("{")
     assert other_namespaces(str(tmp_path), own) == ["kv_dtype, settings.attention"]
     assert other_namespaces(str(tmp_path / "missing"), own) == []
+
+
+def test_parts_of_other_hosts_in_a_shared_root_are_no_other_namespaces(tmp_path):
+    own, other = FACTS.with_part("rank 0 of 2"), FACTS.with_part("rank 1 of 2")
+    for identity in (own, other):
+        path = tmp_path / identity.namespace_id().hex() / "namespace.json"
+        path.parent.mkdir()
+        path.write_text(identity.readable_json())
+    assert other_namespaces(str(tmp_path), own) == []

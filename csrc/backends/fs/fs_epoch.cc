@@ -108,14 +108,15 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
 }
 
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                      std::shared_ptr<FsEpoch>* epoch) {
+                      std::uint64_t least, std::shared_ptr<FsEpoch>* epoch) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     std::vector<std::uint64_t> numbers;
     const Status status = list_epochs(ops, namespace_directory, &numbers);
     if (!status) return -status.error_number();
     const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
-    const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest);
-    const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
+    const bool make = numbers.empty() || newest < least || made_by_reset(ops, namespace_directory, newest);
+    const std::uint64_t next = std::max(newest + 1, least);
+    const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? next : newest,
                               make ? EpochCreation::kAtStart : EpochCreation::kNone, epoch);
     if (rc != -ENOENT && rc != -EEXIST) return rc;
   }

@@ -47,9 +47,9 @@ enum class EpochCreation : std::uint8_t {
 // was to be created and exists.
 int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
                EpochCreation make, std::shared_ptr<FsEpoch>* epoch);
-// Opens the epoch for a process that starts. Returns 0 or -errno.
+// Opens the epoch for a process that starts: one of the number `least` or above. Returns 0 or -errno.
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                      std::shared_ptr<FsEpoch>* epoch);
+                      std::uint64_t least, std::shared_ptr<FsEpoch>* epoch);
 
 // Creates the mark of an epoch in use again if it was removed, and locks it. Returns 0 or -errno.
 int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch);

@@ -105,7 +105,8 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<F
   open.namespace_directory = std::move(files.directory);
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();
-  if (const int rc = open_newest_epoch(ops, open.namespace_directory.get(), path, epoch); rc < 0)
+  if (const int rc = open_newest_epoch(ops, open.namespace_directory.get(), path, options.least_epoch, epoch);
+      rc < 0)
     fail(path, "open the newest epoch of", -rc);
   const FsEpoch& own = **epoch;
   open.space->share_as(sharer(open.namespace_name, own.number));

@@ -69,6 +69,16 @@ Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }
 
+Status RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch) {
+  RecordIndex::Pin pin;
+  if (Status begun = records_.begin_read(key, epoch, &pin); !begun) return begun;
+  FileInfo info;
+  const std::string path = layout::record_path(key, pin.file_bytes());
+  const bool exists = ops_.stat(epoch->directory.get(), path, &info) == 0;
+  remove(key, epoch, pin.file_bytes(), exists ? info.inode : 0, TierRemoval::Reason::kEvicted);
+  return Status::ok();
+}
+
 void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch,
                           std::uint64_t file_bytes, std::uint64_t inode, TierRemoval::Reason reason) {
   records_.remove(key, epoch, reason);

@@ -29,6 +29,8 @@ class RecordReader {
 
   // See RecordStore::read.
   Status read(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved);
+  // See RecordStore::remove.
+  Status remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch);
 
  private:
   Status read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes, std::uint64_t* inode);

@@ -55,6 +55,10 @@ Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   return reader_.read(op, fs_epoch_of(epoch), moved);
 }
 
+Status FsStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
+  return reader_.remove(key, fs_epoch_of(epoch));
+}
+
 Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                        std::vector<bool>* present) {
   if (records_.extent() != RecordIndex::Extent::kSome) {
@@ -104,6 +108,7 @@ void FsStore::figures(TierStats* stats) const {
   stats->direct_ops = buffers_.direct_ops();
   stats->buffered_ops = buffers_.buffered_ops();
   records_.figures(stats);
+  if (const auto epoch = records_.epoch()) stats->epoch = epoch->number;
 }
 
 }  // namespace kv_offload

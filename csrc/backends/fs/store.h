@@ -46,6 +46,7 @@ class FsStore final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   // Before the scan is complete it lists the leaf directories of these keys. Later it looks for the names
   // that others may have written meanwhile.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,

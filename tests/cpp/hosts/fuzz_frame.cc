@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "hosts/frame.h"
+#include "hosts/tier_frames.h"
 
 namespace {
 
@@ -22,6 +23,18 @@ void check_bodies(ByteSpan body) {
   if (const auto join = decode_join(body)) check(is_body(encode(*join)));
   if (const auto geometry = decode_geometry(body)) check(is_body(encode(*geometry)));
   if (const auto reports = decode_reports(body)) check(is_body(encode(*reports)));
+  if (const auto frame = decode_open_tiers(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_ops(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_cancel(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_lookup(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_uses(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_reset(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_tiers_opened(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_results(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_answers(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_removals(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_reset_done(body)) check(is_body(encode(*frame)));
+  if (const auto frame = decode_state(body)) check(is_body(encode(*frame)));
 }
 
 }  // namespace

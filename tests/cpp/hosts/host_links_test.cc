@@ -256,7 +256,7 @@ TEST_F(HostsTest, a_stranger_that_says_nothing_is_dropped_in_time) {
   EXPECT_TRUE(peer->has_ended());
 }
 
-TEST_F(HostsTest, a_scheduler_that_says_more_than_its_answer_is_dropped) {
+TEST_F(HostsTest, a_scheduler_that_says_more_than_authenticated_orders_is_dropped) {
   const auto agent = this->agent();
   const auto endpoint = parse_endpoint(agent->endpoint());
   const auto peer = Peer::of(*endpoint);
@@ -264,7 +264,9 @@ TEST_F(HostsTest, a_scheduler_that_says_more_than_its_answer_is_dropped) {
   const auto host = parse_greeting(peer->read(kGreetingBytes), &version);
   Bytes answer = make_answer(endpoint->secret, *host, HostNonce{});
   peer->send(answer);
-  peer->send(Bytes{1});
+  Bytes forged;
+  FrameWriter(KeyedHash::Hash{}).append(FrameType::kCancel, Bytes(11), &forged);
+  peer->send(forged);
   while (!peer->read(1).empty()) {  // what was on its way
   }
   EXPECT_EQ(agent->refused_connections(), 0u);
@@ -378,6 +380,17 @@ TEST_F(FakeHostTest, a_host_is_connected_when_it_has_sent_the_layout_of_all_its_
   EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
 }
 
+TEST_F(FakeHostTest, malformed_messages_about_tiers_are_refused) {
+  for (const FrameType type : {FrameType::kResults, FrameType::kOps}) {
+    const auto links = this->links();
+    const auto peer = handshake();
+    send_all(*peer);
+    peer->send(frame(FrameType::kOpsEnded));
+    peer->send(frame(type, Bytes(3)));
+    EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "a message about its tiers is malformed"));
+  }
+}
+
 TEST_F(FakeHostTest, a_host_is_not_connected_before_the_layout_of_its_last_rank) {
   const auto links = this->links();
   const auto peer = handshake();
@@ -406,7 +419,7 @@ TEST_F(FakeHostTest, another_protocol_is_refused_with_both_versions) {
   Bytes greeting = make_greeting({});
   greeting[8] = 9;
   accept()->send(greeting);
-  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "protocol 9 and this host protocol 1"));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "protocol 9 and this host protocol 2"));
 }
 
 TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {

@@ -6,18 +6,22 @@ has a region with its own name; it reaches the scheduler over the loopback inter
 """
 
 import functools
+import json
 import random
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import adapter
 import pytest
+from live_root import records_in
 from slow_link import SlowLink
 from torch.distributed import HashStore
 
@@ -26,21 +30,25 @@ adapter.use_specs()
 from kv_offload.specs import hosts as specs_hosts  # noqa: E402
 from kv_offload.specs import manager as specs_manager  # noqa: E402
 from kv_offload.specs import spec as specs_spec  # noqa: E402
+from kv_offload.specs import worker as specs_worker  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 from oracle import faults  # noqa: E402
 from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
+    FORCED,
     FULL,
     HYBRID,
+    PATIENT_MS,
     STATES,
     STEPS,
+    Setup,
     _check_at_rest,
     ask_again,
     boot,
     live,
 )
-from oracle.drive import total  # noqa: E402
+from oracle.drive import Rates, total  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
 
@@ -295,8 +303,8 @@ def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None
     ("setting", "more"),
     [
         (
-            "secondary_tiers",
-            {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}]},
+            'a tier of type "redis"',
+            {"secondary_tiers": [{"type": "redis", "url": "redis://127.0.0.1:1"}]},
         ),
         ("keep_host_memory", {"keep_host_memory": True}),
         ("share_host_memory", {"share_host_memory": True}),
@@ -305,6 +313,184 @@ def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None
 def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"span 2 hosts, and it was given {setting}"):
         boot(replace(TWO, extra={**TWO.extra, **more}))
+
+
+# ---- tiers: each host has a directory of its own
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories of the hosts. All hosts are started with the first one."""
+    original = specs_hosts.serve_tiers
+    found = [tmp_path / "host-0", tmp_path / "host-1", tmp_path / "host-2"]
+
+    def elsewhere(agent: Any, hosts: Any, options: Any) -> Any:
+        tiers = tuple(
+            tier.model_copy(update={"root_dir": str(found[hosts.own])}) for tier in options.secondary_tiers
+        )
+        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}))
+
+    monkeypatch.setattr(specs_worker, "serve_tiers", elsewhere)
+    return found
+
+
+def over_tiers(setup: Setup, roots: list[Path], memory: str = "512KiB") -> Setup:
+    tier = {"type": "fs", "root_dir": str(roots[0]), "max_bytes": "64MiB", "op_timeout_ms": PATIENT_MS}
+    extra = {
+        "cpu_bytes_to_use": memory,
+        "load_policy": "always",
+        "lookup_timeout_ms": PATIENT_MS,
+        "secondary_tiers": [tier],
+    }
+    return replace(setup, extra={**setup.extra, **extra})
+
+
+def settle(engine: Engine) -> None:
+    """Waits until all results of all hosts have arrived and all chunks are written."""
+    step_until(engine, lambda: not engine.manager.has_pending_work())
+    _check_at_rest(engine)
+
+
+def restarted(engine: Engine) -> Engine:
+    settle(engine)
+    engine.shutdown()
+    return boot(engine.setup, engine.model_dir)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_from_the_tiers_of_all_hosts_is_right(kind: str, roots: list[Path]) -> None:
+    # Half of the host memory that the kinds need otherwise: prompts are loaded from the tiers.
+    memory = "512KiB" if KINDS[kind].world_size == 2 else "1MiB"
+    setup = over_tiers(KINDS[kind], roots, memory)
+    alone = [[number, *range(199)] for number in range(8)]
+    damaged = roots[list(KINDS).index(kind) % 2]
+    engine = live(setup, 7, max(STEPS // 3, 200), Rates(forced_reset=FORCED), root=damaged, alone=alone)
+    loaded = total(engine, "kv_offload_hit_tokens_total", "fs")
+    print(kind, dict(engine.happened), f"loaded {loaded:,.0f} tokens from fs")
+    assert loaded > 0
+
+
+def test_the_next_engine_reloads_its_prompts_from_the_tiers_of_all_hosts(roots: list[Path]) -> None:
+    asked = prompts(4)
+    for kind in ("two hosts", "three stages of a pipeline on three hosts"):
+        setup = over_tiers(KINDS[kind], roots, "2MiB")
+        first = boot(setup)
+        assert ask_again(first, asked) == [0] * 4
+        engine = restarted(first)
+        try:
+            assert ask_again(engine, asked) == [WHOLE] * 4
+            assert value(engine, "kv_offload_hit_tokens_total", "fs") == 4 * WHOLE
+            assert total(engine, "kv_offload_failures_total") == 0
+        finally:
+            engine.shutdown()
+
+
+def test_one_directory_that_all_hosts_share_is_enough(tmp_path: Path) -> None:
+    asked = prompts(4)
+    engine = boot(over_tiers(TWO, [tmp_path / "shared"], "2MiB"))
+    ask_again(engine, asked)
+    engine = restarted(engine)
+    try:
+        assert ask_again(engine, asked) == [WHOLE] * 4
+        parts = {
+            json.loads(path.read_text())["settings"]["part"]
+            for path in (tmp_path / "shared").glob("*/namespace.json")
+        }
+        assert parts == {"rank 0 of 2", "rank 1 of 2"}
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_without_its_records_makes_all_prompts_misses(lost: int, roots: list[Path]) -> None:
+    asked = prompts(3)
+    first = boot(over_tiers(TWO, roots, "2MiB"))
+    ask_again(first, asked)
+    settle(first)
+    first.shutdown()
+    shutil.rmtree(roots[lost])
+    engine = boot(first.setup, first.model_dir)
+    try:
+        assert ask_again(engine, asked) == [0] * 3
+        engine = restarted(engine)
+        assert ask_again(engine, asked) == [WHOLE] * 3
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_damaged_part_is_one_miss_with_its_reason(host: int, roots: list[Path]) -> None:
+    asked = prompts(1)
+    first = boot(over_tiers(TWO, roots, "2MiB"))
+    ask_again(first, asked)
+    settle(first)
+    first.shutdown()
+    path = records_in(roots[host])[5]
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    engine = boot(first.setup, first.model_dir)
+    try:
+        (found,) = ask_again(engine, asked)
+        assert found < WHOLE
+        assert value(engine, "kv_offload_miss_tokens_total", "corrupt") == WHOLE - found
+        assert value(engine, "kv_offload_failures_total", "fs", "read", "corrupt") == 1
+        assert ask_again(engine, asked) == [WHOLE]
+        settle(engine)
+        assert [len(records_in(root)) for root in roots[:2]] == [WHOLE // 16] * 2
+    finally:
+        engine.shutdown()
+
+
+def test_a_reset_forgets_the_records_of_all_hosts(roots: list[Path]) -> None:
+    asked = prompts(2)
+    engine = boot(over_tiers(TWO, roots, "2MiB"))
+    ask_again(engine, asked)
+    settle(engine)
+    assert engine.reset(running=True)
+    assert ask_again(engine, asked) == [0, 0]
+    assert ask_again(engine, asked) == [WHOLE, WHOLE]
+    engine = restarted(engine)
+    try:
+        assert ask_again(engine, asked) == [0, 0], "records of the engine that was reset"
+        engine = restarted(engine)
+        assert ask_again(engine, asked) == [WHOLE, WHOLE]
+    finally:
+        engine.shutdown()
+
+
+def test_a_host_lost_during_reads_and_writes_of_tiers_delays_no_request(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(4)
+    asked = prompts(12)
+    with linked(monkeypatch) as links:
+        engine = boot(over_tiers(TWO, roots))  # less than these prompts need
+        try:
+            for turn in range(16):
+                for number in range(3):
+                    engine.add(f"t{turn}-{number}", rng.choice(asked), 4)
+                for _ in range(rng.randrange(6)):
+                    engine.step()
+                if turn % 3 == 0:
+                    links[0].cut()
+                engine.drain()
+                links[0].restore()
+                step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+                assert engine.scheduler.reset_prefix_cache()
+            step_until(engine, lambda: all(ask_again(engine, asked)))
+            assert value(engine, "kv_offload_hit_tokens_total", "fs") > 0
+            _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+def test_a_host_that_cannot_open_its_tier_is_named(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots[1].write_text("not a directory")
+    with pytest.raises(_core.ResourceError, match=r"the tiers of the host of rank 1 at .* cannot be used"):
+        boot(over_tiers(TWO, roots))
 
 
 def test_a_host_that_does_not_announce_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +589,7 @@ def test_ranks_that_are_missing_are_named_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(specs_spec, "RANKS_DEADLINE_SECONDS", 0.2)
 
-    monkeypatch.setattr(specs_hosts, "connect_scheduler", lambda hosts, region: None)
+    monkeypatch.setattr(specs_spec, "connect_scheduler", lambda hosts, region: None)
     config = SimpleNamespace(
         extra_config=TWO.extra,
         engine_id=f"oracle-{uuid.uuid4()}",

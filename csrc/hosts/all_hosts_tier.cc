@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hosts/all_hosts_tier.h"
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <new>
+#include <unordered_map>
+#include <utility>
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kMostMissing = std::size_t{1} << 16;  // keys that are remembered
+constexpr OpId kRemoval = OpId{1} << 63;                    // set in the ids of our own ops
+
+// How much a failed part says about the whole op.
+int weight_of(StatusKind kind) {
+  switch (kind) {
+    case StatusKind::kOk:
+      return 0;
+    case StatusKind::kCancelled:
+      return 1;
+    case StatusKind::kExpired:
+      return 2;
+    case StatusKind::kDeclined:
+      return 3;
+    case StatusKind::kUnavailable:
+      return 4;
+    case StatusKind::kNotFound:
+      return 5;
+    case StatusKind::kTimeout:
+      return 6;
+    case StatusKind::kNoSpace:
+    case StatusKind::kIo:
+    case StatusKind::kDevice:
+      return 7;
+    case StatusKind::kCorrupt:
+      return 8;
+  }
+  return 7;
+}
+
+class AllHostsTier final : public Tier {
+ public:
+  AllHostsTier(std::vector<PartOfTier> parts, const AllHostsOptions& options)
+      : parts_(std::move(parts)),
+        missing_for_(options.missing_for),
+        clock_(options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady_)) {}
+  ~AllHostsTier() override { close(); }
+
+  std::string_view name() const override { return parts_.front().tier->name(); }
+  void submit(std::vector<TierOp> ops) override;
+  bool cancel(OpId id) override;
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  Presence contains(const ChunkKey& key) const override;
+  void forget_miss(const ChunkKey& key) override {
+    for (const PartOfTier& part : parts_) part.tier->forget_miss(key);
+  }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void touch(const ChunkKey& key) override {
+    for (const PartOfTier& part : parts_) part.tier->touch(key);
+  }
+  void used(const TierUses& uses) override {
+    for (const PartOfTier& part : parts_) part.tier->used(uses);
+  }
+  Status reset() override;
+  TierStats stats() const override;
+  std::string codec_reason() const override { return parts_.front().tier->codec_reason(); }
+  void close() override;
+  double estimate_read_seconds(std::uint64_t bytes) const override;
+
+ private:
+  struct InFlight {
+    OpKind kind = OpKind::kRead;
+    ChunkKey key;
+    std::size_t running = 0;      // parts
+    bool part_is_stored = false;  // at least one part has ended ok
+    bool part_is_lost = false;    // a part was removed while others were being written
+    Status status;
+    std::uint64_t bytes = 0;
+    double seconds = 0, queued_seconds = 0;  // of the slowest part
+  };
+
+  struct Removal {
+    ChunkKey key;
+    std::size_t part = 0;
+  };
+  using RemovalOps = std::unordered_map<OpId, Removal>;
+
+  void submit_parts(std::vector<TierOp> ops);
+  static Completion ended_unstarted(const TierOp& op);
+  void cancel_held();
+  void submit_held(std::vector<Completion>* completions);
+  void end_part(Completion& ended, std::vector<Completion>* completions);
+  static void add_failure(InFlight& op, Status status);
+  void handle_removal(std::size_t part, const TierRemoval& removal, std::vector<TierRemoval>* removals);
+  // How long a part has been missing: found just now; not long enough, or long enough, to remove the others.
+  enum class Missing : std::uint8_t { kNow, kShort, kLong };
+  Missing note_missing(const ChunkKey& key);
+  void queue_removal(std::size_t part, const ChunkKey& key);
+  void submit_removals();
+  void end_removal(RemovalOps::iterator removal);
+
+  const std::vector<PartOfTier> parts_;
+  const Nanos missing_for_;
+  const SteadyClock steady_;
+  const Clock& clock_;
+  std::unordered_map<OpId, InFlight> ops_;
+  std::unordered_map<ChunkKey, OpId> writes_;           // of ops_
+  std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
+  RemovalOps removal_ops_;
+  std::unordered_map<ChunkKey, Nanos> missing_;  // since when
+  std::vector<std::vector<TierOp>> queued_removals_{parts_.size()};
+  OpId last_removal_ = 0;
+  std::vector<TierOp> held_;  // writes that wait until parts of their chunk are removed
+  std::vector<Completion> ended_held_;
+  std::vector<Completion> ended_;  // polled; those before next_ended_ are done
+  std::size_t next_ended_ = 0;
+  std::vector<TierRemoval> removed_;  // scratch of poll()
+  bool closed_ = false;
+};
+
+void AllHostsTier::submit(std::vector<TierOp> ops) {
+  const auto is_held = [this](const TierOp& op) {
+    return op.kind == OpKind::kWrite && removing_.contains(op.key);
+  };
+  // A part that is being removed would count as stored, and then be gone.
+  const auto held =
+      std::stable_partition(ops.begin(), ops.end(), [&](const TierOp& op) { return !is_held(op); });
+  const std::size_t before = held_.size();
+  held_.insert(held_.end(), held, ops.end());
+  ops.erase(held, ops.end());
+  try {
+    if (!ops.empty()) submit_parts(std::move(ops));
+  } catch (...) {
+    held_.resize(before);
+    throw;
+  }
+}
+
+void AllHostsTier::submit_parts(std::vector<TierOp> ops) {
+  std::vector<std::vector<TierOp>> others(parts_.size() - 1);
+  for (auto& batch : others) {
+    batch.reserve(ops.size());
+    for (const TierOp& op : ops) {
+      TierOp& copy = batch.emplace_back(op);
+      copy.shards.clear();  // they are of this host
+    }
+  }
+  std::vector<OpId> ids;
+  ids.reserve(ops.size());
+  try {
+    for (const TierOp& op : ops) {
+      ids.push_back(op.id);
+      InFlight& made = ops_[op.id];
+      made.kind = op.kind;
+      made.key = op.key;
+      made.running = parts_.size();
+      if (op.kind == OpKind::kWrite) writes_[op.key] = op.id;
+    }
+    parts_.front().tier->submit(std::move(ops));
+  } catch (...) {
+    for (const OpId id : ids) {
+      const auto found = ops_.find(id);
+      if (found == ops_.end()) continue;
+      writes_.erase(found->second.key);
+      ops_.erase(found);
+    }
+    throw;
+  }
+  // From here on the ops run: a part that cannot be submitted has failed.
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    try {
+      parts_[i + 1].tier->submit(std::move(others[i]));
+    } catch (const std::exception&) {
+      for (const OpId id : ids) {
+        InFlight& op = ops_.at(id);
+        --op.running;
+        add_failure(op, Status::error(StatusKind::kIo, "out of memory"));  // short: needs no memory itself
+      }
+    }
+  }
+}
+
+bool AllHostsTier::cancel(OpId id) {
+  const auto held = std::find_if(held_.begin(), held_.end(), [id](const TierOp& op) { return op.id == id; });
+  if (held != held_.end()) {
+    ended_held_.push_back(ended_unstarted(*held));
+    held_.erase(held);
+    return true;
+  }
+  const auto found = ops_.find(id);
+  const bool is_write = found != ops_.end() && found->second.kind == OpKind::kWrite;
+  bool all = true;
+  // This host last: a write that another host may have begun is not cancelled here either.
+  for (std::size_t part = parts_.size(); part-- > 0;) {
+    if (is_write && !all) return false;
+    all = parts_[part].tier->cancel(id) && all;
+  }
+  return all;
+}
+
+void AllHostsTier::add_failure(InFlight& op, Status status) {
+  if (weight_of(status.kind()) > weight_of(op.status.kind())) op.status = std::move(status);
+}
+
+void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    removed_.clear();
+    parts_[part].tier->poll(&ended_, &removed_);
+    // Before the completions: a write whose part was evicted already has failed.
+    for (const TierRemoval& removal : removed_) handle_removal(part, removal, removals);
+    completions->reserve(completions->size() + ended_.size() - next_ended_);
+    while (next_ended_ < ended_.size()) end_part(ended_[next_ended_++], completions);
+    ended_.clear();
+    next_ended_ = 0;
+  }
+  submit_removals();
+  submit_held(completions);
+  std::move(ended_held_.begin(), ended_held_.end(), std::back_inserter(*completions));
+  ended_held_.clear();
+}
+
+Completion AllHostsTier::ended_unstarted(const TierOp& op) {
+  return {op.id, op.kind, op.key, Status::error(StatusKind::kCancelled, "it had not started"), 0, 0, 0};
+}
+
+void AllHostsTier::cancel_held() {
+  for (const TierOp& op : held_) ended_held_.push_back(ended_unstarted(op));
+  held_.clear();
+}
+
+// Submits the writes whose key is not being removed any more.
+void AllHostsTier::submit_held(std::vector<Completion>* completions) {
+  if (held_.empty()) return;
+  const auto ready = std::stable_partition(held_.begin(), held_.end(),
+                                           [this](const TierOp& op) { return removing_.contains(op.key); });
+  std::vector<TierOp> ops(std::make_move_iterator(ready), std::make_move_iterator(held_.end()));
+  held_.erase(ready, held_.end());
+  for (TierOp& op : ops) {
+    Completion failed = ended_unstarted(op);
+    try {
+      submit_parts({std::move(op)});
+    } catch (const std::exception&) {
+      completions->push_back(std::move(failed));
+    }
+  }
+}
+
+// Allocates nothing that a completion depends on.
+void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completions) {
+  if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end())
+    return end_removal(removal);
+  const auto found = ops_.find(ended.id);
+  if (found == ops_.end()) return;
+  InFlight& op = found->second;
+  op.part_is_stored |= ended.status.is_ok();
+  add_failure(op, std::move(ended.status));
+  op.bytes += ended.bytes;
+  if (ended.seconds + ended.queued_seconds >= op.seconds + op.queued_seconds) {
+    op.seconds = ended.seconds;
+    op.queued_seconds = ended.queued_seconds;
+  }
+  if (--op.running > 0) return;
+  if (op.kind == OpKind::kWrite) {
+    writes_.erase(op.key);
+    missing_.erase(op.key);
+    if (op.status && op.part_is_lost)
+      op.status = Status::error(StatusKind::kNotFound, "a part was evicted before all parts were written");
+  }
+  const StatusKind kind = op.status.kind();
+  const bool parts_are_useless = op.kind == OpKind::kWrite
+                                     ? kind != StatusKind::kOk && op.part_is_stored
+                                     : kind == StatusKind::kCorrupt || kind == StatusKind::kNotFound;
+  for (std::size_t part = 0; parts_are_useless && part < parts_.size(); ++part) {
+    if (parts_[part].tier->contains(op.key) == Presence::kPresent) queue_removal(part, op.key);
+  }
+  completions->push_back({ended.id, op.kind, op.key, std::move(op.status),
+                          kind == StatusKind::kOk ? op.bytes : 0, op.seconds, op.queued_seconds});
+  ops_.erase(found);
+}
+
+void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
+                                  std::vector<TierRemoval>* removals) {
+  const ChunkKey& key = removal.key;
+  if (removal.reason == TierRemoval::Reason::kReset) {
+    removals->push_back(removal);
+    return;
+  }
+  if (removing_.contains(key)) return;
+  if (const auto write = writes_.find(key); write != writes_.end()) {
+    // A lookup may have been answered before the part was written.
+    if (removal.reason != TierRemoval::Reason::kVanished) ops_.at(write->second).part_is_lost = true;
+    return;
+  }
+  bool was_whole = true;
+  std::vector<std::size_t> useless;
+  for (std::size_t other = 0; other < parts_.size(); ++other) {
+    if (other == part) continue;
+    const Presence presence = parts_[other].tier->contains(key);
+    if (presence == Presence::kAbsent) {
+      was_whole = false;
+    } else if (presence == Presence::kPresent || removal.reason != TierRemoval::Reason::kVanished) {
+      useless.push_back(other);
+    }
+  }
+  Missing missing = Missing::kLong;
+  if (removal.reason == TierRemoval::Reason::kVanished && !useless.empty()) missing = note_missing(key);
+  if (missing == Missing::kLong) {
+    for (const std::size_t other : useless) queue_removal(other, key);
+  }
+  if (was_whole && missing != Missing::kShort) removals->push_back(removal);
+}
+
+AllHostsTier::Missing AllHostsTier::note_missing(const ChunkKey& key) {
+  if (missing_for_ <= Nanos(0)) return Missing::kLong;
+  const Nanos now = clock_.now();
+  if (missing_.size() >= kMostMissing) missing_.clear();
+  const auto [found, is_new] = missing_.emplace(key, now);
+  if (is_new) return Missing::kNow;
+  if (now - found->second < missing_for_) return Missing::kShort;
+  missing_.erase(found);
+  return Missing::kLong;
+}
+
+void AllHostsTier::queue_removal(std::size_t part, const ChunkKey& key) {
+  if (closed_) return;
+  try {
+    TierOp op;
+    op.id = kRemoval | ++last_removal_;
+    op.kind = OpKind::kRemove;
+    op.key = key;
+    const OpId id = op.id;
+    queued_removals_[part].push_back(std::move(op));
+    removal_ops_.emplace(id, Removal{key, part});
+    ++removing_[key];
+  } catch (const std::bad_alloc&) {  // the part is evicted some time, because it is not used
+  }
+}
+
+void AllHostsTier::submit_removals() {
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    std::vector<TierOp>& queued = queued_removals_[part];
+    if (queued.empty()) continue;
+    const OpId last = queued.back().id, first = queued.front().id;
+    try {
+      parts_[part].tier->submit(std::exchange(queued, {}));
+    } catch (const std::exception&) {  // these parts stay until they are evicted
+      for (OpId id = first; id <= last; ++id) {
+        const auto removal = removal_ops_.find(id);
+        if (removal != removal_ops_.end() && removal->second.part == part) end_removal(removal);
+      }
+    }
+  }
+}
+
+void AllHostsTier::end_removal(RemovalOps::iterator removal) {
+  const auto removing = removing_.find(removal->second.key);
+  if (removing != removing_.end() && --removing->second == 0) removing_.erase(removing);
+  removal_ops_.erase(removal);
+}
+
+Presence AllHostsTier::contains(const ChunkKey& key) const {
+  if (!removing_.empty() && removing_.contains(key)) return Presence::kAbsent;
+  Presence all = Presence::kPresent;
+  for (const PartOfTier& part : parts_) {
+    const Presence presence = part.tier->contains(key);
+    if (presence == Presence::kAbsent) return presence;
+    if (presence == Presence::kPresent || all == Presence::kUnknown) continue;
+    // An unknown part has to be asked for first; then there is something to wait for.
+    if (presence == Presence::kUnknown || all != Presence::kStaleMiss) all = presence;
+  }
+  return all;
+}
+
+// A key that this host does not have is not asked for elsewhere.
+void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+  const Tier& own = *parts_.front().tier;
+  std::vector<ChunkKey> possible;
+  possible.reserve(keys.size());
+  for (const ChunkKey& key : keys) {
+    if (own.contains(key) != Presence::kAbsent) possible.push_back(key);
+  }
+  for (std::size_t part = 1; part < parts_.size(); ++part)
+    parts_[part].tier->prefetch_presence(possible, order);
+  parts_.front().tier->prefetch_presence(std::move(keys), order);
+}
+
+Status AllHostsTier::reset() {
+  cancel_held();  // an op belongs to the epoch in which it was submitted
+  Status worst;
+  for (const PartOfTier& part : parts_) {
+    Status status = part.tier->reset();
+    if (weight_of(status.kind()) > weight_of(worst.kind())) worst = std::move(status);
+  }
+  return worst;
+}
+
+TierStats AllHostsTier::stats() const {
+  TierStats all = parts_.front().tier->stats();
+  for (std::size_t part = 1; part < parts_.size(); ++part) {
+    const TierStats stats = parts_[part].tier->stats();
+    all.bytes += stats.bytes;
+    all.capacity_bytes += stats.capacity_bytes;
+    all.chunks = std::min(all.chunks, stats.chunks);
+    all.evicted_bytes += stats.evicted_bytes;
+    all.tenant_bytes.resize(std::max(all.tenant_bytes.size(), stats.tenant_bytes.size()));
+    for (std::size_t tenant = 0; tenant < stats.tenant_bytes.size(); ++tenant)
+      all.tenant_bytes[tenant] += stats.tenant_bytes[tenant];
+    all.direct_ops += stats.direct_ops;
+    all.buffered_ops += stats.buffered_ops;
+    all.queued_reads = std::max(all.queued_reads, stats.queued_reads);
+    all.queued_writes = std::max(all.queued_writes, stats.queued_writes);
+    all.oldest_read_seconds = std::max(all.oldest_read_seconds, stats.oldest_read_seconds);
+    all.oldest_write_seconds = std::max(all.oldest_write_seconds, stats.oldest_write_seconds);
+    all.names_complete = all.names_complete && stats.names_complete;
+    all.scan_complete = all.scan_complete && stats.scan_complete;
+    all.readable = all.readable && stats.readable;
+    all.writable = all.writable && stats.writable;
+    all.is_shared = all.is_shared && stats.is_shared;
+    all.diverged = all.diverged || stats.diverged;
+    all.rebuilds += stats.rebuilds;
+    all.lost_bytes += stats.lost_bytes;
+    all.breaker_trips += stats.breaker_trips;
+    all.read_timeouts += stats.read_timeouts;
+    all.write_timeouts += stats.write_timeouts;
+    all.read_record_bytes += stats.read_record_bytes;
+    all.written_record_bytes += stats.written_record_bytes;
+    all.may_encode = all.may_encode || stats.may_encode;
+    all.encodes = all.encodes || stats.encodes;
+    all.encode_seconds += stats.encode_seconds;
+    all.decode_seconds += stats.decode_seconds;
+    all.encoded_raw_bytes += stats.encoded_raw_bytes;
+    all.encoded_stored_bytes += stats.encoded_stored_bytes;
+  }
+  all.queued_writes += static_cast<std::uint32_t>(held_.size());
+  return all;
+}
+
+void AllHostsTier::close() {
+  if (std::exchange(closed_, true)) return;
+  cancel_held();
+  for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) part->tier->close();
+}
+
+double AllHostsTier::estimate_read_seconds(std::uint64_t bytes) const {
+  double slowest = 0;
+  for (const PartOfTier& part : parts_) {
+    const auto own = static_cast<std::uint64_t>(part.share * static_cast<double>(bytes));
+    slowest = std::max(slowest, part.tier->estimate_read_seconds(own));
+  }
+  return slowest;
+}
+
+}  // namespace
+
+std::unique_ptr<Tier> make_all_hosts_tier(std::vector<PartOfTier> parts, const AllHostsOptions& options) {
+  return std::make_unique<AllHostsTier>(std::move(parts), options);
+}
+
+}  // namespace kv_offload

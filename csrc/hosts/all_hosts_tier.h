@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// AllHostsTier: one tier out of the tiers of all hosts of an engine. Each host has the part of a chunk that
+// belongs to its own ranks, as a record of its own.
+//
+// All or nothing:
+// - A chunk is present if every host has its part.
+// - A read is ok if every host has read and verified its part; a write, if every host has stored its part.
+//   Otherwise the op ends once, with the status that says most (damaged before missing before cancelled).
+// - Parts that became useless are removed: those of a chunk whose part on another host was evicted, damaged
+// or
+//   not written. So a host keeps no part that can never be loaded. A part that is only found missing may
+//   still be on its way from another engine that shares the records, so it has to stay missing for some time
+//   first.
+//
+// An op takes as long as it takes on the slowest host. Its bytes are those of all parts.
+//
+// Threads: as for each Tier.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "tier/tier.h"
+
+namespace kv_offload {
+
+struct PartOfTier {
+  std::unique_ptr<Tier> tier;
+  double share = 1;  // of a chunk's bytes
+};
+
+struct AllHostsOptions {
+  Nanos missing_for{std::chrono::minutes(1)};  // until the other parts are removed
+  const Clock* clock = nullptr;                // must outlive the tier; null: a steady clock
+};
+
+// The first part is that of this host: it is asked first, and has the name and the codec of the whole tier.
+// REQUIRES: at least one part; all of them can remove single records (RecordStore::remove).
+std::unique_ptr<Tier> make_all_hosts_tier(std::vector<PartOfTier> parts, const AllHostsOptions& options = {});
+
+}  // namespace kv_offload

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hosts/remote_tier.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "tier/presence.h"
+
+namespace kv_offload {
+namespace {
+
+Status not_connected() { return Status::error(StatusKind::kUnavailable, "a host is lost"); }
+
+class RemoteTier final : public Tier {
+ public:
+  RemoteTier(std::shared_ptr<TierChannel> channel, std::uint8_t index, RemoteTierOptions options)
+      : channel_(std::move(channel)),
+        index_(index),
+        options_(std::move(options)),
+        presence_(clock_, options_.absent_for, options_.most_keys) {}
+  ~RemoteTier() override { close(); }
+
+  std::string_view name() const override { return options_.name; }
+  void submit(std::vector<TierOp> ops) override;
+  bool cancel(OpId id) override;
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  Presence contains(const ChunkKey& key) const override;
+  void forget_miss(const ChunkKey& key) override { presence_.forget_miss(key); }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void touch(const ChunkKey& key) override;
+  void used(const TierUses& uses) override;
+  Status reset() override;
+  TierStats stats() const override;
+  void close() override;
+  double estimate_read_seconds(std::uint64_t bytes) const override;
+
+ private:
+  struct InFlight {
+    OpKind kind = OpKind::kRead;
+    ChunkKey key;
+    Nanos submitted{0};
+    PresenceCache::EpochNumber epoch = 0;
+    bool is_sent = false;
+  };
+
+  bool is_usable() const { return connection_ != 0 && !needs_reset_ && !closed_; }
+  template <typename Frame>
+  static TierChannel::Frame framed(FrameType type, const Frame& frame) {
+    return {type, encode(frame)};
+  }
+  void take_events();
+  void take(Nanos at, TierChannel::Lost&);
+  void take(Nanos at, TierChannel::Ready& ready);
+  void take(Nanos at, TierResults& frame);
+  void take(Nanos at, TierAnswers& frame);
+  void take(Nanos at, TierRemovals& frame);
+  void take(Nanos at, TierResetDone& frame);
+  void take(Nanos at, TierState& frame);
+  static HostOp order_of(const TierOp& op, Nanos now);
+  bool send_ops(std::span<const HostOp> ops);
+  void send_waiting();
+  void end_waiting(const Status& status);
+  // REQUIRES: the op is in ops_.
+  void end(OpId id, Status status, std::uint64_t bytes = 0, double seconds = 0, double queued = 0);
+  void send_reset();
+  void send_uses(std::span<const TierUse> uses, bool is_touch);
+
+  const std::shared_ptr<TierChannel> channel_;
+  const std::uint8_t index_;
+  const RemoteTierOptions options_;
+  const SteadyClock clock_;
+  PresenceCache presence_;
+  TierChannel::ConnectionNumber connection_ = 0;  // 0: orders would not reach the host
+  bool needs_reset_ = false;                      // the host has not confirmed the last reset
+  std::uint64_t epoch_ = 0;                       // number of resets
+  Nanos reset_sent_{0};
+  Status reset_status_;
+  std::unordered_map<OpId, InFlight> ops_;
+  std::uint32_t reads_ = 0;      // of ops_
+  std::size_t sent_writes_ = 0;  // of ops_
+  std::vector<HostOp> waiting_;  // writes that were not sent, oldest first; those not in ops_ were cancelled
+  std::vector<Completion> completions_;  // not polled yet
+  std::vector<TierRemoval> removals_;
+  std::vector<TierUse> touched_;
+  TierState state_;
+  bool closed_ = false;
+};
+
+// ---- orders
+
+HostOp RemoteTier::order_of(const TierOp& op, Nanos now) {
+  HostOp order;
+  order.id = op.id;
+  order.kind = op.kind;
+  order.key = op.key;
+  order.row = op.kind == OpKind::kRemove ? 0 : op.row;
+  order.group = op.group;
+  if (op.deadline != Nanos(0))
+    order.nanos_left = static_cast<std::uint64_t>(std::max<Nanos::rep>((op.deadline - now).count(), 1));
+  order.entry_info = op.entry_info;
+  order.weight = op.weight;
+  order.may_decline = op.may_decline;
+  order.tenant = op.tenant;
+  return order;
+}
+
+bool RemoteTier::send_ops(std::span<const HostOp> ops) {
+  std::vector<TierChannel::Frame> frames;
+  for (std::size_t at = 0; at < ops.size(); at += kMostOps) {
+    const std::span<const HostOp> some = ops.subspan(at, std::min(kMostOps, ops.size() - at));
+    frames.push_back(framed(FrameType::kOps, TierOps{index_, {some.begin(), some.end()}}));
+  }
+  return channel_->send(connection_, std::move(frames));
+}
+
+void RemoteTier::submit(std::vector<TierOp> ops) {
+  take_events();
+  const Nanos now = clock_.now();
+  completions_.reserve(completions_.size() + ops.size());
+  std::vector<HostOp> to_send;
+  const std::size_t waiting = waiting_.size();
+  std::size_t writes = sent_writes_;
+  std::size_t added = 0;
+  const PresenceCache::EpochNumber epoch = presence_.epoch_number();
+  const bool usable = is_usable();
+  bool is_sent = false;
+  try {
+    for (const TierOp& op : ops) {
+      const bool waits = usable && op.kind == OpKind::kWrite && writes >= options_.most_writes;
+      writes += op.kind == OpKind::kWrite && !waits;
+      (waits ? waiting_ : to_send).push_back(order_of(op, now));
+      ops_.emplace(op.id, InFlight{op.kind, op.key, now, epoch, !waits});
+      reads_ += op.kind == OpKind::kRead;
+      ++added;
+    }
+    is_sent = usable && send_ops(to_send);
+  } catch (...) {
+    for (std::size_t i = 0; i < added; ++i) {
+      reads_ -= ops[i].kind == OpKind::kRead;
+      ops_.erase(ops[i].id);
+    }
+    waiting_.resize(waiting);
+    throw;
+  }
+  sent_writes_ = writes;
+  if (is_sent) return;
+  for (const HostOp& op : to_send) end(op.id, not_connected());
+}
+
+// Sends writes that waited, as many as may be sent.
+void RemoteTier::send_waiting() {
+  std::erase_if(waiting_, [this](const HostOp& op) { return !ops_.contains(op.id); });  // cancelled
+  if (waiting_.empty() || !is_usable() || sent_writes_ >= options_.most_writes) return;
+  const std::size_t count = std::min(waiting_.size(), options_.most_writes - sent_writes_);
+  const auto end_of_some = waiting_.begin() + static_cast<std::ptrdiff_t>(count);
+  if (!send_ops(std::span(waiting_).first(count))) return;  // the connection is lost
+  for (auto op = waiting_.begin(); op != end_of_some; ++op) ops_.at(op->id).is_sent = true;
+  sent_writes_ += count;
+  waiting_.erase(waiting_.begin(), end_of_some);
+}
+
+void RemoteTier::end_waiting(const Status& status) {
+  for (const HostOp& op : std::exchange(waiting_, {})) {
+    if (ops_.contains(op.id)) end(op.id, status);
+  }
+}
+
+bool RemoteTier::cancel(OpId id) {
+  const auto found = ops_.find(id);
+  if (found == ops_.end()) return false;
+  if (!found->second.is_sent) {
+    end(id, Status::error(StatusKind::kCancelled, "it had not started"));
+    return true;
+  }
+  if (found->second.kind == OpKind::kWrite || connection_ == 0) return false;
+  std::vector<TierChannel::Frame> frames;
+  frames.push_back(framed(FrameType::kCancel, TierCancel{index_, {id}}));
+  (void)channel_->send(connection_, std::move(frames));
+  return false;  // it completes kCancelled if it had not started
+}
+
+void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+  if (keys.empty() || !is_usable() || !state_.stats.readable) return;
+  const PresenceCache::EpochNumber epoch = presence_.epoch_number();
+  std::vector<ChunkKey> started;
+  started.reserve(keys.size());
+  presence_.begin_lookup(keys, epoch, &started);
+  if (started.empty()) return;
+  try {
+    std::vector<TierChannel::Frame> frames;
+    for (std::size_t at = 0; at < started.size(); at += kMostKeys) {
+      const auto begin = started.begin() + static_cast<std::ptrdiff_t>(at);
+      const auto count = static_cast<std::ptrdiff_t>(std::min(kMostKeys, started.size() - at));
+      frames.push_back(framed(FrameType::kLookup, TierLookup{index_, order, epoch_, {begin, begin + count}}));
+    }
+    if (channel_->send(connection_, std::move(frames))) return;
+  } catch (...) {
+    presence_.cancel_lookup(started, epoch);
+    throw;
+  }
+  presence_.cancel_lookup(started, epoch);
+}
+
+void RemoteTier::send_uses(std::span<const TierUse> uses, bool is_touch) {
+  if (!is_usable()) return;
+  std::vector<TierChannel::Frame> frames;
+  for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
+    const std::span<const TierUse> some = uses.subspan(at, std::min(kMostUses, uses.size() - at));
+    frames.push_back(framed(FrameType::kUses, TierUsesFrame{index_, is_touch, {some.begin(), some.end()}}));
+  }
+  (void)channel_->send(connection_, std::move(frames), true);  // only the order of eviction depends on them
+}
+
+void RemoteTier::touch(const ChunkKey& key) {
+  touched_.push_back({key, {}});
+  if (touched_.size() < kMostUses) return;
+  send_uses(touched_, true);
+  touched_.clear();
+}
+
+void RemoteTier::used(const TierUses& uses) { send_uses(*uses, false); }
+
+// ---- events
+
+void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  if (!touched_.empty()) send_uses(touched_, true);
+  touched_.clear();
+  take_events();
+  const bool is_late = clock_.now() - reset_sent_ >= options_.reset_timeout;
+  if (needs_reset_ && is_late && connection_ != 0 && !closed_) send_reset();
+  std::vector<TierRemoval> forgotten;
+  presence_.take_removals(&forgotten);
+  // The others are in removals_: the host reports them, also for keys that presence_ does not know.
+  for (const TierRemoval& removal : forgotten) {
+    if (removal.reason == TierRemoval::Reason::kReset) removals_.push_back(removal);
+  }
+  removals->insert(removals->end(), removals_.begin(), removals_.end());
+  removals_.clear();
+  std::move(completions_.begin(), completions_.end(), std::back_inserter(*completions));
+  completions_.clear();
+}
+
+void RemoteTier::take_events() {
+  for (TierChannel::Event& event : channel_->take_events(index_))
+    std::visit([&](auto& what) { take(event.at, what); }, event.what);
+  if (!waiting_.empty()) send_waiting();
+}
+
+void RemoteTier::take(Nanos, TierChannel::Lost&) {
+  connection_ = 0;
+  end_waiting(not_connected());
+  // The host may remove records meanwhile. Lookups that have no answer are forgotten too.
+  presence_.reset();
+}
+
+void RemoteTier::take(Nanos, TierChannel::Ready& ready) {
+  connection_ = ready.connection;
+  // Their results are not known.
+  while (!ops_.empty()) end(ops_.begin()->first, not_connected());
+  if (needs_reset_) send_reset();
+}
+
+void RemoteTier::take(Nanos at, TierResults& frame) {
+  for (const HostResult& result : frame.results) {
+    const auto found = ops_.find(result.id);
+    if (found == ops_.end() || !found->second.is_sent) continue;
+    const InFlight& op = found->second;
+    const Status status = result.kind == StatusKind::kOk
+                              ? Status::ok()
+                              : Status::error(result.kind, "on another host", result.error_number);
+    // Includes the time on the network: that is what a request waits for.
+    const double queued = std::max(to_seconds(at - op.submitted) - result.seconds, result.queued_seconds);
+    end(result.id, status, result.bytes, result.seconds, queued);
+  }
+}
+
+void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds, double queued) {
+  const auto found = ops_.find(id);
+  const InFlight op = found->second;
+  ops_.erase(found);
+  reads_ -= op.kind == OpKind::kRead;
+  sent_writes_ -= op.kind == OpKind::kWrite && op.is_sent;
+  if (status) {
+    if (op.kind == OpKind::kRemove) {
+      presence_.removed(op.key, TierRemoval::Reason::kEvicted, op.epoch);
+    } else {
+      presence_.written(op.key, op.epoch);
+    }
+  } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kCorrupt) {
+    presence_.removed(op.key, TierRemoval::Reason::kCorrupt, op.epoch);
+  } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kNotFound) {
+    presence_.removed(op.key, TierRemoval::Reason::kVanished, op.epoch);
+  }
+  completions_.push_back({id, op.kind, op.key, std::move(status), bytes, seconds, queued});
+}
+
+void RemoteTier::take(Nanos, TierAnswers& frame) {
+  if (frame.epoch != epoch_) return;
+  const PresenceCache::EpochNumber epoch = presence_.epoch_number();
+  for (const TierAnswers::Answer& answer : frame.answers) {
+    if (answer.found == TierAnswers::Found::kUnknown) {
+      presence_.cancel_lookup(std::span(&answer.key, 1), epoch);
+      continue;
+    }
+    const bool was_asked = presence_.contains(answer.key) == Presence::kLookupPending;
+    const bool is_present = answer.found == TierAnswers::Found::kPresent;
+    presence_.answered(answer.key, is_present, epoch);
+    // The parts of this chunk on other hosts are useless.
+    if (was_asked && !is_present) removals_.push_back({answer.key, TierRemoval::Reason::kVanished});
+  }
+}
+
+void RemoteTier::take(Nanos, TierRemovals& frame) {
+  if (frame.epoch != epoch_) return;
+  for (const TierRemoval& removal : frame.removals) {
+    presence_.removed(removal.key, removal.reason, presence_.epoch_number());
+    removals_.push_back(removal);
+  }
+}
+
+void RemoteTier::take(Nanos, TierResetDone& frame) {
+  if (frame.epoch != epoch_) return;
+  needs_reset_ = false;
+  reset_status_ = frame.kind == StatusKind::kOk
+                      ? Status::ok()
+                      : Status::error(frame.kind, "a host could not reset its tier yet; it tries again");
+}
+
+void RemoteTier::take(Nanos, TierState& frame) { state_ = std::move(frame); }
+
+// ---- the rest
+
+Presence RemoteTier::contains(const ChunkKey& key) const {
+  if (!is_usable()) return Presence::kAbsent;
+  const Presence presence = presence_.contains(key);
+  if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
+  return state_.stats.readable ? presence : Presence::kAbsent;
+}
+
+void RemoteTier::send_reset() {
+  reset_sent_ = clock_.now();
+  std::vector<TierChannel::Frame> frames;
+  frames.push_back(framed(FrameType::kReset, TierReset{index_, epoch_}));
+  (void)channel_->send(connection_, std::move(frames));
+}
+
+Status RemoteTier::reset() {
+  take_events();
+  end_waiting(Status::error(StatusKind::kCancelled, "the tier was reset"));
+  presence_.reset();
+  ++epoch_;
+  needs_reset_ = true;
+  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (connection_ != 0) send_reset();
+  const Nanos end = clock_.now() + options_.reset_timeout;
+  while (needs_reset_) {
+    if (connection_ == 0) {
+      return Status::error(StatusKind::kUnavailable,
+                           "a host is lost: its tier is reset before it is used again");
+    }
+    const Nanos left = end - clock_.now();
+    if (left <= Nanos(0)) return Status::error(StatusKind::kTimeout, "a host did not confirm the reset");
+    channel_->wait(index_, left);
+    take_events();
+  }
+  return reset_status_;
+}
+
+TierStats RemoteTier::stats() const {
+  TierStats stats = state_.stats;
+  stats.readable = stats.readable && is_usable();
+  stats.writable = stats.writable && is_usable();
+  stats.queued_reads = reads_;  // the host's own figures are older
+  stats.queued_writes = static_cast<std::uint32_t>(ops_.size()) - reads_;
+  return stats;
+}
+
+void RemoteTier::close() {
+  if (std::exchange(closed_, true)) return;
+  end_waiting(Status::error(StatusKind::kCancelled, "the tier is closed"));
+  if (connection_ == 0) return;
+  TierCancel cancel{index_, {}};
+  std::vector<TierChannel::Frame> frames;
+  for (const auto& [id, op] : ops_) {
+    cancel.ids.push_back(id);
+    if (cancel.ids.size() < kMostKeys) continue;
+    frames.push_back(framed(FrameType::kCancel, cancel));
+    cancel.ids.clear();
+  }
+  if (!cancel.ids.empty()) frames.push_back(framed(FrameType::kCancel, cancel));
+  (void)channel_->send(connection_, std::move(frames));
+}
+
+double RemoteTier::estimate_read_seconds(std::uint64_t bytes) const {
+  if (state_.read_bytes_per_second <= 0) return 0;
+  return state_.queue_seconds + static_cast<double>(bytes) / state_.read_bytes_per_second;
+}
+
+}  // namespace
+
+std::unique_ptr<Tier> make_remote_tier(std::shared_ptr<TierChannel> channel, std::uint8_t index,
+                                       RemoteTierOptions options) {
+  return std::make_unique<RemoteTier>(std::move(channel), index, std::move(options));
+}
+
+}  // namespace kv_offload

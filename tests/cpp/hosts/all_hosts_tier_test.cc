@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+// The composition of one tier out of parts. The parts are played: the test ends their ops.
+#include "hosts/all_hosts_tier.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "tier/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::IsEmpty;
+using testing::key_of;
+
+class PlayedTier final : public Tier {
+ public:
+  std::string_view name() const override { return "played"; }
+  void submit(std::vector<TierOp> given) override {
+    if (throws) throw std::bad_alloc();
+    for (TierOp& op : given) ops.push_back(std::move(op));
+  }
+  bool cancel(OpId) override {
+    ++cancelled;
+    return can_cancel;
+  }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override {
+    completions->insert(completions->end(), ended.begin(), ended.end());
+    removals->insert(removals->end(), removed.begin(), removed.end());
+    ended.clear();
+    removed.clear();
+  }
+  Presence contains(const ChunkKey& key) const override {
+    const auto found = presence.find(key);
+    return found == presence.end() ? Presence::kAbsent : found->second;
+  }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder) override {
+    asked.insert(asked.end(), keys.begin(), keys.end());
+  }
+  void touch(const ChunkKey&) override {}
+  Status reset() override { return reset_status; }
+  TierStats stats() const override { return figures; }
+  void close() override {}
+  double estimate_read_seconds(std::uint64_t bytes) const override {
+    return static_cast<double>(bytes) * seconds_per_byte;
+  }
+
+  // Ends the oldest op.
+  void end(StatusKind kind = StatusKind::kOk, double seconds = 1) {
+    ASSERT_FALSE(ops.empty());
+    const TierOp op = ops.front();
+    ops.erase(ops.begin());
+    const Status status =
+        kind == StatusKind::kOk ? Status::ok() : Status::error(kind, "a message that is long");
+    if (status && op.kind == OpKind::kWrite) presence[op.key] = Presence::kPresent;
+    if (status && op.kind == OpKind::kRemove) remove(op.key, TierRemoval::Reason::kEvicted);
+    ended.push_back({op.id, op.kind, op.key, status, status ? std::uint64_t{100} : 0, seconds, 0});
+  }
+  void remove(const ChunkKey& key, TierRemoval::Reason reason) {
+    presence.erase(key);
+    removed.push_back({key, reason});
+  }
+
+  std::vector<TierOp> ops;
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removed;
+  std::map<ChunkKey, Presence> presence;
+  std::vector<ChunkKey> asked;
+  TierStats figures;
+  Status reset_status;
+  double seconds_per_byte = 0;
+  bool can_cancel = true, throws = false;
+  int cancelled = 0;  // calls of cancel()
+};
+
+class AllHostsTierTest : public ::testing::Test {
+ protected:
+  AllHostsTierTest() {
+    std::vector<PartOfTier> parts;
+    for (PlayedTier*& part : part_) {
+      auto made = std::make_unique<PlayedTier>();
+      part = made.get();
+      parts.push_back({std::move(made), 0.5});
+    }
+    AllHostsOptions options;
+    options.missing_for = std::chrono::minutes(1);
+    options.clock = &clock_;
+    tier_ = make_all_hosts_tier(std::move(parts), options);
+  }
+  void submit(OpKind kind, OpId id = 1) {
+    TierOp op;
+    op.id = id;
+    op.kind = kind;
+    op.key = key_;
+    tier_->submit({op});
+  }
+  std::vector<Completion> poll() {
+    std::vector<Completion> completions;
+    removals_.clear();
+    tier_->poll(&completions, &removals_);
+    return completions;
+  }
+  void store_all() {
+    for (PlayedTier* part : part_) part->presence[key_] = Presence::kPresent;
+  }
+  // True if the part is to be removed, and nothing else is queued.
+  static bool is_being_removed(const PlayedTier& part) {
+    return part.ops.size() == 1 && part.ops[0].kind == OpKind::kRemove;
+  }
+
+  const ChunkKey key_ = key_of(1);
+  FakeClock clock_;
+  PlayedTier* part_[2];
+  std::unique_ptr<Tier> tier_;
+  std::vector<TierRemoval> removals_;
+};
+
+TEST_F(AllHostsTierTest, an_op_ends_once_with_the_bytes_of_all_and_the_time_of_the_slowest_part) {
+  submit(OpKind::kWrite, 5);
+  part_[0]->end(StatusKind::kOk, 3);
+  EXPECT_THAT(poll(), IsEmpty());
+  EXPECT_EQ(tier_->contains(key_), Presence::kAbsent);
+  part_[1]->end(StatusKind::kOk, 2);
+  const auto ended = poll();
+  ASSERT_EQ(ended.size(), 1u);
+  EXPECT_EQ(ended[0].id, 5u);
+  EXPECT_TRUE(ended[0].status.is_ok());
+  EXPECT_EQ(ended[0].bytes, 200u);
+  EXPECT_EQ(ended[0].seconds, 3);
+  EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
+}
+
+TEST_F(AllHostsTierTest, the_status_is_that_of_the_part_that_failed_most) {
+  using enum StatusKind;
+  const StatusKind order[] = {kOk,       kCancelled, kExpired, kDeclined, kUnavailable,
+                              kNotFound, kTimeout,   kIo,      kCorrupt};
+  for (std::size_t worse = 1; worse < std::size(order); ++worse) {
+    for (std::size_t better = 0; better < worse; ++better) {
+      for (const bool swapped : {false, true}) {
+        submit(OpKind::kRead);
+        part_[swapped]->end(order[worse]);
+        part_[!swapped]->end(order[better]);
+        const auto ended = poll();
+        ASSERT_EQ(ended.size(), 1u);
+        EXPECT_EQ(ended[0].status.kind(), order[worse]);
+        EXPECT_EQ(ended[0].bytes, 0u);
+      }
+    }
+  }
+}
+
+TEST_F(AllHostsTierTest, parts_of_a_chunk_that_was_not_written_everywhere_are_removed) {
+  for (const StatusKind kind : {StatusKind::kNoSpace, StatusKind::kDeclined, StatusKind::kCancelled}) {
+    submit(OpKind::kWrite);
+    part_[0]->end();
+    part_[1]->end(kind);
+    EXPECT_EQ(poll().at(0).status.kind(), kind);
+    EXPECT_TRUE(is_being_removed(*part_[0]));
+    EXPECT_THAT(part_[1]->ops, IsEmpty());
+    part_[0]->end();
+    EXPECT_THAT(poll(), IsEmpty());
+    EXPECT_THAT(removals_, IsEmpty()) << "the chunk was never here";
+  }
+}
+
+TEST_F(AllHostsTierTest, a_write_that_was_cancelled_everywhere_removes_nothing) {
+  part_[0]->presence[key_] = Presence::kPresent;
+  submit(OpKind::kWrite);
+  part_[0]->end(StatusKind::kCancelled);
+  part_[1]->end(StatusKind::kCancelled);
+  EXPECT_EQ(poll().size(), 1u);
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, a_read_removes_parts_only_if_another_one_is_damaged_or_missing) {
+  using enum StatusKind;
+  for (const StatusKind kind : {kIo, kTimeout, kExpired, kUnavailable, kCorrupt, kNotFound}) {
+    store_all();
+    submit(OpKind::kRead);
+    if (kind == kCorrupt || kind == kNotFound) part_[1]->presence.erase(key_);
+    part_[0]->end();
+    part_[1]->end(kind);
+    EXPECT_EQ(poll().size(), 1u);
+    EXPECT_EQ(is_being_removed(*part_[0]), kind == kCorrupt || kind == kNotFound) << to_string(kind);
+    if (!part_[0]->ops.empty()) part_[0]->end();
+    poll();
+  }
+}
+
+TEST_F(AllHostsTierTest, an_evicted_part_is_one_removal_and_releases_the_others) {
+  store_all();
+  part_[1]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  ASSERT_EQ(removals_.size(), 1u);
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+  EXPECT_EQ(tier_->contains(key_), Presence::kAbsent);
+  part_[0]->end();
+  poll();
+  EXPECT_THAT(removals_, IsEmpty());
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  EXPECT_EQ(tier_->contains(key_), Presence::kAbsent);
+}
+
+TEST_F(AllHostsTierTest, a_part_that_is_evicted_while_others_are_written_fails_the_write) {
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  poll();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  part_[1]->end();
+  EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(is_being_removed(*part_[1]));
+}
+
+TEST_F(AllHostsTierTest, an_answer_from_before_a_write_does_not_fail_it) {
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->removed.push_back({key_, TierRemoval::Reason::kVanished});
+  part_[1]->end();
+  EXPECT_TRUE(poll().at(0).status.is_ok());
+  EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
+}
+
+TEST_F(AllHostsTierTest, a_part_that_is_unknown_is_removed_if_another_one_was_evicted) {
+  part_[1]->presence[key_] = Presence::kUnknown;
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  EXPECT_TRUE(is_being_removed(*part_[1]));
+}
+
+TEST_F(AllHostsTierTest, a_part_that_is_found_missing_releases_the_others_only_after_some_time) {
+  part_[0]->presence[key_] = Presence::kPresent;
+  const auto find_missing = [&] {
+    part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+    poll();
+    return removals_.size();
+  };
+  EXPECT_EQ(find_missing(), 1u);
+  clock_.advance(std::chrono::seconds(59));
+  EXPECT_EQ(find_missing(), 0u) << "the same removal again";
+  EXPECT_THAT(part_[0]->ops, IsEmpty()) << "another engine may be writing the part";
+  clock_.advance(std::chrono::seconds(1));
+  find_missing();
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+}
+
+TEST_F(AllHostsTierTest, a_part_that_was_missing_for_a_moment_releases_nothing) {
+  part_[0]->presence[key_] = Presence::kPresent;
+  part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+  poll();
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->end();
+  EXPECT_TRUE(poll().at(0).status.is_ok());
+  clock_.advance(std::chrono::minutes(2));
+  part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+  poll();
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, a_chunk_is_written_only_when_no_part_of_it_is_being_removed) {
+  const auto remove_one = [&] {
+    store_all();
+    part_[1]->remove(key_, TierRemoval::Reason::kEvicted);
+    poll();
+    ASSERT_TRUE(is_being_removed(*part_[0]));
+  };
+  remove_one();
+  submit(OpKind::kWrite, 9);
+  EXPECT_THAT(poll(), IsEmpty());
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  EXPECT_EQ(tier_->stats().queued_writes, 1u);
+  part_[0]->end();
+  EXPECT_THAT(poll(), IsEmpty());
+  part_[0]->end();
+  part_[1]->end();
+  EXPECT_TRUE(poll().at(0).status.is_ok());
+  EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
+  // Until then it can be cancelled, and a reset ends it.
+  for (const bool by_reset : {false, true}) {
+    remove_one();
+    submit(OpKind::kWrite, 10);
+    if (by_reset) {
+      EXPECT_TRUE(tier_->reset().is_ok());
+    } else {
+      EXPECT_TRUE(tier_->cancel(10));
+    }
+    EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kCancelled);
+    part_[0]->end();
+    EXPECT_THAT(poll(), IsEmpty());
+    EXPECT_THAT(part_[0]->ops, IsEmpty());
+    EXPECT_THAT(part_[1]->ops, IsEmpty());
+  }
+}
+
+TEST_F(AllHostsTierTest, memory_that_runs_out_fails_an_op_once_and_stops_no_later_one) {
+  part_[0]->throws = true;
+  EXPECT_THROW(submit(OpKind::kWrite, 1), std::bad_alloc);
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  part_[0]->throws = false;
+  part_[1]->throws = true;
+  submit(OpKind::kWrite, 2);  // this host writes its part
+  part_[0]->end();
+  const auto ended = poll();
+  ASSERT_EQ(ended.size(), 1u);
+  EXPECT_EQ(ended[0].status.kind(), StatusKind::kIo);
+  ASSERT_TRUE(is_being_removed(*part_[0]));
+  part_[0]->end();
+  poll();
+  // A removal that cannot be submitted does not hold later writes.
+  part_[0]->throws = true;
+  part_[1]->throws = false;
+  store_all();
+  part_[1]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  part_[0]->throws = false;
+  submit(OpKind::kWrite, 3);
+  part_[0]->end();
+  part_[1]->end();
+  EXPECT_TRUE(poll().at(0).status.is_ok());
+}
+
+TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
+  using enum Presence;
+  for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kAbsent}) {
+    part_[0]->presence[key_] = kPresent;
+    part_[1]->presence[key_] = one;
+    EXPECT_EQ(tier_->contains(key_), one);
+    std::swap(part_[0]->presence, part_[1]->presence);
+    EXPECT_EQ(tier_->contains(key_), one);
+  }
+  part_[0]->presence[key_] = kLookupPending;
+  part_[1]->presence[key_] = kUnknown;
+  EXPECT_EQ(tier_->contains(key_), kUnknown) << "the caller would only wait";
+}
+
+TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_asked_for_on_others) {
+  part_[0]->presence[key_of(2)] = Presence::kUnknown;
+  tier_->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
+  EXPECT_EQ(part_[0]->asked.size(), 2u);
+  EXPECT_EQ(part_[1]->asked, (std::vector<ChunkKey>{key_of(2)}));
+}
+
+TEST_F(AllHostsTierTest, an_op_counts_as_cancelled_only_if_all_parts_are) {
+  for (const OpKind kind : {OpKind::kRead, OpKind::kWrite}) {
+    submit(kind);
+    for (PlayedTier* part : part_) part->can_cancel = true;
+    EXPECT_TRUE(tier_->cancel(1));
+    part_[1]->can_cancel = false;
+    part_[0]->cancelled = 0;
+    EXPECT_FALSE(tier_->cancel(1));
+    EXPECT_EQ(part_[0]->cancelled, kind == OpKind::kRead ? 1 : 0) << "a write that another host may do";
+    for (PlayedTier* part : part_) part->end();
+    EXPECT_EQ(poll().size(), 1u);
+  }
+}
+
+TEST_F(AllHostsTierTest, the_tier_is_as_good_as_its_worst_part) {
+  for (PlayedTier* part : part_) {
+    part->figures.bytes = 10;
+    part->figures.capacity_bytes = 100;
+    part->figures.chunks = 7;
+    part->figures.scan_complete = true;
+  }
+  part_[1]->figures.chunks = 5;
+  part_[1]->figures.writable = false;
+  part_[1]->figures.scan_complete = false;
+  const TierStats stats = tier_->stats();
+  EXPECT_EQ(stats.bytes, 20u);
+  EXPECT_EQ(stats.capacity_bytes, 200u);
+  EXPECT_EQ(stats.chunks, 5u);
+  EXPECT_TRUE(stats.readable);
+  EXPECT_FALSE(stats.writable);
+  EXPECT_FALSE(stats.scan_complete);
+  part_[0]->seconds_per_byte = 1;
+  part_[1]->seconds_per_byte = 3;
+  EXPECT_EQ(tier_->estimate_read_seconds(10), 15) << "half of the bytes on the slower host";
+  part_[1]->reset_status = Status::error(StatusKind::kTimeout, "");
+  EXPECT_EQ(tier_->reset().kind(), StatusKind::kTimeout);
+}
+
+}  // namespace
+}  // namespace kv_offload

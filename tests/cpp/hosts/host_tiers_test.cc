@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiers of an engine on two hosts: a chunk is whole or missing, whatever happens to one of its parts.
+#include "hosts/host_tiers.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "hosts/two_hosts.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using ::testing::HasSubstr;
+
+class HostTiersTest : public TwoHosts {};
+
+TEST_F(HostTiersTest, each_host_stores_and_loads_its_own_part) {
+  start();
+  for (std::uint32_t number = 1; number <= 100; ++number) {
+    const Completion ended = finish(start_op(OpKind::kWrite, number));
+    ASSERT_TRUE(ended.status.is_ok()) << ended.status.to_string();
+    EXPECT_EQ(ended.bytes, kHosts * kShardBytes);
+    EXPECT_EQ(ended.key, key_of(number));
+  }
+  EXPECT_EQ(records_on(0), 100u);
+  EXPECT_EQ(records_on(1), 100u);
+  for (std::uint32_t number = 1; number <= 100; ++number) {
+    EXPECT_TRUE(has(number));
+    EXPECT_TRUE(read(number).is_ok());
+  }
+  EXPECT_FALSE(has(101));
+  EXPECT_EQ(read(101).kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return tier_->stats().bytes == du(root_[0].path()) + du(root_[1].path());
+  }));
+  EXPECT_EQ(tier_->stats().capacity_bytes, options_[0].max_bytes + options_[1].max_bytes);
+  EXPECT_GT(tier_->estimate_read_seconds(1 << 20), 0);
+}
+
+TEST_F(HostTiersTest, chunks_of_all_groups_have_a_part_on_each_host) {
+  // Host 0 has no bytes of group 1.
+  start();
+  TierOp op;
+  op.id = 1u << 20;
+  op.key = key_of(1, 1);
+  op.group = 1;
+  op.row = row_of(1);
+  std::memset(part(1, 1).data(), 7, kPageBytes);
+  for (const OpKind kind : {OpKind::kWrite, OpKind::kRead}) {
+    ++op.id;
+    op.kind = kind;
+    const std::uint64_t bytes[kHosts] = {0, kPageBytes};
+    op.shards = shards_of_row(*scheduler_, op.row, bytes, 1);
+    tier_->submit({op});
+    EXPECT_TRUE(finish(op.id).status.is_ok());
+    if (kind == OpKind::kWrite) std::memset(part(1, 1).data(), 0, kPageBytes);
+  }
+  EXPECT_EQ(part(1, 1)[kPageBytes - 1], std::byte{7});
+}
+
+TEST_F(HostTiersTest, a_restart_of_all_hosts_keeps_the_chunks) {
+  start();
+  for (std::uint32_t number = 1; number <= 20; ++number) ASSERT_TRUE(write(number).is_ok());
+  for (int i = 0; i < 2; ++i) {
+    restart();
+    for (std::uint32_t number = 1; number <= 20; ++number) {
+      EXPECT_TRUE(has(number));
+      EXPECT_TRUE(read(number).is_ok());
+    }
+  }
+}
+
+TEST_F(HostTiersTest, a_damaged_part_makes_the_chunk_a_miss_and_releases_the_other_parts) {
+  start();
+  for (const std::uint32_t host : {1u, 0u}) {
+    ASSERT_TRUE(write(host).is_ok());
+    ASSERT_TRUE(write(2 + host).is_ok());
+    flip_a_bit(path_of(root_[host].path(), host));
+    EXPECT_EQ(read(host).kind(), StatusKind::kCorrupt);
+    EXPECT_FALSE(has(host));
+    EXPECT_TRUE(holds_soon([&] {
+      poll();
+      return path_of(root_[0].path(), host).empty() && path_of(root_[1].path(), host).empty();
+    })) << "host "
+        << host;
+    EXPECT_TRUE(read(2 + host).is_ok());
+    EXPECT_TRUE(write(host).is_ok());
+    EXPECT_TRUE(read(host).is_ok());
+  }
+}
+
+TEST_F(HostTiersTest, a_missing_part_makes_the_chunk_a_miss_and_releases_the_other_parts) {
+  start();
+  for (const std::uint32_t host : {1u, 0u}) {
+    ASSERT_TRUE(write(host).is_ok());
+    std::filesystem::remove(path_of(root_[host].path(), host));
+    EXPECT_EQ(read(host).kind(), StatusKind::kNotFound);
+    EXPECT_TRUE(has_records_soon(host == 1 ? 0 : 1));
+    EXPECT_FALSE(has(host));
+    EXPECT_TRUE(write(host).is_ok());
+    EXPECT_TRUE(read(host).is_ok());
+  }
+}
+
+TEST_F(HostTiersTest, a_part_that_was_lost_while_the_engine_was_down_releases_the_other_parts) {
+  start();
+  for (std::uint32_t number = 1; number <= 4; ++number) ASSERT_TRUE(write(number).is_ok());
+  stop();
+  std::filesystem::remove(path_of(root_[1].path(), 2));
+  std::filesystem::remove(path_of(root_[0].path(), 3));
+  start();
+  EXPECT_TRUE(has(1));
+  EXPECT_FALSE(has(2));
+  EXPECT_FALSE(has(3));
+  EXPECT_TRUE(has(4));
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return records_on(0) == 2;
+  }));
+  EXPECT_TRUE(read(4).is_ok());
+  for (const std::uint32_t number : {2u, 3u}) {
+    EXPECT_TRUE(write(number).is_ok());
+    EXPECT_TRUE(read(number).is_ok());
+  }
+}
+
+TEST_F(HostTiersTest, a_host_with_a_new_directory_makes_all_chunks_misses) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  stop();
+  std::filesystem::remove_all(root_[1].path());
+  start();
+  EXPECT_FALSE(has(1));
+  weights = 1;
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return records_on(0) == 0;
+  }));
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+}
+
+TEST_F(HostTiersTest, a_full_disk_on_one_host_leaves_no_part_on_the_others) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  for (FaultyFileOps& ops : ops_) {
+    ops.fail_all(Call::kPwritev, ENOSPC);
+    EXPECT_EQ(write(2).kind(), StatusKind::kNoSpace);
+    ops.clear();
+    EXPECT_FALSE(has(2));
+    EXPECT_TRUE(has_records_soon(1));
+  }
+  EXPECT_TRUE(read(1).is_ok());
+}
+
+TEST_F(HostTiersTest, a_part_that_one_host_evicts_is_released_on_the_others) {
+  for (const std::uint32_t small : {1u, 0u}) {
+    options_[small].max_bytes = std::uint64_t{1} << 20;
+    options_[1 - small].max_bytes = std::uint64_t{64} << 20;
+    start();
+    const std::uint32_t first = 1 + 200 * small;
+    std::size_t stored = 0;  // not all: nothing can be evicted before the scan of a full root has ended
+    for (std::uint32_t number = first; number < first + 200; ++number) stored += write(number % 250).is_ok();
+    EXPECT_GT(stored, 130u);
+    EXPECT_TRUE(holds_soon([&] {
+      poll();
+      return records_on(0) == records_on(1);
+    })) << records_on(0)
+        << " records on host 0, " << records_on(1) << " on host 1";
+    EXPECT_LT(records_on(0), 120u);
+    EXPECT_FALSE(removals_.empty());
+    std::size_t whole = 0;
+    for (std::uint32_t number = 0; number < 250; ++number) {
+      if (!has(number)) continue;
+      ++whole;
+      EXPECT_TRUE(read(number).is_ok());
+    }
+    EXPECT_EQ(whole, records_on(0));
+    stop();
+  }
+}
+
+TEST_F(HostTiersTest, a_failing_disk_on_one_host_takes_the_tier_out_of_service) {
+  start();
+  for (std::uint32_t number = 1; number <= 20; ++number) ASSERT_TRUE(write(number).is_ok());
+  ops_[1].fail_all(Call::kPreadv, EIO);
+  EXPECT_TRUE(holds_soon([&] {
+    for (std::uint32_t number = 1; number <= 20; ++number) EXPECT_FALSE(read(number).is_ok());
+    return !tier_->stats().readable;
+  }));
+  EXPECT_EQ(tier_->stats().breaker_trips, 1u);
+  ops_[1].clear();
+  EXPECT_EQ(records_on(0), 20u) << "records that could not be read were removed";
+}
+
+TEST_F(HostTiersTest, an_op_that_is_late_on_one_host_expires) {
+  options_[1].n_write_threads = options_[1].n_read_threads = 1;
+  start();
+  ops_[1].block(Call::kPwritev, kShardBytes);
+  const OpId first = start_op(OpKind::kWrite, 1), second = start_op(OpKind::kWrite, 2);
+  ops_[1].wait_for_blocked(1);
+  const OpId late = start_op(OpKind::kWrite, 3, SteadyClock().now() + std::chrono::milliseconds(1));
+  (void)second;
+  EXPECT_EQ(finish(late).status.kind(), StatusKind::kExpired) << "while the other ops are stuck";
+  EXPECT_FALSE(has_ended(first));
+  ops_[1].release();
+  EXPECT_TRUE(finish(first).status.is_ok());
+  EXPECT_FALSE(has(3));
+}
+
+TEST_F(HostTiersTest, writes_that_no_host_has_begun_can_be_cancelled_at_once) {
+  for (FsTierOptions& options : options_) options.n_write_threads = options.n_read_threads = 1;
+  remote_.most_writes = 2;
+  start();
+  for (FaultyFileOps& ops : ops_) ops.block(Call::kPwritev, kShardBytes);
+  std::vector<OpId> ids;
+  for (std::uint32_t number = 1; number <= 6; ++number) ids.push_back(start_op(OpKind::kWrite, number));
+  for (FaultyFileOps& ops : ops_) ops.wait_for_blocked(1);
+  EXPECT_EQ(tier_->stats().queued_writes, 6u);
+  EXPECT_FALSE(tier_->cancel(ids[0])) << "both hosts write it";
+  EXPECT_FALSE(tier_->cancel(ids[1])) << "the other host may have begun";
+  EXPECT_TRUE(tier_->cancel(ids[2]));
+  EXPECT_TRUE(tier_->cancel(ids[4]));
+  EXPECT_EQ(finish(ids[2]).status.kind(), StatusKind::kCancelled);
+  EXPECT_EQ(finish(ids[4]).status.kind(), StatusKind::kCancelled);
+  for (FaultyFileOps& ops : ops_) ops.release();
+  for (const std::size_t i : {0u, 1u, 3u, 5u}) EXPECT_TRUE(finish(ids[i]).status.is_ok()) << i;
+  EXPECT_TRUE(has_records_soon(4));
+}
+
+TEST_F(HostTiersTest, many_writes_at_once_all_end) {
+  remote_.most_writes = 3;
+  start();
+  std::vector<OpId> ids;
+  for (std::uint32_t number = 1; number <= 200; ++number) ids.push_back(start_op(OpKind::kWrite, number));
+  for (const OpId id : ids) EXPECT_TRUE(finish(id).status.is_ok());
+  for (std::uint32_t number = 1; number <= 200; ++number) ids.push_back(start_op(OpKind::kRead, number));
+  for (const OpId id : ids) EXPECT_TRUE(finish(id).status.is_ok());
+}
+
+TEST_F(HostTiersTest, a_reset_ends_writes_that_wait_for_the_other_host) {
+  remote_.most_writes = 1;
+  start();
+  ops_[1].block(Call::kPwritev, kShardBytes);
+  const OpId first = start_op(OpKind::kWrite, 1), second = start_op(OpKind::kWrite, 2);
+  ops_[1].wait_for_blocked(1);
+  EXPECT_TRUE(tier_->reset().is_ok());
+  EXPECT_EQ(finish(second).status.kind(), StatusKind::kCancelled);
+  ops_[1].release();
+  EXPECT_FALSE(finish(first).status.is_ok());
+  EXPECT_FALSE(has(1) || has(2));
+}
+
+// ---- a lost connection
+
+TEST_F(HostTiersTest, an_op_on_a_lost_host_ends_only_when_no_thread_of_it_uses_the_row) {
+  for (const OpKind kind : {OpKind::kRead, OpKind::kWrite}) {
+    start();
+    const std::uint32_t number = kind == OpKind::kRead ? 1 : 2;
+    if (kind == OpKind::kRead) {
+      ASSERT_TRUE(write(number).is_ok());
+    }
+    ops_[1].block(kind == OpKind::kRead ? Call::kPreadv : Call::kPwritev, kShardBytes);
+    const OpId op = start_op(kind, number);
+    ops_[1].wait_for_blocked(1);
+    lose_connection();
+    ASSERT_TRUE(links_->wait_until_connected(kPatience).is_ok());
+    EXPECT_FALSE(has_ended(op)) << "a thread of the host is still at work";
+    EXPECT_FALSE(tier_->stats().writable);
+    EXPECT_EQ(tier_->contains(key_of(1)), Presence::kAbsent);
+    ops_[1].release();
+    EXPECT_EQ(finish(op).status.kind(), StatusKind::kUnavailable);
+    wait_until_usable();
+    if (kind == OpKind::kRead) {
+      EXPECT_TRUE(has(number));
+      EXPECT_TRUE(read(number).is_ok());
+    } else {
+      EXPECT_FALSE(has(number));
+      EXPECT_TRUE(write(number).is_ok());
+      EXPECT_TRUE(read(number).is_ok());
+    }
+    stop();
+  }
+}
+
+TEST_F(HostTiersTest, a_host_that_is_down_takes_no_ops) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  agent_->close();
+  EXPECT_TRUE(holds_soon([&] { return links_->lost_hosts() == 1; }));
+  EXPECT_EQ(write(2).kind(), StatusKind::kUnavailable);
+  EXPECT_EQ(read(1).kind(), StatusKind::kUnavailable);
+  EXPECT_FALSE(has(1));
+  EXPECT_FALSE(tier_->stats().readable);
+  EXPECT_FALSE(tier_->stats().writable);
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return records_on(0) == 1;
+  })) << "the part of the failed write was kept, or that of the stored chunk was not";
+}
+
+TEST_F(HostTiersTest, records_that_a_host_loses_while_it_is_not_connected_are_not_believed) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  ASSERT_TRUE(has(1));
+  lose_connection();
+  std::filesystem::remove(path_of(root_[1].path(), 1));
+  wait_until_usable();
+  EXPECT_FALSE(has(1) && read(1).is_ok());
+  EXPECT_TRUE(has_records_soon(0));
+}
+
+// ---- resets
+
+TEST_F(HostTiersTest, a_reset_forgets_the_records_of_all_hosts) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(tier_->reset().is_ok());
+  EXPECT_FALSE(has(1));
+  EXPECT_FALSE(read(1).is_ok());
+  weights = 1;
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+  restart();
+  EXPECT_FALSE(has(1)) << "a record of the process that was reset";
+  weights = 2;
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+}
+
+TEST_F(HostTiersTest, an_op_from_before_a_reset_leaves_no_record) {
+  start();
+  ops_[1].block(Call::kPwritev, kShardBytes);
+  const OpId op = start_op(OpKind::kWrite, 1);
+  ops_[1].wait_for_blocked(1);
+  EXPECT_TRUE(tier_->reset().is_ok());
+  EXPECT_FALSE(has_ended(op));
+  ops_[1].release();
+  EXPECT_FALSE(finish(op).status.is_ok());
+  EXPECT_FALSE(has(1));
+}
+
+TEST_F(HostTiersTest, a_reset_while_a_host_is_lost_is_made_up_for_before_it_is_used_again) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  // The host cannot end its part of the connection before this op has ended.
+  ops_[1].block(Call::kPwritev, kShardBytes);
+  const OpId op = start_op(OpKind::kWrite, 2);
+  ops_[1].wait_for_blocked(1);
+  lose_connection();
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return !tier_->stats().readable;
+  }));
+  EXPECT_EQ(tier_->reset().kind(), StatusKind::kUnavailable);
+  ops_[1].release();
+  EXPECT_FALSE(finish(op).status.is_ok());
+  wait_until_usable();
+  EXPECT_FALSE(has(1));
+  weights = 1;
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+}
+
+TEST_F(HostTiersTest, a_reset_that_a_host_does_not_confirm_in_time_is_repeated) {
+  remote_.reset_timeout = std::chrono::milliseconds(1);
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  ops_[1].block(Call::kMkdir);  // of the next epoch
+  EXPECT_FALSE(tier_->reset().is_ok());
+  EXPECT_FALSE(tier_->stats().writable);
+  EXPECT_FALSE(tier_->stats().readable);
+  EXPECT_FALSE(write(2).is_ok());
+  ops_[1].release();
+  wait_until_usable();
+  EXPECT_FALSE(has(1));
+  EXPECT_TRUE(write(1).is_ok());
+}
+
+TEST_F(HostTiersTest, a_part_from_before_a_reset_that_missed_its_host_is_never_used) {
+  for (const std::uint32_t missed : {1u, 0u}) {
+    start();
+    ASSERT_TRUE(write(1).is_ok());
+    stop();
+    // The next engine resets its tiers, and this host is lost before that.
+    TempDir copy;
+    std::filesystem::copy(root_[missed].path(), copy.path(), std::filesystem::copy_options::recursive);
+    start();
+    ASSERT_TRUE(tier_->reset().is_ok());
+    stop();
+    std::filesystem::remove_all(root_[missed].path());
+    std::filesystem::copy(copy.path(), root_[missed].path(), std::filesystem::copy_options::recursive);
+    // New weights under the same name.
+    ++weights;
+    start();
+    EXPECT_FALSE(has(1)) << "host " << missed;
+    EXPECT_TRUE(write(1).is_ok());
+    EXPECT_TRUE(read(1).is_ok()) << "host " << missed;
+    restart();
+    EXPECT_TRUE(has(1)) << "the hosts use different epochs again";
+    EXPECT_TRUE(read(1).is_ok());
+    stop();
+  }
+}
+
+// ---- the opening of the tiers, and orders that fit no host
+
+TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason) {
+  problem_ = "secondary_tiers: /mnt/kv does not exist";
+  EXPECT_THAT(message_of<ResourceError>([&] { start(); }),
+              HasSubstr("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: secondary_tiers: "
+                        "/mnt/kv does not exist"));
+}
+
+TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
+  start();
+  tier_.reset();
+  links_.reset();  // it would connect again, and replace the connection of the test
+  HostOp op;
+  op.key = key_of(1);
+  const auto ends = [&](FrameType type, const Bytes& body) {
+    OtherScheduler other(endpoint());
+    EXPECT_TRUE(other.reads(FrameType::kReady));
+    other.send(type, body);
+    return other.is_closed_soon();
+  };
+  op.row = static_cast<RowId>(region_[1]->area_bytes() / kPageBytes - 1);  // two pages do not fit
+  EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}})));
+  op.row = 0xFFFFFFFF;
+  EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}})));
+  op.row = 0;
+  op.group = 2;
+  EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}})));
+  op.group = 0;
+  EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{1, {op}})));
+  EXPECT_TRUE(ends(FrameType::kOps, Bytes{0, 1}));
+  EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{3, KeyOrder::kNone, 0, {}})));
+  EXPECT_TRUE(ends(FrameType::kReset, encode(TierReset{1, 1})));
+  EXPECT_TRUE(ends(FrameType::kState, encode(TierState{}))) << "a frame of the other direction";
+}
+
+}  // namespace
+}  // namespace kv_offload

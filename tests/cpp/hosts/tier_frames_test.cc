@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hosts/tier_frames.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "tier/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::key_of;
+
+EntryInfo some_info() { return {1, 2, 3, 4, -5, 6.5, 7}; }
+
+HostOp some_op(std::uint32_t number) {
+  return {number, OpKind::kRemove, key_of(number, 3), 5, 6, 7, some_info(), 0.25, true, "tenant"};
+}
+
+TierState some_state() {
+  TierState state;
+  state.tier = 2;
+  std::uint64_t next = 1;
+  TierStats& stats = state.stats;
+  for (auto* figure :
+       {&stats.bytes, &stats.capacity_bytes, &stats.chunks, &stats.evicted_bytes, &stats.direct_ops,
+        &stats.buffered_ops, &stats.epoch, &stats.rebuilds, &stats.lost_bytes, &stats.breaker_trips,
+        &stats.read_timeouts, &stats.write_timeouts, &stats.read_record_bytes, &stats.written_record_bytes,
+        &stats.encoded_raw_bytes, &stats.encoded_stored_bytes})
+    *figure = next++;
+  stats.readable = false;
+  stats.diverged = stats.encodes = true;
+  stats.oldest_read_seconds = 0.5;
+  stats.decode_seconds = 2.5;
+  stats.queued_reads = 8;
+  stats.queued_writes = 9;
+  stats.tenant_bytes = {1, 2, 3};
+  state.queue_seconds = 0.125;
+  state.read_bytes_per_second = 1e9;
+  return state;
+}
+
+// A decoded body is encoded to the same bytes, and no body that is shorter or longer is accepted.
+template <typename Frame, typename Decode>
+Frame arrives(const Frame& frame, Decode decode) {
+  const Bytes body = encode(frame);
+  EXPECT_LT(body.size(), kMostPayload);
+  const auto decoded = decode(ByteSpan(body));
+  EXPECT_TRUE(decoded);
+  if (!decoded) return {};
+  EXPECT_EQ(encode(*decoded), body);
+  for (std::size_t size = 0; size < body.size(); ++size)
+    EXPECT_FALSE(decode(ByteSpan(body).first(size))) << size << " of " << body.size() << " bytes";
+  Bytes longer = body;
+  longer.push_back(0);
+  EXPECT_FALSE(decode(ByteSpan(longer)));
+  return *decoded;
+}
+
+TEST(TierFrames, arrive_as_they_were_sent) {
+  const OpenTiers open{7, {1, 2}, "text"};
+  EXPECT_EQ(arrives(open, decode_open_tiers), open);
+  const TiersOpened opened{7, "problem", {3}};
+  EXPECT_EQ(arrives(opened, decode_tiers_opened), opened);
+  const HostOp op = arrives(TierOps{1, {some_op(1), some_op(2)}}, decode_ops).ops.at(1);
+  EXPECT_EQ(op.key, key_of(2, 3));
+  EXPECT_EQ(op.entry_info.priority, -5);
+  EXPECT_EQ(op.tenant, "tenant");
+  EXPECT_EQ(arrives(TierCancel{1, {4, 5}}, decode_cancel).ids, (std::vector<OpId>{4, 5}));
+  EXPECT_EQ(arrives(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}, decode_lookup).keys.at(0), key_of(1));
+  EXPECT_EQ(arrives(TierUsesFrame{1, true, {{key_of(1), some_info()}}}, decode_uses).uses.at(0).key,
+            key_of(1));
+  EXPECT_EQ(arrives(TierReset{1, 2}, decode_reset).epoch, 2u);
+  EXPECT_EQ(arrives(TierResults{1, {{1, StatusKind::kCorrupt, -5, 6, 0.5, 1.5}}}, decode_results)
+                .results.at(0)
+                .error_number,
+            -5);
+  EXPECT_EQ(arrives(TierAnswers{1, 2, {{key_of(1), TierAnswers::Found::kUnknown}}}, decode_answers)
+                .answers.at(0)
+                .found,
+            TierAnswers::Found::kUnknown);
+  EXPECT_EQ(arrives(TierRemovals{1, 2, {{key_of(1), TierRemoval::Reason::kVanished}}}, decode_removals)
+                .removals.at(0)
+                .reason,
+            TierRemoval::Reason::kVanished);
+  EXPECT_EQ(arrives(TierResetDone{1, 2, StatusKind::kIo}, decode_reset_done).kind, StatusKind::kIo);
+  EXPECT_EQ(arrives(some_state(), decode_state).stats.encoded_stored_bytes, 16u);
+}
+
+TEST(TierFrames, as_many_elements_as_allowed_fit_into_a_frame) {
+  const ChunkKey longest(std::string(ChunkKey::kMaxBytes, 'k'));
+  HostOp op = some_op(1);
+  op.key = longest;
+  op.tenant = std::string(255, 't');
+  EXPECT_LT(encode(TierOps{0, std::vector<HostOp>(kMostOps, op)}).size(), kMostPayload);
+  EXPECT_LT(encode(TierLookup{0, {}, 0, std::vector<ChunkKey>(kMostKeys, longest)}).size(), kMostPayload);
+  EXPECT_LT(encode(TierAnswers{0, 0, std::vector<TierAnswers::Answer>(kMostKeys, {longest, {}})}).size(),
+            kMostPayload);
+  EXPECT_LT(encode(TierRemovals{0, 0, std::vector<TierRemoval>(kMostKeys, {longest, {}})}).size(),
+            kMostPayload);
+  EXPECT_LT(encode(TierUsesFrame{0, false, std::vector<TierUse>(kMostUses, {longest, some_info()})}).size(),
+            kMostPayload);
+  EXPECT_LT(encode(TierResults{0, std::vector<HostResult>(kMostResults)}).size(), kMostPayload);
+  EXPECT_LT(
+      encode(OpenTiers{0, std::vector<std::uint64_t>(kMostTiers), std::string(kMostOpenText, 't')}).size(),
+      kMostPayload);
+  EXPECT_LT(encode(TiersOpened{0, std::string(2 * kMostProblem, 'p'), {}}).size(), kMostPayload);
+}
+
+TEST(TierFrames, values_that_no_host_sends_are_refused) {
+  const auto changed = [](Bytes body, std::size_t at, std::uint8_t value) {
+    body.at(at) = value;
+    return body;
+  };
+  const Bytes op = encode(TierOps{0, {some_op(1)}});
+  ASSERT_TRUE(decode_ops(op));
+  EXPECT_FALSE(decode_ops(changed(op, 1, kMostOps + 1))) << "too many ops";
+  EXPECT_FALSE(decode_ops(changed(op, 11, 3))) << "an unknown kind";
+  EXPECT_FALSE(decode_ops(changed(op, 12, 4))) << "a key that is too short";
+  EXPECT_FALSE(decode_ops(changed(op, 12, 200))) << "a key that is too long";
+  HostOp bad = some_op(1);
+  for (const double weight : {0.0, 1e9, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    bad.weight = weight;
+    EXPECT_FALSE(decode_ops(encode(TierOps{0, {bad}}))) << weight;
+  }
+  bad = some_op(1);
+  bad.entry_info.returns_at = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_FALSE(decode_ops(encode(TierOps{0, {bad}})));
+  TierState state = some_state();
+  state.queue_seconds = -1;
+  EXPECT_FALSE(decode_state(encode(state)));
+  const Bytes uses = encode(TierUsesFrame{0, true, {}});
+  EXPECT_FALSE(decode_uses(changed(uses, 1, 2))) << "a flag that is neither true nor false";
+  EXPECT_FALSE(decode_results(changed(encode(TierResults{0, {{}}}), 11, 200))) << "an unknown status";
+}
+
+}  // namespace
+}  // namespace kv_offload
