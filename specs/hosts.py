@@ -7,9 +7,11 @@ to the scheduler in shared memory. vLLM's own connector handshake (``get_handsha
 the scheduler builds its manager before that, and the manager needs the layouts of all ranks.
 """
 
+import atexit
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,7 +127,15 @@ def serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> thr
         target=_serve_tiers, args=(agent, hosts, options), name="kv-offload-tiers", daemon=True
     )
     thread.start()
+    # A thread that is still in the core when the interpreter ends would abort the process.
+    atexit.register(_end_serving, weakref.ref(agent), thread)
     return thread
+
+
+def _end_serving(agent: "weakref.ref[HostAgent]", thread: threading.Thread) -> None:
+    if (served := agent()) is not None:
+        served.close()
+    thread.join()
 
 
 def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> None:

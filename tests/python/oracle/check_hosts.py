@@ -9,6 +9,7 @@ import functools
 import json
 import random
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import adapter
 import pytest
@@ -491,6 +492,30 @@ def test_a_host_that_cannot_open_its_tier_is_named(
     roots[1].write_text("not a directory")
     with pytest.raises(_core.ResourceError, match=r"the tiers of the host of rank 1 at .* cannot be used"):
         boot(over_tiers(TWO, roots))
+
+
+def test_the_thread_of_the_tiers_ends_before_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Agent:
+        is_closed = False
+
+        def __init__(self) -> None:
+            self.closed = threading.Event()
+
+        def wait_for_tiers(self, seconds: float) -> None:
+            self.closed.wait(seconds)
+
+        def close(self) -> None:
+            self.is_closed = True
+            self.closed.set()
+
+    at_exit: list[Any] = []
+    monkeypatch.setattr(specs_hosts.atexit, "register", lambda *call: at_exit.append(call))
+    agent = Agent()
+    thread = specs_hosts.serve_tiers(cast(Any, agent), specs_hosts.Hosts(2, 1, 1), cast(Any, None))
+    ((end, *arguments),) = at_exit
+    assert thread.is_alive()
+    end(*arguments)
+    assert not thread.is_alive()
 
 
 def test_a_host_that_does_not_announce_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
