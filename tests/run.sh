@@ -63,7 +63,7 @@ packages=(
   g++ cmake ninja-build ccache git ca-certificates file
   libfmt-dev prometheus-cpp-dev libxxhash-dev libzstd-dev libssl-dev libcurl4-openssl-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
-  fio prometheus curl e2fsprogs procps numactl fuse3 libfuse3-dev pkg-config redis-server openssl libibverbs1 libnuma1
+  fio prometheus curl e2fsprogs procps iproute2 numactl fuse3 libfuse3-dev pkg-config redis-server openssl libibverbs1 libnuma1
 )
 
 install_packages() {
