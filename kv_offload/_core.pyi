@@ -130,6 +130,7 @@ class HostAgent:
         *,
         address: str,  # IPv4 or IPv6 of this host, numeric
         version: str,  # of this package
+        silence_seconds: float = 3.0,  # a scheduler that sends nothing for so long is lost
     ) -> None: ...
     @property
     def endpoint(self) -> str:

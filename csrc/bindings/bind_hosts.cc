@@ -12,8 +12,9 @@ namespace kv_offload::bindings {
 namespace {
 
 std::unique_ptr<HostAgent> make_agent(std::shared_ptr<HostRegion> region, std::string address,
-                                      std::string version) {
+                                      std::string version, double silence_seconds) {
   HostAgent::Options options;
+  options.silence = to_nanos(silence_seconds, "silence_seconds");
   options.address = std::move(address);
   options.version = std::move(version);
   const py::gil_scoped_release release;
@@ -88,7 +89,7 @@ void bind_hosts(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<HostAgent>(module, "HostAgent")
       .def(py::init(&make_agent), py::arg("region").none(false), py::kw_only(), py::arg("address"),
-           py::arg("version"))
+           py::arg("version"), py::arg("silence_seconds") = to_seconds(HostAgent::Options{}.silence))
       .def_property_readonly("endpoint", &HostAgent::endpoint)
       .def_property_readonly("is_closed", [](HostAgent& agent) { return agent.tiers().is_closed(); })
       .def("wait_for_tiers", &wait_for_tiers, py::arg("timeout_seconds"))

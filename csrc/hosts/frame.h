@@ -87,7 +87,8 @@ enum class FrameType : std::uint8_t {
   kLookup,
   kUses,
   kReset,
-  kLast = kReset,
+  kSchedulerAlive,  // sent when there is nothing else to send
+  kLast = kSchedulerAlive,
 };
 inline bool is_of_scheduler(FrameType type) { return type >= FrameType::kOpenTiers; }
 

@@ -46,7 +46,8 @@ struct Connection {
   std::deque<RankReport> reports;  // taken and not yet in frames
   bool joined = false;             // the geometry of all ranks is in frames
   bool ready = false;              // so are all reports from before the connection
-  Nanos last_frame{0};
+  Nanos last_frame{0};             // when the last one was sent
+  Nanos last_arrived{0};           // when the last one arrived
 };
 
 }  // namespace
@@ -87,7 +88,7 @@ struct HostAgent::Impl {
   void accept_all(Nanos now);
   void greet(Nanos now);
   bool keep_greeting(Stranger& stranger, Nanos now);
-  bool read_frames();
+  bool read_frames(Nanos now);
   void end_connection();
   void write_frames(Nanos now);
   void append_tier_frames(Nanos now);
@@ -148,7 +149,7 @@ void HostAgent::Impl::serve_once() {
   greet(now);
   accept_all(now);
   if (connection == nullptr) return;
-  if (!read_frames()) return end_connection();
+  if (!read_frames(now)) return end_connection();
   write_frames(now);
   if (!send_some(connection->socket, &connection->unsent)) end_connection();
 }
@@ -158,9 +159,12 @@ void HostAgent::Impl::end_connection() {
   connection.reset();
 }
 
-// False: the connection has ended, or what arrived is no part of the protocol.
-bool HostAgent::Impl::read_frames() {
-  if (tiers.is_full()) return true;
+// False: the connection has ended, nothing arrived for too long, or what arrived is no part of the protocol.
+bool HostAgent::Impl::read_frames(Nanos now) {
+  if (tiers.is_full()) {
+    connection->last_arrived = now;  // what has arrived is not read
+    return true;
+  }
   int error = 0;
   Bytes& arrived = connection->arrived;
   if (!receive(connection->socket, kReadAtOnce, &arrived, &error)) return false;
@@ -172,12 +176,14 @@ bool HostAgent::Impl::read_frames() {
     const auto result = connection->reader.next(ByteSpan(arrived).subspan(taken), &type, &body, &used);
     if (result == FrameReader::Result::kBroken) return false;
     if (result == FrameReader::Result::kIncomplete) break;
+    connection->last_arrived = now;
+    taken += used;
+    if (type == FrameType::kSchedulerAlive && body.empty()) continue;
     // Orders name rows and groups, which are known once all ranks have published them.
     if (!is_of_scheduler(type) || !connection->joined || !tiers.take(type, body)) return false;
-    taken += used;
   }
   arrived.erase(arrived.begin(), arrived.begin() + static_cast<std::ptrdiff_t>(taken));
-  return true;
+  return now - connection->last_arrived < options.silence;
 }
 
 Nanos HostAgent::Impl::next_wait(Nanos now) const {
@@ -185,6 +191,7 @@ Nanos HostAgent::Impl::next_wait(Nanos now) const {
   if (accept_from > now) until = std::min(until, accept_from);
   for (const Stranger& one : strangers) until = std::min(until, one.deadline);
   if (connection != nullptr) {
+    until = std::min(until, connection->last_arrived + options.silence);
     if (connection->unsent.empty()) until = std::min(until, connection->last_frame + options.alive_interval);
     if (!connection->joined) until = std::min(until, now + kPublishWait);
     const bool has_more = !connection->reports.empty() || !connection->of_tiers.empty();
@@ -236,7 +243,7 @@ bool HostAgent::Impl::keep_greeting(Stranger& stranger, Nanos now) {
                                             session_key(endpoint.secret, stranger.nonce, *scheduler),
                                             command_key(endpoint.secret, stranger.nonce, *scheduler));
   tiers.begin_connection();
-  connection->last_frame = now;
+  connection->last_frame = connection->last_arrived = now;
   return false;
 }
 

@@ -5,7 +5,8 @@
 //
 // The scheduler connects (HostLinks) with the secret of endpoint(). A new connection of the scheduler
 // replaces the one before, and receives everything that the region's rings hold. So no report is lost with a
-// connection. Connections without the secret are closed; there are never more than kMostStrangers of them.
+// connection. A connection on which nothing arrives is closed. Connections without the secret are closed too;
+// there are never more than kMostStrangers of them.
 //
 // Three threads: one waits for reports of the ranks, one polls the sockets, one owns the tiers. No call
 // blocks on the network, except that close() waits for the threads.
@@ -29,6 +30,9 @@ class HostAgent {
     std::string address;  // numeric, of this host
     std::string version;  // of this package
     Nanos alive_interval{std::chrono::seconds(1)};
+    // A scheduler that sends no frame for this long counts as lost: its orders may not arrive either. See
+    // HostLinks::Options::alive_interval.
+    Nanos silence{std::chrono::seconds(3)};
     Nanos handshake_timeout{std::chrono::seconds(5)};
   };
 

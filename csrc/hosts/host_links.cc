@@ -44,6 +44,7 @@ struct Link {
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
   Nanos connected_at{0};
+  Nanos last_sent{0};  // when the last frame to the host was made
   Descriptor socket;
   Bytes unsent, arrived;
   std::unique_ptr<FrameReader> reader;
@@ -85,7 +86,7 @@ struct HostLinks::Impl {
   void connect(Link& link, Nanos now);
   void greet(Link& link, Nanos now);
   void read(Link& link, Nanos now);
-  void append_orders(Link& link);
+  void append_frames(Link& link, Nanos now);
   void take_frames(Link& link, Nanos now);
   void take_frame(Link& link, FrameType type, ByteSpan body, Nanos now);
   void join(Link& link, ByteSpan body);
@@ -160,6 +161,8 @@ void HostLinks::Impl::run_once() {
     else if (link.state != State::kUnfit)
       until = std::min(until, link.deadline);
     if (!is_live(link)) continue;
+    if (link.writer != nullptr && link.unsent.empty())
+      until = std::min(until, link.last_sent + options.alive_interval);
     const bool writes = link.state == State::kConnecting || !link.unsent.empty();
     watched.push_back({link.socket.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0});
   }
@@ -238,18 +241,25 @@ void HostLinks::Impl::greet(Link& link, Nanos now) {
   link.joined = false;
   link.state = State::kJoining;
   link.deadline = now + options.silence;
+  link.last_sent = now;
   read(link, now);
 }
 
-void HostLinks::Impl::append_orders(Link& link) {
-  if (link.state != State::kConnected) return;
-  for (const TierChannel::Frame& frame : link.channel->take_frames())
-    link.writer->append(frame.first, frame.second, &link.unsent);
+void HostLinks::Impl::append_frames(Link& link, Nanos now) {
+  const auto append = [&](FrameType type, ByteSpan body) {
+    link.writer->append(type, body, &link.unsent);
+    link.last_sent = now;
+  };
+  if (link.state == State::kConnected) {
+    for (const TierChannel::Frame& frame : link.channel->take_frames()) append(frame.first, frame.second);
+  }
+  if (link.unsent.empty() && now - link.last_sent >= options.alive_interval)
+    append(FrameType::kSchedulerAlive, {});
 }
 
 void HostLinks::Impl::read(Link& link, Nanos now) {
   int error = 0;
-  append_orders(link);
+  append_frames(link, now);
   const std::size_t before = link.arrived.size();
   const bool is_open =
       send_some(link.socket, &link.unsent) && receive(link.socket, kRead, &link.arrived, &error);

@@ -38,6 +38,7 @@ class HostLinks {
     // A host that sends no frame for this long counts as lost. Bounds how long a lookup waits for that host's
     // report. Three times HostAgent::Options::alive_interval: one late frame is tolerated.
     Nanos silence{std::chrono::seconds(3)};
+    Nanos alive_interval{std::chrono::seconds(1)};   // between two frames to a host: see HostAgent::Options
     Nanos connect_timeout{std::chrono::seconds(5)};  // for a connection and the greeting
     // Pauses between two attempts: the first one, then twice as long each time up to the last. The first
     // pause applies again after the first connection, and after each connection that lasted for

@@ -30,8 +30,8 @@ class SlowLink:
         self._free_at = 0.0  # time at which the last accepted byte has passed
         self._open: list[socket.socket] = []
         self._is_cut = False
-        self._may_pass = threading.Event()
-        self._may_pass.set()
+        self._may_pass = {"to": threading.Event(), "from": threading.Event()}
+        self.release()
         self._acceptor = threading.Thread(target=self._accept)
         self._threads: list[threading.Thread] = []  # two per connection
 
@@ -43,7 +43,7 @@ class SlowLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bytes_per_second = 0
-        self._may_pass.set()
+        self.release()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._acceptor.join()
         for end in self._open:
@@ -65,13 +65,18 @@ class SlowLink:
         """Accepts connections again."""
         self._is_cut = False
 
-    def hold(self) -> None:
-        """Forwards no data, and keeps all connections open, until ``release``."""
-        self._may_pass.clear()
+    def hold(self, *directions: str) -> None:
+        """Forwards no data, and keeps all connections open, until ``release``.
+
+        ``directions``: "to" the server or "from" it; without any, both.
+        """
+        for direction in directions or self._may_pass:
+            self._may_pass[direction].clear()
 
     def release(self) -> None:
         """Forwards data again, starting with the data that was held."""
-        self._may_pass.set()
+        for direction in self._may_pass.values():
+            direction.set()
 
     def _accept(self) -> None:
         while True:
@@ -92,15 +97,21 @@ class SlowLink:
                 with contextlib.suppress(OSError):
                     client.shutdown(socket.SHUT_RDWR)
                 continue
-            for source, sink, slow in ((client, server, self._both_ways), (server, client, True)):
-                thread = threading.Thread(target=self._pass_on, args=(source, sink, slow))
+            for source, sink, slow, way in (
+                (client, server, self._both_ways, "to"),
+                (server, client, True, "from"),
+            ):
+                may_pass = self._may_pass[way]
+                thread = threading.Thread(target=self._pass_on, args=(source, sink, slow, may_pass))
                 self._threads.append(thread)
                 thread.start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
+    def _pass_on(
+        self, source: socket.socket, sink: socket.socket, slow: bool, may_pass: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE):
-                self._may_pass.wait()
+                may_pass.wait()
                 if slow:
                     self._wait_for(len(piece))
                 sink.sendall(piece)

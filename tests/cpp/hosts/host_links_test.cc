@@ -96,17 +96,19 @@ class HostsTest : public ShmTest {
     return made;
   }
   HostRegion& rank(std::uint32_t number) { return *ranks_[number]; }
-  std::unique_ptr<HostAgent> agent(Nanos handshake_timeout = std::chrono::seconds(60)) {
+  std::unique_ptr<HostAgent> agent(Nanos handshake_timeout = std::chrono::seconds(60),
+                                   Nanos silence = kPatience) {
     HostAgent::Options made;
     made.address = "127.0.0.1";
     made.version = kVersion;
     made.handshake_timeout = handshake_timeout;
+    made.silence = silence;
     return std::make_unique<HostAgent>(ranks_[1], made);
   }
   static HostLinks::Options link_options() {
     HostLinks::Options made;
     made.version = kVersion;
-    made.silence = kPatience;
+    made.silence = made.alive_interval = kPatience;
     made.connect_timeout = kPatience;
     made.first_pause = made.last_pause = std::chrono::milliseconds(1);
     return made;
@@ -210,6 +212,19 @@ TEST_F(HostsTest, a_lost_connection_is_made_again_and_what_was_reported_meanwhil
   EXPECT_THAT(events.at(1), HasSubstr("is connected again"));
   EXPECT_TRUE(holds_soon([&] { return result(3) == 0b10; }));
   EXPECT_TRUE(holds_soon([&] { return !scheduler_->is_cut_off(); }));
+}
+
+TEST_F(HostsTest, an_agent_ends_the_connection_of_a_silent_scheduler) {
+  const auto agent = this->agent(kPatience, std::chrono::milliseconds(1));
+  const auto endpoint = parse_endpoint(agent->endpoint());
+  const auto peer = Peer::of(*endpoint);
+  std::uint32_t version = 0;
+  const auto host = parse_greeting(peer->read(kGreetingBytes), &version);
+  ASSERT_TRUE(host);
+  peer->send(make_answer(endpoint->secret, *host, HostNonce{}));
+  // It has sent its layouts, or not; it sends no endless stream of messages.
+  EXPECT_LT(peer->read(1 << 20).size(), std::size_t{1} << 20);
+  EXPECT_EQ(agent->refused_connections(), 0u);
 }
 
 TEST_F(HostsTest, an_agent_closes_a_connection_without_the_secret) {
@@ -476,6 +491,23 @@ TEST_F(FakeHostTest, a_silent_host_is_lost_before_a_lookup_times_out) {
   const Nanos silence = HostLinks::Options{}.silence;
   EXPECT_LT(silence, CacheOptions{}.lookup_timeout);
   EXPECT_GE(silence, 3 * HostAgent::Options{}.alive_interval) << "a busy host would count as lost";
+  EXPECT_GE(HostAgent::Options{}.silence, 3 * HostLinks::Options{}.alive_interval)
+      << "a busy scheduler would count as lost";
+}
+
+TEST_F(FakeHostTest, a_scheduler_without_orders_says_that_it_is_alive) {
+  HostLinks::Options made = link_options();
+  made.alive_interval = std::chrono::milliseconds(1);
+  const auto links = this->links(made);
+  const auto peer = handshake();
+  const auto next_type = [&] {
+    const Bytes bytes = peer->read(37);  // length 4, type 1, tag 32
+    return bytes.size() == 37 ? static_cast<FrameType>(bytes[4]) : FrameType::kLeaving;
+  };
+  EXPECT_EQ(next_type(), FrameType::kSchedulerAlive) << "before the ranks have started";
+  send_all(*peer);
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(next_type(), FrameType::kSchedulerAlive);
 }
 
 TEST_F(FakeHostTest, a_host_that_accepts_and_does_not_greet_is_named) {

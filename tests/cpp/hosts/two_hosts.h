@@ -115,12 +115,13 @@ class TwoHosts : public ShmTest {
     HostAgent::Options agent;
     agent.address = "127.0.0.1";
     agent.version = "1.2.3";
+    agent.silence = kPatience;
     agent_ = std::make_unique<HostAgent>(region_[1], agent);
     opener_ = std::thread([this, &tiers = agent_->tiers()] { answer_requests(tiers); });
     region_[0]->set_endpoint(1, agent_->endpoint());
     HostLinks::Options made;
     made.version = "1.2.3";
-    made.silence = made.connect_timeout = kPatience;
+    made.silence = made.alive_interval = made.connect_timeout = kPatience;
     made.first_pause = made.last_pause = std::chrono::milliseconds(1);
     links_ = std::make_unique<HostLinks>(scheduler_, std::vector<RemoteHost>{{1, 1}}, made);
     ASSERT_TRUE(links_->wait_until_connected(kPatience).is_ok());

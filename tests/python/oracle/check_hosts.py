@@ -82,11 +82,17 @@ def _one_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def links_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes links tolerate a stalled machine. Returns the original HostLinks, which has its own limit."""
-    original = _core.HostLinks
-    monkeypatch.setattr(_core, "HostLinks", functools.partial(original, silence_seconds=PATIENCE_SECONDS))
-    return original
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes both ends of a connection tolerate a stalled machine. Returns how to restore their own limits."""
+    ends = {name: getattr(_core, name) for name in ("HostLinks", "HostAgent")}
+    for name, original in ends.items():
+        monkeypatch.setattr(_core, name, functools.partial(original, silence_seconds=PATIENCE_SECONDS))
+
+    def restore() -> None:
+        for name, original in ends.items():
+            monkeypatch.setattr(_core, name, original)
+
+    return restore
 
 
 def prompts(count: int, seed: int = 5) -> list[list[int]]:
@@ -235,10 +241,10 @@ def test_a_host_lost_during_stores_and_loads_delays_no_request(monkeypatch: pyte
 
 
 def test_a_silent_host_delays_a_waiting_request_only_until_it_is_lost(
-    monkeypatch: pytest.MonkeyPatch, links_of: Any
+    monkeypatch: pytest.MonkeyPatch, impatient: Callable[[], None]
 ) -> None:
     asked = prompts(1)
-    monkeypatch.setattr(_core, "HostLinks", links_of)
+    impatient()
     with linked(monkeypatch) as links:
         # Only the loss of the host may end the wait for chunks that are being stored.
         engine = boot(replace(TWO, extra={**TWO.extra, "lookup_timeout_ms": 1000 * PATIENCE_SECONDS}))
@@ -482,6 +488,45 @@ def test_a_host_lost_during_reads_and_writes_of_tiers_delays_no_request(
             step_until(engine, lambda: all(ask_again(engine, asked)))
             assert value(engine, "kv_offload_hit_tokens_total", "fs") > 0
             _check_at_rest(engine)
+        finally:
+            engine.shutdown()
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_a_cut_in_one_direction_delays_requests_only_until_the_host_is_lost(
+    direction: str, roots: list[Path], monkeypatch: pytest.MonkeyPatch, impatient: Callable[[], None]
+) -> None:
+    impatient()
+    asked = prompts(12)
+    setup = over_tiers(TWO, roots)  # less host memory than these prompts need
+    forever = {"lookup_timeout_ms": 1000 * PATIENCE_SECONDS}
+    with linked(monkeypatch) as links:
+        engine = boot(replace(setup, extra={**setup.extra, **forever}))
+        try:
+            ask_again(engine, asked)
+            step_until(engine, lambda: all(ask_again(engine, asked)))
+            links[0].hold(direction)
+            ask_again(engine, asked)
+            assert value(engine, "kv_offload_miss_tokens_total", "host_lost") > 0
+            links[0].release()
+            step_until(engine, lambda: value(engine, "kv_offload_lost_hosts") == 0)
+            step_until(engine, lambda: all(ask_again(engine, asked)))
+            settle(engine)
+        finally:
+            engine.shutdown()
+
+
+def test_a_link_of_1_megabyte_per_second_is_enough(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts(12)
+    with linked(monkeypatch) as links:
+        engine = boot(over_tiers(TWO, roots))
+        try:
+            links[0].bytes_per_second = 1_000_000
+            ask_again(engine, asked)
+            step_until(engine, lambda: ask_again(engine, asked) == [WHOLE] * len(asked))
+            settle(engine)
         finally:
             engine.shutdown()
 
