@@ -137,15 +137,15 @@ class HostAgent:
         """Address, port and secret, for the scheduler only. Do not log it."""
     @property
     def is_closed(self) -> bool: ...
-    def wait_for_tiers(self, timeout_seconds: float) -> tuple[int, list[int], str] | None:
+    def wait_for_tiers(self, timeout_seconds: float) -> tuple[int, list[tuple[int, bool]], str] | None:
         """Waits until the scheduler orders this host to open its tiers; None: timeout, or closed.
 
-        Returns (round, lowest epoch that each tier may use, the text of the scheduler).
+        Returns (round, the epoch of each tier, the text of the scheduler). Pass the first two on.
         """
     def open_tiers(
         self,
         round: int,
-        least_epochs: Sequence[int],
+        epochs: Sequence[tuple[int, bool]],  # (id of a new epoch, whether one with another id is refused)
         tiers: Sequence[TierSpec],
         *,
         tenants: Sequence[tuple[str, float]] = (),  # as of TieredCache

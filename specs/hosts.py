@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 
 HOSTS_DEADLINE_SECONDS = 120.0  # at start, for all hosts in total: addresses, then connections
 _REQUEST_WAIT_SECONDS = 60.0  # then the thread looks whether the agent was closed
+_PROBLEM_CHARACTERS = 1000  # of a refusal; the core sends 4096 bytes
 MIN_WAIT_SECONDS = 0.1  # per host after the deadline: the store treats a timeout of 0 as no limit
 
 
@@ -139,20 +140,24 @@ def _end_serving(agent: "weakref.ref[HostAgent]", thread: threading.Thread) -> N
 
 
 def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> None:
+    bounds: list[int | None] | None = None
     while not agent.is_closed:
         request = agent.wait_for_tiers(_REQUEST_WAIT_SECONDS)
         if request is None:
             continue
-        round, least_epochs, text = request
+        round, epochs, text = request
         try:
-            for caution in cautions(options):
-                logger.warning(caution)
-            specs = TierPlan.of_text(text).specs(options, tier_bounds(options), hosts.part)
+            plan = TierPlan.of_text(text)
+            plan.refuse_other_settings(options)
+            if bounds is None:
+                for caution in cautions(options):
+                    logger.warning(caution)
+                bounds = list(tier_bounds(options))
             tenants = options.tenant_table()
             shares = () if tenants is None else tenants.shares
-            agent.open_tiers(round, least_epochs, specs, tenants=shares)
+            agent.open_tiers(round, epochs, plan.specs(options, bounds, hosts.part), tenants=shares)
         except Exception as error:  # the scheduler raises it
-            agent.refuse_tiers(round, str(error) or type(error).__name__)
+            agent.refuse_tiers(round, (str(error) or type(error).__name__)[:_PROBLEM_CHARACTERS])
 
 
 def _await_endpoints(store: Any, name: str, hosts: Hosts) -> dict[int, str]:

@@ -20,7 +20,7 @@ from kv_offload.sizing import Geometry, startup_summary
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
-from .tier_specs import TierPlan
+from .tier_specs import TierPlan, common_settings
 
 if TYPE_CHECKING:
     from kv_offload._core import HostLinks, HostRegion, TieredCache, TierSpec
@@ -272,7 +272,8 @@ class KVOffloadSpec(OffloadingSpec):
             logger.warning(
                 "cache groups %s are stored without loss: the lossy codec does not support them", exact
             )
-        return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups))
+        settings = common_settings(self._options)
+        return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups), settings)
 
     def _make_cache(
         self,

@@ -7,7 +7,7 @@ only when all ranks have published their layouts, so it sends a ``TierPlan`` to 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from kv_offload._core import TierSpec
 
 
+def common_settings(options: OffloadConfig) -> dict[str, Any]:
+    """Returns the settings that must be equal on all hosts of an engine, as JSON values. No secrets."""
+    tenants = options.tenant_table()
+    return {
+        "list of tiers": [tier.type for tier in options.secondary_tiers],
+        "encryption of tiers": [
+            bool(getattr(tier, "encryption_key_file", ())) for tier in options.secondary_tiers
+        ],
+        "largest error of lossy records": options.max_error(),
+        "list of tenants and shares": [] if tenants is None else [list(share) for share in tenants.shares],
+    }
+
+
 @dataclass(frozen=True)
 class TierPlan:
     """What the tiers of all hosts depend on, in addition to the settings."""
@@ -24,6 +37,7 @@ class TierPlan:
     identity: NamespaceIdentity  # of the whole engine
     elements: tuple[str, ...]  # by group position
     exact_groups: tuple[bool, ...]
+    settings: dict[str, Any] = field(default_factory=dict)  # common_settings() of the scheduler's host
 
     def to_text(self) -> str:
         """Returns JSON for ``of_text``."""
@@ -32,6 +46,7 @@ class TierPlan:
                 "identity": asdict(self.identity),
                 "elements": self.elements,
                 "exact_groups": self.exact_groups,
+                "settings": self.settings,
             }
         )
 
@@ -43,7 +58,19 @@ class TierPlan:
             NamespaceIdentity.of_fields(plan["identity"]),
             tuple(plan["elements"]),
             tuple(plan["exact_groups"]),
+            dict(plan["settings"]),
         )
+
+    def refuse_other_settings(self, options: OffloadConfig) -> None:
+        """Raises ValueError if this host's ``options`` differ from those of the scheduler's host."""
+        ours = json.loads(json.dumps(common_settings(options)))
+        different = [name for name, value in self.settings.items() if ours.get(name) != value]
+        if different:
+            texts = [
+                f"its {name} is {ours.get(name)} and that of the scheduler's host is {self.settings[name]}"
+                for name in different
+            ]
+            raise ValueError(f"{'; '.join(texts)}: start vLLM with the same settings on all hosts")
 
     def specs(self, options: OffloadConfig, bounds: Sequence[int | None], part: str = "") -> "list[TierSpec]":
         """Returns the specs of the tiers. ``part``: which part of each chunk this host has; "": all of it."""

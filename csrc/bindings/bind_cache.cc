@@ -82,13 +82,14 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   }
   OpenOptions over_hosts;
   over_hosts.timeout = to_nanos(hosts_timeout_seconds, "hosts_timeout_seconds");
+  over_hosts.remote.tenants = options.tenants.size();
   Tiers opened;
   if (hosts == nullptr || tiers.empty()) {
     opened = open_all(tiers, {});
   } else {
     opened = open_on_all_hosts(
         *hosts, *bound->region, tiers.size(),
-        [&](const std::vector<std::uint64_t>& least_epochs) { return open_all(tiers, least_epochs); },
+        [&](const std::vector<EpochChoice>& epochs) { return open_all(tiers, epochs); },
         hosts_text, over_hosts);
   }
   bound->cache =

@@ -52,7 +52,8 @@ void wait_until_connected(const HostLinks& links, double timeout_seconds) {
   }
 }
 
-using OpenRequest = std::tuple<std::uint32_t, std::vector<std::uint64_t>, std::string>;
+using EpochArgument = std::pair<std::uint64_t, bool>;  // EpochChoice
+using OpenRequest = std::tuple<std::uint32_t, std::vector<EpochArgument>, std::string>;
 
 // Waits without the GIL.
 std::optional<OpenRequest> wait_for_tiers(HostAgent& agent, double timeout_seconds) {
@@ -62,17 +63,21 @@ std::optional<OpenRequest> wait_for_tiers(HostAgent& agent, double timeout_secon
     request = agent.tiers().wait_for_request(to_nanos(timeout_seconds, "timeout_seconds"));
   }
   if (!request) return std::nullopt;
-  return OpenRequest(request->round, request->least_epochs, request->text);
+  std::vector<EpochArgument> epochs;
+  for (const EpochChoice& choice : request->epochs) epochs.emplace_back(choice.id, choice.is_new);
+  return OpenRequest(request->round, std::move(epochs), request->text);
 }
 
-void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<std::uint64_t>& least_epochs,
+void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<EpochArgument>& epochs,
                 const std::vector<std::shared_ptr<TierSpec>>& tiers,
                 const std::vector<std::pair<std::string, double>>& tenants) {
-  if (least_epochs.size() != tiers.size()) {
+  if (epochs.size() != tiers.size()) {
     throw_invalid(
         "this host has {} tiers and the scheduler {}: start vLLM with the same settings on all hosts",
-        tiers.size(), least_epochs.size());
+        tiers.size(), epochs.size());
   }
+  std::vector<EpochChoice> choices;
+  for (const auto& [id, is_new] : epochs) choices.push_back({id, is_new});
   const py::gil_scoped_release release;
   for (const auto& tier : tiers) {
     if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
@@ -80,7 +85,7 @@ void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<std::ui
     for (const auto& [name, share] : tenants) tier->tenants.push_back({name, share});
   }
   agent.tiers().close_tiers();
-  agent.tiers().open(round, open_all(tiers, least_epochs));
+  agent.tiers().open(round, open_all(tiers, choices), tenants.size());
 }
 
 }  // namespace
@@ -93,8 +98,8 @@ void bind_hosts(py::module_& module) {
       .def_property_readonly("endpoint", &HostAgent::endpoint)
       .def_property_readonly("is_closed", [](HostAgent& agent) { return agent.tiers().is_closed(); })
       .def("wait_for_tiers", &wait_for_tiers, py::arg("timeout_seconds"))
-      .def("open_tiers", &open_tiers, py::arg("round"), py::arg("least_epochs"), py::arg("tiers"),
-           py::kw_only(), py::arg("tenants") = std::vector<std::pair<std::string, double>>{})
+      .def("open_tiers", &open_tiers, py::arg("round"), py::arg("epochs"), py::arg("tiers"), py::kw_only(),
+           py::arg("tenants") = std::vector<std::pair<std::string, double>>{})
       .def(
           "refuse_tiers",
           [](HostAgent& agent, std::uint32_t round, const std::string& problem) {

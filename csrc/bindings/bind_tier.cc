@@ -71,10 +71,10 @@ RecordFormOptions TierSpec::form() const {
 }
 
 std::vector<std::unique_ptr<Tier>> open_all(const std::vector<std::shared_ptr<TierSpec>>& tiers,
-                                            const std::vector<std::uint64_t>& least_epochs) {
+                                            const std::vector<EpochChoice>& epochs) {
   std::vector<std::unique_ptr<Tier>> opened;
   for (std::size_t i = 0; i < tiers.size(); ++i) {
-    tiers[i]->least_epoch = least_epochs.empty() ? 0 : least_epochs[i];
+    tiers[i]->epoch = epochs.empty() ? EpochChoice{} : epochs[i];
     opened.push_back(tiers[i]->open());
   }
   return opened;

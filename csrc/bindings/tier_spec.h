@@ -32,7 +32,7 @@ struct TierSpec {
   std::vector<Element> elements;       // by group position
   std::vector<bool> exact_groups;      // by group position: stored without loss all the same
   bool memory_outlives = false;        // see FsTierOptions
-  std::uint64_t least_epoch = 0;       // see FsTierOptions; kinds without numbered epochs ignore it
+  EpochChoice epoch{};                 // kinds whose epochs have no id ignore it
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.
@@ -46,9 +46,9 @@ struct TierSpec {
   RecordFormOptions form() const;
 };
 
-// Opens all of them; least_epochs: by tier, or empty. Called without the GIL. Throws like TierSpec::open.
+// Opens all of them; epochs: by tier, or empty. Called without the GIL. Throws like TierSpec::open.
 std::vector<std::unique_ptr<Tier>> open_all(const std::vector<std::shared_ptr<TierSpec>>& tiers,
-                                            const std::vector<std::uint64_t>& least_epochs);
+                                            const std::vector<EpochChoice>& epochs);
 
 // Parses "write_through", "on_evict", "reuse:N" or "read_only". Throws InvalidArgument that lists them.
 TierSlotOptions write_policy_of(std::string_view write_policy);

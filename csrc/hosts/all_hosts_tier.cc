@@ -6,12 +6,14 @@
 #include <iterator>
 #include <new>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace kv_offload {
 namespace {
 
 constexpr std::size_t kMostMissing = std::size_t{1} << 16;  // keys that are remembered
+constexpr std::size_t kMostPostponed = 4096;                // removals
 constexpr OpId kRemoval = OpId{1} << 63;                    // set in the ids of our own ops
 
 // How much a failed part says about the whole op.
@@ -40,6 +42,8 @@ int weight_of(StatusKind kind) {
   }
   return 7;
 }
+
+bool is_in_service(const TierStats& stats) { return stats.readable && stats.writable; }
 
 class AllHostsTier final : public Tier {
  public:
@@ -94,11 +98,16 @@ class AllHostsTier final : public Tier {
   void submit_held(std::vector<Completion>* completions);
   void end_part(Completion& ended, std::vector<Completion>* completions);
   static void add_failure(InFlight& op, Status status);
+  void forget_write(const ChunkKey& key, OpId id);
   void handle_removal(std::size_t part, const TierRemoval& removal, std::vector<TierRemoval>* removals);
+  void report(const TierRemoval& removal, std::vector<TierRemoval>* removals);
   // How long a part has been missing: found just now; not long enough, or long enough, to remove the others.
   enum class Missing : std::uint8_t { kNow, kShort, kLong };
   Missing note_missing(const ChunkKey& key);
+  void remove_useless_parts(const InFlight& failed);
   void queue_removal(std::size_t part, const ChunkKey& key);
+  void postpone_removal(std::size_t part, const ChunkKey& key);
+  void queue_postponed();
   void submit_removals();
   void end_removal(RemovalOps::iterator removal);
 
@@ -107,17 +116,19 @@ class AllHostsTier final : public Tier {
   const SteadyClock steady_;
   const Clock& clock_;
   std::unordered_map<OpId, InFlight> ops_;
-  std::unordered_map<ChunkKey, OpId> writes_;           // of ops_
+  std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
   RemovalOps removal_ops_;
   std::unordered_map<ChunkKey, Nanos> missing_;  // since when
   std::vector<std::vector<TierOp>> queued_removals_{parts_.size()};
+  std::vector<Removal> postponed_;  // until all parts are in service
   OpId last_removal_ = 0;
   std::vector<TierOp> held_;  // writes that wait until parts of their chunk are removed
   std::vector<Completion> ended_held_;
   std::vector<Completion> ended_;  // polled; those before next_ended_ are done
   std::size_t next_ended_ = 0;
-  std::vector<TierRemoval> removed_;  // scratch of poll()
+  std::vector<std::vector<TierRemoval>> removed_{parts_.size()};  // polled
+  std::unordered_set<ChunkKey> reported_;                         // by this poll()
   bool closed_ = false;
 };
 
@@ -164,7 +175,7 @@ void AllHostsTier::submit_parts(std::vector<TierOp> ops) {
     for (const OpId id : ids) {
       const auto found = ops_.find(id);
       if (found == ops_.end()) continue;
-      writes_.erase(found->second.key);
+      forget_write(found->second.key, id);
       ops_.erase(found);
     }
     throw;
@@ -206,16 +217,18 @@ void AllHostsTier::add_failure(InFlight& op, Status status) {
 }
 
 void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  for (std::size_t part = 0; part < parts_.size(); ++part) parts_[part].tier->poll(&ended_, &removed_[part]);
+  // Before the completions: a write whose part was evicted already has failed.
+  reported_.clear();
   for (std::size_t part = 0; part < parts_.size(); ++part) {
-    removed_.clear();
-    parts_[part].tier->poll(&ended_, &removed_);
-    // Before the completions: a write whose part was evicted already has failed.
-    for (const TierRemoval& removal : removed_) handle_removal(part, removal, removals);
-    completions->reserve(completions->size() + ended_.size() - next_ended_);
-    while (next_ended_ < ended_.size()) end_part(ended_[next_ended_++], completions);
-    ended_.clear();
-    next_ended_ = 0;
+    for (const TierRemoval& removal : removed_[part]) handle_removal(part, removal, removals);
+    removed_[part].clear();
   }
+  completions->reserve(completions->size() + ended_.size() - next_ended_);
+  while (next_ended_ < ended_.size()) end_part(ended_[next_ended_++], completions);
+  ended_.clear();
+  next_ended_ = 0;
+  queue_postponed();
   submit_removals();
   submit_held(completions);
   std::move(ended_held_.begin(), ended_held_.end(), std::back_inserter(*completions));
@@ -250,8 +263,11 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 
 // Allocates nothing that a completion depends on.
 void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completions) {
-  if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end())
+  if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
+    if (ended.status.kind() == StatusKind::kUnavailable)
+      postpone_removal(removal->second.part, removal->second.key);
     return end_removal(removal);
+  }
   const auto found = ops_.find(ended.id);
   if (found == ops_.end()) return;
   InFlight& op = found->second;
@@ -264,7 +280,7 @@ void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completi
   }
   if (--op.running > 0) return;
   if (op.kind == OpKind::kWrite) {
-    writes_.erase(op.key);
+    forget_write(op.key, ended.id);
     missing_.erase(op.key);
     if (op.status && op.part_is_lost)
       op.status = Status::error(StatusKind::kNotFound, "a part was evicted before all parts were written");
@@ -273,44 +289,76 @@ void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completi
   const bool parts_are_useless = op.kind == OpKind::kWrite
                                      ? kind != StatusKind::kOk && op.part_is_stored
                                      : kind == StatusKind::kCorrupt || kind == StatusKind::kNotFound;
-  for (std::size_t part = 0; parts_are_useless && part < parts_.size(); ++part) {
-    if (parts_[part].tier->contains(op.key) == Presence::kPresent) queue_removal(part, op.key);
-  }
+  if (parts_are_useless) remove_useless_parts(op);
   completions->push_back({ended.id, op.kind, op.key, std::move(op.status),
                           kind == StatusKind::kOk ? op.bytes : 0, op.seconds, op.queued_seconds});
   ops_.erase(found);
 }
 
+// A later write of the key, which was submitted after a reset, stays.
+void AllHostsTier::forget_write(const ChunkKey& key, OpId id) {
+  const auto write = writes_.find(key);
+  if (write != writes_.end() && write->second == id) writes_.erase(write);
+}
+
+void AllHostsTier::remove_useless_parts(const InFlight& failed) {
+  const ChunkKey& key = failed.key;
+  if (writes_.contains(key)) return;  // its end decides
+  const auto is_present = [&](const PartOfTier& part) {
+    return part.tier->contains(key) == Presence::kPresent;
+  };
+  // The op is older than a write that has succeeded.
+  if (!failed.part_is_lost && std::all_of(parts_.begin(), parts_.end(), is_present)) return;
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    const Presence presence = parts_[part].tier->contains(key);
+    // A host may have stored its part before its connection was lost.
+    const bool may_be_stored = presence == Presence::kUnknown && failed.kind == OpKind::kWrite;
+    if (presence == Presence::kPresent || may_be_stored) queue_removal(part, key);
+  }
+}
+
 void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
                                   std::vector<TierRemoval>* removals) {
+  using enum TierRemoval::Reason;
   const ChunkKey& key = removal.key;
-  if (removal.reason == TierRemoval::Reason::kReset) {
-    removals->push_back(removal);
+  const bool is_own = part == 0;
+  const bool own_is_present = parts_.front().tier->contains(key) == Presence::kPresent;
+  if (removal.reason == kReset && !is_own) {
+    // After a reset of the whole tier, this host reports the key. Else the connection was lost.
+    if (own_is_present) report(removal, removals);
     return;
   }
   if (removing_.contains(key)) return;
+  // Other hosts report kVanished also for lookups that found nothing.
+  const bool was_here = is_own || removal.reason != kVanished;
   if (const auto write = writes_.find(key); write != writes_.end()) {
-    // A lookup may have been answered before the part was written.
-    if (removal.reason != TierRemoval::Reason::kVanished) ops_.at(write->second).part_is_lost = true;
+    // The others may be older than the write: a lookup may have been answered before.
+    if (removal.reason == kEvicted || removal.reason == kCorrupt) ops_.at(write->second).part_is_lost = true;
+    if (was_here) report(removal, removals);
     return;
   }
-  bool was_whole = true;
+  const bool may_remove_unknown = was_here && removal.reason != kReset;
   std::vector<std::size_t> useless;
   for (std::size_t other = 0; other < parts_.size(); ++other) {
     if (other == part) continue;
     const Presence presence = parts_[other].tier->contains(key);
-    if (presence == Presence::kAbsent) {
-      was_whole = false;
-    } else if (presence == Presence::kPresent || removal.reason != TierRemoval::Reason::kVanished) {
+    if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
       useless.push_back(other);
+    } else if (may_remove_unknown && !is_in_service(parts_[other].tier->stats())) {
+      postpone_removal(other, key);
     }
   }
-  Missing missing = Missing::kLong;
-  if (removal.reason == TierRemoval::Reason::kVanished && !useless.empty()) missing = note_missing(key);
+  const Missing missing = was_here || useless.empty() ? Missing::kLong : note_missing(key);
   if (missing == Missing::kLong) {
     for (const std::size_t other : useless) queue_removal(other, key);
   }
-  if (was_whole && missing != Missing::kShort) removals->push_back(removal);
+  // A part that was here may have belonged to a whole chunk even if another part is absent: that one may have
+  // been removed since, and its removal not polled yet.
+  if (was_here || (own_is_present && missing != Missing::kShort)) report(removal, removals);
+}
+
+void AllHostsTier::report(const TierRemoval& removal, std::vector<TierRemoval>* removals) {
+  if (reported_.insert(removal.key).second) removals->push_back(removal);
 }
 
 AllHostsTier::Missing AllHostsTier::note_missing(const ChunkKey& key) {
@@ -336,6 +384,25 @@ void AllHostsTier::queue_removal(std::size_t part, const ChunkKey& key) {
     removal_ops_.emplace(id, Removal{key, part});
     ++removing_[key];
   } catch (const std::bad_alloc&) {  // the part is evicted some time, because it is not used
+  }
+}
+
+void AllHostsTier::postpone_removal(std::size_t part, const ChunkKey& key) {
+  if (closed_ || postponed_.size() >= kMostPostponed) return;  // the part is evicted some time
+  try {
+    postponed_.push_back({key, part});
+  } catch (const std::bad_alloc&) {  // as above
+  }
+}
+
+void AllHostsTier::queue_postponed() {
+  if (postponed_.empty() || !is_in_service(stats())) return;
+  for (const Removal& removal : std::exchange(postponed_, {})) {
+    bool is_whole = true;
+    for (std::size_t other = 0; other < parts_.size(); ++other)
+      is_whole &= other == removal.part || parts_[other].tier->contains(removal.key) == Presence::kPresent;
+    // A chunk that was written again since is whole, or its write has not ended.
+    if (!is_whole && !writes_.contains(removal.key)) queue_removal(removal.part, removal.key);
   }
 }
 
@@ -374,7 +441,7 @@ Presence AllHostsTier::contains(const ChunkKey& key) const {
   return all;
 }
 
-// A key that this host does not have is not asked for elsewhere.
+// A key that this host does not have is not asked for elsewhere: most are chunks of new prompts.
 void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   const Tier& own = *parts_.front().tier;
   std::vector<ChunkKey> possible;
@@ -389,6 +456,8 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
 
 Status AllHostsTier::reset() {
   cancel_held();  // an op belongs to the epoch in which it was submitted
+  missing_.clear();
+  postponed_.clear();
   Status worst;
   for (const PartOfTier& part : parts_) {
     Status status = part.tier->reset();
@@ -441,6 +510,13 @@ TierStats AllHostsTier::stats() const {
 void AllHostsTier::close() {
   if (std::exchange(closed_, true)) return;
   cancel_held();
+  // Before another host's close() waits: meanwhile this host would store parts that the other one does not.
+  for (const auto& [id, op] : ops_) {
+    try {
+      (void)parts_.front().tier->cancel(id);
+    } catch (const std::bad_alloc&) {  // its close() cancels the op
+    }
+  }
   for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) part->tier->close();
 }
 

@@ -7,12 +7,18 @@
 // - A read is ok if every host has read and verified its part; a write, if every host has stored its part.
 //   Otherwise the op ends once, with the status that says most (damaged before missing before cancelled).
 // - Parts that became useless are removed: those of a chunk whose part on another host was evicted, damaged
-// or
-//   not written. So a host keeps no part that can never be loaded. A part that is only found missing may
-//   still be on its way from another engine that shares the records, so it has to stay missing for some time
-//   first.
+//   or not written. If a lookup finds that another host lacks its part, the part may still be on its way from
+//   another engine that shares the records, so it has to stay missing for some time first. A removal that a
+//   host cannot take now, because it is lost or its disk fails, is repeated later.
+// - A part stays until it is evicted if this host lacks its own and does not know why, e.g. because its
+//   directory was emptied while the engine was down. Such keys are not looked up on other hosts: each chunk of
+//   a new prompt is one, and the chunk is stored again on all hosts once it has been computed.
 //
-// An op takes as long as it takes on the slowest host. Its bytes are those of all parts.
+// A removed chunk is reported when the first of its parts is removed, and at most once in each poll(). A key
+// whose parts never formed a chunk may be reported too.
+//
+// An op takes as long as it takes on the slowest host. Its bytes are those of all parts. The same bytes and
+// capacity are counted once for each host if the hosts share a directory.
 //
 // Threads: as for each Tier.
 #pragma once

@@ -149,7 +149,7 @@ void HostAgent::Impl::serve_once() {
   greet(now);
   accept_all(now);
   if (connection == nullptr) return;
-  if (!read_frames(now)) return end_connection();
+  if (!read_frames(now) || tiers.has_failed()) return end_connection();
   write_frames(now);
   if (!send_some(connection->socket, &connection->unsent)) end_connection();
 }

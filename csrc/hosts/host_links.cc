@@ -23,6 +23,7 @@ constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
 constexpr std::size_t kMostEvents = 64;  // that nobody has taken yet; later ones are dropped
+constexpr std::size_t kMostUnsentOrders = std::size_t{256} << 10;  // bytes of frames that wait for the socket
 
 enum class State : std::uint8_t {
   kNoEndpoint,  // rank 0 has not said where the host listens
@@ -54,6 +55,13 @@ struct Link {
   bool was_connected = false;
 };
 
+std::uint32_t random_round() {
+  const auto bytes = random_bytes();
+  std::uint32_t round = 0;
+  std::memcpy(&round, bytes.data(), sizeof round);
+  return round;
+}
+
 std::string describe(const RankGeometry& geometry) {
   return fmt::format("chunks of {} bytes and the layout {}", fmt::join(geometry.shard_bytes, ", "),
                      geometry.fingerprint);
@@ -70,8 +78,9 @@ struct HostLinks::Impl {
   const std::shared_ptr<WakeUp> wake = std::make_shared<WakeUp>();  // shared: a tier may outlive this object
   std::atomic<bool> stopping{false};
   std::thread thread;
-  std::vector<Link> links;   // the thread's; the hosts and channels never change
-  std::uint32_t rounds = 0;  // calls of open_tiers()
+  std::vector<Link> links;  // the thread's; the hosts and channels never change
+  // Of the last call of open_tiers(). Begins anywhere: the host may still answer an earlier scheduler.
+  std::uint32_t rounds = random_round();
 
   // ---- what other threads see
   mutable Mutex mutex;
@@ -250,7 +259,7 @@ void HostLinks::Impl::append_frames(Link& link, Nanos now) {
     link.writer->append(type, body, &link.unsent);
     link.last_sent = now;
   };
-  if (link.state == State::kConnected) {
+  if (link.state == State::kConnected && link.unsent.size() < kMostUnsentOrders) {
     for (const TierChannel::Frame& frame : link.channel->take_frames()) append(frame.first, frame.second);
   }
   if (link.unsent.empty() && now - link.last_sent >= options.alive_interval)
@@ -317,8 +326,16 @@ void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body, Nano
     case FrameType::kLeaving:
       return;
     default:
-      if (link.state != State::kConnected || !link.channel->deliver(type, body, now))
-        throw_invalid("a message about its tiers is malformed");
+      if (link.state != State::kConnected)
+        throw_invalid("it sent message {} too early", static_cast<unsigned>(type));
+      switch (link.channel->deliver(type, body, now)) {
+        case TierChannel::Delivery::kTaken:
+          return;
+        case TierChannel::Delivery::kMalformed:
+          throw_invalid("a message about its tiers is malformed");
+        case TierChannel::Delivery::kTooMuch:
+          return lose(link, "it sent more than an idle engine can keep", now);
+      }
   }
 }
 
@@ -460,31 +477,25 @@ Status HostLinks::wait_until_connected(Nanos timeout) const {
   }
 }
 
-std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(const std::string& text, std::size_t tiers,
-                                                              const std::vector<std::uint64_t>& least_epochs,
+std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(const std::string& text,
+                                                              const std::vector<EpochChoice>& epochs,
                                                               Nanos timeout) {
   if (text.size() > kMostOpenText)
     throw_resource("the settings of the tiers have {} bytes; at most {} are possible", text.size(),
                    kMostOpenText);
-  if (tiers > kMostTiers) throw_invalid("{} tiers were given; at most {} are possible", tiers, kMostTiers);
+  if (epochs.size() > kMostTiers)
+    throw_invalid("{} tiers were given; at most {} are possible", epochs.size(), kMostTiers);
   const Nanos end = impl_->clock.now() + timeout;
-  const OpenTiers request{++impl_->rounds, least_epochs, text};
-  std::vector<std::vector<std::uint64_t>> epochs(impl_->links.size());
-  std::vector<Status> results(impl_->links.size());
-  std::vector<std::thread> waiting;  // a host may count a large directory: all at once
-  for (std::size_t host = 0; host < epochs.size(); ++host) {
-    waiting.emplace_back([&, host] {
-      results[host] =
-          impl_->links[host].channel->open(request, tiers, end - impl_->clock.now(), &epochs[host]);
-    });
+  const OpenTiers request{++impl_->rounds, epochs, text};
+  // A host may count a large directory: all at once.
+  for (const Link& link : impl_->links) link.channel->begin_open(request);
+  std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
+  for (std::size_t host = 0; host < ids.size(); ++host) {
+    const Link& link = impl_->links[host];
+    const Status opened = link.channel->wait_until_open(end - impl_->clock.now(), &ids[host]);
+    if (!opened) throw_resource("the tiers of {} cannot be used: {}", Impl::name_of(link), opened.message());
   }
-  for (std::thread& thread : waiting) thread.join();
-  for (std::size_t host = 0; host < epochs.size(); ++host) {
-    if (results[host].is_ok()) continue;
-    throw_resource("the tiers of {} cannot be used: {}", Impl::name_of(impl_->links[host]),
-                   results[host].message());
-  }
-  return epochs;
+  return ids;
 }
 
 std::size_t HostLinks::num_hosts() const { return impl_->links.size(); }
@@ -511,6 +522,7 @@ void HostLinks::close() {
   impl_->wake->signal();
   if (impl_->thread.joinable()) impl_->thread.join();
   impl_->region->set_cut_off(true);
+  for (const Link& link : impl_->links) link.channel->end_connection("the engine shuts down");
 }
 
 }  // namespace kv_offload

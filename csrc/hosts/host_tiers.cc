@@ -24,11 +24,12 @@ constexpr Nanos kStateRefresh = std::chrono::seconds(1);
 constexpr std::uint64_t kSampleBytes = 1 << 20;  // for the speed in TierState
 
 struct NewConnection {
-  bool has_begun = false;  // false: the old one has ended
+  std::uint64_t number = 0;  // 0: the old one has ended
 };
 struct NewTiers {
   std::uint32_t round = 0;
   std::vector<std::unique_ptr<Tier>> tiers;
+  std::size_t tenants = 0;
 };
 struct ClosedTiers {
   std::shared_ptr<std::atomic<bool>> done;
@@ -56,9 +57,12 @@ struct HostTiers::Impl {
   std::deque<Order> orders GUARDED_BY(mutex);
   std::vector<Frame> outgoing GUARDED_BY(mutex);
   std::deque<OpenTiers> requests GUARDED_BY(mutex);
+  std::uint64_t connections GUARDED_BY(mutex) = 0;  // number of the last one
   bool connected GUARDED_BY(mutex) = false;
+  bool failed GUARDED_BY(mutex) = false;
   bool stopping GUARDED_BY(mutex) = false;
   std::size_t num_tiers GUARDED_BY(mutex) = 0;
+  std::size_t num_tenants GUARDED_BY(mutex) = 0;
   mutable std::vector<std::vector<std::uint64_t>> known_layout;  // set once, under the mutex
   std::atomic<std::size_t> in_flight{0};
 
@@ -72,9 +76,10 @@ struct HostTiers::Impl {
     Nanos looked_at{0}, sent_at{0};
   };
   std::vector<Slot> slots;
-  bool is_connected = false;
-  bool ops_ended = false;   // kOpsEnded was sent on this connection
-  std::vector<Frame> made;  // frames of this turn
+  std::uint64_t connection = 0;  // 0: none
+  bool ops_ended = false;        // kOpsEnded was sent on this connection
+  bool has_abandoned = false;    // tiers were closed while ops ran: their threads may still touch rows
+  std::vector<Frame> made;       // frames of this turn
 
   void run();
   void turn(std::deque<Order> taken);
@@ -87,7 +92,8 @@ struct HostTiers::Impl {
   void execute(TierUsesFrame& order);
   void execute(TierReset& order);
   void close_slots();
-  void poll(std::uint8_t tier);
+  enum class Removals : std::uint8_t { kAll, kNoResets };
+  void poll(std::uint8_t tier, Removals reported = Removals::kAll);
   void answer(std::uint8_t tier);
   void report_state(std::uint8_t tier, bool force);
   bool has_stale_ops() const;
@@ -108,6 +114,14 @@ struct HostTiers::Impl {
     changed.notify_all();
     return true;
   }
+  bool fits(const TierOps& frame) const;
+  void fail() {
+    {
+      const MutexLock lock(mutex);
+      failed = true;
+    }
+    on_frames();
+  }
   // False: `tier` is not one of ours.
   bool has_tier(std::uint8_t tier) const {
     const MutexLock lock(mutex);
@@ -119,14 +133,16 @@ struct HostTiers::Impl {
 const HostTiers::Impl::Layout& HostTiers::Impl::layout() const {
   const MutexLock lock(mutex);
   if (!known_layout.empty()) return known_layout;
+  Layout made_layout;  // completed before anyone sees it
   for (std::uint32_t i = 0; i < region->local_ranks(); ++i) {
     const std::uint32_t rank = region->first_rank() + i;
     const std::vector<std::uint64_t> shard_bytes = region->geometry(rank).shard_bytes;
-    known_layout.resize(std::max(known_layout.size(), shard_bytes.size()),
-                        std::vector<std::uint64_t>(region->num_areas()));
+    made_layout.resize(std::max(made_layout.size(), shard_bytes.size()),
+                       std::vector<std::uint64_t>(region->num_areas()));
     for (std::size_t group = 0; group < shard_bytes.size(); ++group)
-      known_layout[group][rank] = shard_bytes[group];
+      made_layout[group][rank] = shard_bytes[group];
   }
+  known_layout = std::move(made_layout);
   return known_layout;
 }
 
@@ -151,20 +167,22 @@ TierOp HostTiers::Impl::to_tier_op(const HostOp& op, Nanos at) const {
 
 void HostTiers::Impl::run() {
   begin_thread("kvo-host-tiers", CpuShare::kFull);
-  while (true) {
-    std::deque<Order> taken;
-    {
-      const MutexLock lock(mutex);
-      if (orders.empty() && !stopping) changed.wait_for(mutex, wait_time());
-      if (stopping) break;
-      taken.swap(orders);
-    }
-    // An exception that leaves the thread would end the process. Orders that were lost are given up by the
-    // scheduler at its deadlines.
+  bool goes_on = true;
+  while (goes_on) {
+    // An exception that leaves the thread would end the process. What was lost ends with the connection: the
+    // scheduler then learns that no op is running any more.
     try {
-      turn(std::move(taken));
+      std::deque<Order> taken;
+      {
+        const MutexLock lock(mutex);
+        if (orders.empty() && !stopping) changed.wait_for(mutex, wait_time());
+        goes_on = !stopping;
+        taken.swap(orders);
+      }
+      if (goes_on) turn(std::move(taken));
     } catch (const std::exception&) {
       made.clear();
+      fail();
     }
   }
   close_slots();
@@ -178,13 +196,19 @@ Nanos HostTiers::Impl::wait_time() const {
 }
 
 bool HostTiers::Impl::has_stale_ops() const {
-  return std::any_of(slots.begin(), slots.end(), [](const Slot& slot) {
-    return std::any_of(slot.ops.begin(), slot.ops.end(), [](const auto& op) { return op.second; });
-  });
+  return has_abandoned || std::any_of(slots.begin(), slots.end(), [](const Slot& slot) {
+           return std::any_of(slot.ops.begin(), slot.ops.end(), [](const auto& op) { return op.second; });
+         });
 }
 
 void HostTiers::Impl::turn(std::deque<Order> taken) {
-  for (Order& order : taken) std::visit([this](auto& one) { execute(one); }, order);
+  for (Order& order : taken) {
+    try {
+      std::visit([this](auto& one) { execute(one); }, order);
+    } catch (const std::exception&) {  // the others are executed all the same
+      fail();
+    }
+  }
   std::size_t running = 0;
   for (std::uint8_t tier = 0; tier < slots.size(); ++tier) {
     poll(tier);
@@ -192,7 +216,7 @@ void HostTiers::Impl::turn(std::deque<Order> taken) {
     running += slots[tier].ops.size();
   }
   in_flight = running;
-  if (is_connected && !ops_ended && !has_stale_ops()) {
+  if (connection != 0 && !ops_ended && !has_stale_ops()) {
     made.emplace_back(FrameType::kOpsEnded, Bytes());
     ops_ended = true;
     for (std::uint8_t tier = 0; tier < slots.size(); ++tier) report_state(tier, true);
@@ -203,14 +227,16 @@ void HostTiers::Impl::turn(std::deque<Order> taken) {
   if (made.empty() && taken.empty()) return;
   {
     const MutexLock lock(mutex);
-    if (connected && is_connected) std::move(made.begin(), made.end(), std::back_inserter(outgoing));
+    // Frames of an earlier connection must not reach the next one.
+    if (connected && connection == connections)
+      std::move(made.begin(), made.end(), std::back_inserter(outgoing));
   }
   made.clear();
   on_frames();
 }
 
 void HostTiers::Impl::execute(NewConnection& order) {
-  is_connected = order.has_begun;
+  connection = order.number;
   ops_ended = false;
   made.clear();  // of the connection before
   for (Slot& slot : slots) {
@@ -223,7 +249,10 @@ void HostTiers::Impl::execute(NewConnection& order) {
 }
 
 void HostTiers::Impl::close_slots() {
-  for (Slot& slot : slots) slot.tier->close();
+  for (Slot& slot : slots) {
+    has_abandoned |= !slot.ops.empty();
+    slot.tier->close();
+  }
   slots.clear();
 }
 
@@ -242,12 +271,13 @@ void HostTiers::Impl::execute(NewTiers& order) {
   TiersOpened opened;
   opened.round = order.round;
   for (auto& tier : order.tiers) {
-    opened.epochs.push_back(tier->stats().epoch);
+    opened.epochs.push_back(tier->stats().epoch_id);
     slots.emplace_back().tier = std::move(tier);
   }
   {
     const MutexLock lock(mutex);
     num_tiers = slots.size();
+    num_tenants = order.tenants;
   }
   make(FrameType::kTiersOpened, opened);
   for (std::uint8_t tier = 0; tier < slots.size(); ++tier) report_state(tier, true);
@@ -261,7 +291,15 @@ void HostTiers::Impl::execute(ReceivedOps& order) {
     // An id in flight would hide the end of its op.
     if (slot.ops.emplace(op.id, false).second) ops.push_back(to_tier_op(op, order.at));
   }
-  slot.tier->submit(std::move(ops));
+  std::vector<OpId> ids;
+  ids.reserve(ops.size());
+  for (const TierOp& op : ops) ids.push_back(op.id);
+  try {
+    slot.tier->submit(std::move(ops));
+  } catch (const std::exception&) {
+    for (const OpId id : ids) slot.ops.erase(id);
+    throw;
+  }
 }
 
 void HostTiers::Impl::execute(TierCancel& order) {
@@ -295,19 +333,29 @@ void HostTiers::Impl::execute(TierReset& order) {
   slot.epoch = order.epoch;
   slot.lookups.clear();
   const Status status = slot.tier->reset();
+  poll(order.tier, Removals::kNoResets);  // the scheduler knows of this reset
   make(FrameType::kResetDone, TierResetDone{order.tier, order.epoch, status.kind()});
   report_state(order.tier, true);
 }
 
-void HostTiers::Impl::poll(std::uint8_t tier) {
+void HostTiers::Impl::poll(std::uint8_t tier, Removals reported) {
   Slot& slot = slots[tier];
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
   slot.tier->poll(&completions, &removals);
+  // Without allocating: an id that stayed would delay kOpsEnded for ever.
+  std::erase_if(completions, [&](const Completion& ended) {
+    const auto found = slot.ops.find(ended.id);
+    const bool is_awaited = found != slot.ops.end() && !found->second;
+    if (found != slot.ops.end()) slot.ops.erase(found);
+    return !is_awaited;
+  });
   TierRemovals removed{tier, slot.epoch, {}};
-  for (const TierRemoval& removal : removals) {
-    // The scheduler knows of its own resets.
-    if (removal.reason == TierRemoval::Reason::kReset) continue;
+  for (TierRemoval removal : removals) {
+    if (removal.reason == TierRemoval::Reason::kReset) {
+      if (reported == Removals::kNoResets) continue;
+      removal.reason = TierRemoval::Reason::kVanished;  // somebody removed the epoch's directory
+    }
     removed.removals.push_back(removal);
     if (removed.removals.size() < kMostKeys) continue;
     make(FrameType::kRemovals, removed);
@@ -317,11 +365,6 @@ void HostTiers::Impl::poll(std::uint8_t tier) {
   if (!removed.removals.empty()) make(FrameType::kRemovals, removed);
   TierResults results{tier, {}};
   for (const Completion& ended : completions) {
-    const auto found = slot.ops.find(ended.id);
-    if (found == slot.ops.end()) continue;
-    const bool is_stale = found->second;
-    slot.ops.erase(found);
-    if (is_stale) continue;
     results.results.push_back({ended.id, ended.status.kind(), ended.status.error_number(), ended.bytes,
                                std::max(ended.seconds, 0.0), std::max(ended.queued_seconds, 0.0)});
     if (results.results.size() < kMostResults) continue;
@@ -387,9 +430,12 @@ HostTiers::HostTiers(std::shared_ptr<const HostRegion> region, std::function<voi
 HostTiers::~HostTiers() { close(); }
 
 void HostTiers::begin_connection() {
+  std::uint64_t number = 0;
   {
     const MutexLock lock(impl_->mutex);
+    number = ++impl_->connections;
     impl_->connected = true;
+    impl_->failed = false;
     impl_->outgoing.clear();
     impl_->requests.clear();
     // Orders of the connection before that have not started.
@@ -397,7 +443,7 @@ void HostTiers::begin_connection() {
       return !std::holds_alternative<NewTiers>(order) && !std::holds_alternative<ClosedTiers>(order);
     });
   }
-  (void)impl_->push(NewConnection{true});
+  (void)impl_->push(NewConnection{number});
 }
 
 void HostTiers::end_connection() {
@@ -406,7 +452,22 @@ void HostTiers::end_connection() {
     impl_->connected = false;
     impl_->outgoing.clear();
   }
-  (void)impl_->push(NewConnection{false});
+  (void)impl_->push(NewConnection{});
+}
+
+bool HostTiers::Impl::fits(const TierOps& frame) const {
+  if (in_flight + frame.ops.size() > kMostInFlight) return false;
+  std::size_t tenants = 0;
+  {
+    const MutexLock lock(mutex);
+    tenants = std::max<std::size_t>(num_tenants, 1);
+  }
+  const Layout& rows = layout();
+  return std::all_of(frame.ops.begin(), frame.ops.end(), [&](const HostOp& op) {
+    if (op.entry_info.tenant >= tenants) return false;
+    return op.kind == OpKind::kRemove ||
+           (op.group < rows.size() && fits_area(*region, op.row, rows[op.group]));
+  });
 }
 
 bool HostTiers::take(FrameType type, ByteSpan body) {
@@ -427,13 +488,7 @@ bool HostTiers::take(FrameType type, ByteSpan body) {
     }
     case FrameType::kOps: {
       auto frame = decode_ops(body);
-      if (!frame || !impl_->has_tier(frame->tier)) return false;
-      if (impl_->in_flight + frame->ops.size() > kMostInFlight) return false;
-      const Impl::Layout& layout = impl_->layout();
-      for (const HostOp& op : frame->ops) {
-        if (op.kind == OpKind::kRemove) continue;
-        if (op.group >= layout.size() || !fits_area(*impl_->region, op.row, layout[op.group])) return false;
-      }
+      if (!frame || !impl_->has_tier(frame->tier) || !impl_->fits(*frame)) return false;
       return impl_->push(ReceivedOps{std::move(*frame), impl_->clock.now()});
     }
     case FrameType::kCancel:
@@ -454,6 +509,11 @@ bool HostTiers::is_full() const {
   return impl_->orders.size() >= kMostOrders;
 }
 
+bool HostTiers::has_failed() const {
+  const MutexLock lock(impl_->mutex);
+  return impl_->failed;
+}
+
 std::vector<HostTiers::Frame> HostTiers::frames() {
   const MutexLock lock(impl_->mutex);
   return std::exchange(impl_->outgoing, {});
@@ -472,8 +532,8 @@ std::optional<OpenTiers> HostTiers::wait_for_request(Nanos timeout) {
   return request;
 }
 
-void HostTiers::open(std::uint32_t round, std::vector<std::unique_ptr<Tier>> tiers) {
-  (void)impl_->push(NewTiers{round, std::move(tiers)});
+void HostTiers::open(std::uint32_t round, std::vector<std::unique_ptr<Tier>> tiers, std::size_t tenants) {
+  (void)impl_->push(NewTiers{round, std::move(tiers), tenants});
 }
 
 void HostTiers::refuse(std::uint32_t round, const std::string& problem) {

@@ -40,14 +40,18 @@ class HostTiers {
   bool take(FrameType type, ByteSpan body);
   // True if no more frames should be read for now: too many orders wait. on_frames follows.
   bool is_full() const;
+  // True if memory ran out since begin_connection(): orders or results are lost, and the connection has to
+  // end. on_frames has been called.
+  bool has_failed() const;
   // Returns the frames to send on this connection, in order.
   std::vector<Frame> frames();
 
   // ---- the opening of the tiers, on any thread
   // Waits for the next request of the scheduler to open its tiers; empty: timeout, or closed.
   std::optional<OpenTiers> wait_for_request(Nanos timeout);
-  // Answers a request. The tiers replace those of an earlier request, which are closed first.
-  void open(std::uint32_t round, std::vector<std::unique_ptr<Tier>> tiers);
+  // Answers a request. The tiers replace those of an earlier request, which are closed first. `tenants`:
+  // number of tenants that divide them; 0: none.
+  void open(std::uint32_t round, std::vector<std::unique_ptr<Tier>> tiers, std::size_t tenants = 0);
   void refuse(std::uint32_t round, const std::string& problem);
   // Closes the tiers of an earlier request now: two tiers must not use one directory with one bound.
   void close_tiers();

@@ -2,15 +2,23 @@
 #include "hosts/open_tiers.h"
 
 #include <algorithm>
-#include <numeric>
+#include <cstring>
 #include <utility>
 
 #include "base/status.h"
+#include "hosts/frame.h"
 
 namespace kv_offload {
 namespace {
 
-constexpr int kMostRounds = 4;  // each one starts after a reset by another engine
+constexpr int kMostRounds = 5;  // each one after the second: another engine begins an epoch too
+
+std::uint64_t new_id() {
+  const auto bytes = random_bytes();
+  std::uint64_t id = 0;
+  std::memcpy(&id, bytes.data(), sizeof id);
+  return std::max<std::uint64_t>(id, 1);
+}
 
 double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_t ranks) {
   double bytes = 0;
@@ -24,31 +32,30 @@ double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_
 }  // namespace
 
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
-                        const std::function<Tiers(const std::vector<std::uint64_t>& least_epochs)>& open_own,
+                        const std::function<Tiers(const std::vector<EpochChoice>& epochs)>& open_own,
                         const std::string& text, const OpenOptions& options) {
-  std::vector<std::uint64_t> least(tiers);
+  std::vector<EpochChoice> choices(tiers, {new_id(), false});
   Tiers own;
   for (int round = 0;; ++round) {
     own.clear();
-    own = open_own(least);
-    std::vector<std::vector<std::uint64_t>> epochs = links.open_tiers(text, tiers, least, options.timeout);
-    std::vector<std::uint64_t>& own_epochs = epochs.emplace_back();
-    for (const auto& tier : own) own_epochs.push_back(tier->stats().epoch);
+    own = open_own(choices);
+    std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, options.timeout);
+    std::vector<std::uint64_t>& own_ids = ids.emplace_back();
+    for (const auto& tier : own) own_ids.push_back(tier->stats().epoch_id);
     bool agree = true;
     for (std::size_t tier = 0; tier < tiers; ++tier) {
-      for (const auto& of_host : epochs) {
-        if (of_host[tier] == 0) {
-          throw_resource(
-              "tier {} cannot be used by an engine on several hosts: its store has no numbered epochs",
-              own[tier]->name());
-        }
-        agree = agree && of_host[tier] == own_epochs[tier];
-        least[tier] = std::max(least[tier], of_host[tier]);
-      }
+      const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
+        return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
+      });
+      if (!is_same) choices[tier] = {new_id(), true};
+      agree = agree && is_same;
     }
     if (agree) break;
     if (round + 1 == kMostRounds)
-      throw_resource("the tiers of this engine's hosts were reset again and again while they were opened");
+      throw_resource(
+          "the hosts of this engine cannot begin a common epoch of their tiers: other engines begin epochs "
+          "in the "
+          "same directories at the same time, or the kind of tier has none. Start this engine again");
   }
   const double all_bytes = bytes_of(region, 0, region.options().num_workers);
   const auto share = [&](std::uint32_t first_rank, std::uint32_t ranks) {

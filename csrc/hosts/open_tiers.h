@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opens the tiers of all hosts of an engine as tiers for the scheduler's cache.
 //
-// THE EPOCHS AGREE. A reset may reach only some of the hosts before the engine ends. So the next engine
-// compares the numbers of the epochs that its hosts would use, and all of them use the highest (see
-// FsTierOptions::least_epoch). Otherwise a host that missed the reset would contribute a part of older
-// weights to a chunk.
+// THE EPOCHS AGREE. A reset may reach only some of the hosts before the engine ends, and a directory may be
+// replaced or be used by another engine. So the next engine compares the ids of the epochs that its hosts
+// would use (EpochChoice). Unless all are equal, every host begins a new epoch with one new id. Otherwise a
+// host that missed the reset would contribute a part of older weights to a chunk.
 #pragma once
 
 #include <functional>
@@ -28,11 +28,11 @@ struct OpenOptions {
   AllHostsOptions all_hosts{};
 };
 
-// `open_own`: opens the tiers of this host, none of which uses an epoch below least_epochs[tier]. `text`: for
-// the other hosts, see HostLinks::open_tiers. Throws as open_own, and ResourceError (another host cannot open
-// its tiers; a kind of tier without numbered epochs). REQUIRES: all hosts are connected.
+// `open_own`: opens the tiers of this host, each with its choice of an epoch. `text`: for the other hosts,
+// see HostLinks::open_tiers. Throws as open_own, and ResourceError (another host cannot open its tiers; a
+// kind of tier whose epochs have no id). REQUIRES: all hosts are connected.
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
-                        const std::function<Tiers(const std::vector<std::uint64_t>& least_epochs)>& open_own,
+                        const std::function<Tiers(const std::vector<EpochChoice>& epochs)>& open_own,
                         const std::string& text, const OpenOptions& options);
 
 }  // namespace kv_offload

@@ -117,7 +117,7 @@ bool RemoteTier::send_ops(std::span<const HostOp> ops) {
 void RemoteTier::submit(std::vector<TierOp> ops) {
   take_events();
   const Nanos now = clock_.now();
-  completions_.reserve(completions_.size() + ops.size());
+  completions_.reserve(completions_.size() + ops_.size() + ops.size());  // end() allocates nothing
   std::vector<HostOp> to_send;
   const std::size_t waiting = waiting_.size();
   std::size_t writes = sent_writes_;
@@ -287,6 +287,8 @@ void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds
     } else {
       presence_.written(op.key, op.epoch);
     }
+  } else if (op.kind == OpKind::kRemove && status.kind() == StatusKind::kNotFound) {
+    presence_.removed(op.key, TierRemoval::Reason::kVanished, op.epoch);
   } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kCorrupt) {
     presence_.removed(op.key, TierRemoval::Reason::kCorrupt, op.epoch);
   } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kNotFound) {
@@ -327,7 +329,10 @@ void RemoteTier::take(Nanos, TierResetDone& frame) {
                       : Status::error(frame.kind, "a host could not reset its tier yet; it tries again");
 }
 
-void RemoteTier::take(Nanos, TierState& frame) { state_ = std::move(frame); }
+void RemoteTier::take(Nanos, TierState& frame) {
+  state_ = std::move(frame);
+  state_.stats.tenant_bytes.resize(std::min(state_.stats.tenant_bytes.size(), options_.tenants));
+}
 
 // ---- the rest
 

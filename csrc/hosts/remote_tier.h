@@ -23,6 +23,7 @@ namespace kv_offload {
 
 struct RemoteTierOptions {
   std::string name;
+  std::size_t tenants = 0;                        // of the cache; the host has as many
   Nanos reset_timeout{std::chrono::seconds(10)};  // how long reset() waits for the host
   Nanos absent_for{std::chrono::seconds(1)};      // see PresenceCache
   std::size_t most_keys = std::size_t{1} << 19;   // remembered

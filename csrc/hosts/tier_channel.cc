@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hosts/tier_channel.h"
 
+#include <algorithm>
+#include <iterator>
+#include <new>
+#include <type_traits>
+
 namespace kv_offload {
 namespace {
 
 constexpr std::size_t kMuch = std::size_t{4} << 20;  // bytes of frames that wait to be sent
 
 }  // namespace
-
-template <typename What>
-void TierChannel::add_event(std::uint8_t tier, What what, Nanos now) {
-  events_[tier].push_back({now, std::move(what)});
-}
 
 void TierChannel::begin_connection() {
   const MutexLock lock(mutex_);
@@ -20,45 +20,67 @@ void TierChannel::begin_connection() {
   is_ready_ = false;
 }
 
-void TierChannel::end_connection(const std::string& problem) {
+void TierChannel::end_connection(const std::string& problem) noexcept {
   {
     const MutexLock lock(mutex_);
     if (!connected_) return;
     connected_ = is_ready_ = false;
-    problem_ = problem;
+    try {
+      problem_ = problem;
+    } catch (const std::bad_alloc&) {
+      problem_.clear();
+    }
     outbox_.clear();
     outbox_bytes_ = 0;
-    for (std::uint8_t tier = 0; tier < events_.size(); ++tier) add_event(tier, Lost{}, Nanos(0));
+    // The results that they contain count as unknown, like those that never arrived.
+    for (Waiting& waiting : waiting_) {
+      waiting.is_lost = true;
+      waiting.events.clear();
+      waiting.bytes = 0;
+    }
   }
   changed_.notify_all();
 }
 
-bool TierChannel::deliver(FrameType type, ByteSpan body, Nanos now) {
+TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos now) {
   const auto pass_on = [&](auto frame) {
-    if (!frame) return false;
+    if (!frame) return Delivery::kMalformed;
     const MutexLock lock(mutex_);
     // Before kOpsEnded of this connection nothing belongs to it.
-    if (!is_ready_) return true;
-    if (frame->tier >= events_.size()) return false;
-    const std::uint8_t tier = frame->tier;
-    add_event(tier, std::move(*frame), now);
-    return true;
+    if (!is_ready_ || waiting_.empty()) return Delivery::kTaken;
+    if (frame->tier >= waiting_.size()) return Delivery::kMalformed;
+    Waiting& waiting = waiting_[frame->tier];
+    if constexpr (std::is_same_v<std::decay_t<decltype(*frame)>, TierState>) {
+      // An idle engine takes no events: only the last state is kept.
+      const auto older = std::find_if(waiting.events.begin(), waiting.events.end(), [](const Event& event) {
+        return std::holds_alternative<TierState>(event.what);
+      });
+      if (older != waiting.events.end()) {
+        *older = {now, std::move(*frame)};
+        return Delivery::kTaken;
+      }
+    } else {
+      if (waiting.bytes + body.size() > kMostWaiting) return Delivery::kTooMuch;
+      waiting.bytes += body.size();
+    }
+    waiting.events.push_back({now, std::move(*frame)});
+    return Delivery::kTaken;
   };
-  bool taken = true;
+  Delivery taken = Delivery::kTaken;
   switch (type) {
     case FrameType::kOpsEnded: {
-      if (!body.empty()) return false;
+      if (!body.empty()) return Delivery::kMalformed;
       const MutexLock lock(mutex_);
-      if (is_ready_) return false;
+      if (is_ready_) return Delivery::kMalformed;
+      for (Waiting& waiting : waiting_) waiting.events.push_back({now, Ready{connection_}});
       is_ready_ = true;
-      for (std::uint8_t tier = 0; tier < events_.size(); ++tier) add_event(tier, Ready{connection_}, now);
       break;
     }
     case FrameType::kTiersOpened: {
       auto opened = decode_tiers_opened(body);
-      if (!opened) return false;
+      if (!opened) return Delivery::kMalformed;
       const MutexLock lock(mutex_);
-      if (opened->round == round_) opened_.push_back(std::move(*opened));
+      if (opened->round == round_) opened_ = std::move(*opened);
       break;
     }
     case FrameType::kResults:
@@ -77,7 +99,7 @@ bool TierChannel::deliver(FrameType type, ByteSpan body, Nanos now) {
       taken = pass_on(decode_state(body));
       break;
     default:
-      return false;
+      return Delivery::kMalformed;
   }
   changed_.notify_all();
   return taken;
@@ -106,47 +128,59 @@ bool TierChannel::send(ConnectionNumber connection, std::vector<Frame> frames, b
 
 std::vector<TierChannel::Event> TierChannel::take_events(std::uint8_t tier) {
   const MutexLock lock(mutex_);
-  return std::exchange(events_[tier], {});
+  Waiting& waiting = waiting_[tier];
+  std::vector<Event> taken;
+  if (waiting.is_lost) {
+    taken.reserve(1 + waiting.events.size());
+    taken.push_back({Nanos(0), Lost{}});
+    std::move(waiting.events.begin(), waiting.events.end(), std::back_inserter(taken));
+  } else {
+    taken = std::move(waiting.events);
+  }
+  waiting.is_lost = false;
+  waiting.events.clear();
+  waiting.bytes = 0;
+  return taken;
 }
 
 void TierChannel::wait(std::uint8_t tier, Nanos timeout) {
   const MutexLock lock(mutex_);
-  if (events_[tier].empty()) changed_.wait_for(mutex_, timeout);
+  if (waiting_[tier].events.empty() && !waiting_[tier].is_lost) changed_.wait_for(mutex_, timeout);
 }
 
-Status TierChannel::open(const OpenTiers& request, std::size_t tiers, Nanos timeout,
-                         std::vector<std::uint64_t>* epochs) {
-  const SteadyClock clock;
-  const Nanos end = clock.now() + timeout;
+void TierChannel::begin_open(const OpenTiers& request) {
   {
     const MutexLock lock(mutex_);
     round_ = request.round;
-    opened_.clear();
-    events_.resize(tiers);
-    if (is_ready_) {  // a request that comes later than kOpsEnded
-      for (auto& events : events_) {
-        if (events.empty()) events.push_back({Nanos(0), Ready{connection_}});
-      }
+    opened_.reset();
+    waiting_.clear();
+    waiting_.resize(request.epochs.size());
+    if (is_ready_) {  // this request comes later than kOpsEnded
+      for (Waiting& waiting : waiting_) waiting.events.push_back({Nanos(0), Ready{connection_}});
     }
     outbox_.emplace_back(FrameType::kOpenTiers, encode(request));
   }
   wake_();
+}
+
+Status TierChannel::wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) {
+  const SteadyClock clock;
+  const Nanos end = clock.now() + timeout;
   const MutexLock lock(mutex_);
-  while (opened_.empty()) {
+  while (!opened_) {
     const Nanos left = end - clock.now();
     if (!connected_) return Status::error(StatusKind::kUnavailable, problem_);
     if (left <= Nanos(0)) return Status::error(StatusKind::kTimeout, "it did not open its tiers in time");
     changed_.wait_for(mutex_, left);
   }
-  const TiersOpened opened = std::move(opened_.front());
-  if (!opened.problem.empty()) return Status::error(StatusKind::kUnavailable, opened.problem);
-  if (opened.epochs.size() != tiers) {
+  if (!opened_->problem.empty()) return Status::error(StatusKind::kUnavailable, opened_->problem);
+  if (opened_->epochs.size() != waiting_.size()) {
     return Status::error(StatusKind::kUnavailable,
                          fmt::format("it has {} tiers and this host {}: start vLLM with the same settings on "
                                      "all hosts",
-                                     opened.epochs.size(), tiers));
+                                     opened_->epochs.size(), waiting_.size()));
   }
-  *epochs = opened.epochs;
+  *epoch_ids = opened_->epochs;
   return Status::ok();
 }
 

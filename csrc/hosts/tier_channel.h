@@ -4,12 +4,12 @@
 //
 // Orders belong to a connection: those of a lost one are never sent on the next one.
 //
-// Threads: any. No call does I/O. wait() and open() wait for the other host.
+// Threads: any. No call does I/O. wait() and wait_until_open() wait for the other host.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -30,6 +30,12 @@ class TierChannel {
   struct Ready {                           // orders may be sent; those of earlier connections have ended
     ConnectionNumber connection = 0;
   };
+  enum class Delivery : std::uint8_t {
+    kTaken,
+    kMalformed,  // or about a tier that does not exist
+    kTooMuch,    // more waits for take_events() than kMostWaiting; the connection has to end
+  };
+  static constexpr std::size_t kMostWaiting = std::size_t{16} << 20;  // bytes of frames, per tier
   struct Event {
     Nanos at{0};  // when it arrived
     std::variant<Lost, Ready, TierResults, TierAnswers, TierRemovals, TierResetDone, TierState> what;
@@ -39,9 +45,10 @@ class TierChannel {
 
   // ---- the thread of the connections
   void begin_connection() EXCLUDES(mutex_);
-  void end_connection(const std::string& problem) EXCLUDES(mutex_);
-  // Takes a frame of the host. False: it is malformed, or about a tier that does not exist.
-  bool deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
+  // Forgets all events that nobody has taken. Needs no memory.
+  void end_connection(const std::string& problem) noexcept EXCLUDES(mutex_);
+  // Takes a frame of the host.
+  Delivery deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
   std::vector<Frame> take_frames() EXCLUDES(mutex_);
 
   // ---- the scheduler's thread
@@ -50,13 +57,17 @@ class TierChannel {
   bool send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop = false) EXCLUDES(mutex_);
   std::vector<Event> take_events(std::uint8_t tier) EXCLUDES(mutex_);
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
-  // Orders the host to open its tiers. Ok: *epochs has the epoch of each.
-  Status open(const OpenTiers& request, std::size_t tiers, Nanos timeout, std::vector<std::uint64_t>* epochs)
-      EXCLUDES(mutex_);
+  // Orders the host to open its tiers, one for each of request.epochs.
+  void begin_open(const OpenTiers& request) EXCLUDES(mutex_);
+  // Waits until it has. Ok: *epoch_ids has that of each tier.
+  Status wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) EXCLUDES(mutex_);
 
  private:
-  template <typename What>
-  void add_event(std::uint8_t tier, What what, Nanos now) REQUIRES(mutex_);
+  struct Waiting {         // for take_events()
+    bool is_lost = false;  // a connection has ended, before all of `events`
+    std::vector<Event> events;
+    std::size_t bytes = 0;  // of their frames, without those of TierState
+  };
 
   const std::function<void()> wake_;
   Mutex mutex_;
@@ -67,9 +78,9 @@ class TierChannel {
   bool is_ready_ GUARDED_BY(mutex_) = false;            // kOpsEnded arrived on it
   std::vector<Frame> outbox_ GUARDED_BY(mutex_);
   std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;
-  std::vector<std::vector<Event>> events_ GUARDED_BY(mutex_);  // by tier
-  std::uint32_t round_ GUARDED_BY(mutex_) = 0;                 // of the last request to open
-  std::deque<TiersOpened> opened_ GUARDED_BY(mutex_);
+  std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // by tier; empty before begin_open()
+  std::uint32_t round_ GUARDED_BY(mutex_) = 0;       // of the last request to open
+  std::optional<TiersOpened> opened_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kv_offload

@@ -16,6 +16,7 @@ using wire::put_bytes;
 using wire::put_double;
 
 constexpr std::size_t kMostTenant = 255, kMostTenants = 64;
+constexpr std::uint64_t kMostNanos = std::uint64_t{1} << 60;  // added to a clock
 
 template <typename Enumeration>
 void put_enum(Bytes* to, Enumeration value) {
@@ -93,7 +94,7 @@ template <typename Stats, typename Visit>
 void for_each_figure(Stats& stats, Visit visit) {
   for (auto* figure :
        {&stats.bytes, &stats.capacity_bytes, &stats.chunks, &stats.evicted_bytes, &stats.direct_ops,
-        &stats.buffered_ops, &stats.epoch, &stats.rebuilds, &stats.lost_bytes, &stats.breaker_trips,
+        &stats.buffered_ops, &stats.epoch_id, &stats.rebuilds, &stats.lost_bytes, &stats.breaker_trips,
         &stats.read_timeouts, &stats.write_timeouts, &stats.read_record_bytes, &stats.written_record_bytes,
         &stats.encoded_raw_bytes, &stats.encoded_stored_bytes})
     visit(*figure);
@@ -124,7 +125,10 @@ std::optional<Frame> unless_bad(const Input& input, Frame frame) {
 Bytes encode(const OpenTiers& frame) {
   Bytes body;
   put(&body, frame.round);
-  put_list(&body, frame.least_epochs, kMostTiers, put_number);
+  put_list(&body, frame.epochs, kMostTiers, [](Bytes* to, const EpochChoice& choice) {
+    put(to, choice.id);
+    put_bool(to, choice.is_new);
+  });
   put_text(&body, frame.text, kMostOpenText);
   return body;
 }
@@ -133,7 +137,12 @@ std::optional<OpenTiers> decode_open_tiers(ByteSpan body) {
   Input input(body);
   OpenTiers frame;
   frame.round = input.number<std::uint32_t>();
-  frame.least_epochs = list_of<std::uint64_t>(&input, kMostTiers, number_of);
+  frame.epochs = list_of<EpochChoice>(&input, kMostTiers, [](Input* from) {
+    EpochChoice choice;
+    choice.id = from->number<std::uint64_t>();
+    choice.is_new = from->boolean();
+    return choice;
+  });
   frame.text = text_of(&input, kMostOpenText);
   return unless_bad(input, std::move(frame));
 }
@@ -167,7 +176,7 @@ std::optional<TierOps> decode_ops(ByteSpan body) {
     op.key = key_of(from);
     op.row = from->number<RowId>();
     op.group = from->number<std::uint32_t>();
-    op.nanos_left = from->number<std::uint64_t>();
+    op.nanos_left = from->at_most(kMostNanos);
     op.entry_info = info_of(from);
     op.weight = from->amount();
     // A divisor of costs.
@@ -296,8 +305,8 @@ std::optional<TierResults> decode_results(ByteSpan body) {
     result.kind = enum_of(from, StatusKind::kDeclined);
     result.error_number = static_cast<std::int32_t>(from->number<std::uint32_t>());
     result.bytes = from->number<std::uint64_t>();
-    result.seconds = from->amount();
-    result.queued_seconds = from->amount();
+    result.seconds = from->seconds();
+    result.queued_seconds = from->seconds();
     return result;
   });
   return unless_bad(input, std::move(frame));
@@ -390,11 +399,11 @@ std::optional<TierState> decode_state(ByteSpan body) {
   frame.tier = input.number<std::uint8_t>();
   for_each_figure(frame.stats, [&](std::uint64_t& figure) { figure = input.number<std::uint64_t>(); });
   for_each_flag(frame.stats, [&](bool& flag) { flag = input.boolean(); });
-  for_each_amount(frame.stats, [&](double& amount) { amount = input.amount(); });
+  for_each_amount(frame.stats, [&](double& amount) { amount = input.seconds(); });
   frame.stats.queued_reads = input.number<std::uint32_t>();
   frame.stats.queued_writes = input.number<std::uint32_t>();
   frame.stats.tenant_bytes = list_of<std::uint64_t>(&input, kMostTenants, number_of);
-  frame.queue_seconds = input.amount();
+  frame.queue_seconds = input.seconds();
   frame.read_bytes_per_second = input.amount();
   return unless_bad(input, std::move(frame));
 }

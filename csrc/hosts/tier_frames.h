@@ -23,9 +23,9 @@ inline constexpr std::size_t kMostOpenText = 24576, kMostTiers = 8, kMostProblem
 
 // ---- from the scheduler
 struct OpenTiers {
-  std::uint32_t round = 0;                    // of this request; the answer has the same number
-  std::vector<std::uint64_t> least_epochs{};  // by tier: epochs with a lower number must not be used
-  std::string text{};                         // what the tiers depend on; the core does not read it
+  std::uint32_t round = 0;            // of this request; the answer has the same number
+  std::vector<EpochChoice> epochs{};  // by tier
+  std::string text{};                 // what the tiers depend on; the core does not read it
   bool operator==(const OpenTiers&) const = default;
 };
 struct HostOp {
@@ -68,7 +68,7 @@ struct TierReset {
 struct TiersOpened {
   std::uint32_t round = 0;
   std::string problem{};                // empty: all tiers are open
-  std::vector<std::uint64_t> epochs{};  // by tier, see TierStats::epoch
+  std::vector<std::uint64_t> epochs{};  // by tier: TierStats::epoch_id
   bool operator==(const TiersOpened&) const = default;
 };
 struct HostResult {

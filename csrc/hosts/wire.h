@@ -46,6 +46,11 @@ class Input {
     const auto value = std::bit_cast<double>(number<std::uint64_t>());
     return check(value >= 0 && !std::signbit(value)) ? value : 0;
   }
+  // An amount of time that can be converted to nanoseconds.
+  double seconds() {
+    const double value = amount();
+    return check(value <= 1e9) ? value : 0;
+  }
   bool boolean() { return at_most<std::uint8_t>(1) != 0; }
   // Also for enumerations, by their last value.
   template <typename Number>

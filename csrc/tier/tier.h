@@ -90,6 +90,14 @@ struct TierRemoval {
   enum class Reason : std::uint8_t { kEvicted, kCorrupt, kVanished, kReset } reason = Reason::kEvicted;
 };
 
+// Which epoch a tier opens, for engines whose hosts have a store each: their epochs have one random number,
+// which is stored with them. Equal numbers mean that no host has missed a reset of another one.
+struct EpochChoice {
+  std::uint64_t id = 0;  // of an epoch that is made; 0: it gets none
+  bool is_new = false;   // no epoch with another id is opened
+  bool operator==(const EpochChoice&) const = default;
+};
+
 struct TierStats {
   std::uint64_t bytes = 0;           // used on the root in total: records, temporaries, old namespaces
   std::uint64_t capacity_bytes = 0;  // max_bytes
@@ -101,9 +109,7 @@ struct TierStats {
   std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
-  // Number of the epoch in use, which grows with each reset of any process; 0: none, or the store names its
-  // epochs without an order.
-  std::uint64_t epoch = 0;
+  std::uint64_t epoch_id = 0;   // of the epoch in use, see EpochChoice; 0: it has none
   bool names_complete = false;  // the startup scan has found the names of all records
   bool scan_complete = false;   // the startup scan also knows their sizes and order of use
   bool readable = true;         // reads are accepted now: the breaker is closed or due for a probe

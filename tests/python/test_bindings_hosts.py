@@ -112,14 +112,15 @@ def test_the_tiers_of_another_host_are_opened_when_the_scheduler_orders_it(tmp_p
 
     def serve():
         requests.append(agent.wait_for_tiers(120))
-        round, least_epochs, _ = requests[0]
-        agent.open_tiers(round, least_epochs, [fs_tier(tmp_path / "host-1")])
+        round, epochs, _ = requests[0]
+        agent.open_tiers(round, epochs, [fs_tier(tmp_path / "host-1")])
 
     thread = threading.Thread(target=serve)
     thread.start()
     cache = cache_over(scheduler, links, [fs_tier(tmp_path / "host-0")])
     thread.join()
-    assert [request[1:] for request in requests] == [([0], "a plan")]
+    ((_, ((epoch_id, is_new),), text),) = requests
+    assert (epoch_id > 0, is_new, text) == (True, False, "a plan")
     assert cache.tier_stats(0)["capacity_bytes"] >= 64 * MIB
     assert (tmp_path / "host-1" / "kv_offload.json").exists()
     cache.close()
@@ -133,9 +134,9 @@ def test_a_host_that_refuses_its_tiers_fails_the_start_with_its_reason(tmp_path)
     scheduler, agent, links = connected(tmp_path)
 
     def serve():
-        round, least_epochs, _ = agent.wait_for_tiers(120)
+        round, epochs, _ = agent.wait_for_tiers(120)
         try:
-            agent.open_tiers(round, least_epochs, [])
+            agent.open_tiers(round, epochs, [])
         except ValueError as error:
             agent.refuse_tiers(round, str(error))
 

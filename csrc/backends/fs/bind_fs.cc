@@ -26,7 +26,7 @@ struct FsTierSpec final : TierSpec {
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
     chosen.tenants = tenants;
-    chosen.least_epoch = least_epoch;
+    chosen.epoch = epoch;
     return make_fs_tier(chosen);
   }
   std::unique_ptr<RecordStore> open_for_import() const override {

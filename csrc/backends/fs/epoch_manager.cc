@@ -48,12 +48,12 @@ int EpochManager::make_next(const RecordIndex::Next& next, const std::vector<std
     for (const std::uint64_t same : {next.least_number, next.least_number - 1}) {
       if (!std::binary_search(numbers.begin(), numbers.end(), same) || made_by_reset(ops_, directory, same))
         continue;
-      return open_epoch(ops_, directory, path, same, EpochCreation::kNone, made);
+      return open_epoch(ops_, directory, path, same, EpochCreation::kNone, 0, made);
     }
   }
   const std::uint64_t number = std::max(next.least_number, numbers.empty() ? 1 : numbers.back() + 1);
-  return open_epoch(ops_, directory, path, number, alone ? EpochCreation::kByReset : EpochCreation::kAtStart,
-                    made);
+  if (alone) return open_epoch(ops_, directory, path, number, EpochCreation::kByReset, 0, made);
+  return open_epoch(ops_, directory, path, number, EpochCreation::kAtStart, removed_id_, made);
 }
 
 bool EpochManager::keep(std::vector<std::string>* lost) {
@@ -66,6 +66,7 @@ bool EpochManager::keep(std::vector<std::string>* lost) {
   if (!std::binary_search(numbers.begin(), numbers.end(), own->number) ||
       is_unlinked(ops_, own->directory.get(), directory, layout::epoch_directory_name(own->number))) {
     lost->push_back(layout::epoch_directory_name(own->number) + " with its records");
+    removed_id_ = own->id;
     records_.drop(own);
     if (!begin()) return false;
     own = records_.epoch();

@@ -21,6 +21,8 @@
 // system, and is taken before the locks of RecordIndex and SpaceLedger.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -52,6 +54,9 @@ class EpochManager {
   FileOps& ops_;
   RecordIndex& records_;
   Mutex making_;
+  // Of the epoch that was removed; its replacement gets the same, because it holds records of the same
+  // weights.
+  std::atomic<std::uint64_t> removed_id_{0};
 };
 
 }  // namespace kv_offload

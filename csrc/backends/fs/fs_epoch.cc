@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <utility>
 
 #include "backends/fs/layout.h"
@@ -41,6 +42,35 @@ void each_unused(FileOps& ops, int namespace_directory, const std::vector<std::u
   }
 }
 
+constexpr int kIdDigits = 16;
+
+// Durable: an epoch that loses its id is not used again by an engine on several hosts.
+int write_id(FileOps& ops, int mark, std::uint64_t id) {
+  std::string text = fmt::format("{:0{}x}", id, kIdDigits);
+  const iovec part{text.data(), text.size()};
+  const std::int64_t written = ops.pwritev(mark, &part, 1, 0);
+  if (written < 0) return static_cast<int>(written);
+  return written < kIdDigits ? -EIO : ops.fsync(mark, false);
+}
+
+// Returns 0 for a mark without an id.
+std::uint64_t read_id(FileOps& ops, int mark) {
+  char text[kIdDigits];
+  const iovec part{text, sizeof text};
+  std::uint64_t id = 0;
+  if (ops.preadv(mark, &part, 1, 0) != kIdDigits) return 0;
+  const auto [end, error] = std::from_chars(text, text + kIdDigits, id, 16);
+  return error == std::errc() && end == text + kIdDigits ? id : 0;
+}
+
+// Returns 0 if the epoch has no id, or if it cannot be read.
+std::uint64_t id_of(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  int error = 0;
+  const Fd mark = open_fd(ops, namespace_directory, layout::mark_name(number, layout::Mark::kOpen),
+                          O_RDONLY | O_NOFOLLOW, 0, &error);
+  return mark ? read_id(ops, mark.get()) : 0;
+}
+
 }  // namespace
 
 bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) {
@@ -64,12 +94,13 @@ int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch) {
   int error = 0;
   const Fd again = open_fd(ops, namespace_directory, name, kMarkFlags | O_CREAT, 0600, &error);
   if (!again) return -error;
-  const int rc = lock_file(ops, again.get(), LOCK_SH | LOCK_NB);
+  int rc = lock_file(ops, again.get(), LOCK_SH | LOCK_NB);
+  if (rc >= 0 && epoch.id != 0) rc = write_id(ops, again.get(), epoch.id);
   return rc < 0 ? rc : ops.replace(epoch.mark.get(), again.get());
 }
 
 int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
-               EpochCreation make, std::shared_ptr<FsEpoch>* epoch) {
+               EpochCreation make, std::uint64_t id, std::shared_ptr<FsEpoch>* epoch) {
   const std::string name = layout::epoch_directory_name(number);
   auto opened = std::make_shared<FsEpoch>();
   int error = 0;
@@ -90,8 +121,9 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
     return -ENOENT;
   if (make != EpochCreation::kNone) {
     if (rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
+    if (id != 0) rc = write_id(ops, opened->mark.get(), id);  // only the process that made the directory
     // Durable: after a power failure no older epoch may be found again.
-    rc = ops.fsync(namespace_directory, false);
+    if (rc >= 0) rc = ops.fsync(namespace_directory, false);
   }
   if (rc == 0) opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!opened->directory) {
@@ -102,22 +134,23 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
   opened->made = make != EpochCreation::kNone;
   opened->by_reset = kind == layout::Mark::kReset;
   opened->number = number;
+  opened->id = read_id(ops, opened->mark.get());
   opened->path = namespace_path + "/" + name;
   *epoch = std::move(opened);
   return 0;
 }
 
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                      std::uint64_t least, std::shared_ptr<FsEpoch>* epoch) {
+                      const EpochChoice& choice, std::shared_ptr<FsEpoch>* epoch) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     std::vector<std::uint64_t> numbers;
     const Status status = list_epochs(ops, namespace_directory, &numbers);
     if (!status) return -status.error_number();
     const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
-    const bool make = numbers.empty() || newest < least || made_by_reset(ops, namespace_directory, newest);
-    const std::uint64_t next = std::max(newest + 1, least);
-    const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? next : newest,
-                              make ? EpochCreation::kAtStart : EpochCreation::kNone, epoch);
+    const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest) ||
+                      (choice.is_new && id_of(ops, namespace_directory, newest) != choice.id);
+    const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
+                              make ? EpochCreation::kAtStart : EpochCreation::kNone, choice.id, epoch);
     if (rc != -ENOENT && rc != -EEXIST) return rc;
   }
   return -EBUSY;

@@ -23,6 +23,7 @@
 #include "backends/fs/leaf_directories.h"
 #include "base/status.h"
 #include "tier/record_store.h"
+#include "tier/tier.h"
 
 namespace kv_offload {
 
@@ -30,7 +31,8 @@ namespace kv_offload {
 struct FsEpoch : RecordStore::Epoch {
   std::string label() const override { return std::to_string(number); }
   std::uint64_t number = 0;
-  Fd mark;  // holds the lock
+  std::uint64_t id = 0;  // EpochChoice::id; 0: it has none
+  Fd mark;               // holds the lock, and the id in hexadecimal digits
   Fd directory;
   std::string path;
   bool made = false;      // by this process
@@ -44,12 +46,12 @@ enum class EpochCreation : std::uint8_t {
   kByReset,  // for this process only
 };
 // Opens or creates an epoch. Returns 0 or -errno: ENOENT if it was removed or is being removed; EEXIST if it
-// was to be created and exists.
+// was to be created and exists. `id`: of an epoch that is created.
 int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path, std::uint64_t number,
-               EpochCreation make, std::shared_ptr<FsEpoch>* epoch);
-// Opens the epoch for a process that starts: one of the number `least` or above. Returns 0 or -errno.
+               EpochCreation make, std::uint64_t id, std::shared_ptr<FsEpoch>* epoch);
+// Opens the epoch for a process that starts. Returns 0 or -errno.
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                      std::uint64_t least, std::shared_ptr<FsEpoch>* epoch);
+                      const EpochChoice& choice, std::shared_ptr<FsEpoch>* epoch);
 
 // Creates the mark of an epoch in use again if it was removed, and locks it. Returns 0 or -errno.
 int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch);

@@ -105,16 +105,22 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<F
   open.namespace_directory = std::move(files.directory);
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();
-  if (const int rc = open_newest_epoch(ops, open.namespace_directory.get(), path, options.least_epoch, epoch);
+  if (const int rc = open_newest_epoch(ops, open.namespace_directory.get(), path, options.epoch, epoch);
       rc < 0)
     fail(path, "open the newest epoch of", -rc);
   const FsEpoch& own = **epoch;
   open.space->share_as(sharer(open.namespace_name, own.number));
   if (own.made) open.count(own.directory);
   if (own.made && own.number > 1 && options.warn) {
-    options.warn(fmt::format(
-        "{} was reset: records written before the reset, or by the reset process after it, are not used",
-        path));
+    options.warn(
+        options.epoch.is_new
+            ? fmt::format(
+                  "{}: records of earlier engines are not used, because they do not belong to those on "
+                  "the engine's other hosts. A host has missed a reset, or has a new directory",
+                  path)
+            : fmt::format("{} was reset: records written before the reset, or by the reset process after it, "
+                          "are not used",
+                          path));
   }
   open.direct = takes_direct(ops, open, options.o_direct);
   const SpaceInfo space = space_of(ops, open);

@@ -108,7 +108,7 @@ void FsStore::figures(TierStats* stats) const {
   stats->direct_ops = buffers_.direct_ops();
   stats->buffered_ops = buffers_.buffered_ops();
   records_.figures(stats);
-  if (const auto epoch = records_.epoch()) stats->epoch = epoch->number;
+  if (const auto epoch = records_.epoch()) stats->epoch_id = epoch->id;
 }
 
 }  // namespace kv_offload

@@ -57,8 +57,7 @@ struct FsTierOptions : ThreadPoolTierOptions {
   // False: nothing is evicted for a write, and no other server is asked to evict. A write that does not fit
   // ends with kNoSpace.
   bool may_evict = true;
-  // Epochs with a lower number are not used: a reset that did not reach this root ended them.
-  std::uint64_t least_epoch = 0;
+  EpochChoice epoch{};
   FsyncMode fsync = FsyncMode::kNone;
   DirectMode o_direct = DirectMode::kAuto;
   // The memory that reads fill outlives this process (HostRegion::keep), and other processes then use it. So

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <new>
 #include <utility>
@@ -46,7 +47,9 @@ class PlayedTier final : public Tier {
   void touch(const ChunkKey&) override {}
   Status reset() override { return reset_status; }
   TierStats stats() const override { return figures; }
-  void close() override {}
+  void close() override {
+    if (on_close) on_close();
+  }
   double estimate_read_seconds(std::uint64_t bytes) const override {
     return static_cast<double>(bytes) * seconds_per_byte;
   }
@@ -77,6 +80,7 @@ class PlayedTier final : public Tier {
   double seconds_per_byte = 0;
   bool can_cancel = true, throws = false;
   int cancelled = 0;  // calls of cancel()
+  std::function<void()> on_close;
 };
 
 class AllHostsTierTest : public ::testing::Test {
@@ -92,6 +96,14 @@ class AllHostsTierTest : public ::testing::Test {
     options.missing_for = std::chrono::minutes(1);
     options.clock = &clock_;
     tier_ = make_all_hosts_tier(std::move(parts), options);
+  }
+  static void set_in_service(PlayedTier& part, bool is_in_service) {
+    part.figures.readable = part.figures.writable = is_in_service;
+  }
+  // Polls, and returns the number of reported removals.
+  std::size_t poll_removals() {
+    (void)poll();
+    return removals_.size();
   }
   void submit(OpKind kind, OpId id = 1) {
     TierOp op;
@@ -207,12 +219,69 @@ TEST_F(AllHostsTierTest, an_evicted_part_is_one_removal_and_releases_the_others)
   EXPECT_EQ(tier_->contains(key_), Presence::kAbsent);
 }
 
+TEST_F(AllHostsTierTest, a_chunk_that_all_hosts_evict_is_reported_once) {
+  using enum TierRemoval::Reason;
+  store_all();
+  for (PlayedTier* part : part_) part->remove(key_, kEvicted);
+  EXPECT_EQ(poll_removals(), 1u) << "both have reported it";
+  store_all();
+  part_[1]->remove(key_, kEvicted);
+  part_[0]->presence.erase(key_);  // it reports the removal later
+  EXPECT_EQ(poll_removals(), 1u);
+  store_all();
+  part_[0]->remove(key_, kEvicted);
+  part_[1]->presence.erase(key_);
+  EXPECT_EQ(poll_removals(), 1u);
+  for (const PlayedTier* part : part_) EXPECT_THAT(part->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, a_reset_is_one_removal_of_each_key) {
+  store_all();
+  EXPECT_TRUE(tier_->reset().is_ok());
+  part_[1]->remove(key_, TierRemoval::Reason::kReset);
+  part_[0]->presence.erase(key_);  // a tier reports the keys of a reset over many polls
+  const std::size_t first = poll_removals();
+  part_[0]->remove(key_, TierRemoval::Reason::kReset);
+  EXPECT_EQ(first + poll_removals(), 1u);
+  // The same chunk again, and both tiers report it in one poll.
+  for (PlayedTier* part : part_) part->remove(key_, TierRemoval::Reason::kReset);
+  EXPECT_EQ(poll_removals(), 1u);
+}
+
+TEST_F(AllHostsTierTest, a_lost_connection_removes_the_chunks_but_not_the_parts_of_this_host) {
+  store_all();
+  part_[1]->remove(key_, TierRemoval::Reason::kReset);
+  EXPECT_EQ(poll_removals(), 1u);
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, records_that_this_host_loses_release_the_others) {
+  using enum TierRemoval::Reason;
+  for (const auto reason : {kVanished, kReset}) {  // kReset: its directory was removed
+    store_all();
+    part_[0]->remove(key_, reason);
+    EXPECT_EQ(poll_removals(), 1u);
+    ASSERT_TRUE(is_being_removed(*part_[1]));
+    part_[1]->end();
+    EXPECT_EQ(poll_removals(), 0u);
+  }
+}
+
+TEST_F(AllHostsTierTest, a_lookup_that_finds_no_part_is_not_a_removal) {
+  for (const Presence own : {Presence::kAbsent, Presence::kUnknown}) {
+    part_[0]->presence[key_] = own;
+    part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+    EXPECT_EQ(poll_removals(), 0u);
+    EXPECT_THAT(part_[0]->ops, IsEmpty());
+  }
+}
+
 TEST_F(AllHostsTierTest, a_part_that_is_evicted_while_others_are_written_fails_the_write) {
   submit(OpKind::kWrite);
   part_[0]->end();
   poll();
   part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
-  poll();
+  EXPECT_EQ(poll_removals(), 1u) << "it may be the part of an earlier chunk";
   part_[1]->end();
   EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kNotFound);
   EXPECT_TRUE(is_being_removed(*part_[1]));
@@ -298,6 +367,148 @@ TEST_F(AllHostsTierTest, a_chunk_is_written_only_when_no_part_of_it_is_being_rem
     EXPECT_THAT(part_[0]->ops, IsEmpty());
     EXPECT_THAT(part_[1]->ops, IsEmpty());
   }
+}
+
+TEST_F(AllHostsTierTest, a_part_that_is_evicted_during_a_write_after_a_reset_fails_the_write) {
+  submit(OpKind::kWrite, 1);
+  EXPECT_TRUE(tier_->reset().is_ok());
+  submit(OpKind::kWrite, 2);
+  for (PlayedTier* part : part_) part->end(StatusKind::kCancelled);
+  EXPECT_EQ(poll().at(0).id, 1u);
+  part_[0]->end();
+  poll();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  part_[1]->end();
+  EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(is_being_removed(*part_[1]));
+}
+
+TEST_F(AllHostsTierTest, an_op_from_before_a_reset_removes_no_part_of_a_later_write) {
+  for (const bool later_has_ended : {false, true}) {
+    part_[0]->presence.clear();
+    part_[1]->presence.clear();
+    submit(OpKind::kWrite, 1);
+    part_[0]->end();
+    part_[0]->presence.clear();
+    EXPECT_TRUE(tier_->reset().is_ok());
+    submit(OpKind::kWrite, 2);
+    part_[0]->end();
+    if (later_has_ended) {
+      std::swap(part_[1]->ops[0], part_[1]->ops[1]);
+      part_[1]->end();
+      EXPECT_TRUE(poll().at(0).status.is_ok());
+    }
+    part_[1]->end(StatusKind::kCancelled);
+    EXPECT_EQ(poll().at(0).id, 1u);
+    EXPECT_THAT(part_[0]->ops, IsEmpty());
+    if (!later_has_ended) {
+      part_[1]->end();
+      EXPECT_TRUE(poll().at(0).status.is_ok());
+    }
+    EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
+  }
+}
+
+TEST_F(AllHostsTierTest, a_reset_forgets_since_when_a_part_is_missing) {
+  for (const bool is_reset : {false, true}) {
+    store_all();
+    part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+    EXPECT_EQ(poll_removals(), 1u);
+    if (is_reset) EXPECT_TRUE(tier_->reset().is_ok());
+    clock_.advance(std::chrono::minutes(1));
+    part_[1]->remove(key_, TierRemoval::Reason::kVanished);
+    poll();
+    EXPECT_EQ(is_being_removed(*part_[0]), !is_reset);
+    if (!is_reset) part_[0]->end();
+    poll();
+  }
+}
+
+TEST_F(AllHostsTierTest, a_part_on_a_host_that_is_lost_is_removed_when_the_host_returns) {
+  part_[0]->presence[key_] = Presence::kPresent;
+  set_in_service(*part_[1], false);  // its records are not known
+  part_[0]->remove(key_, TierRemoval::Reason::kCorrupt);
+  poll();
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  set_in_service(*part_[1], true);
+  part_[1]->presence[key_] = Presence::kUnknown;
+  EXPECT_EQ(poll_removals(), 0u);
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  part_[1]->end();
+  poll();
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, a_removal_that_a_host_refuses_is_repeated_when_it_is_in_service) {
+  store_all();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  part_[1]->figures.writable = false;
+  part_[1]->end(StatusKind::kUnavailable);
+  poll();
+  poll();
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  part_[1]->figures.writable = true;
+  poll();
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  part_[1]->end(StatusKind::kNotFound);
+  poll();
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+}
+
+TEST_F(AllHostsTierTest, a_postponed_removal_is_dropped_if_the_chunk_is_written_again_or_reset) {
+  enum class Then { kWhole, kWriting, kReset };
+  for (const Then then : {Then::kWhole, Then::kWriting, Then::kReset}) {
+    part_[0]->presence[key_] = Presence::kPresent;
+    part_[1]->presence.clear();
+    set_in_service(*part_[1], false);
+    part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+    poll();
+    if (then == Then::kWhole) store_all();
+    if (then == Then::kWriting) submit(OpKind::kWrite);
+    if (then == Then::kReset) EXPECT_TRUE(tier_->reset().is_ok());
+    set_in_service(*part_[1], true);
+    poll();
+    EXPECT_EQ(part_[1]->ops.size(), then == Then::kWriting ? 1u : 0u);
+    if (then != Then::kWriting) continue;
+    for (PlayedTier* part : part_) part->end();
+    EXPECT_TRUE(poll().at(0).status.is_ok());
+    EXPECT_THAT(part_[1]->ops, IsEmpty());
+  }
+}
+
+TEST_F(AllHostsTierTest, the_number_of_postponed_removals_is_bounded) {
+  set_in_service(*part_[1], false);
+  for (std::uint32_t number = 0; number < 10000; ++number)
+    part_[0]->remove(key_of(number), TierRemoval::Reason::kEvicted);
+  EXPECT_EQ(poll_removals(), 10000u);
+  set_in_service(*part_[1], true);
+  poll();
+  EXPECT_EQ(part_[1]->ops.size(), 4096u);
+}
+
+TEST_F(AllHostsTierTest, a_failed_write_removes_parts_that_a_lost_host_may_have_stored) {
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->presence[key_] = Presence::kUnknown;
+  part_[1]->end(StatusKind::kUnavailable);
+  EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kUnavailable);
+  for (const PlayedTier* part : part_) EXPECT_TRUE(is_being_removed(*part));
+}
+
+TEST_F(AllHostsTierTest, closing_cancels_ops_of_this_host_before_it_waits_for_others) {
+  submit(OpKind::kWrite);
+  int cancelled_before = 0;
+  part_[1]->on_close = [&] { cancelled_before = part_[0]->cancelled; };
+  tier_->close();
+  EXPECT_EQ(cancelled_before, 1);
+  for (PlayedTier* part : part_) {
+    part->on_close = {};
+    part->end(StatusKind::kCancelled);
+  }
+  EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kCancelled);
 }
 
 TEST_F(AllHostsTierTest, memory_that_runs_out_fails_an_op_once_and_stops_no_later_one) {

@@ -6,7 +6,10 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <functional>
+#include <new>
 
+#include "base/thread_annotations.h"
 #include "hosts/two_hosts.h"
 
 namespace kv_offload {
@@ -407,6 +410,71 @@ TEST_F(HostTiersTest, a_part_from_before_a_reset_that_missed_its_host_is_never_u
   }
 }
 
+TEST_F(HostTiersTest, a_part_from_before_a_missed_reset_is_not_used_after_another_host_got_a_new_directory) {
+  for (const std::uint32_t missed : {1u, 0u}) {
+    start();
+    ASSERT_TRUE(write(1).is_ok());
+    stop();
+    TempDir copy;
+    std::filesystem::copy(root_[missed].path(), copy.path(), std::filesystem::copy_options::recursive);
+    start();
+    ASSERT_TRUE(tier_->reset().is_ok());
+    stop();
+    std::filesystem::remove_all(root_[missed].path());
+    std::filesystem::copy(copy.path(), root_[missed].path(), std::filesystem::copy_options::recursive);
+    // The epochs of both hosts have the same number again.
+    std::filesystem::remove_all(root_[1 - missed].path());
+    ++weights;
+    start();
+    EXPECT_FALSE(has(1)) << "host " << missed;
+    EXPECT_TRUE(write(1).is_ok());
+    EXPECT_TRUE(read(1).is_ok()) << "host " << missed;
+    stop();
+    for (const TempDir& root : root_) std::filesystem::remove_all(root.path());
+  }
+}
+
+TEST_F(HostTiersTest, epochs_of_the_same_number_that_other_engines_made_do_not_agree) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  stop();
+  // On each host, another engine is reset, and a later one begins the next epoch.
+  for (FsTierOptions chosen : options_) {
+    for (const bool resets : {true, false}) {
+      const auto alone = make_fs_tier(chosen);
+      if (resets) EXPECT_TRUE(alone->reset().is_ok());
+      alone->close();
+    }
+  }
+  start();
+  EXPECT_FALSE(has(1));
+  EXPECT_TRUE(write(1).is_ok());
+  restart();
+  EXPECT_TRUE(has(1));
+  EXPECT_TRUE(read(1).is_ok());
+}
+
+TEST_F(HostTiersTest, a_directory_that_is_removed_while_the_engine_runs_makes_its_chunks_misses) {
+  for (const std::uint32_t host : {1u, 0u}) {
+    start();
+    for (std::uint32_t number = 1; number <= 5; ++number) ASSERT_TRUE(write(number).is_ok());
+    std::filesystem::remove_all(root_[host].path());
+    EXPECT_TRUE(holds_soon([&] {
+      poll();
+      return tier_->contains(key_of(1)) != Presence::kPresent &&
+             tier_->contains(key_of(5)) != Presence::kPresent;
+    })) << "host "
+        << host;
+    for (std::uint32_t number = 1; number <= 5; ++number) EXPECT_FALSE(has(number)) << "host " << host;
+    EXPECT_TRUE(write(9).is_ok());
+    restart();
+    EXPECT_TRUE(has(9)) << "the hosts use different epochs";
+    EXPECT_TRUE(read(9).is_ok());
+    stop();
+    for (const TempDir& root : root_) std::filesystem::remove_all(root.path());
+  }
+}
+
 // ---- the opening of the tiers, and orders that fit no host
 
 TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason) {
@@ -436,11 +504,164 @@ TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   op.group = 2;
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}})));
   op.group = 0;
+  op.entry_info.tenant = 1;
+  EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}}))) << "there are no tenants";
+  op.entry_info.tenant = 0;
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{1, {op}})));
   EXPECT_TRUE(ends(FrameType::kOps, Bytes{0, 1}));
   EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{3, KeyOrder::kNone, 0, {}})));
   EXPECT_TRUE(ends(FrameType::kReset, encode(TierReset{1, 1})));
   EXPECT_TRUE(ends(FrameType::kState, encode(TierState{}))) << "a frame of the other direction";
+}
+
+TEST_F(HostTiersTest, a_closed_connection_leaves_nothing_usable) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  links_->close();
+  poll();
+  EXPECT_FALSE(tier_->stats().readable);
+  EXPECT_EQ(tier_->contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(read(1).kind(), StatusKind::kUnavailable);
+}
+
+TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_ones) {
+  options_[1].close_wait = std::chrono::milliseconds(1);
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  ops_[1].block(Call::kPreadv, kShardBytes);
+  (void)start_op(OpKind::kRead, 1);
+  ops_[1].wait_for_blocked(1);
+  tier_.reset();
+  links_.reset();
+  OtherScheduler other(endpoint());
+  EXPECT_TRUE(other.reads(FrameType::kReady));
+  other.send(FrameType::kOpenTiers, encode(OpenTiers{1, {{}}, "settings"}));
+  EXPECT_TRUE(other.reads(FrameType::kTiersOpened));
+  other.send(FrameType::kReset, encode(TierReset{0, 1}));
+  EXPECT_TRUE(other.reads(FrameType::kResetDone));
+  EXPECT_FALSE(other.has_seen(FrameType::kOpsEnded)) << "a thread still uses a row";
+}
+
+// ---- a tier that the test plays
+
+// Blocks the thread that passes it until the test lets it pass.
+class Gate {
+ public:
+  void pass() {
+    const MutexLock lock(mutex_);
+    ++arrived_;
+    changed_.notify_all();
+    while (!is_open_ && passes_ == 0) changed_.wait_for(mutex_, std::chrono::minutes(2));
+    if (passes_ > 0) --passes_;
+    ++passed_;
+  }
+  void let_one_pass() {
+    const MutexLock lock(mutex_);
+    ++passes_;
+    changed_.notify_all();
+  }
+  void open() {
+    const MutexLock lock(mutex_);
+    is_open_ = true;
+    changed_.notify_all();
+  }
+  // Waits until the thread waits, and nothing that lets it pass is left.
+  void wait_until_blocked() {
+    EXPECT_TRUE(holds_soon([&] {
+      const MutexLock lock(mutex_);
+      return passes_ == 0 && arrived_ == passed_ + 1;
+    }));
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  bool is_open_ GUARDED_BY(mutex_) = false;
+  std::size_t arrived_ GUARDED_BY(mutex_) = 0, passed_ GUARDED_BY(mutex_) = 0, passes_ GUARDED_BY(mutex_) = 0;
+};
+
+class PlayedTier : public Tier {
+ public:
+  std::string_view name() const override { return "played"; }
+  void submit(std::vector<TierOp>) override {
+    if (fails_to_submit) throw std::bad_alloc();
+  }
+  bool cancel(OpId) override { return false; }
+  void poll(std::vector<Completion>*, std::vector<TierRemoval>*) override { on_poll(); }
+  Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
+  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  void touch(const ChunkKey&) override {}
+  Status reset() override { return Status::ok(); }
+  TierStats stats() const override { return {}; }
+  void close() override {}
+  double estimate_read_seconds(std::uint64_t) const override { return 0; }
+
+  std::function<void()> on_poll = [] {};
+  bool fails_to_submit = false;
+};
+
+class PlayedHostTiers : public TwoHosts {
+ protected:
+  ~PlayedHostTiers() override {
+    turns_.open();
+    tiers_->close();
+  }
+  PlayedHostTiers() {
+    region_[1] = HostRegion::attach_worker(region_options(1), 1, {{kShardBytes, kPageBytes}, "layout"});
+    auto made = std::make_unique<PlayedTier>();
+    played_ = made.get();
+    Tiers opened;
+    opened.push_back(std::move(made));
+    tiers_ = std::make_unique<HostTiers>(region_[1], [] {});
+    pending_ = std::move(opened);
+  }
+  void open() { tiers_->open(1, std::move(pending_)); }
+  std::size_t count_soon(FrameType wanted) {
+    std::size_t count = 0;
+    EXPECT_TRUE(holds_soon([&] {
+      for (const HostTiers::Frame& frame : tiers_->frames()) count += frame.first == wanted;
+      return count > 0;
+    }));
+    return count;
+  }
+
+  Gate turns_;
+  PlayedTier* played_ = nullptr;
+  Tiers pending_;
+  std::unique_ptr<HostTiers> tiers_;
+};
+
+TEST_F(PlayedHostTiers, a_frame_of_one_connection_is_not_sent_on_the_next_one) {
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // in the turn that has executed begin_connection()
+  tiers_->end_connection();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // that turn is over
+  EXPECT_TRUE(tiers_->frames().empty()) << "its frames were sent on the new connection";
+  turns_.open();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+}
+
+TEST_F(PlayedHostTiers, ops_that_cannot_be_submitted_end_the_connection_and_not_the_next_one) {
+  played_->fails_to_submit = true;
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  EXPECT_FALSE(tiers_->has_failed());
+  HostOp op;
+  op.id = 1;
+  op.key = key_of(1);
+  ASSERT_TRUE(tiers_->take(FrameType::kOps, encode(TierOps{0, {op}})));
+  EXPECT_TRUE(holds_soon([&] { return tiers_->has_failed(); }));
+  tiers_->end_connection();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  EXPECT_FALSE(tiers_->has_failed());
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ TierState some_state() {
   TierStats& stats = state.stats;
   for (auto* figure :
        {&stats.bytes, &stats.capacity_bytes, &stats.chunks, &stats.evicted_bytes, &stats.direct_ops,
-        &stats.buffered_ops, &stats.epoch, &stats.rebuilds, &stats.lost_bytes, &stats.breaker_trips,
+        &stats.buffered_ops, &stats.epoch_id, &stats.rebuilds, &stats.lost_bytes, &stats.breaker_trips,
         &stats.read_timeouts, &stats.write_timeouts, &stats.read_record_bytes, &stats.written_record_bytes,
         &stats.encoded_raw_bytes, &stats.encoded_stored_bytes})
     *figure = next++;
@@ -59,7 +59,7 @@ Frame arrives(const Frame& frame, Decode decode) {
 }
 
 TEST(TierFrames, arrive_as_they_were_sent) {
-  const OpenTiers open{7, {1, 2}, "text"};
+  const OpenTiers open{7, {{1, true}, {2, false}}, "text"};
   EXPECT_EQ(arrives(open, decode_open_tiers), open);
   const TiersOpened opened{7, "problem", {3}};
   EXPECT_EQ(arrives(opened, decode_tiers_opened), opened);
@@ -103,7 +103,7 @@ TEST(TierFrames, as_many_elements_as_allowed_fit_into_a_frame) {
             kMostPayload);
   EXPECT_LT(encode(TierResults{0, std::vector<HostResult>(kMostResults)}).size(), kMostPayload);
   EXPECT_LT(
-      encode(OpenTiers{0, std::vector<std::uint64_t>(kMostTiers), std::string(kMostOpenText, 't')}).size(),
+      encode(OpenTiers{0, std::vector<EpochChoice>(kMostTiers), std::string(kMostOpenText, 't')}).size(),
       kMostPayload);
   EXPECT_LT(encode(TiersOpened{0, std::string(2 * kMostProblem, 'p'), {}}).size(), kMostPayload);
 }
@@ -127,9 +127,17 @@ TEST(TierFrames, values_that_no_host_sends_are_refused) {
   bad = some_op(1);
   bad.entry_info.returns_at = std::numeric_limits<double>::quiet_NaN();
   EXPECT_FALSE(decode_ops(encode(TierOps{0, {bad}})));
+  bad = some_op(1);
+  bad.nanos_left = ~std::uint64_t{0};
+  EXPECT_FALSE(decode_ops(encode(TierOps{0, {bad}}))) << "a clock would overflow";
   TierState state = some_state();
   state.queue_seconds = -1;
   EXPECT_FALSE(decode_state(encode(state)));
+  for (const double seconds : {1e10, std::numeric_limits<double>::infinity()}) {
+    HostResult result;
+    result.queued_seconds = seconds;
+    EXPECT_FALSE(decode_results(encode(TierResults{0, {result}}))) << seconds;
+  }
   const Bytes uses = encode(TierUsesFrame{0, true, {}});
   EXPECT_FALSE(decode_uses(changed(uses, 1, 2))) << "a flag that is neither true nor false";
   EXPECT_FALSE(decode_results(changed(encode(TierResults{0, {{}}}), 11, 200))) << "an unknown status";

@@ -61,9 +61,11 @@ class OtherScheduler {
       std::size_t used = 0;
       if (reader_->next(arrived_, &type, &body, &used) != FrameReader::Result::kFrame) return false;
       arrived_.erase(arrived_.begin(), arrived_.begin() + static_cast<std::ptrdiff_t>(used));
+      seen_.push_back(type);
       return type == wanted;
     });
   }
+  bool has_seen(FrameType type) const { return std::find(seen_.begin(), seen_.end(), type) != seen_.end(); }
   void send(FrameType type, ByteSpan body) {
     Bytes bytes;
     writer_->append(type, body, &bytes);
@@ -82,6 +84,7 @@ class OtherScheduler {
   std::unique_ptr<FrameWriter> writer_;
   std::unique_ptr<FrameReader> reader_;
   Bytes arrived_;
+  std::vector<FrameType> seen_;
 };
 
 class TwoHosts : public ShmTest {
@@ -126,9 +129,9 @@ class TwoHosts : public ShmTest {
     links_ = std::make_unique<HostLinks>(scheduler_, std::vector<RemoteHost>{{1, 1}}, made);
     ASSERT_TRUE(links_->wait_until_connected(kPatience).is_ok());
     Tiers opened = open_on_all_hosts(*links_, *scheduler_, 1,
-                                     [&](const std::vector<std::uint64_t>& least) {
+                                     [&](const std::vector<EpochChoice>& epochs) {
                                        Tiers own;
-                                       own.push_back(open_fs(0, least[0]));
+                                       own.push_back(open_fs(0, epochs[0]));
                                        return own;
                                      },
                                      "settings", {kPatience, remote_, {Nanos(0), nullptr}});
@@ -254,9 +257,9 @@ class TwoHosts : public ShmTest {
   std::string problem_;  // host 1 does not open its tiers for this reason
 
  private:
-  std::unique_ptr<Tier> open_fs(std::uint32_t host, std::uint64_t least_epoch) const {
+  std::unique_ptr<Tier> open_fs(std::uint32_t host, EpochChoice epoch) const {
     FsTierOptions chosen = options_[host];
-    chosen.least_epoch = least_epoch;
+    chosen.epoch = epoch;
     return make_fs_tier(chosen);
   }
   void answer_requests(HostTiers& tiers) const {
@@ -270,7 +273,7 @@ class TwoHosts : public ShmTest {
       }
       tiers.close_tiers();
       Tiers opened;
-      opened.push_back(open_fs(1, request->least_epochs.at(0)));
+      opened.push_back(open_fs(1, request->epochs.at(0)));
       tiers.open(request->round, std::move(opened));
     }
   }

@@ -32,8 +32,10 @@ from kv_offload.specs import hosts as specs_hosts  # noqa: E402
 from kv_offload.specs import manager as specs_manager  # noqa: E402
 from kv_offload.specs import spec as specs_spec  # noqa: E402
 from kv_offload.specs import worker as specs_worker  # noqa: E402
+from kv_offload.specs.tier_specs import TierPlan, common_settings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
+from kv_offload.config import OffloadConfig  # noqa: E402
 from oracle import faults  # noqa: E402
 from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
@@ -529,6 +531,30 @@ def test_a_link_of_1_megabyte_per_second_is_enough(
             settle(engine)
         finally:
             engine.shutdown()
+
+
+def test_a_host_with_other_settings_of_tiers_is_refused_with_both_values(tmp_path: Path) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path), "max_bytes": "1GiB"}
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    base = {"cpu_bytes_to_use": "1GiB", "secondary_tiers": [tier]}
+    tenants = {"tenants": {"a": {"share": 40}}}
+
+    def options(extra: dict[str, Any]) -> OffloadConfig:
+        return OffloadConfig.parse(extra)[0]
+
+    plan = TierPlan(cast(Any, None), (), (), common_settings(options(base)))
+    plan.refuse_other_settings(options({**base, "cpu_bytes_to_use": "2GiB"}))
+    for other, text in (
+        (
+            {**base, "secondary_tiers": [{**tier, "encryption_key_file": str(key)}]},
+            r"its encryption of tiers is \[True\] and that of the scheduler's host is \[False\]: start vLLM",
+        ),
+        ({**base, **tenants}, r"its list of tenants and shares is \[\['other', .* host is \[\]: start"),
+        ({**base, "secondary_tiers": []}, r"its list of tiers is \[\] .* host is \['fs'\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan.refuse_other_settings(options(other))
 
 
 def test_a_host_that_cannot_open_its_tier_is_named(
