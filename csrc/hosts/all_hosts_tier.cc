@@ -324,7 +324,8 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   const bool is_own = part == 0;
   const bool own_is_present = parts_.front().tier->contains(key) == Presence::kPresent;
   if (removal.reason == kReset && !is_own) {
-    // After a reset of the whole tier, this host reports the key. Else the connection was lost.
+    // After a reset of the whole tier, this host reports the key. If it still has its part, the connection to
+    // the other host was lost.
     if (own_is_present) report(removal, removals);
     return;
   }
@@ -332,7 +333,7 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   // Other hosts report kVanished also for lookups that found nothing.
   const bool was_here = is_own || removal.reason != kVanished;
   if (const auto write = writes_.find(key); write != writes_.end()) {
-    // The others may be older than the write: a lookup may have been answered before.
+    // kVanished and kReset may be older than the write: a lookup may have been answered before it.
     if (removal.reason == kEvicted || removal.reason == kCorrupt) ops_.at(write->second).part_is_lost = true;
     if (was_here) report(removal, removals);
     return;
@@ -352,8 +353,8 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   if (missing == Missing::kLong) {
     for (const std::size_t other : useless) queue_removal(other, key);
   }
-  // A part that was here may have belonged to a whole chunk even if another part is absent: that one may have
-  // been removed since, and its removal not polled yet.
+  // If another part is absent, the chunk may still have been whole: a tier reports a removal some time after
+  // contains() has changed.
   if (was_here || (own_is_present && missing != Missing::kShort)) report(removal, removals);
 }
 

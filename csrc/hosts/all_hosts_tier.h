@@ -10,9 +10,9 @@
 //   or not written. If a lookup finds that another host lacks its part, the part may still be on its way from
 //   another engine that shares the records, so it has to stay missing for some time first. A removal that a
 //   host cannot take now, because it is lost or its disk fails, is repeated later.
-// - A part stays until it is evicted if this host lacks its own and does not know why, e.g. because its
-//   directory was emptied while the engine was down. Such keys are not looked up on other hosts: each chunk of
-//   a new prompt is one, and the chunk is stored again on all hosts once it has been computed.
+// - Keys that this host lacks are not looked up on other hosts: each chunk of a new prompt is one. If this
+//   host lost records while the engine was down, the other parts stay until they are evicted, or until the
+//   chunk is computed and stored again on all hosts.
 //
 // A removed chunk is reported when the first of its parts is removed, and at most once in each poll(). A key
 // whose parts never formed a chunk may be reported too.

@@ -401,7 +401,7 @@ TEST_F(FakeHostTest, malformed_messages_about_tiers_are_refused) {
     const auto peer = handshake();
     send_all(*peer);
     peer->send(frame(FrameType::kOpsEnded));
-    peer->send(frame(type, Bytes(3)));
+    peer->send(frame(type, Bytes(2)));
     EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "a message about its tiers is malformed"));
   }
 }

@@ -11,7 +11,7 @@ using Delivery = TierChannel::Delivery;
 Bytes removals(std::uint8_t tier, std::size_t count) {
   TierRemovals frame{tier, 0, {}};
   for (std::size_t i = 0; i < count; ++i) {
-    const std::string key(64, static_cast<char>(i));
+    const std::string key(32, static_cast<char>(i));
     frame.removals.push_back({ChunkKey::unchecked(key.data(), key.size()), TierRemoval::Reason::kEvicted});
   }
   return encode(frame);
