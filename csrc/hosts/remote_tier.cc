@@ -395,6 +395,11 @@ void RemoteTier::close() {
   }
   if (!cancel.ids.empty()) frames.push_back(framed(FrameType::kCancel, cancel));
   (void)channel_->send(connection_, std::move(frames));
+  const Nanos end_of_wait = clock_.now() + options_.close_wait;
+  while (!ops_.empty() && connection_ != 0 && clock_.now() < end_of_wait) {
+    channel_->wait(index_, end_of_wait - clock_.now());
+    take_events();
+  }
 }
 
 double RemoteTier::estimate_read_seconds(std::uint64_t bytes) const {

@@ -10,7 +10,7 @@
 // again and no thread of it touches the row any more. A reset of a host that is not connected is made up for
 // before the tier is used again.
 //
-// Threads: one (the scheduler's). Only reset() waits for the other host.
+// Threads: one (the scheduler's). Only reset() and close() wait for the other host.
 #pragma once
 
 #include <memory>
@@ -25,6 +25,7 @@ struct RemoteTierOptions {
   std::string name;
   std::size_t tenants = 0;                        // of the cache; the host has as many
   Nanos reset_timeout{std::chrono::seconds(10)};  // how long reset() waits for the host
+  Nanos close_wait{std::chrono::seconds(10)};     // how long close() waits for ops that run
   Nanos absent_for{std::chrono::seconds(1)};      // see PresenceCache
   std::size_t most_keys = std::size_t{1} << 19;   // remembered
   // Writes that the host may have at once. Later ones wait here for the next poll, and can be cancelled at

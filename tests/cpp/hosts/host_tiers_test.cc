@@ -515,6 +515,18 @@ TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   EXPECT_TRUE(ends(FrameType::kState, encode(TierState{}))) << "a frame of the other direction";
 }
 
+TEST_F(HostTiersTest, closing_the_tier_waits_for_ops_that_run_on_another_host) {
+  start();
+  ops_[1].block(Call::kPwritev, kShardBytes);
+  const OpId op = start_op(OpKind::kWrite, 1);
+  ops_[1].wait_for_blocked(1);
+  std::thread releaser([&] { ops_[1].release(); });
+  tier_->close();
+  releaser.join();
+  ASSERT_TRUE(has_ended(op));
+  EXPECT_TRUE(finish(op).status.is_ok());
+}
+
 TEST_F(HostTiersTest, a_closed_connection_leaves_nothing_usable) {
   start();
   ASSERT_TRUE(write(1).is_ok());
@@ -526,7 +538,7 @@ TEST_F(HostTiersTest, a_closed_connection_leaves_nothing_usable) {
 }
 
 TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_ones) {
-  options_[1].close_wait = std::chrono::milliseconds(1);
+  options_[1].close_wait = remote_.close_wait = std::chrono::milliseconds(1);
   start();
   ASSERT_TRUE(write(1).is_ok());
   ops_[1].block(Call::kPreadv, kShardBytes);

@@ -94,7 +94,7 @@ class TwoHosts : public ShmTest {
   static constexpr Nanos kPatience = std::chrono::minutes(2);
 
   TwoHosts() {
-    remote_.reset_timeout = kPatience;
+    remote_.reset_timeout = remote_.close_wait = kPatience;
     for (std::uint32_t host = 0; host < kHosts; ++host) {
       options_[host] = options_for(root_[host].path());
       options_[host].file_ops = &ops_[host];
