@@ -341,9 +341,9 @@ def several_hosts_problem(options: OffloadConfig, hosts: int, more: Iterable[str
     if hosts <= 1 or not used:
         return None
     return (
-        f"this engine's ranks span {hosts} hosts, and it was given {', '.join(used)}: engines on several "
-        'hosts keep their cache in host memory and in tiers of type "fs" only; leave these settings out, or '
-        "keep tensor and pipeline parallelism inside one host"
+        f"this engine's ranks span {hosts} hosts, and it was given {', '.join(used)}: engines on "
+        'several hosts keep their cache in host memory and in tiers of type "fs" only; leave these settings '
+        "out, or keep tensor and pipeline parallelism inside one host"
     )
 
 
