@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the precision of a router's index: advertised prefixes that are loaded when they are requested.
 
-Dynamo's own indexer (SelectionService of ai-dynamo-runtime), or llm-d's, subscribes to vLLM's ZMQ publisher. The
-engine is vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of its own. It
+Dynamo's own indexer (SelectionService of ai-dynamo-runtime), or llm-d's, subscribes to vLLM's ZMQ publisher.
+The engine is vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of its own. It
 serves conversations under eviction, resets and kills. Each turn is a probe: the router's score for the prompt
 is read first, then the prompt is sent, and the tokens that were not computed are compared with the score.
 Baselines in the same run: vLLM's form of the events, and vLLM's own TieringOffloadingSpec.
@@ -47,7 +47,10 @@ LONGEST = 280  # tokens of a conversation, which then begins again
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``form``: ours, vllm (events as vLLM forms them) or tiering (vLLM's own spec)."""
+    """One configuration.
+
+    ``form``: ours, blocks (kv_events_unit), vllm (events as vLLM forms them) or tiering (vLLM's own spec).
+    """
 
     tier: str
     blocks: int = 1
@@ -71,12 +74,13 @@ class Case:
     @property
     def size(self) -> int:
         """Tokens of a block of the index. Dynamo drops events with another block size."""
-        return self.unit or (BLOCK if self.form == "vllm" else BLOCK * self.blocks)
+        return self.unit or (BLOCK if self.form in ("vllm", "blocks") else BLOCK * self.blocks)
 
 
 CASES = [
     Case("fs"),
     Case("fs", 4),
+    Case("fs", 4, "blocks"),
     Case("fs", 4, "vllm"),
     Case("redis"),
     Case("s3"),
@@ -87,7 +91,6 @@ CASES = [
 LLMD_CASES = [
     *CASES,
     Case("fs", 4, unit=BLOCK),
-    Case("fs", 1, "tiering", unit=BLOCK),
     Case("fs", tenants="salt"),
     Case("fs", tenants="lora"),
     Case("fs", in_place="no replay"),
@@ -114,7 +117,7 @@ def serve() -> None:
     if options["form"] == "vllm":
         from kv_offload.specs import events
 
-        events.describe_whole_chunks = lambda: None
+        events.describe_chunks = lambda **_: None
     setup = Setup(extra=options["extra"], layers=4, events=True, num_blocks=40)
     engine = Engine(setup, f"router-{os.getpid()}", options["model_dir"])
     publisher = ZmqEventPublisher(
@@ -142,9 +145,7 @@ def serve() -> None:
         reply: dict[str, Any] = {}
         if order["do"] == "request":
             number += 1
-            engine.add(
-                f"r{number}", order["tokens"], order["generate"], order["salt"], lora=order["lora"]
-            )
+            engine.add(f"r{number}", order["tokens"], order["generate"], order["salt"], lora=order["lora"])
             settle()
             sequence = engine.ranks[0][2].sequences[f"r{number}"]
             length = len(order["tokens"])
@@ -220,6 +221,8 @@ class Server:
             extra["cpu_bytes_to_use"] = 256 << 10
         else:
             extra |= {"load_policy": "always", "lookup_timeout_ms": 60_000}
+            if self.case.form == "blocks":
+                extra |= {"kv_events_unit": "block"}
         options = {
             "extra": extra,
             "form": self.case.form,
@@ -227,9 +230,11 @@ class Server:
             "events": f"tcp://*:{self.port}",
             "replay": f"tcp://*{replay}" if replay else None,
         }
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+        if self.case.in_place:
+            environment |= {"PYTHONHASHSEED": "0"}  # a restarted engine finds its records
         self.child = Child(
-            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | quiet
+            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | environment
         )
         self.model_dir = self.child.read()["model_dir"]
         self.size = self.case.size
@@ -258,9 +263,7 @@ class Server:
         """Returns the tokens of the prompt that the router believes this server to hold."""
         return max(self.scores(tokens).values(), default=0)
 
-    def scores(
-        self, tokens: list[int], salt: str | None = None, lora: str | None = None
-    ) -> dict[str, int]:
+    def scores(self, tokens: list[int], salt: str | None = None, lora: str | None = None) -> dict[str, int]:
         """Returns the tokens of the prompt's prefix by medium; ``any``, by llm-d: on any medium."""
         asked = {"tokens": tokens, "model": lora or MODEL, "cache_salt": salt or ""}
         for worker in self.router.ask(do="score", **asked)["workers"]:
