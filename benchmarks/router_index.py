@@ -2,9 +2,10 @@
 """Measures the precision of a router's index: advertised prefixes that are loaded when they are requested.
 
 Dynamo's own indexer (SelectionService of ai-dynamo-runtime), or llm-d's, subscribes to vLLM's ZMQ publisher.
-The engine is vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of its own. It
-serves conversations under eviction, resets and kills. Each turn is a probe: the router's score for the prompt
-is read first, then the prompt is sent, and the tokens that were not computed are compared with the score.
+The engine is vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of
+its own. It serves conversations under eviction, resets and kills. Each turn is a probe: the router's score
+for the prompt is read first, then the prompt is sent, and the tokens that were not computed are compared with
+the score.
 Baselines in the same run: vLLM's form of the events, and vLLM's own TieringOffloadingSpec.
 
     python -m venv dynamo && dynamo/bin/pip install ai-dynamo-runtime==1.6.1

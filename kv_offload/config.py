@@ -141,8 +141,8 @@ class OffloadConfig(BaseModel):
     kv_events_unit: Literal["chunk", "block"] = Field(
         default="chunk",
         description="what KV events name if a chunk has several blocks (blocks_per_chunk). chunk: the "
-        "chunk, so that every advertised prefix can be loaded; block: all of its blocks, for routers that index "
-        "vLLM's blocks, such as llm-d. See Routers",
+        "chunk, so that every advertised prefix can be loaded; block: all of its blocks, for routers that "
+        "index vLLM's blocks, such as llm-d. See Routers",
     )
     fixed_weights: bool = Field(
         default=False,

@@ -204,11 +204,15 @@ def describe_chunks(*, whole: bool) -> None:
         original(self)
 
     def removed(original: Any, self: Any, event: Any) -> Iterator[Any]:
-        withdrawn = getattr(self, "kv_offload_withdrawn", {})
+        withdrawn, payloads = getattr(self, "kv_offload_withdrawn", {}), self._pending_event_metadata
+        later: dict[bytes, Any] = {}  # payloads of stores after the reset, which this removal does not end
         for key in event.keys:
             if (payload := withdrawn.pop(key, None)) is not None:
-                self._pending_event_metadata.setdefault(key, payload)
+                if key in payloads:
+                    later[key] = payloads[key]
+                payloads[key] = payload
         yield from original(self, event)
+        payloads.update(later)
 
     _wrap(OffloadingEventsTracker, "_build_event_metadata", described)
     _wrap(OffloadingEventsTracker, "reset", reset)

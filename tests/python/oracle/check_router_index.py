@@ -223,7 +223,7 @@ def test_a_chunk_is_advertised_for_its_own_salt_only(blocks: int) -> None:
 class BlockIndex:
     """What llm-d's index keeps of the events: one description per hash, on all media.
 
-    It counts the stores and removals of a hash on each medium, and drops a block if it does not know the parent.
+    It counts the stores and removals of a hash on each medium, and drops a block whose parent is unknown.
     """
 
     def __init__(self, engine: Engine) -> None:
