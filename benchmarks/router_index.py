@@ -232,8 +232,6 @@ class Server:
             "replay": f"tcp://*{replay}" if replay else None,
         }
         environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
-        if self.case.in_place:
-            environment |= {"PYTHONHASHSEED": "0"}  # a restarted engine finds its records
         self.child = Child(
             [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | environment
         )
@@ -424,7 +422,7 @@ def main() -> None:
             cases[case.name] = run(case, arguments, Path(directory))
         echo(f"{case.name}: {json.dumps(cases[case.name])}")
         if not arguments.only:  # an interruption keeps the cases so far
-            name = "router_index_llmd" if arguments.llmd else "router_index"
+            name = "llmd_scores" if arguments.llmd else "router_index"
             write_results(name, {"probes": arguments.probes, "cases": cases})
 
 
