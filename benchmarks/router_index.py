@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the precision of a router's index: advertised prefixes that are loaded when they are requested.
 
-Dynamo's own indexer (SelectionService of ai-dynamo-runtime) subscribes to vLLM's ZMQ publisher. The engine is
-vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of its own. It
-serves conversations under eviction, resets and kills. Each turn is a probe: the router's score for the prompt
-is read first, then the prompt is sent, and the tokens that were not computed are compared with the score.
+Dynamo's own indexer (SelectionService of ai-dynamo-runtime), or llm-d's, subscribes to vLLM's ZMQ publisher.
+The engine is vLLM's real scheduler and connector with a fake model (tests/python/oracle), in a process of
+its own. It serves conversations under eviction, resets and kills. Each turn is a probe: the router's score
+for the prompt is read first, then the prompt is sent, and the tokens that were not computed are compared with
+the score.
 Baselines in the same run: vLLM's form of the events, and vLLM's own TieringOffloadingSpec.
 
     python -m venv dynamo && dynamo/bin/pip install ai-dynamo-runtime==1.6.1
     python benchmarks/router_index.py --dynamo-python dynamo/bin/python
+
+llm-d's indexer is a program that is built from its sources (llmd_scores.go says how):
+
+    python benchmarks/router_index.py --llmd llmd/llmd_scores
 """
 
 from __future__ import annotations
@@ -36,12 +41,17 @@ TESTS = HERE.parent / "tests" / "python"
 WAIT_SECONDS = 120
 BLOCK = 16
 HOST_BYTES, DISK_BYTES = "256KiB", "2MiB"
+MODEL = "model"
+TOPIC = f"kv@127.0.0.1:8000@{MODEL}"  # llm-d reads the name of the model from it
 LONGEST = 280  # tokens of a conversation, which then begins again
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``form``: ours, vllm (events as vLLM forms them) or tiering (vLLM's own spec)."""
+    """One configuration.
+
+    ``form``: ours, blocks (kv_events_unit), vllm (events as vLLM forms them) or tiering (vLLM's own spec).
+    """
 
     tier: str
     blocks: int = 1
@@ -49,22 +59,43 @@ class Case:
     shared: bool = False  # a second engine shares the directory and evicts there
     evicts: bool = False  # the server evicts records without notice
     kills: bool = True
+    # for llm-d only
+    unit: int = 0  # tokens of a block of the index; 0: the block size that the events state
+    tenants: str = ""  # salt, or lora: half of the conversations have one
+    in_place: str = ""  # a killed engine starts again at its address; replay: with vLLM's replay socket
 
     @property
     def name(self) -> str:
         kind = " of two servers" if self.shared else " that evicts" if self.evicts else ""
-        return f"{self.tier}{kind}, {self.blocks} blocks, {self.form}"
+        more = [f"index of {self.unit} tokens"] if self.unit else []
+        more += [self.tenants] if self.tenants else []
+        more += [f"starts in place, {self.in_place}"] if self.in_place else []
+        return ", ".join([f"{self.tier}{kind}", f"{self.blocks} blocks", self.form, *more])
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block of the index. Dynamo drops events with another block size."""
+        return self.unit or (BLOCK if self.form in ("vllm", "blocks") else BLOCK * self.blocks)
 
 
 CASES = [
     Case("fs"),
     Case("fs", 4),
+    Case("fs", 4, "blocks"),
     Case("fs", 4, "vllm"),
     Case("redis"),
     Case("s3"),
     Case("fs", 1, "tiering"),
     Case("fs", shared=True),
     Case("redis", evicts=True),
+]
+LLMD_CASES = [
+    *CASES,
+    Case("fs", 4, unit=BLOCK),
+    Case("fs", tenants="salt"),
+    Case("fs", tenants="lora"),
+    Case("fs", in_place="no replay"),
+    Case("fs", in_place="replay"),
 ]
 
 
@@ -87,14 +118,17 @@ def serve() -> None:
     if options["form"] == "vllm":
         from kv_offload.specs import events
 
-        events.describe_whole_chunks = lambda: None
+        events.describe_chunks = lambda **_: None
     setup = Setup(extra=options["extra"], layers=4, events=True, num_blocks=40)
     engine = Engine(setup, f"router-{os.getpid()}", options["model_dir"])
-    publisher = ZmqEventPublisher(0, endpoint=options["events"], topic="kv-events")
+    publisher = ZmqEventPublisher(
+        0, endpoint=options["events"], replay_endpoint=options["replay"], topic=TOPIC
+    )
     engine.scheduler.kv_event_publisher = publisher
 
     def mark(tokens: list[int], size: int) -> None:
-        stored = BlockStored([tokens[0]], None, tokens, size, None, "GPU", None)
+        # llm-d drops the message if a hash is an integer that msgpack encodes in less than 64 bits.
+        stored = BlockStored([1 << 63 | tokens[0]], None, tokens, size, None, "GPU", None)
         publisher.publish(KVEventBatch(ts=time.time(), events=[stored]))
 
     def settle() -> None:
@@ -112,7 +146,7 @@ def serve() -> None:
         reply: dict[str, Any] = {}
         if order["do"] == "request":
             number += 1
-            engine.add(f"r{number}", order["tokens"], order["generate"])
+            engine.add(f"r{number}", order["tokens"], order["generate"], order["salt"], lora=order["lora"])
             settle()
             sequence = engine.ranks[0][2].sequences[f"r{number}"]
             length = len(order["tokens"])
@@ -164,17 +198,19 @@ def free_port() -> int:
 
 
 class Server:
-    """An engine's process, started again after each kill as a new worker of the router."""
+    """An engine's process, started again after each kill."""
 
     numbers = iter(range(1, 1 << 20))
 
     def __init__(self, case: Case, tiers: list[dict[str, Any]], router: Child, log: Path) -> None:
         self.case, self.tiers, self.router, self.log = case, tiers, router, log
         self.model_dir: str | None = None
+        self.number = next(self.numbers)
+        self.port, self.replay_port = free_port(), free_port()
         self.start()
 
     def start(self) -> None:
-        self.number, port = next(self.numbers), free_port()
+        replay = f":{self.replay_port}" if self.case.in_place == "replay" else ""
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": HOST_BYTES,
             "blocks_per_chunk": self.case.blocks,
@@ -186,20 +222,28 @@ class Server:
             extra["cpu_bytes_to_use"] = 256 << 10
         else:
             extra |= {"load_policy": "always", "lookup_timeout_ms": 60_000}
+            if self.case.form == "blocks":
+                extra |= {"kv_events_unit": "block"}
         options = {
             "extra": extra,
             "form": self.case.form,
             "model_dir": self.model_dir,
-            "events": f"tcp://*:{port}",
+            "events": f"tcp://*:{self.port}",
+            "replay": f"tcp://*{replay}" if replay else None,
         }
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
         self.child = Child(
-            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | quiet
+            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | environment
         )
         self.model_dir = self.child.read()["model_dir"]
-        # The router's block size is that of the chunks: it drops events with any other.
-        self.size = BLOCK if self.case.form == "vllm" else BLOCK * self.case.blocks
-        self.router.ask(do="add", worker=self.number, block_size=self.size, events=f"tcp://127.0.0.1:{port}")
+        self.size = self.case.size
+        self.router.ask(
+            do="add",
+            worker=self.number,
+            block_size=self.size,
+            events=f"tcp://127.0.0.1:{self.port}",
+            replay=f"tcp://127.0.0.1{replay}" if replay else "",
+        )
         self.until_heard()
 
     def until_heard(self) -> None:
@@ -218,17 +262,21 @@ class Server:
         """Returns the tokens of the prompt that the router believes this server to hold."""
         return max(self.scores(tokens).values(), default=0)
 
-    def scores(self, tokens: list[int]) -> dict[str, int]:
-        for worker in self.router.ask(do="score", tokens=tokens)["workers"]:
+    def scores(self, tokens: list[int], salt: str | None = None, lora: str | None = None) -> dict[str, int]:
+        """Returns the tokens of the prompt's prefix by medium; ``any``, by llm-d: on any medium."""
+        asked = {"tokens": tokens, "model": lora or MODEL, "cache_salt": salt or ""}
+        for worker in self.router.ask(do="score", **asked)["workers"]:
             if worker["worker_id"] == self.number:
-                return {
-                    tier: worker[f"{tier}_blocks"] * self.size for tier in ("device", "host_pinned", "disk")
-                }
+                tiers = ("device", "host_pinned", "disk", "any")
+                return {tier: worker.get(f"{tier}_blocks", 0) * self.size for tier in tiers}
         return {}
 
     def kill(self) -> None:
         self.child.kill()
-        self.router.ask(do="remove", worker=self.number)
+        if not self.case.in_place:  # then it starts again as a new worker, at a new address
+            self.router.ask(do="remove", worker=self.number)
+            self.number = next(self.numbers)
+            self.port = free_port()
 
 
 @dataclass
@@ -305,9 +353,17 @@ def tiers_of(case: Case, directory: Path) -> Iterator[list[dict[str, Any]]]:
         yield [tier]
 
 
-def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dict[str, Any]:
-    rng, counts = random.Random(seed), Counts()
-    router = Child([dynamo, str(HERE / "dynamo_scores.py")], directory / "router.log")
+def start_router(case: Case, arguments: argparse.Namespace, directory: Path) -> Child:
+    if arguments.llmd:
+        command = [arguments.llmd, f"--block-size={case.size}"]
+    else:
+        command = [arguments.dynamo_python, str(HERE / "dynamo_scores.py")]
+    return Child(command, directory / "router.log")
+
+
+def run(case: Case, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    rng, counts, probes = random.Random(arguments.seed), Counts(), arguments.probes
+    router = start_router(case, arguments, directory)
     with tiers_of(case, directory) as tiers:
         servers = [
             Server(case, tiers, router, directory / "engine.log") for _ in range(2 if case.shared else 1)
@@ -326,8 +382,12 @@ def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dic
                 talks[turn] = other[: rng.randrange(len(other) + 1)] if rng.random() < 0.5 else []
             prompt = [*talks[turn], *(rng.randrange(1000) for _ in range(rng.randrange(1, 40)))]
             server.until_heard()
-            scores = server.scores(prompt)
-            reply = server.child.ask(do="request", tokens=prompt, generate=rng.randrange(1, 8))
+            tenant = f"tenant-{turn % 4}" if case.tenants and turn % 2 else None
+            salt, lora = (tenant, None) if case.tenants == "salt" else (None, tenant)
+            scores = server.scores(prompt, salt, lora)
+            reply = server.child.ask(
+                do="request", tokens=prompt, generate=rng.randrange(1, 8), salt=salt, lora=lora
+            )
             counts.add(scores, reply["found"], BLOCK * case.blocks)
             talks[turn] = reply["tokens"]
             if case.kills and number % 110 == 109:
@@ -346,23 +406,24 @@ def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--dynamo-python", required=True, help="python of an environment with Dynamo")
+    router = parser.add_mutually_exclusive_group(required=True)
+    router.add_argument("--dynamo-python", help="python of an environment with Dynamo")
+    router.add_argument("--llmd", help="program that was built from llmd_scores.go")
     parser.add_argument("--probes", type=int, default=220, help="requests per case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
     echo(describe_machine()["text"])
     cases = {}
-    for case in CASES:
+    for case in LLMD_CASES if arguments.llmd else CASES:
         if arguments.only not in case.name:
             continue
         with tempfile.TemporaryDirectory(prefix="router-index-") as directory:
-            cases[case.name] = run(
-                case, arguments.probes, arguments.seed, arguments.dynamo_python, Path(directory)
-            )
+            cases[case.name] = run(case, arguments, Path(directory))
         echo(f"{case.name}: {json.dumps(cases[case.name])}")
         if not arguments.only:  # an interruption keeps the cases so far
-            write_results("router_index", {"probes": arguments.probes, "cases": cases})
+            name = "llmd_scores" if arguments.llmd else "router_index"
+            write_results(name, {"probes": arguments.probes, "cases": cases})
 
 
 if __name__ == "__main__":

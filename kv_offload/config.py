@@ -138,6 +138,12 @@ class OffloadConfig(BaseModel):
         description="let servers of the same model, user and host load chunks from each other's host memory. "
         "All need the same cpu_bytes_to_use and the same /dev/shm. Not together with keep_host_memory",
     )
+    kv_events_unit: Literal["chunk", "block"] = Field(
+        default="chunk",
+        description="what KV events name if a chunk has several blocks (blocks_per_chunk). chunk: the "
+        "chunk, so that every advertised prefix can be loaded; block: all of its blocks, for routers that "
+        "index vLLM's blocks, such as llm-d. See Routers",
+    )
     fixed_weights: bool = Field(
         default=False,
         description="declares that the weights never change while the server runs. A cache reset, also one "

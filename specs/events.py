@@ -8,7 +8,7 @@ many steps. AdvertisedChunks publishes only changes of the subscribers' view.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,38 +162,71 @@ class AdvertisedChunks:
         )
 
 
-def describe_whole_chunks() -> None:
-    """Makes vLLM's self-describing events describe a chunk as the unit that a request finds. Idempotent.
+def describe_chunks(*, whole: bool) -> None:
+    """Makes vLLM's self-describing events describe what requests find. Changes the tracker of this process.
 
-    vLLM names all block hashes of a chunk, but only a request for the whole chunk finds it (vllm#57159); here
-    the event names the last one, with the tokens of the chunk as its block size. vLLM also leaves out the
-    extra keys of the hashes (salt, images, prompt embeddings), so a router would expect hits of requests with
-    other ones. Changes the tracker of this process.
+    ``whole``: an event names only the last hash of a chunk, with the tokens of the chunk as its block size,
+    because only a request for the whole chunk finds it (vllm#57159). Otherwise an event names all blocks of a
+    chunk, as vLLM does. llm-d needs that for chunks of several blocks: it keeps one description per hash, and
+    the last hash of a chunk is also that of a block in GPU memory.
+
+    Both forms add the extra keys of the hashes (salt, images, prompt embeddings), which vLLM leaves out. A
+    router would expect hits of requests with other ones.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
     from vllm.v1.core import kv_cache_utils
 
-    describe = getattr(OffloadingEventsTracker, "_build_event_metadata", None)
-    if describe is None:
+    if not hasattr(OffloadingEventsTracker, "_build_event_metadata"):
         logger.warning(
             "KV events name all block hashes of a chunk, although only whole chunks can be loaded: this vLLM "
             "builds its events in another way. Routers may expect hits that do not happen; set "
             "blocks_per_chunk to 1, or report this warning"
         )
         return
-    if hasattr(describe, "kv_offload_original"):
-        return
 
-    @functools.wraps(describe)
-    def of_whole_chunk(self: Any, req: Any, group_config: Any, chunk_idx: int) -> Any:
-        payload = describe(self, req, group_config, chunk_idx)
+    def described(original: Any, self: Any, req: Any, group_config: Any, chunk_idx: int) -> Any:
+        payload = original(self, req, group_config, chunk_idx)
         tokens = len(payload.token_ids)
-        payload.block_hashes = payload.block_hashes[-1:]
-        payload.block_size = tokens
-        start = chunk_idx * tokens
-        extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(req, start, start + tokens, 0)
-        payload.extra_keys = None if extra_keys is None else (extra_keys,)
+        if whole:
+            payload.block_hashes = payload.block_hashes[-1:]
+            payload.block_size = tokens
+        size = payload.block_size
+        starts = range(chunk_idx * tokens, (chunk_idx + 1) * tokens, size)
+        extra_keys = tuple(
+            kv_cache_utils.generate_block_hash_extra_keys(req, start, start + size, 0)[0] for start in starts
+        )
+        payload.extra_keys = extra_keys if any(extra_keys) else None
         return payload
 
-    of_whole_chunk.kv_offload_original = describe  # type: ignore[attr-defined]
-    OffloadingEventsTracker._build_event_metadata = of_whole_chunk
+    # vLLM drops all payloads at a reset, and would then name only the last hash of each removed chunk.
+    def reset(original: Any, self: Any) -> None:
+        self.kv_offload_withdrawn = dict(self._pending_event_metadata)
+        original(self)
+
+    def removed(original: Any, self: Any, event: Any) -> Iterator[Any]:
+        withdrawn, payloads = getattr(self, "kv_offload_withdrawn", {}), self._pending_event_metadata
+        later: dict[bytes, Any] = {}  # payloads of stores after the reset, which this removal does not end
+        for key in event.keys:
+            if (payload := withdrawn.pop(key, None)) is not None:
+                if key in payloads:
+                    later[key] = payloads[key]
+                payloads[key] = payload
+        yield from original(self, event)
+        payloads.update(later)
+
+    _wrap(OffloadingEventsTracker, "_build_event_metadata", described)
+    _wrap(OffloadingEventsTracker, "reset", reset)
+    _wrap(OffloadingEventsTracker, "_take_removed_event", removed)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces the method by ``around(original, self, ...)``. Replaces an earlier wrapper."""
+    original = getattr(owner, name)
+    original = getattr(original, "kv_offload_original", original)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        return around(original, self, *arguments)
+
+    wrapped.kv_offload_original = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)

@@ -84,7 +84,7 @@ class KVOffloadSpec(OffloadingSpec):
     def _make_manager(self) -> "KVOffloadManager":
         from kv_offload import _core
 
-        from .events import describe_whole_chunks
+        from .events import describe_chunks
         from .manager import KVOffloadManager
         from .message_wait import wait_for_messages
         from .tracing import make_tracer
@@ -92,7 +92,7 @@ class KVOffloadSpec(OffloadingSpec):
 
         options = self._options
         if self._describes_events():
-            describe_whole_chunks()
+            describe_chunks(whole=options.kv_events_unit == "chunk")
         region, links, hosts = self._attach()
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)

@@ -15,13 +15,14 @@ import adapter
 import msgspec
 import pytest
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events as tracker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload import base
 
 adapter.use_specs()
 
 from kv_offload.specs import compat  # noqa: E402
-from kv_offload.specs.events import AdvertisedChunks, TierEvents  # noqa: E402
+from kv_offload.specs.events import AdvertisedChunks, TierEvents, describe_chunks  # noqa: E402
 
 from contract.check_manager import Engine  # noqa: E402
 from contract.parts import keys  # noqa: E402
@@ -79,6 +80,54 @@ def test_removed_events_name_the_medium_of_the_chunk() -> None:
     (event,) = received(gone)
     assert isinstance(event, kv_events.BlockRemoved)
     assert (event.medium, event.locality, event.ownership) == ("STORAGE", "REMOTE", None)
+
+
+class Tracked:
+    """vLLM's tracker with one chunk of two blocks."""
+
+    def __init__(self) -> None:
+        describe_chunks(whole=False)
+        config = base.OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=True)
+        self.tracker = OffloadingEventsTracker(config)
+        (self.key,) = keys(1)
+
+    def store(self) -> None:
+        """Records the chunk as vLLM does when it starts a store."""
+        self.tracker._pending_event_metadata[self.key] = tracker_module._OffloadEventMetadata(
+            block_hashes=(b"1" * 32, b"2" * 32),
+            parent_block_hash=None,
+            token_ids=(7,) * 32,
+            block_size=16,
+            lora_id=None,
+            lora_name=None,
+            extra_keys=None,
+            group_idx=3,
+            kv_cache_spec=tracker_module.OffloadingEventGroupSpec("full_attention", None),
+            active_residencies={(base.Medium.CPU, None)},
+        )
+
+    def publish(self, *, removed: bool) -> Any:
+        (event,) = self.tracker.take_events([compat.make_event([self.key], removed=removed)])
+        return event
+
+
+def test_the_removal_of_a_reset_names_every_block_of_a_chunk() -> None:
+    tracked = Tracked()
+    tracked.store()
+    stored = tracked.publish(removed=False)
+    assert len(stored.block_hashes) == 2
+    tracked.tracker.reset()
+    assert tracked.publish(removed=True).block_hashes == stored.block_hashes
+
+
+def test_a_chunk_that_is_stored_again_with_the_removal_of_a_reset_keeps_its_tokens() -> None:
+    tracked = Tracked()
+    tracked.store()
+    stored = tracked.publish(removed=False)
+    tracked.tracker.reset()
+    tracked.store()
+    assert tracked.publish(removed=True).block_hashes == stored.block_hashes
+    assert tracked.publish(removed=False).token_ids == [7] * 32
 
 
 # ---- what subscribers believe

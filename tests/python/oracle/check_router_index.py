@@ -6,6 +6,7 @@ it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -216,4 +217,57 @@ def test_a_chunk_is_advertised_for_its_own_salt_only(blocks: int) -> None:
     engine.drain()
     assert index.advertised(tokens) == 0
     assert index.advertised(tokens, "tenant") == 96
+    engine.shutdown()
+
+
+class BlockIndex:
+    """What llm-d's index keeps of the events: one description per hash, on all media.
+
+    It counts the stores and removals of a hash on each medium, and drops a block whose parent is unknown.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.described: dict[bytes, Any] = {}
+        self.stored: Counter[tuple[str, bytes]] = Counter()
+        self.media: Counter[str] = Counter()
+        engine.scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            if isinstance(event, kv_events.AllBlocksCleared):
+                continue
+            if isinstance(event, kv_events.BlockRemoved):
+                for block in event.block_hashes:
+                    self.stored[event.medium, block] -= 1
+                    assert self.stored[event.medium, block] >= 0, "a removed block was not stored"
+                continue
+            assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+            parent = event.parent_block_hash
+            assert parent is None or parent in self.described, "llm-d drops a block without its parent"
+            extra = event.extra_keys or [None] * len(event.block_hashes)
+            for number, block in enumerate(event.block_hashes):
+                start = number * event.block_size
+                tokens = tuple(event.token_ids[start : start + event.block_size])
+                description = (parent, tokens, tuple(extra[number] or ()))
+                assert self.described.setdefault(block, description) == description, event.medium
+                self.stored[event.medium, block] += 1
+                self.media[event.medium] += 1
+                parent = block
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_all_media_describe_a_block_alike_if_events_name_blocks(blocks: int, tmp_path: Path) -> None:
+    setup = described(FULL, blocks, kv_events_unit="block")
+    engine = boot(with_disk(setup, tmp_path / "root", max_bytes="2MiB"))
+    index = BlockIndex(engine)
+    Driver(engine, 300 + blocks, Rates(reset=0.01, forced_reset=FORCED)).run(300)
+    _check_at_rest(engine)
+    engine.step_idle()
+    print(dict(index.media))
+    assert min(index.media[medium] for medium in ("GPU", "CPU", "STORAGE")) > 100
+    held = engine.manager._cache.stats()["resident_chunks"] * blocks
+    assert sum(count for (medium, _), count in index.stored.items() if medium == "CPU") == held
     engine.shutdown()
