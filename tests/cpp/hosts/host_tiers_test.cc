@@ -710,12 +710,14 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
   played_->after_reset = {removal(1), removal(2), {}, removal(3)};
   open();
   tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
   ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1})));
   std::vector<ChunkKey> sent;
   EXPECT_TRUE(holds_soon([&] {
     for (const HostTiers::Frame& frame : tiers_->frames()) {
       if (frame.first != FrameType::kRemovals) continue;
-      for (const TierRemoval& one : decode_removals(frame.second)->removals) sent.push_back(one.key);
+      const auto decoded = decode_removals(frame.second);
+      for (const TierRemoval& one : decoded->removals) sent.push_back(one.key);
     }
     return !sent.empty();
   }));
