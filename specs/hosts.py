@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 
 HOSTS_DEADLINE_SECONDS = 120.0  # at start, for all hosts in total: addresses, then connections
 _REQUEST_WAIT_SECONDS = 60.0  # then the thread looks whether the agent was closed
+_EXIT_SECONDS = 10.0  # for the thread; opening a directory on a hung mount takes longer
 _PROBLEM_CHARACTERS = 1000  # of a refusal; the core sends 4096 bytes
 MIN_WAIT_SECONDS = 0.1  # per host after the deadline: the store treats a timeout of 0 as no limit
 
@@ -136,7 +137,7 @@ def serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> thr
 def _end_serving(agent: "weakref.ref[HostAgent]", thread: threading.Thread) -> None:
     if (served := agent()) is not None:
         served.close()
-    thread.join()
+    thread.join(_EXIT_SECONDS)
 
 
 def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> None:

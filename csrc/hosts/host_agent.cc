@@ -295,10 +295,11 @@ void HostAgent::Impl::append_reports(Nanos now) {
 }
 
 void HostAgent::Impl::append_tier_frames(Nanos now) {
-  if (connection->of_tiers.empty()) {
-    for (HostTiers::Frame& frame : tiers.frames()) connection->of_tiers.push_back(std::move(frame));
-  }
-  while (!connection->of_tiers.empty() && connection->unsent.size() < kMostUnsent) {
+  while (connection->unsent.size() < kMostUnsent) {
+    if (connection->of_tiers.empty()) {
+      for (HostTiers::Frame& frame : tiers.frames()) connection->of_tiers.push_back(std::move(frame));
+      if (connection->of_tiers.empty()) return;
+    }
     append(connection->of_tiers.front().first, connection->of_tiers.front().second, now);
     connection->of_tiers.pop_front();
   }

@@ -45,7 +45,8 @@ struct Link {
   Nanos deadline{0};  // in kJoining and kConnected: the end of the silence that is allowed
   Nanos pause{0};
   Nanos connected_at{0};
-  Nanos last_sent{0};  // when the last frame to the host was made
+  Nanos last_sent{0};        // when the last frame to the host was made
+  bool orders_wait = false;  // the channel may have frames that did not fit into `unsent`
   Descriptor socket;
   Bytes unsent, arrived;
   std::unique_ptr<FrameReader> reader;
@@ -172,6 +173,7 @@ void HostLinks::Impl::run_once() {
     if (!is_live(link)) continue;
     if (link.writer != nullptr && link.unsent.empty())
       until = std::min(until, link.last_sent + options.alive_interval);
+    if (link.orders_wait && link.unsent.size() < kMostUnsentOrders) until = before;
     const bool writes = link.state == State::kConnecting || !link.unsent.empty();
     watched.push_back({link.socket.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0});
   }
@@ -259,7 +261,8 @@ void HostLinks::Impl::append_frames(Link& link, Nanos now) {
     link.writer->append(type, body, &link.unsent);
     link.last_sent = now;
   };
-  if (link.state == State::kConnected && link.unsent.size() < kMostUnsentOrders) {
+  link.orders_wait = link.unsent.size() >= kMostUnsentOrders;
+  if (link.state == State::kConnected && !link.orders_wait) {
     for (const TierChannel::Frame& frame : link.channel->take_frames()) append(frame.first, frame.second);
   }
   if (link.unsent.empty() && now - link.last_sent >= options.alive_interval)
@@ -303,6 +306,7 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
       return refuse(link, problem.what());
     }
   }
+  if (!is_live(link)) return;  // `arrived` is empty
   link.arrived.erase(link.arrived.begin(), link.arrived.begin() + static_cast<std::ptrdiff_t>(taken));
 }
 

@@ -72,6 +72,7 @@ struct HostTiers::Impl {
     std::uint64_t epoch = 0;                         // the last TierReset::epoch
     std::unordered_map<OpId, bool> ops;              // in flight; true: of an earlier connection
     std::unordered_map<ChunkKey, KeyOrder> lookups;  // not answered yet
+    bool was_reset = false;                          // its removals by the scheduler's reset are still coming
     TierState sent;
     Nanos looked_at{0}, sent_at{0};
   };
@@ -92,8 +93,7 @@ struct HostTiers::Impl {
   void execute(TierUsesFrame& order);
   void execute(TierReset& order);
   void close_slots();
-  enum class Removals : std::uint8_t { kAll, kNoResets };
-  void poll(std::uint8_t tier, Removals reported = Removals::kAll);
+  void poll(std::uint8_t tier);
   void answer(std::uint8_t tier);
   void report_state(std::uint8_t tier, bool force);
   bool has_stale_ops() const;
@@ -115,6 +115,10 @@ struct HostTiers::Impl {
     return true;
   }
   bool fits(const TierOps& frame) const;
+  std::size_t tenant_count() const {
+    const MutexLock lock(mutex);
+    return std::max<std::size_t>(num_tenants, 1);
+  }
   void fail() {
     {
       const MutexLock lock(mutex);
@@ -250,8 +254,12 @@ void HostTiers::Impl::execute(NewConnection& order) {
 
 void HostTiers::Impl::close_slots() {
   for (Slot& slot : slots) {
-    has_abandoned |= !slot.ops.empty();
     slot.tier->close();
+    std::vector<Completion> completions;
+    std::vector<TierRemoval> removals;
+    slot.tier->poll(&completions, &removals);
+    for (const Completion& ended : completions) slot.ops.erase(ended.id);
+    has_abandoned |= !slot.ops.empty();
   }
   slots.clear();
 }
@@ -287,14 +295,17 @@ void HostTiers::Impl::execute(ReceivedOps& order) {
   if (order.frame.tier >= slots.size()) return;  // closed meanwhile
   Slot& slot = slots[order.frame.tier];
   std::vector<TierOp> ops;
-  for (const HostOp& op : order.frame.ops) {
-    // An id in flight would hide the end of its op.
-    if (slot.ops.emplace(op.id, false).second) ops.push_back(to_tier_op(op, order.at));
-  }
   std::vector<OpId> ids;
-  ids.reserve(ops.size());
-  for (const TierOp& op : ops) ids.push_back(op.id);
+  ops.reserve(order.frame.ops.size());
+  ids.reserve(order.frame.ops.size());
   try {
+    for (const HostOp& op : order.frame.ops) {
+      TierOp made_op = to_tier_op(op, order.at);
+      // An id in flight would hide the end of its op.
+      if (!slot.ops.emplace(op.id, false).second) continue;
+      ids.push_back(op.id);
+      ops.push_back(std::move(made_op));
+    }
     slot.tier->submit(std::move(ops));
   } catch (const std::exception&) {
     for (const OpId id : ids) slot.ops.erase(id);
@@ -333,12 +344,12 @@ void HostTiers::Impl::execute(TierReset& order) {
   slot.epoch = order.epoch;
   slot.lookups.clear();
   const Status status = slot.tier->reset();
-  poll(order.tier, Removals::kNoResets);  // the scheduler knows of this reset
+  slot.was_reset = true;
   make(FrameType::kResetDone, TierResetDone{order.tier, order.epoch, status.kind()});
   report_state(order.tier, true);
 }
 
-void HostTiers::Impl::poll(std::uint8_t tier, Removals reported) {
+void HostTiers::Impl::poll(std::uint8_t tier) {
   Slot& slot = slots[tier];
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
@@ -351,9 +362,10 @@ void HostTiers::Impl::poll(std::uint8_t tier, Removals reported) {
     return !is_awaited;
   });
   TierRemovals removed{tier, slot.epoch, {}};
+  if (removals.empty()) slot.was_reset = false;
   for (TierRemoval removal : removals) {
     if (removal.reason == TierRemoval::Reason::kReset) {
-      if (reported == Removals::kNoResets) continue;
+      if (slot.was_reset) continue;                     // the scheduler knows
       removal.reason = TierRemoval::Reason::kVanished;  // somebody removed the epoch's directory
     }
     removed.removals.push_back(removal);
@@ -452,16 +464,15 @@ void HostTiers::end_connection() {
     impl_->connected = false;
     impl_->outgoing.clear();
   }
-  (void)impl_->push(NewConnection{});
+  try {
+    (void)impl_->push(NewConnection{});
+  } catch (const std::bad_alloc&) {  // the next connection makes up for it
+  }
 }
 
 bool HostTiers::Impl::fits(const TierOps& frame) const {
   if (in_flight + frame.ops.size() > kMostInFlight) return false;
-  std::size_t tenants = 0;
-  {
-    const MutexLock lock(mutex);
-    tenants = std::max<std::size_t>(num_tenants, 1);
-  }
+  const std::size_t tenants = tenant_count();
   const Layout& rows = layout();
   return std::all_of(frame.ops.begin(), frame.ops.end(), [&](const HostOp& op) {
     if (op.entry_info.tenant >= tenants) return false;
@@ -495,8 +506,15 @@ bool HostTiers::take(FrameType type, ByteSpan body) {
       return pass_on(decode_cancel(body));
     case FrameType::kLookup:
       return pass_on(decode_lookup(body));
-    case FrameType::kUses:
-      return pass_on(decode_uses(body));
+    case FrameType::kUses: {
+      auto frame = decode_uses(body);
+      if (!frame || !impl_->has_tier(frame->tier)) return false;
+      const std::size_t tenants = impl_->tenant_count();
+      for (const TierUse& use : frame->uses) {
+        if (use.entry_info.tenant >= tenants) return false;
+      }
+      return impl_->push(std::move(*frame));
+    }
     case FrameType::kReset:
       return pass_on(decode_reset(body));
     default:

@@ -20,6 +20,17 @@ std::uint64_t new_id() {
   return std::max<std::uint64_t>(id, 1);
 }
 
+// Returns the same id for the same epochs: engines that start at once, and find each other's, then agree.
+std::uint64_t next_id(const std::vector<std::vector<std::uint64_t>>& ids, std::size_t tier) {
+  std::uint64_t mixed = 0;
+  for (const auto& of_host : ids) {
+    if (of_host[tier] == 0) return new_id();
+    mixed = (mixed ^ of_host[tier]) * 0x9E3779B97F4A7C15;
+    mixed ^= mixed >> 32;
+  }
+  return std::max<std::uint64_t>(mixed, 1);
+}
+
 double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_t ranks) {
   double bytes = 0;
   for (std::uint32_t i = 0; i < ranks; ++i) {
@@ -47,7 +58,7 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
         return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
       });
-      if (!is_same) choices[tier] = {new_id(), true};
+      if (!is_same) choices[tier] = {next_id(ids, tier), true};
       agree = agree && is_same;
     }
     if (agree) break;

@@ -25,7 +25,7 @@ struct RemoteTierOptions {
   std::string name;
   std::size_t tenants = 0;                        // of the cache; the host has as many
   Nanos reset_timeout{std::chrono::seconds(10)};  // how long reset() waits for the host
-  Nanos close_wait{std::chrono::seconds(10)};     // how long close() waits for ops that run
+  Nanos close_wait{std::chrono::seconds(2)};      // how long close() waits for ops that run; vLLM allows 5 s
   Nanos absent_for{std::chrono::seconds(1)};      // see PresenceCache
   std::size_t most_keys = std::size_t{1} << 19;   // remembered
   // Writes that the host may have at once. Later ones wait here for the next poll, and can be cancelled at

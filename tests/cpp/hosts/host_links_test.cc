@@ -406,6 +406,35 @@ TEST_F(FakeHostTest, malformed_messages_about_tiers_are_refused) {
   }
 }
 
+TEST_F(FakeHostTest, a_host_that_sends_more_than_an_idle_engine_keeps_is_connected_again) {
+  const auto links = this->links();
+  {
+    const auto peer = handshake();
+    send_all(*peer);
+    peer->send(frame(FrameType::kOpsEnded));
+    ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+    std::thread opener([&] {
+      EXPECT_THAT(message_of<ResourceError>([&] { (void)links->open_tiers("", {EpochChoice{}}, kPatience); }),
+                  HasSubstr("it sent more than an idle engine can keep"));
+    });
+    peer->read(37);  // the request to open
+    TierRemovals removals{0, 0, {}};
+    for (std::size_t i = 0; i < kMostKeys; ++i) {
+      const std::string key(32, static_cast<char>(i));
+      removals.removals.push_back(
+          {ChunkKey::unchecked(key.data(), key.size()), TierRemoval::Reason::kEvicted});
+    }
+    const Bytes body = encode(removals);
+    for (std::size_t sent = 0; sent <= TierChannel::kMostWaiting; sent += body.size())
+      peer->send(frame(FrameType::kRemovals, body));
+    EXPECT_LT(peer->read(1 << 20).size(), std::size_t{1} << 20) << "the connection goes on";
+    opener.join();
+  }
+  const auto peer = handshake();
+  send_all(*peer);
+  EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
+}
+
 TEST_F(FakeHostTest, a_host_is_not_connected_before_the_layout_of_its_last_rank) {
   const auto links = this->links();
   const auto peer = handshake();

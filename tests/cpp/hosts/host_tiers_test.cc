@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <new>
@@ -455,6 +456,35 @@ TEST_F(HostTiersTest, epochs_of_the_same_number_that_other_engines_made_do_not_a
   EXPECT_TRUE(read(1).is_ok());
 }
 
+TEST_F(HostTiersTest, engines_that_started_at_once_agree_at_their_next_start) {
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  stop();
+  // Each of two engines was the first one on one of the hosts.
+  for (FsTierOptions chosen : options_) {
+    chosen.epoch = {static_cast<std::uint64_t>(chosen.root_dir == options_[0].root_dir ? 7 : 8), true};
+    make_fs_tier(chosen)->close();
+  }
+  start();
+  ASSERT_TRUE(write(2).is_ok());
+  const auto id_on = [&](std::uint32_t host) {
+    const auto tier = make_fs_tier(options_[host]);
+    const std::uint64_t id = tier->stats().epoch_id;
+    tier->close();
+    return id;
+  };
+  const std::uint64_t agreed = id_on(0);
+  EXPECT_EQ(id_on(1), agreed);
+  stop();
+  for (const TempDir& root : root_) std::filesystem::remove_all(root.path());
+  for (FsTierOptions chosen : options_) {
+    chosen.epoch = {static_cast<std::uint64_t>(chosen.root_dir == options_[0].root_dir ? 7 : 8), true};
+    make_fs_tier(chosen)->close();
+  }
+  start();
+  EXPECT_EQ(id_on(0), agreed) << "the other engine would begin another epoch";
+}
+
 TEST_F(HostTiersTest, a_directory_that_is_removed_while_the_engine_runs_makes_its_chunks_misses) {
   for (const std::uint32_t host : {1u, 0u}) {
     start();
@@ -508,6 +538,10 @@ TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   op.entry_info.tenant = 1;
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{0, {op}}))) << "there are no tenants";
   op.entry_info.tenant = 0;
+  TierUse use;
+  use.key = op.key;
+  use.entry_info.tenant = 1;
+  EXPECT_TRUE(ends(FrameType::kUses, encode(TierUsesFrame{0, false, {use}})));
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{1, {op}})));
   EXPECT_TRUE(ends(FrameType::kOps, Bytes{0, 1}));
   EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{3, KeyOrder::kNone, 0, {}})));
@@ -600,15 +634,24 @@ class GatedTier : public Tier {
     if (fails_to_submit) throw std::bad_alloc();
   }
   bool cancel(OpId) override { return false; }
-  void poll(std::vector<Completion>*, std::vector<TierRemoval>*) override { on_poll(); }
+  void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
+    on_poll();
+    if (batches.empty()) return;
+    *removals = std::move(batches.front());
+    batches.pop_front();
+  }
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
   void touch(const ChunkKey&) override {}
-  Status reset() override { return Status::ok(); }
+  Status reset() override {
+    batches = std::move(after_reset);
+    return Status::ok();
+  }
   TierStats stats() const override { return {}; }
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }
 
+  std::deque<std::vector<TierRemoval>> batches, after_reset;  // one for each poll
   std::function<void()> on_poll = [] {};
   bool fails_to_submit = false;
 };
@@ -658,6 +701,27 @@ TEST_F(PlayedHostTiers, a_frame_of_one_connection_is_not_sent_on_the_next_one) {
   EXPECT_TRUE(tiers_->frames().empty()) << "its frames were sent on the new connection";
   turns_.open();
   EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+}
+
+TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they_take) {
+  const auto removal = [](std::uint32_t number) {
+    return std::vector<TierRemoval>{{key_of(number), TierRemoval::Reason::kReset}};
+  };
+  played_->after_reset = {removal(1), removal(2), {}, removal(3)};
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1})));
+  std::vector<ChunkKey> sent;
+  EXPECT_TRUE(holds_soon([&] {
+    for (const HostTiers::Frame& frame : tiers_->frames()) {
+      if (frame.first != FrameType::kRemovals) continue;
+      const auto decoded = decode_removals(frame.second);
+      for (const TierRemoval& one : decoded->removals) sent.push_back(one.key);
+    }
+    return !sent.empty();
+  }));
+  EXPECT_EQ(sent, std::vector<ChunkKey>{key_of(3)}) << "the directory was removed after the reset";
 }
 
 TEST_F(PlayedHostTiers, ops_that_cannot_be_submitted_end_the_connection_and_not_the_next_one) {
