@@ -64,9 +64,8 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     if (agree) break;
     if (round + 1 == kMostRounds)
       throw_resource(
-          "the hosts of this engine cannot begin a common epoch of their tiers: other engines begin epochs "
-          "in the "
-          "same directories at the same time, or the kind of tier has none. Start this engine again");
+          "the hosts of this engine cannot begin a common epoch: other engines begin epochs in the same "
+          "directories at the same time, or this type of tier has no epoch IDs. Restart this engine");
   }
   const double all_bytes = bytes_of(region, 0, region.options().num_workers);
   const auto share = [&](std::uint32_t first_rank, std::uint32_t ranks) {

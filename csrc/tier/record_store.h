@@ -57,7 +57,7 @@ class RecordStore {
   // proven wrong; it was removed, unless another one replaced it meanwhile. Any other status is a device
   // failure, and the record stays.
   virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
-  // Removes the record of a key, for a part whose other parts are lost (hosts/all_hosts_tier.h). Ok: it was
+  // Removes the record of a key if other parts of its chunk are lost (hosts/all_hosts_tier.h). Ok: it was
   // removed, and is reported as evicted. kNotFound: there was none.
   virtual Status remove(const ChunkKey&, const EpochPtr&) {
     return Status::error(StatusKind::kUnavailable, "this kind of store removes no single records");

@@ -2,8 +2,8 @@
 """Runs the ranks of a host without the scheduler, as ``vllm serve --headless`` does.
 
 The command itself does not start in the CPU build of vLLM. With the address of a host in
-KV_OFFLOAD_TEST_ADDRESS, the processes leave the network, the mounts and the IPC names of this machine, and
-wait until somebody has given them that address (second_host.py).
+KV_OFFLOAD_TEST_ADDRESS, the processes enter new network, mount and IPC namespaces, and wait until
+second_host.py has assigned that address.
 """
 
 import ctypes

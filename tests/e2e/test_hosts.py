@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose two ranks are on two nodes of vLLM: this host, and an emulated second one.
 
-vLLM itself waits for a node that is frozen or cut off. The engine must then go on with right answers, and use
-its chunks again.
+vLLM itself waits for a node that is frozen or cut off. The engine must then continue with correct answers,
+and use its chunks again.
 """
 
 from __future__ import annotations

@@ -115,8 +115,9 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<F
     options.warn(
         options.epoch.is_new
             ? fmt::format(
-                  "{}: records of earlier engines are not used, because they do not belong to those on "
-                  "the engine's other hosts. A host has missed a reset or has a new directory, or several engines started at once",
+                  "{}: records of earlier engines are not used, because the hosts of this engine do not "
+                  "have the same epoch: a host missed a reset or has a new directory, or several engines "
+                  "started at the same time",
                   path)
             : fmt::format("{} was reset: records written before the reset, or by the reset process after it, "
                           "are not used",
