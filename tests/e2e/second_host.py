@@ -18,6 +18,17 @@ PATIENCE_SECONDS = 240
 _ESTABLISHED = "01"  # in /proc/net/tcp
 
 
+def problem() -> str:
+    """Returns why this machine cannot emulate a host; "": it can."""
+    namespaces = ["unshare", "--net", "--mount", "--ipc"]
+    pair = ["ip", "link", "add", "kvo-a", "type", "veth", "peer", "name", "kvo-b"]
+    try:
+        made = subprocess.run([*namespaces, *pair], capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return made.stderr.strip() if made.returncode else ""
+
+
 class SecondHost:
     """The network between both hosts, and the processes on the second one (headless_node.py)."""
 

@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import records
 import waiting
 from answers import BLOCK, assert_same, make_prompts
 from forked import ForkedServer
 from forked_process import Zygote
 from local_server import Answer, LocalServer, free_port
-from second_host import SecondHost
+from second_host import SecondHost, problem
 from setting import GPU_BLOCKS, PROMPT_BLOCKS, Serve, patient_config
 
 PROMPTS = 3
@@ -32,6 +33,8 @@ def two_nodes(
     start: Serve, zygote: Zygote, model: Path, log_file: Path, roots: list[Path]
 ) -> Iterator[tuple[LocalServer, SecondHost]]:
     """``roots``: a directory for each node."""
+    if reason := problem():
+        pytest.skip(f"an emulated host needs root: {reason}")
     host = SecondHost()
     configs = [patient_config("512MiB", root) for root in roots]
     arguments = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--nnodes", "2"]
