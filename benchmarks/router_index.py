@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reporting import describe_machine, echo, write_results
+from reporting import RESULTS, describe_machine, echo, write_results
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests" / "python"
@@ -49,11 +49,13 @@ class Case:
     shared: bool = False  # a second engine shares the directory and evicts there
     evicts: bool = False  # the server evicts records without notice
     kills: bool = True
+    pause: float = 0  # seconds between a request and the next probe
 
     @property
     def name(self) -> str:
         kind = " of two servers" if self.shared else " that evicts" if self.evicts else ""
-        return f"{self.tier}{kind}, {self.blocks} blocks, {self.form}"
+        pause = f", {self.pause:g} s between probes" if self.pause else ""
+        return f"{self.tier}{kind}{pause}, {self.blocks} blocks, {self.form}"
 
 
 CASES = [
@@ -64,7 +66,9 @@ CASES = [
     Case("s3"),
     Case("fs", 1, "tiering"),
     Case("fs", shared=True),
+    Case("fs", shared=True, pause=0.5),
     Case("redis", evicts=True),
+    Case("redis", evicts=True, pause=2),
 ]
 
 
@@ -82,6 +86,7 @@ def serve() -> None:
 
         adapter.use_specs()
     from oracle.engine import Engine, Setup
+    from oracle.idle import IdleLoop
     from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
 
     if options["form"] == "vllm":
@@ -105,18 +110,32 @@ def serve() -> None:
         for _ in range(3):
             engine.step_idle()
 
+    in_gpu: dict[str, int] = {}  # tokens that the GPU holds, as vLLM asks the connector for more
+    side = engine.scheduler.connector.connector_scheduler
+    matched = side.get_num_new_matched_tokens
+
+    def asked(request: Any, computed: int, *more: Any, **named: Any) -> Any:
+        in_gpu[request.request_id] = computed
+        return matched(request, computed, *more, **named)
+
+    side.get_num_new_matched_tokens = asked
     print(json.dumps({"model_dir": engine.model_dir}), file=answers, flush=True)
     number = 0
-    for line in sys.stdin:
-        order = json.loads(line)
+    loop = IdleLoop(engine, map(json.loads, sys.stdin))
+    while (order := loop.next()) is not None:
         reply: dict[str, Any] = {}
         if order["do"] == "request":
             number += 1
-            engine.add(f"r{number}", order["tokens"], order["generate"])
+            name = f"r{number}"
+            engine.add(name, order["tokens"], order["generate"])
             settle()
-            sequence = engine.ranks[0][2].sequences[f"r{number}"]
+            sequence = engine.ranks[0][2].sequences[name]
             length = len(order["tokens"])
-            reply = {"found": sequence.found, "tokens": sequence.tokens[: length + order["generate"]]}
+            reply = {
+                "found": sequence.found,
+                "in_gpu": in_gpu.pop(name),
+                "tokens": sequence.tokens[: length + order["generate"]],
+            }
         elif order["do"] == "reset":
             reply = {"done": engine.reset(running=False)}
             settle()
@@ -242,11 +261,11 @@ class Counts:
     beyond_device: int = 0  # advertised tokens beyond GPU memory
     resets: int = 0
     kills: int = 0
-    # of the rest: vLLM loads nothing if the GPU has all but less than a chunk of the prefix
+    # of the rest: the GPU has all but less than a chunk of the prefix, and vLLM loads nothing then
     less_than_a_chunk: int = 0
-    short: list[list[int]] = field(default_factory=list)
+    short: list[list[int]] = field(default_factory=list)  # advertised, found, of these in the GPU
 
-    def add(self, scores: dict[str, int], found: int, chunk: int) -> None:
+    def add(self, scores: dict[str, int], found: int, in_gpu: int, chunk: int) -> None:
         longest = max(scores.values(), default=0)
         self.probes += 1
         self.advertised += longest > 0
@@ -256,14 +275,17 @@ class Counts:
         self.found_tokens += found
         self.beyond_device += longest - scores.get("device", 0)
         if longest > found:
-            self.less_than_a_chunk += longest - found < chunk
-            self.short.append([longest, found])
+            self.less_than_a_chunk += found == in_gpu and longest - in_gpu < chunk
+            self.short.append([longest, found, in_gpu])
 
     def figures(self) -> dict[str, Any]:
         return {
             "probes": self.probes,
             "advertised": self.advertised,
             "advertised_then_hit": self.hit / self.advertised if self.advertised else None,
+            "advertised_then_hit_or_less_than_a_chunk": (self.hit + self.less_than_a_chunk) / self.advertised
+            if self.advertised
+            else None,
             "token_precision": self.found_of_advertised / self.advertised_tokens
             if self.advertised_tokens
             else None,
@@ -325,10 +347,11 @@ def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dic
                 other = rng.choice(talks)
                 talks[turn] = other[: rng.randrange(len(other) + 1)] if rng.random() < 0.5 else []
             prompt = [*talks[turn], *(rng.randrange(1000) for _ in range(rng.randrange(1, 40)))]
+            time.sleep(case.pause)
             server.until_heard()
             scores = server.scores(prompt)
             reply = server.child.ask(do="request", tokens=prompt, generate=rng.randrange(1, 8))
-            counts.add(scores, reply["found"], BLOCK * case.blocks)
+            counts.add(scores, reply["found"], reply["in_gpu"], BLOCK * case.blocks)
             talks[turn] = reply["tokens"]
             if case.kills and number % 110 == 109:
                 server.kill()
@@ -344,15 +367,24 @@ def run(case: Case, probes: int, seed: int, dynamo: str, directory: Path) -> dic
     return counts.figures()
 
 
+def saved_cases() -> dict[str, Any]:
+    """Returns the saved results of this machine."""
+    path = RESULTS / f"router_index-{describe_machine()['name']}.json"
+    saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    return dict(saved["cases"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dynamo-python", required=True, help="python of an environment with Dynamo")
     parser.add_argument("--probes", type=int, default=220, help="requests per case")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; the saved results of others are kept"
+    )
     arguments = parser.parse_args()
     echo(describe_machine()["text"])
-    cases = {}
+    cases = saved_cases() if arguments.only else {}
     for case in CASES:
         if arguments.only not in case.name:
             continue
@@ -361,8 +393,7 @@ def main() -> None:
                 case, arguments.probes, arguments.seed, arguments.dynamo_python, Path(directory)
             )
         echo(f"{case.name}: {json.dumps(cases[case.name])}")
-        if not arguments.only:  # an interruption keeps the cases so far
-            write_results("router_index", {"probes": arguments.probes, "cases": cases})
+        write_results("router_index", {"cases": cases})  # an interruption keeps the cases so far
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ class EndlessStore final : public RecordStore, public Catalog {
   void cancel_lookup(std::span<const ChunkKey>, EpochNumber) override {}
   void touch(const ChunkKey&) override {}
   void take_removals(std::vector<TierRemoval>*) override {}
+  bool has_removals() const override { return false; }
 
  private:
   const EpochPtr epoch_ = std::make_shared<Epoch>();

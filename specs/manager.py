@@ -17,6 +17,7 @@ from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, Request
 from .events import AdvertisedChunks, TierEvents
 from .hints import METRIC as HINTS_METRIC
 from .hints import HintExecutor
+from .idle import EngineWaker
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
@@ -112,6 +113,7 @@ class KVOffloadManager(OffloadingManager):
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
         self._advertised = AdvertisedChunks(self._options.event_tiers)
+        self._waker = EngineWaker(cache) if self._options.publishes_events else None
         if self._options.describes_events:
             # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
             self._cache.take_events()
@@ -337,8 +339,10 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def has_pending_work(self) -> bool:
-        """True if a request waits for us; vLLM then keeps stepping an idle engine."""
-        return self._cache.has_pending_work() or self._advertised.has_withdrawals()
+        """True if a request waits for us, or events should be taken; vLLM then steps an idle engine."""
+        if self._cache.has_pending_work() or self._advertised.has_withdrawals():
+            return True
+        return self._waker is not None and self._waker.due
 
     def reset_cache(self) -> None:
         """Invalidates all chunks in memory and on every tier.
@@ -370,6 +374,8 @@ class KVOffloadManager(OffloadingManager):
         """Drops queued writes, waits for running operations and closes the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._waker is not None:
+                self._waker.stop()
             self.at_shutdown()
             self._cache.close()
             if self._hosts is not None:
@@ -381,6 +387,8 @@ class KVOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[Any]:
         """Yields the KV events of host memory and of every tier that publishes them."""
+        if self._waker is not None:
+            self._waker.taken()
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()

@@ -241,6 +241,11 @@ void TieredCache::end_step() {
 
 bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
 
+bool TieredCache::has_tier_news() const {
+  const std::vector<std::unique_ptr<Tier>>& tiers = impl_->ops.tiers();
+  return std::any_of(tiers.begin(), tiers.end(), [](const auto& tier) { return tier->has_news(); });
+}
+
 void TieredCache::Impl::publish_fetching(bool now) {
   if (now == is_fetching) return;  // avoid writes: the ranks read it all the time
   is_fetching = now;

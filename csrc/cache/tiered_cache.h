@@ -107,6 +107,8 @@ class TieredCache {
   // region.
   void end_step();
   bool has_pending_work() const;  // only while a request waits for the cache
+  // True if a tier has results or removals that the next end_step() takes in. Any thread, until close().
+  bool has_tier_news() const;
   // Forgets everything in memory and on every tier. Takes the same time for any number of chunks that no copy
   // or tier op uses: later steps and stores free their rows and report their removal, a few at a time. Rows
   // of copies in flight are reused only after their tickets are reported.

@@ -118,6 +118,19 @@ void PresenceCache::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber ep
   }
 }
 
+bool PresenceCache::present_from(std::size_t* place, std::size_t most, std::vector<ChunkKey>* keys) const {
+  make_room(*keys, most);
+  const MutexLock lock(mutex_);
+  const std::size_t young = young_.size(), all = young + old_.size();
+  if (*place >= all) return false;
+  count_steps(most);
+  for (const std::size_t end = std::min(all, *place + most); *place < end; ++*place) {
+    const Entry& entry = *place < young ? young_[*place] : old_[*place - young];
+    if (entry.state == State::kPresent && find(entry.key) == &entry) keys->push_back(entry.key);
+  }
+  return true;
+}
+
 PresenceCache::EpochNumber PresenceCache::epoch_number() const {
   const MutexLock lock(mutex_);
   return epoch_number_;
@@ -177,6 +190,11 @@ void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
     make_room(*removals, kRemovalsPerLock);
     if (!take_some_removals(removals)) return;
   }
+}
+
+bool PresenceCache::has_removals() const {
+  const MutexLock lock(mutex_);
+  return !removals_.empty() || !dropped_.empty();
 }
 
 // Returns true if there are more. REQUIRES: room for kRemovalsPerLock in the list.

@@ -47,6 +47,7 @@ class Catalog {
   virtual void used(const TierUses&) {}  // see Tier
   // Appends the keys that were removed since the last call.
   virtual void take_removals(std::vector<TierRemoval>* removals) = 0;
+  virtual bool has_removals() const = 0;
 };
 
 // Bounded: the keys that were updated least recently are forgotten first and become unknown again. Each call
@@ -73,7 +74,11 @@ class PresenceCache final : public Catalog {
   void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+  bool has_removals() const override EXCLUDES(mutex_);
 
+  // Appends the present keys among the next `most` keys from *place on, and advances *place. Returns false if
+  // there are no more. Keys that change meanwhile may be left out or repeated.
+  bool present_from(std::size_t* place, std::size_t most, std::vector<ChunkKey>* keys) const EXCLUDES(mutex_);
   EpochNumber epoch_number() const EXCLUDES(mutex_);
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
   void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);

@@ -75,6 +75,12 @@ class RecordStore {
   // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
   // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
+  // Runs about ten times a second while wants_watch(), never concurrently with maintain(): short work that
+  // notices what other processes did. A later call makes up for one that fails.
+  virtual void watch() {}
+  // True if the device has removed records of its own accord since the last call, as far as maintain() saw.
+  // Stores without a catalog: keys that count as present are then looked up again.
+  virtual bool take_evictions() { return false; }
   // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
   // itself.
   virtual Status begin_epoch() = 0;
@@ -83,6 +89,7 @@ class RecordStore {
   virtual bool can_reset() const { return true; }
 
   // ---- any thread; never waits
+  virtual bool wants_watch() const { return false; }
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
   virtual void forget() = 0;
   virtual void stop() {}  // makes slow calls give up soon

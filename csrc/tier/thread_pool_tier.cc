@@ -19,10 +19,13 @@ namespace kv_offload {
 namespace {
 
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
+constexpr Nanos kWatchEvery{std::chrono::milliseconds(100)};
 
-void upkeep(RecordStore& store) {
+void upkeep(TierRuntime& shared) {
+  RecordStore& store = *shared.store;
   if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // the reset could not begin it
   store.maintain();
+  check_present_keys(shared);
 }
 
 class ThreadPoolTier final : public Tier {
@@ -32,12 +35,16 @@ class ThreadPoolTier final : public Tier {
         clock_(clock_of(options)),
         shared_(std::make_shared<TierRuntime>(std::move(store), options)),
         next_upkeep_(clock_.now() + kMaintainEvery),
+        next_watch_(clock_.now() + kWatchEvery / 2),
         pool_(options.manual_pool != nullptr ? IoPoolOptions{0, 0, &clock_, options.close_wait}
                                              : IoPoolOptions{options.n_read_threads, options.n_write_threads,
                                                              &clock_, options.close_wait}),
         presence_lookup_(shared_, options_, pool_.submitter()),
         upkeep_({1, 1, &clock_, options.close_wait}),
-        ticker_(kMaintainEvery, [this] { maintain_if_due(); }) {
+        ticker_(kWatchEvery, [this] {
+          maintain_if_due();
+          watch_if_wanted();
+        }) {
     if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
     submit_upkeep(Lane::kWrite, [](RecordStore& started) { started.start(); });
     update_in_epoch();
@@ -48,6 +55,7 @@ class ThreadPoolTier final : public Tier {
   void submit(std::vector<TierOp> ops) override;
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  bool has_news() const override { return shared_->has_completions() || shared_->catalog().has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override { shared_->catalog().forget_miss(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
@@ -68,6 +76,8 @@ class ThreadPoolTier final : public Tier {
   Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void maintain_if_due();
+  void watch_if_wanted();
+  void submit_guarded_upkeep(std::atomic<bool>& queued, void (*work)(TierRuntime& shared));
   bool takes(Lane lane) const;
   void update_in_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
@@ -93,6 +103,7 @@ class ThreadPoolTier final : public Tier {
   Nanos counted_until_{0};  // ops that started up to this time were found stuck or have ended
   bool closed_ = false;
   std::atomic<Nanos> next_upkeep_;
+  Nanos next_watch_;  // the ticker's thread only
   // Last members: their threads end before the members that they use.
   IoPool pool_;
   PresenceLookup presence_lookup_;
@@ -222,17 +233,29 @@ void ThreadPoolTier::maintain_if_due() {
   const Nanos now = clock_.now();
   if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
   next_upkeep_.store(now + kMaintainEvery);
-  const Status queued = catch_exceptions([&] {
-    submit_upkeep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
+  submit_guarded_upkeep(shared_->maintaining, upkeep);
+}
+
+void ThreadPoolTier::watch_if_wanted() {
+  const Nanos now = clock_.now();
+  if (now < next_watch_ || !shared_->store->wants_watch() || shared_->watching.exchange(true)) return;
+  next_watch_ = now + kWatchEvery / 2;  // real time paces the ticker: do not skip every second tick
+  submit_guarded_upkeep(shared_->watching, [](TierRuntime& shared) { shared.store->watch(); });
+}
+
+// `queued` is a flag of shared_, and true; it becomes false when the work has ended.
+void ThreadPoolTier::submit_guarded_upkeep(std::atomic<bool>& queued, void (*work)(TierRuntime& shared)) {
+  const Status submitted = catch_exceptions([&] {
+    submit_upkeep(Lane::kWrite, [shared = shared_.get(), &queued, work](RecordStore&) {
       (void)catch_exceptions([&] {
-        upkeep(store);
+        work(*shared);
         return Status::ok();
       });
-      shared->maintaining.store(false);
+      queued.store(false);
     });
     return Status::ok();
   });
-  if (!queued) shared_->maintaining.store(false);  // otherwise no upkeep would run again
+  if (!submitted) queued.store(false);  // otherwise it would never run again
 }
 
 Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
@@ -275,7 +298,8 @@ Status ThreadPoolTier::reset() {
   // until upkeep, or the call that timed out, has begun one.
   Status status =
       run_upkeep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
-  submit_upkeep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
+  // Reclaims in the background.
+  submit_upkeep(Lane::kWrite, [shared = shared_.get()](RecordStore&) { upkeep(*shared); });
   update_in_epoch();
   return status;
 }

@@ -93,6 +93,32 @@ Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder 
   return status;
 }
 
+void check_present_keys(TierRuntime& shared) {
+  constexpr std::size_t kKeysAtOnce = 512;
+  if (!shared.presence_cache) return;
+  PresenceCache& presence = *shared.presence_cache;
+  shared.check_due |= shared.store->take_evictions();
+  const Nanos started = shared.clock.now();
+  if (!shared.check_due || started < shared.next_check) return;
+  shared.check_due = false;
+  const Submitted submitted(shared);
+  std::vector<ChunkKey> keys;
+  std::size_t place = 0;
+  while (submitted.epoch && submitted.epoch == shared.store->epoch() &&
+         presence.present_from(&place, kKeysAtOnce, &keys)) {
+    std::vector<bool> present(keys.size());
+    if (!keys.empty() && !shared.store->locate(keys, KeyOrder::kNone, submitted.epoch, &present)) {
+      shared.check_due = true;
+      break;
+    }
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      if (!present[i]) presence.removed(keys[i], TierRemoval::Reason::kVanished, submitted.epoch_number);
+    }
+    keys.clear();
+  }
+  shared.next_check = started + (shared.clock.now() - started) * 20;
+}
+
 Status breaker_open_error() {
   return Status::error(StatusKind::kUnavailable,
                        "the tier is out of service for now: its device is stuck or keeps failing");

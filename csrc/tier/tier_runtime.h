@@ -56,17 +56,20 @@ Status catch_exceptions(Work&& work) {
 
 struct TierRuntime {
   TierRuntime(std::unique_ptr<RecordStore> record_store, const ThreadPoolTierOptions& options)
-      : store(std::move(record_store)), compression(options.form.compression) {
+      : store(std::move(record_store)), clock(clock_of(options)), compression(options.form.compression) {
     if (store->catalog() == nullptr)
       presence_cache.emplace(clock_of(options), options.absent_for, options.most_keys);
   }
   const std::unique_ptr<RecordStore> store;
-  const std::shared_ptr<CompressionChoice> compression;  // null: records are never encoded
-  std::optional<PresenceCache> presence_cache;           // none: the store keeps a catalog
-  CircuitBreaker breakers[2];                            // by lane
-  std::atomic<std::uint64_t> answers[2] = {};            // of the device, by lane
-  std::atomic<bool> maintaining{false};
+  const Clock& clock;
+  const std::shared_ptr<CompressionChoice> compression;   // null: records are never encoded
+  std::optional<PresenceCache> presence_cache;            // none: the store keeps a catalog
+  CircuitBreaker breakers[2];                             // by lane
+  std::atomic<std::uint64_t> answers[2] = {};             // of the device, by lane
+  std::atomic<bool> maintaining{false}, watching{false};  // queued or running
   std::atomic<std::uint64_t> read_bytes_waiting{0};
+  bool check_due = false;  // of the present keys; upkeep thread only
+  Nanos next_check{0};     // the same
   mutable Mutex mutex;
   std::list<Completion> completions GUARDED_BY(mutex);
   ReadSpeed speed GUARDED_BY(mutex);
@@ -75,6 +78,10 @@ struct TierRuntime {
   void answered(Lane lane, const CircuitBreaker::Pass& pass) {
     answers[static_cast<std::size_t>(lane)].fetch_add(1);
     breaker(lane).succeeded(pass);
+  }
+  bool has_completions() const EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    return !completions.empty();
   }
   Catalog& catalog() { return presence_cache ? static_cast<Catalog&>(*presence_cache) : *store->catalog(); }
 
@@ -164,6 +171,10 @@ inline Status copy_of(const Status& status) noexcept {
 // Asks the store which of the keys it has. Throws as a store may.
 Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
+
+// Looks up the keys that count as present, if the device removed records of its own accord, and reports the
+// missing ones as removed. Takes at most one twentieth of a thread. Upkeep thread only.
+void check_present_keys(TierRuntime& shared);
 
 Status breaker_open_error();  // the status of an op that the breaker refuses
 // True if the status is a failure of the device. Reaching our own size bound is not.

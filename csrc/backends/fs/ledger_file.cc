@@ -154,13 +154,16 @@ Status SpaceLedger::update_locked(const Change& change) {
     LedgerPage page;
     Status status;
     bool replaced = false;
+    std::uint64_t removals = 0;
     {
       const PageLock held{ops_, fd_.get()};
       status = read_page(&page);
       if (status) {
+        removals = page.removals;
         LedgerSlot* own = claim_slot(&page);
         apply_pending(&page);
         change(page, own);
+        removals = page.removals - removals;
         status = write_page(&page);
       }
       replaced = was_replaced();
@@ -172,12 +175,23 @@ Status SpaceLedger::update_locked(const Change& change) {
     if (!status) return status;
     ++version_;
     own_writes_ += std::exchange(pending_, {}).writes;
+    own_removals_ += removals;
     counted_this_boot_ = counted_this_boot_ || (page.trusted != 0 && page.host == host_);
     total_.store(page.total, std::memory_order_relaxed);
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();
   }
   return Status::error(StatusKind::kTimeout, "it is replaced repeatedly", EBUSY, path_);
+}
+
+std::optional<std::uint64_t> SpaceLedger::peek_changes_by_others() {
+  const MutexLock lock(mutex_);  // the page and our own changes match
+  if (!fd_) return std::nullopt;
+  LedgerPage page{};
+  const iovec part{&page, sizeof(page)};
+  const bool read = ops_.preadv(fd_.get(), &part, 1, 0) == static_cast<std::int64_t>(sizeof(page));
+  if (!read || !page.valid()) return std::nullopt;
+  return changes_by_others(page, {own_writes_, own_removals_});
 }
 
 std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {

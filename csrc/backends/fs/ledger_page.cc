@@ -98,6 +98,7 @@ void LedgerPage::appeared(std::uint64_t bytes, bool twice) {
 }
 
 bool LedgerPage::subtract_used(std::uint64_t bytes, bool uncertain) {
+  ++removals;
   if (uncertain) {
     add(doubt, bytes);
   } else {

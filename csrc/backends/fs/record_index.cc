@@ -143,6 +143,11 @@ void RecordIndex::take_removals(std::vector<TierRemoval>* removals) {
   }
 }
 
+bool RecordIndex::has_removals() const {
+  const MutexLock lock(mutex_);
+  return !removals_.empty() || !dropped_.empty();
+}
+
 // Returns true if there are more. REQUIRES: room for kRecordsPerLock in the list.
 bool RecordIndex::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
@@ -194,6 +199,11 @@ bool RecordIndex::begin(FsEpochPtr epoch, const Next& made_for, Extent extent) {
 void RecordIndex::set_shared(bool shared) {
   const MutexLock lock(mutex_);
   shared_ = shared;
+}
+
+bool RecordIndex::is_shared() const {
+  const MutexLock lock(mutex_);
+  return shared_;
 }
 
 void RecordIndex::drop(const FsEpochPtr& epoch) {

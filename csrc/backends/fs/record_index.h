@@ -79,6 +79,7 @@ class RecordIndex final : public Catalog {
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+  bool has_removals() const override EXCLUDES(mutex_);
 
   // ---- the epoch
   FsEpochPtr epoch() const EXCLUDES(mutex_);  // null: there is none
@@ -96,6 +97,7 @@ class RecordIndex final : public Catalog {
   void free_unused() EXCLUDES(mutex_);
   // Sets whether other processes write into the epoch.
   void set_shared(bool shared) EXCLUDES(mutex_);
+  bool is_shared() const EXCLUDES(mutex_);
   // Forgets the epoch and all its records, because its directory was removed; no effect if the epoch is no
   // longer ours. If other processes were reset and this one was not, the next epoch is for this process only.
   void drop(const FsEpochPtr& epoch) EXCLUDES(mutex_);

@@ -62,6 +62,40 @@ void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
   }
 }
 
+void ListedNames::add(std::uint32_t leaf, std::span<const FoundRecord> records) {
+  leaves_[leaf] = true;
+  for (const FoundRecord& record : records) hashes_.push_back(ChunkKey::Hash{}(record.key));
+}
+
+void ListedNames::add_all(std::span<const FoundRecord> records) {
+  leaves_.assign(layout::kLeaves, true);
+  hashes_.reserve(hashes_.size() + records.size());
+  for (const FoundRecord& record : records) hashes_.push_back(ChunkKey::Hash{}(record.key));
+}
+
+std::uint64_t ListedNames::forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch,
+                                          RecordIndex& index, const std::atomic<bool>& stop) {
+  if (std::find(leaves_.begin(), leaves_.end(), true) == leaves_.end()) return 0;
+  std::sort(hashes_.begin(), hashes_.end());
+  std::uint64_t forgotten = 0;
+  FileInfo info;
+  std::vector<FsCatalog::Record> known;
+  known.reserve(RecordIndex::kRecordsPerLock);
+  for (Slot next = 0; !stop.load() && index.known_from(epoch, &next, &known); known.clear()) {
+    for (const FsCatalog::Record& record : known) {
+      if (!leaves_[layout::leaf_of(record.key)] ||
+          std::binary_search(hashes_.begin(), hashes_.end(), ChunkKey::Hash{}(record.key))) {
+        continue;
+      }
+      const std::string path = layout::record_path(record.key, record.file_bytes);
+      if (ops.stat(epoch->directory.get(), path, &info) != -ENOENT) continue;
+      index.remove(record.key, epoch, TierRemoval::Reason::kVanished);
+      ++forgotten;
+    }
+  }
+  return forgotten;
+}
+
 Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) {
   LeafFound found;
   Status status = scan_leaf(ops_, epoch->directory.get(), leaf, {.names_only = true}, &found);
@@ -144,7 +178,11 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
     root_.charges->learn_stored(scan.named, scan.charged);
   }
   if (scan.outdated.load()) return true;
-  if (dropped != nullptr) *dropped += drop_missing(scan, records);
+  if (dropped != nullptr) {
+    ListedNames names;
+    names.add_all(records);
+    *dropped += names.forget_missing(ops_, epoch, records_, stop_);
+  }
   if (!first) records = unknown_records(scan, records);
   if (records_.has_tenants()) {
     read_tenants_of(scan, records);
@@ -156,30 +194,6 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
   records_.adopt_in_order(epoch, records, order, first, stop_);
   records_.raise_extent(epoch, RecordIndex::Extent::kOrder);
   return true;
-}
-
-// Forgets the known records whose files are missing. A record that was written after its directory was listed
-// has a file, so it stays.
-std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
-  std::vector<std::size_t> found_hashes;  // hashes: a collision only leaves a missing record known
-  found_hashes.reserve(found.size());
-  for (const FoundRecord& record : found) found_hashes.push_back(ChunkKey::Hash{}(record.key));
-  std::sort(found_hashes.begin(), found_hashes.end());
-  std::uint64_t dropped = 0;
-  FileInfo info;
-  std::vector<FsCatalog::Record> known;
-  known.reserve(RecordIndex::kRecordsPerLock);
-  for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
-    for (const FsCatalog::Record& record : known) {
-      if (std::binary_search(found_hashes.begin(), found_hashes.end(), ChunkKey::Hash{}(record.key)))
-        continue;
-      const std::string path = layout::record_path(record.key, record.file_bytes);
-      if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
-      records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);
-      ++dropped;
-    }
-  }
-  return dropped;
 }
 
 // Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;

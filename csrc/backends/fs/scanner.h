@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "backends/fs/layout.h"
 #include "backends/fs/open_root.h"
 #include "backends/fs/record_index.h"
 #include "backends/fs/walk.h"
@@ -26,6 +27,23 @@ namespace kv_offload {
 // Ends early once *stop is true.
 void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
                   std::span<FoundRecord> records, const std::atomic<bool>& stop);
+
+// The names of the records in some leaf directories, as they were listed.
+class ListedNames {
+ public:
+  // Adds one directory that was listed completely.
+  void add(std::uint32_t leaf, std::span<const FoundRecord> records);
+  // Adds the records of a walk of the whole epoch.
+  void add_all(std::span<const FoundRecord> records);
+  // Forgets the known records of these directories whose files are missing, and reports them as removed. A
+  // record that was written after its directory was listed has a file, so it stays. Returns their number.
+  std::uint64_t forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch, RecordIndex& index,
+                               const std::atomic<bool>& stop);
+
+ private:
+  std::vector<bool> leaves_ = std::vector<bool>(layout::kLeaves);
+  std::vector<std::size_t> hashes_;  // of the keys: a collision only leaves a missing record known
+};
 
 class Scanner {
  public:
@@ -50,7 +68,6 @@ class Scanner {
   struct Scan;
   void list_leaves_of(Scan& scan);
   void scan_leaves_of(Scan& scan);
-  std::uint64_t drop_missing(const Scan& scan, const std::vector<FoundRecord>& found);
   void read_tenants_of(Scan& scan, std::vector<FoundRecord>& records);
   std::vector<FoundRecord> unknown_records(const Scan& scan, const std::vector<FoundRecord>& records);
 

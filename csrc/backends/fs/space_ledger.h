@@ -57,6 +57,8 @@ struct SpaceFigures {
   std::uint64_t used = 0, reserved = 0, doubt = 0;
   std::uint64_t writes_by_others = 0;  // only grows; restarts with a new page
   std::uint64_t writes = 0;            // by all processes
+  // Writes and removals by other processes; changes with each of them. Restarts with a new page.
+  std::uint64_t changes_by_others = 0;
   bool alone = false;                  // no other process has the root open
   std::vector<std::uint64_t> writers;  // all processes that have it open, including this one
   struct Sharer {
@@ -123,6 +125,9 @@ class SpaceLedger {
   // For the one thread that looks after the root, about once a second: reads the page and folds the slots of
   // dead processes.
   Status poll(Nanos now, SpaceFigures* figures);
+  // Reads SpaceFigures::changes_by_others without the lock of the file, for frequent calls. Empty if the page
+  // cannot be read or is being written. It may be as old as the file system's cache of the page allows.
+  std::optional<std::uint64_t> peek_changes_by_others() EXCLUDES(mutex_);
 
   std::uint64_t total() const { return total_.load(std::memory_order_relaxed); }
 
@@ -182,7 +187,14 @@ class SpaceLedger {
   // ledger_members.cc
   void hold_presence();
   bool is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) EXCLUDES(mutex_);
-  void fill_figures(const LedgerPage& page, std::uint64_t own_writes, SpaceFigures* figures) const
+  // Changes that this process made to the page, up to some state of it.
+  struct OwnChanges {
+    std::uint64_t writes = 0, removals = 0;
+  };
+  static std::uint64_t changes_by_others(const LedgerPage& page, const OwnChanges& own) {
+    return page.writes - own.writes + (page.removals - own.removals);
+  }
+  void fill_figures(const LedgerPage& page, const OwnChanges& own, SpaceFigures* figures) const
       REQUIRES(mutex_);
 
   FileOps& ops_;
@@ -201,6 +213,7 @@ class SpaceLedger {
   std::uint64_t reserved_ GUARDED_BY(mutex_) = 0;
   std::uint64_t evicting_ GUARDED_BY(mutex_) = 0;
   std::uint64_t own_writes_ GUARDED_BY(mutex_) = 0;
+  std::uint64_t own_removals_ GUARDED_BY(mutex_) = 0;
   std::uint64_t counts_ GUARDED_BY(mutex_) = 0;
   unsigned overwritten_ GUARDED_BY(mutex_) = 0;        // our changes that other processes overwrote
   bool counted_this_boot_ GUARDED_BY(mutex_) = false;  // the page is from this boot

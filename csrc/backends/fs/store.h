@@ -8,7 +8,7 @@
 //   BounceBuffers    moves bytes between rows and the device
 //   RecordForm       raw or encoded, encrypted or not
 //   RecordReader, RecordWriter
-//   Scanner          finds the records on disk; PeerRecords: those that others wrote
+//   Scanner          finds the records on disk; PeerRecords: those that others wrote or removed
 //   UsageScanner     counts the root when its size is in doubt
 //   EpochManager     selects the epoch in use, and creates the next one
 //   RootRepairer     restores what other programs remove from the root
@@ -56,6 +56,8 @@ class FsStore final : public RecordStore {
   }
   void start() override;
   void maintain() override;
+  bool wants_watch() const override { return records_.is_shared(); }
+  void watch() override { usage_scanner_.watch(); }
   Status begin_epoch() override { return epoch_manager_.begin(); }
   EpochPtr epoch() const override { return records_.epoch(); }
   void forget() override { epoch_manager_.reset(); }

@@ -23,9 +23,10 @@
 // supports it (probed), buffered transfers otherwise; both are counted.
 //
 // Start: the catalog is rebuilt in the background, from names and sizes alone; recency from the file times.
-// Records that other processes write into the namespace are found within about a second: the ledger shows
-// that a process wrote, the directory times show where. Each process evicts for itself, and none waits for
-// another.
+// Records that other processes write into the namespace are found, and those that they remove are forgotten,
+// within about a tenth of a second (on a file system that caches the ledger: a second): the ledger shows that
+// a process changed something, the directory times show where. Each process evicts for itself, and none waits
+// for another.
 #pragma once
 
 #include <cstdint>

@@ -43,6 +43,8 @@ class UsageScanner {
   void start();
   // lost: files that another program removed since the last poll, and that were created again.
   void poll(std::vector<std::string> lost = {});
+  // Between two polls: notices the records that others wrote or removed.
+  void watch();
 
  private:
   void update_sharers(const SpaceFigures& figures);

@@ -336,17 +336,17 @@ void RedisStore::maintain() {
   bool refused = false;
   const bool fetched = fetch_startup_epoch(&found, &refused).is_ok();
   // Covers the nodes that respond, even while the owner of the epoch key does not.
-  if ((fetched || cluster_.is_cluster()) && maintained_++ % kMemoryInterval == 0) update_memory_figures();
+  if (fetched || cluster_.is_cluster()) {
+    if (maintained_++ % kMemoryInterval == 0) update_memory_figures();
+    update_evictions();
+  }
   if (!fetched) return;
   if (epochs_.has_ended(found)) return replace_ended_epoch(found, known);
   epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
-// Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
-void RedisStore::update_memory_figures() {
+void RedisStore::ask_nodes(const char* section, const std::function<void(const std::string&)>& visit) {
   const Deadline until = deadline();
-  std::uint64_t used = 0, bound = 0;
-  bool all_bounded = true, any = false;
   const std::vector<NodePtr> nodes = cluster_.owners();
   for (std::size_t i = 0; i < nodes.size() && !stopped_; ++i) {
     if (nodes[i]->is_out_of_service(OpKind::kRead)) continue;
@@ -355,18 +355,37 @@ void RedisStore::update_memory_figures() {
     Reply reply;
     bool refused = false;
     if (!nodes[i]->connections.take(share, &connection, &refused)) continue;
-    if (!connection->call({"INFO", "memory"}, share, &reply)) continue;
+    if (!connection->call({"INFO", section}, share, &reply)) continue;
     nodes[i]->connections.give_back(std::move(connection));
-    const std::uint64_t at_most = figure_of(reply.text, "maxmemory");
-    used += figure_of(reply.text, "used_memory");
+    visit(reply.text);
+  }
+}
+
+// Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
+void RedisStore::update_memory_figures() {
+  std::uint64_t used = 0, bound = 0;
+  bool all_bounded = true, any = false;
+  ask_nodes("memory", [&](const std::string& text) {
+    const std::uint64_t at_most = figure_of(text, "maxmemory");
+    used += figure_of(text, "used_memory");
     bound += at_most;
     all_bounded &= at_most > 0;
     any = true;
-  }
+  });
   if (!any) return;
   const MutexLock lock(mutex_);
   used_bytes_ = used;
   max_bytes_ = all_bounded ? bound : 0;
+}
+
+// The sum changes with each value that a server evicts or expires, with each of their restarts, and with the
+// nodes that respond: then records may be missing.
+void RedisStore::update_evictions() {
+  std::uint64_t evictions = 0;
+  ask_nodes("stats", [&](const std::string& text) {
+    evictions += figure_of(text, "evicted_keys") + figure_of(text, "expired_keys");
+  });
+  evicted_ |= std::exchange(evictions_, evictions) != evictions;
 }
 
 Status RedisStore::begin_epoch() {

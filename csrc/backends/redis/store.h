@@ -3,8 +3,10 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/redis/cluster.h"
@@ -27,6 +29,7 @@ class RedisStore final : public RecordStore {
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
   Status begin_epoch() override;
+  bool take_evictions() override { return std::exchange(evicted_, false); }
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
   void forget() override { epochs_.forget(); }
@@ -51,7 +54,10 @@ class RedisStore final : public RecordStore {
   Status read_startup_epoch(Deadline until, Reply* start, bool* refused);
   Status write_startup_epoch(const std::string& name, bool if_none, bool* done);
   void replace_ended_epoch(const std::string& ended, const std::string& name);
+  // Calls visit(text) with this section of INFO of each node that responds.
+  void ask_nodes(const char* section, const std::function<void(const std::string& text)>& visit);
   void update_memory_figures() EXCLUDES(mutex_);
+  void update_evictions();
 
   const RedisTierOptions options_;
   const std::string prefix_, startup_epoch_key_;
@@ -59,6 +65,10 @@ class RedisStore final : public RecordStore {
   RecordForm form_;
   ExistenceCheckPolicy existence_check_;
   std::atomic<unsigned> maintained_{0};
+  // Upkeep thread only. Values that the servers evicted or expired so far; some were removed since the last
+  // take_evictions().
+  std::uint64_t evictions_ = 0;
+  bool evicted_ = false;
   std::atomic<bool> stopped_{false};
   std::atomic<std::uint64_t> writing_{0};  // memory for writes in progress; only without may_evict
   EpochRegistry epochs_;

@@ -77,6 +77,20 @@ class MemoryServer {
     const std::lock_guard lock(mutex_);
     std::erase_if(records_, [&](const auto& entry) { return entry.first.second == key; });
   }
+  // The same, and its stores learn that some record was evicted.
+  void evict(const ChunkKey& key) {
+    lose(key);
+    const std::lock_guard lock(mutex_);
+    evicted_ = true;
+  }
+  bool has_evictions() const {
+    const std::lock_guard lock(mutex_);
+    return evicted_;
+  }
+  bool take_evictions() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(evicted_, false);
+  }
   void damage(const ChunkKey& key) {
     const std::lock_guard lock(mutex_);
     for (auto& [name, record] : records_) {
@@ -160,6 +174,7 @@ class MemoryServer {
   int waiting_ = 0, maintained_ = 0;
   std::uint64_t epoch_ = 1;
   bool made_by_reset_ = false;
+  bool evicted_ = false;
   std::map<Verb, std::pair<StatusKind, int>> fails_;
   std::map<Verb, bool> throws_;
   int thrown_ = 0;
@@ -215,6 +230,7 @@ class MemoryStore final : public RecordStore {
   std::size_t keys_per_locate(KeyOrder) const override { return keys_per_locate_; }
 
   void maintain() override { server_->on_maintained(); }
+  bool take_evictions() override { return server_->take_evictions(); }
   Status begin_epoch() override {
     if (epoch()) return Status::ok();
     std::uint64_t number = 0;

@@ -45,6 +45,25 @@ TEST_F(PresenceCacheTest, a_key_is_looked_up_once_until_there_is_an_answer) {
   EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
 }
 
+TEST_F(PresenceCacheTest, present_keys_are_listed_in_parts) {
+  for (std::uint32_t i = 0; i < 700; ++i) cache_.written(key_of(i), 0);  // in both tables
+  cache_.written(key_of(7), 0);                                          // newer than its old entry
+  ask(cache_, {key_of(900)});
+  cache_.removed(key_of(5), TierRemoval::Reason::kVanished, 0);
+  std::set<ChunkKey> found;
+  std::size_t listed = 0, place = 0, calls = 0;
+  for (std::vector<ChunkKey> keys; cache_.present_from(&place, 64, &keys); keys.clear(), ++calls) {
+    EXPECT_LE(keys.size(), 64u);
+    listed += keys.size();
+    found.insert(keys.begin(), keys.end());
+  }
+  EXPECT_EQ(listed, 699u);
+  EXPECT_EQ(found.size(), 699u);
+  EXPECT_FALSE(found.contains(key_of(5)));
+  EXPECT_TRUE(found.contains(key_of(7)));
+  EXPECT_GE(calls, 699u / 64);
+}
+
 TEST_F(PresenceCacheTest, absence_expires_and_presence_does_not) {
   ask(cache_, {key_of(1), key_of(2)});
   clock_.advance(milliseconds(500));

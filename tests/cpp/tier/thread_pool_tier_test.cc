@@ -268,6 +268,62 @@ TEST_F(ThreadPoolTierTest, a_record_written_by_another_is_found_by_a_later_looku
   EXPECT_TRUE(b.read(1));
 }
 
+TEST_F(ThreadPoolTierTest, records_that_the_server_evicted_are_reported_without_a_read) {
+  TierDriver user(open());
+  for (std::uint32_t i = 0; i < 600; ++i) ASSERT_TRUE(user.write(i));
+  for (const std::uint32_t i : {3u, 570u}) server_->evict(key_of(i));
+  const auto removed_in_time = [&](std::size_t number) {
+    return user.until([&] {
+      clock_.advance(seconds(1));
+      user.poll();
+      return user.removals.size() >= number;
+    });
+  };
+  ASSERT_TRUE(removed_in_time(2));
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 2u);
+  EXPECT_EQ(user.tier().contains(key_of(4)), Presence::kPresent);
+  server_->fail(Verb::kLocate, StatusKind::kIo);  // it is asked again until it answers
+  server_->evict(key_of(5));
+  ASSERT_TRUE(user.until([&] {
+    clock_.advance(seconds(1));
+    user.poll();
+    return !server_->has_evictions();
+  }));
+  server_->fail(Verb::kLocate, StatusKind::kOk);
+  ASSERT_TRUE(removed_in_time(3));
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 3u);
+}
+
+TEST_F(ThreadPoolTierTest, present_keys_are_not_looked_up_while_the_server_evicts_nothing) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  server_->lose(key_of(1));
+  const int before = server_->maintained();
+  ASSERT_TRUE(user.until([&] {
+    clock_.advance(seconds(1));
+    user.poll();
+    return server_->maintained() > before + 2;
+  }));
+  EXPECT_TRUE(server_->asked().empty());
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(ThreadPoolTierTest, news_are_what_a_poll_reports) {
+  TierDriver user(open());
+  EXPECT_FALSE(user.tier().has_news());
+  const OpId write = user.start(OpKind::kWrite, 1, {8192});
+  ASSERT_TRUE(user.until([&] { return user.tier().has_news(); }));
+  ASSERT_TRUE(user.ended(write));
+  EXPECT_FALSE(user.tier().has_news());
+  server_->lose(key_of(1));
+  const OpId read = user.start(OpKind::kRead, 1, {8192});
+  ASSERT_TRUE(user.until([&] { return user.ended(read); }));
+  EXPECT_FALSE(user.tier().has_news());
+  ASSERT_TRUE(user.write(2));
+  ASSERT_TRUE(user.tier().reset());
+  EXPECT_TRUE(user.tier().has_news()) << "the removals of the reset";
+}
+
 TEST_F(ThreadPoolTierTest, an_answer_that_arrives_after_a_reset_does_not_count) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   TierDriver user(open());

@@ -5,8 +5,11 @@ The index equals the listing of host memory and of every tier, and a request for
 it.
 """
 
+import random
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +37,11 @@ from oracle.check_oracle import (  # noqa: E402
 from oracle.check_tiers import toy, with_tiers  # noqa: E402
 from oracle.drive import Driver, Rates  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
+from oracle.idle import IdleLoop  # noqa: E402
 
 DESCRIBING = {"self_describing_kv_events": True}
 SMALL = "128KiB"  # host memory evicts
+WAIT_SECONDS = 240
 
 
 def described(setup: Setup, blocks: int = 1, **extra: Any) -> Setup:
@@ -88,7 +93,8 @@ class RouterIndex:
 
     def keys(self, medium: str) -> set[bytes]:
         """Returns the keys of the advertised chunks."""
-        return {bytes(base.make_offload_key(block, group)) for group, block in self.held[medium]}
+        held = tuple(self.held[medium])  # another thread may change it
+        return {bytes(base.make_offload_key(block, group)) for group, block in held}
 
     def advertised(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """Returns the length of the longest prefix of ``tokens`` that all groups have, in tokens."""
@@ -216,4 +222,55 @@ def test_a_chunk_is_advertised_for_its_own_salt_only(blocks: int) -> None:
     engine.drain()
     assert index.advertised(tokens) == 0
     assert index.advertised(tokens, "tenant") == 96
+    engine.shutdown()
+
+
+def prompts(engine: Engine, name: str, seed: int, count: int) -> None:
+    """Sends unrelated prompts, and waits for the writes of their chunks."""
+    rng = random.Random(seed)
+    for number in range(count):
+        engine.add(f"{name}-{number}", [rng.randrange(1000) for _ in range(200)], 1)
+        engine.drain()
+        while engine.manager._cache.tier_stats(0)["queued_writes"]:
+            engine.step_idle()
+
+
+def until(exact: Any) -> Iterator[str]:
+    """The requests of an idle server: one, after its subscribers know everything."""
+    pause, ends = threading.Event(), time.monotonic() + WAIT_SECONDS
+    while not exact():
+        if time.monotonic() > ends:
+            return
+        pause.wait(0.01)
+    yield "exact"
+
+
+def test_an_idle_server_publishes_what_another_server_evicts(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    setup = with_disk(described(FULL), root, max_bytes="1MiB")
+    idle = boot(setup)
+    index = RouterIndex(idle)
+    prompts(idle, "idle", 1, 10)
+    other = boot(setup, idle.model_dir)
+    prompts(other, "other", 2, 40)
+    before = index.keys("STORAGE")
+    assert before - keys_in(root), "the other server evicted nothing"
+
+    loop = IdleLoop(idle, until(lambda: index.keys("STORAGE") <= keys_in(root)))
+    assert loop.next() == "exact"
+    assert loop.steps < 100, "an idle server must not keep stepping"
+    assert index.keys("STORAGE") == before & keys_in(root), "only evicted chunks were removed"
+    for engine in (idle, other):
+        engine.shutdown()
+
+
+def test_an_idle_server_publishes_what_it_has_written(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    engine = boot(with_disk(described(FULL), root))
+    index = RouterIndex(engine)
+    engine.add("r", [token % 1000 for token in range(200)], 1)
+    engine.drain()
+    loop = IdleLoop(engine, until(lambda: len(index.keys("STORAGE")) == 12))
+    assert loop.next() == "exact"
+    assert index.keys("STORAGE") == keys_in(root)
     engine.shutdown()

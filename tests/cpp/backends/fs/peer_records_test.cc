@@ -2,7 +2,14 @@
 // Two processes share one root: each finds the other's records without a restart.
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+
+#include <functional>
+#include <set>
+#include <utility>
+
 #include "backends/fs/root.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -265,6 +272,219 @@ TEST_F(FsPeerLookupTest, a_reset_during_a_lookup_makes_nothing_known) {
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
   ASSERT_TRUE(asker_.begin_epoch());
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
+}
+
+// Calls back after each listing of a directory.
+class ListingOps : public FaultyFileOps {
+ public:
+  int list(int fd, std::vector<DirEntry>* entries) override {
+    const int rc = FaultyFileOps::list(fd, entries);
+    if (after_list) after_list();
+    return rc;
+  }
+  std::function<void()> after_list;
+};
+
+// Two stores on a full root, driven by hand: what one evicts, the other no longer knows.
+class FsPeerRemovalTest : public ::testing::Test {
+ protected:
+  static constexpr std::uint64_t kRecordBytes = 16384, kMaxBytes = std::uint64_t{1} << 20;
+
+  FsPeerRemovalTest() {
+    for (FsStore* store : {&evictor_, &watcher_}) store->start();
+    for (FsStore* store : {&evictor_, &watcher_}) store->maintain();  // each sees the other
+  }
+  ~FsPeerRemovalTest() override {
+    for (FsStore* store : {&evictor_, &watcher_}) store->close();
+  }
+  static Status write(FsStore& store, std::uint32_t number) {
+    Row row({kRecordBytes});
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(number);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    return store.write(op, store.epoch(), &moved);
+  }
+  // The watcher's records fill the root, and the evictor knows them.
+  void fill() {
+    for (std::uint32_t i = 0; i < kRecords; ++i) ASSERT_TRUE(write(watcher_, i));
+    evictor_.watch();
+    ASSERT_TRUE(removals(watcher_).empty());
+  }
+  static std::set<ChunkKey> removals(FsStore& store) {
+    std::vector<TierRemoval> removed;
+    store.catalog()->take_removals(&removed);
+    EXPECT_FALSE(store.catalog()->has_removals());
+    std::set<ChunkKey> keys;
+    for (const TierRemoval& removal : removed) {
+      EXPECT_TRUE(keys.insert(removal.key).second) << "reported twice";
+    }
+    return keys;
+  }
+  // Returns the keys of the watcher's records that are not on disk.
+  std::set<ChunkKey> missing() const {
+    std::set<ChunkKey> keys;
+    for (std::uint32_t i = 0; i < kRecords; ++i) {
+      if (path_of(root_, i).empty()) keys.insert(key_of(i));
+    }
+    return keys;
+  }
+
+  static constexpr std::uint32_t kRecords = 30;
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  ListingOps ops_;
+  std::vector<std::string> lines_;  // warnings of the watcher
+  FsStore evictor_{options_for(root_, kMaxBytes), posix_file_ops(), clock_};
+  FsStore watcher_{[this] {
+                     FsTierOptions options = options_for(root_, kMaxBytes);
+                     options.warn = [this](const std::string& line) { lines_.push_back(line); };
+                     return options;
+                   }(),
+                   ops_, clock_};
+};
+
+TEST_F(FsPeerRemovalTest, records_that_another_server_evicted_are_reported_as_removed) {
+  fill();
+  for (std::uint32_t i = 100; i < 150; ++i) ASSERT_TRUE(write(evictor_, i));
+  ASSERT_FALSE(missing().empty()) << "nothing was evicted";
+  EXPECT_FALSE(watcher_.catalog()->has_removals());
+  watcher_.watch();
+  EXPECT_TRUE(watcher_.catalog()->has_removals());
+  EXPECT_EQ(removals(watcher_), missing());
+  watcher_.watch();
+  watcher_.maintain();
+  EXPECT_TRUE(removals(watcher_).empty());
+}
+
+TEST_F(FsPeerRemovalTest, an_eviction_without_a_write_is_noticed) {
+  fill();
+  // As a server does that evicts for another namespace, or a command: it tells the ledger.
+  const fs::path path = path_of(root_, 3);
+  const std::uint64_t bytes = du(path.string());
+  ASSERT_TRUE(fs::remove(path));
+  watcher_.watch();
+  EXPECT_TRUE(removals(watcher_).empty()) << "the ledger says nothing yet";
+  Fd root;
+  int error = 0;
+  root = open_fd(posix_file_ops(), AT_FDCWD, root_, kOpenDirectory, 0, &error);
+  SpaceLedger command(posix_file_ops(), root.get(), root_);
+  command.remove(bytes, command.finished());
+  watcher_.watch();
+  EXPECT_EQ(removals(watcher_), std::set{key_of(3)});
+}
+
+TEST_F(FsPeerRemovalTest, a_removal_by_a_process_that_ended_before_it_told_the_ledger_is_noticed) {
+  fill();
+  watcher_.maintain();
+  (void)removals(watcher_);
+  clock_.advance(std::chrono::seconds(10));  // the directories have settled
+  watcher_.maintain();
+  ASSERT_TRUE(fs::remove(path_of(root_, 3)));
+  watcher_.maintain();
+  EXPECT_TRUE(removals(watcher_).empty()) << "nothing shows the removal yet";
+  evictor_.close();
+  watcher_.maintain();
+  EXPECT_EQ(removals(watcher_), std::set{key_of(3)});
+}
+
+TEST_F(FsPeerRemovalTest, a_record_written_after_its_directory_was_listed_stays_known) {
+  for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(write(evictor_, i));
+  watcher_.watch();
+  // Records in the directories of these, so that they are in a listed one.
+  std::vector<std::uint32_t> late;
+  for (std::uint32_t n = 200; late.size() < 3; ++n) {
+    for (std::uint32_t i = 0; i < 10; ++i) {
+      if (layout::leaf_of(key_of(n)) == layout::leaf_of(key_of(i))) late.push_back(n);
+    }
+  }
+  int lists = 0;
+  ops_.after_list = [&] { ++lists; };
+  ASSERT_TRUE(write(evictor_, 11));
+  watcher_.watch();
+  const int last = std::exchange(lists, 0);
+  ASSERT_GT(last, 5);
+  ops_.after_list = [&] {
+    if (++lists < last) return;
+    for (const std::uint32_t n : late) EXPECT_TRUE(write(watcher_, n));
+  };
+  ASSERT_TRUE(write(evictor_, 12));
+  watcher_.watch();
+  ops_.after_list = nullptr;
+  EXPECT_GE(lists, last);
+  EXPECT_TRUE(removals(watcher_).empty());
+  for (const std::uint32_t n : late)
+    EXPECT_EQ(watcher_.catalog()->contains(key_of(n)), Presence::kPresent) << n;
+}
+
+TEST_F(FsPeerRemovalTest, own_changes_list_nothing) {
+  for (std::uint32_t i = 0; i < 100; ++i) ASSERT_TRUE(write(watcher_, i));
+  ASSERT_FALSE(removals(watcher_).empty()) << "nothing was evicted";
+  int lists = 0;
+  ops_.after_list = [&] { ++lists; };
+  watcher_.watch();
+  EXPECT_EQ(lists, 0);
+  evictor_.watch();  // it knows which records it can evict
+  ASSERT_TRUE(write(evictor_, 200));
+  watcher_.watch();
+  ops_.after_list = nullptr;
+  EXPECT_GT(lists, 0);
+}
+
+TEST_F(FsPeerRemovalTest, records_that_another_server_evicted_are_missing_records) {
+  fill();
+  for (std::uint32_t i = 100; i < 150; ++i) ASSERT_TRUE(write(evictor_, i));
+  watcher_.watch();
+  ASSERT_FALSE(removals(watcher_).empty());
+  // Fewer than the others have written, so that no program is suspected of removing them.
+  TierStats stats;
+  watcher_.maintain();
+  watcher_.figures(&stats);
+  EXPECT_EQ(stats.lost_bytes, 0u);
+  EXPECT_TRUE(lines_.empty()) << lines_.back();
+}
+
+TEST_F(FsPeerRemovalTest, space_of_records_that_a_program_removed_is_counted_again) {
+  fill();
+  const std::uint64_t before = du(root_);
+  for (std::uint32_t i = 0; i < kRecords; ++i) fs::remove(path_of(root_, i));
+  ASSERT_LT(du(root_), before);
+  ASSERT_TRUE(write(evictor_, 100));  // the reason for the next listing
+  watcher_.watch();
+  EXPECT_EQ(removals(watcher_).size(), kRecords);
+  watcher_.maintain();
+  TierStats stats;
+  watcher_.figures(&stats);
+  EXPECT_GT(stats.lost_bytes, 0u);
+  EXPECT_EQ(stats.bytes, du(root_));
+}
+
+TEST_F(FsPeerRemovalTest, a_directory_that_cannot_be_listed_removes_nothing_and_is_listed_later) {
+  fill();
+  for (std::uint32_t i = 100; i < 150; ++i) ASSERT_TRUE(write(evictor_, i));
+  int lists = 0;
+  for (const int skipped : {0, 1}) {  // the epoch's directory, or only the directories of records
+    lists = 0;
+    ops_.set_rule([&](Call call) { return call == Call::kList && lists++ >= skipped ? -EIO : 0; });
+    watcher_.watch();
+    watcher_.maintain();
+    EXPECT_TRUE(removals(watcher_).empty());
+  }
+  ops_.fail_all(Call::kStat, EIO);
+  watcher_.maintain();
+  EXPECT_TRUE(removals(watcher_).empty());
+  ops_.clear();
+  watcher_.maintain();
+  EXPECT_EQ(removals(watcher_), missing());
+}
+
+TEST_F(FsPeerRemovalTest, a_server_alone_watches_nothing) {
+  EXPECT_TRUE(watcher_.wants_watch());
+  evictor_.close();
+  watcher_.maintain();
+  EXPECT_FALSE(watcher_.wants_watch());
 }
 
 }  // namespace

@@ -415,6 +415,23 @@ TEST_F(RedisTierTest, evicted_records_of_a_bounded_server_are_misses) {
   EXPECT_TRUE(user.tier().stats().readable);
 }
 
+TEST_F(RedisTierTest, records_that_the_server_evicts_or_expires_are_reported_without_a_read) {
+  TierDriver user(open());
+  for (std::uint32_t i = 0; i < 8; ++i) ASSERT_TRUE(user.write(i, {256 << 10}));
+  medium_.server.call({"PEXPIRE", medium_.name_of(key_of(3)), "1"});
+  ASSERT_TRUE(eventually(user, [&] { return user.removed(TierRemoval::Reason::kVanished) == 1; }));
+  EXPECT_EQ(user.removals.front().key, key_of(3));
+  medium_.server.call({"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"});
+  medium_.server.call({"CONFIG", "SET", "maxmemory", "2mb"});
+  const auto kept = [&] { return medium_.server.keys().size(); };
+  ASSERT_TRUE(eventually(user, [&] { return kept() < 7; })) << "nothing was evicted";
+  ASSERT_TRUE(eventually(user, [&] { return user.removed(TierRemoval::Reason::kVanished) == 8 - kept(); }));
+  for (std::uint32_t i = 0; i < 8; ++i) {
+    const bool present = user.tier().contains(key_of(i)) == Presence::kPresent;
+    EXPECT_EQ(present, user.read(i, {256 << 10}).is_ok()) << i;
+  }
+}
+
 TEST_F(RedisTierTest, a_truncated_value_is_a_failure_and_the_next_read_uses_another_connection) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
