@@ -63,7 +63,9 @@ def subscribed(start: Serve, model: Path, root: Path) -> Iterator[tuple[LocalSer
         "endpoint": endpoint.replace("127.0.0.1", "*"),
     }
     server = start(model, config, arguments=["--kv-events-config", json.dumps(events)])
-    yield server, Subscriber(endpoint)
+    subscriber = Subscriber(endpoint)
+    yield server, subscriber
+    subscriber.socket.close()
     server.stop()
 
 
