@@ -554,6 +554,7 @@ TEST_F(HostTiersTest, closing_the_tier_waits_for_ops_that_run_on_another_host) {
   ops_[1].block(Call::kPwritev, kShardBytes);
   const OpId op = start_op(OpKind::kWrite, 1);
   ops_[1].wait_for_blocked(1);
+  EXPECT_TRUE(holds_soon([&] { return records_on(0) == 1; })) << "close() cancels what has not started";
   std::thread releaser([&] { ops_[1].release(); });
   tier_->close();
   releaser.join();
