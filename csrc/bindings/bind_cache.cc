@@ -89,8 +89,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   } else {
     opened = open_on_all_hosts(
         *hosts, *bound->region, tiers.size(),
-        [&](const std::vector<EpochChoice>& epochs) { return open_all(tiers, epochs); },
-        hosts_text, over_hosts);
+        [&](const std::vector<EpochChoice>& epochs) { return open_all(tiers, epochs); }, hosts_text,
+        over_hosts);
   }
   bound->cache =
       std::make_unique<TieredCache>(options, bound->region, std::move(opened), *bound->metrics, bound->clock);
