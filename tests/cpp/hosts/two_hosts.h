@@ -146,6 +146,8 @@ class TwoHosts : public ShmTest {
     links_.reset();
     if (agent_ != nullptr) agent_->close();
     if (opener_.joinable()) opener_.join();
+    // A closed tier leaves a thread that does not end within its `close_wait`.
+    for (FaultyFileOps& ops : ops_) ops.wait_for_all_closed();
     agent_.reset();
     scheduler_.reset();
     for (auto& region : region_) region.reset();
