@@ -5,9 +5,10 @@
 //
 // Compares an engine with HOSTS ranks on one host (the baseline) with one whose HOSTS ranks are on a host
 // each, in the same run by turns, in an order that changes. All hosts are in this process, and each has its
-// own region. A relay between each other host and the scheduler counts the bytes, and delays what it reads
-// for the scheduler by DELAY_US. Times are medians, of CPU time of the calling thread for calls and of the
-// wall clock for loads and results. A result is what a rank reports.
+// own region, and with tiers a directory of its own in /dev/shm. A relay between each other host and the
+// scheduler counts the bytes, and delays what it reads for the scheduler by DELAY_US. Times are medians, of
+// CPU time of the calling thread for calls and of the wall clock for loads and results. A result is what a
+// rank reports.
 #include <fmt/format.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -24,10 +25,12 @@
 #include <thread>
 #include <vector>
 
+#include "backends/fs/tier.h"
 #include "cache_calls.h"
 #include "hosts/frame.h"
 #include "hosts/host_agent.h"
 #include "hosts/host_links.h"
+#include "hosts/open_tiers.h"
 #include "hosts/sockets.h"
 
 namespace kv_offload::bench {
@@ -38,6 +41,7 @@ constexpr std::uint64_t kSmallShard = 4 << 10;  // bytes of a chunk in one rank,
 constexpr std::uint32_t kPromptTokens = 8192;   // of a load
 constexpr std::uint32_t kChunkTokens = 256;     // tokens of a chunk
 constexpr std::uint64_t kTokenBytes = 32 << 10;  // KV cache of a token in all ranks, where loads are measured
+constexpr std::uint64_t kTierBytes = std::uint64_t{1} << 30;  // of one engine, on all hosts
 constexpr const char* kVersion = "benchmark";
 
 // Forwards one connection of the scheduler to a host's agent, and counts the bytes in both directions.
@@ -106,7 +110,7 @@ class Relay {
 class Engine {
  public:
   Engine(const std::string& directory, std::uint32_t ranks, bool on_hosts, std::uint64_t shard_bytes,
-         std::uint32_t rows, std::chrono::microseconds delay)
+         std::uint32_t rows, std::chrono::microseconds delay, bool has_tier = false)
       : ranks_(ranks), shard_bytes_(shard_bytes), turn_(ranks + 1) {
     static int number = 0;
     RegionOptions options;
@@ -133,8 +137,9 @@ class Engine {
     cache.groups = {group};
     cache.full_attention = {true};
     cache.load_policy = LoadPolicy::kAlways;
-    cache_ =
-        std::make_unique<TieredCache>(cache, region_, std::vector<std::unique_ptr<Tier>>(), metrics_, clock_);
+    Tiers tiers;
+    if (has_tier) tiers = open_tiers(directory + "/" + id, on_hosts);
+    cache_ = std::make_unique<TieredCache>(cache, region_, std::move(tiers), metrics_, clock_);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) threads_.emplace_back([this, rank] { copy_as(rank); });
   }
   ~Engine() {
@@ -143,6 +148,8 @@ class Engine {
     for (std::thread& thread : threads_) thread.join();
     cache_->close();
     links_.reset();
+    for (const auto& agent : agents_) agent->close();
+    for (std::thread& opener : openers_) opener.join();
     agents_.clear();
     relays_.clear();
   }
@@ -173,9 +180,13 @@ class Engine {
     const double begin = now();
     double before = thread_seconds();
     const RequestHandle request = cache_->begin_request("r", {});
-    for (const ChunkKey& key : keys) {
-      if (cache_->lookup(request, key) != LookupResult::kHit) std::abort();
-    }
+    // From tiers, it takes several steps.
+    while (!std::all_of(keys.begin(), keys.end(), [&](const ChunkKey& key) {
+      const LookupResult result = cache_->lookup(request, key);
+      if (result == LookupResult::kMiss) std::abort();
+      return result == LookupResult::kHit;
+    }))
+      cache_->end_step();
     before = thread_seconds();
     const RowTransfer transfer = cache_->prepare_load(request, keys);
     double seconds = thread_seconds() - before;
@@ -191,6 +202,10 @@ class Engine {
     cache_->end_step();  // releases the rows if the last result came late
     seconds += thread_seconds() - before;
     return seconds / static_cast<double>(keys.size());
+  }
+  // Waits until all stored chunks are written to the tier.
+  void settle() {
+    while (cache_->has_pending_work()) cache_->end_step();
   }
   std::uint64_t relayed_bytes() const {
     std::uint64_t sum = 0;
@@ -218,6 +233,44 @@ class Engine {
       fmt::print(stderr, "{}\n", status.to_string());
       std::abort();
     }
+  }
+  std::unique_ptr<Tier> open_fs(const std::string& root, std::uint64_t bytes, EpochChoice epoch = {}) const {
+    FsTierOptions options;
+    options.root_dir = root;
+    options.max_bytes = bytes;
+    options.epoch = epoch;
+    return make_fs_tier(options);
+  }
+  // One directory, or one for each host.
+  Tiers open_tiers(const std::string& root, bool on_hosts) {
+    Tiers own;
+    if (!on_hosts) {
+      own.push_back(open_fs(root, kTierBytes));
+      return own;
+    }
+    const std::uint64_t bytes = kTierBytes / ranks_;
+    for (std::uint32_t host = 1; host < ranks_; ++host) {
+      openers_.emplace_back([this, root, bytes, host, &tiers = agents_[host - 1]->tiers()] {
+        while (!tiers.is_closed()) {
+          const auto request = tiers.wait_for_request(std::chrono::minutes(1));
+          if (!request) continue;
+          tiers.close_tiers();
+          Tiers opened;
+          opened.push_back(open_fs(fmt::format("{} host {}", root, host), bytes, request->epochs.at(0)));
+          tiers.open(request->round, std::move(opened));
+        }
+      });
+    }
+    OpenOptions options;
+    options.timeout = std::chrono::minutes(1);
+    return open_on_all_hosts(
+        *links_, *region_, 1,
+        [&](const std::vector<EpochChoice>& epochs) {
+          Tiers opened;
+          opened.push_back(open_fs(root, bytes, epochs.at(0)));
+          return opened;
+        },
+        "benchmark", options);
   }
   // All ranks copy the rows, to or from their caches, and report.
   void run(const RowTransfer& transfer, bool is_load) {
@@ -267,6 +320,7 @@ class Engine {
   std::vector<std::unique_ptr<HostAgent>> agents_;
   std::vector<std::unique_ptr<Relay>> relays_;
   std::unique_ptr<HostLinks> links_;
+  std::vector<std::thread> openers_;  // of the tiers of the other hosts
   std::unique_ptr<TieredCache> cache_;
   std::barrier<> turn_;  // begin and end of a job
   const RowTransfer* job_ = nullptr;
@@ -328,6 +382,36 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
     print_line("load of 8,192 tokens, until all results are known", load[0], load[1], 1e-3, "ms");
     fmt::print("bytes between the hosts per stored and loaded token: {:.3f}\n",
                bytes / (2.0 * kPromptTokens * rounds));
+  }
+  {
+    const std::uint32_t chunks = kPromptTokens / kChunkTokens;
+    const std::uint64_t shard = kChunkTokens * kTokenBytes / hosts;
+    Engine one(directory, hosts, false, shard, chunks, delay, true);
+    Engine several(directory, hosts, true, shard, chunks, delay, true);
+    std::vector<double> load[2], calls[2];
+    std::uint64_t relayed = 0;
+    for (int round = 0; round < rounds; ++round) {
+      const std::uint64_t first = static_cast<std::uint64_t>(round) * 2 * chunks;
+      const auto keys = keys_from(first, chunks), others = keys_from(first + chunks, chunks);
+      for (int turn = 0; turn < 2; ++turn) {
+        const int side = (turn + round) % 2;
+        Engine* engine = side == 0 ? &one : &several;
+        const std::uint64_t before = several.relayed_bytes();
+        double wall = 0;
+        engine->store(keys);
+        engine->settle();
+        engine->store(others);  // evicts the first ones from host memory
+        engine->settle();
+        calls[side].push_back(engine->load(keys, &wall));
+        load[side].push_back(wall);
+        engine->settle();
+        relayed += several.relayed_bytes() - before;
+      }
+    }
+    print_line("load of 8,192 tokens from directories", load[0], load[1], 1e-3, "ms");
+    print_line("its prepare and complete, per chunk", calls[0], calls[1], 1e-9, "ns");
+    fmt::print("bytes between the hosts per token that a tier stored or read: {:.3f}\n",
+               static_cast<double>(relayed) / (3.0 * kPromptTokens * rounds));
   }
   std::filesystem::remove_all(directory);
 }

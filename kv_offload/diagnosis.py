@@ -149,6 +149,7 @@ def from_metrics(page: "Page") -> Diagnosis:
         findings.append(_nothing_looked_up())
     findings += _missed(missed, _estimates(page), total("tier_capacity_tokens"))
     findings += _tiers(page)
+    findings += _hosts(page)
     return Diagnosis(hits, missed.total(), stored, tuple(findings))
 
 
@@ -243,6 +244,31 @@ def _tiers(page: "Page") -> Iterator[Finding]:
                 "not_stored_in_memory" if is_host_memory else "not_written",
                 f"{share:.0f}% of the bytes that were to be {place} were dropped",
                 _NO_ROW if is_host_memory else _NOT_WRITTEN,
+            )
+
+
+def _hosts(page: "Page") -> Iterator[Finding]:
+    """Names the hosts of an engine on several hosts that are lost, or whose part of a tier fails."""
+    for host in page.values_of("kv_offload_host_connected", "host"):
+        if not page.min("kv_offload_host_connected", host=host):
+            yield Finding(
+                "host_not_connected",
+                f"host {host} is not connected now; nothing is loaded or stored until it is",
+                "check its processes and the network to it; the scheduler's log has the reason",
+            )
+    for host in page.values_of("kv_offload_host_tier_capacity_bytes", "host"):
+        for tier in page.values_of("kv_offload_host_tier_capacity_bytes", "tier"):
+            failed = page.sum("kv_offload_host_failures_total", host=host, tier=tier)
+            trips = page.sum("kv_offload_host_breaker_trips_total", host=host, tier=tier)
+            if not failed and not trips:
+                continue
+            parts = [f"{failed:,.0f} operations failed"] if failed else []
+            if trips:
+                parts.append(f"it was taken out of service {trips:,.0f} times")
+            yield Finding(
+                "host_failures",
+                f"host {host}, its part of tier {tier}: {' and '.join(parts)}",
+                "check the device or the server of that host, and its log",
             )
 
 

@@ -78,6 +78,9 @@ class Page:
     def max(self, name: str, **labels: str) -> float:
         return max((sample.value for sample in self._matching(name, labels)), default=0.0)
 
+    def min(self, name: str, **labels: str) -> float:
+        return min((sample.value for sample in self._matching(name, labels)), default=0.0)
+
     def values_of(self, name: str, label: str) -> list[str]:
         """Returns the distinct values of ``label`` in the series of ``name``, in their order."""
         return list(dict.fromkeys(sample.labels.get(label, "") for sample in self._by_name.get(name, ())))

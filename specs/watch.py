@@ -46,7 +46,7 @@ class Surroundings:
 
 
 class HostWatch:
-    """Logs lost hosts of this engine's ranks, and counts them in a metric."""
+    """Logs lost hosts of this engine's ranks, and reports them in metrics."""
 
     def __init__(self, links: "HostLinks", metrics: "Metrics") -> None:
         self._links = links
@@ -57,8 +57,10 @@ class HostWatch:
         for event in self._links.take_events():
             logger.warning("%s", event)
         lost = self._links.lost_hosts
-        self._metrics.set("kv_offload_lost_hosts", (), lost)
-        return lost == 0
+        self._metrics.set("kv_offload_lost_hosts", (), len(lost))
+        for host in range(self._links.num_hosts + 1):  # 0: this one
+            self._metrics.set("kv_offload_host_connected", (str(host),), host not in lost)
+        return not lost
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

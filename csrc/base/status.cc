@@ -35,6 +35,20 @@ std::string_view to_string(StatusKind kind) {
   return "unknown";
 }
 
+bool is_failure(StatusKind kind) {
+  switch (kind) {
+    case StatusKind::kOk:
+    case StatusKind::kNotFound:
+    case StatusKind::kExpired:
+    case StatusKind::kCancelled:
+    case StatusKind::kUnavailable:
+    case StatusKind::kDeclined:
+      return false;
+    default:
+      return true;
+  }
+}
+
 Status Status::error(StatusKind kind, std::string message, int error_number, std::string path) {
   Status status;
   status.kind_ = kind;

@@ -111,6 +111,7 @@ void bind_hosts(py::module_& module) {
       .def(py::init(&make_links), py::arg("region").none(false), py::arg("hosts"), py::kw_only(),
            py::arg("version"), py::arg("silence_seconds") = to_seconds(HostLinks::Options{}.silence))
       .def("wait_until_connected", &wait_until_connected, py::arg("timeout_seconds"))
+      .def_property_readonly("num_hosts", &HostLinks::num_hosts)
       .def_property_readonly("lost_hosts", &HostLinks::lost_hosts)
       .def("take_events", &HostLinks::take_events)
       .def("close", &HostLinks::close, NoGil());

@@ -33,6 +33,40 @@ void TierFigures::publish(std::string_view tier, const TierStats& stats, Metrics
   published_ = stats;
 }
 
+void TierFigures::publish(std::string_view tier, const std::vector<TierPart>& parts, Metrics& metrics) {
+  published_parts_.resize(parts.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const TierPart& part = parts[i];
+    const TierPart& before = published_parts_[i];
+    const std::string host = std::to_string(i);
+    const auto set = [&](std::string_view metric, double value) { metrics.set(metric, {host, tier}, value); };
+    set("kv_offload_host_tier_bytes", static_cast<double>(part.stats.bytes));
+    set("kv_offload_host_tier_capacity_bytes", static_cast<double>(part.stats.capacity_bytes));
+    set("kv_offload_host_tier_chunks", static_cast<double>(part.stats.chunks));
+    if (part.read_bytes_per_second > 0)
+      set("kv_offload_host_read_bytes_per_second", part.read_bytes_per_second);
+    metrics.set("kv_offload_host_tier_usable", {host, tier, "read"}, part.stats.readable ? 1 : 0);
+    metrics.set("kv_offload_host_tier_usable", {host, tier, "write"}, part.stats.writable ? 1 : 0);
+    const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
+                           std::uint64_t then) {
+      if (now > then) metrics.add(metric, labels, static_cast<double>(now - then));
+    };
+    count("kv_offload_host_slowest_reads_total", {host, tier}, part.slowest_reads, before.slowest_reads);
+    count("kv_offload_host_breaker_trips_total", {host, tier}, part.stats.breaker_trips,
+          before.stats.breaker_trips);
+    const std::string_view failures = "kv_offload_host_failures_total";
+    for (std::size_t k = 0; k < kStatusKinds; ++k) {
+      const auto kind = static_cast<StatusKind>(k);
+      if (!is_failure(kind)) continue;
+      count(failures, {host, tier, "read", to_string(kind)}, part.reads[k], before.reads[k]);
+      count(failures, {host, tier, "write", to_string(kind)}, part.writes[k], before.writes[k]);
+    }
+    count(failures, {host, tier, "read", "timeout"}, part.stats.read_timeouts, before.stats.read_timeouts);
+    count(failures, {host, tier, "write", "timeout"}, part.stats.write_timeouts, before.stats.write_timeouts);
+  }
+  published_parts_ = parts;
+}
+
 void TierFigures::publish_codec(std::string_view tier, const TierStats& stats, Metrics& metrics) const {
   if (!stats.may_encode) return;
   const TierStats& before = published_;

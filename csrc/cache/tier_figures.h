@@ -6,6 +6,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 #include "metrics/metrics.h"
 #include "tier/tier.h"
@@ -15,11 +16,14 @@ namespace kv_offload {
 class TierFigures {
  public:
   void publish(std::string_view tier, const TierStats& stats, Metrics& metrics);
+  // The tiers of all hosts (Tier::parts()).
+  void publish(std::string_view tier, const std::vector<TierPart>& parts, Metrics& metrics);
 
  private:
   void publish_codec(std::string_view tier, const TierStats& stats, Metrics& metrics) const;
 
   TierStats published_;  // running totals already in the metrics
+  std::vector<TierPart> published_parts_;
 };
 
 }  // namespace kv_offload

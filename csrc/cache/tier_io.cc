@@ -29,23 +29,6 @@ MissReason miss_reason_of(StatusKind kind) {
   }
 }
 
-// Not failures: cancelled before it was tried (counted where it is cancelled); expired before it was tried
-// (counted as a miss); refused by a disabled tier (counted as the failure that disabled it); declined as not
-// worth its place; not found.
-bool is_failure(StatusKind kind) {
-  switch (kind) {
-    case StatusKind::kOk:
-    case StatusKind::kNotFound:
-    case StatusKind::kExpired:
-    case StatusKind::kCancelled:
-    case StatusKind::kUnavailable:
-    case StatusKind::kDeclined:
-      return false;
-    default:
-      return true;
-  }
-}
-
 }  // namespace
 
 TierIo::TierIo(const Context& context, std::shared_ptr<const HostRegion> region,
@@ -72,6 +55,7 @@ void TierIo::publish() {
     TierSlot& slot = slots_[tier];
     const TierStats stats = tiers_[tier]->stats();
     slot.figures.publish(slot.name, stats, metrics_);
+    slot.figures.publish(slot.name, tiers_[tier]->parts(), metrics_);
     for (std::size_t i = 0; i < stats.tenant_bytes.size(); ++i) {
       const auto tenant = static_cast<TenantId>(i);
       const double share = chunks_.tenants()->fraction(tenant) * static_cast<double>(stats.capacity_bytes);

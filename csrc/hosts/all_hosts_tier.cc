@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <new>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -70,6 +72,7 @@ class AllHostsTier final : public Tier {
   }
   Status reset() override;
   TierStats stats() const override;
+  std::vector<TierPart> parts() const override;
   std::string codec_reason() const override { return parts_.front().tier->codec_reason(); }
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
@@ -84,6 +87,7 @@ class AllHostsTier final : public Tier {
     Status status;
     std::uint64_t bytes = 0;
     double seconds = 0, queued_seconds = 0;  // of the slowest part
+    std::size_t slowest = 0;
   };
 
   struct Removal {
@@ -92,11 +96,12 @@ class AllHostsTier final : public Tier {
   };
   using RemovalOps = std::unordered_map<OpId, Removal>;
 
+  void for_all_at_once(const std::function<void(std::size_t part)>& call) const;
   void submit_parts(std::vector<TierOp> ops);
   static Completion ended_unstarted(const TierOp& op);
   void cancel_held();
   void submit_held(std::vector<Completion>* completions);
-  void end_part(Completion& ended, std::vector<Completion>* completions);
+  void end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions);
   static void add_failure(InFlight& op, Status status);
   void forget_write(const ChunkKey& key, OpId id);
   void handle_removal(std::size_t part, const TierRemoval& removal, std::vector<TierRemoval>* removals);
@@ -125,12 +130,40 @@ class AllHostsTier final : public Tier {
   OpId last_removal_ = 0;
   std::vector<TierOp> held_;  // writes that wait until parts of their chunk are removed
   std::vector<Completion> ended_held_;
-  std::vector<Completion> ended_;  // polled; those before next_ended_ are done
+  std::vector<Completion> ended_;      // polled; those before next_ended_ are done
+  std::vector<std::size_t> ended_by_;  // the part of each
   std::size_t next_ended_ = 0;
   std::vector<std::vector<TierRemoval>> removed_{parts_.size()};  // polled
   std::unordered_set<ChunkKey> reported_;                         // by this poll()
+  std::vector<TierPart> counts_{parts_.size()};                   // without statistics
   bool closed_ = false;
 };
+
+// Calls `call` for all parts at once, since each call may wait for its host. Throws what the first call threw
+// that failed, after all have returned.
+void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& call) const {
+  std::vector<std::exception_ptr> failures(parts_.size());
+  const auto call_one = [&](std::size_t part) {
+    try {
+      call(part);
+    } catch (...) {
+      failures[part] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> threads;
+  threads.reserve(parts_.size());
+  std::size_t part = 1;
+  try {
+    for (; part < parts_.size(); ++part) threads.emplace_back(call_one, part);
+  } catch (const std::exception&) {  // the system refuses another thread: the rest one by one
+  }
+  call_one(0);
+  for (; part < parts_.size(); ++part) call_one(part);
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
 
 void AllHostsTier::submit(std::vector<TierOp> ops) {
   const auto is_held = [this](const TierOp& op) {
@@ -217,7 +250,10 @@ void AllHostsTier::add_failure(InFlight& op, Status status) {
 }
 
 void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
-  for (std::size_t part = 0; part < parts_.size(); ++part) parts_[part].tier->poll(&ended_, &removed_[part]);
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    parts_[part].tier->poll(&ended_, &removed_[part]);
+    ended_by_.resize(ended_.size(), part);
+  }
   // Before the completions: a write whose part was evicted already has failed.
   reported_.clear();
   for (std::size_t part = 0; part < parts_.size(); ++part) {
@@ -225,8 +261,12 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     removed_[part].clear();
   }
   completions->reserve(completions->size() + ended_.size() - next_ended_);
-  while (next_ended_ < ended_.size()) end_part(ended_[next_ended_++], completions);
+  while (next_ended_ < ended_.size()) {
+    const std::size_t at = next_ended_++;
+    end_part(ended_by_[at], ended_[at], completions);
+  }
   ended_.clear();
+  ended_by_.clear();
   next_ended_ = 0;
   queue_postponed();
   submit_removals();
@@ -262,7 +302,7 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 }
 
 // Allocates nothing that a completion depends on.
-void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completions) {
+void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
     if (ended.status.kind() == StatusKind::kUnavailable)
       postpone_removal(removal->second.part, removal->second.key);
@@ -271,12 +311,15 @@ void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completi
   const auto found = ops_.find(ended.id);
   if (found == ops_.end()) return;
   InFlight& op = found->second;
+  TierPart& counts = counts_[part];
+  ++(op.kind == OpKind::kRead ? counts.reads : counts.writes)[static_cast<std::size_t>(ended.status.kind())];
   op.part_is_stored |= ended.status.is_ok();
   add_failure(op, std::move(ended.status));
   op.bytes += ended.bytes;
   if (ended.seconds + ended.queued_seconds >= op.seconds + op.queued_seconds) {
     op.seconds = ended.seconds;
     op.queued_seconds = ended.queued_seconds;
+    op.slowest = part;
   }
   if (--op.running > 0) return;
   if (op.kind == OpKind::kWrite) {
@@ -290,6 +333,7 @@ void AllHostsTier::end_part(Completion& ended, std::vector<Completion>* completi
                                      ? kind != StatusKind::kOk && op.part_is_stored
                                      : kind == StatusKind::kCorrupt || kind == StatusKind::kNotFound;
   if (parts_are_useless) remove_useless_parts(op);
+  if (op.kind == OpKind::kRead && kind == StatusKind::kOk) ++counts_[op.slowest].slowest_reads;
   completions->push_back({ended.id, op.kind, op.key, std::move(op.status),
                           kind == StatusKind::kOk ? op.bytes : 0, op.seconds, op.queued_seconds});
   ops_.erase(found);
@@ -459,12 +503,11 @@ Status AllHostsTier::reset() {
   cancel_held();  // an op belongs to the epoch in which it was submitted
   missing_.clear();
   postponed_.clear();
-  Status worst;
-  for (const PartOfTier& part : parts_) {
-    Status status = part.tier->reset();
-    if (weight_of(status.kind()) > weight_of(worst.kind())) worst = std::move(status);
-  }
-  return worst;
+  std::vector<Status> ended(parts_.size());
+  for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(); });
+  return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {
+    return weight_of(a.kind()) < weight_of(b.kind());
+  });
 }
 
 TierStats AllHostsTier::stats() const {
@@ -508,6 +551,18 @@ TierStats AllHostsTier::stats() const {
   return all;
 }
 
+std::vector<TierPart> AllHostsTier::parts() const {
+  constexpr std::uint64_t kSample = std::uint64_t{1} << 30;
+  std::vector<TierPart> parts = counts_;
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const Tier& tier = *parts_[part].tier;
+    parts[part].stats = tier.stats();
+    const double seconds = tier.estimate_read_seconds(kSample) - tier.estimate_read_seconds(0);
+    if (seconds > 0) parts[part].read_bytes_per_second = static_cast<double>(kSample) / seconds;
+  }
+  return parts;
+}
+
 void AllHostsTier::close() {
   if (std::exchange(closed_, true)) return;
   cancel_held();
@@ -518,7 +573,12 @@ void AllHostsTier::close() {
     } catch (const std::bad_alloc&) {  // its close() cancels the op
     }
   }
-  for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) part->tier->close();
+  const auto close_part = [this](std::size_t part) { parts_[part].tier->close(); };
+  try {
+    for_all_at_once(close_part);
+  } catch (const std::exception&) {  // out of memory: one by one
+    for (std::size_t part = parts_.size(); part-- > 0;) close_part(part);
+  }
 }
 
 double AllHostsTier::estimate_read_seconds(std::uint64_t bytes) const {

@@ -87,6 +87,7 @@ struct HostLinks::Impl {
   mutable Mutex mutex;
   mutable CondVar changed;
   std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
+  std::vector<std::uint32_t> lost GUARDED_BY(mutex);   // their numbers
   std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
   std::vector<std::string> events GUARDED_BY(mutex);   // at most kMostEvents
 
@@ -448,15 +449,19 @@ void HostLinks::Impl::add_event(std::string event) {
 
 void HostLinks::Impl::publish_state() {
   std::vector<std::string> now_missing;
+  std::vector<std::uint32_t> now_lost;
   std::string now_unfit;
-  for (const Link& link : links) {
+  for (std::uint32_t i = 0; i < links.size(); ++i) {
+    const Link& link = links[i];
     if (link.state == State::kConnected) continue;
+    now_lost.push_back(i + 1);
     now_missing.push_back(fmt::format("{}: {}", name_of(link), link.problem));
     if (link.state == State::kUnfit && now_unfit.empty()) now_unfit = now_missing.back();
   }
   region->set_cut_off(!now_missing.empty() || stopping);
   const MutexLock lock(mutex);
   missing = std::move(now_missing);
+  lost = std::move(now_lost);
   unfit = std::move(now_unfit);
   changed.notify_all();
 }
@@ -511,9 +516,9 @@ std::unique_ptr<Tier> HostLinks::remote_tier(std::size_t host, std::uint8_t tier
   return make_remote_tier(impl_->links.at(host).channel, tier, std::move(options));
 }
 
-std::uint32_t HostLinks::lost_hosts() const {
+std::vector<std::uint32_t> HostLinks::lost_hosts() const {
   const MutexLock lock(impl_->mutex);
-  return static_cast<std::uint32_t>(impl_->missing.size());
+  return impl_->lost;
 }
 
 std::vector<std::string> HostLinks::take_events() {

@@ -68,7 +68,9 @@ class HostLinks {
   // Returns the tier of another host. It may outlive this object. REQUIRES: open_tiers().
   std::unique_ptr<Tier> remote_tier(std::size_t host, std::uint8_t tier, RemoteTierOptions options) const;
 
-  std::uint32_t lost_hosts() const;  // not connected now
+  // The numbers of the hosts that are not connected now. Host 0 is the scheduler's own, host 1 the first of
+  // `hosts`.
+  std::vector<std::uint32_t> lost_hosts() const;
   // Lines for an operator about hosts that were lost or came back since the last call.
   std::vector<std::string> take_events();
   void close();  // the region stays cut off. Idempotent

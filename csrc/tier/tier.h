@@ -13,6 +13,7 @@
 // tests/cpp/tier/tier_conformance_test.cc checks this contract for every kind of tier.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -130,6 +131,16 @@ struct TierStats {
   std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // encoded records: size before and after
 };
 
+// One of the tiers that a tier consists of, in an engine on several hosts: that of one host. Totals are those
+// of this process.
+struct TierPart {
+  TierStats stats;
+  double read_bytes_per_second = 0;  // estimated, without the queue; 0: unknown
+  std::uint64_t slowest_reads = 0;   // successful reads of chunks that took longest here
+  // Reads and writes that ended here, by StatusKind. The chunk may have failed for another host's reason.
+  std::array<std::uint64_t, kStatusKinds> reads{}, writes{};
+};
+
 class Tier {
  public:
   virtual ~Tier() = default;                  // calls close()
@@ -170,6 +181,8 @@ class Tier {
   // more records to this process.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
+  // Returns the tiers of all hosts, the scheduler's first; empty for the tier of one host.
+  virtual std::vector<TierPart> parts() const { return {}; }
   // Returns whether records are encoded now, and why, as text for people. Empty if this tier never encodes
   // records.
   virtual std::string codec_reason() const { return {}; }

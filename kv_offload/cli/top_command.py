@@ -155,6 +155,25 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         }
         for tenant in page.values_of(PREFIX + "tenant_share_bytes", "tenant")
     }
+    hosts = {
+        host: {
+            "connected": page.min(PREFIX + "host_connected", host=host) > 0,
+            "tiers": {
+                tier: {
+                    "bytes": total("host_tier_bytes", host=host, tier=tier),
+                    "capacity_bytes": total("host_tier_capacity_bytes", host=host, tier=tier),
+                    "usable": page.min(PREFIX + "host_tier_usable", host=host, tier=tier) > 0,
+                    "read_bytes_per_second": page.min(
+                        PREFIX + "host_read_bytes_per_second", host=host, tier=tier
+                    ),
+                    "slowest_reads": grown("host_slowest_reads_total", host=host, tier=tier),
+                    "failures": total("host_failures_total", host=host, tier=tier),
+                }
+                for tier in page.values_of(PREFIX + "host_tier_capacity_bytes", "tier")
+            },
+        }
+        for host in page.values_of(PREFIX + "host_connected", "host")
+    }
     decisions = page.values_of(PREFIX + "decisions_total", "choice")
     return {
         "seconds": seconds,
@@ -172,6 +191,7 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
             "lent_chunks": total("lent_chunks"),
         },
         "lost_hosts": total("lost_hosts"),
+        "hosts": hosts,
         "misses": misses,
         "tenants": tenants,
         "decisions": {choice: total("decisions_total", choice=choice) for choice in decisions},
@@ -244,10 +264,7 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
                 f"{near['borrowed_chunks']:,.0f} chunks borrowed, {near['lent_chunks']:,.0f} lent"
             )
         )
-    if lost := figures["lost_hosts"]:
-        parts.append(
-            Text(f"\nlost hosts: {lost:.0f}; nothing is loaded or stored until all hosts are connected")
-        )
+    parts += _hosts(figures)
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])
@@ -260,6 +277,42 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
         counts = ", ".join(f"{choice} {number:,.0f}" for choice, number in figures["decisions"].items())
         parts.append(Text(f"\ndecisions: {counts}"))
     return Group(*parts)
+
+
+def _hosts(figures: dict[str, Any]) -> "list[RenderableType]":
+    """Returns a table of the hosts of an engine on several hosts, and a line if some are lost."""
+    from rich.text import Text
+
+    from kv_offload.sizes import format_bytes
+
+    parts: list[RenderableType] = []
+    columns = ("held", "of", "speed", "slowest", "failed")
+    hosts = table("\nhosts", "host", "state", "tier", *columns, right=columns)
+    for host, figure in figures["hosts"].items():
+        if not figure["connected"]:
+            add_row(hosts, host, "lost", *["-"] * (1 + len(columns)))
+            continue
+        if not figure["tiers"]:
+            add_row(hosts, host, "connected", *["-"] * (1 + len(columns)))
+        for name, tier in figure["tiers"].items():
+            add_row(
+                hosts,
+                host,
+                "connected" if tier["usable"] else "out of service",
+                name,
+                format_bytes(int(tier["bytes"])),
+                format_bytes(int(tier["capacity_bytes"])),
+                rate(tier["read_bytes_per_second"]) if tier["read_bytes_per_second"] else "-",
+                f"{tier['slowest_reads']:,.0f}",
+                f"{tier['failures']:,.0f}",
+            )
+    if hosts.row_count:
+        parts.append(hosts)
+    if lost := figures["lost_hosts"]:
+        parts.append(
+            Text(f"\nlost hosts: {lost:.0f}; nothing is loaded or stored until all hosts are connected")
+        )
+    return parts
 
 
 def _headline(address: str, figures: dict[str, Any]) -> str:

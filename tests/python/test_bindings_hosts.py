@@ -42,7 +42,8 @@ def test_reports_of_another_host_reach_the_scheduler(tmp_path):
     assert not scheduler.cut_off
     assert scheduler.geometry(1) == ([SHARD_BYTES], "rank 1")
     assert scheduler.result(5) == 3
-    assert links.lost_hosts == 0
+    assert links.num_hosts == 1
+    assert links.lost_hosts == []
     assert links.take_events() == []
     links.close()
     agent.close()
@@ -57,7 +58,7 @@ def test_a_missing_host_is_named_after_the_wait_which_releases_the_gil(tmp_path)
     with pytest.raises(_core.ResourceError, match=r"the host of rank 1: .*\(waited 0\.3 s\)"):
         links.wait_until_connected(0.3)
     assert others.is_set()
-    assert links.lost_hosts == 1
+    assert links.lost_hosts == [1]
 
 
 def test_a_host_that_does_not_fit_ends_the_wait(tmp_path):

@@ -282,6 +282,28 @@ def test_lost_hosts_are_shown_if_there_are_any() -> None:
     assert "lost hosts" not in shown(none)
 
 
+def test_each_host_of_an_engine_has_a_row_with_its_part_of_each_tier() -> None:
+    page = LATER
+    for host, connected in (("0", 1), ("1", 1), ("2", 0)):
+        page += f'kv_offload_host_connected{{engine="0",host="{host}"}} {connected}\n'
+    for host, usable, slowest in (("0", 1, 2), ("1", 0, 30)):
+        labels = f'engine="0",host="{host}",tier="fs"'
+        page += (
+            f"kv_offload_host_tier_bytes{{{labels}}} 1048576\n"
+            f"kv_offload_host_tier_capacity_bytes{{{labels}}} 4194304\n"
+            f'kv_offload_host_tier_usable{{{labels},op="read"}} 1\n'
+            f'kv_offload_host_tier_usable{{{labels},op="write"}} {usable}\n'
+            f"kv_offload_host_slowest_reads_total{{{labels}}} {slowest}\n"
+            f'kv_offload_host_failures_total{{{labels},op="read",kind="io"}} {slowest + 5}\n'
+        )
+    lines = [line.split() for line in shown(page).splitlines()]
+    held = ["fs", "1.0", "MiB", "4.0", "MiB", "-"]
+    assert ["0", "connected", *held, "2", "7"] in lines
+    assert ["1", "out", "of", "service", *held, "30", "35"] in lines
+    assert ["2", "lost", *["-"] * 6] in lines
+    assert "hosts" not in shown(LATER)
+
+
 def test_neighbours_are_shown_if_there_are_any() -> None:
     near = LATER + (
         'kv_offload_neighbours{engine="0",model_name="tiny"} 3.0\n'

@@ -135,6 +135,25 @@ def tier_findings(text, cause):
     return found
 
 
+def test_hosts_that_are_lost_or_fail_are_named():
+    healthy = [("host_connected", [host], 1) for host in "012"]
+    healthy += [("host_tier_capacity_bytes", [host, "fs"], 1) for host in "012"]
+    assert "host" not in " ".join(causes(page(STORED, HIT, *healthy)))
+    text = page(
+        STORED,
+        HIT,
+        *healthy,
+        ("host_connected", ["2"], 0),
+        ("host_failures_total", ["1", "fs", "read", "io"], 3),
+        ("host_breaker_trips_total", ["1", "fs"], 2),
+    )
+    lost, failed = (found.text for found in from_metrics(Page(text)).findings if "host" in found.cause)
+    assert lost.startswith("host 2 is not connected")
+    assert failed == (
+        "host 1, its part of tier fs: 3 operations failed and it was taken out of service 2 times"
+    )
+
+
 def test_chunks_dropped_by_host_memory_are_a_share_of_stored_chunks():
     dropped = ("dropped_bytes_total", ["cpu", "pressure"], 4096)
     assert causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), dropped)) == []

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <barrier>
 #include <functional>
 #include <map>
 #include <new>
@@ -45,7 +46,10 @@ class PlayedTier final : public Tier {
     asked.insert(asked.end(), keys.begin(), keys.end());
   }
   void touch(const ChunkKey&) override {}
-  Status reset() override { return reset_status; }
+  Status reset() override {
+    if (on_reset) on_reset();
+    return reset_status;
+  }
   TierStats stats() const override { return figures; }
   void close() override {
     if (on_close) on_close();
@@ -80,7 +84,7 @@ class PlayedTier final : public Tier {
   double seconds_per_byte = 0;
   bool can_cancel = true, throws = false;
   int cancelled = 0;  // calls of cancel()
-  std::function<void()> on_close;
+  std::function<void()> on_close, on_reset;
 };
 
 class AllHostsTierTest : public ::testing::Test {
@@ -132,6 +136,58 @@ class AllHostsTierTest : public ::testing::Test {
   std::unique_ptr<Tier> tier_;
   std::vector<TierRemoval> removals_;
 };
+
+TEST_F(AllHostsTierTest, resets_and_closes_wait_for_all_hosts_at_once) {
+  // Each call waits until the call of the other host has begun.
+  std::barrier<> both(2);
+  for (PlayedTier* part : part_) part->on_reset = part->on_close = [&both] { both.arrive_and_wait(); };
+  part_[1]->reset_status = Status::error(StatusKind::kTimeout, "a host did not confirm the reset");
+  EXPECT_EQ(tier_->reset().kind(), StatusKind::kTimeout);
+  tier_->close();
+}
+
+TEST_F(AllHostsTierTest, a_reset_that_throws_is_repeated_to_the_caller_after_all_hosts_were_asked) {
+  bool own_was_asked = false;
+  part_[0]->on_reset = [&] { own_was_asked = true; };
+  part_[1]->on_reset = [] { throw std::bad_alloc(); };
+  EXPECT_THROW((void)tier_->reset(), std::bad_alloc);
+  EXPECT_TRUE(own_was_asked);
+}
+
+TEST_F(AllHostsTierTest, each_host_has_its_own_figures) {
+  part_[1]->figures.bytes = 70;
+  part_[1]->seconds_per_byte = 0.5;
+  set_in_service(*part_[1], false);
+  submit(OpKind::kRead);
+  part_[0]->end(StatusKind::kOk, 2);
+  part_[1]->end(StatusKind::kOk, 1);
+  (void)poll();
+  submit(OpKind::kRead);
+  part_[0]->end(StatusKind::kOk, 2);
+  part_[1]->end(StatusKind::kIo, 3);
+  (void)poll();
+  submit(OpKind::kWrite);
+  part_[1]->end(StatusKind::kNoSpace);
+  part_[0]->end();
+  (void)poll();
+  const std::vector<TierPart> parts = tier_->parts();
+  ASSERT_EQ(parts.size(), 2u);
+  EXPECT_EQ(parts[1].stats.bytes, 70u);
+  EXPECT_TRUE(parts[0].stats.readable);
+  EXPECT_FALSE(parts[1].stats.readable);
+  EXPECT_EQ(parts[0].read_bytes_per_second, 0);
+  EXPECT_EQ(parts[1].read_bytes_per_second, 2);
+  EXPECT_EQ(parts[0].slowest_reads, 1u);
+  EXPECT_EQ(parts[1].slowest_reads, 0u) << "a read that failed";
+  const auto count = [](const auto& counts, StatusKind kind) {
+    return counts[static_cast<std::size_t>(kind)];
+  };
+  EXPECT_EQ(count(parts[0].reads, StatusKind::kOk), 2u);
+  EXPECT_EQ(count(parts[0].reads, StatusKind::kIo), 0u);
+  EXPECT_EQ(count(parts[1].reads, StatusKind::kIo), 1u);
+  EXPECT_EQ(count(parts[1].writes, StatusKind::kNoSpace), 1u);
+  EXPECT_EQ(count(parts[0].writes, StatusKind::kOk), 1u);
+}
 
 TEST_F(AllHostsTierTest, an_op_ends_once_with_the_bytes_of_all_and_the_time_of_the_slowest_part) {
   submit(OpKind::kWrite, 5);

@@ -295,7 +295,7 @@ TEST_F(HostTiersTest, a_host_that_is_down_takes_no_ops) {
   start();
   ASSERT_TRUE(write(1).is_ok());
   agent_->close();
-  EXPECT_TRUE(holds_soon([&] { return links_->lost_hosts() == 1; }));
+  EXPECT_TRUE(holds_soon([&] { return links_->lost_hosts() == std::vector<std::uint32_t>{1}; }));
   EXPECT_EQ(write(2).kind(), StatusKind::kUnavailable);
   EXPECT_EQ(read(1).kind(), StatusKind::kUnavailable);
   EXPECT_FALSE(has(1));

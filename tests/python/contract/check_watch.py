@@ -209,13 +209,16 @@ def test_neighbours_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixtur
 
 
 def test_lost_hosts_are_logged_counted_and_returned(caplog: pytest.LogCaptureFixture) -> None:
-    links = SimpleNamespace(lost_hosts=1, events=["lost the connection to the host of rank 1"])
+    links = SimpleNamespace(num_hosts=2, lost_hosts=[2], events=["lost the connection to the host of rank 1"])
     links.take_events = lambda: [links.events.pop()] if links.events else []
     metrics = _core.Metrics()
     watch = HostWatch(links, metrics)  # type: ignore[arg-type]
     assert not watch.poll()
+    connected = "kv_offload_host_connected"
     assert metrics.value("kv_offload_lost_hosts", []) == 1
-    links.lost_hosts = 0
+    assert [metrics.value(connected, [host]) for host in "012"] == [1, 1, 0]
+    links.lost_hosts = []
     assert watch.poll()
     assert metrics.value("kv_offload_lost_hosts", []) == 0
+    assert [metrics.value(connected, [host]) for host in "012"] == [1, 1, 1]
     assert caplog.text.count("lost the connection to the host of rank 1") == 1

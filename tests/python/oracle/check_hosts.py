@@ -390,6 +390,15 @@ def test_the_next_engine_reloads_its_prompts_from_the_tiers_of_all_hosts(roots: 
             assert ask_again(engine, asked) == [WHOLE] * 4
             assert value(engine, "kv_offload_hit_tokens_total", "fs") == 4 * WHOLE
             assert total(engine, "kv_offload_failures_total") == 0
+            engine.manager._cache.publish_gauges()
+            reads = [
+                value(engine, "kv_offload_host_slowest_reads_total", str(host), "fs")
+                for host in range(setup.hosts)
+            ]
+            assert sum(reads) > 0
+            for host in range(setup.hosts):
+                assert value(engine, "kv_offload_host_tier_bytes", str(host), "fs") > 0
+                assert value(engine, "kv_offload_host_connected", str(host)) == 1
         finally:
             engine.shutdown()
 
