@@ -300,8 +300,6 @@ def test_doctor_names_tiers_that_an_engine_on_several_hosts_cannot_use(core, vll
     assert ("refused", text) in [
         (check.state, check.text) for check in place(tier_at("mooncake=127.0.0.1:1"), hosts=2)
     ]
-    (check,) = place(tier_at("redis://127.0.0.1:1"), hosts=2)
-    assert check.state != "refused"
     config = config_text(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path), "max_bytes": "1GiB"}])
     answer = as_json("doctor", "--json", "--no-measure", "--config", config, "--hosts", "2")
     assert answer["ok"] is True

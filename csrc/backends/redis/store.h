@@ -54,7 +54,7 @@ class RedisStore final : public RecordStore {
   Status read_startup_epoch(Deadline until, Reply* start, bool* refused);
   Status write_startup_epoch(const std::string& name, bool if_none, bool* done);
   void replace_ended_epoch(const std::string& ended, const std::string& name);
-  // Replaces the startup epoch unless it is no longer `stored`. Ok: it was replaced, or is another one now.
+  // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
   Status replace_startup_epoch(const std::string& stored, const std::string& name);
   void update_memory_figures() EXCLUDES(mutex_);
 

@@ -47,7 +47,7 @@ class S3Store final : public RecordStore {
   // Returns the startup epoch from the bucket; publishes `if_none`, or restores the known one, if there is
   // none. *found is empty: the bucket has none and this process must not publish one.
   Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
-  // Replaces the startup epoch unless it is no longer `stored`. Ok: it was replaced, or is another one now.
+  // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
   Status replace_startup_epoch(const std::string& stored, const std::string& name);
   Status read_startup_epoch(Deadline until, std::string* found, std::string* etag, bool* refused);
   Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,

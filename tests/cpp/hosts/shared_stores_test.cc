@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "backends/redis/medium.h"
@@ -41,6 +42,7 @@ struct RedisStoreAccess : RedisMedium {
   void remove_epoch(const Options& options) { server.call({"DEL", prefix_of(options) + "epoch"}); }
   void refuse_removals() { server.call({"ACL", "SETUSER", "default", "-del"}); }
   void refuse_replacements() { server.call({"ACL", "SETUSER", "default", "-multi"}); }
+  void block_replacement() { proxy.faults.block(Verb::kMulti); }  // after WATCH and GET
 };
 struct S3StoreAccess : S3Medium {
   using Options = S3TierOptions;
@@ -58,6 +60,7 @@ struct S3StoreAccess : S3Medium {
     server.answer(Verb::kRemove, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", 1 << 30);
   }
   void refuse_replacements() { server.ignore_conditions(true); }
+  void block_replacement() { server.faults.block(Verb::kEpoch, 2); }  // after two GETs
 };
 
 template <typename Store>
@@ -68,7 +71,7 @@ class SharedStores : public TwoHosts {
   ~SharedStores() override { stop(); }
 
   Store& store(std::uint32_t host) { return stores_[has_common_store_ ? 0 : host]; }
-  // A host has the namespace of its own part.
+  // Each host has a separate namespace, for its part.
   Options store_options(std::uint32_t host) {
     ThreadPoolTierOptions pooled;
     pooled.name = Store::kType;
@@ -391,6 +394,20 @@ TYPED_TEST(SharedStores, a_store_that_lost_everything_makes_all_chunks_misses) {
   }
 }
 
+TYPED_TEST(SharedStores, an_epoch_that_changes_during_its_replacement_stays) {
+  this->set_epoch(0, kFirst);
+  this->store(0).block_replacement();
+  std::unique_ptr<Tier> tier;
+  std::thread opener([&] { tier = this->open_alone(0, {8, true, EpochRegistry::id_of(kFirst)}); });
+  this->store(0).wait_for_blocked(1);
+  this->set_epoch(0, kSecond);
+  this->store(0).release();
+  opener.join();
+  ASSERT_NE(tier, nullptr);
+  EXPECT_EQ(tier->stats().epoch_id, EpochRegistry::id_of(kSecond));
+  EXPECT_EQ(this->epoch(0), kSecond);
+}
+
 // ---- starts that fail
 
 TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_named) {
@@ -433,9 +450,11 @@ TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {
   EXPECT_TRUE(this->has(1));
   EXPECT_TRUE(this->read(1).is_ok());
   this->stop();
+  const std::string written = this->epoch(0);
   this->set_epoch(1, kSecond);
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               HasSubstr("the stores of the hosts have no common epoch"));
+  EXPECT_EQ(this->epoch(0), written);
   EXPECT_EQ(this->epoch(1), kSecond);
 }
 
