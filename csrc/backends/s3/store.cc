@@ -19,6 +19,13 @@ bool is_done(const Answer& answer) { return answer.status == 200 || answer.statu
 // Another process was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
 
+Status no_replacement() {
+  return Status::error(
+      StatusKind::kDeclined,
+      "the hosts of this engine have different epochs, and the store does not support "
+      "If-Match in PUT requests, so none can be replaced safely: give all hosts a new prefix");
+}
+
 }  // namespace
 
 S3Store::S3Store(const S3TierOptions& options)
@@ -239,10 +246,7 @@ Status S3Store::check_replacement(Deadline until) {
   if (Status status = put(options_.prefix + "/conditions", "", condition, until, &answer); !status)
     return status;
   if (answer.status == 412 || answer.status == 404) return Status::ok();
-  return Status::error(
-      StatusKind::kDeclined,
-      "the hosts of this engine have different epochs, and the store does not support "
-      "If-Match in PUT requests, so none can be replaced safely: give all hosts a new prefix");
+  return no_replacement();
 }
 
 Status S3Store::replace_startup_epoch(const std::string& stored, const std::string& name) {
@@ -252,6 +256,7 @@ Status S3Store::replace_startup_epoch(const std::string& stored, const std::stri
   bool refused = false;
   if (Status status = read_startup_epoch(until, &found, &etag, &refused); !status) return status;
   if (found != stored) return Status::ok();
+  if (etag.empty()) return no_replacement();  // an empty condition would not be sent
   Answer answer;
   if (Status status = put(startup_epoch_key_, name, "If-Match: " + etag, until, &answer); !status)
     return status;

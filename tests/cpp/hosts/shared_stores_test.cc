@@ -436,6 +436,17 @@ TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused)
   EXPECT_EQ(this->epoch(0), kFirst);
 }
 
+using S3SharedStores = SharedStores<S3StoreAccess>;
+TEST_F(S3SharedStores, an_epoch_without_an_etag_is_not_replaced) {
+  set_epoch(0, kFirst);
+  store(0).server.answer(S3Server::Verb::kEpoch, "HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + kFirst, 2);
+  EXPECT_THAT(message_of<ResourceError>([&] {
+                (void)open_alone(0, {8, true, EpochRegistry::id_of(kFirst)});
+              }),
+              EndsWith("safely: give all hosts a new prefix"));
+  EXPECT_EQ(epoch(0), kFirst);
+}
+
 TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {
   this->is_read_only_ = true;
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }), HasSubstr("write_policy is read_only"));
