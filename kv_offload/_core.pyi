@@ -137,7 +137,7 @@ class HostAgent:
         """Address, port and secret, for the scheduler only. Do not log it."""
     @property
     def is_closed(self) -> bool: ...
-    def wait_for_tiers(self, timeout_seconds: float) -> tuple[int, list[tuple[int, bool]], str] | None:
+    def wait_for_tiers(self, timeout_seconds: float) -> tuple[int, list[tuple[int, bool, int]], str] | None:
         """Waits until the scheduler orders this host to open its tiers; None: timeout, or closed.
 
         Returns (round, the epoch of each tier, the text of the scheduler). Pass the first two on.
@@ -145,7 +145,8 @@ class HostAgent:
     def open_tiers(
         self,
         round: int,
-        epochs: Sequence[tuple[int, bool]],  # (id of a new epoch, whether one with another id is refused)
+        # (id of a new epoch, whether one with another id is refused, the id that a shared store replaces)
+        epochs: Sequence[tuple[int, bool, int]],
         tiers: Sequence[TierSpec],
         *,
         tenants: Sequence[tuple[str, float]] = (),  # as of TieredCache

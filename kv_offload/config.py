@@ -336,6 +336,11 @@ class OffloadConfig(BaseModel):
         return f"{self.metrics_host}:{port}"
 
 
+def types_on_several_hosts() -> list[str]:
+    """Returns the types of tiers that engines whose ranks span several hosts can use."""
+    return sorted(name for name, kind in kinds().items() if kind.works_on_several_hosts)
+
+
 def several_hosts_problem(options: OffloadConfig, hosts: int, more: Iterable[str] = ()) -> str | None:
     """Returns why an engine whose ranks span ``hosts`` hosts cannot use ``options``; None if it can.
 
@@ -348,8 +353,9 @@ def several_hosts_problem(options: OffloadConfig, hosts: int, more: Iterable[str
         return None
     return (
         f"this engine's ranks span {hosts} hosts, and it was given {', '.join(used)}: engines on "
-        'several hosts keep their cache in host memory and in tiers of type "fs" only; leave these settings '
-        "out, or keep tensor and pipeline parallelism inside one host"
+        f"several hosts keep their cache in host memory and in tiers of these types only: "
+        f"{', '.join(types_on_several_hosts())}; leave these settings out, or keep tensor and pipeline "
+        "parallelism inside one host"
     )
 
 

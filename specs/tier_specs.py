@@ -25,6 +25,9 @@ def common_settings(options: OffloadConfig) -> dict[str, Any]:
         "encryption of tiers": [
             bool(getattr(tier, "encryption_key_file", ())) for tier in options.secondary_tiers
         ],
+        "write_policy read_only of tiers": [
+            tier.write_policy == "read_only" for tier in options.secondary_tiers
+        ],
         "largest error of lossy records": options.max_error(),
         "list of tenants and shares": [] if tenants is None else [list(share) for share in tenants.shares],
     }

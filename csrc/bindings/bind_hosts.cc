@@ -52,7 +52,7 @@ void wait_until_connected(const HostLinks& links, double timeout_seconds) {
   }
 }
 
-using EpochArgument = std::pair<std::uint64_t, bool>;  // EpochChoice
+using EpochArgument = std::tuple<std::uint64_t, bool, std::uint64_t>;  // EpochChoice
 using OpenRequest = std::tuple<std::uint32_t, std::vector<EpochArgument>, std::string>;
 
 // Waits without the GIL.
@@ -64,7 +64,8 @@ std::optional<OpenRequest> wait_for_tiers(HostAgent& agent, double timeout_secon
   }
   if (!request) return std::nullopt;
   std::vector<EpochArgument> epochs;
-  for (const EpochChoice& choice : request->epochs) epochs.emplace_back(choice.id, choice.is_new);
+  for (const EpochChoice& choice : request->epochs)
+    epochs.emplace_back(choice.id, choice.is_new, choice.replaces);
   return OpenRequest(request->round, std::move(epochs), request->text);
 }
 
@@ -77,7 +78,7 @@ void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<EpochAr
         tiers.size(), epochs.size());
   }
   std::vector<EpochChoice> choices;
-  for (const auto& [id, is_new] : epochs) choices.push_back({id, is_new});
+  for (const auto& [id, is_new, replaces] : epochs) choices.push_back({id, is_new, replaces});
   const py::gil_scoped_release release;
   for (const auto& tier : tiers) {
     if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");

@@ -486,18 +486,20 @@ Status HostLinks::wait_until_connected(Nanos timeout) const {
   }
 }
 
-std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(const std::string& text,
-                                                              const std::vector<EpochChoice>& epochs,
-                                                              Nanos timeout) {
+std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
+    const std::string& text, const std::vector<std::vector<EpochChoice>>& epochs, Nanos timeout) {
   if (text.size() > kMostOpenText)
     throw_resource("the settings of the tiers have {} bytes; at most {} are possible", text.size(),
                    kMostOpenText);
-  if (epochs.size() > kMostTiers)
-    throw_invalid("{} tiers were given; at most {} are possible", epochs.size(), kMostTiers);
+  for (const std::vector<EpochChoice>& of_host : epochs) {
+    if (of_host.size() > kMostTiers)
+      throw_invalid("{} tiers were given; at most {} are possible", of_host.size(), kMostTiers);
+  }
   const Nanos end = impl_->clock.now() + timeout;
-  const OpenTiers request{++impl_->rounds, epochs, text};
+  ++impl_->rounds;
   // A host may count a large directory: all at once.
-  for (const Link& link : impl_->links) link.channel->begin_open(request);
+  for (std::size_t host = 0; host < impl_->links.size(); ++host)
+    impl_->links[host].channel->begin_open({impl_->rounds, epochs.at(host), text});
   std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
   for (std::size_t host = 0; host < ids.size(); ++host) {
     const Link& link = impl_->links[host];

@@ -59,10 +59,11 @@ class HostLinks {
   // ---- tiers
   // Orders every other host to open its tiers, and waits until all have. `text`: what the tiers depend on,
   // for the process of the host (HostTiers::wait_for_request). Returns [host][tier] epochs, see
-  // TierStats::epoch_id. `epochs`: by tier. A later call opens them again. Throws ResourceError that names
-  // the host and its problem. REQUIRES: wait_until_connected() succeeded; no remote_tier() is in use.
+  // TierStats::epoch_id. `epochs`: [host][tier]. A later call opens them again. Throws ResourceError that
+  // names the host and its problem. REQUIRES: wait_until_connected() succeeded; no remote_tier() is in use.
   std::vector<std::vector<std::uint64_t>> open_tiers(const std::string& text,
-                                                     const std::vector<EpochChoice>& epochs, Nanos timeout);
+                                                     const std::vector<std::vector<EpochChoice>>& epochs,
+                                                     Nanos timeout);
   std::size_t num_hosts() const;  // other hosts
   RemoteHost host(std::size_t host) const;
   // Returns the tier of another host. It may outlive this object. REQUIRES: open_tiers().

@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kMostRounds = 5;  // each one after the second: another engine begins an epoch too
+constexpr int kMostRounds = 8;  // each one after the second: another engine begins an epoch too
 
 std::uint64_t new_id() {
   const auto bytes = random_bytes();
@@ -45,11 +45,12 @@ double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
                         const std::function<Tiers(const std::vector<EpochChoice>& epochs)>& open_own,
                         const std::string& text, const OpenOptions& options) {
-  std::vector<EpochChoice> choices(tiers, {new_id(), false});
+  std::vector<EpochChoice> own_choices(tiers, {new_id(), false, 0});
+  std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
   for (int round = 0;; ++round) {
     own.clear();
-    own = open_own(choices);
+    own = open_own(own_choices);
     std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, options.timeout);
     std::vector<std::uint64_t>& own_ids = ids.emplace_back();
     for (const auto& tier : own) own_ids.push_back(tier->stats().epoch_id);
@@ -58,14 +59,19 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
         return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
       });
-      if (!is_same) choices[tier] = {next_id(ids, tier), true};
+      // If a tier agrees, its next opening finds this epoch; an epoch that is missing then gets an unused id.
+      const std::uint64_t next = is_same ? new_id() : next_id(ids, tier);
+      for (std::size_t host = 0; host < choices.size(); ++host)
+        choices[host][tier] = {next, !is_same, ids[host][tier]};
+      own_choices[tier] = {next, !is_same, own_ids[tier]};
       agree = agree && is_same;
     }
     if (agree) break;
     if (round + 1 == kMostRounds)
       throw_resource(
           "the hosts of this engine cannot begin a common epoch: other engines begin epochs in the same "
-          "directories at the same time, or this type of tier has no epoch IDs. Restart this engine");
+          "directories or stores at the same time, or this type of tier has no epoch IDs. Restart this "
+          "engine");
   }
   const double all_bytes = bytes_of(region, 0, region.options().num_workers);
   const auto share = [&](std::uint32_t first_rank, std::uint32_t ranks) {

@@ -4,7 +4,8 @@
 // THE EPOCHS AGREE. A reset may reach only some of the hosts before the engine ends, and a directory may be
 // replaced or be used by another engine. So the next engine compares the ids of the epochs that its hosts
 // would use (EpochChoice). Unless all are equal, every host begins a new epoch with one new id. Otherwise a
-// host that missed the reset would contribute a part of older weights to a chunk.
+// host that missed the reset would contribute a part of older weights to a chunk. A tier keeps the epoch that
+// it opened until a reset of this engine, whatever its store keeps for later processes meanwhile.
 #pragma once
 
 #include <functional>

@@ -128,6 +128,7 @@ Bytes encode(const OpenTiers& frame) {
   put_list(&body, frame.epochs, kMostTiers, [](Bytes* to, const EpochChoice& choice) {
     put(to, choice.id);
     put_bool(to, choice.is_new);
+    put(to, choice.replaces);
   });
   put_text(&body, frame.text, kMostOpenText);
   return body;
@@ -141,6 +142,7 @@ std::optional<OpenTiers> decode_open_tiers(ByteSpan body) {
     EpochChoice choice;
     choice.id = from->number<std::uint64_t>();
     choice.is_new = from->boolean();
+    choice.replaces = from->number<std::uint64_t>();
     return choice;
   });
   frame.text = text_of(&input, kMostOpenText);

@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <utility>
+
+#include <fmt/format.h>
 
 namespace kv_offload {
 namespace {
@@ -35,6 +38,43 @@ std::string EpochRegistry::new_name() {
 
 bool EpochRegistry::is_name(std::string_view text) {
   return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
+}
+
+std::string EpochRegistry::name_of_id(std::uint64_t id) { return fmt::format("{0:016x}{0:016x}", id); }
+
+std::uint64_t EpochRegistry::id_of(std::string_view name) {
+  std::uint64_t id = 0;
+  std::from_chars(name.data(), name.data() + kNameDigits / 2, id, 16);
+  return std::max<std::uint64_t>(id, 1);
+}
+
+std::string EpochRegistry::name_if_none(const EpochChoice& choice) {
+  return choice.id == 0 || choice.is_new ? new_name() : name_of_id(choice.id);
+}
+
+std::string EpochRegistry::replacement_of(std::string_view stored, const EpochChoice& choice) {
+  if (!choice.is_new || stored.empty() || id_of(stored) != choice.replaces) return {};
+  return name_of_id(choice.id);
+}
+
+Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& fetched,
+                                      std::string_view stored, bool read_only) {
+  if (choice.id == 0) return Status::ok();
+  if (fetched.kind() == StatusKind::kDeclined) return fetched;
+  if (!fetched) {
+    return Status::error(
+        fetched.kind(),
+        fmt::format("{}. All hosts of an engine have to reach their stores when it starts, to "
+                    "agree on an epoch: start the store first, then restart this engine",
+                    fetched.message()));
+  }
+  if (read_only && (choice.is_new || stored.empty())) {
+    return Status::error(
+        StatusKind::kUnavailable,
+        "write_policy is read_only, and the stores of the hosts have no common epoch. Start an "
+        "engine that writes to them first, then restart this engine");
+  }
+  return Status::ok();
 }
 
 const std::string& EpochRegistry::name_of(const EpochPtr& epoch) {

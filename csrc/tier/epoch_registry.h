@@ -7,6 +7,13 @@
 // that was reset uses yet another name, which is stored nowhere, so that no newly started process finds what
 // it writes. Processes that keep running in the old epoch no longer share records with newly started ones.
 //
+// The hosts of an engine that spans several have a store each, and must use the same epoch (EpochChoice).
+// Names contain the id. A store that has no name gets the one of `id`, which is random. With is_new, that id
+// may have been in use before: it follows from the ids of all hosts, so that engines that start at once
+// agree. So it replaces only the name that this host has reported: never one of a reset that happened
+// meanwhile, and never a missing one. In these cases the host reports another id, and the scheduler chooses
+// again.
+//
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
 
@@ -30,6 +37,18 @@ class EpochRegistry {
 
   static std::string new_name();  // throws ResourceError: the system has no random numbers
   static bool is_name(std::string_view text);
+  // ---- epochs of an engine on several hosts
+  static std::string name_of_id(std::uint64_t id);
+  static std::uint64_t id_of(std::string_view name);  // of any name; never 0. REQUIRES: is_name(name)
+  // Returns the name for a store that has none when a process starts. Never empty.
+  static std::string name_if_none(const EpochChoice& choice);
+  // Returns the name that replaces `stored` when a process starts; empty: none does. `stored`: may be empty.
+  static std::string replacement_of(std::string_view stored, const EpochChoice& choice);
+  // Returns why an engine on several hosts cannot use the store; ok if it can. `fetched`: status of the fetch
+  // of `stored`; kDeclined: the store responds, but cannot replace an epoch.
+  static Status startup_problem(const EpochChoice& choice, const Status& fetched, std::string_view stored,
+                                bool read_only);
+
   // REQUIRES: an epoch of an EpochRegistry, not null.
   static const std::string& name_of(const EpochPtr& epoch);
 

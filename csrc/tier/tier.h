@@ -95,7 +95,10 @@ struct TierRemoval {
 // which is stored with them. Equal numbers mean that no host has missed a reset of another one.
 struct EpochChoice {
   std::uint64_t id = 0;  // of an epoch that is made; 0: it gets none
-  bool is_new = false;   // no epoch with another id is opened
+  bool is_new = false;   // a directory opens no epoch with another id
+  // With is_new: the id that this host's tier reported before. A store that other engines use at the same
+  // time begins the epoch `id` only in place of this one (epoch_registry.h).
+  std::uint64_t replaces = 0;
   bool operator==(const EpochChoice&) const = default;
 };
 

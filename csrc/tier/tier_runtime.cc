@@ -17,6 +17,8 @@ void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& s
   const PresenceCache::EpochNumber epoch_number = in_flight.submitted.epoch_number;
   if (in_flight.op.kind == OpKind::kRemove) {
     if (status) presence.removed(key, TierRemoval::Reason::kEvicted, epoch_number);
+    if (status.kind() == StatusKind::kNotFound)
+      presence.removed(key, TierRemoval::Reason::kVanished, epoch_number);
     return;
   }
   if (status) return presence.written(key, epoch_number);

@@ -12,7 +12,7 @@ from typing import Any
 import kv_offload
 from kv_offload import machine, vllm_versions
 from kv_offload.cli.terminal import rate
-from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.config import ConfigError, OffloadConfig, types_on_several_hosts
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.machine import gpus, host_memory, no_copier, tier_bounds
 from kv_offload.sizes import format_bytes
@@ -140,7 +140,8 @@ def place(tier: TierConfig, hosts: int = 1) -> list[Check]:
     problems = tier.problems()
     if hosts > 1 and not tier.works_on_several_hosts:
         problems.append(
-            f'an engine on {hosts} hosts cannot use a tier of type "{tier.type}"; use tiers of type "fs"'
+            f'an engine on {hosts} hosts cannot use a tier of type "{tier.type}"; '
+            f"possible types: {', '.join(types_on_several_hosts())}"
         )
     if problems:
         return [Check(tier.label(), "refused", problem) for problem in problems]

@@ -120,8 +120,8 @@ def test_the_tiers_of_another_host_are_opened_when_the_scheduler_orders_it(tmp_p
     thread.start()
     cache = cache_over(scheduler, links, [fs_tier(tmp_path / "host-0")])
     thread.join()
-    ((_, ((epoch_id, is_new),), text),) = requests
-    assert (epoch_id > 0, is_new, text) == (True, False, "a plan")
+    ((_, ((epoch_id, is_new, replaces),), text),) = requests
+    assert (epoch_id > 0, is_new, replaces, text) == (True, False, 0, "a plan")
     assert cache.tier_stats(0)["capacity_bytes"] >= 64 * MIB
     assert (tmp_path / "host-1" / "kv_offload.json").exists()
     cache.close()

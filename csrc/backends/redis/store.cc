@@ -85,8 +85,24 @@ RedisStore::RedisStore(const RedisTierOptions& options)
       form_(options.form) {
   std::string found;
   bool refused = false;
-  const Status status = fetch_startup_epoch(&found, &refused);
-  if (refused) throw_resource("redis tier at {}: {}", address_of(options.server), status.message());
+  Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found, &refused);
+  const std::string name = EpochRegistry::replacement_of(found, options.epoch);
+  if (status && !name.empty() && !options.read_only) {
+    const std::string before = found;
+    status = replace_startup_epoch(before, name);
+    // Another engine may have been faster.
+    if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused);
+    if (status && found == before) {
+      status = Status::error(StatusKind::kDeclined,
+                             "the server did not replace the epoch: its user needs the commands WATCH, MULTI "
+                             "and EXEC");
+    }
+  }
+  const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
+  if (refused || !usable) {
+    throw_resource("redis tier at {}: {}", address_of(options.server),
+                   refused ? status.message() : usable.message());
+  }
   epochs_.start_with(found);
 }
 
@@ -231,6 +247,28 @@ void RedisStore::remove_damaged(const std::string& key, const IncomingRecord& re
   (void)cluster_.at(key, OpKind::kWrite, until, &reply, work);
 }
 
+Status RedisStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
+  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only");
+  const Deadline until = deadline();
+  const std::string name = key_of(key, epoch);
+  Status denied;
+  const auto work = [&](Connection& connection, Reply* answer) {
+    if (Status status = connection.call({"DEL", name}, until, answer); !status) return status;
+    // No failure of the node: its other commands may be permitted. The record stays until it is evicted.
+    if (answer->kind == Reply::Kind::kError && answer->text.starts_with("NOPERM ")) {
+      denied = Status::error(StatusKind::kDeclined, refusal(answer->text).message());
+      *answer = {};
+    }
+    return Status::ok();
+  };
+  Reply reply;
+  if (Status status = cluster_.at(name, OpKind::kWrite, until, &reply, work); !status) return status;
+  if (!denied) return denied;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  if (reply.kind != Reply::Kind::kInteger) return unexpected_reply();
+  return reply.integer == 1 ? Status::ok() : absent();
+}
+
 Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
                           std::vector<bool>* present) {
   std::vector<std::string> names;
@@ -285,8 +323,7 @@ Status RedisStore::read_startup_epoch(Deadline until, Reply* start, bool* refuse
   return outcome;
 }
 
-Status RedisStore::fetch_startup_epoch(std::string* found, bool* refused) {
-  const std::string known = epochs_.startup_epoch();
+Status RedisStore::fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused) {
   // Two attempts: another process may publish first, or the server may drop the key right now.
   for (int tries = 0; tries < 2; ++tries) {
     Reply start;
@@ -299,19 +336,28 @@ Status RedisStore::fetch_startup_epoch(std::string* found, bool* refused) {
     if (start.kind == Reply::Kind::kString && EpochRegistry::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
     // No process uses a value that is not an epoch name, so it may be overwritten.
-    const bool if_none = start.kind == Reply::Kind::kNil;
-    const std::string name = known.empty() ? EpochRegistry::new_name() : known;
     bool done = false;
-    if (Status status = write_startup_epoch(name, if_none, &done); !status) return status;
-    if (done) *found = name;
+    if (Status status = write_startup_epoch(if_none, start.kind == Reply::Kind::kNil, &done); !status)
+      return status;
+    if (done) *found = if_none;
     if (done) return Status::ok();
   }
   return Status::error(StatusKind::kIo, "the server does not keep the epoch");
 }
 
+Status RedisStore::refetch_startup_epoch(std::string* found) {
+  const std::string known = epochs_.startup_epoch();
+  bool refused = false;
+  return fetch_startup_epoch(known.empty() ? EpochRegistry::new_name() : known, found, &refused);
+}
+
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
 void RedisStore::replace_ended_epoch(const std::string& ended, const std::string& name) {
   if (name.empty() || epochs_.has_ended(name)) return;
+  (void)replace_startup_epoch(ended, name);  // maintain() tries again in a second
+}
+
+Status RedisStore::replace_startup_epoch(const std::string& stored, const std::string& name) {
   const Deadline until = deadline();
   const auto work = [&](Connection& connection, Reply* reply) {
     const std::array watch_and_read{Connection::Command{"WATCH", startup_epoch_key_},
@@ -319,13 +365,14 @@ void RedisStore::replace_ended_epoch(const std::string& ended, const std::string
     std::vector<Reply> seen, done;
     if (Status status = connection.call_all(watch_and_read, until, &seen); !status) return status;
     *reply = seen[0];
-    const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == ended;
+    const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == stored;
     if (there) return in_transaction(connection, {"SET", startup_epoch_key_, name}, until, reply);
     return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;
-  (void)cluster_.at(startup_epoch_key_, OpKind::kWrite, until, &reply,
-                    work);  // maintain() tries again in a second
+  if (Status status = cluster_.at(startup_epoch_key_, OpKind::kWrite, until, &reply, work); !status)
+    return status;
+  return reply.kind == Reply::Kind::kError ? refusal(reply.text) : Status::ok();
 }
 
 void RedisStore::maintain() {
@@ -333,8 +380,7 @@ void RedisStore::maintain() {
   cluster_.maintain(deadline(), stopped_);
   const std::string known = epochs_.startup_epoch();
   std::string found;
-  bool refused = false;
-  const bool fetched = fetch_startup_epoch(&found, &refused).is_ok();
+  const bool fetched = refetch_startup_epoch(&found).is_ok();
   // Covers the nodes that respond, even while the owner of the epoch key does not.
   if ((fetched || cluster_.is_cluster()) && maintained_++ % kMemoryInterval == 0) update_memory_figures();
   if (!fetched) return;
@@ -370,10 +416,7 @@ void RedisStore::update_memory_figures() {
 }
 
 Status RedisStore::begin_epoch() {
-  const auto ask = [&](std::string* kept) {
-    bool refused = false;
-    return fetch_startup_epoch(kept, &refused);
-  };
+  const auto ask = [&](std::string* kept) { return refetch_startup_epoch(kept); };
   const auto put = [&](const std::string& name) {
     bool done = false;
     if (Status status = write_startup_epoch(name, false, &done); !status) return status;
@@ -384,6 +427,8 @@ Status RedisStore::begin_epoch() {
 
 void RedisStore::figures(TierStats* stats) const {
   stats->diverged = epochs_.diverged();
+  if (const EpochPtr epoch = epochs_.current())
+    stats->epoch_id = EpochRegistry::id_of(EpochRegistry::name_of(epoch));
   const MutexLock lock(mutex_);
   stats->bytes = used_bytes_;
   stats->capacity_bytes = max_bytes_;

@@ -24,6 +24,7 @@ class RedisStore final : public RecordStore {
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
+  Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
   Status begin_epoch() override;
@@ -45,12 +46,16 @@ class RedisStore final : public RecordStore {
   // type, a length that no record of this op can have, or this header.
   void remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
                       std::span<const std::byte> header_page);
-  // Returns the startup epoch from the server; publishes one if the server has none. *found is empty: the
-  // server has none and this process must not publish one (read_only).
-  Status fetch_startup_epoch(std::string* found, bool* refused);
+  // Returns the startup epoch from the server; publishes `if_none` if the server has none. *found is empty:
+  // the server has none and this process must not publish one (read_only).
+  Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
+  // Fetches the startup epoch after the start: the known one is restored.
+  Status refetch_startup_epoch(std::string* found);
   Status read_startup_epoch(Deadline until, Reply* start, bool* refused);
   Status write_startup_epoch(const std::string& name, bool if_none, bool* done);
   void replace_ended_epoch(const std::string& ended, const std::string& name);
+  // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
+  Status replace_startup_epoch(const std::string& stored, const std::string& name);
   void update_memory_figures() EXCLUDES(mutex_);
 
   const RedisTierOptions options_;

@@ -37,11 +37,13 @@ struct RedisTierOptions : ThreadPoolTierOptions {
   // server for its memory first. Other clients may still fill it between the two.
   bool may_evict = true;
   bool read_only = false;  // other processes fill the server: no writes, no removal of damaged records
+  EpochChoice epoch{};     // for an engine on several hosts
 };
 
 // Throws ResourceError when the server rejects the connection: credentials, certificate, permissions, or a
 // database that a cluster does not have. If the server does not respond, upkeep keeps trying in the
-// background; until it succeeds the tier is empty and accepts no writes.
+// background; until it succeeds the tier is empty and accepts no writes. For an engine on several hosts,
+// throws ResourceError then (EpochRegistry::startup_problem).
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options);
 
 }  // namespace kv_offload

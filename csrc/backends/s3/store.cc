@@ -19,6 +19,13 @@ bool is_done(const Answer& answer) { return answer.status == 200 || answer.statu
 // Another process was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
 
+Status no_replacement() {
+  return Status::error(
+      StatusKind::kDeclined,
+      "the hosts of this engine have different epochs, and the store does not support "
+      "If-Match in PUT requests, so none can be replaced safely: give all hosts a new prefix");
+}
+
 }  // namespace
 
 S3Store::S3Store(const S3TierOptions& options)
@@ -29,8 +36,18 @@ S3Store::S3Store(const S3TierOptions& options)
       form_(options.form) {
   std::string found;
   bool refused = false;
-  const Status status = fetch_startup_epoch(&found, &refused);
-  if (refused) throw_resource("s3 tier {}: {}", address_of(options.bucket), status.message());
+  Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found, &refused);
+  const std::string name = EpochRegistry::replacement_of(found, options.epoch);
+  if (status && !name.empty() && !options.read_only) {
+    status = replace_startup_epoch(found, name);
+    // Another engine may have been faster.
+    if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused);
+  }
+  const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
+  if (refused || !usable) {
+    throw_resource("s3 tier {}: {}", address_of(options.bucket),
+                   refused ? status.message() : usable.message());
+  }
   epochs_.start_with(found);
 }
 
@@ -112,6 +129,18 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
     if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(request.key);
   }
   return status;
+}
+
+Status S3Store::remove(const ChunkKey& key, const EpochPtr& epoch) {
+  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only");
+  Answer answer;
+  const Request request{.verb = Verb::kDelete, .key = key_of(key, epoch)};
+  if (Status status = client_.call(request, deadline(), &answer); !status) return status;
+  if (is_done(answer)) return Status::ok();  // most stores do not report whether there was an object
+  const Status refused = refusal(answer, options_.bucket);
+  // The object stays until it expires. That stops no writes.
+  return refused.kind() == StatusKind::kNotFound ? refused
+                                                 : Status::error(StatusKind::kDeclined, refused.message());
 }
 
 // True once for each read that left a damaged object behind.
@@ -210,7 +239,32 @@ bool S3Store::supports_conditions(Deadline until) {
   return false;
 }
 
-Status S3Store::fetch_startup_epoch(std::string* found, bool* refused) {
+// Ok if the store respects If-Match in PUT: no object has this ETag.
+Status S3Store::check_replacement(Deadline until) {
+  Answer answer;
+  const std::string condition = fmt::format("If-Match: \"{:032d}\"", 0);
+  if (Status status = put(options_.prefix + "/conditions", "", condition, until, &answer); !status)
+    return status;
+  if (answer.status == 412 || answer.status == 404) return Status::ok();
+  return no_replacement();
+}
+
+Status S3Store::replace_startup_epoch(const std::string& stored, const std::string& name) {
+  const Deadline until = deadline();
+  if (Status status = check_replacement(until); !status) return status;
+  std::string found, etag;
+  bool refused = false;
+  if (Status status = read_startup_epoch(until, &found, &etag, &refused); !status) return status;
+  if (found != stored) return Status::ok();
+  if (etag.empty()) return no_replacement();  // an empty condition would not be sent
+  Answer answer;
+  if (Status status = put(startup_epoch_key_, name, "If-Match: " + etag, until, &answer); !status)
+    return status;
+  if (is_done(answer) || is_refused_condition(answer) || answer.status == 404) return Status::ok();
+  return refusal(answer, options_.bucket);
+}
+
+Status S3Store::fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused) {
   const std::string known = epochs_.startup_epoch();
   const Deadline until = deadline();
   for (int tries = 0; tries < 3; ++tries) {
@@ -221,7 +275,7 @@ Status S3Store::fetch_startup_epoch(std::string* found, bool* refused) {
     // only if no object is there.
     if (!known.empty() && (!etag.empty() || !supports_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
-    const std::string name = known.empty() ? EpochRegistry::new_name() : known;
+    const std::string& name = known.empty() ? if_none : known;
     Answer answer;
     if (Status status = put(startup_epoch_key_, name, condition, until, &answer); !status) return status;
     if (answer.status == 501 && known.empty()) {
@@ -243,13 +297,14 @@ void S3Store::maintain() {
   const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
-  if (fetch_startup_epoch(&found, &refused)) epochs_.update_startup_epoch(known, found, options_.read_only);
+  if (fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused))
+    epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
 Status S3Store::begin_epoch() {
   const auto ask = [&](std::string* kept) {
     bool refused = false;
-    return fetch_startup_epoch(kept, &refused);
+    return fetch_startup_epoch(EpochRegistry::new_name(), kept, &refused);
   };
   const auto put_new = [&](const std::string& name) {
     Answer answer;
@@ -263,6 +318,8 @@ Status S3Store::begin_epoch() {
 
 void S3Store::figures(TierStats* stats) const {
   stats->diverged = epochs_.diverged();
+  if (const EpochPtr epoch = epochs_.current())
+    stats->epoch_id = EpochRegistry::id_of(EpochRegistry::name_of(epoch));
   stats->names_complete = stats->scan_complete = true;
 }
 

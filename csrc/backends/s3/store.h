@@ -25,6 +25,7 @@ class S3Store final : public RecordStore {
   // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
+  Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   // Keys that are not a prefix are looked up concurrently: each needs a separate request.
   std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 1; }
   void maintain() override;
@@ -43,13 +44,16 @@ class S3Store final : public RecordStore {
   bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Removes the object with this ETag. False: it may still be there.
   bool remove_damaged(const std::string& key, const std::string& etag, Deadline until);
-  // Returns the startup epoch from the bucket; publishes one if there is none. *found is empty: the bucket
-  // has none and this process must not publish one.
-  Status fetch_startup_epoch(std::string* found, bool* refused);
+  // Returns the startup epoch from the bucket; publishes `if_none`, or restores the known one, if there is
+  // none. *found is empty: the bucket has none and this process must not publish one.
+  Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
+  // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
+  Status replace_startup_epoch(const std::string& stored, const std::string& name);
   Status read_startup_epoch(Deadline until, std::string* found, std::string* etag, bool* refused);
   Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,
              Answer* answer);
   bool supports_conditions(Deadline until);
+  Status check_replacement(Deadline until);
 
   const S3TierOptions options_;
   const std::string prefix_, startup_epoch_key_;

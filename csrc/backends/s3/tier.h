@@ -35,12 +35,15 @@ struct S3TierOptions : ThreadPoolTierOptions {
   std::string prefix = "kv_offload";  // letters, digits and -_./
   NamespaceId namespace_id{};
   bool read_only = false;  // other processes fill the bucket: no writes, no removal of damaged records
+  EpochChoice epoch{};     // for an engine on several hosts
   std::function<void(Nanos)> pause;  // for tests: called instead of waiting before a retry
 };
 
 // Throws ResourceError when OpenSSL or libcurl is not available, or the store rejects the connection
 // settings: credentials, permissions, certificate, a missing bucket, another region. If the store does not
 // respond, upkeep keeps trying in the background; until it succeeds the tier is empty and accepts no writes.
+// For an engine on several hosts, throws ResourceError then (EpochRegistry::startup_problem), and if an epoch
+// has to be replaced in a store that does not support If-Match in PUT.
 std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options);
 
 }  // namespace kv_offload

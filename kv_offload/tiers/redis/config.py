@@ -111,6 +111,7 @@ class RedisTierConfig(EncryptedTierConfig):
         "the server limits its size; set its maxmemory, and maxmemory-policy allkeys-lru"
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+    works_on_several_hosts: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix", *_SAME_SCHEMES, *_SENTINEL_SCHEMES)
     address_options: ClassVar[tuple[str, ...]] = (
         "key_prefix",

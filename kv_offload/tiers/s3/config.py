@@ -43,6 +43,7 @@ class S3TierConfig(EncryptedTierConfig):
     place_key: ClassVar[str] = "bucket"
     bounded_by: ClassVar[str] = "only lifecycle rules limit a bucket; add one that expires objects"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+    works_on_several_hosts: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("s3",)
     address_options: ClassVar[tuple[str, ...]] = (
         "region",

@@ -415,10 +415,11 @@ TEST_F(FakeHostTest, a_host_that_sends_more_than_an_idle_engine_keeps_is_connect
     peer->send(frame(FrameType::kOpsEnded));
     ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
     std::thread opener([&] {
-      EXPECT_THAT(message_of<ResourceError>([&] { (void)links->open_tiers("", {EpochChoice{}}, kPatience); }),
-                  HasSubstr("it sent more than an idle engine can keep"));
+      EXPECT_THAT(
+          message_of<ResourceError>([&] { (void)links->open_tiers("", {{EpochChoice{}}}, kPatience); }),
+          HasSubstr("it sent more than an idle engine can keep"));
     });
-    peer->read(37);  // the request to open
+    peer->read(45);  // the request to open
     TierRemovals removals{0, 0, {}};
     for (std::size_t i = 0; i < kMostKeys; ++i) {
       const std::string key(32, static_cast<char>(i));

@@ -59,7 +59,7 @@ Frame arrives(const Frame& frame, Decode decode) {
 }
 
 TEST(TierFrames, arrive_as_they_were_sent) {
-  const OpenTiers open{7, {{1, true}, {2, false}}, "text"};
+  const OpenTiers open{7, {{1, true, 9}, {2, false, 0}}, "text"};
   EXPECT_EQ(arrives(open, decode_open_tiers), open);
   const TiersOpened opened{7, "problem", {3}};
   EXPECT_EQ(arrives(opened, decode_tiers_opened), opened);

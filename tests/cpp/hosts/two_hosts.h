@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // An engine on two hosts with one rank each, both in this process: each host has a region and a directory of
-// its own, and they talk over the loopback interface.
+// its own, and they talk over the loopback interface. A derived class may open tiers of another kind.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -131,7 +131,7 @@ class TwoHosts : public ShmTest {
     Tiers opened = open_on_all_hosts(*links_, *scheduler_, 1,
                                      [&](const std::vector<EpochChoice>& epochs) {
                                        Tiers own;
-                                       own.push_back(open_fs(0, epochs[0]));
+                                       own.push_back(open_part(0, epochs[0]));
                                        return own;
                                      },
                                      "settings", {kPatience, remote_, {Nanos(0), nullptr}});
@@ -259,12 +259,13 @@ class TwoHosts : public ShmTest {
   std::string problem_;  // host 1 does not open its tiers for this reason
 
  private:
-  std::unique_ptr<Tier> open_fs(std::uint32_t host, EpochChoice epoch) const {
+  // Opens the tier of one host. Called by one thread at a time.
+  virtual std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) {
     FsTierOptions chosen = options_[host];
     chosen.epoch = epoch;
     return make_fs_tier(chosen);
   }
-  void answer_requests(HostTiers& tiers) const {
+  void answer_requests(HostTiers& tiers) {
     while (!tiers.is_closed()) {
       const auto request = tiers.wait_for_request(kPatience);
       if (!request) continue;
@@ -275,7 +276,12 @@ class TwoHosts : public ShmTest {
       }
       tiers.close_tiers();
       Tiers opened;
-      opened.push_back(open_fs(1, request->epochs.at(0)));
+      try {
+        opened.push_back(open_part(1, request->epochs.at(0)));
+      } catch (const ResourceError& error) {
+        tiers.refuse(request->round, error.what());
+        continue;
+      }
       tiers.open(request->round, std::move(opened));
     }
   }

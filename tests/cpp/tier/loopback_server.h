@@ -110,9 +110,9 @@ class Faults {
     const std::lock_guard lock(mutex_);
     put(&slow_, verb, slow);
   }
-  void block(Verb verb) {  // until release()
+  void block(Verb verb, std::size_t after = 0) {  // until release(); `after` requests pass first
     const std::lock_guard lock(mutex_);
-    blocked_.insert(verb);
+    blocked_[verb] = after;
   }
   void release() {
     const std::lock_guard lock(mutex_);
@@ -149,7 +149,10 @@ class Faults {
     Fate fate = random_() % 1000 < permille_ ? draw() : Fate{};
     fate.lost |= failing_.contains(verb);
     if (fate.lost) return fate;
-    if (blocked_.contains(verb)) {
+    const auto blocked = blocked_.find(verb);
+    if (blocked != blocked_.end() && blocked->second > 0) {
+      --blocked->second;
+    } else if (blocked != blocked_.end()) {
       ++waiting_;
       changed_.notify_all();
       changed_.wait(lock, [&] { return !blocked_.contains(verb); });
@@ -200,7 +203,8 @@ class Faults {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::set<Verb> failing_, blocked_, slow_;
+  std::set<Verb> failing_, slow_;
+  std::map<Verb, std::size_t> blocked_;  // requests that pass first
   std::map<Verb, std::size_t> cut_, seen_;
   int waiting_ = 0;
   std::mt19937 random_;

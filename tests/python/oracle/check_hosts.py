@@ -23,6 +23,7 @@ from typing import Any, cast
 import adapter
 import pytest
 from live_root import records_in
+from redis_server import redis_server
 from slow_link import SlowLink
 from torch.distributed import HashStore
 
@@ -312,8 +313,8 @@ def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None
     ("setting", "more"),
     [
         (
-            'a tier of type "redis"',
-            {"secondary_tiers": [{"type": "redis", "url": "redis://127.0.0.1:1"}]},
+            'a tier of type "mooncake"',
+            {"secondary_tiers": [{"type": "mooncake", "master": "127.0.0.1:1"}]},
         ),
         ("keep_host_memory", {"keep_host_memory": True}),
         ("share_host_memory", {"share_host_memory": True}),
@@ -344,7 +345,11 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def over_tiers(setup: Setup, roots: list[Path], memory: str = "512KiB") -> Setup:
-    tier = {"type": "fs", "root_dir": str(roots[0]), "max_bytes": "64MiB", "op_timeout_ms": PATIENT_MS}
+    return over_tier(setup, {"type": "fs", "root_dir": str(roots[0]), "max_bytes": "64MiB"}, memory)
+
+
+def over_tier(setup: Setup, entry: dict[str, Any], memory: str) -> Setup:
+    tier = {**entry, "op_timeout_ms": PATIENT_MS}
     extra = {
         "cpu_bytes_to_use": memory,
         "load_policy": "always",
@@ -401,6 +406,42 @@ def test_the_next_engine_reloads_its_prompts_from_the_tiers_of_all_hosts(roots: 
                 assert value(engine, "kv_offload_host_connected", str(host)) == 1
         finally:
             engine.shutdown()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The entry of a tier with a server for all hosts."""
+    with redis_server(tmp_path) as socket:
+        yield {"type": "redis", "url": f"unix://{socket}"}
+
+
+def test_every_byte_from_a_redis_server_is_right(redis: dict[str, Any]) -> None:
+    alone = [[number, *range(199)] for number in range(8)]
+    setup = over_tier(TWO, redis, "512KiB")
+    engine = live(setup, 7, max(STEPS // 3, 200), Rates(forced_reset=FORCED), alone=alone)
+    loaded = total(engine, "kv_offload_hit_tokens_total", "redis")
+    print(dict(engine.happened), f"loaded {loaded:,.0f} tokens from redis")
+    assert loaded > 0
+
+
+def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any]) -> None:
+    asked = prompts(2)
+    engine = boot(over_tier(TWO, redis, "2MiB"))
+    assert ask_again(engine, asked) == [0, 0]
+    engine = restarted(engine)
+    assert ask_again(engine, asked) == [WHOLE, WHOLE]
+    assert value(engine, "kv_offload_hit_tokens_total", "redis") == 2 * WHOLE
+    settle(engine)
+    assert engine.reset(running=True)
+    assert ask_again(engine, asked) == [0, 0]
+    engine = restarted(engine)
+    try:
+        assert ask_again(engine, asked) == [0, 0], "records of the engine that was reset"
+        engine = restarted(engine)
+        assert ask_again(engine, asked) == [WHOLE, WHOLE]
+        assert total(engine, "kv_offload_failures_total") == 0
+    finally:
+        engine.shutdown()
 
 
 def test_one_directory_that_all_hosts_share_is_enough(tmp_path: Path) -> None:
@@ -560,6 +601,10 @@ def test_a_host_with_other_settings_of_tiers_is_refused_with_both_values(tmp_pat
             r"its encryption of tiers is \[True\] and that of the scheduler's host is \[False\]: start vLLM",
         ),
         ({**base, **tenants}, r"its list of tenants and shares is \[\['other', .* host is \[\]: start"),
+        (
+            {**base, "secondary_tiers": [{**tier, "write_policy": "read_only"}]},
+            r"its write_policy read_only of tiers is \[True\] and that of the scheduler's host is \[False\]",
+        ),
         ({**base, "secondary_tiers": []}, r"its list of tiers is \[\] .* host is \['fs'\]"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -14,7 +14,7 @@
 
 namespace kv_offload::testing {
 
-class RedisMedium final : public RemoteMedium {
+class RedisMedium : public RemoteMedium {
  public:
   using Verb = RedisProxy::Verb;
 

@@ -16,7 +16,7 @@
 
 namespace kv_offload::testing {
 
-class S3Medium final : public RemoteMedium {
+class S3Medium : public RemoteMedium {
  public:
   using Verb = S3Server::Verb;
 

@@ -1,0 +1,473 @@
+// SPDX-License-Identifier: Apache-2.0
+// An engine on two hosts whose tiers are stores that other engines use at the same time: a Redis server or an
+// S3 bucket for both hosts, or one for each. A host that opens an epoch of other weights than the other host
+// would load wrong bytes, so each read compares the bytes of all parts.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backends/redis/medium.h"
+#include "backends/s3/medium.h"
+#include "hosts/two_hosts.h"
+#include "tier/circuit_breaker.h"
+#include "tier/epoch_registry.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+// The keys of a store: the records and the startup epoch of a namespace.
+struct RedisStoreAccess : RedisMedium {
+  using Options = RedisTierOptions;
+  static constexpr const char* kType = "redis";
+  static std::unique_ptr<Tier> open_tier(const Options& options) { return make_redis_tier(options); }
+  static std::string prefix_of(const Options& options) {
+    return fmt::format("kv_offload:{}:", hex_of(options.namespace_id));
+  }
+  std::string epoch(const Options& options) const {
+    return server.call({"GET", prefix_of(options) + "epoch"}).text;
+  }
+  void set_epoch(const Options& options, const std::string& name) {
+    server.call({"SET", prefix_of(options) + "epoch", name});
+  }
+  void remove_epoch(const Options& options) { server.call({"DEL", prefix_of(options) + "epoch"}); }
+  void refuse_removals() { server.call({"ACL", "SETUSER", "default", "-del"}); }
+  void refuse_replacements() { server.call({"ACL", "SETUSER", "default", "-multi"}); }
+  void block_replacement() { proxy.faults.block(Verb::kMulti); }  // after WATCH and GET
+};
+struct S3StoreAccess : S3Medium {
+  using Options = S3TierOptions;
+  static constexpr const char* kType = "s3";
+  static std::unique_ptr<Tier> open_tier(const Options& options) { return make_s3_tier(options); }
+  static std::string prefix_of(const Options& options) {
+    return fmt::format("kv_offload/{}/", hex_of(options.namespace_id));
+  }
+  std::string epoch(const Options& options) const { return server.get(prefix_of(options) + "epoch"); }
+  void set_epoch(const Options& options, const std::string& name) {
+    server.set(prefix_of(options) + "epoch", name);
+  }
+  void remove_epoch(const Options& options) { server.remove(prefix_of(options) + "epoch"); }
+  void refuse_removals() {
+    server.answer(Verb::kRemove, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", 1 << 30);
+  }
+  void refuse_replacements() { server.ignore_conditions(true); }
+  void block_replacement() { server.faults.block(Verb::kEpoch, 2); }  // after two GETs
+};
+
+template <typename Store>
+class SharedStores : public TwoHosts {
+ protected:
+  using Options = typename Store::Options;
+
+  ~SharedStores() override { stop(); }
+
+  Store& store(std::uint32_t host) { return stores_[has_common_store_ ? 0 : host]; }
+  // Each host has a separate namespace, for its part.
+  Options store_options(std::uint32_t host) {
+    ThreadPoolTierOptions pooled;
+    pooled.name = Store::kType;
+    pooled.clock = &clock_;
+    pooled.op_timeout = kPatience;
+    Options options = store(host).options(pooled);
+    options.namespace_id.fill(static_cast<std::uint8_t>(0x11 * (host + 1)));
+    options.read_only = is_read_only_;
+    return options;
+  }
+  std::unique_ptr<Tier> open_alone(std::uint32_t host, EpochChoice epoch = {}) {
+    Options options = store_options(host);
+    options.epoch = epoch;
+    return Store::open_tier(options);
+  }
+  std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) override {
+    if (before_open_) before_open_(host, epoch);
+    auto tier = open_alone(host, epoch);
+    opened_[host] = tier->stats().epoch_id;
+    return tier;
+  }
+  std::string epoch(std::uint32_t host) { return store(host).epoch(store_options(host)); }
+  void set_epoch(std::uint32_t host, const std::string& name) {
+    store(host).set_epoch(store_options(host), name);
+  }
+  void remove_epoch(std::uint32_t host) { store(host).remove_epoch(store_options(host)); }
+  std::size_t records_on(std::uint32_t host) {
+    std::size_t count = 0;
+    for (const std::string& name : store(host).names())
+      count += name.starts_with(Store::prefix_of(store_options(host)));
+    return count;
+  }
+  std::string record_on(std::uint32_t host) {
+    for (const std::string& name : store(host).names()) {
+      if (name.starts_with(Store::prefix_of(store_options(host)))) return name;
+    }
+    ADD_FAILURE() << "no record on host " << host;
+    return {};
+  }
+  // Another engine in the same epochs that is reset: new weights, under the same name.
+  void reset_elsewhere() {
+    for (std::uint32_t host = 0; host < kHosts; ++host) {
+      const auto tier = open_alone(host);
+      EXPECT_TRUE(tier->reset().is_ok());
+      tier->close();
+    }
+  }
+  // Upkeep follows the clock of the tiers.
+  template <typename Condition>
+  bool eventually(Condition condition) {
+    return holds_soon([&] {
+      clock_.advance(std::chrono::seconds(1));
+      poll();
+      return condition();
+    });
+  }
+  // Both hosts have opened the same epoch, whichever.
+  bool hosts_agree() const { return opened_[0] != 0 && opened_[0] == opened_[1]; }
+  void expect_usable() {
+    EXPECT_TRUE(hosts_agree());
+    EXPECT_TRUE(write(1).is_ok());
+    EXPECT_TRUE(read(1).is_ok());
+    restart();
+    EXPECT_TRUE(has(1)) << "the hosts use different epochs";
+    EXPECT_TRUE(read(1).is_ok());
+  }
+
+  FakeClock clock_;
+  Store stores_[kHosts];
+  bool has_common_store_ = true, is_read_only_ = false;
+  std::function<void(std::uint32_t, const EpochChoice&)> before_open_;
+  std::uint64_t opened_[kHosts] = {};  // epoch IDs
+};
+
+using Stores = ::testing::Types<RedisStoreAccess, S3StoreAccess>;
+struct StoreNames {
+  template <typename Store>
+  static std::string GetName(int) {
+    return Store::kType;
+  }
+};
+TYPED_TEST_SUITE(SharedStores, Stores, StoreNames);
+
+const std::string kFirst(EpochRegistry::kNameDigits, 'a'), kSecond(EpochRegistry::kNameDigits, 'b');
+
+// ---- round trips
+
+TYPED_TEST(SharedStores, chunks_are_loaded_again_after_a_restart) {
+  for (const bool is_common : {true, false}) {
+    this->has_common_store_ = is_common;
+    this->start();
+    EXPECT_TRUE(this->hosts_agree());
+    EXPECT_FALSE(this->has(1));
+    ASSERT_TRUE(this->write(1).is_ok());
+    EXPECT_TRUE(this->read(1).is_ok());
+    this->restart();
+    EXPECT_TRUE(this->has(1));
+    EXPECT_TRUE(this->read(1).is_ok());
+    EXPECT_FALSE(this->has(2));
+    EXPECT_EQ(this->records_on(0), 1u);
+    EXPECT_EQ(this->records_on(1), 1u);
+    this->stop();
+    this->store(0).kill();
+    this->store(0).start();
+  }
+}
+
+TYPED_TEST(SharedStores, a_chunk_with_a_part_missing_is_a_miss_and_its_other_part_is_removed) {
+  for (const std::uint32_t lost : {0u, 1u}) {
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    this->store(lost).remove(this->record_on(lost));
+    EXPECT_EQ(this->read(1).kind(), StatusKind::kNotFound) << "host " << lost;
+    EXPECT_FALSE(this->has(1));
+    EXPECT_TRUE(holds_soon([&] {
+      this->poll();
+      return this->records_on(1 - lost) == 0;
+    })) << "host "
+        << lost;
+    ASSERT_TRUE(this->write(1).is_ok());
+    EXPECT_TRUE(this->read(1).is_ok());
+    this->stop();
+  }
+}
+
+TYPED_TEST(SharedStores, a_store_that_refuses_removals_takes_writes) {
+  constexpr std::uint32_t kCount = CircuitBreaker::kFailuresToTrip + 2;
+  this->has_common_store_ = false;
+  this->start();
+  for (std::uint32_t number = 1; number <= kCount; ++number) ASSERT_TRUE(this->write(number).is_ok());
+  this->store(1).refuse_removals();
+  for (const std::string& name : this->store(0).names()) this->store(0).remove(name);
+  for (std::uint32_t number = 1; number <= kCount; ++number)
+    EXPECT_EQ(this->read(number).kind(), StatusKind::kNotFound);
+  for (std::uint32_t number = 1; number <= kCount; ++number) {
+    EXPECT_TRUE(this->write(number).is_ok());
+    EXPECT_TRUE(this->read(number).is_ok());
+  }
+  EXPECT_EQ(this->tier_->stats().breaker_trips, 0u);
+}
+
+TYPED_TEST(SharedStores, the_removal_of_a_part_that_is_gone_forgets_it) {
+  TierDriver user(this->open_alone(0));
+  ASSERT_TRUE(user.write(1));
+  this->store(0).remove(this->record_on(0));
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent);
+  (void)user.finish(user.start(OpKind::kRemove, 1, {8192}));
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TYPED_TEST(SharedStores, engines_that_run_at_once_share_their_chunks) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  const std::uint64_t id = this->opened_[0];
+  for (std::uint32_t host = 0; host < 2; ++host) {
+    const auto tier = this->open_alone(host, {7, false, 0});
+    EXPECT_EQ(tier->stats().epoch_id, id);
+    tier->close();
+  }
+  EXPECT_TRUE(this->read(1).is_ok());
+}
+
+// ---- resets
+
+TYPED_TEST(SharedStores, a_part_from_before_a_reset_that_missed_its_host_is_never_used) {
+  for (const std::uint32_t missed : {1u, 0u}) {
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    const std::string before = this->epoch(missed);
+    this->stop();
+    this->reset_elsewhere();
+    this->set_epoch(missed, before);  // as if the reset had not reached this host
+    ++this->weights;
+    this->start();
+    EXPECT_FALSE(this->has(1)) << "host " << missed;
+    this->expect_usable();
+    this->stop();
+  }
+}
+
+TYPED_TEST(SharedStores, a_reset_while_the_hosts_open_their_tiers_leaves_them_in_one_epoch) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  this->before_open_ = [&](std::uint32_t host, const EpochChoice&) {
+    if (host == 0) return;
+    this->before_open_ = nullptr;
+    this->reset_elsewhere();  // host 0 has opened the epoch before it
+  };
+  ++this->weights;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
+// Another engine begins the epoch that this engine has chosen, fills it and is reset before this engine goes
+// on.
+TYPED_TEST(SharedStores, an_epoch_that_a_reset_has_ended_meanwhile_is_not_begun_again) {
+  this->set_epoch(0, kFirst);
+  this->set_epoch(1, kSecond);
+  std::uint64_t ended = 0;
+  this->before_open_ = [&](std::uint32_t host, const EpochChoice& choice) {
+    if (host == 0 || !choice.is_new) return;
+    this->before_open_ = nullptr;
+    ended = choice.id;
+    const auto other = this->open_alone(1, choice);
+    EXPECT_EQ(other->stats().epoch_id, ended);
+    EXPECT_TRUE(other->reset().is_ok());
+    other->close();
+  };
+  this->start();
+  ASSERT_NE(ended, 0u);
+  EXPECT_NE(this->opened_[0], ended);
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, an_epoch_that_the_store_has_lost_meanwhile_is_not_begun_again) {
+  this->set_epoch(0, kFirst);
+  this->set_epoch(1, kSecond);
+  std::uint64_t chosen = 0;
+  this->before_open_ = [&](std::uint32_t host, const EpochChoice& choice) {
+    if (host == 0 || !choice.is_new) return;
+    this->before_open_ = nullptr;
+    chosen = choice.id;
+    this->remove_epoch(1);
+  };
+  this->start();
+  ASSERT_NE(chosen, 0u);
+  EXPECT_NE(this->opened_[0], chosen);
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, a_reset_separates_the_engine_from_the_next_one) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  ASSERT_TRUE(this->tier_->reset().is_ok());
+  ++this->weights;
+  EXPECT_FALSE(this->has(1));
+  ASSERT_TRUE(this->write(1).is_ok());
+  EXPECT_TRUE(this->read(1).is_ok());
+  this->restart();
+  EXPECT_FALSE(this->has(1)) << "written after the reset";
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  EXPECT_FALSE(this->tier_->stats().diverged);
+  this->reset_elsewhere();
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().diverged; }));
+  EXPECT_TRUE(this->read(1).is_ok());
+  EXPECT_TRUE(this->write(2).is_ok());
+  EXPECT_TRUE(this->read(2).is_ok());
+  ++this->weights;
+  this->restart();
+  EXPECT_FALSE(this->has(1));
+  EXPECT_FALSE(this->has(2));
+  this->expect_usable();
+}
+
+// ---- starts at once, and stores that lose data
+
+TYPED_TEST(SharedStores, engines_that_start_at_once_choose_the_same_epoch) {
+  std::uint64_t ids[2] = {};
+  for (std::uint64_t& id : ids) {
+    this->set_epoch(0, kFirst);
+    this->set_epoch(1, kSecond);
+    this->start();
+    EXPECT_TRUE(this->hosts_agree());
+    id = this->opened_[0];
+    this->stop();
+  }
+  EXPECT_EQ(ids[0], ids[1]);
+}
+
+TYPED_TEST(SharedStores, an_epoch_that_another_engine_replaces_between_two_hosts_is_noticed) {
+  this->before_open_ = [&](std::uint32_t host, const EpochChoice&) {
+    if (host == 0) return;
+    this->before_open_ = nullptr;
+    this->set_epoch(1, kSecond);
+  };
+  this->start();
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, a_store_that_restarts_empty_gets_the_epoch_of_the_running_engine) {
+  for (const bool is_common : {true, false}) {
+    this->has_common_store_ = is_common;
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    const std::string used = this->epoch(1);
+    this->store(1).kill();
+    EXPECT_FALSE(this->read(1).is_ok());
+    this->store(1).start();
+    EXPECT_TRUE(this->eventually([&] { return this->epoch(0) == used && this->epoch(1) == used; }));
+    EXPECT_TRUE(this->eventually([&] { return this->write(2).is_ok() && this->read(2).is_ok(); }));
+    this->restart();
+    EXPECT_FALSE(this->has(1));
+    EXPECT_TRUE(this->has(2));
+    EXPECT_TRUE(this->read(2).is_ok());
+    this->stop();
+  }
+}
+
+TYPED_TEST(SharedStores, a_store_that_lost_everything_makes_all_chunks_misses) {
+  this->has_common_store_ = false;
+  for (const std::uint32_t lost : {0u, 1u}) {
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    this->stop();
+    this->store(lost).kill();
+    this->store(lost).start();
+    this->start();
+    EXPECT_FALSE(this->has(1)) << "host " << lost;
+    this->expect_usable();
+    this->stop();
+  }
+}
+
+TYPED_TEST(SharedStores, an_epoch_that_changes_during_its_replacement_stays) {
+  this->set_epoch(0, kFirst);
+  this->store(0).block_replacement();
+  std::unique_ptr<Tier> tier;
+  std::thread opener([&] { tier = this->open_alone(0, {8, true, EpochRegistry::id_of(kFirst)}); });
+  this->store(0).wait_for_blocked(1);
+  this->set_epoch(0, kSecond);
+  this->store(0).release();
+  opener.join();
+  ASSERT_NE(tier, nullptr);
+  EXPECT_EQ(tier->stats().epoch_id, EpochRegistry::id_of(kSecond));
+  EXPECT_EQ(this->epoch(0), kSecond);
+}
+
+// ---- starts that fail
+
+TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_named) {
+  this->has_common_store_ = false;
+  this->store(1).kill();
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              AllOf(StartsWith("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: "),
+                    HasSubstr(fmt::format("{} tier ", TypeParam::kType)),
+                    HasSubstr("All hosts of an engine have to reach their stores when it starts")));
+  this->stop();
+  this->store(1).start();
+  this->store(0).kill();
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              AllOf(StartsWith(fmt::format("{} tier ", TypeParam::kType)),
+                    HasSubstr("All hosts of an engine have to reach their stores when it starts")));
+}
+
+TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {
+  this->set_epoch(0, kFirst);
+  this->set_epoch(1, kSecond);
+  this->store(0).refuse_replacements();
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              EndsWith(std::string_view(TypeParam::kType) == "redis"
+                           ? "its user needs the commands WATCH, MULTI and EXEC"
+                           : "safely: give all hosts a new prefix"));
+  EXPECT_EQ(this->epoch(0), kFirst);
+}
+
+using S3SharedStores = SharedStores<S3StoreAccess>;
+TEST_F(S3SharedStores, an_epoch_without_an_etag_is_not_replaced) {
+  set_epoch(0, kFirst);
+  store(0).server.answer(S3Server::Verb::kEpoch, "HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + kFirst, 2);
+  EXPECT_THAT(message_of<ResourceError>([&] {
+                (void)open_alone(0, {8, true, EpochRegistry::id_of(kFirst)});
+              }),
+              EndsWith("safely: give all hosts a new prefix"));
+  EXPECT_EQ(epoch(0), kFirst);
+}
+
+TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {
+  this->is_read_only_ = true;
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }), HasSubstr("write_policy is read_only"));
+  this->stop();
+  EXPECT_EQ(this->epoch(0), "");
+  this->is_read_only_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  this->is_read_only_ = true;
+  this->start();
+  EXPECT_TRUE(this->has(1));
+  EXPECT_TRUE(this->read(1).is_ok());
+  this->stop();
+  const std::string written = this->epoch(0);
+  this->set_epoch(1, kSecond);
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              HasSubstr("the stores of the hosts have no common epoch"));
+  EXPECT_EQ(this->epoch(0), written);
+  EXPECT_EQ(this->epoch(1), kSecond);
+}
+
+}  // namespace
+}  // namespace kv_offload
