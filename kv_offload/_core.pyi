@@ -184,8 +184,12 @@ class TierSpec:
     write_policy: str  # write_through | on_evict | reuse:N | read_only; default: "write_through"
     encryption_key_files: list[str]  # 32 bytes each, read when opened; the first encrypts, all decrypt
     tenant_key_files: list[list[str]]  # by tenant; [] for a tenant without keys of its own
-    compress: str  # auto | none | zstd | lossy:E, E: a relative error; default: "none"
-    accepted_error: float  # largest relative error of a record that may be read; default: the E of compress
+    compress: str  # auto | none | zstd | lossy:E | lossy:KEYS:VALUES, relative errors; default: "none"
+    # Largest relative errors, (keys, values), of a record that may be read; default: those of compress.
+    accepted_errors: tuple[float, float]
+    # (bytes of keys, bytes of values) of the runs of which each shard consists, by group position; default
+    # and (0, 0): unknown, and the error of keys holds for all elements.
+    kv_runs: Sequence[tuple[int, int]]
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     exact_groups: Sequence[bool]  # by group position: stored without loss all the same; default: False
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
@@ -350,9 +354,9 @@ class RemoteRecords:
         """Returns the tenant in its header, even if the look counts as a use; "": none. None if the record is
         missing or has no valid header."""
 
-    def loss(self, record: RemoteRecord) -> tuple[bool, int, int, float, float] | None:
-        """Returns what its header says: (is lossy, raw bytes, stored bytes, largest and rms relative error),
-        even if the look counts as a use. None if the record is missing or has no valid header."""
+    def loss(self, record: RemoteRecord) -> tuple[bool, int, int, float, float, float] | None:
+        """Returns what its header says, the fields of ``kv_offload.losses.StatedLoss``, even if the look
+        counts as a use. None if the record is missing or has no valid header."""
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
@@ -797,9 +801,9 @@ def record_created(path: str) -> float:
 def record_tenant(path: str) -> str | None:
     """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
 
-def record_loss(path: str) -> tuple[bool, int, int, float, float] | None:
-    """Returns what a record's header says: (is lossy, raw bytes, stored bytes, largest and rms relative
-    error). None if the header cannot be read."""
+def record_loss(path: str) -> tuple[bool, int, int, float, float, float] | None:
+    """Returns what a record's header says, the fields of ``kv_offload.losses.StatedLoss``. None if the header
+    cannot be read."""
 
 def directory_usage(path: str) -> int:
     """Returns the bytes that a directory uses on disk: from a root's own ledger if it can be trusted, else

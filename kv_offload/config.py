@@ -23,6 +23,7 @@ from pydantic import (
 from kv_offload import config_compat
 from kv_offload.hints import ACTION_TYPES
 from kv_offload.log import get_logger
+from kv_offload.losses import ErrorBounds
 from kv_offload.tenants import (
     MAX_TENANTS,
     NAME_PATTERN,
@@ -222,7 +223,7 @@ class OffloadConfig(BaseModel):
     @field_validator("secondary_tiers")
     @classmethod
     def _one_lossy_tier(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
-        lossy = [f"{tier.label()} (lossy:{tier.max_error():g})" for tier in value if tier.max_error()]
+        lossy = [f"{tier.label()} ({bounds.text()})" for tier in value if (bounds := tier.error_bounds())]
         if len(lossy) > 1:
             raise ValueError(
                 f"have {len(lossy)} lossy tiers, {' and '.join(lossy)}: a chunk that moves from one to the "
@@ -304,14 +305,14 @@ class OffloadConfig(BaseModel):
     def remote_wait_seconds(self) -> float:
         return self.remote_wait_ms / 1000
 
-    def max_error(self) -> float:
-        """Returns the largest relative error that records of any tier may have; 0.0: all are exact."""
-        return max((tier.max_error() for tier in self.secondary_tiers), default=0.0)
+    def error_bounds(self) -> ErrorBounds | None:
+        """Returns the largest relative errors that records of any tier may have; None: all are exact."""
+        return next((bounds for tier in self.secondary_tiers if (bounds := tier.error_bounds())), None)
 
     def lossy_tiers(self) -> list[str]:
         """Returns the labels of the tiers whose records may lose precision."""
         named = zip(self.tier_names(), self.secondary_tiers, strict=True)
-        return [name for name, tier in named if tier.max_error()]
+        return [name for name, tier in named if tier.error_bounds() is not None]
 
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""

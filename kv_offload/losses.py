@@ -1,9 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Totals of the losses that the headers of records state (``compress`` "lossy:E")."""
+"""The bounds of lossy records (``compress`` "lossy:E"), and totals of the losses that their headers state."""
 
 import json
 import math
 from typing import Any, NamedTuple
+
+
+class ErrorBounds(NamedTuple):
+    """Largest relative errors of 64 neighbouring elements.
+
+    Where it is unknown which elements are values, that of keys holds for all.
+    """
+
+    keys: float
+    values: float  # at least that of keys
+
+    def text(self) -> str:
+        """Returns "0.05", or "0.05 (keys) and 0.1 (values)"."""
+        if self.keys == self.values:
+            return f"{self.keys:g}"
+        return f"{self.keys:g} (keys) and {self.values:g} (values)"
 
 
 class StatedLoss(NamedTuple):
@@ -12,8 +28,9 @@ class StatedLoss(NamedTuple):
     is_lossy: bool
     raw_bytes: int
     stored_bytes: int
-    largest: float  # of any 64 neighbouring elements
+    keys: float  # the largest of any 64 neighbouring elements with a key, or of which that is not known
     rms: float  # of the whole payload
+    values: float  # the largest of any 64 neighbouring elements that are values
 
 
 class LossTotals:
@@ -21,9 +38,9 @@ class LossTotals:
 
     def __init__(self) -> None:
         self._lossy = self._exact = self._raw = self._stored = 0
-        self._largest = self._squares = 0.0
+        self._keys = self._values = self._squares = 0.0
 
-    def add(self, stated: tuple[bool, int, int, float, float] | None) -> None:
+    def add(self, stated: tuple[bool, int, int, float, float, float] | None) -> None:
         """Adds a record; None, its header is unreadable: does not count."""
         if stated is None:
             return
@@ -34,19 +51,22 @@ class LossTotals:
         self._lossy += 1
         self._raw += loss.raw_bytes
         self._stored += loss.stored_bytes
-        self._largest = max(self._largest, loss.largest)
+        self._keys = max(self._keys, loss.keys)
+        self._values = max(self._values, loss.values)
         self._squares += loss.raw_bytes * loss.rms**2
 
     def totals(self) -> dict[str, Any]:
-        """Returns {lossy_records, exact_records, ratio, largest_error, rms_error}.
+        """Returns {lossy_records, exact_records, ratio, largest_error, largest_value_error, rms_error}.
 
-        ratio: raw bytes over stored bytes of the lossy records. It and the errors are None without any.
+        ratio: raw bytes over stored bytes of the lossy records. largest_error: of keys, and of elements of
+        which it is unknown whether they are keys. The ratio and the errors are None without lossy records.
         """
         return {
             "lossy_records": self._lossy,
             "exact_records": self._exact,
             "ratio": self._raw / self._stored if self._lossy else None,
-            "largest_error": self._largest if self._lossy else None,
+            "largest_error": self._keys if self._lossy else None,
+            "largest_value_error": self._values if self._lossy else None,
             "rms_error": math.sqrt(self._squares / self._raw) if self._lossy else None,
         }
 
@@ -60,13 +80,18 @@ def allows_loss(description: str) -> bool:
     return isinstance(settings, dict) and "max_error" in settings
 
 
+def largest_errors_text(keys: float, values: float) -> str:
+    """Returns "0.0500", or "0.0500 of keys and 0.0900 of values". ``values``: 0.0 where they are unknown."""
+    return f"{keys:.4f} of keys and {values:.4f} of values" if values else f"{keys:.4f}"
+
+
 def text_of(totals: dict[str, Any]) -> str:
     """Returns the totals as one line."""
     exact = f"{totals['exact_records']:,} exact"
     if not totals["lossy_records"]:
         return f"no lossy records, {exact}"
+    largest = largest_errors_text(totals["largest_error"], totals["largest_value_error"])
     return (
         f"{totals['lossy_records']:,} lossy, {exact}; the lossy ones are {totals['ratio']:.2f} times smaller "
-        f"with a relative error of {totals['rms_error']:.4f} (of 64 elements at most "
-        f"{totals['largest_error']:.4f})"
+        f"with a relative error of {totals['rms_error']:.4f} (of 64 elements at most {largest})"
     )

@@ -118,10 +118,11 @@ def cautions(config: OffloadConfig) -> list[str]:
             "keep_host_memory leaves the KV cache unencrypted in /dev/shm after the server ends, where other "
             "processes of this user can read it: encryption_key_file encrypts only records"
         )
-    if config.max_error():
+    bounds = config.error_bounds()
+    if bounds is not None:
         texts.append(
             f"LOSSY RECORDS: KV cache that is loaded from {', '.join(config.lossy_tiers())} differs from the "
-            f"stored one by a relative error of up to {config.max_error():g}, so answers may differ. A chunk "
+            f"stored one by a relative error of up to {bounds.text()}, so answers may differ. A chunk "
             "that the tier evicts and stores again loses again. All tiers of this server use a separate "
             "namespace, which servers without loss never read"
         )

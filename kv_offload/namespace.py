@@ -8,10 +8,12 @@ directory of a model, cache sizes, ports) are left out, so that changing them ke
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from kv_offload.losses import ErrorBounds
 
 FORMAT_VERSION = 2  # of the record format and of the fields of an identity
 
@@ -50,15 +52,22 @@ class NamespaceIdentity:
     # overrides of the model's config. Use setting_text() for values that are not plain.
     settings: Mapping[str, str | int | bool | None] = field(default_factory=dict)
 
-    def with_max_error(self, error: float) -> "NamespaceIdentity":
-        """Returns the namespace of records with a relative error of at most ``error``; 0.0: this one.
+    def with_error_bounds(
+        self, bounds: ErrorBounds | None, kv_runs: Sequence[Sequence[int]] = ()
+    ) -> "NamespaceIdentity":
+        """Returns the namespace of records with relative errors within ``bounds``; None: this one.
+
+        ``kv_runs``: (bytes of keys, bytes of values) per group position, by which the bounds are applied.
 
         A server with a lossy tier uses it for all its tiers and its host memory: what it loads with loss and
         computes from that is never found by a server without loss.
         """
-        if not error:
+        if bounds is None:
             return self
-        return replace(self, settings={**self.settings, "max_error": repr(error)})
+        errors = {"max_error": repr(bounds.keys), "max_value_error": repr(bounds.values)}
+        if bounds.values != bounds.keys:
+            errors["kv_runs"] = setting_text([list(runs) for runs in kv_runs])
+        return replace(self, settings={**self.settings, **errors})
 
     def with_part(self, part: str) -> "NamespaceIdentity":
         """Returns the namespace of the records with this part of each chunk; "": this one, of whole chunks.

@@ -99,7 +99,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
-        identity = identity.with_max_error(options.max_error())
+        identity = identity.with_error_bounds(options.error_bounds(), merged["kv_runs"])
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
@@ -268,12 +268,26 @@ class KVOffloadSpec(OffloadingSpec):
     def _tier_plan(self, identity: NamespaceIdentity, merged: Mapping[str, Any]) -> TierPlan:
         exact_groups = _exact_groups(merged)
         exact = [position for position, is_exact in enumerate(exact_groups) if is_exact]
-        if self._options.max_error() and exact:
+        bounds = self._options.error_bounds()
+        if bounds is not None and exact:
             logger.warning(
                 "cache groups %s are stored without loss: the lossy codec does not support them", exact
             )
+        kv_runs = tuple(merged["kv_runs"])
+        unknown = [
+            position
+            for position, (runs, is_exact) in enumerate(zip(kv_runs, exact_groups, strict=True))
+            if not is_exact and not all(runs)
+        ]
+        if bounds is not None and bounds.values != bounds.keys and unknown:
+            logger.warning(
+                "cache groups %s: it is not known which elements are values, so the error of all of them is "
+                "at most that of keys, %g",
+                unknown,
+                bounds.keys,
+            )
         settings = common_settings(self._options)
-        return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups), settings)
+        return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups), kv_runs, settings)
 
     def _make_cache(
         self,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def common_settings(options: OffloadConfig) -> dict[str, Any]:
     """Returns the settings that must be equal on all hosts of an engine, as JSON values. No secrets."""
+    bounds = options.error_bounds()
     tenants = options.tenant_table()
     return {
         "list of tiers": [tier.type for tier in options.secondary_tiers],
@@ -28,7 +29,7 @@ def common_settings(options: OffloadConfig) -> dict[str, Any]:
         "write_policy read_only of tiers": [
             tier.write_policy == "read_only" for tier in options.secondary_tiers
         ],
-        "largest error of lossy records": options.max_error(),
+        "largest errors of lossy records": None if bounds is None else list(bounds),
         "list of tenants and shares": [] if tenants is None else [list(share) for share in tenants.shares],
     }
 
@@ -40,6 +41,7 @@ class TierPlan:
     identity: NamespaceIdentity  # of the whole engine
     elements: tuple[str, ...]  # by group position
     exact_groups: tuple[bool, ...]
+    kv_runs: tuple[tuple[int, int], ...]  # (bytes of keys, bytes of values) by group position
     settings: dict[str, Any] = field(default_factory=dict)  # common_settings() of the scheduler's host
 
     def to_text(self) -> str:
@@ -49,6 +51,7 @@ class TierPlan:
                 "identity": asdict(self.identity),
                 "elements": self.elements,
                 "exact_groups": self.exact_groups,
+                "kv_runs": self.kv_runs,
                 "settings": self.settings,
             }
         )
@@ -61,6 +64,7 @@ class TierPlan:
             NamespaceIdentity.of_fields(plan["identity"]),
             tuple(plan["elements"]),
             tuple(plan["exact_groups"]),
+            tuple((keys, values) for keys, values in plan["kv_runs"]),
             dict(plan["settings"]),
         )
 
@@ -86,7 +90,8 @@ class TierPlan:
         for tier in tiers:
             tier.elements = self.elements
             tier.exact_groups = self.exact_groups
-            tier.accepted_error = options.max_error()
+            tier.kv_runs = self.kv_runs
+            tier.accepted_errors = options.error_bounds() or (0.0, 0.0)
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory
         return tiers

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
@@ -27,16 +28,32 @@ std::string write_policy_text(const TierSlotOptions& slot) {
 
 constexpr std::string_view kLossy = "lossy:";
 
-// Parses the E of "lossy:E". Throws InvalidArgument that states the possible values.
-double max_error_of(std::string_view text) {
-  const std::string_view digits = text.substr(kLossy.size());
+std::optional<double> error_of(std::string_view digits) {
   double error = 0;
   const auto [end, failed] = std::from_chars(digits.data(), digits.data() + digits.size(), error);
-  if (failed == std::errc() && end == digits.data() + digits.size() && error >= LossyCodec::kLeastError &&
-      error <= LossyCodec::kMostError)
-    return error;
-  throw_invalid("compress={:?}: write lossy:E with a relative error E from {} to {}", text,
-                double{LossyCodec::kLeastError}, double{LossyCodec::kMostError});
+  const bool is_possible = failed == std::errc() && end == digits.data() + digits.size() &&
+                           error >= LossyCodec::kLeastError && error <= LossyCodec::kMostError;
+  return is_possible ? std::optional(error) : std::nullopt;
+}
+
+// Parses the bounds of "lossy:E" or "lossy:KEYS:VALUES". Throws InvalidArgument that states the possible
+// values.
+ErrorBounds bounds_of(std::string_view text) {
+  const std::string_view digits = text.substr(kLossy.size());
+  const std::size_t colon = digits.find(':');
+  const auto keys = error_of(digits.substr(0, colon));
+  const auto values = colon == std::string_view::npos ? keys : error_of(digits.substr(colon + 1));
+  if (keys && values && *values >= *keys) return {*keys, *values};
+  throw_invalid(
+      "compress={:?}: write lossy:E or lossy:KEYS:VALUES with relative errors from {} to {}, that of VALUES "
+      "at "
+      "least that of KEYS",
+      text, double{LossyCodec::kLeastError}, double{LossyCodec::kMostError});
+}
+
+std::string text_of(const ErrorBounds& bounds) {
+  return bounds.keys == bounds.values ? fmt::format("{}{}", kLossy, bounds.keys)
+                                      : fmt::format("{}{}:{}", kLossy, bounds.keys, bounds.values);
 }
 
 // Returns torch's name of the type.
@@ -55,11 +72,13 @@ const char* name_of(Element element) {
 }  // namespace
 
 RecordFormOptions TierSpec::form() const {
-  RecordFormOptions form{.keys = keys_from(encryption_key_files, tenant_key_files),
-                         .max_error = std::max(accepted_error, max_error)};
+  RecordFormOptions form{
+      .keys = keys_from(encryption_key_files, tenant_key_files),
+      .bounds = {std::max(accepted.keys, bounds.keys), std::max(accepted.values, bounds.values)},
+      .runs = runs};
   if (compress == Compress::kNone) return form;
   CompressionOptions options{
-      .compress = compress, .max_error = max_error, .exact = exact_groups, .elements = elements};
+      .compress = compress, .bounds = bounds, .exact = exact_groups, .elements = elements};
   // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
   struct Cores {
     SteadyClock clock;
@@ -110,21 +129,37 @@ void bind_tier(py::module_& module) {
       .def_property(
           "compress",
           [](const TierSpec& self) {
-            return self.compress == Compress::kLossy ? fmt::format("{}{}", kLossy, self.max_error)
+            return self.compress == Compress::kLossy ? text_of(self.bounds)
                                                      : std::string(to_string(self.compress));
           },
           [](TierSpec& self, std::string_view text) {
             const bool loses = text.starts_with(kLossy);
-            const double max_error = loses ? max_error_of(text) : 0;
+            const ErrorBounds bounds = loses ? bounds_of(text) : ErrorBounds{};
             self.compress =
                 loses
                     ? Compress::kLossy
                     : one_of<Compress>(
                           "compress", text,
                           {{"auto", Compress::kAuto}, {"none", Compress::kNone}, {"zstd", Compress::kZstd}});
-            self.max_error = max_error;
+            self.bounds = bounds;
           })
-      .def_readwrite("accepted_error", &TierSpec::accepted_error)
+      .def_property(
+          "accepted_errors",
+          [](const TierSpec& self) { return std::pair(self.accepted.keys, self.accepted.values); },
+          [](TierSpec& self, const std::pair<double, double>& errors) {
+            self.accepted = {errors.first, errors.second};
+          })
+      .def_property(
+          "kv_runs",
+          [](const TierSpec& self) {
+            std::vector<std::pair<std::uint32_t, std::uint32_t>> found;
+            for (const KvRuns& runs : self.runs) found.emplace_back(runs.key_bytes, runs.value_bytes);
+            return found;
+          },
+          [](TierSpec& self, const std::vector<std::pair<std::uint32_t, std::uint32_t>>& found) {
+            self.runs.clear();
+            for (const auto& [keys, values] : found) self.runs.push_back({keys, values});
+          })
       .def_readwrite("exact_groups", &TierSpec::exact_groups)
       .def_property(
           "elements",

@@ -27,10 +27,11 @@ struct TierSpec {
   std::vector<std::string> encryption_key_files;           // empty: no encryption
   std::vector<std::vector<std::string>> tenant_key_files;  // by tenant; see EncryptionKeys
   Compress compress = Compress::kNone;
-  double max_error = 0;                // of kLossy
-  double accepted_error = 0;           // of records that are read: RecordFormOptions::max_error
+  ErrorBounds bounds;                  // of kLossy
+  ErrorBounds accepted;                // of records that are read: RecordFormOptions::bounds
   std::vector<Element> elements;       // by group position
   std::vector<bool> exact_groups;      // by group position: stored without loss all the same
+  std::vector<KvRuns> runs;            // by group position
   bool memory_outlives = false;        // see FsTierOptions
   EpochChoice epoch{};                 // kinds whose epochs have no id ignore it
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them

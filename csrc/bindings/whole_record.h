@@ -24,12 +24,16 @@ py::tuple read_whole(Read&& read) {
   return py::make_tuple(to_string(status.kind()), status.message(), record);
 }
 
-// The facts about its payload that a header states: is lossy, raw bytes, stored bytes, largest and rms
-// relative error.
-using StatedLoss = std::tuple<bool, std::uint64_t, std::uint64_t, float, float>;
+// The facts about its payload that a header states: is lossy, raw bytes, stored bytes, and the relative
+// errors: largest of keys, rms, largest of values.
+using StatedLoss = std::tuple<bool, std::uint64_t, std::uint64_t, float, float, float>;
 inline StatedLoss stated_loss(const RecordHeader& header) {
-  return {header.codec == Codec::kLossy, header.payload_bytes, header.padded_stored_bytes(),
-          header.loss.largest, header.loss.rms};
+  return {header.codec == Codec::kLossy,
+          header.payload_bytes,
+          header.padded_stored_bytes(),
+          header.loss.keys,
+          header.loss.rms,
+          header.loss.values};
 }
 
 }  // namespace kv_offload::bindings

@@ -76,6 +76,11 @@ void TierFigures::publish_codec(std::string_view tier, const TierStats& stats, M
         "kv_offload_codec_ratio", {tier},
         static_cast<double>(stats.encoded_raw_bytes) / static_cast<double>(stats.encoded_stored_bytes));
   }
+  const auto lost = [&](std::string_view part, double largest) {
+    if (largest > 0) metrics.set("kv_offload_codec_largest_error", {tier, part}, largest);
+  };
+  lost("keys", stats.largest_key_error);
+  lost("values", stats.largest_value_error);
   const auto count = [&](std::string_view metric, Metrics::Labels labels, double now, double then) {
     if (now > then) metrics.add(metric, labels, now - then);
   };

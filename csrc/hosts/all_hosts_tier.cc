@@ -546,6 +546,8 @@ TierStats AllHostsTier::stats() const {
     all.decode_seconds += stats.decode_seconds;
     all.encoded_raw_bytes += stats.encoded_raw_bytes;
     all.encoded_stored_bytes += stats.encoded_stored_bytes;
+    all.largest_key_error = std::max(all.largest_key_error, stats.largest_key_error);
+    all.largest_value_error = std::max(all.largest_value_error, stats.largest_value_error);
   }
   all.queued_writes += static_cast<std::uint32_t>(held_.size());
   return all;

@@ -107,9 +107,9 @@ void for_each_flag(Stats& stats, Visit visit) {
 }
 template <typename Stats, typename Visit>
 void for_each_amount(Stats& stats, Visit visit) {
-  for (auto* seconds : {&stats.oldest_read_seconds, &stats.oldest_write_seconds, &stats.encode_seconds,
-                        &stats.decode_seconds})
-    visit(*seconds);
+  for (auto* amount : {&stats.oldest_read_seconds, &stats.oldest_write_seconds, &stats.encode_seconds,
+                       &stats.decode_seconds, &stats.largest_key_error, &stats.largest_value_error})
+    visit(*amount);
 }
 
 template <typename Frame>

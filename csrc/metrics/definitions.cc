@@ -154,6 +154,10 @@ std::vector<MetricDefinition> make_definitions() {
       gauge("kv_offload_codec_ratio",
             "Raw bytes of the compressed records divided by their bytes on a tier, since the start.",
             {"tier"}),
+      gauge("kv_offload_codec_largest_error",
+            "Largest relative error of 64 neighbouring elements in the records that this process stored with "
+            "loss, by part: values, or keys and all other elements.",
+            {"tier", "part"}),
       counter("kv_offload_codec_saved_bytes_total", "Bytes saved on a tier by compression.", {"tier"}),
       counter("kv_offload_codec_seconds_total",
               "Seconds that I/O threads spent compressing (write) and decompressing (read) records.",

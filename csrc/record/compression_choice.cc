@@ -75,6 +75,12 @@ void CompressionChoice::decoded(std::uint64_t raw_bytes, std::uint64_t stored_by
   stats_.decode_seconds += seconds;
 }
 
+void CompressionChoice::lost(const Loss& loss) {
+  const MutexLock lock(mutex_);
+  stats_.largest_key_error = std::max(stats_.largest_key_error, double{loss.keys});
+  stats_.largest_value_error = std::max(stats_.largest_value_error, double{loss.values});
+}
+
 void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double seconds) {
   if (raw_bytes == 0 || seconds <= 0) return;
   {

@@ -21,6 +21,7 @@
 
 #include "base/clock.h"
 #include "base/thread_annotations.h"
+#include "record/lossy_codec.h"
 #include "record/payload_codec.h"
 #include "record/record_op.h"
 
@@ -35,9 +36,9 @@ struct CodecSpeed {
 
 struct CompressionOptions {
   Compress compress = Compress::kNone;
-  // kLossy only: the bound of LossyCodec. Records of other elements, and records over the bound, are encoded
+  // kLossy only: the bounds of LossyCodec. Records of other elements, and records over a bound, are encoded
   // without loss.
-  double max_error = 0;
+  ErrorBounds bounds{};
   // By position of the group: encoded without loss all the same. False for a group without an entry.
   std::vector<bool> exact{};
   // By position of the group; kBytes for a group without an entry.
@@ -57,6 +58,8 @@ struct CompressionStats {
   double decode_seconds = 0;
   std::uint64_t encoded_raw_bytes = 0;     // records that were stored encoded: raw bytes
   std::uint64_t encoded_stored_bytes = 0;  // and encoded bytes
+  // The largest relative errors of 64 elements in records that were stored with loss (Loss in lossy_codec.h).
+  double largest_key_error = 0, largest_value_error = 0;
 };
 
 class CompressionChoice {
@@ -78,10 +81,10 @@ class CompressionChoice {
   explicit CompressionChoice(const CompressionOptions& options) : options_(options) {}
 
   Compress setting() const { return options_.compress; }
-  // 0: records of this group must not lose anything.
-  double max_error(std::uint32_t group) const {
+  // Zeros: records of this group must not lose anything.
+  ErrorBounds bounds(std::uint32_t group) const {
     const bool exact = group < options_.exact.size() && options_.exact[group];
-    return options_.compress == Compress::kLossy && !exact ? options_.max_error : 0;
+    return options_.compress == Compress::kLossy && !exact ? options_.bounds : ErrorBounds{};
   }
   const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
   Element element(std::uint32_t group) const {
@@ -94,6 +97,8 @@ class CompressionChoice {
   void encoded(std::uint32_t group, std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds)
       EXCLUDES(mutex_);
   void decoded(std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds) EXCLUDES(mutex_);
+  // Reports that a record with this loss was stored.
+  void lost(const Loss& loss) EXCLUDES(mutex_);
   // Reports that an op succeeded in `seconds`, codec time included. May ask for idle cores.
   void moved(OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
 

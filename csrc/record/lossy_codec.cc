@@ -24,7 +24,22 @@ Status no_memory_for_section() {
                        "cannot compress or decompress a lossy record: out of memory");
 }
 
+// Losses by the bound that applies.
+struct Losses {
+  GroupLosses of_keys, of_values;
+};
+
+double rms_of(const Losses& losses) {
+  const double error = losses.of_keys.squared_error + losses.of_values.squared_error;
+  const double norm = losses.of_keys.squared_norm + losses.of_values.squared_norm;
+  return norm > 0 ? std::sqrt(error / norm) : 0;
+}
+
 }  // namespace
+
+bool ErrorBounds::allow(const Loss& loss) const {
+  return loss.keys <= LossyCodec::rounded_up(keys) && loss.values <= LossyCodec::rounded_up(values);
+}
 
 struct LossyCodec::Contexts {
   GroupQuantizer quantizer{};
@@ -33,10 +48,10 @@ struct LossyCodec::Contexts {
   // Encodes the section at the current block, measures it, and moves past it. Returns the bytes used; nullopt
   // if the library fails.
   std::optional<std::size_t> encode(LossySection& section, ShardBlocks& blocks, Element element,
-                                    float max_error, std::byte* out, GroupLosses* losses) const;
+                                    const GroupBounds& bounds, std::byte* out, Losses* losses) const;
   // Adds the loss of an encoded section, which it decodes.
   void measure(LossySection& section, std::span<const std::byte> raw, std::span<const std::byte> encoded,
-               Element element, GroupLosses* losses) const;
+               Element element, const GroupBounds& bounds, Losses* losses) const;
   // Decodes the section at *at of `in` into the current block, and moves both past it.
   Status decode(LossySection& section, ShardBlocks& blocks, Element element, std::span<const std::byte> in,
                 std::uint64_t* at) const;
@@ -64,12 +79,12 @@ std::uint64_t LossyCodec::encoded_bytes_at_most(std::span<const Shard> shards) {
 }
 
 std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, ShardBlocks& blocks,
-                                                        Element element, float max_error, std::byte* out,
-                                                        GroupLosses* losses) const {
+                                                        Element element, const GroupBounds& bounds,
+                                                        std::byte* out, Losses* losses) const {
   blocks.limit(kLossySectionBytes);
   blocks.gather();
   std::span<const std::byte> raw(blocks.place(), blocks.bytes());
-  section.quantize(quantizer, raw, element, max_error);
+  section.quantize(quantizer, raw, element, bounds);
   const std::size_t period = section.find_period(raw.size() / kLossyGroupBytes);
   const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), period));
   const auto encoded = section.encode(whole_tiles, period, out);
@@ -77,7 +92,7 @@ std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, S
   std::size_t used = *encoded;
   if (used > 0) {
     raw = whole_tiles;
-    measure(section, raw, {out, used}, element, losses);
+    measure(section, raw, {out, used}, element, bounds, losses);
   } else {
     out[0] = std::byte{0};
     std::memcpy(out + 1, raw.data(), raw.size());
@@ -90,7 +105,7 @@ std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, S
 
 void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::byte> raw,
                                    std::span<const std::byte> encoded, Element element,
-                                   GroupLosses* losses) const {
+                                   const GroupBounds& bounds, Losses* losses) const {
   const auto restored = std::span(section.restored).first(raw.size());
   const auto period = std::to_integer<std::size_t>(encoded[0]);
   std::uint64_t read = 1;
@@ -98,24 +113,28 @@ void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::b
   const std::size_t groups = raw.size() / kLossyGroupBytes * kLossyGroupBytes;
   if (wrong != nullptr || read != encoded.size() ||
       std::memcmp(raw.data() + groups, restored.data() + groups, raw.size() - groups) != 0)
-    losses->largest = std::numeric_limits<double>::infinity();
-  for (std::size_t at = 0; at < groups; at += kLossyGroupBytes)
-    losses->add(raw.data() + at, restored.data() + at, element);
+    losses->of_keys.largest = std::numeric_limits<double>::infinity();
+  for (std::size_t at = 0; at < groups; at += kLossyGroupBytes) {
+    GroupLosses& of_its_bound = bounds.is_values(at) ? losses->of_values : losses->of_keys;
+    of_its_bound.add(raw.data() + at, restored.data() + at, element);
+  }
 }
 
-Status LossyCodec::encode(std::span<const Shard> shards, Element element, double max_error,
-                          std::span<std::byte> out, std::uint64_t* bytes, Loss* loss) {
+Status LossyCodec::encode(std::span<const Shard> shards, Element element, const ErrorBounds& bounds,
+                          const KvRuns& runs, std::span<std::byte> out, std::uint64_t* bytes, Loss* loss) {
   *bytes = 0;
   auto section = contexts_->pool.take();
   if (section == nullptr || !section->frames.can_encode() || !section->frames.can_decode())
     return no_memory_for_section();
   std::uint64_t used = 0;
-  GroupLosses losses;
+  Losses losses;
   Status status;
   ShardBlocks blocks(shards, kLossySectionBytes, section->block.data());
+  const std::uint64_t payload = blocks.left();
+  GroupBounds of_groups{static_cast<float>(bounds.keys), static_cast<float>(bounds.values), runs.in(shards)};
   while (status && blocks.left() > 0) {
-    const auto encoded = contexts_->encode(*section, blocks, element, static_cast<float>(max_error),
-                                           out.data() + used, &losses);
+    of_groups.begin = payload - blocks.left();
+    const auto encoded = contexts_->encode(*section, blocks, element, of_groups, out.data() + used, &losses);
     if (encoded) {
       used += *encoded;
     } else {
@@ -124,12 +143,13 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, double
   }
   contexts_->pool.give_back(std::move(section));
   if (!status) return status;
-  const auto raw_bytes = static_cast<double>(unpadded_bytes(shards));
-  if (!(losses.largest <= max_error) || static_cast<double>(used) * PayloadCodec::kMinRatio > raw_bytes)
+  const double keys = losses.of_keys.largest, values = losses.of_values.largest;
+  if (!(keys <= bounds.keys && values <= bounds.values) ||
+      static_cast<double>(used) * PayloadCodec::kMinRatio > static_cast<double>(payload))
     return status;
-  loss->largest = rounded_up(losses.largest);
-  const double rms = losses.squared_norm > 0 ? std::sqrt(losses.squared_error / losses.squared_norm) : 0;
-  loss->rms = std::min(rounded_up(rms), loss->largest);  // rounding of the sums may exceed it
+  *loss = {.keys = rounded_up(keys), .values = rounded_up(values)};
+  // The rounding of the sums may exceed the largest.
+  loss->rms = std::min(rounded_up(rms_of(losses)), std::max(loss->keys, loss->values));
   *bytes = used;
   return status;
 }

@@ -7,9 +7,11 @@
 //     class, by the magnitude of its integers; the encoder finds the period
 //   - the integers of each class, the steps and the classes are entropy-coded separately
 //
-// The bound holds for each group: the Euclidean norm of the difference is at most max_error times the norm of
-// the group. A group for which no step keeps it is stored unchanged. After encoding, the encoder decodes the
-// payload and measures the loss of every group; a payload over the bound is not encoded.
+// A bound holds for each group: the Euclidean norm of the difference is at most the bound times the norm of
+// the group. Groups of values have their own bound; a group with any key, and every group of a payload with
+// an unknown layout, has that of keys. A group for which no step keeps the bound is stored unchanged. After
+// encoding, the encoder decodes the payload and measures the loss of every group; a payload over a bound is
+// not encoded.
 //
 // docs/record-format.md specifies the encoded payload. Nothing in it is used as a size or an offset before it
 // was checked.
@@ -23,15 +25,25 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "record/kv_runs.h"
 #include "record/payload_codec.h"
 
 namespace kv_offload {
 
 // Relative errors (norm of the difference over norm of the original) of a payload, rounded up.
 struct Loss {
-  float largest = 0;  // of any group
-  float rms = 0;      // of the payload as a whole
+  float keys = 0;    // the largest of any group that has keys, or of which that is not known
+  float rms = 0;     // of the payload as a whole
+  float values = 0;  // the largest of any group of values only
   bool operator==(const Loss&) const = default;
+};
+
+// The largest relative errors of a group. Values are those of groups that have no keys.
+struct ErrorBounds {
+  double keys = 0, values = 0;
+  // Returns whether the loss is within them. False for NaN.
+  bool allow(const Loss& loss) const;
+  bool operator==(const ErrorBounds&) const = default;
 };
 
 class LossyCodec {
@@ -53,10 +65,10 @@ class LossyCodec {
   // Returns how much room encode() may need for these shards.
   static std::uint64_t encoded_bytes_at_most(std::span<const Shard> shards);
   // Encodes the unpadded shards in order and measures the loss. *bytes: used bytes of `out`; 0: the loss
-  // exceeds max_error, or the ratio is below PayloadCodec::kMinRatio: encode without loss. REQUIRES:
-  // handles(element), kLeastError <= max_error <= kMostError, out.size() >= encoded_bytes_at_most(shards).
-  Status encode(std::span<const Shard> shards, Element element, double max_error, std::span<std::byte> out,
-                std::uint64_t* bytes, Loss* loss);
+  // exceeds a bound, or the ratio is below PayloadCodec::kMinRatio: encode without loss. REQUIRES:
+  // handles(element), kLeastError <= bounds <= kMostError, out.size() >= encoded_bytes_at_most(shards).
+  Status encode(std::span<const Shard> shards, Element element, const ErrorBounds& bounds, const KvRuns& runs,
+                std::span<std::byte> out, std::uint64_t* bytes, Loss* loss);
   // Fills the unpadded shards. kCorrupt: `in` does not encode exactly that many bytes; the shards then hold
   // garbage. REQUIRES: handles(element).
   Status decode(std::span<const std::byte> in, Element element, std::span<const Shard> shards);

@@ -152,10 +152,11 @@ bool LossySection::place_classes(const Tiles& tiles) {
 // ---- encoding
 
 void LossySection::quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
-                            float max_error) {
+                            const GroupBounds& bounds) {
   for (std::size_t group = 0; group < raw.size() / kGroupBytes; ++group) {
+    const std::size_t at = group * kGroupBytes;
     codes_[group] = static_cast<std::byte>(
-        quantizer.quantize(raw.data() + group * kGroupBytes, element, max_error, q_.data() + group * kGroup));
+        quantizer.quantize(raw.data() + at, element, bounds.of(at), q_.data() + group * kGroup));
   }
 }
 

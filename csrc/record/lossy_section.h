@@ -13,6 +13,7 @@
 #include <span>
 
 #include "record/group_quantizer.h"
+#include "record/kv_runs.h"
 #include "record/zstd_frames.h"
 
 namespace kv_offload {
@@ -31,6 +32,17 @@ inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyStreams;
 // begins where a block of the cache does. REQUIRES: period is 1..kMostLossyPeriod.
 std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period);
 
+// The bounds of the groups of a section.
+struct GroupBounds {
+  float keys = 0, values = 0;
+  KvRuns runs;
+  std::uint64_t begin = 0;  // of the section in the payload
+
+  // at: where a group begins, from the start of the section.
+  bool is_values(std::size_t at) const { return runs.all_values(begin + at, kLossyGroupBytes); }
+  float of(std::size_t at) const { return is_values(at) ? values : keys; }
+};
+
 class LossySection {
  public:
   // Room that encode() may need.
@@ -43,7 +55,7 @@ class LossySection {
 
   // Quantizes the groups of these bytes, for find_period() and encode().
   void quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
-                float max_error);
+                const GroupBounds& bounds);
   // Returns the period for which the magnitudes of a channel within a tile are most alike, from a few tiles.
   std::size_t find_period(std::size_t groups) const;
   // Encodes these bytes, the first of those that were quantized. `out` has room for kMostNeeded. Returns the

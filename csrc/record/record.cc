@@ -18,7 +18,7 @@ constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
 constexpr std::size_t kElementAt = kShardsEnd, kCipherAt = 652, kStoredAt = 656;
 constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kTenantAt = 728;
-constexpr std::size_t kCipherEnd = kTenantAt, kLossAt = kTenantAt + kMaxTenantName, kEnd = kLossAt + 8;
+constexpr std::size_t kCipherEnd = kTenantAt, kLossAt = kTenantAt + kMaxTenantName, kEnd = kLossAt + 12;
 alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
 
 template <typename T>
@@ -66,8 +66,9 @@ void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
   std::memcpy(page.data() + kSaltAt, header.cipher_fields.salt.data(), header.cipher_fields.salt.size());
   if (is_tenant_name(header.tenant))
     std::memcpy(page.data() + kTenantAt, header.tenant.data(), header.tenant.size());
-  put(page, kLossAt, std::bit_cast<std::uint32_t>(header.loss.largest));
+  put(page, kLossAt, std::bit_cast<std::uint32_t>(header.loss.keys));
   put(page, kLossAt + 4, std::bit_cast<std::uint32_t>(header.loss.rms));
+  put(page, kLossAt + 8, std::bit_cast<std::uint32_t>(header.loss.values));
 }
 
 }  // namespace
@@ -107,21 +108,24 @@ namespace {
 
 Loss loss_in(std::span<const std::byte> page) {
   return {std::bit_cast<float>(get<std::uint32_t>(page, kLossAt)),
-          std::bit_cast<float>(get<std::uint32_t>(page, kLossAt + 4))};
+          std::bit_cast<float>(get<std::uint32_t>(page, kLossAt + 4)),
+          std::bit_cast<float>(get<std::uint32_t>(page, kLossAt + 8))};
 }
 
 // Checks the loss that the header states, and that no other codec states one.
 Status check_loss(std::span<const std::byte> page, Codec codec, Element element) {
   if (codec != Codec::kLossy)
-    return all_zero(page.subspan(kLossAt, 8)) ? Status::ok() : wrong("loss", "set", "zero");
+    return all_zero(page.subspan(kLossAt, kEnd - kLossAt)) ? Status::ok() : wrong("loss", "set", "zero");
   if (!LossyCodec::handles(element))
     return wrong("element of a lossy record", static_cast<std::uint32_t>(element), "1..2");
   const Loss loss = loss_in(page);
   // Also false for NaN.
-  if (!(loss.largest >= 0 && loss.largest <= LossyCodec::rounded_up(LossyCodec::kMostError)))
-    return wrong("largest loss", loss.largest, fmt::format("0..{}", LossyCodec::kMostError));
-  if (!(loss.rms >= 0 && loss.rms <= loss.largest))
-    return wrong("loss", loss.rms, fmt::format("0..{}", loss.largest));
+  for (const float largest : {loss.keys, loss.values}) {
+    if (!(largest >= 0 && largest <= LossyCodec::rounded_up(LossyCodec::kMostError)))
+      return wrong("largest loss", largest, fmt::format("0..{}", LossyCodec::kMostError));
+  }
+  const float largest = std::max(loss.keys, loss.values);
+  if (!(loss.rms >= 0 && loss.rms <= largest)) return wrong("loss", loss.rms, fmt::format("0..{}", largest));
   return Status::ok();
 }
 

@@ -21,9 +21,10 @@
 //      656    8  stored bytes, unpadded
 //      664   16  id of the encryption key      680   32  salt      712   16  tag
 //      728   64  name of the tenant that was charged for the write, zero padded; zeros: none
-//      792    4  largest relative error (lossy_codec.h), float32; 0: stored without loss
+//      792    4  largest relative error of keys (Loss in lossy_codec.h), float32; 0: stored without loss
 //      796    4  relative error of the whole payload, float32
-//      800 ..    zeros
+//      800    4  largest relative error of values, float32
+//      804 ..    zeros
 //     4088    8  header checksum (XXH3-64 of bytes 0..4087)
 //
 // docs/record-format.md explains the layout. A header value is never used as a size or an offset before the

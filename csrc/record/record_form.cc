@@ -76,7 +76,7 @@ Status OutgoingRecord::encode() {
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
   // A payload that cannot be encoded is stored raw, also when memory runs out.
-  const bool may_lose = choice->max_error(op_.group) > 0 && LossyCodec::handles(header_.element);
+  const bool may_lose = choice->bounds(op_.group).keys > 0 && LossyCodec::handles(header_.element);
   const std::uint64_t room = std::max(PayloadCodec::encoded_bytes_at_most(op_.shards),
                                       may_lose ? LossyCodec::encoded_bytes_at_most(op_.shards) : 0) +
                              kPageBytes;
@@ -99,11 +99,12 @@ Status OutgoingRecord::encode() {
 }
 
 std::optional<std::uint64_t> OutgoingRecord::encode_into(std::span<std::byte> out) {
-  const double max_error = form_.compression()->max_error(op_.group);
+  const ErrorBounds bounds = form_.compression()->bounds(op_.group);
   std::uint64_t bytes = 0;
-  if (max_error > 0 && LossyCodec::handles(header_.element)) {
+  if (bounds.keys > 0 && LossyCodec::handles(header_.element)) {
     header_.codec = Codec::kLossy;
-    if (form_.lossy_codec().encode(op_.shards, header_.element, max_error, out, &bytes, &header_.loss) &&
+    if (form_.lossy_codec().encode(op_.shards, header_.element, bounds, form_.runs(op_.group), out, &bytes,
+                                   &header_.loss) &&
         bytes > 0)
       return bytes;
     header_.loss = {};
@@ -116,6 +117,7 @@ std::optional<std::uint64_t> OutgoingRecord::encode_into(std::span<std::byte> ou
 std::uint64_t OutgoingRecord::written() {
   if (attempt_)
     form_.compression()->encoded(op_.group, header_.payload_bytes, attempt_->stored_bytes, attempt_->seconds);
+  if (attempt_ && header_.codec == Codec::kLossy) form_.compression()->lost(header_.loss);
   attempt_.reset();
   form_.traffic().written_bytes += bytes();
   return header_.payload_bytes;
@@ -211,11 +213,18 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its header says {}", bytes, header_.record_bytes()));
   }
-  // Every writer of this namespace keeps its bound, so such a record is damaged or forged.
-  if (header_.codec == Codec::kLossy && !(header_.loss.largest <= LossyCodec::rounded_up(form_.max_error())))
-    return Status::error(StatusKind::kCorrupt,
-                         fmt::format("the record has lost {:.4g}, this namespace allows {:.4g}",
-                                     header_.loss.largest, form_.max_error()));
+  // Every writer of this namespace keeps its bounds, so such a record is damaged or forged.
+  const Loss& lost = header_.loss;
+  // A reader that does not know which elements are values allows no element more than a key.
+  const ErrorBounds allowed{form_.bounds().keys, form_.runs(op_.group).in(op_.shards).known()
+                                                     ? form_.bounds().values
+                                                     : form_.bounds().keys};
+  if (header_.codec == Codec::kLossy && !allowed.allow(lost))
+    return Status::error(
+        StatusKind::kCorrupt,
+        fmt::format("the record has lost {:.4g} of keys and {:.4g} of values, this namespace allows {:.4g} "
+                    "and {:.4g}",
+                    lost.keys, lost.values, allowed.keys, allowed.values));
   if (form_.keys() == nullptr) {
     if (header_.cipher == Cipher::kNone) return Status::ok();
     return Status::error(StatusKind::kCorrupt,

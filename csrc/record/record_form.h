@@ -44,9 +44,10 @@ struct RecordTraffic {
 struct RecordFormOptions {
   std::shared_ptr<CompressionChoice> compression = {};  // null: raw
   std::shared_ptr<const EncryptionKeys> keys = {};      // null: not encrypted
-  // Largest loss of a record that may be read; 0: none. Not only of records that this store encodes: the
-  // namespace has one bound, that of the tier that may lose most.
-  double max_error = 0;
+  // Largest loss of a record that may be read; zeros: none. Not only of records that this store encodes: the
+  // namespace has the bounds of the tier that may lose something.
+  ErrorBounds bounds = {};
+  std::vector<KvRuns> runs = {};  // by position of the group; unknown for a group without an entry
   // Shared by all copies of these options: the store counts, the tier reports. Never null.
   std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
 };
@@ -65,7 +66,10 @@ class RecordForm {
   RecordTraffic& traffic() const { return *options_.traffic; }
   PayloadCodec& payload_codec() { return payload_codec_; }
   LossyCodec& lossy_codec() { return lossy_codec_; }
-  double max_error() const { return options_.max_error; }
+  const ErrorBounds& bounds() const { return options_.bounds; }
+  KvRuns runs(std::uint32_t group) const {
+    return group < options_.runs.size() ? options_.runs[group] : KvRuns{};
+  }
   // Returns null if memory runs out.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
   void give_back(std::unique_ptr<HugeBuffer> buffer) noexcept EXCLUDES(mutex_);

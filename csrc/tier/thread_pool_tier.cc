@@ -305,6 +305,8 @@ TierStats ThreadPoolTier::stats() const {
     stats.decode_seconds = codec.decode_seconds;
     stats.encoded_raw_bytes = codec.encoded_raw_bytes;
     stats.encoded_stored_bytes = codec.encoded_stored_bytes;
+    stats.largest_key_error = codec.largest_key_error;
+    stats.largest_value_error = codec.largest_value_error;
   }
   return stats;
 }

@@ -132,6 +132,7 @@ struct TierStats {
   bool may_encode = false, encodes = false;  // ever; for the next record
   double encode_seconds = 0, decode_seconds = 0;
   std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // encoded records: size before and after
+  double largest_key_error = 0, largest_value_error = 0;          // see CompressionStats
 };
 
 // One of the tiers that a tier consists of, in an engine on several hosts: that of one host. Totals are those

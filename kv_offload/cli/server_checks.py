@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kv_offload.cli.doctor_checks import Check
 from kv_offload.cli.server import PREFIX
 from kv_offload.cli.why_command import as_sentence
+from kv_offload.losses import largest_errors_text
 from kv_offload.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -59,4 +60,14 @@ def _tiers(page: "Page") -> Iterator[Check]:
         if tokens:
             text += f"; {tokens:,.0f} tokens fit into it"
         figures = {"bytes": held, "capacity_bytes": capacity, "capacity_tokens": tokens}
+        keys, values = (
+            page.max(f"{PREFIX}codec_largest_error", tier=tier, part=part) for part in ("keys", "values")
+        )
+        if keys or values:
+            ratio = page.max(f"{PREFIX}codec_ratio", tier=tier)
+            text += (
+                f"; LOSSY, the records it stored are {ratio:.2f} times smaller with a relative error of at "
+                f"most {largest_errors_text(keys, values)}"
+            )
+            figures |= {"ratio": ratio, "largest_error": keys, "largest_value_error": values}
         yield Check(f"tier {tier}", "ok", text, figures)

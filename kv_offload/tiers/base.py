@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from kv_offload.losses import ErrorBounds
 from kv_offload.sizes import parse_byte_size
 
 if TYPE_CHECKING:
@@ -307,9 +308,9 @@ class TierConfig(BaseModel):
         """Returns its properties for the startup summary, after its size; one or two words each."""
         return [self.write_policy]
 
-    def max_error(self) -> float:
-        """Returns the largest relative error that its records may have; 0.0: they are exact."""
-        return 0.0
+    def error_bounds(self) -> ErrorBounds | None:
+        """Returns the largest relative errors that its records may have; None: they are exact."""
+        return None
 
     def summary(self) -> Answer:
         """Returns one line about it without a measurement. refused: a server would not start with it; note: a

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from kv_offload.losses import ErrorBounds
 from kv_offload.tiers.base import Answer, TierConfig
 
 if TYPE_CHECKING:
@@ -18,21 +19,39 @@ _LOSSY = "lossy:"
 LEAST_ERROR, MOST_ERROR = 0.02, 0.5  # LossyCodec in csrc/record/lossy_codec.h; a test compares them
 
 
+def _bounds_of(text: str) -> ErrorBounds:
+    """Returns the bounds of "lossy:E" or "lossy:KEYS:VALUES". Raises ValueError with what is possible."""
+    first, *others = text.removeprefix(_LOSSY).split(":")
+    try:
+        errors = [float(first), *map(float, others or [first])]
+    except ValueError:
+        errors = []
+    if len(errors) != 2 or not all(LEAST_ERROR <= error <= MOST_ERROR for error in errors):
+        raise ValueError(
+            f"is {text!r}; possible with loss: 'lossy:E', where E is a relative error from {LEAST_ERROR} to "
+            f"{MOST_ERROR}, or 'lossy:KEYS:VALUES' with one for keys and one for values"
+        )
+    keys, values = errors
+    if values < keys:
+        raise ValueError(
+            f"is {text!r}, which allows values less error than keys: give values at least the error of keys, "
+            f"such as 'lossy:{values:g}:{keys:g}', because keys need more precision"
+        )
+    return ErrorBounds(keys, values)
+
+
 def _known_compression(value: object) -> object:
-    """Returns the value, with the number of "lossy:E" in its shortest form. Raises ValueError, which lists
+    """Returns the value, with the numbers of "lossy:E" in their shortest form. Raises ValueError, which lists
     the possible values."""
     if value in _LOSSLESS:
         return value
     if isinstance(value, str) and value.startswith(_LOSSY):
-        try:
-            error = float(value.removeprefix(_LOSSY))
-        except ValueError:
-            error = 0.0
-        if LEAST_ERROR <= error <= MOST_ERROR:
-            return f"{_LOSSY}{error!r}"
+        bounds = _bounds_of(value)
+        errors = (bounds.keys,) if bounds.keys == bounds.values else bounds
+        return _LOSSY + ":".join(map(repr, errors))
     raise ValueError(
         f"is {value!r}; possible: 'auto', 'none' or 'zstd', or with loss 'lossy:E', where E is a relative "
-        f"error from {LEAST_ERROR} to {MOST_ERROR}"
+        f"error from {LEAST_ERROR} to {MOST_ERROR}, or 'lossy:KEYS:VALUES'"
     )
 
 
@@ -45,19 +64,21 @@ class CompressedTierConfig(TierConfig):
         '(bfloat16: about 1.45 times); "auto": compress bfloat16 and float16 without loss while that makes '
         'reads faster, by the measured speeds of the tier and the codec; "none": store raw bytes; '
         '"lossy:E": compress bfloat16 and float16 WITH LOSS, with a relative error of at most E '
-        f"({LEAST_ERROR} to {MOST_ERROR}) for each 64 neighbouring elements, and everything else like zstd. "
+        f"({LEAST_ERROR} to {MOST_ERROR}) for each 64 neighbouring elements, and everything else like zstd; "
+        '"lossy:KEYS:VALUES", such as "lossy:0.05:0.1": the same with a larger error for values. '
         "Records state their codec, so the lossless settings can be changed at any time. A server with a "
         "lossy tier uses a separate namespace on all its tiers",
     )
 
-    def max_error(self) -> float:
-        """Returns the E of "lossy:E"; 0.0 for the other settings."""
-        return float(self.compress.removeprefix(_LOSSY)) if self.compress.startswith(_LOSSY) else 0.0
+    def error_bounds(self) -> ErrorBounds | None:
+        """Returns the bounds of "lossy:E" or "lossy:KEYS:VALUES"; None for the other settings."""
+        return _bounds_of(self.compress) if self.compress.startswith(_LOSSY) else None
 
     def traits(self) -> list[str]:
         """Adds the compression."""
-        if self.max_error():
-            return [*super().traits(), f"LOSSY, relative error up to {self.max_error()}"]
+        bounds = self.error_bounds()
+        if bounds is not None:
+            return [*super().traits(), f"LOSSY, relative error up to {bounds.text()}"]
         return [*super().traits(), *([] if self.compress == "none" else [f"compress {self.compress}"])]
 
     def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
@@ -65,8 +86,12 @@ class CompressedTierConfig(TierConfig):
         from kv_offload import _core
 
         speeds = [figures.get(f"{verb}_bytes_per_second", 0.0) for verb in ("read", "write")]
-        if self.max_error():
-            text = f"compress is {self.compress}: records lose precision, which kv-offload stat --loss shows"
+        bounds = self.error_bounds()
+        if bounds is not None:
+            text = (
+                f"compress is {self.compress}: records lose precision, with a relative error up to "
+                f"{bounds.text()}; kv-offload stat --loss shows the measured errors and the ratio"
+            )
             return [Answer("note", text)]
         if self.compress == "none" or not all(speeds):
             return []

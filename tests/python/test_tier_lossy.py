@@ -15,8 +15,10 @@ from written_root import FACTS
 
 from kv_offload import _core
 from kv_offload.cli import app
+from kv_offload.cli.server_checks import server_checks
 from kv_offload.config import OffloadConfig
-from kv_offload.losses import LossTotals, allows_loss, text_of
+from kv_offload.exposition import Page
+from kv_offload.losses import ErrorBounds, LossTotals, allows_loss, text_of
 from kv_offload.machine import cautions
 from kv_offload.tiers.compression import LEAST_ERROR, MOST_ERROR, CompressedTierConfig
 from kv_offload.tiers.registry import parse_tier
@@ -41,20 +43,43 @@ def config_of(tmp_path: Path, *compress: str) -> OffloadConfig:
 def test_the_bound_reaches_the_core_and_the_startup_summary(tmp_path):
     tier = tier_of(tmp_path, "lossy:5e-2")
     assert tier.compress == "lossy:0.05"
-    assert tier.max_error() == 0.05
+    assert tier.error_bounds() == (0.05, 0.05)
     assert tier.spec("tier", 1 << 30, FACTS).compress == "lossy:0.05"
     assert tier.traits() == ["write_through", "LOSSY, relative error up to 0.05"]
-    assert tier_of(tmp_path, "zstd").max_error() == 0
+    assert tier_of(tmp_path, "zstd").error_bounds() is None
 
 
-@pytest.mark.parametrize("error", ["", "0", "0.019", "0.51", "-0.1", "nan", "inf", "1e9", "0.05x", "much"])
+def test_a_separate_bound_for_values_reaches_the_core_and_the_startup_summary(tmp_path):
+    tier = tier_of(tmp_path, "lossy:5e-2:.1")
+    assert tier.compress == "lossy:0.05:0.1"
+    assert tier.error_bounds() == (0.05, 0.1)
+    assert tier.spec("tier", 1 << 30, FACTS).compress == "lossy:0.05:0.1"
+    assert tier.traits() == ["write_through", "LOSSY, relative error up to 0.05 (keys) and 0.1 (values)"]
+    assert tier_of(tmp_path, "lossy:0.05:0.05").compress == "lossy:0.05"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *("", "0", "0.019", "0.51", "-0.1", "nan", "inf", "1e9", "0.05x", "much"),
+        *(":", "0.05:", ":0.05", "0.05:0.6", "0.01:0.05", "0.05:nan", "0.05:0.1:0.2", "0.05,values=0.1"),
+    ],
+)
 def test_an_impossible_bound_is_refused_with_the_possible_ones(error, tmp_path):
     with pytest.raises(ValidationError, match=r"'lossy:E', where E is a relative error from 0\.02 to 0\.5"):
         tier_of(tmp_path, f"lossy:{error}")
     spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
-    with pytest.raises(ValueError, match=r"relative error E from 0\.02 to 0\.5"):
+    with pytest.raises(ValueError, match=r"lossy:KEYS:VALUES with relative errors from 0\.02 to 0\.5"):
         spec.compress = f"lossy:{error}"
     assert spec.compress == "zstd"
+
+
+def test_a_smaller_bound_for_values_than_for_keys_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match=r"give values at least .* such as 'lossy:0\.05:0\.1'"):
+        tier_of(tmp_path, "lossy:0.1:0.05")
+    spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
+    with pytest.raises(ValueError, match="that of VALUES at least that of KEYS"):
+        spec.compress = "lossy:0.1:0.05"
 
 
 def test_core_and_settings_have_the_same_limits(tmp_path):
@@ -68,16 +93,24 @@ def test_core_and_settings_have_the_same_limits(tmp_path):
 
 
 def test_a_server_with_a_lossy_tier_has_another_namespace_for_each_bound(tmp_path):
-    spaces = {FACTS.with_max_error(error).namespace_id() for error in (0.0, 0.02, 0.05)}
-    assert len(spaces) == 3
-    assert FACTS.with_max_error(0.0) is FACTS
-    assert config_of(tmp_path, "zstd", "lossy:0.1").max_error() == 0.1
-    assert config_of(tmp_path, "zstd").max_error() == 0
-    assert config_of(tmp_path).max_error() == 0
+    pairs = ((0.02, 0.02), (0.05, 0.05), (0.02, 0.05), (0.02, 0.1), (0.05, 0.1))
+    bounds = (None, *(ErrorBounds(*pair) for pair in pairs))
+    assert len({FACTS.with_error_bounds(each).namespace_id() for each in bounds}) == len(bounds)
+    assert FACTS.with_error_bounds(None) is FACTS
+    assert config_of(tmp_path, "zstd", "lossy:0.1").error_bounds() == (0.1, 0.1)
+    assert config_of(tmp_path, "zstd").error_bounds() is None
+    assert config_of(tmp_path).error_bounds() is None
+
+
+def test_servers_that_apply_the_bound_of_values_to_other_elements_have_other_namespaces():
+    separate, same = ErrorBounds(0.02, 0.04), ErrorBounds(0.02, 0.02)
+    layouts = ([(128, 128)], [(0, 0)], [(4096, 4096)])
+    assert len({FACTS.with_error_bounds(separate, each).namespace_id() for each in layouts}) == 3
+    assert len({FACTS.with_error_bounds(same, each).namespace_id() for each in layouts}) == 1
 
 
 def test_two_lossy_tiers_are_refused(tmp_path):
-    with pytest.raises(ValidationError, match=r"lossy:0\.02\) and .*lossy:0\.1\): a chunk that moves"):
+    with pytest.raises(ValidationError, match=r"0\.02\) and .*0\.1\): a chunk that moves"):
         config_of(tmp_path, "lossy:0.02", "lossy:0.1")
 
 
@@ -85,6 +118,8 @@ def test_a_lossy_tier_causes_a_warning_that_names_it(tmp_path):
     (warning,) = (text for text in cautions(config_of(tmp_path, "zstd", "lossy:0.05")) if "LOSSY" in text)
     assert "loaded from fs-2 differs" in warning
     assert "up to 0.05" in warning
+    (warning,) = (text for text in cautions(config_of(tmp_path, "lossy:0.05:0.1")) if "LOSSY" in text)
+    assert "up to 0.05 (keys) and 0.1 (values)" in warning
     assert not any("LOSSY" in text for text in cautions(config_of(tmp_path, "zstd", "auto")))
 
 
@@ -92,11 +127,25 @@ def test_a_measurement_says_that_records_lose_precision(tmp_path):
     figures = {"read_bytes_per_second": 1e6, "write_bytes_per_second": 1e6}
     (answer,) = tier_of(tmp_path, "lossy:0.05").measured(figures)
     assert answer.state == "note"
-    assert "lose precision" in answer.text
+    assert "lose precision, with a relative error up to 0.05; kv-offload stat --loss" in answer.text
+
+
+def test_doctor_reports_the_ratio_and_the_loss_of_a_running_server():
+    def tier_check(errors: str) -> str:
+        page = Page('kv_offload_tier_capacity_bytes{tier="far"} 1e9\n' + errors)
+        (check,) = (each for each in server_checks("http://server", page) if each.name == "tier far")
+        return check.text
+
+    ratio = 'kv_offload_codec_ratio{tier="far"} 3.9\n'
+    keys = 'kv_offload_codec_largest_error{tier="far",part="keys"} 0.05\n'
+    values = 'kv_offload_codec_largest_error{tier="far",part="values"} 0.1\n'
+    assert "LOSSY" not in tier_check(ratio)
+    assert tier_check(ratio + keys).endswith("3.90 times smaller with a relative error of at most 0.0500")
+    assert tier_check(ratio + keys + values).endswith("at most 0.0500 of keys and 0.1000 of values")
 
 
 def test_descriptions_of_namespaces_say_whether_records_may_be_lossy():
-    assert allows_loss(FACTS.with_max_error(0.05).readable_json())
+    assert allows_loss(FACTS.with_error_bounds(ErrorBounds(0.05, 0.1)).readable_json())
     assert not allows_loss(FACTS.readable_json())
     for text in ("", "{", "[]", '{"settings": 5}', '"max_error"'):
         assert not allows_loss(text)
@@ -106,9 +155,9 @@ def test_totals_weigh_the_records_by_their_size():
     totals = LossTotals()
     assert text_of(totals.totals()) == "no lossy records, 0 exact"
     for stated in (
-        (True, 300, 100, 0.05, 0.03),
-        (True, 100, 100, 0.04, 0.01),
-        (False, 100, 90, 0.0, 0.0),
+        (True, 300, 100, 0.05, 0.03, 0.0),
+        (True, 100, 100, 0.04, 0.01, 0.0),
+        (False, 100, 90, 0.0, 0.0, 0.0),
         None,
     ):
         totals.add(stated)
@@ -119,6 +168,10 @@ def test_totals_weigh_the_records_by_their_size():
     assert found["largest_error"] == 0.05
     assert found["rms_error"] == pytest.approx(((300 * 0.03**2 + 100 * 0.01**2) / 400) ** 0.5)
     assert text_of(found).startswith("2 lossy, 1 exact; the lossy ones are 2.00 times smaller")
+    assert text_of(found).endswith("(of 64 elements at most 0.0500)")
+    totals.add((True, 100, 100, 0.01, 0.01, 0.09))
+    assert totals.totals()["largest_value_error"] == 0.09
+    assert text_of(totals.totals()).endswith("(of 64 elements at most 0.0500 of keys and 0.0900 of values)")
 
 
 # ---- records on disk
@@ -127,7 +180,7 @@ def test_totals_weigh_the_records_by_their_size():
 def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
     """Stores chunks of the small cache in a directory, in the namespace of the setting."""
     region, workers = attach(shm)
-    identity = FACTS.with_max_error(0.05 if compress.startswith("lossy") else 0.0)
+    identity = FACTS.with_error_bounds(tier_of(root, compress).error_bounds())
     tier = _core.FsTier(
         root_dir=str(root),
         max_bytes=1 << 30,
@@ -137,6 +190,8 @@ def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
     )
     tier.compress = compress
     tier.elements = ["bfloat16"]
+    tier.kv_runs = [(128, 128)]
+    assert tier.kv_runs == [(128, 128)]
     cache = make_cache(region, _core.Metrics(), tiers=[tier])
     store(cache, workers[0], cache.begin_request("r"), keys(numbers))
     pause, deadline = threading.Event(), time.monotonic() + 240

@@ -55,5 +55,19 @@ TEST(TierFiguresTest, the_part_of_each_host_has_labels_of_its_own_and_totals_cou
   EXPECT_EQ(failures("write", StatusKind::kTimeout), 5);
 }
 
+TEST(TierFiguresTest, the_largest_errors_of_keys_and_values_are_published) {
+  Metrics metrics;
+  TierFigures figures;
+  TierStats stats;
+  stats.may_encode = true;
+  figures.publish("far", stats, metrics);
+  EXPECT_EQ(metrics.text().find("kv_offload_codec_largest_error{"), std::string::npos) << "nothing was lost";
+  stats.largest_key_error = 0.0625;
+  stats.largest_value_error = 0.125;
+  figures.publish("far", stats, metrics);
+  EXPECT_EQ(metrics.value("kv_offload_codec_largest_error", {"far", "keys"}), 0.0625);
+  EXPECT_EQ(metrics.value("kv_offload_codec_largest_error", {"far", "values"}), 0.125);
+}
+
 }  // namespace
 }  // namespace kv_offload

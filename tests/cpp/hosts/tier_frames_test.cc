@@ -33,6 +33,8 @@ TierState some_state() {
   stats.diverged = stats.encodes = true;
   stats.oldest_read_seconds = 0.5;
   stats.decode_seconds = 2.5;
+  stats.largest_key_error = 0.0625;
+  stats.largest_value_error = 0.125;
   stats.queued_reads = 8;
   stats.queued_writes = 9;
   stats.tenant_bytes = {1, 2, 3};

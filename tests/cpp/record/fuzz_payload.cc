@@ -27,10 +27,12 @@ int decode_and_encode_with_loss(std::span<const std::byte> in, kv_offload::Eleme
   const auto out = std::make_unique<std::byte[]>(room);
   std::uint64_t used = 0;
   Loss loss;
-  constexpr double kBound = 0.05;
-  if (!codec.encode(shards, element, kBound, {out.get(), room}, &used, &loss) || used > room) std::abort();
+  constexpr ErrorBounds kBounds{0.05, 0.1};
+  const KvRuns runs{in.empty() ? 0U : 2 * std::to_integer<std::uint32_t>(in[0]), 128};
+  if (!codec.encode(shards, element, kBounds, runs, {out.get(), room}, &used, &loss) || used > room)
+    std::abort();
   if (used == 0) return 0;
-  if (!(loss.largest <= LossyCodec::rounded_up(kBound))) std::abort();
+  if (!kBounds.allow(loss)) std::abort();
   if (!codec.decode({out.get(), used}, element, shards)) std::abort();
   return 0;
 }

@@ -85,12 +85,16 @@ struct LossyCodecTest : ::testing::Test {
     Loss loss;
   };
   Encoded encoded(const std::vector<Bytes>& shards, Element element, double max_error) {
+    return encoded(shards, element, {max_error, max_error}, {});
+  }
+  Encoded encoded(const std::vector<Bytes>& shards, Element element, const ErrorBounds& bounds,
+                  const KvRuns& runs) {
     std::vector<Shard> spans;
     for (const Bytes& shard : shards) spans.emplace_back(const_cast<std::byte*>(shard.data()), shard.size());
     Bytes out(LossyCodec::encoded_bytes_at_most(spans));
     std::uint64_t used = 99;
     Encoded made;
-    const Status status = codec.encode(spans, element, max_error, out, &used, &made.loss);
+    const Status status = codec.encode(spans, element, bounds, runs, out, &used, &made.loss);
     EXPECT_TRUE(status) << status.to_string();
     EXPECT_LE(used, out.size());
     out.resize(used);
@@ -133,12 +137,80 @@ TEST_F(LossyCodecTest, the_loss_of_every_group_is_within_the_bound_and_is_stated
       const Encoded made = encoded({payload}, element, bound);
       ASSERT_FALSE(made.bytes.empty()) << bound;
       const Loss loss = loss_between(payload, decoded(made.bytes, element, payload.size()), element);
-      EXPECT_LE(loss.largest, bound);
-      EXPECT_GT(loss.largest, bound / 2) << "the bound is used";
-      EXPECT_FLOAT_EQ(made.loss.largest, loss.largest);
+      EXPECT_LE(loss.keys, bound);
+      EXPECT_GT(loss.keys, bound / 2) << "the bound is used";
+      EXPECT_FLOAT_EQ(made.loss.keys, loss.keys);
       EXPECT_FLOAT_EQ(made.loss.rms, loss.rms);
-      EXPECT_LE(made.loss.largest, LossyCodec::rounded_up(bound));
+      EXPECT_LE(made.loss.keys, LossyCodec::rounded_up(bound));
     }
+  }
+}
+
+// Returns the largest loss of the groups of values and of all others. The runs are multiples of 64 bytes.
+ErrorBounds losses_of_parts(const Bytes& before, const Bytes& after, Element element, const KvRuns& runs) {
+  ErrorBounds found;
+  const std::size_t period = runs.key_bytes + runs.value_bytes;
+  for (std::size_t at = 0; at + kGroupBytes <= before.size(); at += kGroupBytes) {
+    std::size_t keys = 0;
+    for (std::size_t part = at; part < at + kGroupBytes; part += 64) keys += part % period < runs.key_bytes;
+    const auto from = static_cast<std::ptrdiff_t>(at), to = from + static_cast<std::ptrdiff_t>(kGroupBytes);
+    const double loss = loss_between(Bytes(before.begin() + from, before.begin() + to),
+                                     Bytes(after.begin() + from, after.begin() + to), element)
+                            .keys;
+    double& largest = keys == 0 ? found.values : found.keys;
+    largest = std::max(largest, loss);
+  }
+  return found;
+}
+
+TEST_F(LossyCodecTest, keys_and_values_keep_their_own_bounds) {
+  // Heads of one group, of two groups, of one group and a half, all tokens of a block together, runs that a
+  // section does not begin with, and groups that begin with values and end with keys.
+  std::size_t number = 0;
+  for (const KvRuns runs : {KvRuns{128, 128}, KvRuns{256, 256}, KvRuns{192, 192}, KvRuns{4096, 4096},
+                            KvRuns{640, 768}, KvRuns{64, 128}}) {
+    const Element element = kNumbers[number++ % std::size(kNumbers)];
+    const Bytes payload = kv_of(1408, 3, element);  // several sections
+    ASSERT_EQ(payload.size() % runs.period(), 0U);
+    const ErrorBounds bounds{0.04, 0.1};
+    const auto half = static_cast<std::ptrdiff_t>(payload.size() / 2);
+    const Encoded made = encoded(
+        {Bytes(payload.begin(), payload.begin() + half), {}, Bytes(payload.begin() + half, payload.end())},
+        element, bounds, runs);
+    ASSERT_FALSE(made.bytes.empty());
+    const Bytes back = decoded(made.bytes, element, payload.size());
+    const ErrorBounds found = losses_of_parts(payload, back, element, runs);
+    EXPECT_LE(found.keys, bounds.keys) << runs.key_bytes;
+    EXPECT_GT(found.keys, bounds.keys / 2) << runs.key_bytes;
+    EXPECT_LE(found.values, bounds.values) << runs.key_bytes;
+    EXPECT_GT(found.values, bounds.keys * 1.5) << "the bound of values is used, " << runs.key_bytes;
+    EXPECT_FLOAT_EQ(made.loss.keys, static_cast<float>(found.keys)) << "stated";
+    EXPECT_FLOAT_EQ(made.loss.values, static_cast<float>(found.values)) << "stated";
+    EXPECT_TRUE(bounds.allow(made.loss));
+    EXPECT_LT(made.bytes.size(), encoded({payload}, element, bounds.keys).bytes.size());
+  }
+}
+
+TEST_F(LossyCodecTest, an_unknown_layout_keeps_the_bound_of_keys) {
+  const Bytes payload = kv_of(300, 2, Element::kBf16);
+  const ErrorBounds bounds{0.04, 0.2};
+  // No runs, runs that the payload does not consist of, and a shard that ends within a run.
+  const auto cut = static_cast<std::ptrdiff_t>(3 * kGroupBytes);
+  const Bytes first(payload.begin(), payload.begin() + cut), second(payload.begin() + cut, payload.end());
+  const std::vector<Bytes> whole{payload}, cut_in_a_run{first, second};
+  const std::vector<std::pair<const std::vector<Bytes>*, KvRuns>> unknown = {{&whole, {}},
+                                                                             {&whole, {128, 0}},
+                                                                             {&whole, {0, 128}},
+                                                                             {&whole, {128, 768}},
+                                                                             {&cut_in_a_run, {128, 128}}};
+  for (const auto& [shards, runs] : unknown) {
+    const Encoded made = encoded(*shards, Element::kBf16, bounds, runs);
+    ASSERT_FALSE(made.bytes.empty());
+    const Loss loss =
+        loss_between(payload, decoded(made.bytes, Element::kBf16, payload.size()), Element::kBf16);
+    EXPECT_LE(loss.keys, bounds.keys) << runs.key_bytes << " " << runs.value_bytes;
+    EXPECT_FLOAT_EQ(made.loss.keys, loss.keys);
+    EXPECT_EQ(made.loss.values, 0);
   }
 }
 
@@ -151,7 +223,7 @@ TEST_F(LossyCodecTest, the_error_of_the_payload_is_never_above_that_of_its_group
         numbers.push_back(bf16_of(std::ldexp(1.0F, i / 64 % 2 == 0 ? high : low)));
       const Encoded made = encoded({bytes_of_numbers(numbers, 2 * numbers.size())}, Element::kBf16, 0.026);
       ASSERT_FALSE(made.bytes.empty());
-      ASSERT_LE(made.loss.rms, made.loss.largest) << low << " " << high;
+      ASSERT_LE(made.loss.rms, made.loss.keys) << low << " " << high;
     }
   }
 }
@@ -171,7 +243,7 @@ TEST_F(LossyCodecTest, tiny_numbers_are_within_the_bound_where_a_thread_flushes_
   if (made.bytes.empty()) return;  // stored without loss
   const Loss loss =
       loss_between(payload, decoded(made.bytes, Element::kFp16, payload.size()), Element::kFp16);
-  EXPECT_LE(loss.largest, 0.05F * 1.0001F);
+  EXPECT_LE(loss.keys, 0.05F * 1.0001F);
 }
 #endif
 
@@ -215,7 +287,7 @@ TEST_F(LossyCodecTest, shards_may_end_anywhere) {
   Bytes joined;
   ASSERT_TRUE(decode(made.bytes, Element::kBf16, lengths, &joined));
   EXPECT_EQ(joined, decoded(made.bytes, Element::kBf16, total));
-  EXPECT_LE(loss_between(payload, joined, Element::kBf16).largest, 0.05F);
+  EXPECT_LE(loss_between(payload, joined, Element::kBf16).keys, 0.05F);
   const std::size_t tail = total % kGroupBytes;
   EXPECT_TRUE(std::equal(payload.end() - static_cast<std::ptrdiff_t>(tail), payload.end(),
                          joined.end() - static_cast<std::ptrdiff_t>(tail)))
@@ -229,7 +301,7 @@ TEST_F(LossyCodecTest, payloads_of_every_length_are_within_the_bound) {
     const Encoded made = encoded({payload}, Element::kBf16, 0.1);
     if (made.bytes.empty()) continue;
     const Bytes back = decoded(made.bytes, Element::kBf16, payload.size());
-    EXPECT_LE(loss_between(payload, back, Element::kBf16).largest, 0.1F) << groups;
+    EXPECT_LE(loss_between(payload, back, Element::kBf16).keys, 0.1F) << groups;
   }
 }
 
@@ -255,8 +327,8 @@ TEST_F(LossyCodecTest, groups_without_a_possible_step_are_exact) {
           std::equal(payload.begin() + begin, payload.begin() + begin + kGroupBytes, back.begin() + begin))
           << group;
     }
-    EXPECT_LE(loss_between(payload, back, element).largest, 0.05F);
-    EXPECT_TRUE(std::isfinite(made.loss.largest));
+    EXPECT_LE(loss_between(payload, back, element).keys, 0.05F);
+    EXPECT_TRUE(std::isfinite(made.loss.keys));
   }
 }
 
@@ -285,7 +357,7 @@ TEST_F(LossyCodecTest, a_section_that_does_not_gain_is_stored_unchanged_among_ot
   EXPECT_EQ(made.bytes[0], std::byte{0});
   const Bytes back = decoded(made.bytes, Element::kBf16, payload.size());
   EXPECT_TRUE(std::equal(noise.begin(), noise.end(), back.begin()));
-  EXPECT_LE(loss_between(payload, back, Element::kBf16).largest, 0.1F);
+  EXPECT_LE(loss_between(payload, back, Element::kBf16).keys, 0.1F);
 }
 
 // The first section by hand, from the description in record-format.md: 16 groups with one class.

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
+#include <limits>
 
 #include "record/lossy_codec.h"
 #include "record/numbers_for_tests.h"
@@ -25,9 +27,14 @@ using testing::ShardSizes;
 
 const ShardSizes kSizes = {150000, 0, 4096, 70001};
 
+RecordFormOptions lossy_form(const ErrorBounds& bounds, const KvRuns& runs,
+                             Element element = Element::kBf16) {
+  CompressionOptions options{.compress = Compress::kLossy, .bounds = bounds, .elements = {element}};
+  return {.compression = std::make_shared<CompressionChoice>(options), .bounds = bounds, .runs = {runs}};
+}
+
 RecordFormOptions lossy_form(double max_error = 0.05, Element element = Element::kBf16) {
-  CompressionOptions options{.compress = Compress::kLossy, .max_error = max_error, .elements = {element}};
-  return {.compression = std::make_shared<CompressionChoice>(options), .max_error = max_error};
+  return lossy_form({max_error, max_error}, {}, element);
 }
 
 TierOp op_on(const Row& row) {
@@ -72,8 +79,8 @@ TEST_F(LossyRecord, a_record_is_smaller_than_without_loss_and_states_its_loss) {
   const RecordHeader header = header_of(bytes);
   EXPECT_EQ(header.codec, Codec::kLossy);
   EXPECT_EQ(header.element, Element::kBf16);
-  EXPECT_GT(header.loss.largest, 0.02F);
-  EXPECT_LE(header.loss.largest, LossyCodec::rounded_up(0.05));
+  EXPECT_GT(header.loss.keys, 0.02F);
+  EXPECT_LE(header.loss.keys, LossyCodec::rounded_up(0.05));
   EXPECT_GT(header.loss.rms, 0.01F);
   EXPECT_LT(bytes.size(), (150000 + 4096 + 70001) / 2);
   ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes));
@@ -113,8 +120,60 @@ TEST_F(LossyRecord, a_form_without_loss_or_with_a_smaller_bound_rejects_it) {
   EXPECT_TRUE(read_bytes(larger, op_on(other_), bytes));
 }
 
+// Shards of whole runs of keys and values.
+class LossyRecordOfRuns : public ::testing::Test {
+ protected:
+  static constexpr KvRuns kRuns{128, 128};
+  LossyRecordOfRuns() { fill(row_, Payload::kKv); }
+  const ShardSizes sizes_ = {150 * 1024, 70 * 1024};
+  Row row_{sizes_}, other_{sizes_};
+};
+
+TEST_F(LossyRecordOfRuns, a_record_states_the_loss_of_keys_and_of_values) {
+  RecordForm form(lossy_form({0.03, 0.08}, kRuns));
+  const Bytes bytes = bytes_of(form, op_on(row_));
+  const Loss loss = header_of(bytes).loss;
+  EXPECT_GT(loss.keys, 0.015F);
+  EXPECT_LE(loss.keys, LossyCodec::rounded_up(0.03));
+  EXPECT_GT(loss.values, 0.04F);
+  EXPECT_LE(loss.values, LossyCodec::rounded_up(0.08));
+  EXPECT_TRUE(read_bytes(form, op_on(other_), bytes));
+  const CompressionStats stats = form.compression()->stats();
+  EXPECT_EQ(stats.largest_key_error, loss.keys);
+  EXPECT_EQ(stats.largest_value_error, loss.values);
+}
+
+TEST_F(LossyRecordOfRuns, a_reader_with_a_smaller_bound_for_keys_or_values_rejects_it) {
+  RecordForm form(lossy_form({0.05, 0.1}, kRuns));
+  const Bytes bytes = bytes_of(form, op_on(row_));
+  const auto read = [&](const ErrorBounds& bounds, const KvRuns& runs) {
+    RecordForm reader(lossy_form(bounds, runs));
+    return read_bytes(reader, op_on(other_), bytes).kind();
+  };
+  EXPECT_EQ(read({0.05, 0.1}, kRuns), StatusKind::kOk);
+  EXPECT_EQ(read({0.1, 0.2}, kRuns), StatusKind::kOk);
+  EXPECT_EQ(read({0.04, 0.1}, kRuns), StatusKind::kCorrupt);
+  EXPECT_EQ(read({0.05, 0.08}, kRuns), StatusKind::kCorrupt);
+  EXPECT_EQ(read({0.05, 0.05}, kRuns), StatusKind::kCorrupt);
+  EXPECT_EQ(read({0.05, 0.1}, {}), StatusKind::kCorrupt) << "it does not know which elements are values";
+  EXPECT_EQ(read({0.1, 0.1}, {}), StatusKind::kOk);
+}
+
+TEST_F(LossyRecordOfRuns, a_forged_loss_beyond_a_bound_is_corrupt) {
+  RecordForm form(lossy_form({0.05, 0.1}, kRuns));
+  const Bytes good = bytes_of(form, op_on(row_));
+  for (const std::size_t at : {792u, 800u}) {
+    for (const float loss : {0.11F, 0.5F, std::numeric_limits<float>::quiet_NaN()}) {
+      Bytes forged = good;
+      std::memcpy(forged.data() + at, &loss, sizeof(loss));
+      testing::make_header_right(&forged);
+      EXPECT_EQ(read_bytes(form, op_on(other_), forged).kind(), StatusKind::kCorrupt) << at << " " << loss;
+    }
+  }
+}
+
 TEST_F(LossyRecord, a_store_that_writes_without_loss_reads_lossy_records_of_its_namespace) {
-  RecordForm other({.max_error = 0.05});
+  RecordForm other({.bounds = {0.05, 0.05}});
   ASSERT_TRUE(read_bytes(other, op_on(other_), bytes_of(form_, op_on(row_))));
   fill(row_, Payload::kKv);
   const Bytes bytes = bytes_of(other, op_on(row_));

@@ -159,7 +159,7 @@ RecordHeader lossy_header() {
   RecordHeader header = some_header();
   header.codec = Codec::kLossy;
   header.element = Element::kBf16;
-  header.loss = {0.05F, 0.03F};
+  header.loss = {0.05F, 0.03F, 0.1F};
   return header;
 }
 
@@ -169,12 +169,12 @@ TEST(Record, the_header_of_a_lossy_record_states_its_loss) {
   RecordHeader found;
   ASSERT_TRUE(decode_header(page.span(), &found));
   EXPECT_EQ(found.codec, Codec::kLossy);
-  EXPECT_EQ(found.loss, (Loss{0.05F, 0.03F}));
-  float largest = 0, rms = 0;
-  std::memcpy(&largest, page.data() + 792, sizeof(largest));
-  std::memcpy(&rms, page.data() + 796, sizeof(rms));
-  EXPECT_EQ(largest, 0.05F);
-  EXPECT_EQ(rms, 0.03F);
+  EXPECT_EQ(found.loss, (Loss{0.05F, 0.03F, 0.1F}));
+  float stated[3] = {};
+  std::memcpy(stated, page.data() + 792, sizeof(stated));
+  EXPECT_EQ(stated[0], 0.05F) << "keys";
+  EXPECT_EQ(stated[1], 0.03F) << "the payload";
+  EXPECT_EQ(stated[2], 0.1F) << "values";
 }
 
 TEST(Record, an_impossible_loss_is_rejected) {
@@ -182,22 +182,27 @@ TEST(Record, an_impossible_loss_is_rejected) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   RecordHeader header = lossy_header(), found;
   for (const Loss& loss : {Loss{-0.1F, 0.0F}, Loss{0.6F, 0.1F}, Loss{nan, 0.1F}, Loss{0.1F, 0.2F},
-                           Loss{0.1F, nan}, Loss{0.1F, -0.1F}}) {
+                           Loss{0.1F, nan}, Loss{0.1F, -0.1F}, Loss{0.1F, 0.1F, 0.6F},
+                           Loss{0.1F, 0.1F, -0.1F}, Loss{0.1F, 0.1F, nan}, Loss{0.1F, 0.3F, 0.2F}}) {
     header.loss = loss;
     encode_header(header, page.span());
     EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt)
-        << loss.largest << " " << loss.rms;
+        << loss.keys << " " << loss.rms << " " << loss.values;
   }
-  header.loss = {0.5F, 0.5F};
-  encode_header(header, page.span());
-  EXPECT_TRUE(decode_header(page.span(), &found));
+  for (const Loss& loss : {Loss{0.5F, 0.5F}, Loss{0.1F, 0.2F, 0.5F}, Loss{0, 0.1F, 0.1F}}) {
+    header.loss = loss;
+    encode_header(header, page.span());
+    EXPECT_TRUE(decode_header(page.span(), &found));
+  }
   header.element = Element::kBytes;
   encode_header(header, page.span());
   EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "not numbers";
   header = some_header();
-  header.loss = {0.1F, 0.1F};
-  encode_header(header, page.span());
-  EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "another codec";
+  for (const Loss& loss : {Loss{0.1F, 0.1F}, Loss{0, 0, 0.1F}}) {
+    header.loss = loss;
+    encode_header(header, page.span());
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "another codec";
+  }
 }
 
 TEST(Record, an_encoded_record_that_saves_no_page_is_rejected) {

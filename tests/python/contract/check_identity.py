@@ -14,6 +14,7 @@ from typing import Any
 
 import adapter
 import pytest
+import torch
 
 adapter.use_specs()
 
@@ -374,7 +375,6 @@ def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
 
 
 def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_config: Any) -> None:
-    import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     def may_lose(spec: Any) -> bool:
@@ -407,3 +407,24 @@ def test_a_lossy_tier_gives_all_tiers_a_namespace_of_their_own(resolved: Any, tm
         made.shutdown()
     assert [error for _, error in found] == [None, "0.05", "0.1"]
     assert len({name for name, _ in found}) == 3
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_group_whose_values_are_unknown_is_named_and_keeps_the_bound_of_keys(
+    resolved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_known: bool
+) -> None:
+    caches = kv_caches()
+    if is_known:
+        layer = resolved.compilation_config.static_forward_context["layer.0"]
+        layer.kv_cache = caches.tensors[0].tensor.view(torch.bfloat16).view(8, 2, 16, 64)
+    tier = {"type": "fs", "root_dir": str(tmp_path), "max_bytes": "16MiB", "compress": "lossy:0.05:0.1"}
+    spec = KVOffloadSpec(offloading_config(model_id="m", secondary_tiers=[tier]))
+    made = spec.get_worker(caches)
+    spec.get_manager().shutdown()
+    made.shutdown()
+    named = "cache groups [0]: it is not known which elements are values, so the error of all of them"
+    assert (named in caplog.text) == (not is_known)
+    (space,) = tmp_path.glob("*/namespace.json")
+    settings = json.loads(space.read_text())["settings"]
+    assert settings["max_value_error"] == "0.1"
+    assert settings["kv_runs"] == ("[[1024,1024]]" if is_known else "[[0,0]]")

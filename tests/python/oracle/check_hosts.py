@@ -593,7 +593,7 @@ def test_a_host_with_other_settings_of_tiers_is_refused_with_both_values(tmp_pat
     def options(extra: dict[str, Any]) -> OffloadConfig:
         return OffloadConfig.parse(extra)[0]
 
-    plan = TierPlan(cast(Any, None), (), (), common_settings(options(base)))
+    plan = TierPlan(cast(Any, None), (), (), (), common_settings(options(base)))
     plan.refuse_other_settings(options({**base, "cpu_bytes_to_use": "2GiB"}))
     for other, text in (
         (

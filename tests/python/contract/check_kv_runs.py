@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_contract.py under each vLLM release: which bytes of a cache group are keys or values."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+import torch
+
+adapter.use_specs()
+
+from kv_offload.specs import compat, identity  # noqa: E402
+from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+
+from contract.parts import offloading_config  # noqa: E402
+
+BLOCKS, HEADS, TOKENS, WIDTH = 5, 3, 32, 64
+LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
+
+
+def cache_of(layout: str, width: int = 2 * WIDTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A layer's cache in the logical shape, in the physical order of the layout."""
+    shape = (BLOCKS, HEADS, TOKENS, width)
+    order = LAYOUTS[layout]
+    cache = torch.zeros([shape[axis] for axis in order], dtype=dtype)
+    return cache.permute([order.index(axis) for axis in range(4)])
+
+
+def spec_of(**changes: Any) -> Any:
+    facts = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": torch.bfloat16}
+    return FullAttentionSpec(**{**facts, **changes})
+
+
+class Group:
+    """One cache group, whose layers have a page each."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caches: Sequence[torch.Tensor],
+        backend: str = "FLASH_ATTN",
+        specs: Sequence[Any] = (),
+    ) -> None:
+        names = tuple(f"layer.{number}" for number in range(len(caches)))
+        config = offloading_config()
+        self.config = replace(config, groups=(replace(config.groups[0], layer_names=names),))
+        self.layers: dict[str, Any] = {}
+        tensors, refs = [], []
+        for name, cache, spec in zip(names, caches, specs or [spec_of()] * len(caches), strict=True):
+            page = cache.numel() // BLOCKS * cache.element_size()
+            pages = torch.tensor([], dtype=torch.int8).set_(
+                cache.untyped_storage(), 2 * cache.storage_offset(), (BLOCKS, page), (page, 1)
+            )
+            refs.append(base.CanonicalKVCacheRef(len(tensors), page))
+            tensors.append(base.CanonicalKVCacheTensor(pages, page))
+            self.layers[name] = SimpleNamespace(
+                kv_cache=cache,
+                attn_backend=SimpleNamespace(get_name=lambda: backend),
+                get_kv_cache_spec=lambda _, spec=spec: spec,
+            )
+        self.kv_caches = base.CanonicalKVCaches(tensors, [refs])
+        vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=self.layers))
+        monkeypatch.setattr(compat, "current_vllm_config", lambda: vllm_config)
+
+    def runs(self) -> tuple[int, int]:
+        (found,) = kv_runs_of(self.config, self.kv_caches)
+        return found
+
+    def first_pages(self) -> torch.Tensor:
+        """All blocks of the first layer as numbers."""
+        found: torch.Tensor = self.kv_caches.tensors[0].tensor.reshape(-1).view(torch.bfloat16)
+        return found
+
+
+def values_of_cell(cache: torch.Tensor) -> torch.Tensor:
+    """As in flash_attn.py and the other backends."""
+    return cache.transpose(1, 2).split(WIDTH, dim=-1)[1]
+
+
+def values_of_cpu(cache: torch.Tensor) -> torch.Tensor:
+    """As in cpu_attn.py."""
+    return cache.view(BLOCKS, HEADS, 2 * TOKENS, -1).chunk(2, dim=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "values"),
+    [
+        *((each, "LBHNC", values_of_cell) for each in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")),
+        *(("FLASH_ATTN", each, values_of_cell) for each in LAYOUTS),
+        ("FLEX_ATTENTION", "LBNHC", values_of_cell),
+        ("CPU_ATTN", "LBHNC", values_of_cpu),
+    ],
+)
+def test_the_runs_of_values_are_where_the_backend_puts_values(
+    backend: str,
+    layout: str,
+    values: Callable[[torch.Tensor], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = cache_of(layout)
+    values(cache).fill_(1)
+    group = Group(monkeypatch, [cache, cache_of(layout)], backend)
+    keys, after = group.runs()
+    assert keys > 0
+    period = (keys + after) // 2
+    runs = group.first_pages().reshape(-1, period)
+    assert (runs[:, : keys // 2] == 0).all()
+    assert (runs[:, keys // 2 :] == 1).all()
+
+
+def test_the_backends_of_this_release_split_keys_and_values_as_assumed() -> None:
+    """Their source is compared, because their kernels need a GPU."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    assert "kv_cache.chunk(2, dim=2)" in inspect.getsource(cpu_attn)
+    folder = cpu_attn.__file__.rpartition("/")[0]
+    for name in ("flash_attn", "flashinfer", "triton_attn", "flex_attention", "flash_attn_diffkv"):
+        with open(f"{folder}/{name}.py", encoding="utf-8") as file:
+            text = "".join(file.read().split())
+        assert "kv_cache.transpose(1,2).split(self.head_size,dim=-1)" in text, name
+    with open(f"{folder}/triton_attn_diffkv.py", encoding="utf-8") as file:
+        assert "value_cache = kv_cache[..., head_size_qk : head_size_qk + head_size_v]" in file.read()
+
+
+def test_keys_and_values_of_different_width_have_runs_of_different_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = [spec_of(head_size=192, head_size_v=128)]
+    group = Group(monkeypatch, [cache_of("LBNHC", 320)], "FLASH_ATTN_DIFFKV", specs)
+    assert group.runs() == (384, 256)
+
+
+def padded() -> list[torch.Tensor]:
+    """Pages with padding: a block does not consist of whole runs."""
+    bytes_of_block = HEADS * TOKENS * 2 * WIDTH + 16
+    cache = torch.zeros(BLOCKS * bytes_of_block, dtype=torch.bfloat16)
+    strides = (bytes_of_block, TOKENS * 2 * WIDTH, 2 * WIDTH, 1)
+    return [cache.as_strided((BLOCKS, HEADS, TOKENS, 2 * WIDTH), strides)]
+
+
+@pytest.mark.parametrize(
+    ("caches", "backend", "specs"),
+    [
+        ([cache_of("LBHNC")], "ROCM_ATTN", [spec_of()]),
+        ([cache_of("LBNHC")], "CPU_ATTN", [spec_of()]),
+        ([cache_of("LBHNC").float()], "FLASH_ATTN", [spec_of(dtype=torch.float32)]),
+        ([cache_of("LBHNC", WIDTH)], "FLASH_ATTN", [spec_of()]),
+        ([cache_of("LBHNC").reshape(BLOCKS, 2, -1)], "FLASH_ATTN", [spec_of()]),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_head_slots=2)]),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(state_content_bytes=4 * WIDTH)]),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(head_size_v=0)]),
+        (
+            [cache_of("LBHNC"), cache_of("LBHNC", 256)],
+            "FLASH_ATTN",
+            [spec_of(), spec_of(head_size=128)],
+        ),
+        (padded(), "FLASH_ATTN", [spec_of()]),
+    ],
+)
+def test_an_unusual_layout_is_unknown(
+    caches: list[torch.Tensor], backend: str, specs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Group(monkeypatch, caches, backend, specs).runs() == UNKNOWN
+
+
+def test_a_latent_cache_and_a_layer_that_is_missing_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=2 * WIDTH, dtype=torch.bfloat16)
+    assert Group(monkeypatch, [cache_of("LBHNC")], "FLASH_ATTN", [spec]).runs() == UNKNOWN
+    group = Group(monkeypatch, [cache_of("LBHNC"), cache_of("LBHNC")])
+    del group.layers["layer.1"]
+    assert group.runs() == UNKNOWN
+
+
+def test_a_page_that_begins_inside_a_run_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, [cache_of("LBHNC")])
+    assert group.runs() == (2 * WIDTH, 2 * WIDTH)
+    whole = group.kv_caches.tensors[0].tensor
+    group.kv_caches.tensors[0].tensor = whole.reshape(-1)[2 * WIDTH : -2 * WIDTH].reshape(-1, 2 * WIDTH)
+    assert group.runs() == UNKNOWN
+
+
+def test_ranks_that_do_not_agree_make_the_runs_unknown(vllm_config: Any) -> None:
+    texts = [
+        identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100, None, [runs])
+        for runs in ((128, 128), (128, 128), UNKNOWN)
+    ]
+    assert identity.merge_fingerprints(texts[:2])["kv_runs"] == [(128, 128)]
+    assert identity.merge_fingerprints(texts[1:])["kv_runs"] == [UNKNOWN]
