@@ -42,6 +42,7 @@ constexpr std::uint32_t kPromptTokens = 8192;   // of a load
 constexpr std::uint32_t kChunkTokens = 256;     // tokens of a chunk
 constexpr std::uint64_t kTokenBytes = 32 << 10;  // KV cache of a token in all ranks, where loads are measured
 constexpr std::uint64_t kTierBytes = std::uint64_t{3} << 29;  // of one engine on all hosts: six prompts
+constexpr double kPatienceSeconds = 60;
 constexpr const char* kVersion = "benchmark";
 
 [[noreturn]] void fail(const std::string& message) {
@@ -187,7 +188,7 @@ class Engine {
     const double begin = now();
     double before = thread_seconds();
     const RequestHandle request = cache_->begin_request("r", {});
-    // From tiers, it takes several steps.
+    // Loads from tiers take several steps.
     const auto is_hit = [&](const ChunkKey& key) {
       const LookupResult result = cache_->lookup(request, key);
       if (result == LookupResult::kMiss) {
@@ -217,7 +218,11 @@ class Engine {
   }
   // Waits until the tier has all chunks that were stored.
   void wait_for_writes() {
-    while (metrics_.value("kv_offload_write_bytes_total", {"fs"}) < stored_bytes_) cache_->end_step();
+    const double begin = now();
+    while (metrics_.value("kv_offload_write_bytes_total", {"fs"}) < stored_bytes_) {
+      if (now() - begin > kPatienceSeconds) fail("the tier has not stored all chunks");
+      cache_->end_step();
+    }
   }
   std::uint64_t relayed_bytes() const {
     std::uint64_t sum = 0;

@@ -170,10 +170,10 @@ class HostLinks:
         """Raises ResourceError naming the hosts that are missing or do not fit, and why."""
     @property
     def num_hosts(self) -> int:
-        """The number of other hosts."""
+        """Returns the number of other hosts."""
     @property
     def lost_hosts(self) -> list[int]:
-        """The numbers of the hosts that are not connected now; 1 is the first of ``hosts``."""
+        """Returns the numbers of the hosts that are not connected now; 1 is the first of ``hosts``."""
     def take_events(self) -> list[str]:
         """Returns lines about hosts that were lost or came back since the last call."""
     def close(self) -> None: ...

@@ -253,7 +253,7 @@ def _hosts(page: "Page") -> Iterator[Finding]:
         if not page.min("kv_offload_host_connected", host=host):
             yield Finding(
                 "host_not_connected",
-                f"host {host} is not connected now; nothing is loaded or stored until it is",
+                f"host {host} was not connected in the last step; nothing is loaded or stored until it is",
                 "check its processes and the network to it; the scheduler's log has the reason",
             )
     for host in page.values_of("kv_offload_host_tier_capacity_bytes", "host"):
@@ -262,12 +262,12 @@ def _hosts(page: "Page") -> Iterator[Finding]:
             trips = page.sum("kv_offload_host_breaker_trips_total", host=host, tier=tier)
             if not failed and not trips:
                 continue
-            parts = [f"{failed:,.0f} operations failed"] if failed else []
+            parts = [f"{failed:,.0f} operations on its part of tier {tier} failed"] if failed else []
             if trips:
-                parts.append(f"it was taken out of service {trips:,.0f} times")
+                parts.append(f"the circuit breaker of its part of tier {tier} tripped {trips:,.0f} times")
             yield Finding(
                 "host_failures",
-                f"host {host}, its part of tier {tier}: {' and '.join(parts)}",
+                f"host {host}: {' and '.join(parts)}",
                 "check the device or the server of that host, and its log",
             )
 

@@ -34,7 +34,7 @@ inline constexpr std::size_t kStatusKinds = static_cast<std::size_t>(StatusKind:
 // Returns the word used in metric labels and messages, e.g. "no_space".
 std::string_view to_string(StatusKind kind);
 
-// Returns whether operations that end like this count as failed. Not failures: cancelled before it was tried
+// Returns true if operations that end like this count as failed. Not failures: cancelled before it was tried
 // (counted where it is cancelled); expired before it was tried (counted as a miss); refused by a disabled
 // tier (counted as the failure that disabled it); declined as not worth its place; not found.
 bool is_failure(StatusKind kind);

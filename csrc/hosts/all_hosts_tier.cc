@@ -135,12 +135,12 @@ class AllHostsTier final : public Tier {
   std::size_t next_ended_ = 0;
   std::vector<std::vector<TierRemoval>> removed_{parts_.size()};  // polled
   std::unordered_set<ChunkKey> reported_;                         // by this poll()
-  std::vector<TierPart> counts_{parts_.size()};                   // without statistics
+  std::vector<TierPart> counts_{parts_.size()};                   // all but `stats` and the speed
   bool closed_ = false;
 };
 
-// Calls `call` for all parts at once, since each call may wait for its host. Throws what the first call threw
-// that failed, after all have returned.
+// Calls `call` for all parts at once, since each call may wait for its host. After all calls have returned,
+// rethrows the exception of the first part that failed.
 void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& call) const {
   std::vector<std::exception_ptr> failures(parts_.size());
   const auto call_one = [&](std::size_t part) {
@@ -155,7 +155,7 @@ void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& 
   std::size_t part = 1;
   try {
     for (; part < parts_.size(); ++part) threads.emplace_back(call_one, part);
-  } catch (const std::exception&) {  // the system refuses another thread: the rest one by one
+  } catch (const std::exception&) {  // no more threads: the rest one by one
   }
   call_one(0);
   for (; part < parts_.size(); ++part) call_one(part);

@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kMostRounds = 8;  // each one after the second: another engine begins an epoch too
+constexpr int kMostRounds = 8;  // more than two only if other engines begin epochs at the same time
 
 std::uint64_t new_id() {
   const auto bytes = random_bytes();
@@ -48,10 +48,12 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
   std::vector<EpochChoice> own_choices(tiers, {new_id(), false, 0});
   std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
+  const SteadyClock clock;
+  const Nanos end = clock.now() + options.timeout;
   for (int round = 0;; ++round) {
     own.clear();
     own = open_own(own_choices);
-    std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, options.timeout);
+    std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, end - clock.now());
     std::vector<std::uint64_t>& own_ids = ids.emplace_back();
     for (const auto& tier : own) own_ids.push_back(tier->stats().epoch_id);
     bool agree = true;
@@ -59,7 +61,8 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
         return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
       });
-      // If a tier agrees, its next opening finds this epoch; an epoch that is missing then gets an unused id.
+      // If all hosts agree on a tier, the next round opens the same epoch. If a store loses it meanwhile, it
+      // gets an unused id.
       const std::uint64_t next = is_same ? new_id() : next_id(ids, tier);
       for (std::size_t host = 0; host < choices.size(); ++host)
         choices[host][tier] = {next, !is_same, ids[host][tier]};

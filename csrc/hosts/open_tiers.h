@@ -24,7 +24,7 @@ namespace kv_offload {
 using Tiers = std::vector<std::unique_ptr<Tier>>;
 
 struct OpenOptions {
-  Nanos timeout{std::chrono::minutes(2)};  // for all hosts
+  Nanos timeout{std::chrono::minutes(2)};  // for all other hosts
   RemoteTierOptions remote{};              // without the name
   AllHostsOptions all_hosts{};
 };

@@ -40,7 +40,9 @@ bool EpochRegistry::is_name(std::string_view text) {
   return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
 }
 
-std::string EpochRegistry::name_of_id(std::uint64_t id) { return fmt::format("{0:016x}{0:016x}", id); }
+std::string EpochRegistry::name_of_id(std::uint64_t id) {
+  return fmt::format("{:016x}{}", id, new_name().substr(kNameDigits / 2));
+}
 
 std::uint64_t EpochRegistry::id_of(std::string_view name) {
   std::uint64_t id = 0;
@@ -64,8 +66,8 @@ Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& f
   if (!fetched) {
     return Status::error(
         fetched.kind(),
-        fmt::format("{}. All hosts of an engine have to reach their stores when it starts, to "
-                    "agree on an epoch: start the store first, then restart this engine",
+        fmt::format("{}. The hosts of an engine must agree on an epoch at start, for which each of "
+                    "them reads and may write a key in its store: correct this, then restart this engine",
                     fetched.message()));
   }
   if (read_only && (choice.is_new || stored.empty())) {
@@ -86,8 +88,9 @@ void EpochRegistry::set_start(const std::string& name) {
   remember(name, &starts_);
 }
 
-void EpochRegistry::start_with(const std::string& stored) {
+void EpochRegistry::start_with(const std::string& stored, const std::string& replaced) {
   const MutexLock lock(mutex_);
+  remember(replaced, &starts_);
   set_start(stored);
   if (!stored.empty()) epoch_ = std::make_shared<Named>(stored);
 }

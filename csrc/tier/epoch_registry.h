@@ -7,12 +7,12 @@
 // that was reset uses yet another name, which is stored nowhere, so that no newly started process finds what
 // it writes. Processes that keep running in the old epoch no longer share records with newly started ones.
 //
-// The hosts of an engine that spans several have a store each, and must use the same epoch (EpochChoice).
-// Names contain the id. A store that has no name gets the one of `id`, which is random. With is_new, that id
-// may have been in use before: it follows from the ids of all hosts, so that engines that start at once
-// agree. So it replaces only the name that this host has reported: never one of a reset that happened
-// meanwhile, and never a missing one. In these cases the host reports another id, and the scheduler chooses
-// again.
+// Each host of an engine on several hosts has its own store, and all must use one epoch (EpochChoice). A name
+// begins with the id. If a store has no name, the host publishes one with `id`, which is random. With is_new,
+// that id may have been in use before: it follows from the ids of all hosts, so that engines that start at
+// once agree. So the rest of the name is random: the records of the earlier epoch are not found. And it
+// replaces only the name that this host has reported: never one of a reset that happened meanwhile, and never
+// a missing one. In these cases the host reports another id, and the scheduler chooses again.
 //
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
@@ -38,11 +38,12 @@ class EpochRegistry {
   static std::string new_name();  // throws ResourceError: the system has no random numbers
   static bool is_name(std::string_view text);
   // ---- epochs of an engine on several hosts
-  static std::string name_of_id(std::uint64_t id);
+  static std::string name_of_id(std::uint64_t id);    // another one in each call
   static std::uint64_t id_of(std::string_view name);  // of any name; never 0. REQUIRES: is_name(name)
   // Returns the name for a store that has none when a process starts. Never empty.
   static std::string name_if_none(const EpochChoice& choice);
-  // Returns the name that replaces `stored` when a process starts; empty: none does. `stored`: may be empty.
+  // Returns the name that replaces `stored` when a process starts; empty if `stored` stays. `stored`: may be
+  // empty.
   static std::string replacement_of(std::string_view stored, const EpochChoice& choice);
   // Returns why an engine on several hosts cannot use the store; ok if it can. `fetched`: status of the fetch
   // of `stored`; kDeclined: the store responds, but cannot replace an epoch.
@@ -52,8 +53,9 @@ class EpochRegistry {
   // REQUIRES: an epoch of an EpochRegistry, not null.
   static const std::string& name_of(const EpochPtr& epoch);
 
-  // Sets the name that the store had at our start; empty: none, and begin() sets one later.
-  void start_with(const std::string& stored) EXCLUDES(mutex_);
+  // Sets the name that the store had at our start; empty: none, and begin() sets one later. `replaced`: the
+  // name that we replaced by it, or empty; our resets end it too.
+  void start_with(const std::string& stored, const std::string& replaced = {}) EXCLUDES(mutex_);
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);

@@ -95,7 +95,7 @@ struct TierRemoval {
 // which is stored with them. Equal numbers mean that no host has missed a reset of another one.
 struct EpochChoice {
   std::uint64_t id = 0;  // of an epoch that is made; 0: it gets none
-  bool is_new = false;   // a directory opens no epoch with another id
+  bool is_new = false;   // if set, a directory opens no epoch with another id
   // With is_new: the id that this host's tier reported before. A store that other engines use at the same
   // time begins the epoch `id` only in place of this one (epoch_registry.h).
   std::uint64_t replaces = 0;
@@ -135,8 +135,7 @@ struct TierStats {
   double largest_key_error = 0, largest_value_error = 0;          // see CompressionStats
 };
 
-// One of the tiers that a tier consists of, in an engine on several hosts: that of one host. Totals are those
-// of this process.
+// One host's part of a tier, in an engine on several hosts. Totals count from the start of the scheduler.
 struct TierPart {
   TierStats stats;
   double read_bytes_per_second = 0;  // estimated, without the queue; 0: unknown

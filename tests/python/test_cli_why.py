@@ -148,9 +148,10 @@ def test_hosts_that_are_lost_or_fail_are_named():
         ("host_breaker_trips_total", ["1", "fs"], 2),
     )
     lost, failed = (found.text for found in from_metrics(Page(text)).findings if "host" in found.cause)
-    assert lost.startswith("host 2 is not connected")
+    assert lost.startswith("host 2 was not connected")
     assert failed == (
-        "host 1, its part of tier fs: 3 operations failed and it was taken out of service 2 times"
+        "host 1: 3 operations on its part of tier fs failed and the circuit breaker of its part of tier fs "
+        "tripped 2 times"
     )
 
 

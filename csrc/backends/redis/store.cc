@@ -87,15 +87,16 @@ RedisStore::RedisStore(const RedisTierOptions& options)
   bool refused = false;
   Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found, &refused);
   const std::string name = EpochRegistry::replacement_of(found, options.epoch);
+  std::string before;
   if (status && !name.empty() && !options.read_only) {
-    const std::string before = found;
+    before = found;
     status = replace_startup_epoch(before, name);
     // Another engine may have been faster.
     if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused);
     if (status && found == before) {
       status = Status::error(StatusKind::kDeclined,
-                             "the server did not replace the epoch: its user needs the commands WATCH, MULTI "
-                             "and EXEC");
+                             "the server did not replace the epoch: its user needs the commands WATCH, "
+                             "MULTI, EXEC and SET");
     }
   }
   const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
@@ -103,7 +104,7 @@ RedisStore::RedisStore(const RedisTierOptions& options)
     throw_resource("redis tier at {}: {}", address_of(options.server),
                    refused ? status.message() : usable.message());
   }
-  epochs_.start_with(found);
+  epochs_.start_with(found, before);
 }
 
 std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {

@@ -38,7 +38,9 @@ S3Store::S3Store(const S3TierOptions& options)
   bool refused = false;
   Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found, &refused);
   const std::string name = EpochRegistry::replacement_of(found, options.epoch);
+  std::string before;
   if (status && !name.empty() && !options.read_only) {
+    before = found;
     status = replace_startup_epoch(found, name);
     // Another engine may have been faster.
     if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused);
@@ -48,7 +50,7 @@ S3Store::S3Store(const S3TierOptions& options)
     throw_resource("s3 tier {}: {}", address_of(options.bucket),
                    refused ? status.message() : usable.message());
   }
-  epochs_.start_with(found);
+  epochs_.start_with(found, before);
 }
 
 std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
@@ -138,9 +140,9 @@ Status S3Store::remove(const ChunkKey& key, const EpochPtr& epoch) {
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
   if (is_done(answer)) return Status::ok();  // most stores do not report whether there was an object
   const Status refused = refusal(answer, options_.bucket);
-  // The object stays until it expires. That stops no writes.
-  return refused.kind() == StatusKind::kNotFound ? refused
-                                                 : Status::error(StatusKind::kDeclined, refused.message());
+  if (refused.kind() == StatusKind::kNotFound || answer.status == 429 || answer.status >= 500) return refused;
+  // No permission: the object stays until it expires. That stops no writes.
+  return Status::error(StatusKind::kDeclined, refused.message());
 }
 
 // True once for each read that left a damaged object behind.
@@ -245,8 +247,8 @@ Status S3Store::check_replacement(Deadline until) {
   const std::string condition = fmt::format("If-Match: \"{:032d}\"", 0);
   if (Status status = put(options_.prefix + "/conditions", "", condition, until, &answer); !status)
     return status;
-  if (answer.status == 412 || answer.status == 404) return Status::ok();
-  return no_replacement();
+  if (is_refused_condition(answer) || answer.status == 404) return Status::ok();
+  return is_done(answer) || answer.status == 501 ? no_replacement() : refusal(answer, options_.bucket);
 }
 
 Status S3Store::replace_startup_epoch(const std::string& stored, const std::string& name) {
@@ -256,7 +258,11 @@ Status S3Store::replace_startup_epoch(const std::string& stored, const std::stri
   bool refused = false;
   if (Status status = read_startup_epoch(until, &found, &etag, &refused); !status) return status;
   if (found != stored) return Status::ok();
-  if (etag.empty()) return no_replacement();  // an empty condition would not be sent
+  if (etag.empty()) {  // an empty condition would not be sent
+    return Status::error(StatusKind::kDeclined,
+                         "the hosts of this engine have different epochs, and the store returns no ETag, so "
+                         "none can be replaced safely: give all hosts a new prefix");
+  }
   Answer answer;
   if (Status status = put(startup_epoch_key_, name, "If-Match: " + etag, until, &answer); !status)
     return status;

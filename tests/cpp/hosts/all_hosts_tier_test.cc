@@ -6,13 +6,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <barrier>
+#include <atomic>
 #include <functional>
 #include <map>
 #include <new>
 #include <utility>
 #include <vector>
 
+#include "tier/loopback_server.h"
 #include "tier/tier_driver.h"
 
 namespace kv_offload {
@@ -139,14 +140,19 @@ class AllHostsTierTest : public ::testing::Test {
 
 TEST_F(AllHostsTierTest, resets_and_closes_wait_for_all_hosts_at_once) {
   // Each call waits until the call of the other host has begun.
-  std::barrier<> both(2);
-  for (PlayedTier* part : part_) part->on_reset = part->on_close = [&both] { both.arrive_and_wait(); };
+  std::atomic<int> begun{0};
+  const auto wait_for_both = [&begun] {
+    const int both = begun++ / 2 * 2 + 2;
+    EXPECT_TRUE(testing::holds_soon([&] { return begun >= both; })) << "one after the other";
+  };
+  for (PlayedTier* part : part_) part->on_reset = part->on_close = wait_for_both;
   part_[1]->reset_status = Status::error(StatusKind::kTimeout, "a host did not confirm the reset");
   EXPECT_EQ(tier_->reset().kind(), StatusKind::kTimeout);
   tier_->close();
+  EXPECT_EQ(begun, 4);
 }
 
-TEST_F(AllHostsTierTest, a_reset_that_throws_is_repeated_to_the_caller_after_all_hosts_were_asked) {
+TEST_F(AllHostsTierTest, an_exception_in_one_reset_reaches_the_caller_after_all_hosts_were_reset) {
   bool own_was_asked = false;
   part_[0]->on_reset = [&] { own_was_asked = true; };
   part_[1]->on_reset = [] { throw std::bad_alloc(); };

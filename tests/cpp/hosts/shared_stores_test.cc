@@ -213,7 +213,7 @@ TYPED_TEST(SharedStores, a_store_that_refuses_removals_takes_writes) {
   EXPECT_EQ(this->tier_->stats().breaker_trips, 0u);
 }
 
-TYPED_TEST(SharedStores, the_removal_of_a_part_that_is_gone_forgets_it) {
+TYPED_TEST(SharedStores, removing_a_missing_part_records_its_absence) {
   TierDriver user(this->open_alone(0));
   ASSERT_TRUE(user.write(1));
   this->store(0).remove(this->record_on(0));
@@ -337,7 +337,7 @@ TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
 
 // ---- starts at once, and stores that lose data
 
-TYPED_TEST(SharedStores, engines_that_start_at_once_choose_the_same_epoch) {
+TYPED_TEST(SharedStores, engines_that_find_the_same_epochs_choose_the_same_id) {
   std::uint64_t ids[2] = {};
   for (std::uint64_t& id : ids) {
     this->set_epoch(0, kFirst);
@@ -348,6 +348,20 @@ TYPED_TEST(SharedStores, engines_that_start_at_once_choose_the_same_epoch) {
     this->stop();
   }
   EXPECT_EQ(ids[0], ids[1]);
+}
+
+TYPED_TEST(SharedStores, an_epoch_with_an_id_that_was_in_use_has_no_earlier_records) {
+  for (int engine = 0; engine < 2; ++engine) {
+    // The second time, the stores have lost their newest changes, and return to the replaced names.
+    this->set_epoch(0, kFirst);
+    this->set_epoch(1, kSecond);
+    this->weights = static_cast<std::uint32_t>(engine);
+    this->start();
+    EXPECT_FALSE(this->has(1));
+    ASSERT_TRUE(this->write(1).is_ok());
+    EXPECT_TRUE(this->read(1).is_ok());
+    this->stop();
+  }
 }
 
 TYPED_TEST(SharedStores, an_epoch_that_another_engine_replaces_between_two_hosts_is_noticed) {
@@ -416,13 +430,13 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_named) {
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               AllOf(StartsWith("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: "),
                     HasSubstr(fmt::format("{} tier ", TypeParam::kType)),
-                    HasSubstr("All hosts of an engine have to reach their stores when it starts")));
+                    HasSubstr("The hosts of an engine must agree on an epoch at start")));
   this->stop();
   this->store(1).start();
   this->store(0).kill();
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               AllOf(StartsWith(fmt::format("{} tier ", TypeParam::kType)),
-                    HasSubstr("All hosts of an engine have to reach their stores when it starts")));
+                    HasSubstr("The hosts of an engine must agree on an epoch at start")));
 }
 
 TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {

@@ -47,6 +47,14 @@ TEST(EpochRegistryTest, a_reset_engine_does_not_share_the_start_epoch) {
 
 // ---- the start of an engine on several hosts
 
+TEST(EpochRegistryTest, a_reset_also_ends_the_epoch_that_was_replaced_at_the_start) {
+  EpochRegistry epochs;
+  epochs.start_with(EpochRegistry::name_of_id(8), kFirst);
+  EXPECT_FALSE(epochs.has_ended(kFirst));
+  epochs.forget();
+  EXPECT_TRUE(epochs.has_ended(kFirst)) << "the store may return to it";
+}
+
 constexpr EpochChoice kFirstRound{7, false, 0}, kSecondRound{8, true, 7};
 
 TEST(EpochRegistryTest, the_id_of_an_epoch_is_in_its_name) {
@@ -54,20 +62,22 @@ TEST(EpochRegistryTest, the_id_of_an_epoch_is_in_its_name) {
     const std::string name = EpochRegistry::name_of_id(id);
     EXPECT_TRUE(EpochRegistry::is_name(name)) << name;
     EXPECT_EQ(EpochRegistry::id_of(name), id);
+    EXPECT_NE(EpochRegistry::name_of_id(id), name)
+        << "an id that is used again must not find earlier records";
   }
   EXPECT_EQ(EpochRegistry::id_of(kFirst), 0xAAAAAAAAAAAAAAAAu);
   EXPECT_EQ(EpochRegistry::id_of(std::string(EpochRegistry::kNameDigits, '0')), 1u) << "0 means: no epoch";
 }
 
 TEST(EpochRegistryTest, a_missing_epoch_gets_the_chosen_id_only_if_that_was_never_used) {
-  EXPECT_EQ(EpochRegistry::name_if_none(kFirstRound), EpochRegistry::name_of_id(7));
+  EXPECT_EQ(EpochRegistry::id_of(EpochRegistry::name_if_none(kFirstRound)), 7u);
   EXPECT_NE(EpochRegistry::id_of(EpochRegistry::name_if_none(kSecondRound)), 8u);
   EXPECT_NE(EpochRegistry::name_if_none({}), EpochRegistry::name_if_none({})) << "an engine on one host";
 }
 
 TEST(EpochRegistryTest, only_the_epoch_that_the_host_reported_is_replaced) {
-  EXPECT_EQ(EpochRegistry::replacement_of(EpochRegistry::name_of_id(7), kSecondRound),
-            EpochRegistry::name_of_id(8));
+  const std::string made = EpochRegistry::replacement_of(EpochRegistry::name_of_id(7), kSecondRound);
+  EXPECT_EQ(EpochRegistry::id_of(made), 8u);
   EXPECT_EQ(EpochRegistry::replacement_of(kFirst, kSecondRound), "");
   EXPECT_EQ(EpochRegistry::replacement_of("", kSecondRound), "");
   EXPECT_EQ(EpochRegistry::replacement_of(kFirst, kFirstRound), "");
@@ -79,7 +89,7 @@ TEST(EpochRegistryTest, only_an_engine_on_several_hosts_needs_an_epoch_at_its_st
   EXPECT_TRUE(EpochRegistry::startup_problem({}, failed, "", false));
   EXPECT_TRUE(EpochRegistry::startup_problem({}, Status::ok(), "", true));
   EXPECT_THAT(EpochRegistry::startup_problem(kFirstRound, failed, "", false).message(),
-              ::testing::StartsWith("no answer. All hosts of an engine have to reach their stores"));
+              ::testing::StartsWith("no answer. The hosts of an engine must agree on an epoch"));
   EXPECT_TRUE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, false));
   EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), kFirst, true));
   EXPECT_FALSE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), "", true));
