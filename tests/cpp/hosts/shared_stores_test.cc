@@ -379,11 +379,11 @@ TYPED_TEST(SharedStores, a_store_that_restarts_empty_gets_the_epoch_of_the_runni
     this->has_common_store_ = is_common;
     this->start();
     ASSERT_TRUE(this->write(1).is_ok());
-    const std::string used = this->epoch(1);
+    const std::string used[] = {this->epoch(0), this->epoch(1)};
     this->store(1).kill();
     EXPECT_FALSE(this->read(1).is_ok());
     this->store(1).start();
-    EXPECT_TRUE(this->eventually([&] { return this->epoch(0) == used && this->epoch(1) == used; }));
+    EXPECT_TRUE(this->eventually([&] { return this->epoch(0) == used[0] && this->epoch(1) == used[1]; }));
     EXPECT_TRUE(this->eventually([&] { return this->write(2).is_ok() && this->read(2).is_ok(); }));
     this->restart();
     EXPECT_FALSE(this->has(1));
