@@ -445,7 +445,7 @@ TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused)
   this->store(0).refuse_replacements();
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               EndsWith(std::string_view(TypeParam::kType) == "redis"
-                           ? "its user needs the commands WATCH, MULTI and EXEC"
+                           ? "its user needs the commands WATCH, MULTI, EXEC and SET"
                            : "safely: give all hosts a new prefix"));
   EXPECT_EQ(this->epoch(0), kFirst);
 }
