@@ -5,7 +5,7 @@
 //   payload_codec restore KEYS VALUES RUN FILE OUT
 //
 // The second form encodes a file with these bounds for keys and values, which alternate in runs of RUN bytes,
-// and writes what a reader gets to OUT.
+// and writes the decoded bytes to OUT.
 //
 // The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
 // cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
@@ -14,13 +14,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #define ZSTD_STATIC_LINKING_ONLY
@@ -264,7 +267,7 @@ int run(int rounds, const std::vector<std::string>& files) {
   return 0;
 }
 
-// Encodes a file in chunks and writes the decoded bytes. Prints the ratio, the stated loss and the speeds.
+// Encodes a file in chunks and writes the decoded bytes. Prints the ratio and the speeds.
 int restore(const ErrorBounds& bounds, const KvRuns& runs, const char* file, const char* out) {
   LossyCodec codec;
   const Way way = lossy_way(codec, bounds, runs);
@@ -289,17 +292,34 @@ int restore(const ErrorBounds& bounds, const KvRuns& runs, const char* file, con
   return 0;
 }
 
+// Returns nullopt unless the whole word is a number.
+template <typename Number>
+std::optional<Number> number_of(std::string_view word) {
+  Number number{};
+  const auto [end, failed] = std::from_chars(word.data(), word.data() + word.size(), number);
+  return failed == std::errc() && end == word.data() + word.size() ? std::optional(number) : std::nullopt;
+}
+
 }  // namespace
 }  // namespace kv_offload
 
 int main(int count, char** words) {
+  using namespace kv_offload;
   if (count < 3) {
     fmt::print(stderr, "payload_codec ROUNDS FILE... | payload_codec restore KEYS VALUES RUN FILE OUT\n");
     return 2;
   }
   if (count == 7 && std::string_view(words[1]) == "restore") {
-    const auto run = static_cast<std::uint32_t>(std::atoi(words[4]));
-    return kv_offload::restore({std::atof(words[2]), std::atof(words[3])}, {run, run}, words[5], words[6]);
+    const auto keys = number_of<double>(words[2]), values = number_of<double>(words[3]);
+    const auto run = number_of<std::uint32_t>(words[4]);
+    const auto is_bound = [](const std::optional<double>& error) {
+      return error && *error >= LossyCodec::kLeastError && *error <= LossyCodec::kMostError;
+    };
+    if (!is_bound(keys) || !is_bound(values) || !run || *run == 0)
+      bench::die(fmt::format("restore {} {} {}: expected bounds from {} to {} and a number of bytes above 0",
+                             words[2], words[3], words[4], double{LossyCodec::kLeastError},
+                             double{LossyCodec::kMostError}));
+    return restore({*keys, *values}, {*run, *run}, words[5], words[6]);
   }
-  return kv_offload::run(std::atoi(words[1]), {words + 2, words + count});
+  return run(std::atoi(words[1]), {words + 2, words + count});
 }

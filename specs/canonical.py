@@ -123,7 +123,7 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
             f"{mapping.canonical_page_size_bytes // page}"
         )
     cache = compat.layer_cache(layer)
-    spec = None if layer is None else layer.get_kv_cache_spec(vllm_config)
+    spec = None if layer is None else compat.layer_spec(layer, vllm_config)
     heads = getattr(spec, "num_kv_heads", 0)
     # These fields mark a backend with its own page packing. Without this check, two planes (K and V) would
     # look like two heads.

@@ -466,6 +466,23 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
     return name if name in ("bfloat16", "float16") else "bytes"
 
 
+def layer_spec(layer: Any, vllm_config: Any) -> Any:
+    """Returns the spec of a layer's cache as the model runner uses it; None if the layer has no cache.
+
+    In 0.31, 0.32 and 0.33 ``get_kv_cache_spec`` does not contain the backend's own packing of pages
+    (``num_head_slots``, ``state_content_bytes``). The runner adds it with ``customize_spec``.
+
+    Passes on vLLM's exceptions for unusual layers.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    backend = getattr(layer, "attn_backend", None)
+    if isinstance(spec, AttentionSpec) and backend is not None:
+        return backend.customize_spec(spec)
+    return spec
+
+
 def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
     """True if a layer's cache has unquantized 16-bit keys and values per head, on which the lossy codec was
     measured. Other caches, e.g. latent ones (MLA) and states in the form of a window, are excluded.
@@ -474,7 +491,7 @@ def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
     """
     if layer_element(layer, vllm_config) == "bytes":
         return False
-    spec = layer.get_kv_cache_spec(vllm_config)
+    spec = layer_spec(layer, vllm_config)
     return (
         type(spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
         and getattr(spec, "head_size_v", spec.head_size) not in (0, None)

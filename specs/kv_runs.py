@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out which bytes of a cache group are keys and which are values, for lossy records with two bounds.
+"""Locates keys and values in the pages of a cache group, for lossy records with two bounds.
 
 The logical page of a layer is [head, token, content] in vLLM 0.31, 0.32 and 0.33. The backends below put the
 key of a head and token before its value in the content, in every layout (``kv_cache.split(head_size,
@@ -7,8 +7,7 @@ dim=-1)``). CPU_ATTN instead puts the keys of all tokens of a head before the va
 head_size).chunk(2, dim=2)``), and packs each half for the instruction set. In both cases a page consists of
 runs of keys, each followed by a run of values.
 
-This is known only if the shape and the strides of the layer's cache agree, and all layers of a group have the
-same runs.
+The runs are known only if the cache's shape and strides match and all layers of the group agree.
 """
 
 from typing import Any
@@ -72,13 +71,14 @@ def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) ->
 def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
     if not compat.layer_may_lose(layer, vllm_config):
         return UNKNOWN
-    spec = layer.get_kv_cache_spec(vllm_config)
+    spec = compat.layer_spec(layer, vllm_config)
     cache = compat.layer_cache(layer)
     key, value = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
     if (
         cache is None
         or getattr(spec, "num_head_slots", None) is not None
         or cache.dim() != 4
+        or cache.shape[1] != spec.num_kv_heads
         or cache.shape[3] != key + value
         or cache.stride(3) != 1
         or cache.element_size() != _BYTES

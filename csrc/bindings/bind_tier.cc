@@ -44,11 +44,8 @@ ErrorBounds bounds_of(std::string_view text) {
   const auto keys = error_of(digits.substr(0, colon));
   const auto values = colon == std::string_view::npos ? keys : error_of(digits.substr(colon + 1));
   if (keys && values && *values >= *keys) return {*keys, *values};
-  throw_invalid(
-      "compress={:?}: write lossy:E or lossy:KEYS:VALUES with relative errors from {} to {}, that of VALUES "
-      "at "
-      "least that of KEYS",
-      text, double{LossyCodec::kLeastError}, double{LossyCodec::kMostError});
+  throw_invalid("compress={:?}: expected lossy:E or lossy:KEYS:VALUES, errors from {} to {}, VALUES >= KEYS",
+                text, double{LossyCodec::kLeastError}, double{LossyCodec::kMostError});
 }
 
 std::string text_of(const ErrorBounds& bounds) {

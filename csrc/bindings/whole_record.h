@@ -25,7 +25,7 @@ py::tuple read_whole(Read&& read) {
 }
 
 // The facts about its payload that a header states: is lossy, raw bytes, stored bytes, and the relative
-// errors: largest of keys, rms, largest of values.
+// errors: the keys', rms, and the values' (Loss in lossy_codec.h).
 using StatedLoss = std::tuple<bool, std::uint64_t, std::uint64_t, float, float, float>;
 inline StatedLoss stated_loss(const RecordHeader& header) {
   return {header.codec == Codec::kLossy,

@@ -156,7 +156,7 @@ std::vector<MetricDefinition> make_definitions() {
             {"tier"}),
       gauge("kv_offload_codec_largest_error",
             "Largest relative error of 64 neighbouring elements in the records that this process stored with "
-            "loss, by part: values, or keys and all other elements.",
+            "loss. part=values: groups of values only; part=keys: all other groups.",
             {"tier", "part"}),
       counter("kv_offload_codec_saved_bytes_total", "Bytes saved on a tier by compression.", {"tier"}),
       counter("kv_offload_codec_seconds_total",

@@ -16,8 +16,8 @@ struct KvRuns {
 
   bool known() const { return key_bytes > 0 && value_bytes > 0; }
   std::uint64_t period() const { return std::uint64_t{key_bytes} + value_bytes; }
-  // Returns these runs if the shards consist of whole ones, otherwise unknown runs. They then also repeat in
-  // the joined bytes of the shards.
+  // Returns unknown runs unless every shard is a multiple of the period; the pattern then continues across
+  // shards.
   KvRuns in(std::span<const Shard> shards) const {
     if (!known()) return {};
     for (const Shard& shard : shards) {

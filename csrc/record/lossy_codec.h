@@ -8,10 +8,10 @@
 //   - the integers of each class, the steps and the classes are entropy-coded separately
 //
 // A bound holds for each group: the Euclidean norm of the difference is at most the bound times the norm of
-// the group. Groups of values have their own bound; a group with any key, and every group of a payload with
-// an unknown layout, has that of keys. A group for which no step keeps the bound is stored unchanged. After
-// encoding, the encoder decodes the payload and measures the loss of every group; a payload over a bound is
-// not encoded.
+// the group. The keys' bound applies to groups that contain a key, and to all groups if the layout is
+// unknown. Groups of values only have the values' bound. A group for which no step keeps the bound is stored
+// unchanged. After encoding, the encoder decodes the payload and measures the loss of every group; a payload
+// over a bound is not encoded.
 //
 // docs/record-format.md specifies the encoded payload. Nothing in it is used as a size or an offset before it
 // was checked.
@@ -32,13 +32,13 @@ namespace kv_offload {
 
 // Relative errors (norm of the difference over norm of the original) of a payload, rounded up.
 struct Loss {
-  float keys = 0;    // the largest of any group that has keys, or of which that is not known
+  float keys = 0;    // largest error of a group that contains a key, or of any group if the layout is unknown
   float rms = 0;     // of the payload as a whole
-  float values = 0;  // the largest of any group of values only
+  float values = 0;  // largest error of a group of values only
   bool operator==(const Loss&) const = default;
 };
 
-// The largest relative errors of a group. Values are those of groups that have no keys.
+// The largest relative errors of a group that contains a key, and of a group of values only.
 struct ErrorBounds {
   double keys = 0, values = 0;
   // Returns whether the loss is within them. False for NaN.

@@ -215,16 +215,15 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
   }
   // Every writer of this namespace keeps its bounds, so such a record is damaged or forged.
   const Loss& lost = header_.loss;
-  // A reader that does not know which elements are values allows no element more than a key.
+  // With unknown runs the keys' bound applies to all elements.
   const ErrorBounds allowed{form_.bounds().keys, form_.runs(op_.group).in(op_.shards).known()
                                                      ? form_.bounds().values
                                                      : form_.bounds().keys};
   if (header_.codec == Codec::kLossy && !allowed.allow(lost))
     return Status::error(
         StatusKind::kCorrupt,
-        fmt::format("the record has lost {:.4g} of keys and {:.4g} of values, this namespace allows {:.4g} "
-                    "and {:.4g}",
-                    lost.keys, lost.values, allowed.keys, allowed.values));
+        fmt::format("loss exceeds the bounds: keys {:.4g} (at most {:.4g}), values {:.4g} (at most {:.4g})",
+                    lost.keys, allowed.keys, lost.values, allowed.values));
   if (form_.keys() == nullptr) {
     if (header_.cipher == Cipher::kNone) return Status::ok();
     return Status::error(StatusKind::kCorrupt,

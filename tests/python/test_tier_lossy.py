@@ -69,7 +69,7 @@ def test_an_impossible_bound_is_refused_with_the_possible_ones(error, tmp_path):
     with pytest.raises(ValidationError, match=r"'lossy:E', where E is a relative error from 0\.02 to 0\.5"):
         tier_of(tmp_path, f"lossy:{error}")
     spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
-    with pytest.raises(ValueError, match=r"lossy:KEYS:VALUES with relative errors from 0\.02 to 0\.5"):
+    with pytest.raises(ValueError, match=r"lossy:KEYS:VALUES, errors from 0\.02 to 0\.5"):
         spec.compress = f"lossy:{error}"
     assert spec.compress == "zstd"
 
@@ -78,7 +78,7 @@ def test_a_smaller_bound_for_values_than_for_keys_is_refused(tmp_path):
     with pytest.raises(ValidationError, match=r"give values at least .* such as 'lossy:0\.05:0\.1'"):
         tier_of(tmp_path, "lossy:0.1:0.05")
     spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
-    with pytest.raises(ValueError, match="that of VALUES at least that of KEYS"):
+    with pytest.raises(ValueError, match="VALUES >= KEYS"):
         spec.compress = "lossy:0.1:0.05"
 
 
@@ -88,7 +88,7 @@ def test_core_and_settings_have_the_same_limits(tmp_path):
         spec.compress = f"lossy:{error}"
         assert spec.compress == f"lossy:{error}"
     for error in (LEAST_ERROR * 0.999, MOST_ERROR * 1.001):
-        with pytest.raises(ValueError, match="relative error"):
+        with pytest.raises(ValueError, match="errors from"):
             spec.compress = f"lossy:{error}"
 
 

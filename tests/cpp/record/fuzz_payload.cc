@@ -1,20 +1,105 @@
 // SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for encoded payloads. Whatever is stored, decoding ends in the bytes of some payload or in
-// kCorrupt. Decoded bytes survive encode() and decode() unchanged, or within the bound of the lossy codec.
-// Clang only (CMake: fuzz_payload). The first bytes of an input choose the codec, the element and the lengths
-// of two shards.
+// kCorrupt. Decoded bytes survive encode() and decode() unchanged, or with the lossy codec within the bound
+// of each group. Clang only (CMake: fuzz_payload). The first bytes of an input choose the codec, the element
+// and the lengths of two shards.
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "record/lossy_codec.h"
 #include "record/payload_codec.h"
 
 namespace {
 
-// Checks that the lossy codec decodes its own output. Its measurement decides whether the bound holds.
-int decode_and_encode_with_loss(std::span<const std::byte> in, kv_offload::Element element,
-                                std::span<const kv_offload::Shard> shards, bool is_payload) {
+using kv_offload::Element, kv_offload::ErrorBounds, kv_offload::KvRuns, kv_offload::Loss, kv_offload::Shard;
+
+// Bits of the sixth byte of an input.
+constexpr unsigned kIsPayload = 0x80, kIsLong = 0x40, kIsLossy = 0x20, kHasWholeRuns = 0x10, kIsNoise = 0x08;
+
+// Chooses runs of odd lengths, or runs of whole groups.
+KvRuns runs_of(std::span<const std::byte> in) {
+  const auto byte = [&](std::size_t at) {
+    return at < in.size() ? std::to_integer<std::uint32_t>(in[at]) : 0U;
+  };
+  if (byte(2) % 2 == 0) return {128U << byte(0) % 4, 128U << byte(1) % 4};
+  return {1 + byte(0), 1 + 4 * byte(1)};
+}
+
+// Repeats the input, or fills the shards with numbers between 2^-7 and 2^-5 (bfloat16) or 1 and 2 (float16).
+void fill(std::span<const std::byte> in, bool is_noise, std::span<const Shard> shards) {
+  std::uint32_t state = in.empty() ? 1 : std::to_integer<std::uint32_t>(in[0]) + 1;
+  std::size_t number = 0;
+  for (const Shard& shard : shards) {
+    for (std::byte& byte : shard) {
+      state = state * 1664525U + 1013904223U;
+      const std::uint32_t noise = number % 2 == 0 ? state >> 24 : 0x3cU + (state >> 20 & 3U);
+      if (is_noise) {
+        byte = static_cast<std::byte>(noise);
+      } else if (!in.empty()) {
+        byte = in[number % in.size()];
+      }
+      ++number;
+    }
+  }
+}
+
+std::vector<std::byte> joined(std::span<const Shard> shards) {
+  std::vector<std::byte> bytes;
+  for (const Shard& shard : shards) bytes.insert(bytes.end(), shard.begin(), shard.end());
+  return bytes;
+}
+
+double number_at(const std::byte* at, Element element) {
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, at, sizeof bits);
+  if (element == Element::kBf16) return std::bit_cast<float>(std::uint32_t{bits} << 16);
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const double size = exponent == 31  ? (mantissa != 0 ? NAN : INFINITY)
+                      : exponent == 0 ? std::ldexp(mantissa, -24)
+                                      : std::ldexp(1024 + mantissa, exponent - 25);
+  return bits >> 15 != 0 ? -size : size;
+}
+
+// Aborts unless each group of 64 elements keeps its bound and the stated losses are the largest. It looks at
+// each byte of a group and shares no code with the codec.
+void check_groups(const std::vector<std::byte>& before, const std::vector<std::byte>& after, Element element,
+                  const ErrorBounds& bounds, const KvRuns& runs, bool is_known, const Loss& stated) {
+  constexpr std::size_t kGroup = 128;
+  const std::size_t period = std::size_t{runs.key_bytes} + runs.value_bytes;
+  double of_keys = 0, of_values = 0;
+  std::size_t at = 0;
+  for (; at + kGroup <= before.size(); at += kGroup) {
+    if (std::memcmp(&before[at], &after[at], kGroup) == 0) continue;
+    bool has_keys = !is_known;
+    for (std::size_t i = at; i < at + kGroup; ++i) has_keys = has_keys || i % period < runs.key_bytes;
+    double error = 0, norm = 0;
+    for (std::size_t i = at; i < at + kGroup; i += 2) {
+      const double old = number_at(&before[i], element), now = number_at(&after[i], element);
+      error += (old - now) * (old - now);
+      norm += old * old;
+    }
+    if (error == 0) continue;
+    const double loss = std::sqrt(error / norm);
+    if (!(loss <= (has_keys ? bounds.keys : bounds.values) * (1 + 1e-12))) std::abort();
+    double& largest = has_keys ? of_keys : of_values;
+    largest = std::max(largest, loss);
+  }
+  if (!std::equal(before.begin() + static_cast<std::ptrdiff_t>(at), before.end(),
+                  after.begin() + static_cast<std::ptrdiff_t>(at)))
+    std::abort();
+  const auto is_rounded_up = [](float rounded, double loss) {
+    return rounded >= loss * (1 - 1e-9) && rounded <= loss * (1 + 1e-6);
+  };
+  if (!is_rounded_up(stated.keys, of_keys) || !is_rounded_up(stated.values, of_values)) std::abort();
+}
+
+int decode_and_encode_with_loss(std::span<const std::byte> in, Element element, std::span<const Shard> shards,
+                                bool is_payload) {
   using namespace kv_offload;
   static LossyCodec codec;
   if (!is_payload) {
@@ -23,17 +108,21 @@ int decode_and_encode_with_loss(std::span<const std::byte> in, kv_offload::Eleme
       return 0;
     }
   }
+  const std::vector<std::byte> before = joined(shards);
   const std::uint64_t room = LossyCodec::encoded_bytes_at_most(shards);
   const auto out = std::make_unique<std::byte[]>(room);
   std::uint64_t used = 0;
   Loss loss;
   constexpr ErrorBounds kBounds{0.05, 0.1};
-  const KvRuns runs{in.empty() ? 0U : 2 * std::to_integer<std::uint32_t>(in[0]), 128};
+  const KvRuns runs = runs_of(in);
   if (!codec.encode(shards, element, kBounds, runs, {out.get(), room}, &used, &loss) || used > room)
     std::abort();
   if (used == 0) return 0;
   if (!kBounds.allow(loss)) std::abort();
   if (!codec.decode({out.get(), used}, element, shards)) std::abort();
+  const bool is_known =
+      std::ranges::all_of(shards, [&](const Shard& shard) { return shard.size() % runs.period() == 0; });
+  check_groups(before, joined(shards), element, kBounds, runs, is_known, loss);
   return 0;
 }
 
@@ -45,22 +134,24 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (size < kHead) return 0;
   static PayloadCodec codec;
   const auto element = static_cast<Element>(data[0] % 3);
-  const auto length = [&](std::size_t at) { return std::size_t{data[at]} | std::size_t{data[at + 1]} << 8; };
+  const unsigned flags = data[5];
+  const auto bytes = std::make_unique<std::byte[]>(size - kHead);
+  std::memcpy(bytes.get(), data + kHead, size - kHead);
+  const std::span<const std::byte> in(bytes.get(), size - kHead);
   // Up to two blocks and a few bytes more, in buffers of exactly these lengths.
-  const std::size_t first = length(1) * (data[5] & 0x40 ? 4 : 1) / 4 + data[5] % 8, second = length(3);
+  const std::size_t unit = (flags & kHasWholeRuns) != 0 ? runs_of(in).period() : 1;
+  const auto length = [&](std::size_t at) { return std::size_t{data[at]} | std::size_t{data[at + 1]} << 8; };
+  const std::size_t first = (length(1) * (flags & kIsLong ? 4 : 1) / 4 + flags % 8) / unit * unit;
+  const std::size_t second = length(3) / unit * unit;
   const auto one = std::make_unique<std::byte[]>(first), other = std::make_unique<std::byte[]>(second);
   const Shard shards[] = {{one.get(), first}, {other.get(), second}};
-  const auto in = std::make_unique<std::byte[]>(size - kHead);
-  std::memcpy(in.get(), data + kHead, size - kHead);
 
-  const bool is_payload = (data[5] & 0x80) != 0;
-  if (is_payload) {  // repeats the input as the payload
-    for (std::size_t at = 0; size > kHead && at < first; ++at) one[at] = in[at % (size - kHead)];
-  }
-  if ((data[5] & 0x20) != 0 && LossyCodec::handles(element))
-    return decode_and_encode_with_loss({in.get(), size - kHead}, element, shards, is_payload);
+  const bool is_payload = (flags & kIsPayload) != 0;
+  if (is_payload) fill(in, (flags & kIsNoise) != 0, shards);
+  if ((flags & kIsLossy) != 0 && LossyCodec::handles(element))
+    return decode_and_encode_with_loss(in, element, shards, is_payload);
   if (!is_payload) {
-    if (const Status status = codec.decode({in.get(), size - kHead}, element, shards); !status) {
+    if (const Status status = codec.decode(in, element, shards); !status) {
       if (status.kind() != StatusKind::kCorrupt) std::abort();
       return 0;
     }

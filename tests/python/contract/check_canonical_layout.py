@@ -146,6 +146,23 @@ def test_planes_of_packed_pages_are_not_mistaken_for_heads(
     assert "packs its pages in its own layout" in str(one.find_pages())
 
 
+def test_the_packing_that_a_backend_adds_to_the_spec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    one = Rank(monkeypatch, [4, 4], 0, 2)
+    spec = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=4,
+        head_size=16,
+        dtype=torch.int8,
+        kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+    )
+    one.layers["layer.0"].get_kv_cache_spec = lambda _: spec
+    one.layers["layer.0"].attn_backend = TritonAttentionBackend
+    assert "packs its pages in its own layout" in str(one.find_pages())
+
+
 def test_a_shard_of_one_rank_is_never_stored_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"layer\.0 holds only a part; start without canonical_layout"):
         Rank(monkeypatch, [4, 4], 0, 2).find_pages(replicated=True)

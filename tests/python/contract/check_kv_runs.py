@@ -61,7 +61,7 @@ class Group:
             tensors.append(base.CanonicalKVCacheTensor(pages, page))
             self.layers[name] = SimpleNamespace(
                 kv_cache=cache,
-                attn_backend=SimpleNamespace(get_name=lambda: backend),
+                attn_backend=SimpleNamespace(get_name=lambda: backend, customize_spec=lambda spec: spec),
                 get_kv_cache_spec=lambda _, spec=spec: spec,
             )
         self.kv_caches = base.CanonicalKVCaches(tensors, [refs])
@@ -152,7 +152,8 @@ def padded() -> list[torch.Tensor]:
         ([cache_of("LBHNC").float()], "FLASH_ATTN", [spec_of(dtype=torch.float32)]),
         ([cache_of("LBHNC", WIDTH)], "FLASH_ATTN", [spec_of()]),
         ([cache_of("LBHNC").reshape(BLOCKS, 2, -1)], "FLASH_ATTN", [spec_of()]),
-        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_head_slots=2)]),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_head_slots=HEADS)]),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_kv_heads=HEADS + 1)]),
         ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(state_content_bytes=4 * WIDTH)]),
         ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(head_size_v=0)]),
         (
@@ -167,6 +168,25 @@ def test_an_unusual_layout_is_unknown(
     caches: list[torch.Tensor], backend: str, specs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Group(monkeypatch, caches, backend, specs).runs() == UNKNOWN
+
+
+def test_planes_of_keys_and_values_that_look_like_two_heads_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rocm_aiter_fa.py is also named FLASH_ATTN. Its shuffle layout has a plane of keys and one of values."""
+    from vllm.v1.attention.backends import rocm_aiter_fa
+
+    backend = rocm_aiter_fa.AiterFlashAttentionBackend
+    assert backend.get_name() == "FLASH_ATTN"
+    cache = torch.zeros(BLOCKS, 2, TOKENS, 2 * WIDTH, dtype=torch.bfloat16)
+    for has_planes in (False, True):
+        ops = SimpleNamespace(is_shuffle_kv_cache_enabled=lambda value=has_planes: value)
+        monkeypatch.setattr(rocm_aiter_fa, "rocm_aiter_ops", ops)
+        group = Group(monkeypatch, [cache], specs=[spec_of(num_kv_heads=2)])
+        layer = group.layers["layer.0"]
+        layer.attn_backend = backend
+        assert compat.layer_may_lose(layer, None) is not has_planes
+        assert group.runs() == (UNKNOWN if has_planes else (2 * WIDTH, 2 * WIDTH))
 
 
 def test_a_latent_cache_and_a_layer_that_is_missing_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

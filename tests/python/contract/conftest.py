@@ -21,7 +21,8 @@ def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     layer = SimpleNamespace(
-        attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"), get_kv_cache_spec=lambda _: spec
+        attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN", customize_spec=lambda spec: spec),
+        get_kv_cache_spec=lambda _: spec,
     )
     made = SimpleNamespace(
         model_config=SimpleNamespace(
