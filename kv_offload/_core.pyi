@@ -188,10 +188,10 @@ class TierSpec:
     # Largest relative errors, (keys, values), of a record that may be read; default: those of compress.
     accepted_errors: tuple[float, float]
     # (bytes of keys, bytes of values) of the runs of which each shard consists, by group position; default
-    # and (0, 0): unknown, and the error of keys holds for all elements.
+    # and (0, 0): unknown; the keys' bound then applies to all elements.
     kv_runs: Sequence[tuple[int, int]]
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
-    exact_groups: Sequence[bool]  # by group position: stored without loss all the same; default: False
+    exact_groups: Sequence[bool]  # by group position: always stored without loss; default: False
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
 
 def measure_codec() -> tuple[float, float]:

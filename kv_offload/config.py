@@ -33,6 +33,7 @@ from kv_offload.tenants import (
     tenant_problems,
 )
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
+from kv_offload.tiers.compression import CompressedTierConfig
 from kv_offload.tiers.registry import entry_at, kinds, labels_of, parse_tier
 
 logger = get_logger(__name__)
@@ -223,7 +224,11 @@ class OffloadConfig(BaseModel):
     @field_validator("secondary_tiers")
     @classmethod
     def _one_lossy_tier(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
-        lossy = [f"{tier.label()} ({bounds.text()})" for tier in value if (bounds := tier.error_bounds())]
+        lossy = [
+            f"{tier.label()} ({tier.compress})"
+            for tier in value
+            if isinstance(tier, CompressedTierConfig) and tier.error_bounds()
+        ]
         if len(lossy) > 1:
             raise ValueError(
                 f"have {len(lossy)} lossy tiers, {' and '.join(lossy)}: a chunk that moves from one to the "

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of lossy records (``compress`` "lossy:E"), and totals of the losses that their headers state."""
+"""The bounds of lossy records (``compress`` "lossy:E" or "lossy:KEYS:VALUES"), and totals of the losses that
+their headers state."""
 
 import json
 import math
@@ -9,11 +10,11 @@ from typing import Any, NamedTuple
 class ErrorBounds(NamedTuple):
     """Largest relative errors of 64 neighbouring elements.
 
-    Where it is unknown which elements are values, that of keys holds for all.
+    If the layout is unknown, the keys' bound applies to all elements.
     """
 
     keys: float
-    values: float  # at least that of keys
+    values: float  # at least keys
 
     def text(self) -> str:
         """Returns "0.05", or "0.05 (keys) and 0.1 (values)"."""
@@ -28,9 +29,9 @@ class StatedLoss(NamedTuple):
     is_lossy: bool
     raw_bytes: int
     stored_bytes: int
-    keys: float  # the largest of any 64 neighbouring elements with a key, or of which that is not known
+    keys: float  # largest of 64 neighbouring elements with a key, or of any 64 if the layout is unknown
     rms: float  # of the whole payload
-    values: float  # the largest of any 64 neighbouring elements that are values
+    values: float  # largest of 64 neighbouring values
 
 
 class LossTotals:
@@ -56,16 +57,18 @@ class LossTotals:
         self._squares += loss.raw_bytes * loss.rms**2
 
     def totals(self) -> dict[str, Any]:
-        """Returns {lossy_records, exact_records, ratio, largest_error, largest_value_error, rms_error}.
+        """Returns {lossy_records, exact_records, ratio, largest_error, largest_key_error,
+        largest_value_error, rms_error}.
 
-        ratio: raw bytes over stored bytes of the lossy records. largest_error: of keys, and of elements of
-        which it is unknown whether they are keys. The ratio and the errors are None without lossy records.
+        ratio: raw bytes over stored bytes of the lossy records. largest_error: the larger one of the errors
+        of keys and values. The ratio and the errors are None without lossy records.
         """
         return {
             "lossy_records": self._lossy,
             "exact_records": self._exact,
             "ratio": self._raw / self._stored if self._lossy else None,
-            "largest_error": self._keys if self._lossy else None,
+            "largest_error": max(self._keys, self._values) if self._lossy else None,
+            "largest_key_error": self._keys if self._lossy else None,
             "largest_value_error": self._values if self._lossy else None,
             "rms_error": math.sqrt(self._squares / self._raw) if self._lossy else None,
         }
@@ -81,8 +84,8 @@ def allows_loss(description: str) -> bool:
 
 
 def largest_errors_text(keys: float, values: float) -> str:
-    """Returns "0.0500", or "0.0500 of keys and 0.0900 of values". ``values``: 0.0 where they are unknown."""
-    return f"{keys:.4f} of keys and {values:.4f} of values" if values else f"{keys:.4f}"
+    """Returns "0.0500", or "0.0500 keys, 0.0900 values". ``values``: 0.0 if the layout is unknown."""
+    return f"{keys:.4f} keys, {values:.4f} values" if values else f"{keys:.4f}"
 
 
 def text_of(totals: dict[str, Any]) -> str:
@@ -90,8 +93,8 @@ def text_of(totals: dict[str, Any]) -> str:
     exact = f"{totals['exact_records']:,} exact"
     if not totals["lossy_records"]:
         return f"no lossy records, {exact}"
-    largest = largest_errors_text(totals["largest_error"], totals["largest_value_error"])
+    largest = largest_errors_text(totals["largest_key_error"], totals["largest_value_error"])
     return (
         f"{totals['lossy_records']:,} lossy, {exact}; the lossy ones are {totals['ratio']:.2f} times smaller "
-        f"with a relative error of {totals['rms_error']:.4f} (of 64 elements at most {largest})"
+        f"with a relative error of {totals['rms_error']:.4f} (largest of 64 elements: {largest})"
     )

@@ -35,13 +35,13 @@ def worker_fingerprint(
     pages: Sequence[Sequence[int]],
     cache_blocks: int,
     canonical: CanonicalPages | str | None = None,
-    kv_runs: Sequence[tuple[int, int]] | None = None,
+    kv_runs: Sequence[tuple[int, int] | str] = (),
 ) -> str:
     """Returns one rank's part of the identity.
 
     ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: the number of blocks in
     its cache. ``canonical``: the canonical layout, or the reason why there is none; None if not requested.
-    ``kv_runs``: the result of kv_runs_of; None: unknown for all groups.
+    ``kv_runs``: the result of kv_runs_of; empty: unknown for all groups.
     Long values are replaced by their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
@@ -70,7 +70,7 @@ def worker_fingerprint(
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["may_lose"] = _may_lose(vllm_config, config)
-        fingerprint["kv_runs"] = kv_runs or [UNKNOWN_RUNS] * len(config.groups)
+        fingerprint["kv_runs"] = kv_runs or ["the worker reports no layout"] * len(config.groups)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     # Only the size of the settings decides, because the other fields differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
@@ -283,9 +283,16 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     flags = [fingerprint["may_lose"] for fingerprint in ranks if "may_lose" in fingerprint]
     merged["may_lose"] = [all(each) for each in zip(*flags, strict=True)]
     runs = [fingerprint["kv_runs"] for fingerprint in ranks if "kv_runs" in fingerprint]
+    by_group = list(zip(*runs, strict=True))
     merged["kv_runs"] = [
-        tuple(each[0]) if all(other == each[0] for other in each) else UNKNOWN_RUNS
-        for each in zip(*runs, strict=True)
+        tuple(each[0])
+        if all(isinstance(other, list) and other == each[0] for other in each)
+        else UNKNOWN_RUNS
+        for each in by_group
+    ]
+    merged["kv_runs_unknown"] = [
+        next((reason for reason in each if isinstance(reason, str)), "the ranks have different layouts")
+        for each in by_group
     ]
     return merged
 

@@ -10,13 +10,10 @@ runs of keys, each followed by a run of values.
 The runs are known only if the cache's shape and strides match and all layers of the group agree.
 """
 
+import math
 from typing import Any
 
-from kv_offload.log import get_logger
-
 from . import compat, packing
-
-logger = get_logger(__name__)
 
 UNKNOWN = (0, 0)
 _KEY_BEFORE_VALUE = (
@@ -24,30 +21,52 @@ _KEY_BEFORE_VALUE = (
     *("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"),
 )
 _BYTES = 2  # of a bfloat16 or float16
+_GROUP_BYTES = 64 * _BYTES  # of the elements that share a bound
+_MOST_REASON = 200  # characters; the reasons of all groups are in the control page of a rank
 
 
-def kv_runs_of(config: Any, kv_caches: Any) -> list[tuple[int, int]]:
-    """Returns (bytes of a run of keys, bytes of the run of values after it) per group position; UNKNOWN where
-    the layers' layout is not known. Called in the workers."""
+class _UnknownError(Exception):
+    """The layout of a group is not known; the text has the reason."""
+
+
+def kv_runs_of(config: Any, kv_caches: Any) -> list[tuple[int, int] | str]:
+    """Returns (bytes of a run of keys, bytes of the run of values after it) per group position, or the reason
+    why the layout is unknown. Called in the workers."""
     vllm_config = compat.current_vllm_config()
     if vllm_config is None:
-        return [UNKNOWN] * len(config.groups)
+        return ["vLLM's configuration is not set"] * len(config.groups)
     known = vllm_config.compilation_config.static_forward_context
-    found = []
+    found: list[tuple[int, int] | str] = []
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
         try:
             layers = [known[name] for name in group.layer_names]
             found.append(_group_runs(layers, refs, kv_caches.tensors, vllm_config))
+        except _UnknownError as reason:
+            found.append(str(reason)[:_MOST_REASON])
         except Exception as error:  # an unusual layer
-            logger.debug("which elements of %s are values is not known: %s", group.layer_names, error)
-            found.append(UNKNOWN)
+            found.append(f"{type(error).__name__}: {error}"[:_MOST_REASON])
     return found
 
 
+def share_of_values(runs: tuple[int, int]) -> float:
+    """Returns the share of values in groups of 64 elements without a key, to which the values' bound applies.
+
+    1 for runs of whole groups; 0 for runs of values with less than 64 elements.
+    """
+    key, value = runs
+    period = key + value
+    cycle = math.lcm(period, _GROUP_BYTES)
+    groups = sum(
+        at % period >= key and at % period + _GROUP_BYTES <= period for at in range(0, cycle, _GROUP_BYTES)
+    )
+    return groups * _GROUP_BYTES / (cycle // period * value)
+
+
 def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) -> tuple[int, int]:
+    """Raises _UnknownError."""
     runs = {_layer_runs(layer, vllm_config) for layer in layers}
-    if len(runs) != 1 or UNKNOWN in runs:
-        return UNKNOWN
+    if len(runs) != 1:
+        raise _UnknownError(f"the layers differ in the bytes of keys and values: {sorted(runs)}")
     (found,) = runs
     period = sum(found)
     caches: list[Any] = [compat.layer_cache(layer) for layer in layers]
@@ -64,33 +83,40 @@ def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) ->
             ref.page_size_bytes,
         )
         if any(distance % period for distance in distances):
-            return UNKNOWN
+            raise _UnknownError(f"pages do not consist of whole runs of {period} bytes")
     return found
 
 
 def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
+    """Raises _UnknownError."""
     if not compat.layer_may_lose(layer, vllm_config):
-        return UNKNOWN
+        raise _UnknownError("not keys and values per head in bfloat16 or float16")
     spec = compat.layer_spec(layer, vllm_config)
     cache = compat.layer_cache(layer)
+    if cache is None:
+        raise _UnknownError("a layer has no single cache tensor")
+    if getattr(spec, "num_head_slots", None) is not None:
+        raise _UnknownError("the attention backend packs its pages in its own layout")
     key, value = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
     if (
-        cache is None
-        or getattr(spec, "num_head_slots", None) is not None
-        or cache.dim() != 4
+        cache.dim() != 4
         or cache.shape[1] != spec.num_kv_heads
         or cache.shape[3] != key + value
         or cache.stride(3) != 1
         or cache.element_size() != _BYTES
     ):
-        return UNKNOWN
+        raise _unusual(cache)
     backend = packing.layer_backend(layer)
     steps = [cache.stride(axis) for axis in range(3) if cache.shape[axis] > 1]
     if backend == "CPU_ATTN" and key == value and cache[0, 0].is_contiguous():
         key = value = cache.shape[2] * key
         steps = [cache.stride(axis) for axis in range(2) if cache.shape[axis] > 1]
     elif backend not in _KEY_BEFORE_VALUE:
-        return UNKNOWN
+        raise _UnknownError(f"attention backend {backend}")
     if any(step % (key + value) for step in steps):
-        return UNKNOWN
+        raise _unusual(cache)
     return _BYTES * key, _BYTES * value
+
+
+def _unusual(cache: Any) -> _UnknownError:
+    return _UnknownError(f"a cache of shape {tuple(cache.shape)} with strides {cache.stride()}")

@@ -20,6 +20,7 @@ from kv_offload.sizing import Geometry, startup_summary
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
+from .kv_runs import share_of_values
 from .tier_specs import TierPlan, common_settings
 
 if TYPE_CHECKING:
@@ -281,9 +282,22 @@ class KVOffloadSpec(OffloadingSpec):
         ]
         if bounds is not None and bounds.values != bounds.keys and unknown:
             logger.warning(
-                "cache groups %s: it is not known which elements are values, so the error of all of them is "
-                "at most that of keys, %g",
+                "cache groups %s: layout of keys and values unknown (%s); the keys' bound, %g, applies to "
+                "all elements",
                 unknown,
+                "; ".join(dict.fromkeys(merged["kv_runs_unknown"][position] for position in unknown)),
+                bounds.keys,
+            )
+        mixed = [
+            position
+            for position, (runs, is_exact) in enumerate(zip(kv_runs, exact_groups, strict=True))
+            if not is_exact and all(runs) and share_of_values(runs) == 0
+        ]
+        if bounds is not None and bounds.values != bounds.keys and mixed:
+            logger.warning(
+                "cache groups %s: every 64 neighbouring elements contain a key, because the head size is too "
+                "small; the keys' bound, %g, applies to all elements",
+                mixed,
                 bounds.keys,
             )
         settings = common_settings(self._options)

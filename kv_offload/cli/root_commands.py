@@ -73,9 +73,10 @@ def stat(
     With --tenants it also shows the records of each tenant, whether it is still configured or not. Records of
     requests without a tenant belong to "other". In a bucket this sends a request for each record.
 
-    With --loss it also shows how many records are lossy (compress lossy:E), their ratio, and the relative
-    errors that were measured when they were written: the root mean square over the records, and the largest
-    of any 64 elements. In a bucket this sends a request for each record, too.
+    With --loss it also shows how many records are lossy (compress lossy:E or lossy:KEYS:VALUES), their
+    ratio, and the relative errors that were measured when they were written: the root mean square over the
+    records, and the largest of 64 elements, of keys and values separately if known. In a bucket this sends a
+    request for each record, too.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
@@ -265,8 +266,9 @@ def verify(
     On a server or in a bucket each record is read over the network. A record that was replaced during the
     check is never removed; if the store cannot rule that out, the record is reported and kept.
 
-    If a namespace of a directory allows lossy records (compress lossy:E), the command also shows their loss,
-    like stat --loss. The loss was measured at the write: it cannot be checked without the exact KV cache.
+    If a namespace of a directory allows lossy records (compress lossy:E or lossy:KEYS:VALUES), the command
+    also shows their loss, like stat --loss. The loss was measured at the write: it cannot be checked without
+    the exact KV cache.
 
     \b
     Examples:

@@ -65,9 +65,12 @@ def _tiers(page: "Page") -> Iterator[Check]:
         )
         if keys or values:
             ratio = page.max(f"{PREFIX}codec_ratio", tier=tier)
-            text += (
-                f"; LOSSY, the records it stored are {ratio:.2f} times smaller with a relative error of at "
-                f"most {largest_errors_text(keys, values)}"
-            )
-            figures |= {"ratio": ratio, "largest_error": keys, "largest_value_error": values}
+            largest = largest_errors_text(keys, values)
+            text += f"; LOSSY: compression ratio {ratio:.2f}, largest relative error: {largest}"
+            figures |= {
+                "ratio": ratio,
+                "largest_error": max(keys, values),
+                "largest_key_error": keys,
+                "largest_value_error": values,
+            }
         yield Check(f"tier {tier}", "ok", text, figures)

@@ -28,14 +28,13 @@ def _bounds_of(text: str) -> ErrorBounds:
         errors = []
     if len(errors) != 2 or not all(LEAST_ERROR <= error <= MOST_ERROR for error in errors):
         raise ValueError(
-            f"is {text!r}; possible with loss: 'lossy:E', where E is a relative error from {LEAST_ERROR} to "
-            f"{MOST_ERROR}, or 'lossy:KEYS:VALUES' with one for keys and one for values"
+            f"is {text!r}; expected 'lossy:E' or 'lossy:KEYS:VALUES' with relative errors "
+            f"from {LEAST_ERROR} to {MOST_ERROR}"
         )
     keys, values = errors
     if values < keys:
         raise ValueError(
-            f"is {text!r}, which allows values less error than keys: give values at least the error of keys, "
-            f"such as 'lossy:{values:g}:{keys:g}', because keys need more precision"
+            f"is {text!r}; VALUES must be at least KEYS; did you mean 'lossy:{values:g}:{keys:g}'?"
         )
     return ErrorBounds(keys, values)
 

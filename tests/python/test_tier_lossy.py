@@ -2,9 +2,11 @@
 """``compress`` "lossy:E": refused values, messages, the namespace, and the commands that report the loss."""
 
 import json
+import struct
 import threading
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from written_root import FACTS
 
 from kv_offload import _core
 from kv_offload.cli import app
+from kv_offload.cli.doctor_checks import Check
 from kv_offload.cli.server_checks import server_checks
 from kv_offload.config import OffloadConfig
 from kv_offload.exposition import Page
@@ -66,7 +69,7 @@ def test_a_separate_bound_for_values_reaches_the_core_and_the_startup_summary(tm
     ],
 )
 def test_an_impossible_bound_is_refused_with_the_possible_ones(error, tmp_path):
-    with pytest.raises(ValidationError, match=r"'lossy:E', where E is a relative error from 0\.02 to 0\.5"):
+    with pytest.raises(ValidationError, match=r"'lossy:KEYS:VALUES' with relative errors from 0\.02 to 0\.5"):
         tier_of(tmp_path, f"lossy:{error}")
     spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
     with pytest.raises(ValueError, match=r"lossy:KEYS:VALUES, errors from 0\.02 to 0\.5"):
@@ -75,7 +78,7 @@ def test_an_impossible_bound_is_refused_with_the_possible_ones(error, tmp_path):
 
 
 def test_a_smaller_bound_for_values_than_for_keys_is_refused(tmp_path):
-    with pytest.raises(ValidationError, match=r"give values at least .* such as 'lossy:0\.05:0\.1'"):
+    with pytest.raises(ValidationError, match=r"at least KEYS; did you mean 'lossy:0\.05:0\.1'"):
         tier_of(tmp_path, "lossy:0.1:0.05")
     spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
     with pytest.raises(ValueError, match="VALUES >= KEYS"):
@@ -88,7 +91,7 @@ def test_core_and_settings_have_the_same_limits(tmp_path):
         spec.compress = f"lossy:{error}"
         assert spec.compress == f"lossy:{error}"
     for error in (LEAST_ERROR * 0.999, MOST_ERROR * 1.001):
-        with pytest.raises(ValueError, match="relative error"):
+        with pytest.raises(ValueError, match="errors from"):
             spec.compress = f"lossy:{error}"
 
 
@@ -102,7 +105,7 @@ def test_a_server_with_a_lossy_tier_has_another_namespace_for_each_bound(tmp_pat
     assert config_of(tmp_path).error_bounds() is None
 
 
-def test_servers_that_apply_the_bound_of_values_to_other_elements_have_other_namespaces():
+def test_different_runs_give_different_namespaces():
     separate, same = ErrorBounds(0.02, 0.04), ErrorBounds(0.02, 0.02)
     layouts = ([(128, 128)], [(0, 0)], [(4096, 4096)])
     assert len({FACTS.with_error_bounds(separate, each).namespace_id() for each in layouts}) == 3
@@ -110,8 +113,8 @@ def test_servers_that_apply_the_bound_of_values_to_other_elements_have_other_nam
 
 
 def test_two_lossy_tiers_are_refused(tmp_path):
-    with pytest.raises(ValidationError, match=r"0\.02\) and .*0\.1\): a chunk that moves"):
-        config_of(tmp_path, "lossy:0.02", "lossy:0.1")
+    with pytest.raises(ValidationError, match=r"0 \(lossy:0\.02\) and disk .*/1 \(lossy:0\.1:0\.2\): a"):
+        config_of(tmp_path, "lossy:0.02", "lossy:0.1:0.2")
 
 
 def test_a_lossy_tier_causes_a_warning_that_names_it(tmp_path):
@@ -131,17 +134,22 @@ def test_a_measurement_says_that_records_lose_precision(tmp_path):
 
 
 def test_doctor_reports_the_ratio_and_the_loss_of_a_running_server():
-    def tier_check(errors: str) -> str:
+    def tier_check(errors: str) -> Check:
         page = Page('kv_offload_tier_capacity_bytes{tier="far"} 1e9\n' + errors)
         (check,) = (each for each in server_checks("http://server", page) if each.name == "tier far")
-        return check.text
+        return check
 
     ratio = 'kv_offload_codec_ratio{tier="far"} 3.9\n'
     keys = 'kv_offload_codec_largest_error{tier="far",part="keys"} 0.05\n'
     values = 'kv_offload_codec_largest_error{tier="far",part="values"} 0.1\n'
-    assert "LOSSY" not in tier_check(ratio)
-    assert tier_check(ratio + keys).endswith("3.90 times smaller with a relative error of at most 0.0500")
-    assert tier_check(ratio + keys + values).endswith("at most 0.0500 of keys and 0.1000 of values")
+    assert "LOSSY" not in tier_check(ratio).text
+    one = "LOSSY: compression ratio 3.90, largest relative error: 0.0500"
+    assert tier_check(ratio + keys).text.endswith(one)
+    both = tier_check(ratio + keys + values)
+    assert both.text.endswith(f"{one} keys, 0.1000 values")
+    assert both.figures is not None
+    assert both.figures["largest_error"] == both.figures["largest_value_error"] == 0.1
+    assert both.figures["largest_key_error"] == 0.05
 
 
 def test_descriptions_of_namespaces_say_whether_records_may_be_lossy():
@@ -168,18 +176,30 @@ def test_totals_weigh_the_records_by_their_size():
     assert found["largest_error"] == 0.05
     assert found["rms_error"] == pytest.approx(((300 * 0.03**2 + 100 * 0.01**2) / 400) ** 0.5)
     assert text_of(found).startswith("2 lossy, 1 exact; the lossy ones are 2.00 times smaller")
-    assert text_of(found).endswith("(of 64 elements at most 0.0500)")
+    assert text_of(found).endswith("(largest of 64 elements: 0.0500)")
     totals.add((True, 100, 100, 0.01, 0.01, 0.09))
-    assert totals.totals()["largest_value_error"] == 0.09
-    assert text_of(totals.totals()).endswith("(of 64 elements at most 0.0500 of keys and 0.0900 of values)")
+    found = totals.totals()
+    assert found["largest_error"] == found["largest_value_error"] == 0.09
+    assert found["largest_key_error"] == 0.05
+    assert text_of(found).endswith("(largest of 64 elements: 0.0500 keys, 0.0900 values)")
 
 
 # ---- records on disk
 
 
+def noise(size: int) -> bytes:
+    """Pseudo-random numbers in bfloat16."""
+    random = Random(1)
+    signs = (0x3C00, 0xBC00)
+    numbers = [random.choice(signs) | random.getrandbits(9) for _ in range(size // 2)]
+    return struct.pack(f"<{len(numbers)}H", *numbers)
+
+
 def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
     """Stores chunks of the small cache in a directory, in the namespace of the setting."""
     region, workers = attach(shm)
+    area = memoryview(workers[0].area(0))
+    area[:] = noise(len(area))
     identity = FACTS.with_error_bounds(tier_of(root, compress).error_bounds())
     tier = _core.FsTier(
         root_dir=str(root),
@@ -210,11 +230,14 @@ def run(*arguments: Any) -> str:
 
 def test_stat_and_verify_report_the_loss_of_a_directory(tmp_path):
     root = tmp_path / "root"
-    write_records(root, tmp_path, "lossy:0.05", 3)
+    write_records(root, tmp_path, "lossy:0.05:0.1", 3)
     loss = json.loads(run("stat", root, "--loss", "--json"))["loss"]
     assert loss["lossy_records"] == 3
     assert loss["exact_records"] == 0
-    assert 0 <= loss["rms_error"] <= loss["largest_error"] < 0.0500001
+    assert 0.02 < loss["largest_key_error"] <= 0.0500001
+    assert 0.0500001 < loss["largest_value_error"] <= 0.1000001
+    assert loss["largest_error"] == loss["largest_value_error"]
+    assert loss["largest_key_error"] < loss["rms_error"] < loss["largest_error"]
     assert loss["ratio"] > 1.1
     assert "3 lossy, 0 exact" in run("stat", root, "--loss")
     assert "lossy" not in run("stat", root)

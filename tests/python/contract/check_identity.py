@@ -410,7 +410,7 @@ def test_a_lossy_tier_gives_all_tiers_a_namespace_of_their_own(resolved: Any, tm
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_group_whose_values_are_unknown_is_named_and_keeps_the_bound_of_keys(
+def test_a_group_whose_values_are_unknown_is_named_with_the_reason(
     resolved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_known: bool
 ) -> None:
     caches = kv_caches()
@@ -422,9 +422,28 @@ def test_a_group_whose_values_are_unknown_is_named_and_keeps_the_bound_of_keys(
     made = spec.get_worker(caches)
     spec.get_manager().shutdown()
     made.shutdown()
-    named = "cache groups [0]: it is not known which elements are values, so the error of all of them"
+    named = (
+        "cache groups [0]: layout of keys and values unknown (a layer has no single cache tensor); "
+        "the keys' bound, 0.05, applies to all elements"
+    )
     assert (named in caplog.text) == (not is_known)
+    assert "contain a key" not in caplog.text
     (space,) = tmp_path.glob("*/namespace.json")
     settings = json.loads(space.read_text())["settings"]
     assert settings["max_value_error"] == "0.1"
     assert settings["kv_runs"] == ("[[1024,1024]]" if is_known else "[[0,0]]")
+
+
+def test_a_group_whose_values_always_lie_beside_keys_is_named(
+    resolved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = kv_caches()
+    layer = resolved.compilation_config.static_forward_context["layer.0"]
+    layer.attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN", customize_spec=lambda spec: spec)
+    layer.kv_cache = caches.tensors[0].tensor.view(torch.bfloat16).view(8, 2, 16, 64)
+    tier = {"type": "fs", "root_dir": str(tmp_path), "max_bytes": "16MiB", "compress": "lossy:0.05:0.1"}
+    spec = KVOffloadSpec(offloading_config(model_id="m", secondary_tiers=[tier]))
+    made = spec.get_worker(caches)
+    spec.get_manager().shutdown()
+    made.shutdown()
+    assert "cache groups [0]: every 64 neighbouring elements contain a key" in caplog.text

@@ -14,13 +14,14 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import compat, identity  # noqa: E402
-from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of  # noqa: E402
+from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of, share_of_values  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import offloading_config  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, WIDTH = 5, 3, 32, 64
+NO_PAIRS = "not keys and values per head in bfloat16 or float16"
 LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
 
 
@@ -68,7 +69,7 @@ class Group:
         vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=self.layers))
         monkeypatch.setattr(compat, "current_vllm_config", lambda: vllm_config)
 
-    def runs(self) -> tuple[int, int]:
+    def runs(self) -> tuple[int, int] | str:
         (found,) = kv_runs_of(self.config, self.kv_caches)
         return found
 
@@ -106,7 +107,7 @@ def test_the_runs_of_values_are_where_the_backend_puts_values(
     cache = cache_of(layout)
     values(cache).fill_(1)
     group = Group(monkeypatch, [cache, cache_of(layout)], backend)
-    keys, after = group.runs()
+    keys, after = (int(size) for size in group.runs())
     assert keys > 0
     period = (keys + after) // 2
     runs = group.first_pages().reshape(-1, period)
@@ -145,29 +146,36 @@ def padded() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("caches", "backend", "specs"),
+    ("caches", "backend", "specs", "reason"),
     [
-        ([cache_of("LBHNC")], "ROCM_ATTN", [spec_of()]),
-        ([cache_of("LBNHC")], "CPU_ATTN", [spec_of()]),
-        ([cache_of("LBHNC").float()], "FLASH_ATTN", [spec_of(dtype=torch.float32)]),
-        ([cache_of("LBHNC", WIDTH)], "FLASH_ATTN", [spec_of()]),
-        ([cache_of("LBHNC").reshape(BLOCKS, 2, -1)], "FLASH_ATTN", [spec_of()]),
-        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_head_slots=HEADS)]),
-        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_kv_heads=HEADS + 1)]),
-        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(state_content_bytes=4 * WIDTH)]),
-        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(head_size_v=0)]),
+        ([cache_of("LBHNC")], "ROCM_ATTN", [spec_of()], "attention backend ROCM_ATTN"),
+        ([cache_of("LBNHC")], "CPU_ATTN", [spec_of()], "attention backend CPU_ATTN"),
+        ([cache_of("LBHNC").float()], "FLASH_ATTN", [spec_of(dtype=torch.float32)], NO_PAIRS),
+        ([cache_of("LBHNC", WIDTH)], "FLASH_ATTN", [spec_of()], "shape (5, 3, 32, 64)"),
+        ([cache_of("LBHNC").reshape(BLOCKS, 2, -1)], "FLASH_ATTN", [spec_of()], "shape (5, 2, 6144)"),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_head_slots=HEADS)], "packs its pages"),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(num_kv_heads=HEADS + 1)], "shape (5, 3, 32, 128)"),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(state_content_bytes=4 * WIDTH)], NO_PAIRS),
+        ([cache_of("LBHNC")], "FLASH_ATTN", [spec_of(head_size_v=0)], NO_PAIRS),
         (
             [cache_of("LBHNC"), cache_of("LBHNC", 256)],
             "FLASH_ATTN",
             [spec_of(), spec_of(head_size=128)],
+            "the layers differ in the bytes of keys and values: [(128, 128), (256, 256)]",
         ),
-        (padded(), "FLASH_ATTN", [spec_of()]),
+        (padded(), "FLASH_ATTN", [spec_of()], "with strides (12304, 4096, 128, 1)"),
     ],
 )
-def test_an_unusual_layout_is_unknown(
-    caches: list[torch.Tensor], backend: str, specs: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_an_unusual_layout_is_unknown_for_a_stated_reason(
+    caches: list[torch.Tensor],
+    backend: str,
+    specs: list[Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Group(monkeypatch, caches, backend, specs).runs() == UNKNOWN
+    found = Group(monkeypatch, caches, backend, specs).runs()
+    assert isinstance(found, str)
+    assert reason in found
 
 
 def test_planes_of_keys_and_values_that_look_like_two_heads_are_unknown(
@@ -186,15 +194,15 @@ def test_planes_of_keys_and_values_that_look_like_two_heads_are_unknown(
         layer = group.layers["layer.0"]
         layer.attn_backend = backend
         assert compat.layer_may_lose(layer, None) is not has_planes
-        assert group.runs() == (UNKNOWN if has_planes else (2 * WIDTH, 2 * WIDTH))
+        assert group.runs() == (NO_PAIRS if has_planes else (2 * WIDTH, 2 * WIDTH))
 
 
 def test_a_latent_cache_and_a_layer_that_is_missing_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=2 * WIDTH, dtype=torch.bfloat16)
-    assert Group(monkeypatch, [cache_of("LBHNC")], "FLASH_ATTN", [spec]).runs() == UNKNOWN
+    assert Group(monkeypatch, [cache_of("LBHNC")], "FLASH_ATTN", [spec]).runs() == NO_PAIRS
     group = Group(monkeypatch, [cache_of("LBHNC"), cache_of("LBHNC")])
     del group.layers["layer.1"]
-    assert group.runs() == UNKNOWN
+    assert group.runs() == "KeyError: 'layer.1'"
 
 
 def test_a_page_that_begins_inside_a_run_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +210,24 @@ def test_a_page_that_begins_inside_a_run_is_unknown(monkeypatch: pytest.MonkeyPa
     assert group.runs() == (2 * WIDTH, 2 * WIDTH)
     whole = group.kv_caches.tensors[0].tensor
     group.kv_caches.tensors[0].tensor = whole.reshape(-1)[2 * WIDTH : -2 * WIDTH].reshape(-1, 2 * WIDTH)
-    assert group.runs() == UNKNOWN
+    assert group.runs() == "pages do not consist of whole runs of 256 bytes"
 
 
 def test_ranks_that_do_not_agree_make_the_runs_unknown(vllm_config: Any) -> None:
     texts = [
         identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100, None, [runs])
-        for runs in ((128, 128), (128, 128), UNKNOWN)
+        for runs in ((128, 128), (128, 128), "no cache", (256, 256))
     ]
     assert identity.merge_fingerprints(texts[:2])["kv_runs"] == [(128, 128)]
-    assert identity.merge_fingerprints(texts[1:])["kv_runs"] == [UNKNOWN]
+    for some, reason in ((texts[1:3], "no cache"), (texts, "no cache"), (texts[::3], "different layouts")):
+        merged = identity.merge_fingerprints(some)
+        assert merged["kv_runs"] == [UNKNOWN]
+        assert reason in merged["kv_runs_unknown"][0]
+
+
+@pytest.mark.parametrize(
+    ("head", "share"),
+    [(32, 0), (48, 0), (64, 1), (80, 0.4), (96, 2 / 3), (112, 4 / 7), (120, 8 / 15), (128, 1), (160, 0.8)],
+)
+def test_only_values_in_groups_without_a_key_have_their_own_bound(head: int, share: float) -> None:
+    assert share_of_values((2 * head, 2 * head)) == pytest.approx(share)
