@@ -48,6 +48,7 @@ class EncryptedKeyTier final : public Tier {
   void used(const TierUses& uses) override;
   Status reset() override { return tier_->reset(); }
   TierStats stats() const override { return tier_->stats(); }
+  std::vector<TierPart> parts() const override { return tier_->parts(); }
   std::string codec_reason() const override { return tier_->codec_reason(); }
   void close() override { tier_->close(); }
   double estimate_read_seconds(std::uint64_t bytes) const override {
