@@ -6,7 +6,7 @@
 # machines that build everything once. Names in anonymous namespaces must be unique within a folder. TESTS
 # applies it to the tests only, for frequent changes to the core.
 set(KV_OFFLOAD_UNITY OFF CACHE STRING "Compile the sources of a folder together: ON, OFF, TESTS")
-set(KV_OFFLOAD_UNITY_FILES 6 CACHE STRING "How many at once")
+set(KV_OFFLOAD_UNITY_FILES 12 CACHE STRING "How many at once")
 
 function(kv_offload_unity target)
   if(NOT KV_OFFLOAD_UNITY OR (KV_OFFLOAD_UNITY STREQUAL "TESTS" AND NOT target STREQUAL "kv_offload_tests"))

@@ -13,7 +13,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6B765F7368617233;  // "kv_shar3": the last character is the version
+constexpr std::uint64_t kRowsMagic = 0x6B765F7368617233;  // "kv_shar3": the last character is the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 80;
 constexpr std::uint64_t kBucketBytes = 8;
@@ -82,14 +82,14 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
     throw_invalid("{} bytes were given for the shared rows; they need {}", memory.size(), layout.bytes);
   }
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
-  const bool is_table = header->magic.load() == kMagic;
+  const bool is_table = header->magic.load() == kRowsMagic;
   // An earlier owner's entries: first no reader accepts any of them, then they are removed.
   header->open.store(0, std::memory_order_seq_cst);
   last_version_ = is_table ? header->last_version.load() : 0;
   std::memset(memory_ + layout_.buckets_offset, 0, layout_.entries_offset - layout_.buckets_offset);
   for (std::uint32_t i = 0; i < layout_.capacity; ++i) at(i).version.store(0, std::memory_order_seq_cst);
   header->identity = digest_of(layout_, identity);
-  header->magic.store(kMagic, std::memory_order_release);
+  header->magic.store(kRowsMagic, std::memory_order_release);
   header->open.store(1, std::memory_order_release);
 }
 
@@ -232,9 +232,9 @@ SharedRowsView::SharedRowsView(std::span<const std::byte> table, std::span<std::
   }
   const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
   const std::uint64_t magic = header->magic.load(std::memory_order_acquire);
-  if (magic != kMagic && magic >> 8 == kMagic >> 8)
+  if (magic != kRowsMagic && magic >> 8 == kRowsMagic >> 8)
     throw_resource("its table of rows has another format: it runs another version of vllm-kv-offload");
-  if (magic != kMagic) throw_resource("it has no table of rows");
+  if (magic != kRowsMagic) throw_resource("it has no table of rows");
   if (!XXH128_isEqual(header->identity, digest_of(layout, identity))) {
     throw_resource("its rows have another size or belong to another namespace");
   }

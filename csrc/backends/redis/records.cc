@@ -80,7 +80,7 @@ Status refusal_of(const Command& command, const Reply& reply, std::string_view p
 }
 
 // Returns a MATCH pattern that matches exactly this text.
-std::string quoted(std::string_view text) {
+std::string exact_pattern(std::string_view text) {
   std::string pattern;
   for (const char c : text) {
     if (std::string_view("*?[]\\^-").find(c) != std::string_view::npos) pattern.push_back('\\');
@@ -224,7 +224,7 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
   const std::string cursor = from.empty() ? "0" : from;
   const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + ":";
   Reply found;
-  if (Status status = scan(quoted(below) + "*", cursor, &found); !status) return status;
+  if (Status status = scan(exact_pattern(below) + "*", cursor, &found); !status) return status;
   // Reject malformed replies: the server is not trusted.
   if (found.kind != Kind::kArray || found.elements.size() != 2 || found.elements[0].kind != Kind::kString ||
       found.elements[1].kind != Kind::kArray)

@@ -10,7 +10,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kRows = 6;
+constexpr std::uint64_t kSmallRegion = 6;
 constexpr unsigned kNever = 1'000'000;  // more allocations than any call has
 
 // A sequence of calls that uses every path of a row: stored, read from a tier, loaded, written and evicted.
@@ -21,7 +21,7 @@ class OutOfMemoryTest : public CacheTest {
   void SetUp() override { set_up(); }
   void set_up() {
     WorldOptions options;
-    options.rows = kRows;
+    options.rows = kSmallRegion;
     options.cache.keep_events = true;
     options.cache.load_policy = LoadPolicy::kAlways;
     options.cache.full_attention = {true};
@@ -151,7 +151,7 @@ class OutOfMemoryTest : public CacheTest {
     const Names last{"1", "2", "3", "4", "5", "6"};
     const RequestHandle request = begin();
     const Job job = offer(request, last);
-    EXPECT_EQ(job.keys.size(), kRows) << about;
+    EXPECT_EQ(job.keys.size(), kSmallRegion) << about;
     EXPECT_THAT(std::set<RowId>(job.transfer.rows.begin(), job.transfer.rows.end()),
                 ::testing::SizeIs(job.keys.size()))
         << "one row has two chunks; " << about;
