@@ -2,24 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets up everything that the tests need, then runs all of them:
 #
-#   bash tests/run.sh                 everything; 50 minutes on two cores with a cold compiler cache
-#   bash tests/run.sh --long          everything, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
+#   bash tests/run.sh                 the stages that find most faults: half an hour on two cores, cold compiler cache
+#   bash tests/run.sh --all           all stages, as public CI runs them for each pull request, there side by side
+#   bash tests/run.sh --long          all stages, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
 #   bash tests/run.sh cpp python      some stages (setup always runs; it is quick after the first time)
 #
 # After a change: bash tests/loop.sh. Made for a fresh Debian 12 with Python 3.11, two cores, no
-# GPU. All created files are inside the checkout: .venv, .cache, build. Stages, in order:
+# GPU. All created files are inside the checkout: .venv, .cache, build. Stages, in order; * needs --all or its name:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
-#            preloaded); without --long, not the files in not_under_tsan
-#   fuzz     libFuzzer on the parsers of files, for a bounded time
+#   tsan     * the core's tests that start threads and the CUDA copier, under ThreadSanitizer of g++ (Python does not
+#            start with clang's preloaded); without --long, not the files in not_under_tsan
+#   fuzz     * libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
-#   oracle   the byte oracle over a core with AddressSanitizer and UndefinedBehaviorSanitizer, with --long also over one
-#            with ThreadSanitizer
-#   cuda     the CUDA copier on the fake CUDA runtime, with each of the sanitizers; with nvcc, the copier and torch's
-#            operators for CUDA are compiled too
-#   python   tests/python (bindings, configuration, manager contract, layers, oracle)
+#   oracle   * the byte oracle over a core with AddressSanitizer and UndefinedBehaviorSanitizer, with --long also over
+#            one with ThreadSanitizer
+#   cuda     the CUDA copier on the fake CUDA runtime, with AddressSanitizer and UndefinedBehaviorSanitizer; with nvcc,
+#            the copier and torch's operators for CUDA are compiled too
+#   python   tests/python (bindings, configuration, layers, the contract of each vLLM release, the byte oracle under
+#            the installed one)
+#   releases * the byte oracle and all other checks under the other supported vLLM releases
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
 #   e2e      tests/e2e (a real vLLM server on CPU)
 #   mutants  only with --long or when named: plants faults; the tests must detect each one
@@ -32,11 +35,14 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 jobs=${JOBS:-$(nproc)}
-all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
-stages=${all/mutants /}
+all="asan tsan fuzz lint cpp oracle cuda mutants python releases wheel e2e"
+stages="asan lint cpp cuda python wheel e2e"
 declare -A share=([packages]=45 [python-packages]=170 [asan]=700 [tsan]=450 [fuzz]=110 [lint]=20 [cpp]=170 [oracle]=180
   [cuda]=200 [mutants]=3000 [pytest]=1200) # seconds on two cores, with the usual concurrent work
-if [ "${1:-}" = --long ]; then
+if [ "${1:-}" = --all ]; then
+  shift
+  stages=${all/mutants /}
+elif [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
     KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-5000} KV_OFFLOAD_ORACLE_SEEDS=${KV_OFFLOAD_ORACLE_SEEDS:-3} \
@@ -161,8 +167,12 @@ build() { # PRESET, targets, more CMake options...
   ninja -C "$folder" -j "$jobs" --quiet $2
 }
 
+fake_cuda=tests/cpp/fake_cuda/run.sh
+
 stage_asan() { build asan kv_offload_tests && ctest --preset asan -j "$jobs"; }
-stage_tsan() { build tsan kv_offload_tests && ctest --preset tsan -j "$jobs"; }
+stage_tsan() {
+  build tsan kv_offload_tests && ctest --preset tsan -j "$jobs" && bash "$fake_cuda" --sanitize thread --seeds 1
+}
 stage_lint() {
   local status=0 types
   .venv/bin/mypy >build/mypy.log 2>&1 & # takes as long as all other checks together
@@ -242,18 +252,10 @@ stage_fuzz() {
   return $status
 }
 stage_cuda() {
-  local threads=tests/cpp/fake_cuda/run.sh
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
-    bash $threads --seeds 20 || return
+    bash "$fake_cuda" --seeds 20 || return
   fi
-  # Run concurrently: these tests wait more than they compute.
-  local half=$(((jobs + 1) / 2)) other status=0
-  JOBS=$half bash $threads --sanitize address,undefined --seeds 1 >build/threads-address.out 2>&1 &
-  other=$!
-  JOBS=$half bash $threads --sanitize thread --seeds 1 || status=1
-  wait $other || status=1
-  cat build/threads-address.out
-  [ $status -eq 0 ] || return 1
+  bash "$fake_cuda" --sanitize address,undefined --seeds 1 || return
   if ! command -v nvcc >/dev/null; then
     echo "compiling with nvcc is skipped: there is none here"
     return
@@ -322,6 +324,10 @@ for name in $stages; do
   case $name in
     e2e) tests=("tests/$name" "${tests[@]}") ;; # the longest first: other tests run concurrently
     python | wheel) tests+=("tests/$name") ;;
+    releases)
+      export KV_OFFLOAD_RELEASES=all # tests/python/conftest.py
+      [[ " $stages " == *" python "* ]] || mapfile -t -O ${#tests[@]} tests < <(grep -l pytest.mark.beside tests/python/test_*.py)
+      ;;
     *) stage "$name" "stage_$name" ;;
   esac
 done

@@ -4,6 +4,9 @@
 A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``minor``, gets the output of that
 file under that release from the fixture ``beside``. The first such test starts the runs of all selected
 tests. Each run is a process of its own, a fork of one that has imported its release.
+
+Under other releases than the installed one, only the contract is checked, unless KV_OFFLOAD_RELEASES is ``all``
+(stage ``releases`` of tests/run.sh) or the test is named, as in ``test_oracle.py::test_x[0.31]``.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from vllm_trees import Release, trees
+from vllm_trees import Release, installed_minor, trees
 
 Check = tuple[str, str]  # (file, release)
 
@@ -26,6 +29,19 @@ def check_of(item: Any) -> Check | None:
         return None
     file, *minor = marker.args
     return file, minor[0] if minor else item.callspec.params["minor"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("KV_OFFLOAD_RELEASES") == "all" or any("[" in name for name in config.args):
+        return
+    installed = installed_minor()
+    left = [
+        item
+        for item in items
+        if (check := check_of(item)) is not None and check[0] != "contract" and check[1] != installed
+    ]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session")

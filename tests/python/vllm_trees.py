@@ -43,13 +43,26 @@ def _minor_of(tree: Path) -> str | None:
     return ".".join(version.split(".")[:2])
 
 
+def installed_tree() -> Path | None:
+    """Returns the directory of the installed vLLM."""
+    installed = importlib.util.find_spec("vllm")
+    if installed is None or installed.origin is None:
+        return None
+    return Path(installed.origin).parent.parent
+
+
+def installed_minor() -> str | None:
+    """Returns the minor release of the installed vLLM, such as "0.32"."""
+    tree = installed_tree()
+    return None if tree is None else _minor_of(tree)
+
+
 def trees() -> dict[str, Path]:
     """Maps a minor release to the directory to put on the path."""
     named = [Path(part) for part in os.environ.get("KV_OFFLOAD_VLLM_TREES", "").split(os.pathsep) if part]
     named += [path for minor in MINORS if (path := ROOT / ".cache" / f"vllm-{minor}").is_dir()]
-    installed = importlib.util.find_spec("vllm")
-    if installed is not None and installed.origin is not None:
-        named.append(Path(installed.origin).parent.parent)
+    if (installed := installed_tree()) is not None:
+        named.append(installed)
     found: dict[str, Path] = {}
     for tree in named:
         minor = _minor_of(tree)
