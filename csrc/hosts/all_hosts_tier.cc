@@ -304,6 +304,7 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 // Allocates nothing that a completion depends on.
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
+    ++counts_[part].removals[static_cast<std::size_t>(ended.status.kind())];
     if (ended.status.kind() == StatusKind::kUnavailable)
       postpone_removal(removal->second.part, removal->second.key);
     return end_removal(removal);
@@ -461,7 +462,9 @@ void AllHostsTier::submit_removals() {
     } catch (const std::exception&) {  // these parts stay until they are evicted
       for (OpId id = first; id <= last; ++id) {
         const auto removal = removal_ops_.find(id);
-        if (removal != removal_ops_.end() && removal->second.part == part) end_removal(removal);
+        if (removal == removal_ops_.end() || removal->second.part != part) continue;
+        ++counts_[part].removals[static_cast<std::size_t>(StatusKind::kIo)];
+        end_removal(removal);
       }
     }
   }

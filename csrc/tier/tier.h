@@ -142,6 +142,9 @@ struct TierPart {
   std::uint64_t slowest_reads = 0;   // successful reads of chunks that took longest here
   // Reads and writes that ended here, by StatusKind. The chunk may have failed for another host's reason.
   std::array<std::uint64_t, kStatusKinds> reads{}, writes{};
+  // Removals of parts that became useless, by StatusKind. After a failed one, the part stays until it is
+  // evicted or expires.
+  std::array<std::uint64_t, kStatusKinds> removals{};
 };
 
 class Tier {

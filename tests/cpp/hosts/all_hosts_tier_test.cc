@@ -195,6 +195,29 @@ TEST_F(AllHostsTierTest, each_host_has_its_own_figures) {
   EXPECT_EQ(count(parts[0].writes, StatusKind::kOk), 1u);
 }
 
+TEST_F(AllHostsTierTest, removals_that_a_host_fails_are_counted_for_the_host) {
+  const auto remove_part_of_host_1 = [&] {
+    store_all();
+    part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+    poll();
+  };
+  const auto removals = [&](std::size_t host, StatusKind kind) {
+    return tier_->parts()[host].removals[static_cast<std::size_t>(kind)];
+  };
+  for (const StatusKind kind : {StatusKind::kOk, StatusKind::kIo, StatusKind::kTimeout}) {
+    remove_part_of_host_1();
+    ASSERT_TRUE(is_being_removed(*part_[1]));
+    part_[1]->end(kind);
+    EXPECT_THAT(poll(), IsEmpty());
+    EXPECT_EQ(removals(1, kind), 1u);
+    EXPECT_EQ(removals(0, kind), 0u);
+  }
+  part_[1]->throws = true;
+  remove_part_of_host_1();
+  EXPECT_EQ(removals(1, StatusKind::kIo), 2u) << "memory ran out";
+  EXPECT_EQ(removals(0, StatusKind::kIo), 0u);
+}
+
 TEST_F(AllHostsTierTest, an_op_ends_once_with_the_bytes_of_all_and_the_time_of_the_slowest_part) {
   submit(OpKind::kWrite, 5);
   part_[0]->end(StatusKind::kOk, 3);

@@ -161,6 +161,23 @@ TEST_F(HostTiersTest, a_full_disk_on_one_host_leaves_no_part_on_the_others) {
   EXPECT_TRUE(read(1).is_ok());
 }
 
+TEST_F(HostTiersTest, a_removal_that_fails_on_a_host_is_counted_for_the_host) {
+  start();
+  for (const std::uint32_t host : {1u, 0u}) {
+    ASSERT_TRUE(write(host).is_ok());
+    ops_[host].fail_all(Call::kUnlink, EIO);
+    flip_a_bit(path_of(root_[1 - host].path(), host));
+    EXPECT_EQ(read(host).kind(), StatusKind::kCorrupt);
+    EXPECT_TRUE(holds_soon([&] {
+      poll();
+      return tier_->parts()[host].removals[static_cast<std::size_t>(StatusKind::kIo)] > 0;
+    })) << "host "
+        << host;
+    EXPECT_FALSE(path_of(root_[host].path(), host).empty());
+    ops_[host].clear();
+  }
+}
+
 TEST_F(HostTiersTest, a_part_that_one_host_evicts_is_released_on_the_others) {
   for (const std::uint32_t small : {1u, 0u}) {
     options_[small].max_bytes = std::uint64_t{1} << 20;
