@@ -387,11 +387,13 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   std::vector<std::size_t> useless;
   for (std::size_t other = 0; other < parts_.size(); ++other) {
     if (other == part) continue;
-    const Presence presence = parts_[other].tier->contains(key);
-    if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
-      useless.push_back(other);
-    } else if (may_remove_unknown && !is_in_service(parts_[other].tier->stats())) {
+    const Tier& tier = *parts_[other].tier;
+    const Presence presence = tier.contains(key);
+    const bool is_not_known = presence == Presence::kAbsent || presence == Presence::kLookupFailed;
+    if (may_remove_unknown && is_not_known && !is_in_service(tier.stats())) {
       postpone_removal(other, key);
+    } else if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
+      useless.push_back(other);
     }
   }
   const Missing missing = was_here || useless.empty() ? Missing::kLong : note_missing(key);
@@ -479,14 +481,16 @@ void AllHostsTier::end_removal(RemovalOps::iterator removal) {
 Presence AllHostsTier::contains(const ChunkKey& key) const {
   if (!removing_.empty() && removing_.contains(key)) return Presence::kAbsent;
   Presence all = Presence::kPresent;
+  bool has_failed = false;
   for (const PartOfTier& part : parts_) {
     const Presence presence = part.tier->contains(key);
     if (presence == Presence::kAbsent) return presence;
+    has_failed |= presence == Presence::kLookupFailed;
     if (presence == Presence::kPresent || all == Presence::kUnknown) continue;
     // An unknown part has to be asked for first; then there is something to wait for.
     if (presence == Presence::kUnknown || all != Presence::kStaleMiss) all = presence;
   }
-  return all;
+  return has_failed ? Presence::kLookupFailed : all;
 }
 
 // A key that this host does not have is not asked for elsewhere: most are chunks of new prompts.
@@ -495,7 +499,8 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
   std::vector<ChunkKey> possible;
   possible.reserve(keys.size());
   for (const ChunkKey& key : keys) {
-    if (own.contains(key) != Presence::kAbsent) possible.push_back(key);
+    const Presence presence = own.contains(key);
+    if (presence != Presence::kAbsent && presence != Presence::kLookupFailed) possible.push_back(key);
   }
   for (std::size_t part = 1; part < parts_.size(); ++part)
     parts_[part].tier->prefetch_presence(possible, order);

@@ -83,7 +83,7 @@ struct TierResults {
   std::vector<HostResult> results{};
 };
 struct TierAnswers {
-  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown };  // kUnknown: the tier is out of service
+  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown };  // kUnknown: the lookup failed
   struct Answer {
     ChunkKey key;
     Found found = Found::kAbsent;

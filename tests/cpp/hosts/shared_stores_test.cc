@@ -236,6 +236,22 @@ TYPED_TEST(SharedStores, engines_that_run_at_once_share_their_chunks) {
   EXPECT_TRUE(this->read(1).is_ok());
 }
 
+// ---- stores that fail
+
+TYPED_TEST(SharedStores, a_lookup_that_fails_on_one_host_is_no_missing_part) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->restart();  // what the hosts have is not known
+  this->store(1).kill();
+  this->removals_.clear();
+  EXPECT_FALSE(this->has(1));
+  EXPECT_EQ(this->tier_->contains(key_of(1)), Presence::kLookupFailed);
+  this->poll();
+  EXPECT_TRUE(this->removals_.empty()) << "the part may exist";
+  EXPECT_EQ(this->records_on(0), 1u);
+}
+
 // ---- resets
 
 TYPED_TEST(SharedStores, a_part_from_before_a_reset_that_missed_its_host_is_never_used) {
