@@ -56,13 +56,6 @@ struct Link {
   bool was_connected = false;
 };
 
-std::uint32_t random_round() {
-  const auto bytes = random_bytes();
-  std::uint32_t round = 0;
-  std::memcpy(&round, bytes.data(), sizeof round);
-  return round;
-}
-
 std::string describe(const RankGeometry& geometry) {
   return fmt::format("chunks of {} bytes and the layout {}", fmt::join(geometry.shard_bytes, ", "),
                      geometry.fingerprint);
@@ -80,8 +73,6 @@ struct HostLinks::Impl {
   std::atomic<bool> stopping{false};
   std::thread thread;
   std::vector<Link> links;  // the thread's; the hosts and channels never change
-  // Of the last call of open_tiers(). Begins anywhere: the host may still answer an earlier scheduler.
-  std::uint32_t rounds = random_round();
 
   // ---- what other threads see
   mutable Mutex mutex;
@@ -104,8 +95,8 @@ struct HostLinks::Impl {
   void publish(Link& link, ByteSpan body);
   void enter_reports(Link& link, ByteSpan body);
   void set_connected(Link& link);
-  void drop(Link& link, Nanos now);
-  void lose(Link& link, const std::string& problem, Nanos now);
+  void drop(Link& link, Nanos now, bool is_final = false);
+  void lose(Link& link, const std::string& problem, Nanos now, bool is_final = false);
   void refuse(Link& link, const std::string& problem);
   void add_event(std::string event);
   void publish_state();
@@ -300,7 +291,7 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
       return lose(link, "the authentication of a message failed", now);
     link.deadline = now + options.silence;
     taken += used;
-    if (type == FrameType::kLeaving) return lose(link, "it has shut down", now);
+    if (type == FrameType::kLeaving) return lose(link, "it has shut down", now, true);
     try {
       take_frame(link, type, body, now);
     } catch (const InvalidArgument& problem) {
@@ -402,12 +393,12 @@ void HostLinks::Impl::set_connected(Link& link) {
     add_event(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
 }
 
-void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
+void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now, bool is_final) {
   // Before the caller reads on: no lookup may hit while the host is lost.
   region->set_cut_off(true);
   const bool was_connected = link.state == State::kConnected;
   link.problem = problem;
-  drop(link, now);
+  drop(link, now, is_final);
   if (!was_connected) return;
   add_event(fmt::format(
       "lost the connection to {}: {}; all lookups are misses until it is connected again; next attempt in "
@@ -415,8 +406,8 @@ void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
       name_of(link), problem, to_seconds(link.pause)));
 }
 
-void HostLinks::Impl::drop(Link& link, Nanos now) {
-  link.channel->end_connection(link.problem);
+void HostLinks::Impl::drop(Link& link, Nanos now, bool is_final) {
+  link.channel->end_connection(link.problem, is_final);
   // A connection that is lost again soon does not reset the pause.
   if (link.state == State::kConnected && now - link.connected_at >= options.min_lifetime)
     link.pause = Nanos(0);
@@ -433,7 +424,7 @@ void HostLinks::Impl::drop(Link& link, Nanos now) {
 void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
   region->set_cut_off(true);
   link.problem = problem;
-  drop(link, clock.now());
+  drop(link, clock.now(), true);
   link.state = State::kUnfit;
   if (!link.was_connected) return;  // wait_until_connected() says so
   add_event(
@@ -496,10 +487,9 @@ std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
       throw_invalid("{} tiers were given; at most {} are possible", of_host.size(), kMostTiers);
   }
   const Nanos end = impl_->clock.now() + timeout;
-  ++impl_->rounds;
   // A host may count a large directory: all at once.
   for (std::size_t host = 0; host < impl_->links.size(); ++host)
-    impl_->links[host].channel->begin_open({impl_->rounds, epochs.at(host), text});
+    impl_->links[host].channel->begin_open(epochs.at(host), text);
   std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
   for (std::size_t host = 0; host < ids.size(); ++host) {
     const Link& link = impl_->links[host];
@@ -533,7 +523,7 @@ void HostLinks::close() {
   impl_->wake->signal();
   if (impl_->thread.joinable()) impl_->thread.join();
   impl_->region->set_cut_off(true);
-  for (const Link& link : impl_->links) link.channel->end_connection("the engine shuts down");
+  for (const Link& link : impl_->links) link.channel->end_connection("the engine shuts down", true);
 }
 
 }  // namespace kv_offload

@@ -523,7 +523,7 @@ TEST_F(HostTiersTest, a_directory_that_is_removed_while_the_engine_runs_makes_it
   }
 }
 
-// ---- the opening of the tiers, and orders that fit no host
+// ---- the opening of the tiers
 
 TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason) {
   problem_ = "secondary_tiers: /mnt/kv does not exist";
@@ -531,6 +531,33 @@ TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason
               HasSubstr("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: secondary_tiers: "
                         "/mnt/kv does not exist"));
 }
+
+class OpeningHosts : public TwoHosts {
+ protected:
+  std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) override {
+    if (host == 1 && while_opening_) std::exchange(while_opening_, nullptr)();
+    return TwoHosts::open_part(host, epoch);
+  }
+
+  std::function<void()> while_opening_;
+};
+
+TEST_F(OpeningHosts, a_connection_that_is_lost_while_a_host_opens_its_tiers_does_not_fail_the_start) {
+  while_opening_ = [this] { lose_connection(); };
+  start();
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+  restart();
+  EXPECT_TRUE(has(1));
+}
+
+TEST_F(OpeningHosts, a_host_that_shuts_down_while_it_opens_its_tiers_is_named) {
+  while_opening_ = [this] { agent_->close(); };
+  EXPECT_EQ(message_of<ResourceError>([&] { start(); }),
+            "the tiers of the host of rank 1 at 127.0.0.1 cannot be used: it has shut down");
+}
+
+// ---- orders that fit no host
 
 TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   start();

@@ -259,13 +259,14 @@ class TwoHosts : public ShmTest {
   RemoteTierOptions remote_;
   std::string problem_;  // host 1 does not open its tiers for this reason
 
- private:
   // Opens the tier of one host. Called by one thread at a time.
   virtual std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) {
     FsTierOptions chosen = options_[host];
     chosen.epoch = epoch;
     return make_fs_tier(chosen);
   }
+
+ private:
   void answer_requests(HostTiers& tiers) {
     while (!tiers.is_closed()) {
       const auto request = tiers.wait_for_request(kPatience);
