@@ -557,6 +557,82 @@ TEST_F(OpeningHosts, a_host_that_shuts_down_while_it_opens_its_tiers_is_named) {
             "the tiers of the host of rank 1 at 127.0.0.1 cannot be used: it has shut down");
 }
 
+// ---- clocks
+
+// File operations of a host whose wall clock, and that of its file system, is `ahead` of the others.
+class SkewedFileOps : public FaultyFileOps {
+ public:
+  explicit SkewedFileOps(Nanos ahead) : ahead_(ahead.count()) {}
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    return shifted(FaultyFileOps::stat(directory, path, info), info);
+  }
+  int fstat(int fd, FileInfo* info) override { return shifted(FaultyFileOps::fstat(fd, info), info); }
+  int set_mtime(int directory, const std::string& path, std::int64_t nanos) override {
+    return FaultyFileOps::set_mtime(directory, path, nanos - ahead_);
+  }
+
+ private:
+  int shifted(int result, FileInfo* info) const {
+    if (result == 0) info->mtime_nanos += ahead_;
+    return result;
+  }
+  const std::int64_t ahead_;
+};
+
+class SkewedHosts : public TwoHosts {
+ protected:
+  SkewedHosts() {
+    for (std::uint32_t host = 0; host < kHosts; ++host) options_[host].file_ops = &skewed_[host];
+  }
+  ~SkewedHosts() override {
+    stop();
+    for (SkewedFileOps& ops : skewed_) ops.wait_for_all_closed();
+  }
+  SkewedFileOps skewed_[kHosts] = {SkewedFileOps(-std::chrono::minutes(10)),
+                                   SkewedFileOps(std::chrono::minutes(10))};
+};
+
+TEST_F(SkewedHosts, clocks_that_are_minutes_apart_lose_no_chunk) {
+  start();
+  for (std::uint32_t number = 1; number <= 20; ++number) ASSERT_TRUE(write(number).is_ok());
+  for (int i = 0; i < 2; ++i) {
+    for (std::uint32_t number = 1; number <= 20; ++number) {
+      EXPECT_TRUE(has(number));
+      EXPECT_TRUE(read(number).is_ok());
+    }
+    restart();
+  }
+  EXPECT_EQ(read(21).kind(), StatusKind::kNotFound);
+  ASSERT_TRUE(tier_->reset().is_ok());
+  EXPECT_FALSE(has(1));
+  ++weights;
+  ASSERT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+  restart();
+  EXPECT_FALSE(has(1)) << "written after a reset";
+}
+
+TEST_F(SkewedHosts, full_directories_keep_the_newest_chunks_over_a_restart) {
+  for (FsTierOptions& options : options_) options.max_bytes = std::uint64_t{1} << 20;
+  start();
+  for (std::uint32_t number = 0; number < 250; ++number) (void)write(number);
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return records_on(0) == records_on(1);
+  }));
+  std::vector<std::uint32_t> kept;
+  for (std::uint32_t number = 0; number < 250; ++number) {
+    if (has(number)) kept.push_back(number);
+  }
+  ASSERT_FALSE(kept.empty());
+  EXPECT_GE(kept.front(), 100u) << "an old chunk was kept";
+  restart();
+  for (const std::uint32_t number : kept) {
+    EXPECT_TRUE(has(number));
+    EXPECT_TRUE(read(number).is_ok());
+  }
+}
+
 // ---- orders that fit no host
 
 TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
