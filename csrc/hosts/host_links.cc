@@ -63,6 +63,26 @@ std::string describe(const RankGeometry& geometry) {
 
 }  // namespace
 
+namespace {
+
+class Events {
+ public:
+  void add(std::string event) EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    if (events_.size() < kMostEvents) events_.push_back(std::move(event));
+  }
+  std::vector<std::string> take() EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    return std::exchange(events_, {});
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<std::string> events_ GUARDED_BY(mutex_);  // at most kMostEvents
+};
+
+}  // namespace
+
 struct HostLinks::Impl {
   Impl(std::shared_ptr<HostRegion> host_region, std::vector<RemoteHost> hosts, Options given);
 
@@ -71,6 +91,7 @@ struct HostLinks::Impl {
   const SteadyClock clock;
   const std::shared_ptr<WakeUp> wake = std::make_shared<WakeUp>();  // shared: a tier may outlive this object
   std::atomic<bool> stopping{false};
+  const std::shared_ptr<Events> events = std::make_shared<Events>();  // as `wake`
   std::thread thread;
   std::vector<Link> links;  // the thread's; the hosts and channels never change
 
@@ -80,7 +101,6 @@ struct HostLinks::Impl {
   std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
   std::vector<std::uint32_t> lost GUARDED_BY(mutex);   // their numbers
   std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
-  std::vector<std::string> events GUARDED_BY(mutex);   // at most kMostEvents
 
   void run();
   void run_once();
@@ -98,7 +118,6 @@ struct HostLinks::Impl {
   void drop(Link& link, Nanos now, bool is_final = false);
   void lose(Link& link, const std::string& problem, Nanos now, bool is_final = false);
   void refuse(Link& link, const std::string& problem);
-  void add_event(std::string event);
   void publish_state();
   static std::string name_of(const Link& link);
   static bool is_live(const Link& link) { return link.socket.is_open(); }
@@ -390,7 +409,7 @@ void HostLinks::Impl::set_connected(Link& link) {
   link.connected_at = clock.now();
   if (!link.was_connected) link.pause = Nanos(0);
   if (std::exchange(link.was_connected, true))
-    add_event(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
+    events->add(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
 }
 
 void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now, bool is_final) {
@@ -400,7 +419,7 @@ void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now, bo
   link.problem = problem;
   drop(link, now, is_final);
   if (!was_connected) return;
-  add_event(fmt::format(
+  events->add(fmt::format(
       "lost the connection to {}: {}; all lookups are misses until it is connected again; next attempt in "
       "{:.3g} s",
       name_of(link), problem, to_seconds(link.pause)));
@@ -427,15 +446,10 @@ void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
   drop(link, clock.now(), true);
   link.state = State::kUnfit;
   if (!link.was_connected) return;  // wait_until_connected() says so
-  add_event(
+  events->add(
       fmt::format("{} does not fit any more: {}; it is not tried again, and all lookups are misses until "
                   "the engine is restarted",
                   name_of(link), problem));
-}
-
-void HostLinks::Impl::add_event(std::string event) {
-  const MutexLock lock(mutex);
-  if (events.size() < kMostEvents) events.push_back(std::move(event));
 }
 
 void HostLinks::Impl::publish_state() {
@@ -513,9 +527,10 @@ std::vector<std::uint32_t> HostLinks::lost_hosts() const {
   return impl_->lost;
 }
 
-std::vector<std::string> HostLinks::take_events() {
-  const MutexLock lock(impl_->mutex);
-  return std::exchange(impl_->events, {});
+std::vector<std::string> HostLinks::take_events() { return impl_->events->take(); }
+
+std::function<void(std::string)> HostLinks::event_sink() const {
+  return [events = impl_->events](std::string event) { events->add(std::move(event)); };
 }
 
 void HostLinks::close() {

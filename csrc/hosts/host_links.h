@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,6 +76,8 @@ class HostLinks {
   std::vector<std::uint32_t> lost_hosts() const;
   // Lines for an operator about hosts that were lost or came back since the last call.
   std::vector<std::string> take_events();
+  // Returns a function that adds such a line. It may outlive this object. Any thread.
+  std::function<void(std::string)> event_sink() const;
   void close();  // the region stays cut off. Idempotent
 
  private:

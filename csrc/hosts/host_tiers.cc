@@ -279,7 +279,7 @@ void HostTiers::Impl::execute(NewTiers& order) {
   TiersOpened opened;
   opened.round = order.round;
   for (auto& tier : order.tiers) {
-    opened.epochs.push_back(tier->stats().epoch_id);
+    opened.epochs.push_back(opened_epoch(*tier));
     slots.emplace_back().tier = std::move(tier);
   }
   {
