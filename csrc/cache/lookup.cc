@@ -104,17 +104,18 @@ struct RequestTable::TierResults {
   std::uint32_t unknown = 0;               // the request should wait for the answer
   std::uint32_t stale = 0;                 // of these: the last answer was "absent" and is stale
   std::uint32_t lookup_pending = 0;        // of these: a lookup is pending
-  bool switched_off = false;               // a tier has it, but its circuit breaker is open
+  bool unreadable = false;                 // a tier has it or may have it, but cannot be read or asked
   bool disallowed = false;                 // a tier has it that this request may not load from
   bool may_appear = false;                 // another server may still write it
   bool answered = true;                    // no tier's answer is outstanding
 };
 
-// earlier: nullopt if this request has not asked for the key; true once all tiers have answered.
+// earlier: nullopt if this request has not asked for the key.
 RequestTable::TierResults RequestTable::check_catalogs(const RequestState& request, std::uint32_t group,
                                                        const ChunkKey& key,
-                                                       std::optional<bool> earlier) const {
-  const bool was_asked = earlier.has_value(), was_answered = earlier.value_or(false);
+                                                       std::optional<TierLookup> earlier) const {
+  const bool was_asked = earlier.has_value(), had_failed = earlier == TierLookup::kFailed;
+  const bool was_answered = had_failed || earlier == TierLookup::kAnswered;
   // Do not wait for a chunk that would not be loaded anyway.
   const bool awaits = request.waits_for_remote() && !request.closed[group] && !refuse_wait(request, true);
   TierResults found;
@@ -125,7 +126,7 @@ RequestTable::TierResults RequestTable::check_catalogs(const RequestState& reque
       continue;
     }
     if (!ops_.is_readable(tier)) {
-      found.switched_off |= presence == Presence::kPresent;
+      found.unreadable |= presence == Presence::kPresent || presence == Presence::kLookupFailed;
       continue;
     }
     if (presence == Presence::kPresent) {
@@ -136,6 +137,7 @@ RequestTable::TierResults RequestTable::check_catalogs(const RequestState& reque
     found.may_appear |= may_appear_here;
     const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending;
     found.answered &= !is_unknown;
+    found.unreadable |= presence == Presence::kLookupFailed || (is_unknown && had_failed);
     // A request asks once per key: asking again for each stale answer would never end. A request that waits
     // for other servers' records does ask again, until its deadline.
     if ((is_unknown && (may_appear_here || !was_answered)) ||
@@ -156,7 +158,7 @@ void RequestTable::queue_lookups(RequestState& request, std::uint32_t group, con
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
   const TierIo::Run run =
       groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};
-  request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), false);
+  request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), TierLookup::kAsked);
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     if (((results.unknown & ~results.lookup_pending) >> tier & 1) == 0) continue;
     const bool stale = (results.stale >> tier & 1) != 0;
@@ -184,7 +186,8 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
                     *results.first_tier},
                    LookupResult::kPending);
   }
-  if (was_asked && results.answered) earlier->second = true;
+  if (was_asked && results.answered)
+    earlier->second = results.unreadable ? TierLookup::kFailed : TierLookup::kAnswered;
   if (results.unknown != 0) {
     const auto reason = refuse_wait(request, true);
     if (!reason) {
@@ -197,7 +200,7 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
     request.pass.awaits = true;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
-  if (results.switched_off) return miss(request, group, MissReason::kIoError);
+  if (results.unreadable) return miss(request, group, MissReason::kIoError);
   if (results.disallowed) return miss(request, group, MissReason::kDisabled);
   // The reason is looked up when the miss is counted: vLLM asks again in each step.
   request.pass.lookups.push_back(

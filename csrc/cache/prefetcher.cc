@@ -294,7 +294,8 @@ int Prefetcher::tier_of(Task& task, const Chunk& chunk) {
     if (!with_.ops.is_readable(tier)) continue;
     const Presence presence = with_.ops.contains(tier, chunk.key);
     if (presence == Presence::kPresent) return static_cast<int>(tier);
-    if (presence == Presence::kAbsent || (presence == Presence::kStaleMiss && was_asked)) continue;
+    if (presence == Presence::kAbsent || presence == Presence::kLookupFailed) continue;
+    if (presence == Presence::kStaleMiss && was_asked) continue;
     found = kUnknownTier;
     if (!was_asked) ask(tier, task);
   }

@@ -152,9 +152,10 @@ struct RequestState {
   // Fingerprints of keys whose fetches failed while it waited: they are never fetched again for it.
   std::unordered_map<std::uint64_t, MissReason> failed;
   // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
-  // at the next lookup. True: the answer arrived, and the request does not wait for a lookup that another
-  // request started.
-  std::unordered_map<std::uint64_t, bool> tier_lookups;
+  // at the next lookup. kAnswered, kFailed: the lookups ended, and the request does not wait for a lookup
+  // that another request started.
+  enum class TierLookup : std::uint8_t { kAsked, kAnswered, kFailed };  // kFailed: on at least one tier
+  std::unordered_map<std::uint64_t, TierLookup> tier_lookups;
 
   std::optional<Nanos> first_lookup;
 

@@ -120,8 +120,9 @@ class RequestTable {
   LookupResult lookup_in_tiers(RequestHandle handle, RequestState& request, std::uint32_t group,
                                const ChunkKey& key);
   struct TierResults;
+  using TierLookup = RequestState::TierLookup;
   TierResults check_catalogs(const RequestState& request, std::uint32_t group, const ChunkKey& key,
-                             std::optional<bool> earlier) const;
+                             std::optional<TierLookup> earlier) const;
   void queue_lookups(RequestState& request, std::uint32_t group, const ChunkKey& key,
                      const TierResults& results);
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);

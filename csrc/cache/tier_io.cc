@@ -15,8 +15,9 @@ constexpr int kShedAtOnce = 16;
 constexpr int kPassedOver = 64;  // queued writes that stay
 constexpr Nanos kResetAgain = std::chrono::seconds(1);
 
-MissReason miss_reason_of(StatusKind kind) {
-  switch (kind) {
+MissReason miss_reason_of(const Status& status) {
+  if (is_host_lost(status)) return MissReason::kHostLost;
+  switch (status.kind()) {
     case StatusKind::kCorrupt:
       return MissReason::kCorrupt;
     case StatusKind::kNotFound:
@@ -284,7 +285,7 @@ void TierIo::finish_read(Op& op, const Completion& completion) {
               std::nullopt};
   // An expired read was submitted for a request whose wait is over; another request may still wait.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
-  if (!arrived && tried) end.failed = miss_reason_of(kind);
+  if (!arrived && tried) end.failed = miss_reason_of(completion.status);
   for (const Waiter waiter : op.waiters) on_read_end_(waiter, end);
   if (!arrived) {
     if (end.failed) key_history_.record_removal(completion.key, static_cast<std::uint8_t>(*end.failed));
@@ -347,7 +348,9 @@ void TierIo::finish_write(Op& op, const Completion& completion) {
     metrics_.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
   } else if (!op.dropped && !(op.stale && kind == StatusKind::kCancelled)) {
     if (is_failure(kind)) metrics_.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
-    metrics_.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
+    const std::string_view reason =
+        is_host_lost(completion.status) ? to_string(MissReason::kHostLost) : to_string(kind);
+    metrics_.add("kv_offload_dropped_bytes_total", {slot.name, reason},
                  static_cast<double>(groups_[op.group].bytes));
   }
   if (op.stale || !completion.status.is_ok()) return;

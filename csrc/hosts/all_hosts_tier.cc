@@ -52,7 +52,9 @@ class AllHostsTier final : public Tier {
   AllHostsTier(std::vector<PartOfTier> parts, const AllHostsOptions& options)
       : parts_(std::move(parts)),
         missing_for_(options.missing_for),
-        clock_(options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady_)) {}
+        clock_(options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady_)),
+        warn_(options.warn),
+        awaits_epoch_(options.awaits_epoch) {}
   ~AllHostsTier() override { close(); }
 
   std::string_view name() const override { return parts_.front().tier->name(); }
@@ -96,6 +98,7 @@ class AllHostsTier final : public Tier {
   };
   using RemovalOps = std::unordered_map<OpId, Removal>;
 
+  void compare_epochs();
   void for_all_at_once(const std::function<void(std::size_t part)>& call) const;
   void submit_parts(std::vector<TierOp> ops);
   static Completion ended_unstarted(const TierOp& op);
@@ -120,6 +123,9 @@ class AllHostsTier final : public Tier {
   const Nanos missing_for_;
   const SteadyClock steady_;
   const Clock& clock_;
+  const std::function<void(std::string)> warn_;
+  bool awaits_epoch_;  // see AllHostsOptions
+  bool has_warned_ = false;
   std::unordered_map<OpId, InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
@@ -165,7 +171,36 @@ void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& 
   }
 }
 
+// Ends the wait for an epoch if all hosts have the same one.
+void AllHostsTier::compare_epochs() {
+  const std::uint64_t own = parts_.front().tier->stats().epoch_id;
+  bool has_all = own != 0, is_same = true;
+  for (std::size_t part = 1; part < parts_.size(); ++part) {
+    const std::uint64_t other = parts_[part].tier->stats().epoch_id;
+    has_all = has_all && other != 0;
+    is_same = is_same && other == own;
+  }
+  if (!has_all) return;
+  awaits_epoch_ = !is_same;
+  if (is_same) return warn_(fmt::format("tier {} is in service: all stores respond", name()));
+  if (std::exchange(has_warned_, true)) return;
+  warn_(fmt::format(
+      "tier {} stays out of service: the stores respond, but have different epochs, because one of them "
+      "has lost its keys or has missed a reset. Restart this engine, or reset it "
+      "(POST /reset_prefix_cache?reset_external=true)",
+      name()));
+}
+
 void AllHostsTier::submit(std::vector<TierOp> ops) {
+  if (awaits_epoch_) {
+    ended_held_.reserve(ended_held_.size() + ops.size());
+    for (const TierOp& op : ops) {
+      ended_held_.push_back({op.id, op.kind, op.key,
+                             Status::error(StatusKind::kUnavailable, "the hosts have no common epoch yet"), 0,
+                             0, 0});
+    }
+    return;
+  }
   const auto is_held = [this](const TierOp& op) {
     return op.kind == OpKind::kWrite && removing_.contains(op.key);
   };
@@ -254,6 +289,7 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     parts_[part].tier->poll(&ended_, &removed_[part]);
     ended_by_.resize(ended_.size(), part);
   }
+  if (awaits_epoch_) compare_epochs();
   // Before the completions: a write whose part was evicted already has failed.
   reported_.clear();
   for (std::size_t part = 0; part < parts_.size(); ++part) {
@@ -304,6 +340,7 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 // Allocates nothing that a completion depends on.
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
+    ++counts_[part].removals[static_cast<std::size_t>(ended.status.kind())];
     if (ended.status.kind() == StatusKind::kUnavailable)
       postpone_removal(removal->second.part, removal->second.key);
     return end_removal(removal);
@@ -386,11 +423,13 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   std::vector<std::size_t> useless;
   for (std::size_t other = 0; other < parts_.size(); ++other) {
     if (other == part) continue;
-    const Presence presence = parts_[other].tier->contains(key);
-    if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
-      useless.push_back(other);
-    } else if (may_remove_unknown && !is_in_service(parts_[other].tier->stats())) {
+    const Tier& tier = *parts_[other].tier;
+    const Presence presence = tier.contains(key);
+    const bool is_not_known = presence == Presence::kAbsent || presence == Presence::kLookupFailed;
+    if (may_remove_unknown && is_not_known && !is_in_service(tier.stats())) {
       postpone_removal(other, key);
+    } else if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
+      useless.push_back(other);
     }
   }
   const Missing missing = was_here || useless.empty() ? Missing::kLong : note_missing(key);
@@ -461,7 +500,9 @@ void AllHostsTier::submit_removals() {
     } catch (const std::exception&) {  // these parts stay until they are evicted
       for (OpId id = first; id <= last; ++id) {
         const auto removal = removal_ops_.find(id);
-        if (removal != removal_ops_.end() && removal->second.part == part) end_removal(removal);
+        if (removal == removal_ops_.end() || removal->second.part != part) continue;
+        ++counts_[part].removals[static_cast<std::size_t>(StatusKind::kIo)];
+        end_removal(removal);
       }
     }
   }
@@ -474,25 +515,30 @@ void AllHostsTier::end_removal(RemovalOps::iterator removal) {
 }
 
 Presence AllHostsTier::contains(const ChunkKey& key) const {
+  if (awaits_epoch_) return Presence::kLookupFailed;
   if (!removing_.empty() && removing_.contains(key)) return Presence::kAbsent;
   Presence all = Presence::kPresent;
+  bool has_failed = false;
   for (const PartOfTier& part : parts_) {
     const Presence presence = part.tier->contains(key);
     if (presence == Presence::kAbsent) return presence;
+    has_failed |= presence == Presence::kLookupFailed;
     if (presence == Presence::kPresent || all == Presence::kUnknown) continue;
     // An unknown part has to be asked for first; then there is something to wait for.
     if (presence == Presence::kUnknown || all != Presence::kStaleMiss) all = presence;
   }
-  return all;
+  return has_failed ? Presence::kLookupFailed : all;
 }
 
 // A key that this host does not have is not asked for elsewhere: most are chunks of new prompts.
 void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+  if (awaits_epoch_) return;
   const Tier& own = *parts_.front().tier;
   std::vector<ChunkKey> possible;
   possible.reserve(keys.size());
   for (const ChunkKey& key : keys) {
-    if (own.contains(key) != Presence::kAbsent) possible.push_back(key);
+    const Presence presence = own.contains(key);
+    if (presence != Presence::kAbsent && presence != Presence::kLookupFailed) possible.push_back(key);
   }
   for (std::size_t part = 1; part < parts_.size(); ++part)
     parts_[part].tier->prefetch_presence(possible, order);
@@ -505,6 +551,7 @@ Status AllHostsTier::reset() {
   postponed_.clear();
   std::vector<Status> ended(parts_.size());
   for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(); });
+  awaits_epoch_ = false;  // each host begins an epoch of this engine alone
   return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {
     return weight_of(a.kind()) < weight_of(b.kind());
   });
@@ -550,6 +597,8 @@ TierStats AllHostsTier::stats() const {
     all.largest_value_error = std::max(all.largest_value_error, stats.largest_value_error);
   }
   all.queued_writes += static_cast<std::uint32_t>(held_.size());
+  all.readable = all.readable && !awaits_epoch_;
+  all.writable = all.writable && !awaits_epoch_;
   return all;
 }
 

@@ -23,7 +23,9 @@
 // Threads: as for each Tier.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
@@ -39,6 +41,10 @@ struct PartOfTier {
 struct AllHostsOptions {
   Nanos missing_for{std::chrono::minutes(1)};  // until the other parts are removed
   const Clock* clock = nullptr;                // must outlive the tier; null: a steady clock
+  // A host has no epoch yet: its store does not respond. The tier is out of service until all hosts have one
+  // and the ids are equal, or until a reset.
+  bool awaits_epoch = false;
+  std::function<void(std::string)> warn{};  // takes a line for an operator; must be set if awaits_epoch is
 };
 
 // The first part is that of this host: it is asked first, and has the name and the codec of the whole tier.

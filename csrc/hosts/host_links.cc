@@ -56,17 +56,30 @@ struct Link {
   bool was_connected = false;
 };
 
-std::uint32_t random_round() {
-  const auto bytes = random_bytes();
-  std::uint32_t round = 0;
-  std::memcpy(&round, bytes.data(), sizeof round);
-  return round;
-}
-
 std::string describe(const RankGeometry& geometry) {
   return fmt::format("chunks of {} bytes and the layout {}", fmt::join(geometry.shard_bytes, ", "),
                      geometry.fingerprint);
 }
+
+}  // namespace
+
+namespace {
+
+class Events {
+ public:
+  void add(std::string event) EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    if (events_.size() < kMostEvents) events_.push_back(std::move(event));
+  }
+  std::vector<std::string> take() EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    return std::exchange(events_, {});
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<std::string> events_ GUARDED_BY(mutex_);  // at most kMostEvents
+};
 
 }  // namespace
 
@@ -78,10 +91,9 @@ struct HostLinks::Impl {
   const SteadyClock clock;
   const std::shared_ptr<WakeUp> wake = std::make_shared<WakeUp>();  // shared: a tier may outlive this object
   std::atomic<bool> stopping{false};
+  const std::shared_ptr<Events> events = std::make_shared<Events>();  // as `wake`
   std::thread thread;
   std::vector<Link> links;  // the thread's; the hosts and channels never change
-  // Of the last call of open_tiers(). Begins anywhere: the host may still answer an earlier scheduler.
-  std::uint32_t rounds = random_round();
 
   // ---- what other threads see
   mutable Mutex mutex;
@@ -89,7 +101,6 @@ struct HostLinks::Impl {
   std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
   std::vector<std::uint32_t> lost GUARDED_BY(mutex);   // their numbers
   std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
-  std::vector<std::string> events GUARDED_BY(mutex);   // at most kMostEvents
 
   void run();
   void run_once();
@@ -104,10 +115,9 @@ struct HostLinks::Impl {
   void publish(Link& link, ByteSpan body);
   void enter_reports(Link& link, ByteSpan body);
   void set_connected(Link& link);
-  void drop(Link& link, Nanos now);
-  void lose(Link& link, const std::string& problem, Nanos now);
+  void drop(Link& link, Nanos now, bool is_final = false);
+  void lose(Link& link, const std::string& problem, Nanos now, bool is_final = false);
   void refuse(Link& link, const std::string& problem);
-  void add_event(std::string event);
   void publish_state();
   static std::string name_of(const Link& link);
   static bool is_live(const Link& link) { return link.socket.is_open(); }
@@ -300,7 +310,7 @@ void HostLinks::Impl::take_frames(Link& link, Nanos now) {
       return lose(link, "the authentication of a message failed", now);
     link.deadline = now + options.silence;
     taken += used;
-    if (type == FrameType::kLeaving) return lose(link, "it has shut down", now);
+    if (type == FrameType::kLeaving) return lose(link, "it has shut down", now, true);
     try {
       take_frame(link, type, body, now);
     } catch (const InvalidArgument& problem) {
@@ -399,24 +409,24 @@ void HostLinks::Impl::set_connected(Link& link) {
   link.connected_at = clock.now();
   if (!link.was_connected) link.pause = Nanos(0);
   if (std::exchange(link.was_connected, true))
-    add_event(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
+    events->add(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
 }
 
-void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now) {
+void HostLinks::Impl::lose(Link& link, const std::string& problem, Nanos now, bool is_final) {
   // Before the caller reads on: no lookup may hit while the host is lost.
   region->set_cut_off(true);
   const bool was_connected = link.state == State::kConnected;
   link.problem = problem;
-  drop(link, now);
+  drop(link, now, is_final);
   if (!was_connected) return;
-  add_event(fmt::format(
+  events->add(fmt::format(
       "lost the connection to {}: {}; all lookups are misses until it is connected again; next attempt in "
       "{:.3g} s",
       name_of(link), problem, to_seconds(link.pause)));
 }
 
-void HostLinks::Impl::drop(Link& link, Nanos now) {
-  link.channel->end_connection(link.problem);
+void HostLinks::Impl::drop(Link& link, Nanos now, bool is_final) {
+  link.channel->end_connection(link.problem, is_final);
   // A connection that is lost again soon does not reset the pause.
   if (link.state == State::kConnected && now - link.connected_at >= options.min_lifetime)
     link.pause = Nanos(0);
@@ -433,18 +443,13 @@ void HostLinks::Impl::drop(Link& link, Nanos now) {
 void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
   region->set_cut_off(true);
   link.problem = problem;
-  drop(link, clock.now());
+  drop(link, clock.now(), true);
   link.state = State::kUnfit;
   if (!link.was_connected) return;  // wait_until_connected() says so
-  add_event(
+  events->add(
       fmt::format("{} does not fit any more: {}; it is not tried again, and all lookups are misses until "
                   "the engine is restarted",
                   name_of(link), problem));
-}
-
-void HostLinks::Impl::add_event(std::string event) {
-  const MutexLock lock(mutex);
-  if (events.size() < kMostEvents) events.push_back(std::move(event));
 }
 
 void HostLinks::Impl::publish_state() {
@@ -496,10 +501,9 @@ std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
       throw_invalid("{} tiers were given; at most {} are possible", of_host.size(), kMostTiers);
   }
   const Nanos end = impl_->clock.now() + timeout;
-  ++impl_->rounds;
   // A host may count a large directory: all at once.
   for (std::size_t host = 0; host < impl_->links.size(); ++host)
-    impl_->links[host].channel->begin_open({impl_->rounds, epochs.at(host), text});
+    impl_->links[host].channel->begin_open(epochs.at(host), text);
   std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
   for (std::size_t host = 0; host < ids.size(); ++host) {
     const Link& link = impl_->links[host];
@@ -523,9 +527,10 @@ std::vector<std::uint32_t> HostLinks::lost_hosts() const {
   return impl_->lost;
 }
 
-std::vector<std::string> HostLinks::take_events() {
-  const MutexLock lock(impl_->mutex);
-  return std::exchange(impl_->events, {});
+std::vector<std::string> HostLinks::take_events() { return impl_->events->take(); }
+
+std::function<void(std::string)> HostLinks::event_sink() const {
+  return [events = impl_->events](std::string event) { events->add(std::move(event)); };
 }
 
 void HostLinks::close() {
@@ -533,7 +538,7 @@ void HostLinks::close() {
   impl_->wake->signal();
   if (impl_->thread.joinable()) impl_->thread.join();
   impl_->region->set_cut_off(true);
-  for (const Link& link : impl_->links) link.channel->end_connection("the engine shuts down");
+  for (const Link& link : impl_->links) link.channel->end_connection("the engine shuts down", true);
 }
 
 }  // namespace kv_offload

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,7 +59,8 @@ class HostLinks {
   Status wait_until_connected(Nanos timeout) const;
   // ---- tiers
   // Orders every other host to open its tiers, and waits until all have. `text`: what the tiers depend on,
-  // for the process of the host (HostTiers::wait_for_request). Returns [host][tier] epochs, see
+  // for the process of the host (HostTiers::wait_for_request). If a connection is lost meanwhile, the host is
+  // ordered again on the next one. Returns [host][tier] epochs, see
   // TierStats::epoch_id. `epochs`: [host][tier]. A later call opens them again. Throws ResourceError that
   // names the host and its problem. REQUIRES: wait_until_connected() succeeded; no remote_tier() is in use.
   std::vector<std::vector<std::uint64_t>> open_tiers(const std::string& text,
@@ -74,6 +76,8 @@ class HostLinks {
   std::vector<std::uint32_t> lost_hosts() const;
   // Lines for an operator about hosts that were lost or came back since the last call.
   std::vector<std::string> take_events();
+  // Returns a function that adds such a line. It may outlive this object. Any thread.
+  std::function<void(std::string)> event_sink() const;
   void close();  // the region stays cut off. Idempotent
 
  private:

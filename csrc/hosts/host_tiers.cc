@@ -279,7 +279,7 @@ void HostTiers::Impl::execute(NewTiers& order) {
   TiersOpened opened;
   opened.round = order.round;
   for (auto& tier : order.tiers) {
-    opened.epochs.push_back(tier->stats().epoch_id);
+    opened.epochs.push_back(opened_epoch(*tier));
     slots.emplace_back().tier = std::move(tier);
   }
   {
@@ -389,7 +389,6 @@ void HostTiers::Impl::poll(std::uint8_t tier) {
 void HostTiers::Impl::answer(std::uint8_t tier) {
   Slot& slot = slots[tier];
   if (slot.lookups.empty()) return;
-  const bool is_readable = slot.tier->stats().readable;
   TierAnswers frame{tier, slot.epoch, {}};
   std::vector<ChunkKey> unknown;
   for (auto at = slot.lookups.begin(); at != slot.lookups.end();) {
@@ -399,10 +398,9 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
       ++at;
       continue;
     }
-    // A tier out of service does not know whether a record exists.
-    const auto found = presence == Presence::kPresent ? TierAnswers::Found::kPresent
-                       : is_readable                  ? TierAnswers::Found::kAbsent
-                                                      : TierAnswers::Found::kUnknown;
+    const auto found = presence == Presence::kPresent        ? TierAnswers::Found::kPresent
+                       : presence == Presence::kLookupFailed ? TierAnswers::Found::kUnknown
+                                                             : TierAnswers::Found::kAbsent;
     frame.answers.push_back({at->first, found});
     at = slot.lookups.erase(at);
     if (frame.answers.size() < kMostKeys) continue;

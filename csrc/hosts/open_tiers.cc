@@ -31,6 +31,11 @@ std::uint64_t next_id(const std::vector<std::vector<std::uint64_t>>& ids, std::s
   return std::max<std::uint64_t>(mixed, 1);
 }
 
+bool has_none_yet(const std::vector<std::vector<std::uint64_t>>& ids, std::size_t tier) {
+  return std::any_of(ids.begin(), ids.end(),
+                     [&](const auto& of_host) { return of_host[tier] == kNoEpochYet; });
+}
+
 double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_t ranks) {
   double bytes = 0;
   for (std::uint32_t i = 0; i < ranks; ++i) {
@@ -48,6 +53,7 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
   std::vector<EpochChoice> own_choices(tiers, {new_id(), false, 0});
   std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
+  std::vector<bool> awaits_epoch(tiers);
   const SteadyClock clock;
   const Nanos end = clock.now() + options.timeout;
   for (int round = 0;; ++round) {
@@ -55,9 +61,12 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     own = open_own(own_choices);
     std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, end - clock.now());
     std::vector<std::uint64_t>& own_ids = ids.emplace_back();
-    for (const auto& tier : own) own_ids.push_back(tier->stats().epoch_id);
+    for (const auto& tier : own) own_ids.push_back(opened_epoch(*tier));
     bool agree = true;
     for (std::size_t tier = 0; tier < tiers; ++tier) {
+      // The choice stays: hosts whose stores have no epoch begin one with the same id, also later.
+      awaits_epoch[tier] = has_none_yet(ids, tier);
+      if (awaits_epoch[tier]) continue;
       const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
         return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
       });
@@ -91,7 +100,16 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       parts.push_back({links.remote_tier(host, static_cast<std::uint8_t>(tier), remote),
                        share(other.first_rank, other.ranks)});
     }
-    opened.push_back(make_all_hosts_tier(std::move(parts), options.all_hosts));
+    AllHostsOptions composed = options.all_hosts;
+    composed.awaits_epoch = awaits_epoch[tier];
+    composed.warn = links.event_sink();
+    if (composed.awaits_epoch) {
+      composed.warn(
+          fmt::format("tier {} is out of service: the store of at least one host does not respond. It is "
+                      "used when all stores do",
+                      remote.name));
+    }
+    opened.push_back(make_all_hosts_tier(std::move(parts), composed));
   }
   return opened;
 }

@@ -6,6 +6,9 @@
 // would use (EpochChoice). Unless all are equal, every host begins a new epoch with one new id. Otherwise a
 // host that missed the reset would contribute a part of older weights to a chunk. A tier keeps the epoch that
 // it opened until a reset of this engine, whatever its store keeps for later processes meanwhile.
+//
+// A store that does not respond delays only its tier: the tier is out of service until all hosts have an
+// epoch and the epochs agree (AllHostsOptions::awaits_epoch).
 #pragma once
 
 #include <functional>

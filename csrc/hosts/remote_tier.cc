@@ -10,8 +10,6 @@
 namespace kv_offload {
 namespace {
 
-Status not_connected() { return Status::error(StatusKind::kUnavailable, "a host is lost"); }
-
 class RemoteTier final : public Tier {
  public:
   RemoteTier(std::shared_ptr<TierChannel> channel, std::uint8_t index, RemoteTierOptions options)
@@ -45,6 +43,7 @@ class RemoteTier final : public Tier {
   };
 
   bool is_usable() const { return connection_ != 0 && !needs_reset_ && !closed_; }
+  Status refusal() const;  // the status of an op that cannot be sent
   template <typename Frame>
   static TierChannel::Frame framed(FrameType type, const Frame& frame) {
     return {type, encode(frame)};
@@ -105,6 +104,13 @@ HostOp RemoteTier::order_of(const TierOp& op, Nanos now) {
   return order;
 }
 
+Status RemoteTier::refusal() const {
+  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (connection_ != 0 && needs_reset_)
+    return Status::error(StatusKind::kUnavailable, "the host has not confirmed a reset");
+  return host_lost_error();
+}
+
 bool RemoteTier::send_ops(std::span<const HostOp> ops) {
   std::vector<TierChannel::Frame> frames;
   for (std::size_t at = 0; at < ops.size(); at += kMostOps) {
@@ -145,7 +151,7 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
   }
   sent_writes_ = writes;
   if (is_sent) return;
-  for (const HostOp& op : to_send) end(op.id, not_connected());
+  for (const HostOp& op : to_send) end(op.id, refusal());
 }
 
 // Sends writes that waited, as many as may be sent.
@@ -249,7 +255,7 @@ void RemoteTier::take_events() {
 
 void RemoteTier::take(Nanos, TierChannel::Lost&) {
   connection_ = 0;
-  end_waiting(not_connected());
+  end_waiting(host_lost_error());
   // The host may remove records meanwhile. Lookups that have no answer are forgotten too.
   presence_.reset();
 }
@@ -257,7 +263,7 @@ void RemoteTier::take(Nanos, TierChannel::Lost&) {
 void RemoteTier::take(Nanos, TierChannel::Ready& ready) {
   connection_ = ready.connection;
   // Their results are not known.
-  while (!ops_.empty()) end(ops_.begin()->first, not_connected());
+  while (!ops_.empty()) end(ops_.begin()->first, host_lost_error());
   if (needs_reset_) send_reset();
 }
 
@@ -337,10 +343,11 @@ void RemoteTier::take(Nanos, TierState& frame) {
 // ---- the rest
 
 Presence RemoteTier::contains(const ChunkKey& key) const {
-  if (!is_usable()) return Presence::kAbsent;
+  if (closed_ || needs_reset_) return Presence::kAbsent;
+  if (connection_ == 0) return Presence::kLookupFailed;
   const Presence presence = presence_.contains(key);
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
-  return state_.stats.readable ? presence : Presence::kAbsent;
+  return state_.stats.readable ? presence : Presence::kLookupFailed;
 }
 
 void RemoteTier::send_reset() {

@@ -5,10 +5,10 @@
 // It reads and writes rows of the other host's region: an op's row and group count, its shards and memory are
 // ignored. What the host has is asked for and remembered (PresenceCache); the host reports what it removes.
 //
-// While the host is not connected, ops complete kUnavailable, contains() is kAbsent, and nothing is readable
-// or writable. An op that was sent before the connection was lost completes only after the host is connected
-// again and no thread of it touches the row any more. A reset of a host that is not connected is made up for
-// before the tier is used again.
+// While the host is not connected, ops complete with host_lost_error(), contains() is kLookupFailed, and
+// nothing is readable or writable. An op that was sent before the connection was lost completes only after
+// the host is connected again and no thread of it touches the row any more. A reset of a host that is not
+// connected is made up for before the tier is used again.
 //
 // Threads: one (the scheduler's). Only reset() and close() wait for the other host.
 #pragma once

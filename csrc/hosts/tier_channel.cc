@@ -2,6 +2,7 @@
 #include "hosts/tier_channel.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <new>
 #include <type_traits>
@@ -13,30 +14,40 @@ constexpr std::size_t kMuch = std::size_t{4} << 20;  // bytes of frames that wai
 
 }  // namespace
 
+TierChannel::TierChannel(std::function<void()> wake) : wake_(std::move(wake)) {
+  // Begins anywhere: the host may still answer an earlier scheduler.
+  const auto bytes = random_bytes();
+  std::memcpy(&request_.round, bytes.data(), sizeof request_.round);
+}
+
 void TierChannel::begin_connection() {
   const MutexLock lock(mutex_);
   connected_ = true;
   ++connection_;
   is_ready_ = false;
+  // The request or the answer may have been lost.
+  if (!waiting_.empty() && !opened_) send_request();
 }
 
-void TierChannel::end_connection(const std::string& problem) noexcept {
+void TierChannel::end_connection(const std::string& problem, bool is_final) noexcept {
   {
     const MutexLock lock(mutex_);
-    if (!connected_) return;
-    connected_ = is_ready_ = false;
+    is_final_ = is_final_ || is_final;
     try {
       problem_ = problem;
     } catch (const std::bad_alloc&) {
       problem_.clear();
     }
-    outbox_.clear();
-    outbox_bytes_ = 0;
-    // The results that they contain count as unknown, like those that never arrived.
-    for (Waiting& waiting : waiting_) {
-      waiting.is_lost = true;
-      waiting.events.clear();
-      waiting.bytes = 0;
+    if (connected_) {
+      connected_ = is_ready_ = false;
+      outbox_.clear();
+      outbox_bytes_ = 0;
+      // The results that they contain count as unknown, like those that never arrived.
+      for (Waiting& waiting : waiting_) {
+        waiting.is_lost = true;
+        waiting.events.clear();
+        waiting.bytes = 0;
+      }
     }
   }
   changed_.notify_all();
@@ -80,7 +91,7 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
       auto opened = decode_tiers_opened(body);
       if (!opened) return Delivery::kMalformed;
       const MutexLock lock(mutex_);
-      if (opened->round == round_) opened_ = std::move(*opened);
+      if (opened->round == request_.round) opened_ = std::move(*opened);
       break;
     }
     case FrameType::kResults:
@@ -148,17 +159,25 @@ void TierChannel::wait(std::uint8_t tier, Nanos timeout) {
   if (waiting_[tier].events.empty() && !waiting_[tier].is_lost) changed_.wait_for(mutex_, timeout);
 }
 
-void TierChannel::begin_open(const OpenTiers& request) {
+// A new round: the answer to an earlier order is then ignored. The host opens its tiers again after it, which
+// would end what uses them.
+void TierChannel::send_request() {
+  ++request_.round;
+  outbox_.emplace_back(FrameType::kOpenTiers, encode(request_));
+}
+
+void TierChannel::begin_open(std::vector<EpochChoice> epochs, std::string text) {
   {
     const MutexLock lock(mutex_);
-    round_ = request.round;
+    request_.epochs = std::move(epochs);
+    request_.text = std::move(text);
     opened_.reset();
     waiting_.clear();
-    waiting_.resize(request.epochs.size());
+    waiting_.resize(request_.epochs.size());
     if (is_ready_) {  // this request comes later than kOpsEnded
       for (Waiting& waiting : waiting_) waiting.events.push_back({Nanos(0), Ready{connection_}});
     }
-    outbox_.emplace_back(FrameType::kOpenTiers, encode(request));
+    if (connected_) send_request();
   }
   wake_();
 }
@@ -169,8 +188,14 @@ Status TierChannel::wait_until_open(Nanos timeout, std::vector<std::uint64_t>* e
   const MutexLock lock(mutex_);
   while (!opened_) {
     const Nanos left = end - clock.now();
-    if (!connected_) return Status::error(StatusKind::kUnavailable, problem_);
-    if (left <= Nanos(0)) return Status::error(StatusKind::kTimeout, "it did not open its tiers in time");
+    if (!connected_ && is_final_) return Status::error(StatusKind::kUnavailable, problem_);
+    if (left <= Nanos(0)) {
+      return Status::error(StatusKind::kTimeout,
+                           connected_ ? "it did not open its tiers in time"
+                                      : fmt::format("the connection was lost and could not be established "
+                                                    "again in time: {}",
+                                                    problem_));
+    }
     changed_.wait_for(mutex_, left);
   }
   if (!opened_->problem.empty()) return Status::error(StatusKind::kUnavailable, opened_->problem);

@@ -41,12 +41,14 @@ class TierChannel {
     std::variant<Lost, Ready, TierResults, TierAnswers, TierRemovals, TierResetDone, TierState> what;
   };
 
-  explicit TierChannel(std::function<void()> wake) : wake_(std::move(wake)) {}
+  explicit TierChannel(std::function<void()> wake);
 
   // ---- the thread of the connections
+  // Orders the tiers to be opened again if they were not when the last connection ended.
   void begin_connection() EXCLUDES(mutex_);
-  // Forgets all events that nobody has taken. Needs no memory.
-  void end_connection(const std::string& problem) noexcept EXCLUDES(mutex_);
+  // Forgets all events that nobody has taken. Needs no memory. `is_final`: there will be no other connection.
+  // Without a connection it only replaces the problem.
+  void end_connection(const std::string& problem, bool is_final = false) noexcept EXCLUDES(mutex_);
   // Takes a frame of the host.
   Delivery deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
   std::vector<Frame> take_frames() EXCLUDES(mutex_);
@@ -57,12 +59,13 @@ class TierChannel {
   bool send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop = false) EXCLUDES(mutex_);
   std::vector<Event> take_events(std::uint8_t tier) EXCLUDES(mutex_);
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
-  // Orders the host to open its tiers, one for each of request.epochs.
-  void begin_open(const OpenTiers& request) EXCLUDES(mutex_);
-  // Waits until it has. Ok: *epoch_ids has that of each tier.
+  // Orders the host to open its tiers, one for each of `epochs`.
+  void begin_open(std::vector<EpochChoice> epochs, std::string text) EXCLUDES(mutex_);
+  // Waits until it has, also for another connection. Ok: *epoch_ids has that of each tier.
   Status wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) EXCLUDES(mutex_);
 
  private:
+  void send_request() REQUIRES(mutex_);
   struct Waiting {         // for take_events()
     bool is_lost = false;  // a connection has ended, before all of `events`
     std::vector<Event> events;
@@ -73,13 +76,14 @@ class TierChannel {
   Mutex mutex_;
   CondVar changed_;
   bool connected_ GUARDED_BY(mutex_) = false;
+  bool is_final_ GUARDED_BY(mutex_) = false;  // it will not be connected again
   std::string problem_ GUARDED_BY(mutex_) = "it is not connected yet";
   ConnectionNumber connection_ GUARDED_BY(mutex_) = 0;  // the last one
   bool is_ready_ GUARDED_BY(mutex_) = false;            // kOpsEnded arrived on it
   std::vector<Frame> outbox_ GUARDED_BY(mutex_);
   std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // by tier; empty before begin_open()
-  std::uint32_t round_ GUARDED_BY(mutex_) = 0;       // of the last request to open
+  OpenTiers request_ GUARDED_BY(mutex_);  // the last one; each time that it is sent it has another round
   std::optional<TiersOpened> opened_ GUARDED_BY(mutex_);
 };
 

@@ -266,6 +266,11 @@ std::optional<TierReset> decode_reset(ByteSpan body) {
 
 // ---- from the host
 
+std::uint64_t opened_epoch(const Tier& tier) {
+  const TierStats stats = tier.stats();
+  return stats.epoch_id == 0 && !stats.readable ? kNoEpochYet : stats.epoch_id;
+}
+
 Bytes encode(const TiersOpened& frame) {
   Bytes body;
   put(&body, frame.round);

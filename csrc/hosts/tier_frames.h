@@ -19,6 +19,8 @@ namespace kv_offload {
 
 // What one frame holds at most, so that it fits into kMostPayload.
 inline constexpr std::size_t kMostOps = 64, kMostKeys = 512, kMostUses = 256, kMostResults = 512;
+// In TiersOpened::epochs: the store does not respond, and the tier opens an epoch when it does.
+inline constexpr std::uint64_t kNoEpochYet = ~std::uint64_t{0};
 inline constexpr std::size_t kMostOpenText = 24576, kMostTiers = 8, kMostProblem = 4096;
 
 // ---- from the scheduler
@@ -68,9 +70,11 @@ struct TierReset {
 struct TiersOpened {
   std::uint32_t round = 0;
   std::string problem{};                // empty: all tiers are open
-  std::vector<std::uint64_t> epochs{};  // by tier: TierStats::epoch_id
+  std::vector<std::uint64_t> epochs{};  // by tier: TierStats::epoch_id, or kNoEpochYet
   bool operator==(const TiersOpened&) const = default;
 };
+// Returns the element of TiersOpened::epochs for a tier that was just opened.
+std::uint64_t opened_epoch(const Tier& tier);
 struct HostResult {
   OpId id = 0;
   StatusKind kind = StatusKind::kOk;
@@ -83,7 +87,7 @@ struct TierResults {
   std::vector<HostResult> results{};
 };
 struct TierAnswers {
-  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown };  // kUnknown: the tier is out of service
+  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown };  // kUnknown: the lookup failed
   struct Answer {
     ChunkKey key;
     Found found = Found::kAbsent;

@@ -20,6 +20,25 @@
 namespace kv_offload {
 namespace {
 
+// What a key is under all encryption keys: the presence under one of them that weighs most.
+int weight_of(Presence presence) {
+  switch (presence) {
+    case Presence::kAbsent:
+      return 0;
+    case Presence::kStaleMiss:
+      return 1;
+    case Presence::kLookupFailed:
+      return 2;
+    case Presence::kLookupPending:
+      return 3;
+    case Presence::kUnknown:
+      return 4;
+    case Presence::kPresent:
+      return 5;
+  }
+  return 0;
+}
+
 class EncryptedKeyTier final : public Tier {
  public:
   EncryptedKeyTier(std::unique_ptr<Tier> tier, std::shared_ptr<const EncryptionKeys> encryption_keys,
@@ -156,8 +175,7 @@ Presence EncryptedKeyTier::contains(const ChunkKey& key) const {
       last = i;
       return one;
     }
-    const bool asked = one == Presence::kLookupPending && all != Presence::kUnknown;
-    if (asked || one == Presence::kUnknown || all == Presence::kAbsent) all = one;
+    if (weight_of(one) > weight_of(all)) all = one;
   }
   return all;
 }

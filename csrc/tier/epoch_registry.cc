@@ -63,13 +63,14 @@ Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& f
                                       std::string_view stored, bool read_only) {
   if (choice.id == 0) return Status::ok();
   if (fetched.kind() == StatusKind::kDeclined) return fetched;
-  if (!fetched) {
+  if (!fetched && choice.is_new) {
     return Status::error(
         fetched.kind(),
-        fmt::format("{}. The hosts of an engine must agree on an epoch at start, for which each of "
-                    "them reads and may write a key in its store: correct this, then restart this engine",
+        fmt::format("{}. The hosts of this engine have different epochs and must begin a new one, for which "
+                    "each of them writes a key in its store: correct this, then restart this engine",
                     fetched.message()));
   }
+  if (!fetched) return Status::ok();
   if (read_only && (choice.is_new || stored.empty())) {
     return Status::error(
         StatusKind::kUnavailable,
@@ -98,6 +99,12 @@ void EpochRegistry::start_with(const std::string& stored, const std::string& rep
 std::string EpochRegistry::startup_epoch() const {
   const MutexLock lock(mutex_);
   return start_;
+}
+
+std::string EpochRegistry::name_if_missing(const EpochChoice& choice) const {
+  const MutexLock lock(mutex_);
+  if (!start_.empty()) return start_;
+  return epoch_ == nullptr && resets_ == 0 ? name_if_none(choice) : new_name();
 }
 
 void EpochRegistry::update_startup_epoch(const std::string& known, const std::string& stored,

@@ -45,8 +45,9 @@ class EpochRegistry {
   // Returns the name that replaces `stored` when a process starts; empty if `stored` stays. `stored`: may be
   // empty.
   static std::string replacement_of(std::string_view stored, const EpochChoice& choice);
-  // Returns why an engine on several hosts cannot use the store; ok if it can. `fetched`: status of the fetch
-  // of `stored`; kDeclined: the store responds, but cannot replace an epoch.
+  // Returns why an engine on several hosts cannot use the store; ok if it can, or if the store does not
+  // respond and keeps its epoch (open_tiers.h). `fetched`: status of the fetch of `stored`; kDeclined: the
+  // store responds, but cannot replace an epoch.
   static Status startup_problem(const EpochChoice& choice, const Status& fetched, std::string_view stored,
                                 bool read_only);
 
@@ -59,6 +60,11 @@ class EpochRegistry {
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);
+  // Returns the name for a store that has none at an upkeep check: startup_epoch(), if it is known. If we
+  // never had an epoch, because the store did not respond, it has choice.id: the other hosts of the engine
+  // begin theirs with the same id. After a reset it has another one: a host that missed the reset may still
+  // keep that id.
+  std::string name_if_missing(const EpochChoice& choice) const EXCLUDES(mutex_);
   // Reports an upkeep check: the store keeps `stored`, and startup_epoch() was `known` before the check.
   // With read_only, joins an epoch that another process made since we started.
   void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)

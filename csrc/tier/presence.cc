@@ -65,6 +65,8 @@ Presence PresenceCache::presence_of(const Entry* entry) const {
   if (entry == nullptr || entry->state == State::kUnknown) return Presence::kUnknown;
   if (entry->state == State::kPending) return Presence::kLookupPending;
   if (entry->state == State::kPresent) return Presence::kPresent;
+  if (entry->state == State::kFailed)
+    return clock_.now() < entry->time ? Presence::kLookupFailed : Presence::kUnknown;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kStaleMiss;
 }
 
@@ -114,7 +116,7 @@ void PresenceCache::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber ep
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
-    if (entry != nullptr && entry->state == State::kPending) *entry = {key, until, State::kAbsent};
+    if (entry != nullptr && entry->state == State::kPending) *entry = {key, until, State::kFailed};
   }
 }
 

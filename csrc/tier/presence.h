@@ -39,9 +39,9 @@ class Catalog {
                             std::vector<ChunkKey>* started) = 0;
   // See Tier.
   virtual void forget_miss(const ChunkKey& key) = 0;
-  // Ends lookups that failed or never ran. The keys count as absent for now, so that callers do not ask in a
-  // loop. `epoch_number`: the epoch in which the lookup began. Allocates nothing: a lookup that cannot be
-  // given up would stay pending forever.
+  // Ends lookups that failed or never ran. The keys are kLookupFailed for now, so that callers do not ask in
+  // a loop, and then unknown. `epoch_number`: the epoch in which the lookup began. Allocates nothing: a
+  // lookup that cannot be given up would stay pending forever.
   virtual void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier
@@ -63,7 +63,7 @@ class PresenceCache final : public Catalog {
   static constexpr int kAbsentPerLatency = 8;
   static constexpr Nanos kMinAbsent{std::chrono::milliseconds(10)};
 
-  // `absent_for`: the longest time a key stays absent; also used for keys whose lookup got no answer.
+  // `absent_for`: the longest time a key stays absent, and how long a lookup counts as failed.
   PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
@@ -88,10 +88,10 @@ class PresenceCache final : public Catalog {
   static constexpr std::size_t kMostRemovals = 2048;
   static constexpr std::size_t kRemovalsPerLock = 64;
   static_assert(kMostRemovals % kRemovalsPerLock == 0);
-  enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent };
+  enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent, kFailed };
   struct Entry {
     ChunkKey key;
-    Nanos time{0};  // kAbsent: until then; kPending: since then
+    Nanos time{0};  // kAbsent, kFailed: until then; kPending: since then
     State state = State::kAbsent;
   };
   // Entries in insertion order, found by a hash of their keys. The scheduler looks up thousands of keys at

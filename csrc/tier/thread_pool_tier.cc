@@ -209,8 +209,9 @@ bool ThreadPoolTier::takes(Lane lane) const {
 Presence ThreadPoolTier::contains(const ChunkKey& key) const {
   const Presence presence = shared_->catalog().contains(key);
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
-  const bool answered = !closed_ && in_epoch_ && takes(Lane::kRead);
-  return answered ? presence : Presence::kAbsent;
+  if (!closed_ && in_epoch_ && takes(Lane::kRead)) return presence;
+  // The epoch that a reset is about to begin is empty.
+  return was_reset_ && !in_epoch_ ? Presence::kAbsent : Presence::kLookupFailed;
 }
 
 void ThreadPoolTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -70,6 +71,15 @@ struct Completion {
   double queued_seconds = 0;
 };
 
+// The status of an op that ended because a host of the engine is lost (hosts/remote_tier.h): kUnavailable
+// with this errno, which no other tier uses with kUnavailable.
+inline Status host_lost_error() {
+  return Status::error(StatusKind::kUnavailable, "a host is lost", ENOTCONN);
+}
+inline bool is_host_lost(const Status& status) {
+  return status.kind() == StatusKind::kUnavailable && status.error_number() == ENOTCONN;
+}
+
 // Meaning of the order of a list of keys.
 enum class KeyOrder : std::uint8_t {
   kNone,    // nothing
@@ -83,6 +93,8 @@ enum class Presence : std::uint8_t {
   kLookupPending,  // a lookup is pending: the caller can only wait
   // Absent when last looked up, a while ago. A caller that has not asked yet should ask again.
   kStaleMiss,
+  // The last lookup failed, or no lookup is possible now. Counts as absent, but the record may exist.
+  kLookupFailed,
 };
 
 // Why a tier no longer holds a key; for events and miss reasons.
@@ -142,6 +154,9 @@ struct TierPart {
   std::uint64_t slowest_reads = 0;   // successful reads of chunks that took longest here
   // Reads and writes that ended here, by StatusKind. The chunk may have failed for another host's reason.
   std::array<std::uint64_t, kStatusKinds> reads{}, writes{};
+  // Removals of parts that became useless, by StatusKind. After a failed one, the part stays until it is
+  // evicted or expires.
+  std::array<std::uint64_t, kStatusKinds> removals{};
 };
 
 class Tier {
@@ -162,7 +177,8 @@ class Tier {
 
   // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
   // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns
-  // kUnknown or kLookupPending while reads are out of service, since a lookup would get no answer.
+  // kUnknown or kLookupPending while reads are out of service, since a lookup would get no answer; keys that
+  // it does not know are kLookupFailed then.
   virtual Presence contains(const ChunkKey& key) const = 0;
   // Turns kStaleMiss of a key into kUnknown before the key is looked up again, so that no caller takes the
   // stale answer for the new one. O(1).

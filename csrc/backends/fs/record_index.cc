@@ -51,11 +51,12 @@ Presence RecordIndex::contains(const ChunkKey& key) const {
   {
     const MutexLock lock(mutex_);
     if (catalog_.offers(key, now)) return Presence::kPresent;
-    if (catalog_.holds(key)) return Presence::kAbsent;
+    if (catalog_.holds(key)) return Presence::kLookupFailed;  // it could not be read
     if (extent_ == Extent::kSome) {
       const Leaf& leaf = leaves_[layout::leaf_of(key)];
       if (leaf.state == Leaf::State::kPending) return Presence::kLookupPending;
-      return is_unknown(leaf, now) ? Presence::kUnknown : Presence::kAbsent;
+      if (is_unknown(leaf, now)) return Presence::kUnknown;
+      return leaf.state == Leaf::State::kCancelled ? Presence::kLookupFailed : Presence::kAbsent;
     }
     if (!shared_) return Presence::kAbsent;
   }

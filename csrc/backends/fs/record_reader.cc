@@ -72,10 +72,11 @@ Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint
 Status RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch) {
   RecordIndex::Pin pin;
   if (Status begun = records_.begin_read(key, epoch, &pin); !begun) return begun;
-  FileInfo info;
+  // The file first: a record that cannot be removed stays known, and can be evicted later.
   const std::string path = layout::record_path(key, pin.file_bytes());
-  const bool exists = ops_.stat(epoch->directory.get(), path, &info) == 0;
-  remove(key, epoch, pin.file_bytes(), exists ? info.inode : 0, TierRemoval::Reason::kEvicted);
+  if (const int rc = root_.remove_file(epoch->directory.get(), path); rc < 0)
+    return Status::from_errno(-rc, "unlink", epoch->path + "/" + path);
+  records_.remove(key, epoch, TierRemoval::Reason::kEvicted);
   return Status::ok();
 }
 

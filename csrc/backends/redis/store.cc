@@ -347,9 +347,8 @@ Status RedisStore::fetch_startup_epoch(const std::string& if_none, std::string* 
 }
 
 Status RedisStore::refetch_startup_epoch(std::string* found) {
-  const std::string known = epochs_.startup_epoch();
   bool refused = false;
-  return fetch_startup_epoch(known.empty() ? EpochRegistry::new_name() : known, found, &refused);
+  return fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), found, &refused);
 }
 
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.

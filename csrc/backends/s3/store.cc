@@ -303,14 +303,14 @@ void S3Store::maintain() {
   const std::string known = epochs_.startup_epoch();
   std::string found;
   bool refused = false;
-  if (fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused))
+  if (fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), &found, &refused))
     epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
 Status S3Store::begin_epoch() {
   const auto ask = [&](std::string* kept) {
     bool refused = false;
-    return fetch_startup_epoch(EpochRegistry::new_name(), kept, &refused);
+    return fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), kept, &refused);
   };
   const auto put_new = [&](const std::string& name) {
     Answer answer;

@@ -42,8 +42,8 @@ struct S3TierOptions : ThreadPoolTierOptions {
 // Throws ResourceError when OpenSSL or libcurl is not available, or the store rejects the connection
 // settings: credentials, permissions, certificate, a missing bucket, another region. If the store does not
 // respond, upkeep keeps trying in the background; until it succeeds the tier is empty and accepts no writes.
-// For an engine on several hosts, throws ResourceError then (EpochRegistry::startup_problem), and if an epoch
-// has to be replaced in a store that does not support If-Match in PUT.
+// For an engine on several hosts, throws ResourceError if an epoch has to be replaced, and the store does not
+// respond (EpochRegistry::startup_problem) or does not support If-Match in PUT.
 std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options);
 
 }  // namespace kv_offload

@@ -72,10 +72,12 @@ class FakeTier final : public ManualTier {
   Verdict verdict;                 // called when an op is performed
   bool skip_verification = false;  // injected fault: corrupt records read as ok
   bool available = true;
-  bool knows = true;    // false: contains() returns kUnknown
-  bool asks = false;    // if !knows: contains() returns kLookupPending after prefetch_presence()
-  bool is_sure = true;  // false: contains() returns kStaleMiss for missing records
-  bool answers = true;  // false: repeated lookups of absent keys stay unknown
+  bool knows = true;           // false: contains() returns kUnknown
+  bool asks = false;           // if !knows: contains() returns kLookupPending after prefetch_presence()
+  bool is_sure = true;         // false: contains() returns kStaleMiss for missing records
+  bool fails_lookups = false;  // true: contains() returns kLookupFailed for missing records
+  bool answers = true;         // false: repeated lookups of absent keys stay unknown
+  bool host_is_lost = false;   // every op ends with host_lost_error()
   bool reset_throws = false;
   std::set<ChunkKey> forgotten;
   double read_seconds = 0;  // reported by estimate_read_seconds() and read completions
@@ -140,6 +142,7 @@ class FakeTier final : public ManualTier {
     if (!knows) return asks && !asked.empty() ? Presence::kLookupPending : Presence::kUnknown;
     if (forgotten.contains(key)) return Presence::kUnknown;
     if (records.contains(key)) return Presence::kPresent;
+    if (fails_lookups) return Presence::kLookupFailed;
     return is_sure ? Presence::kAbsent : Presence::kStaleMiss;
   }
   void forget_miss(const ChunkKey& key) override { forgotten.insert(key); }
@@ -202,6 +205,7 @@ class FakeTier final : public ManualTier {
     const bool late = clock_ != nullptr && op.deadline.count() != 0 && clock_->now() > op.deadline;
     const StatusKind told = late ? StatusKind::kExpired : verdict ? verdict(op) : StatusKind::kOk;
     if (born_[op.id] != epoch_) return complete(op, Status::error(StatusKind::kCancelled, "reset"));
+    if (host_is_lost) return complete(op, host_lost_error());
     if (op.kind == OpKind::kRead) {
       perform_read(op, told);
     } else {

@@ -346,6 +346,39 @@ TEST_F(FetchFakeTest, each_request_looks_up_a_stale_miss_once) {
 }
 
 // The older lookup result must not be used instead.
+TEST_F(FetchFakeTest, a_key_whose_lookup_failed_is_a_miss_with_that_reason) {
+  fake().fails_lookups = true;
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
+  fake().available = false;
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(world().miss_tokens("io_error"), 2 * World::kTokens) << "the tier is out of service";
+  fake().fails_lookups = false;
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(world().miss_tokens("not_stored"), World::kTokens) << "known to be absent";
+}
+
+TEST_F(FetchFakeTest, a_failed_lookup_is_not_repeated_by_the_request_and_keeps_its_reason) {
+  for (const bool is_found_absent : {false, true}) {
+    const double failed = world().miss_tokens("io_error");
+    fake().knows = false;
+    const RequestHandle request = begin();
+    EXPECT_EQ(scan(request, {"a"}), "R");
+    step();
+    const std::size_t asked = fake().asked.size();
+    fake().knows = fake().fails_lookups = true;
+    EXPECT_EQ(scan(request, {"a"}), "M");
+    step();
+    fake().knows = is_found_absent;  // another request looks it up again, or the failure is forgotten
+    fake().fails_lookups = false;
+    EXPECT_EQ(scan(request, {"a"}), "M");
+    step();
+    EXPECT_EQ(fake().asked.size(), asked);
+    end(request);
+    EXPECT_EQ(world().miss_tokens("io_error"), failed + (is_found_absent ? 0 : World::kTokens));
+  }
+}
+
 TEST_F(FetchFakeTest, a_repeated_lookup_waits_for_its_reply) {
   record({"a"});
   fake().is_sure = fake().answers = false;

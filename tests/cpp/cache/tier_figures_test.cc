@@ -27,6 +27,8 @@ TEST(TierFiguresTest, the_part_of_each_host_has_labels_of_its_own_and_totals_cou
   count(&parts[1].reads, StatusKind::kCorrupt, 2);
   count(&parts[1].reads, StatusKind::kNotFound, 9);
   count(&parts[1].writes, StatusKind::kNoSpace, 3);
+  count(&parts[1].removals, StatusKind::kIo, 6);
+  count(&parts[1].removals, StatusKind::kUnavailable, 7);
   Metrics metrics;
   TierFigures figures;
   figures.publish("fs", parts, metrics);
@@ -53,6 +55,8 @@ TEST(TierFiguresTest, the_part_of_each_host_has_labels_of_its_own_and_totals_cou
   EXPECT_EQ(failures("read", StatusKind::kNotFound), 0) << "not a failure";
   EXPECT_EQ(failures("write", StatusKind::kNoSpace), 3);
   EXPECT_EQ(failures("write", StatusKind::kTimeout), 5);
+  EXPECT_EQ(failures("remove", StatusKind::kIo), 6);
+  EXPECT_EQ(failures("remove", StatusKind::kUnavailable), 0) << "repeated when the host takes it";
 }
 
 TEST(TierFiguresTest, the_largest_errors_of_keys_and_values_are_published) {

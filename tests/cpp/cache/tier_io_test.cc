@@ -84,6 +84,18 @@ TEST_F(TierIoTest, a_read_that_fails_makes_its_chunk_absent_with_the_reason_and_
   EXPECT_EQ(failures("read", "io"), 1);
 }
 
+TEST_F(TierIoTest, ops_that_end_because_a_host_is_lost_have_that_reason_and_are_no_failures) {
+  parts_.record("a");
+  parts_.tier->host_is_lost = true;
+  ops_.await(read("a"), 5);
+  write(parts_.resident("b"));
+  parts_.finish();
+  EXPECT_THAT(told_, ElementsAre(Told{5, false, MissReason::kHostLost, ChunkState::kFetching}));
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "host_lost"}), kPageBytes);
+  EXPECT_EQ(failures("read", "unavailable"), 0);
+  EXPECT_EQ(failures("write", "unavailable"), 0);
+}
+
 TEST_F(TierIoTest, a_cancelled_read_is_not_a_failure_of_its_key) {
   parts_.record("a");
   const Slot slot = read("a");

@@ -38,6 +38,8 @@ TEST_F(WriteBackTest, uses_in_host_memory_are_reported_to_the_tier_at_the_end_of
   make(WritePolicy::kWriteThrough);
   const Slot a = stored("a"), b = stored("b");
   parts().chunks.access(b, 7, 0);
+  parts().chunks.set_return(b, 1e6);
+  ASSERT_NE(parts().chunks.entry_info(b).returns_at, 0);
   parts().write_back.on_used(b);
   parts().chunks.access(a, 7, 0);
   parts().write_back.on_used(a);
@@ -46,6 +48,7 @@ TEST_F(WriteBackTest, uses_in_host_memory_are_reported_to_the_tier_at_the_end_of
   const std::vector<TierUse>& told = parts().tier->told_used;
   ASSERT_EQ(told.size(), 2u) << "a store does not count as a use: its write sets the time";
   EXPECT_EQ(told[0].key, key_of("b"));
+  EXPECT_EQ(told[0].entry_info.returns_at, 0) << "another host's clock has another zero";
   EXPECT_EQ(told[1].key, key_of("a"));
   EXPECT_EQ(told[1].entry_info.request, 7u);
   parts().write_back.publish_uses();

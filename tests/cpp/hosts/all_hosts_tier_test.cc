@@ -195,6 +195,29 @@ TEST_F(AllHostsTierTest, each_host_has_its_own_figures) {
   EXPECT_EQ(count(parts[0].writes, StatusKind::kOk), 1u);
 }
 
+TEST_F(AllHostsTierTest, removals_that_a_host_fails_are_counted_for_the_host) {
+  const auto remove_part_of_host_1 = [&] {
+    store_all();
+    part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+    poll();
+  };
+  const auto removals = [&](std::size_t host, StatusKind kind) {
+    return tier_->parts()[host].removals[static_cast<std::size_t>(kind)];
+  };
+  for (const StatusKind kind : {StatusKind::kOk, StatusKind::kIo, StatusKind::kTimeout}) {
+    remove_part_of_host_1();
+    ASSERT_TRUE(is_being_removed(*part_[1]));
+    part_[1]->end(kind);
+    EXPECT_THAT(poll(), IsEmpty());
+    EXPECT_EQ(removals(1, kind), 1u);
+    EXPECT_EQ(removals(0, kind), 0u);
+  }
+  part_[1]->throws = true;
+  remove_part_of_host_1();
+  EXPECT_EQ(removals(1, StatusKind::kIo), 2u) << "memory ran out";
+  EXPECT_EQ(removals(0, StatusKind::kIo), 0u);
+}
+
 TEST_F(AllHostsTierTest, an_op_ends_once_with_the_bytes_of_all_and_the_time_of_the_slowest_part) {
   submit(OpKind::kWrite, 5);
   part_[0]->end(StatusKind::kOk, 3);
@@ -608,7 +631,7 @@ TEST_F(AllHostsTierTest, memory_that_runs_out_fails_an_op_once_and_stops_no_late
 
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   using enum Presence;
-  for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kAbsent}) {
+  for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kLookupFailed, kAbsent}) {
     part_[0]->presence[key_] = kPresent;
     part_[1]->presence[key_] = one;
     EXPECT_EQ(tier_->contains(key_), one);
@@ -618,12 +641,36 @@ TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   part_[0]->presence[key_] = kLookupPending;
   part_[1]->presence[key_] = kUnknown;
   EXPECT_EQ(tier_->contains(key_), kUnknown) << "the caller would only wait";
+  for (const Presence one : {kUnknown, kLookupPending, kStaleMiss, kAbsent}) {
+    part_[0]->presence[key_] = one;
+    part_[1]->presence[key_] = kLookupFailed;
+    const Presence all = one == kAbsent ? kAbsent : kLookupFailed;
+    EXPECT_EQ(tier_->contains(key_), all) << "there is nothing to wait for";
+    std::swap(part_[0]->presence, part_[1]->presence);
+    EXPECT_EQ(tier_->contains(key_), all);
+  }
+}
+
+TEST_F(AllHostsTierTest, a_part_whose_lookup_failed_is_removed_like_an_unknown_one) {
+  for (const bool is_lost : {false, true}) {
+    part_[1]->presence[key_] = Presence::kLookupFailed;
+    set_in_service(*part_[1], !is_lost);
+    part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+    poll();
+    EXPECT_EQ(is_being_removed(*part_[1]), !is_lost) << "a lost host is not asked";
+    set_in_service(*part_[1], true);
+    poll();
+    ASSERT_TRUE(is_being_removed(*part_[1]));
+    part_[1]->end();
+    poll();
+  }
 }
 
 TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_asked_for_on_others) {
   part_[0]->presence[key_of(2)] = Presence::kUnknown;
-  tier_->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
-  EXPECT_EQ(part_[0]->asked.size(), 2u);
+  part_[0]->presence[key_of(3)] = Presence::kLookupFailed;
+  tier_->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);
+  EXPECT_EQ(part_[0]->asked.size(), 3u);
   EXPECT_EQ(part_[1]->asked, (std::vector<ChunkKey>{key_of(2)}));
 }
 

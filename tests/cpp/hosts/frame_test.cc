@@ -185,9 +185,9 @@ TEST(HostHandshake, a_greeting_of_another_program_or_version_is_refused) {
   std::uint32_t version = 0;
   Bytes greeting = make_greeting({1});
   EXPECT_FALSE(parse_greeting(ByteSpan(greeting).first(greeting.size() - 1), &version));
-  greeting[8] = 9;
+  greeting[8] = kHostProtocol + 1;
   EXPECT_FALSE(parse_greeting(greeting, &version));
-  EXPECT_EQ(version, 9u);
+  EXPECT_EQ(version, kHostProtocol + 1);
   version = 0;
   greeting[0] = 'H';
   EXPECT_FALSE(parse_greeting(greeting, &version));

@@ -463,9 +463,11 @@ TEST_F(FakeHostTest, another_program_at_the_address_is_named) {
 TEST_F(FakeHostTest, another_protocol_is_refused_with_both_versions) {
   const auto links = this->links();
   Bytes greeting = make_greeting({});
-  greeting[8] = 9;
+  greeting[8] = kHostProtocol + 1;
   accept()->send(greeting);
-  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "protocol 9 and this host protocol 2"));
+  const std::string both =
+      fmt::format("protocol {} and this host protocol {}", kHostProtocol + 1, kHostProtocol);
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, both.c_str()));
 }
 
 TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {
@@ -651,7 +653,7 @@ TEST_F(FakeHostTest, a_stranger_at_the_address_of_a_lost_host_does_not_end_the_a
     ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
   }
   Bytes greeting = make_greeting({});
-  greeting[8] = 9;  // the protocol, which nothing proves
+  greeting[8] = kHostProtocol + 1;  // the protocol, which nothing proves
   accept()->send(greeting);
   const auto peer = handshake();
   send_all(*peer);

@@ -161,6 +161,23 @@ TEST_F(HostTiersTest, a_full_disk_on_one_host_leaves_no_part_on_the_others) {
   EXPECT_TRUE(read(1).is_ok());
 }
 
+TEST_F(HostTiersTest, a_removal_that_fails_on_a_host_is_counted_for_the_host) {
+  start();
+  for (const std::uint32_t host : {1u, 0u}) {
+    ASSERT_TRUE(write(host).is_ok());
+    ops_[host].fail_all(Call::kUnlink, EIO);
+    flip_a_bit(path_of(root_[1 - host].path(), host));
+    EXPECT_EQ(read(host).kind(), StatusKind::kCorrupt);
+    EXPECT_TRUE(holds_soon([&] {
+      poll();
+      return tier_->parts()[host].removals[static_cast<std::size_t>(StatusKind::kIo)] > 0;
+    })) << "host "
+        << host;
+    EXPECT_FALSE(path_of(root_[host].path(), host).empty());
+    ops_[host].clear();
+  }
+}
+
 TEST_F(HostTiersTest, a_part_that_one_host_evicts_is_released_on_the_others) {
   for (const std::uint32_t small : {1u, 0u}) {
     options_[small].max_bytes = std::uint64_t{1} << 20;
@@ -275,9 +292,9 @@ TEST_F(HostTiersTest, an_op_on_a_lost_host_ends_only_when_no_thread_of_it_uses_t
     ASSERT_TRUE(links_->wait_until_connected(kPatience).is_ok());
     EXPECT_FALSE(has_ended(op)) << "a thread of the host is still at work";
     EXPECT_FALSE(tier_->stats().writable);
-    EXPECT_EQ(tier_->contains(key_of(1)), Presence::kAbsent);
+    EXPECT_EQ(tier_->contains(key_of(1)), Presence::kLookupFailed);
     ops_[1].release();
-    EXPECT_EQ(finish(op).status.kind(), StatusKind::kUnavailable);
+    EXPECT_TRUE(is_host_lost(finish(op).status));
     wait_until_usable();
     if (kind == OpKind::kRead) {
       EXPECT_TRUE(has(number));
@@ -296,9 +313,9 @@ TEST_F(HostTiersTest, a_host_that_is_down_takes_no_ops) {
   ASSERT_TRUE(write(1).is_ok());
   agent_->close();
   EXPECT_TRUE(holds_soon([&] { return links_->lost_hosts() == std::vector<std::uint32_t>{1}; }));
-  EXPECT_EQ(write(2).kind(), StatusKind::kUnavailable);
-  EXPECT_EQ(read(1).kind(), StatusKind::kUnavailable);
-  EXPECT_FALSE(has(1));
+  EXPECT_TRUE(is_host_lost(write(2)));
+  EXPECT_TRUE(is_host_lost(read(1)));
+  EXPECT_EQ(tier_->contains(key_of(1)), Presence::kLookupFailed) << "its part is not known to be missing";
   EXPECT_FALSE(tier_->stats().readable);
   EXPECT_FALSE(tier_->stats().writable);
   EXPECT_TRUE(holds_soon([&] {
@@ -506,7 +523,7 @@ TEST_F(HostTiersTest, a_directory_that_is_removed_while_the_engine_runs_makes_it
   }
 }
 
-// ---- the opening of the tiers, and orders that fit no host
+// ---- the opening of the tiers
 
 TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason) {
   problem_ = "secondary_tiers: /mnt/kv does not exist";
@@ -514,6 +531,109 @@ TEST_F(HostTiersTest, a_host_that_cannot_open_its_tiers_is_named_with_the_reason
               HasSubstr("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: secondary_tiers: "
                         "/mnt/kv does not exist"));
 }
+
+class OpeningHosts : public TwoHosts {
+ protected:
+  std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) override {
+    if (host == 1 && while_opening_) std::exchange(while_opening_, nullptr)();
+    return TwoHosts::open_part(host, epoch);
+  }
+
+  std::function<void()> while_opening_;
+};
+
+TEST_F(OpeningHosts, a_connection_that_is_lost_while_a_host_opens_its_tiers_does_not_fail_the_start) {
+  while_opening_ = [this] { lose_connection(); };
+  start();
+  EXPECT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+  restart();
+  EXPECT_TRUE(has(1));
+}
+
+TEST_F(OpeningHosts, a_host_that_shuts_down_while_it_opens_its_tiers_is_named) {
+  while_opening_ = [this] { agent_->close(); };
+  EXPECT_EQ(message_of<ResourceError>([&] { start(); }),
+            "the tiers of the host of rank 1 at 127.0.0.1 cannot be used: it has shut down");
+}
+
+// ---- clocks
+
+// File operations of a host whose wall clock, and that of its file system, is `ahead` of the others.
+class SkewedFileOps : public FaultyFileOps {
+ public:
+  explicit SkewedFileOps(Nanos ahead) : ahead_(ahead.count()) {}
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    return shifted(FaultyFileOps::stat(directory, path, info), info);
+  }
+  int fstat(int fd, FileInfo* info) override { return shifted(FaultyFileOps::fstat(fd, info), info); }
+  int set_mtime(int directory, const std::string& path, std::int64_t nanos) override {
+    return FaultyFileOps::set_mtime(directory, path, nanos - ahead_);
+  }
+
+ private:
+  int shifted(int result, FileInfo* info) const {
+    if (result == 0) info->mtime_nanos += ahead_;
+    return result;
+  }
+  const std::int64_t ahead_;
+};
+
+class SkewedHosts : public TwoHosts {
+ protected:
+  SkewedHosts() {
+    for (std::uint32_t host = 0; host < kHosts; ++host) options_[host].file_ops = &skewed_[host];
+  }
+  ~SkewedHosts() override {
+    stop();
+    for (SkewedFileOps& ops : skewed_) ops.wait_for_all_closed();
+  }
+  SkewedFileOps skewed_[kHosts] = {SkewedFileOps(-std::chrono::minutes(10)),
+                                   SkewedFileOps(std::chrono::minutes(10))};
+};
+
+TEST_F(SkewedHosts, clocks_that_are_minutes_apart_lose_no_chunk) {
+  start();
+  for (std::uint32_t number = 1; number <= 20; ++number) ASSERT_TRUE(write(number).is_ok());
+  for (int i = 0; i < 2; ++i) {
+    for (std::uint32_t number = 1; number <= 20; ++number) {
+      EXPECT_TRUE(has(number));
+      EXPECT_TRUE(read(number).is_ok());
+    }
+    restart();
+  }
+  EXPECT_EQ(read(21).kind(), StatusKind::kNotFound);
+  ASSERT_TRUE(tier_->reset().is_ok());
+  EXPECT_FALSE(has(1));
+  ++weights;
+  ASSERT_TRUE(write(1).is_ok());
+  EXPECT_TRUE(read(1).is_ok());
+  restart();
+  EXPECT_FALSE(has(1)) << "written after a reset";
+}
+
+TEST_F(SkewedHosts, full_directories_keep_the_newest_chunks_over_a_restart) {
+  for (FsTierOptions& options : options_) options.max_bytes = std::uint64_t{1} << 20;
+  start();
+  for (std::uint32_t number = 0; number < 250; ++number) (void)write(number);
+  EXPECT_TRUE(holds_soon([&] {
+    poll();
+    return records_on(0) == records_on(1);
+  }));
+  std::vector<std::uint32_t> kept;
+  for (std::uint32_t number = 0; number < 250; ++number) {
+    if (has(number)) kept.push_back(number);
+  }
+  ASSERT_FALSE(kept.empty());
+  EXPECT_GE(kept.front(), 100u) << "an old chunk was kept";
+  restart();
+  for (const std::uint32_t number : kept) {
+    EXPECT_TRUE(has(number));
+    EXPECT_TRUE(read(number).is_ok());
+  }
+}
+
+// ---- orders that fit no host
 
 TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   start();
@@ -568,7 +688,7 @@ TEST_F(HostTiersTest, a_closed_connection_leaves_nothing_usable) {
   links_->close();
   poll();
   EXPECT_FALSE(tier_->stats().readable);
-  EXPECT_EQ(tier_->contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(tier_->contains(key_of(1)), Presence::kLookupFailed);
   EXPECT_EQ(read(1).kind(), StatusKind::kUnavailable);
 }
 

@@ -21,8 +21,11 @@ namespace kv_offload {
 namespace {
 
 using namespace testing;
+using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::StartsWith;
 
 // The keys of a store: the records and the startup epoch of a namespace.
@@ -236,6 +239,22 @@ TYPED_TEST(SharedStores, engines_that_run_at_once_share_their_chunks) {
   EXPECT_TRUE(this->read(1).is_ok());
 }
 
+// ---- stores that fail
+
+TYPED_TEST(SharedStores, a_lookup_that_fails_on_one_host_is_no_missing_part) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->restart();  // what the hosts have is not known
+  this->store(1).kill();
+  this->removals_.clear();
+  EXPECT_FALSE(this->has(1));
+  EXPECT_EQ(this->tier_->contains(key_of(1)), Presence::kLookupFailed);
+  this->poll();
+  EXPECT_TRUE(this->removals_.empty()) << "the part may exist";
+  EXPECT_EQ(this->records_on(0), 1u);
+}
+
 // ---- resets
 
 TYPED_TEST(SharedStores, a_part_from_before_a_reset_that_missed_its_host_is_never_used) {
@@ -424,19 +443,64 @@ TYPED_TEST(SharedStores, an_epoch_that_changes_during_its_replacement_stays) {
 
 // ---- starts that fail
 
-TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_named) {
+TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_used_when_it_does) {
+  for (const std::uint32_t down : {1u, 0u}) {
+    this->has_common_store_ = down == 0;
+    this->store(down).kill();
+    this->start();
+    EXPECT_THAT(this->links_->take_events(), Contains(HasSubstr("is out of service")));
+    this->poll();
+    EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
+    EXPECT_EQ(this->tier_->contains(key_of(1)), Presence::kLookupFailed);
+    EXPECT_EQ(this->write(1).kind(), StatusKind::kUnavailable);
+    this->store(down).start();
+    EXPECT_TRUE(
+        this->eventually([&] { return this->tier_->stats().readable && this->tier_->stats().writable; }));
+    EXPECT_THAT(this->links_->take_events(), Contains(HasSubstr("is in service")));
+    EXPECT_TRUE(this->write(1).is_ok());
+    EXPECT_TRUE(this->read(1).is_ok());
+    this->restart();
+    EXPECT_TRUE(this->has(1));
+    EXPECT_TRUE(this->read(1).is_ok());
+    this->stop();
+  }
+}
+
+TYPED_TEST(SharedStores, a_store_that_returns_with_another_epoch_stays_out_of_service_until_a_reset) {
   this->has_common_store_ = false;
+  this->set_epoch(0, kFirst);
   this->store(1).kill();
+  this->start();
+  (void)this->links_->take_events();
+  this->store(1).start();
+  this->set_epoch(1, kSecond);  // a reset that did not reach the other host
+  std::vector<std::string> events;
+  EXPECT_TRUE(this->eventually([&] {
+    for (std::string& event : this->links_->take_events()) events.push_back(std::move(event));
+    return !events.empty();
+  }));
+  EXPECT_THAT(events, ElementsAre(HasSubstr("stays out of service")));
+  EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
+  EXPECT_EQ(this->write(1).kind(), StatusKind::kUnavailable);
+  EXPECT_TRUE(this->tier_->reset().is_ok());
+  EXPECT_TRUE(this->write(1).is_ok());
+  EXPECT_TRUE(this->read(1).is_ok());
+  EXPECT_THAT(this->links_->take_events(), IsEmpty());
+  this->restart();
+  EXPECT_FALSE(this->has(1)) << "written after a reset";
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, a_store_that_does_not_respond_when_an_epoch_is_replaced_fails_the_start) {
+  this->has_common_store_ = false;
+  this->set_epoch(0, kFirst);
+  this->set_epoch(1, kSecond);
+  this->before_open_ = [&](std::uint32_t host, const EpochChoice& choice) {
+    if (host == 1 && choice.is_new) this->store(1).kill();
+  };
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               AllOf(StartsWith("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: "),
-                    HasSubstr(fmt::format("{} tier ", TypeParam::kType)),
-                    HasSubstr("The hosts of an engine must agree on an epoch at start")));
-  this->stop();
-  this->store(1).start();
-  this->store(0).kill();
-  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
-              AllOf(StartsWith(fmt::format("{} tier ", TypeParam::kType)),
-                    HasSubstr("The hosts of an engine must agree on an epoch at start")));
+                    HasSubstr(fmt::format("{} tier ", TypeParam::kType)), HasSubstr("must begin a new one")));
 }
 
 TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {

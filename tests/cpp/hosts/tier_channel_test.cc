@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hosts/tier_channel.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 namespace kv_offload {
@@ -23,11 +24,23 @@ class TierChannelTest : public ::testing::Test {
     channel_.begin_connection();
     EXPECT_EQ(channel_.deliver(FrameType::kOpsEnded, {}, Nanos(0)), Delivery::kTaken);
   }
-  void open() { channel_.begin_open({1, {EpochChoice{}}, ""}); }
+  void open() { channel_.begin_open({EpochChoice{}}, ""); }
   Delivery deliver_state(double queue_seconds) {
     TierState state;
     state.queue_seconds = queue_seconds;
     return channel_.deliver(FrameType::kState, encode(state), Nanos(0));
+  }
+
+  // Returns the round of the only frame, which orders the tiers to be opened.
+  std::uint32_t sent_round() {
+    const auto frames = channel_.take_frames();
+    EXPECT_EQ(frames.size(), 1u);
+    EXPECT_EQ(frames.at(0).first, FrameType::kOpenTiers);
+    return decode_open_tiers(frames.at(0).second).value().round;
+  }
+  void answer(std::uint32_t round, std::uint64_t epoch) {
+    EXPECT_EQ(channel_.deliver(FrameType::kTiersOpened, encode(TiersOpened{round, "", {epoch}}), Nanos(0)),
+              Delivery::kTaken);
   }
 
   TierChannel channel_{[] {}};
@@ -75,15 +88,46 @@ TEST_F(TierChannelTest, forgets_the_events_of_a_connection_that_has_ended) {
 }
 
 TEST_F(TierChannelTest, takes_only_the_answer_to_the_last_request_to_open) {
-  channel_.begin_open({7, {EpochChoice{}}, ""});
-  EXPECT_EQ(channel_.deliver(FrameType::kTiersOpened, encode(TiersOpened{6, "", {1}}), Nanos(0)),
-            Delivery::kTaken);
+  open();
+  const std::uint32_t round = sent_round();
+  answer(round - 1, 1);
   std::vector<std::uint64_t> ids;
   EXPECT_EQ(channel_.wait_until_open(Nanos(0), &ids).kind(), StatusKind::kTimeout);
-  EXPECT_EQ(channel_.deliver(FrameType::kTiersOpened, encode(TiersOpened{7, "", {5}}), Nanos(0)),
-            Delivery::kTaken);
+  answer(round, 5);
   EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &ids).is_ok());
   EXPECT_EQ(ids, std::vector<std::uint64_t>{5});
+}
+
+TEST_F(TierChannelTest, orders_the_tiers_again_on_the_next_connection_and_ignores_the_earlier_answer) {
+  open();
+  const std::uint32_t first = sent_round();
+  channel_.end_connection("cut");
+  std::vector<std::uint64_t> ids;
+  const Status lost = channel_.wait_until_open(Nanos(0), &ids);
+  EXPECT_EQ(lost.kind(), StatusKind::kTimeout);
+  EXPECT_THAT(lost.message(), ::testing::EndsWith("could not be established again in time: cut"));
+  channel_.end_connection("cannot connect");
+  EXPECT_THAT(channel_.wait_until_open(Nanos(0), &ids).message(), ::testing::EndsWith("cannot connect"));
+  channel_.begin_connection();
+  const std::uint32_t second = sent_round();
+  EXPECT_NE(second, first);
+  answer(first, 1);  // the host opens its tiers again after this answer
+  EXPECT_EQ(channel_.wait_until_open(Nanos(0), &ids).kind(), StatusKind::kTimeout);
+  answer(second, 5);
+  EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &ids).is_ok());
+  EXPECT_EQ(ids, std::vector<std::uint64_t>{5});
+  channel_.end_connection("cut");
+  channel_.begin_connection();
+  EXPECT_TRUE(channel_.take_frames().empty()) << "open tiers stay open";
+}
+
+TEST_F(TierChannelTest, does_not_wait_for_a_host_that_will_not_be_connected_again) {
+  open();
+  channel_.end_connection("it has shut down", true);
+  std::vector<std::uint64_t> ids;
+  const Status opened = channel_.wait_until_open(std::chrono::hours(1), &ids);
+  EXPECT_EQ(opened.kind(), StatusKind::kUnavailable);
+  EXPECT_EQ(opened.message(), "it has shut down");
 }
 
 }  // namespace

@@ -222,7 +222,8 @@ class TwoHosts : public ShmTest {
       if (presence == Presence::kStaleMiss) tier_->forget_miss(key_of(number));
       if (presence == Presence::kStaleMiss || presence == Presence::kUnknown)
         tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
-      return presence == Presence::kAbsent || presence == Presence::kPresent;
+      return presence == Presence::kAbsent || presence == Presence::kPresent ||
+             presence == Presence::kLookupFailed;
     }));
     return presence == Presence::kPresent;
   }
@@ -258,13 +259,14 @@ class TwoHosts : public ShmTest {
   RemoteTierOptions remote_;
   std::string problem_;  // host 1 does not open its tiers for this reason
 
- private:
   // Opens the tier of one host. Called by one thread at a time.
   virtual std::unique_ptr<Tier> open_part(std::uint32_t host, EpochChoice epoch) {
     FsTierOptions chosen = options_[host];
     chosen.epoch = epoch;
     return make_fs_tier(chosen);
   }
+
+ private:
   void answer_requests(HostTiers& tiers) {
     while (!tiers.is_closed()) {
       const auto request = tiers.wait_for_request(kPatience);

@@ -244,8 +244,8 @@ class Telling final : public Recorder {
 };
 
 TEST(EncryptedKeyTierOrderTest, with_several_keys_the_presence_that_requires_most_work_wins) {
-  const std::vector<Presence> by_rank{Presence::kPresent, Presence::kUnknown, Presence::kLookupPending,
-                                      Presence::kAbsent};
+  const std::vector<Presence> by_rank{Presence::kPresent,      Presence::kUnknown,   Presence::kLookupPending,
+                                      Presence::kLookupFailed, Presence::kStaleMiss, Presence::kAbsent};
   const auto keys = keys_of({2, 1});
   const ChunkKey first = NameDigest(*keys, 0, space_of(1)).of(key_of(1));
   for (std::size_t one = 0; one < by_rank.size(); ++one) {

@@ -84,12 +84,24 @@ TEST(EpochRegistryTest, only_the_epoch_that_the_host_reported_is_replaced) {
   EXPECT_EQ(EpochRegistry::replacement_of(kFirst, {}), "");
 }
 
-TEST(EpochRegistryTest, only_an_engine_on_several_hosts_needs_an_epoch_at_its_start) {
+TEST(EpochRegistryTest, a_store_that_did_not_respond_at_the_start_gets_the_chosen_id_but_not_after_a_reset) {
+  EpochRegistry registry;
+  registry.start_with("");
+  EXPECT_EQ(EpochRegistry::id_of(registry.name_if_missing(kFirstRound)), kFirstRound.id);
+  registry.forget();
+  EXPECT_NE(EpochRegistry::id_of(registry.name_if_missing(kFirstRound)), kFirstRound.id);
+  EpochRegistry known;
+  known.start_with(kFirst);
+  EXPECT_EQ(known.name_if_missing(kFirstRound), kFirst);
+}
+
+TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_needs_one_at_its_start) {
   const Status failed = Status::error(StatusKind::kTimeout, "no answer");
   EXPECT_TRUE(EpochRegistry::startup_problem({}, failed, "", false));
   EXPECT_TRUE(EpochRegistry::startup_problem({}, Status::ok(), "", true));
-  EXPECT_THAT(EpochRegistry::startup_problem(kFirstRound, failed, "", false).message(),
-              ::testing::StartsWith("no answer. The hosts of an engine must agree on an epoch"));
+  EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, failed, "", false));
+  EXPECT_THAT(EpochRegistry::startup_problem(kSecondRound, failed, "", false).message(),
+              ::testing::StartsWith("no answer. The hosts of this engine have different epochs"));
   EXPECT_TRUE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, false));
   EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), kFirst, true));
   EXPECT_FALSE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), "", true));

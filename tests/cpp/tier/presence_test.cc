@@ -122,15 +122,17 @@ TEST_F(PresenceCacheTest, a_key_that_a_read_missed_is_soon_looked_up_again) {
   EXPECT_EQ(of(1), Presence::kStaleMiss);
 }
 
-TEST_F(PresenceCacheTest, an_abandoned_lookup_counts_as_absent_for_a_time) {
+TEST_F(PresenceCacheTest, an_abandoned_lookup_counts_as_failed_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.cancel_lookup(std::vector{key_of(1), key_of(2)}, 1);
   EXPECT_EQ(of(1), Presence::kLookupPending) << "that lookup belongs to another epoch";
   cache_.cancel_lookup(std::vector{key_of(1), key_of(2)}, 0);
-  EXPECT_EQ(of(1), Presence::kAbsent);
+  EXPECT_EQ(of(1), Presence::kLookupFailed);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being looked up";
+  EXPECT_TRUE(ask(cache_, {key_of(1)}).empty()) << "not in a loop";
   clock_.advance(milliseconds(1000));
-  EXPECT_EQ(of(1), Presence::kStaleMiss);
+  EXPECT_EQ(of(1), Presence::kUnknown) << "it was never found absent";
+  EXPECT_EQ(ask(cache_, {key_of(1)}).size(), 1u);
 }
 
 TEST_F(PresenceCacheTest, abandoning_lookups_needs_no_memory) {
@@ -143,7 +145,8 @@ TEST_F(PresenceCacheTest, abandoning_lookups_needs_no_memory) {
       const FailingAllocation next(0);
       EXPECT_NO_THROW(cache.cancel_lookup(keys, 0));
     }
-    for (const ChunkKey& key : keys) EXPECT_EQ(cache.contains(key), Presence::kAbsent) << "one of " << count;
+    for (const ChunkKey& key : keys)
+      EXPECT_EQ(cache.contains(key), Presence::kLookupFailed) << "one of " << count;
   }
 }
 

@@ -286,7 +286,7 @@ TEST_F(ThreadPoolTierTest, failing_lookups_switch_the_tier_off_for_a_time) {
     server_->fail(Verb::kLocate, kind);
     for (std::uint32_t i = 0; i < CircuitBreaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
     EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as for reads";
-    EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+    EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kLookupFailed);
     server_->fail(Verb::kLocate, StatusKind::kOk);
     clock_.advance(seconds(2));
     EXPECT_TRUE(user.has(1));
@@ -444,7 +444,7 @@ TEST_F(ThreadPoolTierTest, a_stuck_lookup_switches_the_tier_off) {
   clock_.advance(options().op_timeout + seconds(1));
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable);
-  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kLookupFailed);
   server_->release();
 }
 
@@ -479,7 +479,7 @@ TEST_F(ThreadPoolTierTest, a_stuck_write_switches_reads_off_unless_a_read_succee
     EXPECT_EQ(done.empty(), since) << "the queued read";
     EXPECT_EQ(tier->stats().readable, since);
     EXPECT_FALSE(tier->stats().writable);
-    EXPECT_EQ(tier->contains(key_of(2)) == Presence::kAbsent, !since);
+    EXPECT_EQ(tier->contains(key_of(2)) == Presence::kLookupFailed, !since);
     run_reads(pool);
     EXPECT_EQ(tier->contains(key_of(2)) == Presence::kPresent, since);
     stuck();
@@ -499,9 +499,9 @@ TEST_F(ThreadPoolTierTest, the_keys_of_a_stuck_lookup_are_looked_up_again_once_t
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
   tier->poll(&done, &removals);
-  EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kLookupFailed);
   clock_.advance(seconds(2));
-  EXPECT_EQ(tier->contains(key_of(1)), Presence::kStaleMiss);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown);
   tier->forget_miss(key_of(1));
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
   const auto newer = pool->begin_next(Lane::kRead);
@@ -553,14 +553,14 @@ TEST_F(ThreadPoolTierTest, a_batch_that_was_not_admitted_is_looked_up_again_alon
   tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
   std::thread asking(pool->begin_next(Lane::kRead));  // 1 is the slow probe; 2 is abandoned
   server_->wait_for_blocked();
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kLookupFailed);
   clock_.advance(options().absent_for);
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kStaleMiss);
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kUnknown);
   tier->forget_miss(key_of(2));
   tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "no lookup is pending for it";
   if (const auto next = pool->begin_next(Lane::kRead)) next();
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent)
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kLookupFailed)
       << "it stays unknown while the other lookup is slow";
   server_->release();
   asking.join();
@@ -867,7 +867,7 @@ TEST_F(ThreadPoolTierTest, nothing_after_a_failed_window_is_looked_up) {
   server_->fail(Verb::kLocate, StatusKind::kIo);
   tier->prefetch_presence(keys(2000), KeyOrder::kPrefix);
   run_reads(pool);
-  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kLookupFailed);
   EXPECT_NE(tier->contains(key_of(1999)), Presence::kLookupPending);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
 }

@@ -355,6 +355,9 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_no_cal
   chosen.n_read_threads = chosen.n_write_threads = 1;  // both take reads
   TierDriver user(medium_->open(chosen));
   ASSERT_TRUE(user.write(1));
+  // A directory knows all of its keys.
+  const bool knows_all = user.tier().contains(key_of(50)) == Presence::kAbsent;
+  const Presence expected = knows_all ? Presence::kAbsent : Presence::kLookupFailed;
   medium_->block(OpKind::kRead);
   const OpId stuck = read(user, 1), as_well = read(user, 1), behind = read(user, 1);
   medium_->wait_for_blocked(2);
@@ -365,12 +368,12 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_no_cal
   EXPECT_EQ(user.finish(behind).status.kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.write(2).kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, but not readable";
-  EXPECT_EQ(user.tier().contains(key_of(50)), Presence::kAbsent);
+  EXPECT_EQ(user.tier().contains(key_of(50)), expected);
   EXPECT_FALSE(user.ended(stuck)) << "the device may still write into its row";
   clock_.advance(seconds(30));  // a probe would be due, but no thread could run it
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable || user.tier().stats().writable);
-  EXPECT_EQ(user.tier().contains(key_of(60)), Presence::kAbsent);
+  EXPECT_EQ(user.tier().contains(key_of(60)), expected);
   EXPECT_EQ(user.finish(read(user, 1)).status.kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.write(2).kind(), StatusKind::kUnavailable);
   medium_->release();

@@ -137,7 +137,7 @@ class TierDriver {
       const bool idle = tier_->stats().queued_reads == 0;  // before contains(), to see ended lookups
       presence = tier_->contains(key_of(number));
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
-      if (presence == Presence::kStaleMiss && asked) return true;
+      if (presence == Presence::kLookupFailed || (presence == Presence::kStaleMiss && asked)) return true;
       if (presence == Presence::kLookupPending || (asked && !idle)) return false;  // a lookup is pending
       if (presence == Presence::kStaleMiss) tier_->forget_miss(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);

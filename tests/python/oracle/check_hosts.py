@@ -444,6 +444,25 @@ def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any])
         engine.shutdown()
 
 
+def test_a_redis_server_that_is_down_at_the_start_is_used_when_it_responds(tmp_path: Path) -> None:
+    asked = prompts(2)
+    setup = over_tier(TWO, {"type": "redis", "url": f"unix://{tmp_path / 's'}"}, "2MiB")
+    engine = boot(setup)
+    try:
+        assert ask_again(engine, asked) == [0, 0]
+        assert value(engine, "kv_offload_miss_tokens_total", "io_error") == 2 * WHOLE
+        assert value(engine, "kv_offload_miss_tokens_total", "not_stored") == 0
+        with redis_server(tmp_path):
+            step_until(engine, lambda: engine.manager._cache.tier_stats(0)["writable"])
+            assert ask_again(engine, prompts(2, seed=6)) == [0, 0]
+            settle(engine)
+            engine = restarted(engine)
+            assert ask_again(engine, prompts(2, seed=6)) == [WHOLE, WHOLE]
+            assert value(engine, "kv_offload_hit_tokens_total", "redis") == 2 * WHOLE
+    finally:
+        engine.shutdown()
+
+
 def test_one_directory_that_all_hosts_share_is_enough(tmp_path: Path) -> None:
     asked = prompts(4)
     engine = boot(over_tiers(TWO, [tmp_path / "shared"], "2MiB"))

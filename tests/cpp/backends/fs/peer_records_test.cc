@@ -197,7 +197,7 @@ TEST_F(FsPeerLookupTest, a_directory_that_does_not_answer_is_a_device_failure) {
   ops_.fail_all(Call::kStat, EIO);
   EXPECT_EQ(ask(asker_, {2, 3}).kind(), StatusKind::kIo);
   ops_.clear();
-  for (const std::uint32_t number : {2u, 3u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
+  for (const std::uint32_t number : {2u, 3u}) EXPECT_EQ(known(asker_, number), Presence::kLookupFailed);
   clock_.advance(RecordIndex::kLookupRetryDelay);
   ASSERT_TRUE(ask(asker_, {2, 3}));
   EXPECT_EQ(known(asker_, 3), Presence::kPresent);

@@ -163,7 +163,7 @@ TEST_F(RecordIndexTest, a_directory_that_could_not_be_read_is_looked_up_again_la
   ASSERT_EQ(asked, keys);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kLookupPending);
   records_.cancel_lookup(keys, 0);
-  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kLookupFailed);
   records_.begin_lookup(keys, 0, &asked);
   EXPECT_EQ(asked.size(), 1u) << "not in a loop";
   clock_.advance(RecordIndex::kLookupRetryDelay);
