@@ -74,9 +74,9 @@ def stat(
     requests without a tenant belong to "other". In a bucket this sends a request for each record.
 
     With --loss it also shows how many records are lossy (compress lossy:E or lossy:KEYS:VALUES), their
-    ratio, and the relative errors that were measured when they were written: the root mean square over the
-    records, and the largest of 64 elements, of keys and values separately if known. In a bucket this sends a
-    request for each record, too.
+    ratio, and the relative errors that were measured when they were written. These are the root mean square
+    over the records, and the largest of 64 elements, of keys and values separately if known. In a bucket this
+    sends a request for each record, too.
 
     ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
