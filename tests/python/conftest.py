@@ -5,8 +5,8 @@ A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``mi
 file under that release from the fixture ``beside``. The first such test starts the runs of all selected
 tests. Each run is a process of its own, a fork of one that has imported its release.
 
-Under other releases than the installed one, only the contract is checked, unless KV_OFFLOAD_RELEASES is ``all``
-(stage ``releases`` of tests/run.sh) or the test is named, as in ``test_oracle.py::test_x[0.31]``.
+Under other releases than the installed one, only the contract is checked, unless KV_OFFLOAD_RELEASES is
+``all`` (stage ``releases`` of tests/run.sh) or the test is named, as in ``test_oracle.py::test_x[0.31]``.
 """
 
 from __future__ import annotations
