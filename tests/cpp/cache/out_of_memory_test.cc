@@ -11,7 +11,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kSmallRegion = 6;
-constexpr unsigned kNever = 1'000'000;  // more allocations than any call has
+constexpr unsigned kNoAllocation = 1'000'000;  // more allocations than any call has
 
 // A sequence of calls that uses every path of a row: stored, read from a tier, loaded, written and evicted.
 class OutOfMemoryTest : public CacheTest {
@@ -76,9 +76,10 @@ class OutOfMemoryTest : public CacheTest {
     std::vector<Call> all = calls();
     bool came = false;
     for (std::size_t place = 0; place < all.size(); ++place) {
-      if (place == reset) came |= attempt([this] { cache().reset(); }, failing == reset ? after : kNever);
+      if (place == reset)
+        came |= attempt([this] { cache().reset(); }, failing == reset ? after : kNoAllocation);
       environment(place);
-      came |= attempt(all[place], reset == kUnlimited && place == failing ? after : kNever);
+      came |= attempt(all[place], reset == kUnlimited && place == failing ? after : kNoAllocation);
       if (place == 7) check_stores_ended();
     }
     return came;

@@ -15,7 +15,7 @@ using std::chrono::seconds;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-constexpr SessionId kA{1, 1}, kB{1, 2};
+constexpr SessionId kSessionA{1, 1}, kSessionB{1, 2};
 constexpr std::size_t kMany = 2 * Prefetcher::kReadsInFlight;
 constexpr double kNotExpected = std::numeric_limits<double>::infinity();
 
@@ -109,7 +109,7 @@ class PrefetcherTest : public ::testing::Test {
 
 TEST_F(PrefetcherTest, a_due_prompt_is_read_from_its_first_chunk_on) {
   parts().resident("a");
-  expect(kA, {"a", "b", "c"}, Nanos(0));
+  expect(kSessionA, {"a", "b", "c"}, Nanos(0));
   step();
   EXPECT_THAT(reads(), ElementsAre("b", "c"));
   parts().finish();
@@ -129,14 +129,14 @@ TEST_F(PrefetcherTest, chunks_in_a_neighbours_memory_are_not_read) {
   parts().rank->map_neighbours();
   parts().chunks.poll_neighbours(Nanos(0));
   ASSERT_EQ(parts().chunks.neighbours(), 1u);
-  expect(kA, {"a", "b", "c", "d"}, Nanos(0));
+  expect(kSessionA, {"a", "b", "c", "d"}, Nanos(0));
   step();
   EXPECT_THAT(reads(), ElementsAre("b", "d"));
   EXPECT_TRUE(neighbour.rows->take_use(0)) << "its owner may evict the chunk before the session returns";
 }
 
 TEST_F(PrefetcherTest, a_prompt_is_read_shortly_before_the_return) {
-  expect(kA, {"a"}, seconds(50));
+  expect(kSessionA, {"a"}, seconds(50));
   step();
   parts().clock.advance(seconds(50) - Prefetcher::kMinLead - milliseconds(1));
   step();
@@ -148,7 +148,7 @@ TEST_F(PrefetcherTest, a_prompt_is_read_shortly_before_the_return) {
 
 TEST_F(PrefetcherTest, reads_of_a_slow_tier_begin_earlier) {
   parts().tier->read_seconds = 5;
-  expect(kA, {"a"}, seconds(50));
+  expect(kSessionA, {"a"}, seconds(50));
   parts().clock.advance(seconds(50 - 2 * 5) - Prefetcher::kMinLead - milliseconds(1));
   step();
   EXPECT_THAT(reads(), IsEmpty());
@@ -159,38 +159,38 @@ TEST_F(PrefetcherTest, reads_of_a_slow_tier_begin_earlier) {
 
 TEST_F(PrefetcherTest, reads_begin_at_most_a_minute_early_and_at_once_if_asked) {
   parts().tier->read_seconds = 3600;
-  expect(kA, {"a"}, Prefetcher::kMaxLead + milliseconds(1));
-  parts().prefetcher.expect(kB, recorded({"b"}), in(seconds(600)), true);
+  expect(kSessionA, {"a"}, Prefetcher::kMaxLead + milliseconds(1));
+  parts().prefetcher.expect(kSessionB, recorded({"b"}), in(seconds(600)), true);
   step();
   EXPECT_THAT(reads(), ElementsAre("b"));
 }
 
 TEST_F(PrefetcherTest, a_later_return_does_not_stop_reads_that_begin_now) {
   const auto of_session = recorded({"a"});
-  parts().prefetcher.expect(kA, of_session, in(seconds(30)), true);
-  parts().prefetcher.expect(kA, of_session, in(seconds(600)));
+  parts().prefetcher.expect(kSessionA, of_session, in(seconds(30)), true);
+  parts().prefetcher.expect(kSessionA, of_session, in(seconds(600)));
   step();
   EXPECT_THAT(reads(), ElementsAre("a"));
   EXPECT_EQ(returns_at("a"), to_seconds(in(seconds(600))));
 }
 
 TEST_F(PrefetcherTest, an_idle_engine_reads_all_that_is_due_soon) {
-  expect(kA, many(), seconds(50));
-  expect(kB, {"late"}, Prefetcher::kIdleHorizon + milliseconds(1));
+  expect(kSessionA, many(), seconds(50));
+  expect(kSessionB, {"late"}, Prefetcher::kIdleHorizon + milliseconds(1));
   step(true);
   EXPECT_EQ(reads().size(), kMany);
 }
 
 TEST_F(PrefetcherTest, an_idle_engine_also_reads_what_the_last_step_looked_at) {
-  expect(kA, {"a"}, seconds(50));
+  expect(kSessionA, {"a"}, seconds(50));
   step();
-  expect(kB, {"b"}, seconds(55));
+  expect(kSessionB, {"b"}, seconds(55));
   step(true);
   EXPECT_THAT(reads(), ElementsAre("a", "b"));
 }
 
 TEST_F(PrefetcherTest, what_an_idle_engine_read_too_early_is_read_again) {
-  expect(kA, {"a", "b"}, seconds(50));
+  expect(kSessionA, {"a", "b"}, seconds(50));
   step(true);
   parts().finish();
   parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("a"))));
@@ -201,7 +201,7 @@ TEST_F(PrefetcherTest, what_an_idle_engine_read_too_early_is_read_again) {
 }
 
 TEST_F(PrefetcherTest, queued_reads_make_way_for_a_request_and_begin_again) {
-  expect(kA, many(), Nanos(0));
+  expect(kSessionA, many(), Nanos(0));
   step(true);
   const Slot awaited = parts().chunks.slot_of(parts().chunks.find(key_of(many().back())));
   ASSERT_TRUE(parts().ops.await(awaited, 1));
@@ -214,7 +214,7 @@ TEST_F(PrefetcherTest, queued_reads_make_way_for_a_request_and_begin_again) {
 }
 
 TEST_F(PrefetcherTest, few_reads_run_while_requests_run) {
-  expect(kA, many(), Nanos(0));
+  expect(kSessionA, many(), Nanos(0));
   step();
   EXPECT_EQ(reads().size(), Prefetcher::kReadsInFlight);
   parts().tier->finish(1);
@@ -231,7 +231,7 @@ TEST_F(PrefetcherTest, a_stuck_read_of_one_tier_does_not_stop_reads_of_another) 
   const auto wanted = recorded(many());
   parts().slower->records = parts().tier->records;
   std::erase_if(parts().tier->records, [](const auto& record) { return record.first != key_of("a0"); });
-  parts().prefetcher.expect(kA, wanted, in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, wanted, in(Nanos(0)));
   for (std::size_t i = 0; i < kMany; ++i) {
     step();
     parts().slower->finish();
@@ -241,17 +241,17 @@ TEST_F(PrefetcherTest, a_stuck_read_of_one_tier_does_not_stop_reads_of_another) 
 }
 
 TEST_F(PrefetcherTest, a_later_hint_replaces_the_expected_return) {
-  expect(kA, {"a"}, Nanos(0));
-  expect(kA, {"a"}, seconds(50));
+  expect(kSessionA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, seconds(50));
   step();
   EXPECT_THAT(reads(), IsEmpty());
   EXPECT_EQ(parts().prefetcher.size(), 1u);
 }
 
 TEST_F(PrefetcherTest, nothing_is_read_for_a_session_that_is_back_or_long_overdue) {
-  expect(kA, {"a"}, seconds(50));
-  expect(kB, {"b"}, seconds(50));
-  parts().prefetcher.cancel(kA);
+  expect(kSessionA, {"a"}, seconds(50));
+  expect(kSessionB, {"b"}, seconds(50));
+  parts().prefetcher.cancel(kSessionA);
   parts().clock.advance(seconds(50) + Prefetcher::kGrace + milliseconds(1));
   step();
   EXPECT_THAT(reads(), IsEmpty());
@@ -262,7 +262,7 @@ TEST_F(PrefetcherTest, nothing_is_read_for_a_session_that_is_back_or_long_overdu
 
 TEST_F(PrefetcherTest, a_prompt_ends_at_the_first_chunk_that_no_tier_has) {
   recorded({"a", "c"});
-  parts().prefetcher.expect(kA, prompt({"a", "b", "c"}), in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, prompt({"a", "b", "c"}), in(Nanos(0)));
   run_all();
   EXPECT_TRUE(is_resident("a"));
   EXPECT_FALSE(parts().has("c"));
@@ -283,7 +283,7 @@ TEST_F(PrefetcherTest, a_prompt_of_two_groups_ends_at_the_first_chunk_that_no_ti
       parts().tier->records[key] = {group, {std::vector<std::byte>(300)}};
     }
   }
-  parts().prefetcher.expect(kA, made, in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, made, in(Nanos(0)));
   run_all();
   EXPECT_TRUE(parts().has("a", 0) && parts().has("a", 1) && parts().has("b", 0));
   EXPECT_FALSE(parts().has("c", 0) || parts().has("c", 1));
@@ -295,7 +295,7 @@ TEST_F(PrefetcherTest, a_window_may_begin_after_chunks_that_no_tier_has) {
   options.cache.full_attention = {false};
   make(64, 64, options);
   recorded({"b"});
-  parts().prefetcher.expect(kA, prompt({"a", "b"}), in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, prompt({"a", "b"}), in(Nanos(0)));
   run_all();
   EXPECT_TRUE(is_resident("b"));
 }
@@ -303,7 +303,7 @@ TEST_F(PrefetcherTest, a_window_may_begin_after_chunks_that_no_tier_has) {
 TEST_F(PrefetcherTest, a_tier_is_asked_for_chunks_that_it_does_not_know) {
   for (const char* name : {"a", "b", "c"}) parts().tier->forgotten.insert(key_of(name));
   recorded({"a", "b"});
-  parts().prefetcher.expect(kA, prompt({"a", "b", "c"}), in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, prompt({"a", "b", "c"}), in(Nanos(0)));
   step();
   EXPECT_THAT(reads(), IsEmpty());
   run_all();
@@ -314,7 +314,7 @@ TEST_F(PrefetcherTest, a_tier_is_asked_for_chunks_that_it_does_not_know) {
 
 TEST_F(PrefetcherTest, a_stale_miss_is_asked_for_once) {
   parts().tier->is_sure = false;
-  parts().prefetcher.expect(kA, prompt({"a"}), in(Nanos(0)));
+  parts().prefetcher.expect(kSessionA, prompt({"a"}), in(Nanos(0)));
   run_all();
   step();
   EXPECT_EQ(parts().tier->asked.size(), 1u);
@@ -323,13 +323,13 @@ TEST_F(PrefetcherTest, a_stale_miss_is_asked_for_once) {
 
 TEST_F(PrefetcherTest, a_tier_that_is_out_of_service_is_not_read) {
   parts().tier->available = false;
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   step();
   EXPECT_THAT(reads(), IsEmpty());
 }
 
 TEST_F(PrefetcherTest, a_failed_read_leaves_nothing_behind) {
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   step();
   parts().tier->damage(key_of("a"));
   parts().finish();
@@ -347,7 +347,7 @@ TEST_F(PrefetcherTest, no_row_is_lost_if_memory_runs_out) {
     auto wanted = std::make_shared<Prefetcher::Prompt>(*recorded({"x", "a", "b"}));
     wanted->priority = 1;  // higher than that of "x", which an insert after it raises
     parts().resident("x");
-    parts().prefetcher.expect(kA, wanted, in(Nanos(0)));
+    parts().prefetcher.expect(kSessionA, wanted, in(Nanos(0)));
     {
       const testing::FailingAllocation failing(failures);
       try {
@@ -356,7 +356,7 @@ TEST_F(PrefetcherTest, no_row_is_lost_if_memory_runs_out) {
       }
       came = failing.came();
     }
-    parts().prefetcher.cancel(kA);
+    parts().prefetcher.cancel(kSessionA);
     parts().finish();
     step();
     EXPECT_EQ(parts().chunks.pinned(), 0u) << "allocation " << failures;
@@ -367,7 +367,7 @@ TEST_F(PrefetcherTest, no_row_is_lost_if_memory_runs_out) {
 }
 
 TEST_F(PrefetcherTest, bytes_are_counted_once_if_memory_runs_out) {
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   run_all();
   use("a");
   EXPECT_GT(testing::fail_each_allocation([this] { parts().prefetcher.run(parts().clock.now(), false); },
@@ -378,7 +378,7 @@ TEST_F(PrefetcherTest, bytes_are_counted_once_if_memory_runs_out) {
 }
 
 TEST_F(PrefetcherTest, a_chunk_that_leaves_before_its_review_is_counted_once) {
-  expect(kA, {"used", "unused", "failed"}, Nanos(0));
+  expect(kSessionA, {"used", "unused", "failed"}, Nanos(0));
   step();
   parts().tier->damage(key_of("failed"));
   parts().finish();
@@ -394,11 +394,11 @@ TEST_F(PrefetcherTest, a_chunk_that_leaves_before_its_review_is_counted_once) {
 }
 
 TEST_F(PrefetcherTest, chunks_that_a_reset_forgets_are_counted_once) {
-  expect(kA, {"used", "unused"}, Nanos(0));
+  expect(kSessionA, {"used", "unused"}, Nanos(0));
   step();
   parts().finish();
   use("used");
-  expect(kB, {"reading"}, Nanos(0));
+  expect(kSessionB, {"reading"}, Nanos(0));
   step();
   parts().ops.forget();
   parts().prefetcher.forget();
@@ -412,7 +412,7 @@ TEST_F(PrefetcherTest, chunks_that_a_reset_forgets_are_counted_once) {
 }
 
 TEST_F(PrefetcherTest, a_read_keeps_its_room_until_it_ends) {
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   step();
   parts().tier->start(OpKind::kRead);
   parts().clock.advance(Prefetcher::kGrace + milliseconds(1));
@@ -424,8 +424,8 @@ TEST_F(PrefetcherTest, a_read_keeps_its_room_until_it_ends) {
 }
 
 TEST_F(PrefetcherTest, a_reset_forgets_all) {
-  expect(kA, {"a"}, Nanos(0));
-  expect(kB, {"b"}, seconds(90));
+  expect(kSessionA, {"a"}, Nanos(0));
+  expect(kSessionB, {"b"}, seconds(90));
   step();
   parts().ops.forget();
   parts().prefetcher.forget();
@@ -435,7 +435,7 @@ TEST_F(PrefetcherTest, a_reset_forgets_all) {
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
   parts().chunks.poll();
   EXPECT_EQ(parts().free_rows(), 64u);
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   run_all();
   EXPECT_TRUE(is_resident("a"));
 }
@@ -447,7 +447,7 @@ TEST_F(PrefetcherTest, a_chunk_expected_sooner_is_not_evicted) {
   const auto wanted = recorded({"a", "b"});
   parts().chunks.set_return(parts().resident("later"), to_seconds(in(seconds(90))));
   parts().chunks.set_return(parts().resident("sooner"), to_seconds(in(seconds(10))));
-  parts().prefetcher.expect(kA, wanted, in(seconds(60)));
+  parts().prefetcher.expect(kSessionA, wanted, in(seconds(60)));
   step(true);
   EXPECT_THAT(reads(), ElementsAre("a"));
   EXPECT_TRUE(parts().has("sooner"));
@@ -456,7 +456,7 @@ TEST_F(PrefetcherTest, a_chunk_expected_sooner_is_not_evicted) {
 
 TEST_F(PrefetcherTest, the_end_of_a_long_prompt_does_not_evict_its_beginning) {
   make(2);
-  expect(kA, {"a", "b", "c"}, seconds(1));
+  expect(kSessionA, {"a", "b", "c"}, seconds(1));
   run_all();
   EXPECT_TRUE(is_resident("a") && is_resident("b"));
   EXPECT_FALSE(parts().has("c"));
@@ -466,7 +466,7 @@ TEST_F(PrefetcherTest, no_write_is_cancelled) {
   make(1);
   const Slot slot = parts().resident("written");
   parts().ops.write(0, {&slot, 1});
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   step();
   EXPECT_EQ(parts().tier->writes().size(), 1u);
   EXPECT_THAT(reads(), IsEmpty());
@@ -482,7 +482,7 @@ TEST_F(PrefetcherTest, no_chunk_is_evicted_that_waits_for_its_write) {
   for (std::size_t i = 0; i < kRows; ++i) wanted.push_back("a" + std::to_string(i));
   const auto of_session = recorded(wanted);
   for (std::size_t i = 0; i < kRows; ++i) parts().resident("x" + std::to_string(i));
-  parts().prefetcher.expect(kA, of_session, in(seconds(50)));
+  parts().prefetcher.expect(kSessionA, of_session, in(seconds(50)));
   step(true);
   EXPECT_GT(parts().tier->writes().size(), 0u);
   EXPECT_EQ(parts().chunks.resident(), kRows) << "no chunk that is not on the tier was evicted";
@@ -494,16 +494,16 @@ TEST_F(PrefetcherTest, no_chunk_is_evicted_that_waits_for_its_write) {
 
 TEST_F(PrefetcherTest, a_client_that_is_alone_may_use_all_the_room) {
   make(64, 2);
-  expect(kA, {"a", "b", "c", "d", "e"}, Nanos(0), 1);
+  expect(kSessionA, {"a", "b", "c", "d", "e"}, Nanos(0), 1);
   run_all();
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 4 * kChunkBytes);
 }
 
 TEST_F(PrefetcherTest, a_client_is_alone_again_when_the_others_have_no_prompt_and_no_chunk) {
   make(64, 2);
-  expect(kB, {"x"}, Nanos(0), 2);
+  expect(kSessionB, {"x"}, Nanos(0), 2);
   run_all();
-  expect(kA, {"a", "b", "c", "d"}, Nanos(0), 1);
+  expect(kSessionA, {"a", "b", "c", "d"}, Nanos(0), 1);
   run_all();
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 3 * kChunkBytes);
   use("x");
@@ -514,11 +514,11 @@ TEST_F(PrefetcherTest, a_client_is_alone_again_when_the_others_have_no_prompt_an
 TEST_F(PrefetcherTest, unused_chunks_of_one_client_are_bounded_and_their_use_makes_room) {
   make(64, 2);
   expect_later(2);
-  expect(kA, {"a", "b", "c"}, Nanos(0), 1);
+  expect(kSessionA, {"a", "b", "c"}, Nanos(0), 1);
   run_all();
   EXPECT_FALSE(parts().has("c"));
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 2 * kChunkBytes);
-  expect(kB, {"x"}, Nanos(0), 2);
+  expect(kSessionB, {"x"}, Nanos(0), 2);
   run_all();
   EXPECT_TRUE(is_resident("x"));
   use("a");
@@ -541,7 +541,7 @@ TEST_F(PrefetcherTest, the_prompts_of_a_client_without_room_do_not_block_others)
   run_all();
   for (std::uint64_t i = 0; i < 4 * Prefetcher::kPromptsPerStep; ++i)
     expect({3, i}, {"p" + std::to_string(i)}, Nanos(0), 1);
-  expect(kB, {"x"}, seconds(1), 2);
+  expect(kSessionB, {"x"}, seconds(1), 2);
   for (int i = 0; i < 10; ++i) step();
   EXPECT_THAT(reads(), ElementsAre("x"));
 }
@@ -565,13 +565,13 @@ TEST_F(PrefetcherTest, a_long_prompt_is_due_before_short_ones_that_return_earlie
   parts().resident("s");
   Names names(5000, "s");  // takes 12 s, with 8 chunks in each step of 20 ms
   names.front() = "first";
-  expect(kA, names, seconds(12));
+  expect(kSessionA, names, seconds(12));
   for (int i = 0; i < 5; ++i) step();
   EXPECT_THAT(reads(), ElementsAre("first"));
 }
 
 TEST_F(PrefetcherTest, chunks_whose_session_stays_away_are_evicted_first) {
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   run_all();
   parts().clock.advance(Prefetcher::kGrace);
   step();
@@ -584,7 +584,7 @@ TEST_F(PrefetcherTest, chunks_whose_session_stays_away_are_evicted_first) {
 }
 
 TEST_F(PrefetcherTest, a_later_return_keeps_the_chunks) {
-  expect(kA, {"a"}, Nanos(0));
+  expect(kSessionA, {"a"}, Nanos(0));
   run_all();
   parts().chunks.set_return(parts().chunks.slot_of(parts().chunks.find(key_of("a"))),
                             to_seconds(in(seconds(100))));
@@ -597,19 +597,19 @@ TEST_F(PrefetcherTest, a_later_return_keeps_the_chunks) {
 TEST_F(PrefetcherTest, unused_chunks_count_against_their_client_for_a_while) {
   make(64, 1);
   expect_later(3);
-  expect(kA, {"a"}, Nanos(0), 1);
+  expect(kSessionA, {"a"}, Nanos(0), 1);
   run_all();
   parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("a"))));
-  expect(kA, {"a"}, seconds(1), 1);
+  expect(kSessionA, {"a"}, seconds(1), 1);
   run_all();
   EXPECT_FALSE(parts().has("a"));
   EXPECT_EQ(prefetched("unused"), kChunkBytes);
-  expect(kB, {"x"}, Nanos(0), 2);
+  expect(kSessionB, {"x"}, Nanos(0), 2);
   run_all();
   EXPECT_TRUE(is_resident("x"));
   parts().clock.advance(Prefetcher::kPenalty + milliseconds(1));
   step();
-  expect(kA, {"a"}, Nanos(0), 1);
+  expect(kSessionA, {"a"}, Nanos(0), 1);
   run_all();
   EXPECT_TRUE(is_resident("a"));
 }
@@ -620,7 +620,7 @@ TEST_F(PrefetcherTest, a_step_examines_a_bounded_number_of_chunks) {
   for (std::size_t i = 0; i < Prefetcher::kChunksPerStep; ++i) names.push_back("s");
   names.push_back("last");
   parts().resident("s");
-  expect(kA, names, Nanos(0));
+  expect(kSessionA, names, Nanos(0));
   step();
   EXPECT_THAT(reads(), IsEmpty());
   step();

@@ -13,7 +13,7 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 constexpr SessionId kFirstSession{1, 1}, kSecondSession{1, 2};
-constexpr std::uint64_t kRows = 64;  // an eighth is for prefetched chunks of one client
+constexpr std::uint64_t kSessionRows = 64;  // an eighth is for prefetched chunks of one client
 
 Hint resume_hint(double after, SessionId target = {}) { return {HintType::kResume, target, {}, after}; }
 Hint prefetch(SessionId target = {}) { return {HintType::kPrefetch, target}; }
@@ -24,7 +24,7 @@ class SessionPrefetchTest : public OverBoth<CacheTest> {
   static WorldOptions options() {
     WorldOptions made;
     made.ranks = 1;
-    made.rows = kRows;
+    made.rows = kSessionRows;
     made.cache.full_attention = {true};
     return made;
   }
@@ -64,7 +64,7 @@ class SessionPrefetchTest : public OverBoth<CacheTest> {
   // Evicts all other chunks, with a prompt of no session that ends now.
   void evict_all() {
     const RequestHandle request = begin();
-    store(request, many("x" + std::to_string(evictions_++), kRows));
+    store(request, many("x" + std::to_string(evictions_++), kSessionRows));
     finish();
     end(request);
   }
@@ -119,7 +119,7 @@ TEST_P(SessionPrefetchTest, an_engine_with_requests_reads_only_what_is_due) {
 
 TEST_P(SessionPrefetchTest, a_request_does_not_wait_for_reads_of_an_idle_engine) {
   WorldOptions made = options();
-  made.rows = 4 * kRows;
+  made.rows = 4 * kSessionRows;
   make(made);
   turn(kFirstSession, many("a", 2 * Prefetcher::kReadsInFlight), {resume_hint(60)});
   const RequestHandle running = begin();
@@ -144,7 +144,7 @@ TEST_P(SessionPrefetchTest, a_hint_prefetches_a_session_now) {
 TEST_P(SessionPrefetchTest, a_hint_prefetches_what_is_missing_of_its_own_prompt) {
   turn(kFirstSession, {"a", "b"});
   const RequestHandle request = begin_turn(kFirstSession, {"a", "b", "c"});
-  store(many("y", kRows - 2));  // evicts "a", which was used first
+  store(many("y", kSessionRows - 2));  // evicts "a", which was used first
   ASSERT_THAT(in_memory({"a", "b", "c"}), ElementsAre("b", "c"));
   pass_time(seconds(10));  // chunks that were just used are not evicted for a later return
   finish();
@@ -242,7 +242,7 @@ TEST_P(SessionPrefetchTest, a_hint_that_is_repeated_for_ever_keeps_no_chunk) {
     for (int i = 0; i < times; ++i) {
       pass_time(seconds(100));
       apply(resume_hint(1, kFirstSession));
-      store(many("x" + std::to_string(evictions_++), kRows / 2));
+      store(many("x" + std::to_string(evictions_++), kSessionRows / 2));
       finish();
     }
   };

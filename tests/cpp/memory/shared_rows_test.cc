@@ -13,7 +13,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kRowBytes = 2 * kPageBytes;
+constexpr std::uint64_t kTwoPages = 2 * kPageBytes;
 constexpr std::uint32_t kRows = 16;
 constexpr unsigned kReader = 5;
 
@@ -26,7 +26,7 @@ class SharedRowsTest : public ::testing::Test {
   static ChunkKey key(const std::string& name) { return ChunkKey(name + std::string(4, '\0')); }
   static SharedRows::Row row(RowId id, const std::string& name) { return {id, key(name), 16, 1}; }
 
-  const SharedRowsLayout layout_ = SharedRowsLayout::of(kRows * kRowBytes, kRowBytes);
+  const SharedRowsLayout layout_ = SharedRowsLayout::of(kRows * kTwoPages, kTwoPages);
   std::vector<std::byte> bytes_ = std::vector<std::byte>(layout_.bytes + kPageBytes);
   std::span<std::byte> memory_{
       reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes_.data()), kPageBytes)),
@@ -84,7 +84,7 @@ TEST_F(SharedRowsTest, filters_are_empty_when_no_row_is_published) {
 // too.
 TEST_F(SharedRowsTest, the_filter_has_each_published_key_and_few_others) {
   constexpr std::uint32_t kMany = 1024;
-  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kRowBytes, kRowBytes);
+  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kTwoPages, kTwoPages);
   std::vector<std::byte> bytes(layout.bytes + kPageBytes);
   const std::span<std::byte> memory(
       reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes.data()), kPageBytes)),
@@ -114,7 +114,7 @@ TEST_F(SharedRowsTest, the_filter_has_each_published_key_and_few_others) {
 
 TEST_F(SharedRowsTest, keys_that_stay_do_not_fill_the_filters_of_their_buckets) {
   constexpr std::uint32_t kMany = 1024;
-  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kRowBytes, kRowBytes);
+  const SharedRowsLayout layout = SharedRowsLayout::of(kMany * kTwoPages, kTwoPages);
   std::vector<std::byte> bytes(layout.bytes + kPageBytes);
   const std::span<std::byte> memory(
       reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(bytes.data()), kPageBytes)),
@@ -246,7 +246,7 @@ TEST_F(SharedRowsTest, another_identity_size_or_no_table_is_refused) {
   open();
   EXPECT_NO_THROW(view());
   EXPECT_THROW(view("other weights"), ResourceError);
-  const SharedRowsLayout other = SharedRowsLayout::of(kRows * kRowBytes, kPageBytes);
+  const SharedRowsLayout other = SharedRowsLayout::of(kRows * kTwoPages, kPageBytes);
   EXPECT_THROW(SharedRowsView(memory_, memory_.subspan(kPageBytes), other, "model"), ResourceError);
   EXPECT_THROW(SharedRowsView(memory_.first(kPageBytes), memory_.subspan(kPageBytes), layout_, "model"),
                ResourceError);

@@ -19,12 +19,12 @@ namespace {
 using namespace testing;
 using std::chrono::seconds;
 
-struct Kind {
+struct TestedTier {
   std::string name;
   std::function<std::unique_ptr<Medium>()> make;
 };
 
-class TierConformance : public ::testing::TestWithParam<Kind> {
+class TierConformance : public ::testing::TestWithParam<TestedTier> {
  protected:
   ThreadPoolTierOptions options() {
     ThreadPoolTierOptions options;
@@ -430,16 +430,16 @@ TEST_P(TierConformance, close_during_a_hanging_op_returns_and_frees_no_memory_in
 }
 
 template <typename OneMedium>
-Kind kind(std::string name) {
+TestedTier kind(std::string name) {
   return {std::move(name), [] { return std::make_unique<OneMedium>(); }};
 }
 template <typename OneMedium>
-Kind encrypted(std::string name) {
+TestedTier encrypted(std::string name) {
   return {std::move(name), [] { return std::make_unique<EncryptedMedium>(std::make_unique<OneMedium>()); }};
 }
 
 template <typename OneMedium>
-Kind encoded(std::string name) {
+TestedTier encoded(std::string name) {
   return {std::move(name), [] { return std::make_unique<EncodedMedium>(std::make_unique<OneMedium>()); }};
 }
 

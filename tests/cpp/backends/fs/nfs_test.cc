@@ -22,7 +22,7 @@ namespace {
 using namespace testing;
 using std::chrono::seconds;
 
-constexpr std::uint64_t kBound = std::uint64_t{1} << 20;
+constexpr std::uint64_t kRootBound = std::uint64_t{1} << 20;
 constexpr std::uint64_t kPayload = 16384, kRecordOnDisk = kPayload + 4096;
 
 // A host with a store that is driven by hand: upkeep runs only where a test calls it.
@@ -83,7 +83,7 @@ struct NfsUser {
 class FsNfsTest : public ::testing::Test {
  protected:
   std::unique_ptr<NfsUser> host(const std::string& name, unsigned char namespace_byte = 0x11) {
-    FsTierOptions options = options_for(root_, kBound);
+    FsTierOptions options = options_for(root_, kRootBound);
     options.namespace_id.fill(namespace_byte);
     return std::make_unique<NfsUser>(server_, options, name, clock_);
   }
@@ -255,7 +255,7 @@ TEST_F(FsNfsTest, a_count_includes_files_that_another_host_just_created) {
   EXPECT_GE(usage(*a_), du(root_));
   for (std::uint32_t i = 0; i < 60; ++i) {
     (void)a_->write(i);
-    ASSERT_LE(du(root_), kBound);
+    ASSERT_LE(du(root_), kRootBound);
   }
 }
 
@@ -289,17 +289,17 @@ TEST_F(FsNfsTest, a_disconnected_host_does_not_affect_others_and_recovers) {
     }
     fill(*a_, next, 60);  // evicts without waiting for the host that does not answer
     next += 60;
-    EXPECT_LE(du(root_), kBound);
+    EXPECT_LE(du(root_), kRootBound);
     b_->host.heal();
     stuck.join();
-    EXPECT_LE(du(root_), kBound + kRecordOnDisk);
+    EXPECT_LE(du(root_), kRootBound + kRecordOnDisk);
     settle({a_.get(), b_.get()});
     clock_.advance(seconds(61));
     settle({a_.get(), b_.get()});
     EXPECT_TRUE(b_->write(950 + static_cast<std::uint32_t>(cut)));
     EXPECT_TRUE(b_->finds(next - 1));
     EXPECT_TRUE(b_->read(next - 1));
-    EXPECT_LE(du(root_), kBound);
+    EXPECT_LE(du(root_), kRootBound);
   }
   EXPECT_TRUE(b_->warnings.empty()) << b_->warnings[0];
   EXPECT_TRUE(a_->warnings.empty()) << a_->warnings[0];
@@ -338,7 +338,7 @@ TEST_F(FsNfsTest, any_order_of_operations_keeps_the_bytes_and_the_bound) {
         }
     }
     if (step % 10 == 0) {
-      ASSERT_LE(du(root_), kBound + 2 * kRecordOnDisk) << "step " << step;
+      ASSERT_LE(du(root_), kRootBound + 2 * kRecordOnDisk) << "step " << step;
     }
   }
   for (const auto& [kind, count] : reads)
@@ -352,7 +352,7 @@ TEST_F(FsNfsTest, any_order_of_operations_keeps_the_bytes_and_the_bound) {
 class SpaceOnNfs : public ::testing::Test {
  protected:
   std::unique_ptr<SpaceLedger> open(std::uint64_t writer, FileOps& ops) {
-    return std::make_unique<SpaceLedger>(ops, root_.get(), dir_.path(), kBound, writer, writer);
+    return std::make_unique<SpaceLedger>(ops, root_.get(), dir_.path(), kRootBound, writer, writer);
   }
   // Replaces the page as a process does that finds it locked for too long.
   void replace_the_page(FileOps& ops) {

@@ -24,7 +24,7 @@ using namespace testing;
 
 constexpr std::uint64_t kReuseBound = std::uint64_t{2} << 20;
 const ShardSizes kReuseShards = {65536};
-const ShardSizes kOther = {40000};
+const ShardSizes kOtherShards = {40000};
 constexpr std::uint32_t kFirst = 1000000;
 
 class FsTierReuse : public ::testing::Test {
@@ -108,7 +108,8 @@ TEST_F(FsTierReuse, concurrent_writers_stay_below_the_bound) {
   for (int round = 0; round < 60; ++round) {
     std::vector<OpId> writes;
     for (int i = 0; i < 20; ++i) {
-      writes.push_back(user.start(OpKind::kWrite, next_++, (round + i) % 3 == 0 ? kOther : kReuseShards));
+      writes.push_back(
+          user.start(OpKind::kWrite, next_++, (round + i) % 3 == 0 ? kOtherShards : kReuseShards));
     }
     for (const OpId write : writes) {
       const Status status = user.finish(write).status;
@@ -127,7 +128,7 @@ TEST_F(FsTierReuse, space_that_one_server_frees_is_not_taken_by_another) {
   others.clock = &clock_;
   TierUser user(options_), other(others);
   other.wait_for_scan();
-  fill(user, kOther);
+  fill(user, kOtherShards);
   std::uint32_t asked = 0;
   bool ledger_open = false, made = false;  // the ledger is locked and unlocked until there is space
   ops_.set_rule([&](Call call) {
@@ -135,7 +136,7 @@ TEST_F(FsTierReuse, space_that_one_server_frees_is_not_taken_by_another) {
     if (call != Call::kFlock || made) return 0;
     ledger_open = !ledger_open;
     if (!ledger_open) return 0;
-    EXPECT_FALSE(other.write(kFirst / 2 + asked++, kOther));
+    EXPECT_FALSE(other.write(kFirst / 2 + asked++, kOtherShards));
     return 0;
   });
   const Status status = user.write(next_, kReuseShards);
@@ -181,7 +182,7 @@ TEST_F(FsTierReuse, a_file_that_another_process_extended_is_not_reused) {
 
 TEST_F(FsTierReuse, only_a_file_of_the_same_size_is_reused) {
   TierUser user(options_);
-  fill(user, kOther);
+  fill(user, kOtherShards);
   EXPECT_FALSE(next_is_in_a_file_of_before(user, kReuseShards));
   EXPECT_EQ(user.tier().stats().bytes, du(root_));
 }
