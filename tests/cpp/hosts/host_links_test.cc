@@ -306,8 +306,11 @@ TEST_F(HostsTest,
   EXPECT_THAT(message(Nanos(1)), AllOf(HasSubstr("the tiers of the host of rank 1 cannot be used"),
                                        HasSubstr("; the tiers of the host of rank 2 cannot be used")));
   rank(0).set_endpoint(2, "no address");
+  const SteadyClock clock;
+  const Nanos before = clock.now();
   EXPECT_EQ(message(std::chrono::seconds(20)),
             "the tiers of the host of rank 2 cannot be used: rank 0 gave an invalid address");
+  EXPECT_LT(clock.now() - before, std::chrono::seconds(20)) << "it waited for the other host first";
 }
 
 TEST_F(HostsTest, hosts_must_have_the_ranks_that_are_not_here) {
