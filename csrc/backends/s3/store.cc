@@ -312,7 +312,12 @@ void S3Store::maintain() {
 
 void S3Store::replace_ended_epoch(const std::string& ended, const std::string& name) {
   if (name.empty() || epochs_.has_ended(name)) return;
-  (void)replace_startup_epoch(ended, name);  // maintain() tries again later
+  // maintain() tries again later.
+  if (replace_startup_epoch(ended, name).kind() != StatusKind::kDeclined) return;
+  // The store cannot replace it safely. A new name has no records, so it may even overwrite that of another
+  // reset.
+  Answer answer;
+  (void)put(startup_epoch_key_, EpochRegistry::new_name(), {}, deadline(), &answer);
 }
 
 Status S3Store::begin_epoch() {

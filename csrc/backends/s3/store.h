@@ -48,7 +48,8 @@ class S3Store final : public RecordStore {
   // it. is_known: `name` was the startup epoch, and is only restored where no other process can be
   // overwritten. *found is empty: the bucket has none and this process must not publish one.
   Status fetch_startup_epoch(const std::string& name, bool is_known, std::string* found, bool* refused);
-  // Replaces an epoch that our reset ended, and no other, by `name`.
+  // Replaces an epoch that our reset ended, and no other, by `name`; by a new name if the store does not
+  // support If-Match in PUT.
   void replace_ended_epoch(const std::string& ended, const std::string& name);
   // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
   Status replace_startup_epoch(const std::string& stored, const std::string& name);

@@ -373,6 +373,23 @@ TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_again) {
   EXPECT_EQ(server_.get(epoch), others);
 }
 
+TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_by_a_new_one_where_conditions_are_ignored) {
+  constexpr int kChecks = 31;  // upkeep looks once in 30 calls
+  const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
+  server_.ignore_conditions(true);
+  s3::S3Store store(options());
+  const std::string before = server_.get(epoch);
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  server_.set(epoch, before);
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  const std::string after = server_.get(epoch);
+  EXPECT_NE(after, before);
+  EXPECT_TRUE(EpochRegistry::is_name(after));
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  EXPECT_EQ(server_.get(epoch), after);
+}
+
 // If it were sent twice, it could replace the epoch that another reset has written since.
 TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   s3::S3Store store(options());
