@@ -60,7 +60,7 @@ REASONS = {
         "set blocks_per_chunk so that a chunk is not longer than the model's sliding window",
     ),
     "io_error": (
-        "records could not be read, or the tier was out of service after errors or timeouts",
+        "records could not be read or looked up, or the tier was out of service after errors or timeouts",
         "check kv_offload_failures_total by kind, the device, and the permissions of the root",
     ),
     "pressure": (

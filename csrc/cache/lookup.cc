@@ -104,7 +104,7 @@ struct RequestTable::TierResults {
   std::uint32_t unknown = 0;               // the request should wait for the answer
   std::uint32_t stale = 0;                 // of these: the last answer was "absent" and is stale
   std::uint32_t lookup_pending = 0;        // of these: a lookup is pending
-  bool unreadable = false;                 // a tier has it or may have it, but cannot be read or asked
+  bool unreadable = false;                 // a tier has or may have the record, but cannot be read or queried
   bool disallowed = false;                 // a tier has it that this request may not load from
   bool may_appear = false;                 // another server may still write it
   bool answered = true;                    // no tier's answer is outstanding

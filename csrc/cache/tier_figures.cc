@@ -57,10 +57,12 @@ void TierFigures::publish(std::string_view tier, const std::vector<TierPart>& pa
     const std::string_view failures = "kv_offload_host_failures_total";
     for (std::size_t k = 0; k < kStatusKinds; ++k) {
       const auto kind = static_cast<StatusKind>(k);
+      // A store that refuses removals (no permission) declines them.
+      if (is_failure(kind) || kind == StatusKind::kDeclined)
+        count(failures, {host, tier, "remove", to_string(kind)}, part.removals[k], before.removals[k]);
       if (!is_failure(kind)) continue;
       count(failures, {host, tier, "read", to_string(kind)}, part.reads[k], before.reads[k]);
       count(failures, {host, tier, "write", to_string(kind)}, part.writes[k], before.writes[k]);
-      count(failures, {host, tier, "remove", to_string(kind)}, part.removals[k], before.removals[k]);
     }
     count(failures, {host, tier, "read", "timeout"}, part.stats.read_timeouts, before.stats.read_timeouts);
     count(failures, {host, tier, "write", "timeout"}, part.stats.write_timeouts, before.stats.write_timeouts);

@@ -45,7 +45,7 @@ void WriteBack::on_used(Slot slot, TenantId tenant) {
   if (!policies_.empty()) {
     uses_.push_back({chunks_.at(slot).key, chunks_.entry_info(slot)});
     uses_.back().entry_info.tenant = tenant;  // a tier charges its record by itself
-    uses_.back().entry_info.returns_at = 0;   // a time of this host's clock; hints are about host memory
+    uses_.back().entry_info.returns_at = 0;   // a time on this host's clock; hints apply to host memory only
   }
   if (chunks_.is_borrowed(slot)) return;  // its owner writes it
   if (chunks_.take_inherited_use(slot)) write_through({&slot, 1});

@@ -2,6 +2,7 @@
 #include "hosts/all_hosts_tier.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <exception>
 #include <functional>
 #include <iterator>
@@ -126,6 +127,8 @@ class AllHostsTier final : public Tier {
   const std::function<void(std::string)> warn_;
   bool awaits_epoch_;  // see AllHostsOptions
   bool has_warned_ = false;
+  bool epochs_differ_ = false;     // while awaits_epoch_: all stores respond
+  bool reset_ended_wait_ = false;  // until the tier is in service
   std::unordered_map<OpId, InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
@@ -171,7 +174,7 @@ void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& 
   }
 }
 
-// Ends the wait for an epoch if all hosts have the same one.
+// Ends the wait for an epoch if all hosts have the same epoch.
 void AllHostsTier::compare_epochs() {
   const std::uint64_t own = parts_.front().tier->stats().epoch_id;
   bool has_all = own != 0, is_same = true;
@@ -180,25 +183,29 @@ void AllHostsTier::compare_epochs() {
     has_all = has_all && other != 0;
     is_same = is_same && other == own;
   }
+  epochs_differ_ = has_all && !is_same;
   if (!has_all) return;
   awaits_epoch_ = !is_same;
-  if (is_same) return warn_(fmt::format("tier {} is in service: all stores respond", name()));
+  if (is_same) return warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
   if (std::exchange(has_warned_, true)) return;
-  warn_(fmt::format(
-      "tier {} stays out of service: the stores respond, but have different epochs, because one of them "
-      "has lost its keys or has missed a reset. Restart this engine, or reset it "
-      "(POST /reset_prefix_cache?reset_external=true)",
-      name()));
+  warn_(
+      fmt::format("tier {} stays out of service: the stores respond, but have different epochs. Restart this "
+                  "engine, or reset it (POST /reset_prefix_cache?reset_external=true)",
+                  name()));
 }
 
 void AllHostsTier::submit(std::vector<TierOp> ops) {
   if (awaits_epoch_) {
-    ended_held_.reserve(ended_held_.size() + ops.size());
+    // Allocates all before the first op counts as accepted.
+    std::vector<Completion> ended;
+    ended.reserve(ops.size());
     for (const TierOp& op : ops) {
-      ended_held_.push_back({op.id, op.kind, op.key,
-                             Status::error(StatusKind::kUnavailable, "the hosts have no common epoch yet"), 0,
-                             0, 0});
+      ended.push_back({op.id, op.kind, op.key,
+                       Status::error(StatusKind::kUnavailable, "the hosts have no common epoch yet"), 0, 0,
+                       0});
     }
+    ended_held_.reserve(ended_held_.size() + ended.size());
+    std::move(ended.begin(), ended.end(), std::back_inserter(ended_held_));
     return;
   }
   const auto is_held = [this](const TierOp& op) {
@@ -290,6 +297,10 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     ended_by_.resize(ended_.size(), part);
   }
   if (awaits_epoch_) compare_epochs();
+  if (reset_ended_wait_ && is_in_service(stats())) {
+    reset_ended_wait_ = false;
+    warn_(fmt::format("tier {} is in service after a reset", name()));
+  }
   // Before the completions: a write whose part was evicted already has failed.
   reported_.clear();
   for (std::size_t part = 0; part < parts_.size(); ++part) {
@@ -340,9 +351,11 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 // Allocates nothing that a completion depends on.
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
-    ++counts_[part].removals[static_cast<std::size_t>(ended.status.kind())];
-    if (ended.status.kind() == StatusKind::kUnavailable)
-      postpone_removal(removal->second.part, removal->second.key);
+    const StatusKind kind = ended.status.kind();
+    // Tiers that are read_only remove nothing. That is no failure.
+    if (kind != StatusKind::kDeclined || ended.status.error_number() != EROFS)
+      ++counts_[part].removals[static_cast<std::size_t>(kind)];
+    if (kind == StatusKind::kUnavailable) postpone_removal(removal->second.part, removal->second.key);
     return end_removal(removal);
   }
   const auto found = ops_.find(ended.id);
@@ -395,6 +408,7 @@ void AllHostsTier::remove_useless_parts(const InFlight& failed) {
     // A host may have stored its part before its connection was lost.
     const bool may_be_stored = presence == Presence::kUnknown && failed.kind == OpKind::kWrite;
     if (presence == Presence::kPresent || may_be_stored) queue_removal(part, key);
+    if (presence == Presence::kLookupFailed) postpone_removal(part, key);
   }
 }
 
@@ -458,6 +472,9 @@ AllHostsTier::Missing AllHostsTier::note_missing(const ChunkKey& key) {
 
 void AllHostsTier::queue_removal(std::size_t part, const ChunkKey& key) {
   if (closed_) return;
+  // A damaged part is found by its read and as a removal at once.
+  const auto is_same = [&](const auto& one) { return one.second.part == part && one.second.key == key; };
+  if (removing_.contains(key) && std::any_of(removal_ops_.begin(), removal_ops_.end(), is_same)) return;
   try {
     TierOp op;
     op.id = kRemoval | ++last_removal_;
@@ -482,7 +499,7 @@ void AllHostsTier::postpone_removal(std::size_t part, const ChunkKey& key) {
 void AllHostsTier::queue_postponed() {
   if (postponed_.empty() || !is_in_service(stats())) return;
   for (const Removal& removal : std::exchange(postponed_, {})) {
-    bool is_whole = true;
+    bool is_whole = !removing_.contains(removal.key);
     for (std::size_t other = 0; other < parts_.size(); ++other)
       is_whole &= other == removal.part || parts_[other].tier->contains(removal.key) == Presence::kPresent;
     // A chunk that was written again since is whole, or its write has not ended.
@@ -551,7 +568,8 @@ Status AllHostsTier::reset() {
   postponed_.clear();
   std::vector<Status> ended(parts_.size());
   for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(); });
-  awaits_epoch_ = false;  // each host begins an epoch of this engine alone
+  reset_ended_wait_ |= awaits_epoch_;
+  awaits_epoch_ = epochs_differ_ = false;  // each host begins an epoch of this engine alone
   return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {
     return weight_of(a.kind()) < weight_of(b.kind());
   });
@@ -607,7 +625,11 @@ std::vector<TierPart> AllHostsTier::parts() const {
   std::vector<TierPart> parts = counts_;
   for (std::size_t part = 0; part < parts.size(); ++part) {
     const Tier& tier = *parts_[part].tier;
-    parts[part].stats = tier.stats();
+    TierStats& stats = parts[part].stats;
+    stats = tier.stats();
+    // The stores respond, but the tier uses none of them.
+    stats.readable = stats.readable && !epochs_differ_;
+    stats.writable = stats.writable && !epochs_differ_;
     const double seconds = tier.estimate_read_seconds(kSample) - tier.estimate_read_seconds(0);
     if (seconds > 0) parts[part].read_bytes_per_second = static_cast<double>(kSample) / seconds;
   }

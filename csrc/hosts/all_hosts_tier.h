@@ -44,7 +44,7 @@ struct AllHostsOptions {
   // A host has no epoch yet: its store does not respond. The tier is out of service until all hosts have one
   // and the ids are equal, or until a reset.
   bool awaits_epoch = false;
-  std::function<void(std::string)> warn{};  // takes a line for an operator; must be set if awaits_epoch is
+  std::function<void(std::string)> warn{};  // receives log lines; must be set if awaits_epoch is
 };
 
 // The first part is that of this host: it is asked first, and has the name and the codec of the whole tier.

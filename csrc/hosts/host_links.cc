@@ -22,6 +22,7 @@ namespace {
 constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
+constexpr Nanos kOpenTurn = std::chrono::milliseconds(20);  // the wait for one host while several open tiers
 constexpr std::size_t kMostEvents = 64;  // that nobody has taken yet; later ones are dropped
 constexpr std::size_t kMostUnsentOrders = std::size_t{256} << 10;  // bytes of frames that wait for the socket
 
@@ -61,10 +62,6 @@ std::string describe(const RankGeometry& geometry) {
                      geometry.fingerprint);
 }
 
-}  // namespace
-
-namespace {
-
 class Events {
  public:
   void add(std::string event) EXCLUDES(mutex_) {
@@ -91,7 +88,7 @@ struct HostLinks::Impl {
   const SteadyClock clock;
   const std::shared_ptr<WakeUp> wake = std::make_shared<WakeUp>();  // shared: a tier may outlive this object
   std::atomic<bool> stopping{false};
-  const std::shared_ptr<Events> events = std::make_shared<Events>();  // as `wake`
+  const std::shared_ptr<Events> events = std::make_shared<Events>();  // shared for the same reason as `wake`
   std::thread thread;
   std::vector<Link> links;  // the thread's; the hosts and channels never change
 
@@ -505,12 +502,30 @@ std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
   for (std::size_t host = 0; host < impl_->links.size(); ++host)
     impl_->links[host].channel->begin_open(epochs.at(host), text);
   std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
-  for (std::size_t host = 0; host < ids.size(); ++host) {
-    const Link& link = impl_->links[host];
-    const Status opened = link.channel->wait_until_open(end - impl_->clock.now(), &ids[host]);
-    if (!opened) throw_resource("the tiers of {} cannot be used: {}", Impl::name_of(link), opened.message());
+  const auto problem_of = [&](std::size_t host, const Status& opened) {
+    return fmt::format("the tiers of {} cannot be used: {}", Impl::name_of(impl_->links[host]),
+                       opened.message());
+  };
+  std::vector<Status> opened(ids.size(), Status::error(StatusKind::kTimeout, ""));
+  // In turns: the failure of one host ends the wait for all.
+  for (;;) {
+    bool all = true;
+    for (std::size_t host = 0; host < ids.size(); ++host) {
+      if (opened[host]) continue;
+      const Nanos turn = std::min(kOpenTurn, end - impl_->clock.now());
+      opened[host] = impl_->links[host].channel->wait_until_open(turn, &ids[host]);
+      all = all && opened[host].is_ok();
+      if (!opened[host] && opened[host].kind() != StatusKind::kTimeout)
+        throw_resource("{}", problem_of(host, opened[host]));
+    }
+    if (all) return ids;
+    if (impl_->clock.now() < end) continue;
+    std::vector<std::string> missing;
+    for (std::size_t host = 0; host < ids.size(); ++host) {
+      if (!opened[host]) missing.push_back(problem_of(host, opened[host]));
+    }
+    throw_resource("{}", fmt::join(missing, "; "));
   }
-  return ids;
 }
 
 std::size_t HostLinks::num_hosts() const { return impl_->links.size(); }

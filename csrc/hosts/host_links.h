@@ -60,9 +60,10 @@ class HostLinks {
   // ---- tiers
   // Orders every other host to open its tiers, and waits until all have. `text`: what the tiers depend on,
   // for the process of the host (HostTiers::wait_for_request). If a connection is lost meanwhile, the host is
-  // ordered again on the next one. Returns [host][tier] epochs, see
-  // TierStats::epoch_id. `epochs`: [host][tier]. A later call opens them again. Throws ResourceError that
-  // names the host and its problem. REQUIRES: wait_until_connected() succeeded; no remote_tier() is in use.
+  // ordered again on the next one. Returns [host][tier] epochs, see TierStats::epoch_id. `epochs`:
+  // [host][tier]. A later call opens them again. Throws ResourceError that names the first host that cannot
+  // open its tiers, or at the timeout all that have not, and their problems. REQUIRES: wait_until_connected()
+  // succeeded; no remote_tier() is in use.
   std::vector<std::vector<std::uint64_t>> open_tiers(const std::string& text,
                                                      const std::vector<std::vector<EpochChoice>>& epochs,
                                                      Nanos timeout);

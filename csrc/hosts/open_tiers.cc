@@ -36,6 +36,18 @@ bool has_none_yet(const std::vector<std::vector<std::uint64_t>>& ids, std::size_
                      [&](const auto& of_host) { return of_host[tier] == kNoEpochYet; });
 }
 
+// "the host of rank 0, the host of rank 2": those whose store has no epoch yet.
+std::string silent_hosts(const std::vector<std::vector<std::uint64_t>>& ids, const HostLinks& links,
+                         std::size_t tier) {
+  std::vector<std::string> silent;
+  if (ids.back()[tier] == kNoEpochYet) silent.emplace_back("the host of rank 0");
+  for (std::size_t host = 0; host < links.num_hosts(); ++host) {
+    if (ids[host][tier] == kNoEpochYet)
+      silent.push_back(fmt::format("the host of rank {}", links.host(host).first_rank));
+  }
+  return fmt::format("{}", fmt::join(silent, ", "));
+}
+
 double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_t ranks) {
   double bytes = 0;
   for (std::uint32_t i = 0; i < ranks; ++i) {
@@ -54,12 +66,13 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
   std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
   std::vector<bool> awaits_epoch(tiers);
+  std::vector<std::vector<std::uint64_t>> ids;  // by host: the others, then this one
   const SteadyClock clock;
   const Nanos end = clock.now() + options.timeout;
   for (int round = 0;; ++round) {
     own.clear();
     own = open_own(own_choices);
-    std::vector<std::vector<std::uint64_t>> ids = links.open_tiers(text, choices, end - clock.now());
+    ids = links.open_tiers(text, choices, end - clock.now());
     std::vector<std::uint64_t>& own_ids = ids.emplace_back();
     for (const auto& tier : own) own_ids.push_back(opened_epoch(*tier));
     bool agree = true;
@@ -105,9 +118,9 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     composed.warn = links.event_sink();
     if (composed.awaits_epoch) {
       composed.warn(
-          fmt::format("tier {} is out of service: the store of at least one host does not respond. It is "
-                      "used when all stores do",
-                      remote.name));
+          fmt::format("tier {} is out of service: the store does not respond on {}. The tier is used when "
+                      "the stores of all hosts respond and have the same epoch",
+                      remote.name, silent_hosts(ids, links, tier)));
     }
     opened.push_back(make_all_hosts_tier(std::move(parts), composed));
   }

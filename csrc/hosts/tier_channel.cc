@@ -15,7 +15,7 @@ constexpr std::size_t kMuch = std::size_t{4} << 20;  // bytes of frames that wai
 }  // namespace
 
 TierChannel::TierChannel(std::function<void()> wake) : wake_(std::move(wake)) {
-  // Begins anywhere: the host may still answer an earlier scheduler.
+  // Starts at a random number: the host may still answer an earlier scheduler.
   const auto bytes = random_bytes();
   std::memcpy(&request_.round, bytes.data(), sizeof request_.round);
 }
@@ -159,8 +159,8 @@ void TierChannel::wait(std::uint8_t tier, Nanos timeout) {
   if (waiting_[tier].events.empty() && !waiting_[tier].is_lost) changed_.wait_for(mutex_, timeout);
 }
 
-// A new round: the answer to an earlier order is then ignored. The host opens its tiers again after it, which
-// would end what uses them.
+// Each order has a new round number, so the answer to an earlier order is ignored: the host closes those
+// tiers when it executes this order.
 void TierChannel::send_request() {
   ++request_.round;
   outbox_.emplace_back(FrameType::kOpenTiers, encode(request_));

@@ -44,10 +44,10 @@ class TierChannel {
   explicit TierChannel(std::function<void()> wake);
 
   // ---- the thread of the connections
-  // Orders the tiers to be opened again if they were not when the last connection ended.
+  // Repeats the order to open the tiers if it was not answered.
   void begin_connection() EXCLUDES(mutex_);
   // Forgets all events that nobody has taken. Needs no memory. `is_final`: there will be no other connection.
-  // Without a connection it only replaces the problem.
+  // If not connected, only updates the reported problem.
   void end_connection(const std::string& problem, bool is_final = false) noexcept EXCLUDES(mutex_);
   // Takes a frame of the host.
   Delivery deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
@@ -61,7 +61,7 @@ class TierChannel {
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
   // Orders the host to open its tiers, one for each of `epochs`.
   void begin_open(std::vector<EpochChoice> epochs, std::string text) EXCLUDES(mutex_);
-  // Waits until it has, also for another connection. Ok: *epoch_ids has that of each tier.
+  // Waits until the host has opened them, also over a later connection. Ok: *epoch_ids has that of each tier.
   Status wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) EXCLUDES(mutex_);
 
  private:
@@ -83,7 +83,7 @@ class TierChannel {
   std::vector<Frame> outbox_ GUARDED_BY(mutex_);
   std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // by tier; empty before begin_open()
-  OpenTiers request_ GUARDED_BY(mutex_);  // the last one; each time that it is sent it has another round
+  OpenTiers request_ GUARDED_BY(mutex_);             // the last order; each transmission has a new round
   std::optional<TiersOpened> opened_ GUARDED_BY(mutex_);
 };
 

@@ -45,7 +45,6 @@ void put_info(Bytes* to, const EntryInfo& info) {
   put(to, info.depth);
   put(to, info.request);
   put(to, static_cast<std::uint8_t>(info.priority));
-  put_double(to, info.returns_at);
   put(to, info.tenant);
 }
 EntryInfo info_of(Input* input) {
@@ -55,7 +54,6 @@ EntryInfo info_of(Input* input) {
   info.depth = input->number<std::uint32_t>();
   info.request = input->number<std::uint32_t>();
   info.priority = static_cast<std::int8_t>(input->number<std::uint8_t>());
-  info.returns_at = input->amount();
   info.tenant = input->number<TenantId>();
   return info;
 }

@@ -19,7 +19,7 @@ namespace kv_offload {
 
 // What one frame holds at most, so that it fits into kMostPayload.
 inline constexpr std::size_t kMostOps = 64, kMostKeys = 512, kMostUses = 256, kMostResults = 512;
-// In TiersOpened::epochs: the store does not respond, and the tier opens an epoch when it does.
+// In TiersOpened::epochs: the store does not respond, and the tier opens an epoch when the store responds.
 inline constexpr std::uint64_t kNoEpochYet = ~std::uint64_t{0};
 inline constexpr std::size_t kMostOpenText = 24576, kMostTiers = 8, kMostProblem = 4096;
 

@@ -67,7 +67,8 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_host_slowest_reads_total", "Reads of chunks for which this host was the slowest.",
               {"host", "tier"}),
       counter("kv_offload_host_failures_total",
-              "Failed operations of a host's part of a tier, by kind as in kv_offload_failures_total.",
+              "Failed operations (read, write, remove) of a host's part of a tier, by kind as in "
+              "kv_offload_failures_total. A store that refuses removals counts as remove, declined.",
               {"host", "tier", "op", "kind"}),
       counter("kv_offload_host_breaker_trips_total",
               "Times that the circuit breaker took a host's part of a tier out of service.",

@@ -20,7 +20,7 @@
 namespace kv_offload {
 namespace {
 
-// What a key is under all encryption keys: the presence under one of them that weighs most.
+// Returns the rank of a presence: contains() returns the highest one among all encryption keys.
 int weight_of(Presence presence) {
   switch (presence) {
     case Presence::kAbsent:

@@ -62,12 +62,12 @@ std::string EpochRegistry::replacement_of(std::string_view stored, const EpochCh
 Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& fetched,
                                       std::string_view stored, bool read_only) {
   if (choice.id == 0) return Status::ok();
-  if (fetched.kind() == StatusKind::kDeclined) return fetched;
+  if (fetched.kind() == StatusKind::kDeclined || fetched.kind() == StatusKind::kNoSpace) return fetched;
   if (!fetched && choice.is_new) {
     return Status::error(
         fetched.kind(),
-        fmt::format("{}. The hosts of this engine have different epochs and must begin a new one, for which "
-                    "each of them writes a key in its store: correct this, then restart this engine",
+        fmt::format("{}. The hosts have different epochs and must write a new one to each store. Fix the "
+                    "cause, then restart this engine",
                     fetched.message()));
   }
   if (!fetched) return Status::ok();
@@ -101,10 +101,13 @@ std::string EpochRegistry::startup_epoch() const {
   return start_;
 }
 
-std::string EpochRegistry::name_if_missing(const EpochChoice& choice) const {
+std::string EpochRegistry::name_if_missing(const EpochChoice& choice, std::string* known) {
   const MutexLock lock(mutex_);
+  *known = start_;
   if (!start_.empty()) return start_;
-  return epoch_ == nullptr && resets_ == 0 ? name_if_none(choice) : new_name();
+  std::string name = epoch_ == nullptr && resets_ == 0 ? name_if_none(choice) : new_name();
+  remember(name, &starts_);  // the store may get it after our next reset
+  return name;
 }
 
 void EpochRegistry::update_startup_epoch(const std::string& known, const std::string& stored,

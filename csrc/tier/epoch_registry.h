@@ -45,9 +45,9 @@ class EpochRegistry {
   // Returns the name that replaces `stored` when a process starts; empty if `stored` stays. `stored`: may be
   // empty.
   static std::string replacement_of(std::string_view stored, const EpochChoice& choice);
-  // Returns why an engine on several hosts cannot use the store; ok if it can, or if the store does not
-  // respond and keeps its epoch (open_tiers.h). `fetched`: status of the fetch of `stored`; kDeclined: the
-  // store responds, but cannot replace an epoch.
+  // Returns why an engine on several hosts cannot use the store; ok if it can, or if it does not respond and
+  // no epoch has to be replaced (open_tiers.h). `fetched`: status of the fetch of `stored`; kDeclined: the
+  // store responds, but cannot replace an epoch; kNoSpace: it responds, but is full.
   static Status startup_problem(const EpochChoice& choice, const Status& fetched, std::string_view stored,
                                 bool read_only);
 
@@ -60,11 +60,13 @@ class EpochRegistry {
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);
-  // Returns the name for a store that has none at an upkeep check: startup_epoch(), if it is known. If we
-  // never had an epoch, because the store did not respond, it has choice.id: the other hosts of the engine
-  // begin theirs with the same id. After a reset it has another one: a host that missed the reset may still
-  // keep that id.
-  std::string name_if_missing(const EpochChoice& choice) const EXCLUDES(mutex_);
+  // Returns the name for a store that has none at an upkeep check, and sets *known to startup_epoch(), both
+  // of the same moment. It is *known, unless that is empty. If we never had an epoch, because the store did
+  // not respond, the name contains choice.id: the other hosts of the engine begin theirs with the same id.
+  // After a reset it has another one: a host that missed the reset may still use that ID. Our next reset ends
+  // the returned name. If a reset may have happened since this call, publish the name only if has_ended() is
+  // false.
+  std::string name_if_missing(const EpochChoice& choice, std::string* known) EXCLUDES(mutex_);
   // Reports an upkeep check: the store keeps `stored`, and startup_epoch() was `known` before the check.
   // With read_only, joins an epoch that another process made since we started.
   void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)
@@ -89,8 +91,8 @@ class EpochRegistry {
   mutable Mutex mutex_;
   EpochPtr epoch_ GUARDED_BY(mutex_);
   std::string start_ GUARDED_BY(mutex_);
-  // The values of start_ since our last reset. All of them are older than our next reset, which ends them
-  // all.
+  // The values of start_, and the names that we offered to the store, since our last reset. All of them are
+  // older than our next reset, which ends them all.
   std::deque<std::string> starts_ GUARDED_BY(mutex_);
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
   bool diverged_ GUARDED_BY(mutex_) = false;

@@ -71,8 +71,8 @@ struct Completion {
   double queued_seconds = 0;
 };
 
-// The status of an op that ended because a host of the engine is lost (hosts/remote_tier.h): kUnavailable
-// with this errno, which no other tier uses with kUnavailable.
+// Returns the status of an op that ended because a host of the engine is lost (hosts/remote_tier.h):
+// kUnavailable with this errno, which no other tier uses with kUnavailable.
 inline Status host_lost_error() {
   return Status::error(StatusKind::kUnavailable, "a host is lost", ENOTCONN);
 }

@@ -10,7 +10,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 READS = re.compile(
-    r"system_clock|CLOCK_REALTIME|CLOCK_TAI|gettimeofday|(?<![\w.>])(?:std::|::)?time\(|UTIME_NOW"
+    r"system_clock|utc_clock|tai_clock|file_clock|CLOCK_REALTIME|CLOCK_TAI|gettimeofday|timespec_get"
+    r"|clock_gettime\(\s*0|(?<![\w.>])(?:std::|::)?time\(|UTIME_NOW"
 )
 
 ALLOWED = {
@@ -42,5 +43,6 @@ def test_the_wall_clock_is_read_only_where_clocks_of_hosts_may_differ() -> None:
 def test_messages_between_hosts_contain_no_time() -> None:
     text = code_of(CSRC / "hosts" / "tier_frames.cc") + code_of(CSRC / "hosts" / "frame.cc")
     assert "unix" not in text
+    assert "returns_at" not in text, "a time on the scheduler's clock; hints apply to host memory only"
     assert "deadline" not in text, "a deadline is sent as the time that is left (HostOp::nanos_left)"
     assert "used_unix_nanos" not in code_of(CSRC / "hosts" / "remote_tier.cc")

@@ -286,7 +286,7 @@ Status RecordIndex::begin_write(const ChunkKey& key, const FsEpochPtr& epoch, bo
   const MutexLock lock(mutex_);
   if (epoch != epoch_) return was_reset();
   *present = catalog_.offers(key, clock_.now());
-  *replace = !*present && catalog_.holds(key);  // in back-off: write it again
+  *replace = !*present && catalog_.holds(key);  // in back-off after a failed read: write it again
   return Status::ok();
 }
 

@@ -72,7 +72,7 @@ Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint
 Status RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch) {
   RecordIndex::Pin pin;
   if (Status begun = records_.begin_read(key, epoch, &pin); !begun) return begun;
-  // The file first: a record that cannot be removed stays known, and can be evicted later.
+  // Unlinks the file first: if that fails, the record stays in the index and can be evicted.
   const std::string path = layout::record_path(key, pin.file_bytes());
   if (const int rc = root_.remove_file(epoch->directory.get(), path); rc < 0)
     return Status::from_errno(-rc, "unlink", epoch->path + "/" + path);

@@ -2,6 +2,7 @@
 #include "backends/redis/store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <optional>
@@ -249,7 +250,7 @@ void RedisStore::remove_damaged(const std::string& key, const IncomingRecord& re
 }
 
 Status RedisStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
-  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only");
+  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only", EROFS);
   const Deadline until = deadline();
   const std::string name = key_of(key, epoch);
   Status denied;
@@ -291,11 +292,13 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
 
 // ---- epochs
 
-Status RedisStore::write_startup_epoch(const std::string& name, bool if_none, bool* done) {
+Status RedisStore::write_startup_epoch(const std::string& name, bool if_none, bool* done, bool* refused) {
   Connection::Command command{"SET", startup_epoch_key_, name};
   if (if_none) command.emplace_back("NX");
   Reply reply;
-  if (Status status = call(OpKind::kWrite, command, deadline(), &reply); !status) return status;
+  const Status status = call(OpKind::kWrite, command, deadline(), &reply);
+  *refused = reply.kind == Reply::Kind::kError && is_configuration_error(reply.text);
+  if (!status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   *done = reply.kind == Reply::Kind::kStatus;
   return Status::ok();
@@ -338,17 +341,18 @@ Status RedisStore::fetch_startup_epoch(const std::string& if_none, std::string* 
     if (!found->empty() || options_.read_only) return Status::ok();
     // No process uses a value that is not an epoch name, so it may be overwritten.
     bool done = false;
-    if (Status status = write_startup_epoch(if_none, start.kind == Reply::Kind::kNil, &done); !status)
-      return status;
+    const bool is_missing = start.kind == Reply::Kind::kNil;
+    if (Status status = write_startup_epoch(if_none, is_missing, &done, refused); !status) return status;
     if (done) *found = if_none;
     if (done) return Status::ok();
   }
   return Status::error(StatusKind::kIo, "the server does not keep the epoch");
 }
 
-Status RedisStore::refetch_startup_epoch(std::string* found) {
+Status RedisStore::refetch_startup_epoch(std::string* known, std::string* found) {
   bool refused = false;
-  return fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), found, &refused);
+  const std::string name = epochs_.name_if_missing(options_.epoch, known);
+  return fetch_startup_epoch(name, found, &refused);
 }
 
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
@@ -378,9 +382,8 @@ Status RedisStore::replace_startup_epoch(const std::string& stored, const std::s
 void RedisStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
   cluster_.maintain(deadline(), stopped_);
-  const std::string known = epochs_.startup_epoch();
-  std::string found;
-  const bool fetched = refetch_startup_epoch(&found).is_ok();
+  std::string known, found;
+  const bool fetched = refetch_startup_epoch(&known, &found).is_ok();
   // Covers the nodes that respond, even while the owner of the epoch key does not.
   if ((fetched || cluster_.is_cluster()) && maintained_++ % kMemoryInterval == 0) update_memory_figures();
   if (!fetched) return;
@@ -416,10 +419,13 @@ void RedisStore::update_memory_figures() {
 }
 
 Status RedisStore::begin_epoch() {
-  const auto ask = [&](std::string* kept) { return refetch_startup_epoch(kept); };
+  const auto ask = [&](std::string* kept) {
+    std::string known;
+    return refetch_startup_epoch(&known, kept);
+  };
   const auto put = [&](const std::string& name) {
-    bool done = false;
-    if (Status status = write_startup_epoch(name, false, &done); !status) return status;
+    bool done = false, refused = false;
+    if (Status status = write_startup_epoch(name, false, &done, &refused); !status) return status;
     return done ? Status::ok() : Status::error(StatusKind::kIo, "the server did not store the new epoch");
   };
   return epochs_.begin(ask, put);

@@ -50,9 +50,10 @@ class RedisStore final : public RecordStore {
   // the server has none and this process must not publish one (read_only).
   Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
   // Fetches the startup epoch after the start: the known one is restored.
-  Status refetch_startup_epoch(std::string* found);
+  // *known: the startup epoch before; empty: unknown.
+  Status refetch_startup_epoch(std::string* known, std::string* found);
   Status read_startup_epoch(Deadline until, Reply* start, bool* refused);
-  Status write_startup_epoch(const std::string& name, bool if_none, bool* done);
+  Status write_startup_epoch(const std::string& name, bool if_none, bool* done, bool* refused);
   void replace_ended_epoch(const std::string& ended, const std::string& name);
   // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
   Status replace_startup_epoch(const std::string& stored, const std::string& name);

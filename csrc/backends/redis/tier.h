@@ -43,7 +43,7 @@ struct RedisTierOptions : ThreadPoolTierOptions {
 // Throws ResourceError when the server rejects the connection: credentials, certificate, permissions, or a
 // database that a cluster does not have. If the server does not respond, upkeep keeps trying in the
 // background; until it succeeds the tier is empty and accepts no writes. For an engine on several hosts,
-// throws ResourceError then if an epoch has to be replaced (EpochRegistry::startup_problem).
+// throws ResourceError in this case if an epoch has to be replaced (EpochRegistry::startup_problem).
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options);
 
 }  // namespace kv_offload

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <utility>
 
 #include "record/streaming_record_reader.h"
@@ -36,14 +37,14 @@ S3Store::S3Store(const S3TierOptions& options)
       form_(options.form) {
   std::string found;
   bool refused = false;
-  Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found, &refused);
+  Status status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), false, &found, &refused);
   const std::string name = EpochRegistry::replacement_of(found, options.epoch);
   std::string before;
   if (status && !name.empty() && !options.read_only) {
     before = found;
     status = replace_startup_epoch(found, name);
     // Another engine may have been faster.
-    if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), &found, &refused);
+    if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), false, &found, &refused);
   }
   const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
   if (refused || !usable) {
@@ -134,7 +135,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
 }
 
 Status S3Store::remove(const ChunkKey& key, const EpochPtr& epoch) {
-  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only");
+  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only", EROFS);
   Answer answer;
   const Request request{.verb = Verb::kDelete, .key = key_of(key, epoch)};
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
@@ -270,8 +271,8 @@ Status S3Store::replace_startup_epoch(const std::string& stored, const std::stri
   return refusal(answer, options_.bucket);
 }
 
-Status S3Store::fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused) {
-  const std::string known = epochs_.startup_epoch();
+Status S3Store::fetch_startup_epoch(const std::string& name, bool is_known, std::string* found,
+                                    bool* refused) {
   const Deadline until = deadline();
   for (int tries = 0; tries < 3; ++tries) {
     std::string etag;
@@ -279,12 +280,13 @@ Status S3Store::fetch_startup_epoch(const std::string& if_none, std::string* fou
     if (!found->empty() || options_.read_only) return Status::ok();
     // No process uses an object that is not an epoch name, so it may be replaced. An older name is restored
     // only if no object is there.
-    if (!known.empty() && (!etag.empty() || !supports_conditions(until))) return Status::ok();
+    if (is_known && (!etag.empty() || !supports_conditions(until))) return Status::ok();
+    if (epochs_.has_ended(name))
+      return Status::error(StatusKind::kUnavailable, "the tier was reset meanwhile");
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
-    const std::string& name = known.empty() ? if_none : known;
     Answer answer;
     if (Status status = put(startup_epoch_key_, name, condition, until, &answer); !status) return status;
-    if (answer.status == 501 && known.empty()) {
+    if (answer.status == 501 && !is_known) {
       if (Status status = put(startup_epoch_key_, name, {}, until, &answer); !status) return status;
     }
     if (is_done(answer) || is_refused_condition(answer)) continue;  // read the object that is there now
@@ -300,17 +302,30 @@ Status S3Store::fetch_startup_epoch(const std::string& if_none, std::string* fou
 void S3Store::maintain() {
   if (stopped_) return;  // there is nothing to flush
   if (epochs_.current() != nullptr && maintained_++ % kEpochCheckInterval != 0) return;
-  const std::string known = epochs_.startup_epoch();
-  std::string found;
+  std::string known, found;
+  const std::string name = epochs_.name_if_missing(options_.epoch, &known);
   bool refused = false;
-  if (fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), &found, &refused))
-    epochs_.update_startup_epoch(known, found, options_.read_only);
+  if (!fetch_startup_epoch(name, !known.empty(), &found, &refused)) return;
+  if (epochs_.has_ended(found)) return replace_ended_epoch(found, known);
+  epochs_.update_startup_epoch(known, found, options_.read_only);
+}
+
+void S3Store::replace_ended_epoch(const std::string& ended, const std::string& name) {
+  if (name.empty() || epochs_.has_ended(name)) return;
+  // maintain() tries again later.
+  if (replace_startup_epoch(ended, name).kind() != StatusKind::kDeclined) return;
+  // The store cannot replace it safely. A new name has no records, so it may even overwrite that of another
+  // reset.
+  Answer answer;
+  (void)put(startup_epoch_key_, EpochRegistry::new_name(), {}, deadline(), &answer);
 }
 
 Status S3Store::begin_epoch() {
   const auto ask = [&](std::string* kept) {
+    std::string known;
+    const std::string name = epochs_.name_if_missing(options_.epoch, &known);
     bool refused = false;
-    return fetch_startup_epoch(epochs_.name_if_missing(options_.epoch), kept, &refused);
+    return fetch_startup_epoch(name, !known.empty(), kept, &refused);
   };
   const auto put_new = [&](const std::string& name) {
     Answer answer;

@@ -44,9 +44,13 @@ class S3Store final : public RecordStore {
   bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Removes the object with this ETag. False: it may still be there.
   bool remove_damaged(const std::string& key, const std::string& etag, Deadline until);
-  // Returns the startup epoch from the bucket; publishes `if_none`, or restores the known one, if there is
-  // none. *found is empty: the bucket has none and this process must not publish one.
-  Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
+  // Returns the startup epoch from the bucket. If there is none, publishes `name`, unless a reset has ended
+  // it. is_known: `name` was the startup epoch, and is only restored where no other process can be
+  // overwritten. *found is empty: the bucket has none and this process must not publish one.
+  Status fetch_startup_epoch(const std::string& name, bool is_known, std::string* found, bool* refused);
+  // Replaces an epoch that our reset ended, and no other, by `name`; by a new name if the store does not
+  // support If-Match in PUT.
+  void replace_ended_epoch(const std::string& ended, const std::string& name);
   // Replaces the startup epoch if it is still `stored`. Ok: it was replaced, or is another one now.
   Status replace_startup_epoch(const std::string& stored, const std::string& name);
   Status read_startup_epoch(Deadline until, std::string* found, std::string* etag, bool* refused);

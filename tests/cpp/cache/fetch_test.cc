@@ -345,7 +345,6 @@ TEST_F(FetchFakeTest, each_request_looks_up_a_stale_miss_once) {
   EXPECT_EQ(scan(later, {"b"}), "R");
 }
 
-// The older lookup result must not be used instead.
 TEST_F(FetchFakeTest, a_key_whose_lookup_failed_is_a_miss_with_that_reason) {
   fake().fails_lookups = true;
   EXPECT_EQ(peek({"a"}), "M");
@@ -379,6 +378,7 @@ TEST_F(FetchFakeTest, a_failed_lookup_is_not_repeated_by_the_request_and_keeps_i
   }
 }
 
+// The older lookup result must not be used instead.
 TEST_F(FetchFakeTest, a_repeated_lookup_waits_for_its_reply) {
   record({"a"});
   fake().is_sure = fake().answers = false;

@@ -29,6 +29,8 @@ TEST(TierFiguresTest, the_part_of_each_host_has_labels_of_its_own_and_totals_cou
   count(&parts[1].writes, StatusKind::kNoSpace, 3);
   count(&parts[1].removals, StatusKind::kIo, 6);
   count(&parts[1].removals, StatusKind::kUnavailable, 7);
+  count(&parts[1].removals, StatusKind::kDeclined, 8);
+  count(&parts[1].writes, StatusKind::kDeclined, 9);
   Metrics metrics;
   TierFigures figures;
   figures.publish("fs", parts, metrics);
@@ -57,6 +59,8 @@ TEST(TierFiguresTest, the_part_of_each_host_has_labels_of_its_own_and_totals_cou
   EXPECT_EQ(failures("write", StatusKind::kTimeout), 5);
   EXPECT_EQ(failures("remove", StatusKind::kIo), 6);
   EXPECT_EQ(failures("remove", StatusKind::kUnavailable), 0) << "repeated when the host takes it";
+  EXPECT_EQ(failures("remove", StatusKind::kDeclined), 8) << "the part stays";
+  EXPECT_EQ(failures("write", StatusKind::kDeclined), 0);
 }
 
 TEST(TierFiguresTest, the_largest_errors_of_keys_and_values_are_published) {

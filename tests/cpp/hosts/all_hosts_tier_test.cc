@@ -7,12 +7,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <functional>
 #include <map>
 #include <new>
 #include <utility>
 #include <vector>
 
+#include "out_of_memory.h"
 #include "tier/loopback_server.h"
 #include "tier/tier_driver.h"
 
@@ -90,7 +92,8 @@ class PlayedTier final : public Tier {
 
 class AllHostsTierTest : public ::testing::Test {
  protected:
-  AllHostsTierTest() {
+  AllHostsTierTest() { open(false); }
+  void open(bool awaits_epoch) {
     std::vector<PartOfTier> parts;
     for (PlayedTier*& part : part_) {
       auto made = std::make_unique<PlayedTier>();
@@ -100,6 +103,8 @@ class AllHostsTierTest : public ::testing::Test {
     AllHostsOptions options;
     options.missing_for = std::chrono::minutes(1);
     options.clock = &clock_;
+    options.awaits_epoch = awaits_epoch;
+    options.warn = [](const std::string&) {};
     tier_ = make_all_hosts_tier(std::move(parts), options);
   }
   static void set_in_service(PlayedTier& part, bool is_in_service) {
@@ -132,6 +137,7 @@ class AllHostsTierTest : public ::testing::Test {
   }
 
   const ChunkKey key_ = key_of(1);
+  OpId op_ = 0;
   FakeClock clock_;
   PlayedTier* part_[2];
   std::unique_ptr<Tier> tier_;
@@ -212,10 +218,34 @@ TEST_F(AllHostsTierTest, removals_that_a_host_fails_are_counted_for_the_host) {
     EXPECT_EQ(removals(1, kind), 1u);
     EXPECT_EQ(removals(0, kind), 0u);
   }
+  for (const bool is_read_only : {true, false}) {
+    remove_part_of_host_1();
+    const TierOp op = part_[1]->ops.at(0);
+    part_[1]->ops.clear();
+    const Status declined = Status::error(StatusKind::kDeclined, "no", is_read_only ? EROFS : 0);
+    part_[1]->ended.push_back({op.id, op.kind, op.key, declined, 0, 0, 0});
+    poll();
+    EXPECT_EQ(removals(1, StatusKind::kDeclined), is_read_only ? 0u : 1u);
+  }
   part_[1]->throws = true;
   remove_part_of_host_1();
   EXPECT_EQ(removals(1, StatusKind::kIo), 2u) << "memory ran out";
   EXPECT_EQ(removals(0, StatusKind::kIo), 0u);
+}
+
+TEST_F(AllHostsTierTest, a_part_is_removed_once_although_its_chunk_is_useless_for_two_reasons) {
+  for (const bool fails : {true, false}) {
+    store_all();
+    submit(OpKind::kRead);
+    part_[0]->end();
+    part_[1]->end(StatusKind::kCorrupt);
+    part_[1]->remove(key_, TierRemoval::Reason::kCorrupt);
+    EXPECT_EQ(poll().size(), 1u);
+    ASSERT_TRUE(is_being_removed(*part_[0]));
+    part_[0]->end(fails ? StatusKind::kIo : StatusKind::kOk);
+    poll();
+    EXPECT_EQ(tier_->parts()[0].removals[static_cast<std::size_t>(StatusKind::kIo)], 1u);
+  }
 }
 
 TEST_F(AllHostsTierTest, an_op_ends_once_with_the_bytes_of_all_and_the_time_of_the_slowest_part) {
@@ -663,6 +693,58 @@ TEST_F(AllHostsTierTest, a_part_whose_lookup_failed_is_removed_like_an_unknown_o
     ASSERT_TRUE(is_being_removed(*part_[1]));
     part_[1]->end();
     poll();
+  }
+}
+
+TEST_F(AllHostsTierTest, a_part_that_cannot_be_looked_up_is_removed_after_a_failed_write_when_it_can) {
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->end(StatusKind::kIo);
+  part_[1]->presence[key_] = Presence::kLookupFailed;
+  set_in_service(*part_[1], false);
+  EXPECT_EQ(poll().size(), 1u);
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+  EXPECT_THAT(part_[1]->ops, IsEmpty());
+  set_in_service(*part_[1], true);
+  poll();
+  EXPECT_TRUE(is_being_removed(*part_[1]));
+}
+
+TEST_F(AllHostsTierTest, without_a_common_epoch_nothing_is_looked_up_or_read) {
+  open(true);
+  store_all();
+  EXPECT_EQ(tier_->contains(key_), Presence::kLookupFailed);
+  tier_->prefetch_presence({key_}, KeyOrder::kNone);
+  EXPECT_THAT(part_[0]->asked, IsEmpty());
+  EXPECT_THAT(part_[1]->asked, IsEmpty());
+  submit(OpKind::kRead);
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+  EXPECT_EQ(poll().at(0).status.kind(), StatusKind::kUnavailable);
+  for (PlayedTier* part : part_) part->figures.epoch_id = 7;
+  poll();
+  EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
+  tier_->prefetch_presence({key_}, KeyOrder::kNone);
+  EXPECT_EQ(part_[0]->asked.size(), 1u);
+}
+
+TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission_did_not_throw) {
+  open(true);
+  std::vector<TierOp> ops(3);
+  for (TierOp& op : ops) op.id = ++op_;
+  bool threw = true;
+  for (int allocation = 0; threw; ++allocation) {
+    ASSERT_LT(allocation, 100);
+    std::vector<TierOp> copy = ops;
+    threw = false;
+    {
+      const testing::FailingAllocation next(allocation);
+      try {
+        tier_->submit(std::move(copy));
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+    }
+    EXPECT_EQ(poll().size(), threw ? 0u : ops.size()) << "allocation " << allocation;
   }
 }
 

@@ -296,6 +296,23 @@ TEST_F(HostsTest, an_agent_needs_an_address_of_its_host) {
   }
 }
 
+TEST_F(HostsTest,
+       the_wait_for_tiers_ends_with_the_first_host_that_cannot_open_them_or_names_all_missing_ones) {
+  HostLinks links(scheduler_, {{1, 1}, {2, 1}}, link_options());
+  const std::vector<std::vector<EpochChoice>> epochs(2, std::vector<EpochChoice>(1));
+  const auto message = [&](Nanos timeout) {
+    return message_of<ResourceError>([&] { (void)links.open_tiers("", epochs, timeout); });
+  };
+  EXPECT_THAT(message(Nanos(1)), AllOf(HasSubstr("the tiers of the host of rank 1 cannot be used"),
+                                       HasSubstr("; the tiers of the host of rank 2 cannot be used")));
+  rank(0).set_endpoint(2, "no address");
+  const SteadyClock clock;
+  const Nanos before = clock.now();
+  EXPECT_EQ(message(std::chrono::seconds(20)),
+            "the tiers of the host of rank 2 cannot be used: rank 0 gave an invalid address");
+  EXPECT_LT(clock.now() - before, std::chrono::seconds(20)) << "it waited for the other host first";
+}
+
 TEST_F(HostsTest, hosts_must_have_the_ranks_that_are_not_here) {
   const auto make = [&](std::vector<RemoteHost> hosts) {
     return message_of<InvalidArgument>([&] { HostLinks(scheduler_, std::move(hosts), link_options()); });

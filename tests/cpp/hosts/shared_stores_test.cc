@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <functional>
 #include <memory>
 #include <string>
@@ -13,7 +14,9 @@
 
 #include "backends/redis/medium.h"
 #include "backends/s3/medium.h"
+#include "cache/tier_figures.h"
 #include "hosts/two_hosts.h"
+#include "metrics/metrics.h"
 #include "tier/circuit_breaker.h"
 #include "tier/epoch_registry.h"
 
@@ -214,6 +217,23 @@ TYPED_TEST(SharedStores, a_store_that_refuses_removals_takes_writes) {
     EXPECT_TRUE(this->read(number).is_ok());
   }
   EXPECT_EQ(this->tier_->stats().breaker_trips, 0u);
+  Metrics metrics;
+  TierFigures().publish("far", this->tier_->parts(), metrics);
+  EXPECT_GE(metrics.value("kv_offload_host_failures_total", {"1", "far", "remove", "declined"}), kCount);
+}
+
+TYPED_TEST(SharedStores, a_read_only_tier_that_removes_nothing_counts_no_failure) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  this->is_read_only_ = true;
+  for (const std::uint32_t host : {0u, 1u}) {
+    TierDriver user(this->open_alone(host));
+    const Status removed = user.finish(user.start(OpKind::kRemove, 1, {8192})).status;
+    EXPECT_EQ(removed.kind(), StatusKind::kDeclined);
+    EXPECT_EQ(removed.error_number(), EROFS) << "AllHostsTier does not count it";
+  }
+  EXPECT_EQ(this->records_on(0), 1u);
 }
 
 TYPED_TEST(SharedStores, removing_a_missing_part_records_its_absence) {
@@ -448,7 +468,10 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_used_when_it_
     this->has_common_store_ = down == 0;
     this->store(down).kill();
     this->start();
-    EXPECT_THAT(this->links_->take_events(), Contains(HasSubstr("is out of service")));
+    EXPECT_THAT(
+        this->links_->take_events(),
+        Contains(AllOf(HasSubstr("is out of service: the store does not respond on the host of rank "),
+                       HasSubstr(down == 1 ? "rank 1. " : "rank 0, the host of rank 1. "))));
     this->poll();
     EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
     EXPECT_EQ(this->tier_->contains(key_of(1)), Presence::kLookupFailed);
@@ -466,6 +489,56 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_used_when_it_
   }
 }
 
+TYPED_TEST(SharedStores, a_store_of_the_scheduler_that_does_not_respond_is_no_different_epoch) {
+  this->has_common_store_ = false;
+  this->store(0).kill();
+  this->start();
+  EXPECT_THAT(this->links_->take_events(),
+              ElementsAre(HasSubstr("the store does not respond on the host of rank 0. ")));
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->parts()[1].stats.epoch_id != 0; }));
+  this->poll();
+  EXPECT_THAT(this->links_->take_events(), IsEmpty());
+  EXPECT_FALSE(this->tier_->parts()[0].stats.writable);
+  EXPECT_TRUE(this->tier_->parts()[1].stats.writable) << "only the first host's store is down";
+  this->store(0).start();
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().writable; }));
+  EXPECT_THAT(this->links_->take_events(), ElementsAre(HasSubstr("is in service: all hosts have")));
+  EXPECT_TRUE(this->write(1).is_ok());
+}
+
+TYPED_TEST(SharedStores, a_reset_while_a_store_does_not_respond_is_reported_when_the_tier_is_used) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  this->store(1).kill();
+  this->start();
+  (void)this->links_->take_events();
+  (void)this->tier_->reset();
+  this->poll();
+  EXPECT_THAT(this->links_->take_events(), IsEmpty());
+  this->store(1).start();
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().writable; }));
+  this->poll();
+  EXPECT_THAT(this->links_->take_events(), ElementsAre(HasSubstr("is in service after a reset")));
+  EXPECT_FALSE(this->has(1));
+  EXPECT_TRUE(this->write(1).is_ok());
+}
+
+using RedisSharedStores = SharedStores<RedisStoreAccess>;
+TEST_F(RedisSharedStores, a_store_that_refuses_to_store_an_epoch_fails_the_start_with_the_reason) {
+  has_common_store_ = false;
+  store(1).server.call({"ACL", "SETUSER", "default", "-set"});
+  const auto message = [&] { return message_of<ResourceError>([&] { start(); }); };
+  const auto names_host = StartsWith("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: ");
+  EXPECT_THAT(message(), AllOf(names_host, HasSubstr("the user lacks a permission")));
+  stop();
+  store(1).server.call({"ACL", "SETUSER", "default", "+set"});
+  store(1).server.call({"CONFIG", "SET", "maxmemory-policy", "noeviction"});
+  store(1).server.call({"CONFIG", "SET", "maxmemory", "1"});
+  EXPECT_THAT(message(), AllOf(names_host, HasSubstr("the server is full (maxmemory)")));
+}
+
 TYPED_TEST(SharedStores, a_store_that_returns_with_another_epoch_stays_out_of_service_until_a_reset) {
   this->has_common_store_ = false;
   this->set_epoch(0, kFirst);
@@ -480,12 +553,15 @@ TYPED_TEST(SharedStores, a_store_that_returns_with_another_epoch_stays_out_of_se
     return !events.empty();
   }));
   EXPECT_THAT(events, ElementsAre(HasSubstr("stays out of service")));
+  for (const TierPart& part : this->tier_->parts())
+    EXPECT_FALSE(part.stats.readable || part.stats.writable) << "the tier uses none of them";
   EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
   EXPECT_EQ(this->write(1).kind(), StatusKind::kUnavailable);
   EXPECT_TRUE(this->tier_->reset().is_ok());
   EXPECT_TRUE(this->write(1).is_ok());
   EXPECT_TRUE(this->read(1).is_ok());
-  EXPECT_THAT(this->links_->take_events(), IsEmpty());
+  for (const TierPart& part : this->tier_->parts()) EXPECT_TRUE(part.stats.readable && part.stats.writable);
+  EXPECT_THAT(this->links_->take_events(), ElementsAre(HasSubstr("is in service after a reset")));
   this->restart();
   EXPECT_FALSE(this->has(1)) << "written after a reset";
   this->expect_usable();
@@ -500,7 +576,8 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_when_an_epoch_is_replaced
   };
   EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
               AllOf(StartsWith("the tiers of the host of rank 1 at 127.0.0.1 cannot be used: "),
-                    HasSubstr(fmt::format("{} tier ", TypeParam::kType)), HasSubstr("must begin a new one")));
+                    HasSubstr(fmt::format("{} tier ", TypeParam::kType)),
+                    HasSubstr("must write a new one to each store")));
 }
 
 TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {

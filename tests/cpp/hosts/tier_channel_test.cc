@@ -125,7 +125,7 @@ TEST_F(TierChannelTest, does_not_wait_for_a_host_that_will_not_be_connected_agai
   open();
   channel_.end_connection("it has shut down", true);
   std::vector<std::uint64_t> ids;
-  const Status opened = channel_.wait_until_open(std::chrono::hours(1), &ids);
+  const Status opened = channel_.wait_until_open(std::chrono::seconds(5), &ids);
   EXPECT_EQ(opened.kind(), StatusKind::kUnavailable);
   EXPECT_EQ(opened.message(), "it has shut down");
 }

@@ -87,12 +87,29 @@ TEST(EpochRegistryTest, only_the_epoch_that_the_host_reported_is_replaced) {
 TEST(EpochRegistryTest, a_store_that_did_not_respond_at_the_start_gets_the_chosen_id_but_not_after_a_reset) {
   EpochRegistry registry;
   registry.start_with("");
-  EXPECT_EQ(EpochRegistry::id_of(registry.name_if_missing(kFirstRound)), kFirstRound.id);
+  std::string known = kFirst;
+  EXPECT_EQ(EpochRegistry::id_of(registry.name_if_missing(kFirstRound, &known)), kFirstRound.id);
+  EXPECT_EQ(known, "");
   registry.forget();
-  EXPECT_NE(EpochRegistry::id_of(registry.name_if_missing(kFirstRound)), kFirstRound.id);
-  EpochRegistry known;
-  known.start_with(kFirst);
-  EXPECT_EQ(known.name_if_missing(kFirstRound), kFirst);
+  EXPECT_NE(EpochRegistry::id_of(registry.name_if_missing(kFirstRound, &known)), kFirstRound.id);
+}
+
+TEST(EpochRegistryTest, a_name_that_was_returned_for_the_store_is_ended_by_the_next_reset) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  std::string known;
+  EXPECT_EQ(epochs.name_if_missing(kFirstRound, &known), kFirst);
+  EXPECT_EQ(known, kFirst) << "of the same moment";
+  for (int reset = 0; reset < 2; ++reset) {
+    epochs.forget();
+    EXPECT_TRUE(epochs.has_ended(kFirst));
+    const std::string name = epochs.name_if_missing(kFirstRound, &known);
+    EXPECT_NE(name, kFirst);
+    EXPECT_EQ(known, "");
+    EXPECT_FALSE(epochs.has_ended(name));
+    epochs.forget();
+    EXPECT_TRUE(epochs.has_ended(name)) << "the store may have got it meanwhile";
+  }
 }
 
 TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_needs_one_at_its_start) {
@@ -101,7 +118,10 @@ TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_
   EXPECT_TRUE(EpochRegistry::startup_problem({}, Status::ok(), "", true));
   EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, failed, "", false));
   EXPECT_THAT(EpochRegistry::startup_problem(kSecondRound, failed, "", false).message(),
-              ::testing::StartsWith("no answer. The hosts of this engine have different epochs"));
+              ::testing::StartsWith("no answer. The hosts have different epochs"));
+  const Status full = Status::error(StatusKind::kNoSpace, "it is full");
+  EXPECT_EQ(EpochRegistry::startup_problem(kFirstRound, full, "", false).message(), "it is full");
+  EXPECT_TRUE(EpochRegistry::startup_problem({}, full, "", false));
   EXPECT_TRUE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, false));
   EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), kFirst, true));
   EXPECT_FALSE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), "", true));

@@ -323,6 +323,73 @@ TEST_F(S3TierTest, an_epoch_from_before_a_reset_never_replaces_the_new_one) {
   EXPECT_TRUE(stats.diverged);
 }
 
+// The reset comes while upkeep asks for the epoch, which is missing.
+TEST_F(S3TierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
+  const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
+  s3::S3Store store(options());
+  server_.remove(epoch);
+  server_.faults.block(Verb::kEpoch);
+  std::thread upkeep([&] { store.maintain(); });
+  server_.faults.wait_for_blocked(1);
+  store.forget();
+  server_.faults.release();
+  upkeep.join();
+  EXPECT_EQ(server_.get(epoch), "");
+  EXPECT_TRUE(store.begin_epoch());
+}
+
+// A store that supports no conditions gets a name for a missing epoch by an unconditional PUT.
+TEST_F(S3TierTest, a_name_chosen_before_a_reset_is_not_written_after_it) {
+  const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
+  server_.faults.fail(Verb::kEpoch, true);
+  s3::S3Store store(options());  // it knows no epoch
+  server_.faults.fail(Verb::kEpoch, false);
+  server_.ignore_conditions(true);
+  server_.faults.block(Verb::kEpoch);
+  std::thread upkeep([&] { store.maintain(); });
+  server_.faults.wait_for_blocked(1);
+  store.forget();
+  server_.faults.release();
+  upkeep.join();
+  EXPECT_EQ(server_.get(epoch), "");
+}
+
+// Another engine wrote its old epoch back after the bucket lost the new one.
+TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_again) {
+  constexpr int kChecks = 31;  // upkeep looks once in 30 calls
+  const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
+  s3::S3Store store(options());
+  const std::string before = server_.get(epoch);
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  const std::string after = server_.get(epoch);
+  server_.set(epoch, before);
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  EXPECT_EQ(server_.get(epoch), after);
+  // An epoch of another engine's reset stays.
+  const std::string others(32, 'a');
+  server_.set(epoch, others);
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  EXPECT_EQ(server_.get(epoch), others);
+}
+
+TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_by_a_new_one_where_conditions_are_ignored) {
+  constexpr int kChecks = 31;  // upkeep looks once in 30 calls
+  const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
+  server_.ignore_conditions(true);
+  s3::S3Store store(options());
+  const std::string before = server_.get(epoch);
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  server_.set(epoch, before);
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  const std::string after = server_.get(epoch);
+  EXPECT_NE(after, before);
+  EXPECT_TRUE(EpochRegistry::is_name(after));
+  for (int i = 0; i < kChecks; ++i) store.maintain();
+  EXPECT_EQ(server_.get(epoch), after);
+}
+
 // If it were sent twice, it could replace the epoch that another reset has written since.
 TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   s3::S3Store store(options());
