@@ -38,6 +38,7 @@ class EncryptedKeyTier final : public Tier {
   void submit(std::vector<TierOp> ops) override;
   bool cancel(OpId id) override { return tier_->cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  bool has_removals() const override { return tier_->has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override {
     const DigestCache::Place place = names_.place_of(key);
