@@ -164,4 +164,5 @@ def test_vllm_fills_the_queue_of_its_engine_on_a_thread_with_a_method_of_the_eng
 def test_vllms_engine_says_whether_it_is_paused_or_sleeps() -> None:
     assert EngineCoreProc.is_sleeping.__code__.co_argcount == 1
     assert {"is_scheduler_paused", "is_sleeping"} <= set(EngineCoreProc.is_sleeping.__code__.co_names)
-    assert weakref.ref(EngineCoreProc.__new__(EngineCoreProc))() is None
+    engine = EngineCoreProc.__new__(EngineCoreProc)
+    assert weakref.ref(engine)() is engine

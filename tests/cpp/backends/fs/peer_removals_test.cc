@@ -33,7 +33,7 @@ class ListingOps : public FaultyFileOps {
 
 class FsPeerRemovalTest : public ::testing::Test {
  protected:
-  static constexpr std::uint64_t kPayload = 16384, kMaxBytes = std::uint64_t{1} << 20;
+  static constexpr std::uint64_t kPayload = std::uint64_t{256} << 10, kMaxBytes = std::uint64_t{14} << 20;
   static constexpr std::uint32_t kRecords = 30;
 
   FsPeerRemovalTest() {
@@ -217,6 +217,8 @@ TEST_F(FsPeerRemovalTest, a_record_written_after_its_directory_was_listed_stays_
 
 TEST_F(FsPeerRemovalTest, a_record_written_while_it_is_forgotten_stays_known) {
   fill();
+  const fs::path path = path_of(root_, 3), aside = dir_.path() + "/aside";
+  fs::copy_file(path, aside);
   remove_and_report(3);
   bool written = false;
   // The second look of the watcher at this record's name follows its removal from the catalog.
@@ -224,7 +226,7 @@ TEST_F(FsPeerRemovalTest, a_record_written_while_it_is_forgotten_stays_known) {
     if (call != Call::kStat || written) return 0;
     if (watcher_.catalog()->contains(key_of(3)) == Presence::kPresent) return 0;
     written = true;
-    EXPECT_TRUE(write(evictor_, 3));
+    fs::rename(aside, path);
     return 0;
   });
   watcher_.watch();
