@@ -18,16 +18,19 @@ namespace {
 
 using namespace testing;
 
-// Calls back after each listing of a directory.
+// Calls back after each listing of a directory. Fails those of leaf directories on request.
 class ListingOps : public FaultyFileOps {
  public:
   int list(int fd, std::vector<DirEntry>* entries) override {
-    const int rc = FaultyFileOps::list(fd, entries);
+    const fs::path path = fs::read_symlink("/proc/self/fd/" + std::to_string(fd));
+    const bool is_leaf = path.parent_path().filename() == "g1";
+    const int rc = is_leaf && leaves_fail ? -EIO : FaultyFileOps::list(fd, entries);
     ++lists;
     if (after_list) after_list();
     return rc;
   }
   int lists = 0;
+  bool leaves_fail = false;
   std::function<void()> after_list;
 };
 
@@ -319,10 +322,10 @@ TEST_F(FsPeerRemovalTest, a_directory_whose_state_could_not_be_read_once_is_list
 TEST_F(FsPeerRemovalTest, a_directory_that_fails_for_a_while_is_listed_later) {
   fill();
   evict(100);
-  ops_.fail_all(Call::kList, EIO);
+  ops_.leaves_fail = true;
   settle();
   EXPECT_TRUE(removals(watcher_).empty());
-  ops_.clear();
+  ops_.leaves_fail = false;
   watcher_.maintain();
   EXPECT_EQ(removals(watcher_), missing());
 }
