@@ -131,7 +131,7 @@ def serve() -> None:
     if not options["watches"]:
         from kv_offload.specs.spec import KVOffloadSpec
 
-        KVOffloadSpec._watch_removals = lambda *_: False  # type: ignore[method-assign]
+        KVOffloadSpec._watch_removals = lambda *_: False
     setup = Setup(extra=options["extra"], layers=4, events=True, num_blocks=40)
     engine = Engine(setup, f"router-{os.getpid()}", options["model_dir"])
     publisher = ZmqEventPublisher(
