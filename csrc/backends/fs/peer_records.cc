@@ -33,6 +33,7 @@ void PeerRecords::list_if_due(std::uint64_t changes, bool always) {
     return;
   }
   changes_seen_ = changes;
+  unsettled_ = true;  // also if the listing throws
   unsettled_ = !list_changed_leaves();
   next_poll_ = started + (clock_.now() - started) * 20;
 }
@@ -88,14 +89,13 @@ bool PeerRecords::list_changed_leaves() {
     const Nanos now = clock_.now();
     if (listed.mtime != info.mtime_nanos) listed = {info.mtime_nanos, now, false};
     if (listed.settled) continue;
-    listed.settled = now - listed.changed >= kGrain;
     LeafFound found;
-    if (scan_leaf(ops_, directory, leaf, {.names_only = true}, &found)) {
+    const bool complete = scan_leaf(ops_, directory, leaf, {.names_only = true}, &found).is_ok();
+    if (complete) {
       any_listed = listed_now[leaf] = true;
       for (const FoundRecord& record : found.records) found_hashes.push_back(ChunkKey::Hash{}(record.key));
-    } else {
-      listed = {};
     }
+    listed.settled = complete && now - listed.changed >= kGrain;
     all_settled &= listed.settled;
     if (records_.has_tenants()) {
       // First, so that no eviction takes a record for one of tenant 0 meanwhile.
