@@ -122,6 +122,8 @@ void EncryptedKeyTier::poll(std::vector<Completion>* completions, std::vector<Ti
   tier_->poll(completions, removals);
   const auto is_not_reportable = [&](TierRemoval& removal) {
     const ChunkKey digest = removal.key;
+    // Written or found again since. Keeps its key, for the next removal.
+    if (tier_->contains(digest) == Presence::kPresent) return true;
     const auto key = keys_.take(digest, [&](const ChunkKey& candidate) {
       for (std::size_t i = 0; i < ways_; ++i) {
         if (digest_of(candidate, i) == digest) return true;

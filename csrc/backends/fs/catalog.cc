@@ -38,6 +38,12 @@ bool FsCatalog::is_reported(const ChunkKey& key) const {
   return slot != kNone && entries_[slot].reported;
 }
 
+bool FsCatalog::mark_reported(const ChunkKey& key) {
+  const Slot slot = find(key);
+  if (slot != kNone) entries_[slot].reported = true;
+  return slot != kNone;
+}
+
 std::optional<std::uint64_t> FsCatalog::file_bytes_of(std::uint32_t group) const {
   const auto found = file_bytes_of_.find(group);
   if (found == file_bytes_of_.end()) return std::nullopt;

@@ -61,9 +61,11 @@ class FsCatalog {
   };
 
   bool holds(const ChunkKey& key) const { return find(key) != kNone; }
-  // True if offers() or begin_read() said that the record is here, or it was inserted as reported: only then
-  // somebody has to know when it is removed.
+  // True if offers() or begin_read() reported the record as present, or it was inserted as reported. Removals
+  // of other records need not be reported.
   bool is_reported(const ChunkKey& key) const;
+  // Marks a known record as reported. Returns false if the record is unknown.
+  bool mark_reported(const ChunkKey& key);
   // True if the record is known and not in back-off, so readers may use it.
   bool offers(const ChunkKey& key, Nanos now) const;
   // Returns false if the record was known already; then only its size is updated. If adding a record throws,

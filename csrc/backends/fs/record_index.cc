@@ -152,16 +152,17 @@ bool RecordIndex::has_removals() const {
 bool RecordIndex::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
   std::size_t left = kRecordsPerLock;
+  // Skips keys that were written or found again since. They stay reported, so that their next removal is too.
   for (; left > 0 && !removals_.empty(); --left) {
-    removals->push_back(removals_.front());
+    if (!catalog_.mark_reported(removals_.front().key)) removals->push_back(removals_.front());
     removals_.pop_front();
   }
   while (left > 0 && !dropped_.empty()) {
     DroppedState& oldest = *dropped_.front();
     for (; left > 0 && oldest.reported < oldest.catalog.slots(); --left, ++oldest.reported) {
       const ChunkKey* key = oldest.catalog.key_at(oldest.reported);
-      // Skips a key that was written again since: it was reported as present.
-      if (key != nullptr && !catalog_.holds(*key)) removals->push_back({*key, TierRemoval::Reason::kReset});
+      if (key != nullptr && !catalog_.mark_reported(*key))
+        removals->push_back({*key, TierRemoval::Reason::kReset});
     }
     if (oldest.reported < oldest.catalog.slots()) break;
     reported_.push_back(std::move(dropped_.front()));
@@ -321,7 +322,7 @@ bool RecordIndex::forget(const ChunkKey& key, const FsEpochPtr& epoch) {
   return true;
 }
 
-// Nobody has to know of the removal of a record that was not reported. It only explains later misses.
+// Removals of unreported records are optional: they only explain later misses.
 void RecordIndex::queue_removal(const ChunkKey& key, TierRemoval::Reason reason, bool reported) {
   if (reported || removals_.size() < kMostUnreported) removals_.push_back({key, reason});
 }
@@ -388,8 +389,12 @@ void RecordIndex::put_back(const Victim& victim) {
 
 void RecordIndex::evicted(const Victim& victim) {
   const MutexLock lock(mutex_);
-  if (catalog_.holds(victim.record.key)) return;  // it was written again meanwhile
-  queue_removal(victim.record.key, TierRemoval::Reason::kEvicted, victim.record.reported);
+  const ChunkKey& key = victim.record.key;
+  if (catalog_.holds(key)) {  // written again meanwhile, or a listing found the file before it was removed
+    if (victim.record.reported) catalog_.mark_reported(key);
+    return;
+  }
+  queue_removal(key, TierRemoval::Reason::kEvicted, victim.record.reported);
 }
 
 // ---- scans

@@ -65,7 +65,7 @@ class RecordIndex final : public Catalog {
   // for all holds of one call: this many removals.
   static constexpr std::size_t kMostRemovals = 2048;
   static_assert(kMostRemovals % kRecordsPerLock == 0);
-  // Bound on the waiting removals of records that this process has never said to be here. With the others,
+  // Bound on the waiting removals of records that this process never reported as present. With the others,
   // whose number is bounded by the records that were known when the removals were last taken, it bounds the
   // list of an idle engine, which takes none.
   static constexpr std::size_t kMostUnreported = std::size_t{1} << 16;
@@ -138,8 +138,8 @@ class RecordIndex final : public Catalog {
   Status written(const FsCatalog::Record& record, const EntryInfo& entry_info, const FsEpochPtr& epoch)
       EXCLUDES(mutex_);
   void remove(const ChunkKey& key, const FsEpochPtr& epoch, TierRemoval::Reason reason) EXCLUDES(mutex_);
-  // Forgets a record whose file another process removed. Reports it only if this process has said that the
-  // record is here. Returns false if the record was unknown.
+  // Forgets a record whose file another process removed. Reports it only if this process reported the record
+  // as present. Returns false if the record was unknown.
   bool forget(const ChunkKey& key, const FsEpochPtr& epoch) EXCLUDES(mutex_);
   // Reports that these keys were looked up: keys that are still unknown were not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
