@@ -17,7 +17,7 @@ constexpr Nanos kGrain{std::chrono::seconds(3)};
 }  // namespace
 
 void PeerRecords::poll(const SpaceFigures& figures) {
-  explain_missing(figures.removals_by_others);
+  count_removals(figures.removals_by_others);
   const std::uint64_t removals = watch_removals_ ? figures.removals_by_others : 0;
   if (watch_removals_ && std::exchange(writers_seen_, figures.writers) != figures.writers) unsettled_ = true;
   list_if_due(figures.writes_by_others + removals, unsettled_);
@@ -40,22 +40,24 @@ void PeerRecords::list_if_due(std::uint64_t changes, bool always) {
 
 // Other servers change the page soon after they removed a file, so the page explains a missing record within
 // one poll.
-void PeerRecords::explain_missing(std::uint64_t removals) {
+void PeerRecords::count_removals(std::uint64_t removals) {
   constexpr std::uint64_t kMostAtOnce = std::uint64_t{1} << 32;  // more: the numbers are of another page
   const std::uint64_t more = removals - removals_seen_.value_or(removals);
   removals_seen_ = removals;
-  // What was removed before a listing that found nothing new was unknown to this process.
-  if (!unsettled_ && missing_.records == 0) removals_left_ = 0;
   if (more > kMostAtOnce) {
     missing_.records = removals_left_ = 0;
     return;
   }
   removals_left_ += more;
+  explain_missing();
+  if (missing_.records == 0 || clock_.now() - missing_.since < kGrain) return;
+  changes_.add_missing(std::exchange(missing_.records, 0));
+}
+
+void PeerRecords::explain_missing() {
   const std::uint64_t explained = std::min(missing_.records, removals_left_);
   missing_.records -= explained;
   removals_left_ -= explained;
-  if (missing_.records == 0 || clock_.now() - missing_.since < kGrain) return;
-  changes_.add_missing(std::exchange(missing_.records, 0));
 }
 
 // Compares each directory's mtime with its previous value only: another host's clock may be ahead, or go
@@ -67,12 +69,12 @@ bool PeerRecords::list_changed_leaves() {
   if (!own) return true;
   if (!list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return false;
   if (std::exchange(epoch_, own->number) != own->number || leaves_.empty())
-    leaves_.assign(layout::kLeaves, {});
+    leaves_.assign(layout::kLeaves, {.present = true});  // the scan may have found records in any
   bool all_settled = true, any_listed = false;
   std::vector<bool> listed_now(layout::kLeaves, true);  // directories that vanished have no records
   for (const std::uint32_t leaf : leaves) listed_now[leaf] = false;
   for (std::uint32_t leaf = 0; leaf < layout::kLeaves; ++leaf) {
-    if (listed_now[leaf] && std::exchange(leaves_[leaf], {}).mtime != Listed{}.mtime) any_listed = true;
+    if (listed_now[leaf] && std::exchange(leaves_[leaf], {}).present) any_listed = true;
   }
   std::vector<std::size_t> found_hashes;
   FileInfo info;
@@ -80,14 +82,14 @@ bool PeerRecords::list_changed_leaves() {
     if (stop_.load()) return false;
     const int directory = own->directory.get();
     Listed& listed = leaves_[leaf];
+    listed.present = true;
     (void)ops_.refresh(directory, layout::leaf_path(leaf));
     if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0) {
-      listed = {};
-      all_settled = false;
+      listed.settled = all_settled = false;
       continue;
     }
     const Nanos now = clock_.now();
-    if (listed.mtime != info.mtime_nanos) listed = {info.mtime_nanos, now, false};
+    if (listed.mtime != info.mtime_nanos) listed = {info.mtime_nanos, now, false, true};
     if (listed.settled) continue;
     LeafFound found;
     const bool complete = scan_leaf(ops_, directory, leaf, {.names_only = true}, &found).is_ok();
@@ -105,11 +107,19 @@ bool PeerRecords::list_changed_leaves() {
     }
     records_.adopt_names(own, found.records, true, stop_);
   }
-  if (!watch_removals_ || !any_listed) return all_settled;
-  const std::uint64_t forgotten =
-      forget_missing(ops_, own, records_, std::move(found_hashes), listed_now, stop_);
-  if (forgotten > 0 && missing_.records == 0) missing_.since = clock_.now();
-  missing_.records += forgotten;
+  if (watch_removals_ && any_listed) {
+    std::vector<std::uint32_t> uncertain;
+    const std::uint64_t forgotten =
+        forget_missing(ops_, own, records_, std::move(found_hashes), listed_now, &uncertain, stop_);
+    for (const std::uint32_t leaf : uncertain) {
+      leaves_[leaf].settled = all_settled = false;
+      leaves_[leaf].present = true;
+    }
+    if (forgotten > 0 && missing_.records == 0) missing_.since = clock_.now();
+    missing_.records += forgotten;
+    explain_missing();
+  }
+  removals_left_ = 0;
   return all_settled;
 }
 

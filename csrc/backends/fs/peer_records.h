@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // PeerRecords: finds the records that other processes write into our epoch, and with
-// ThreadPoolTierOptions::watch_removals forgets those that they remove. The ledger page shows at no extra
-// cost that another process changed something; then the changed directories are listed. The listing decides,
-// so nothing is lost if a process is killed between the removal of a file and its change of the page: the end
-// of a process is a change too.
+// ThreadPoolTierOptions::watch_removals forgets the records that they remove. The ledger page shows at no
+// extra cost that another process changed something; then the changed directories are listed. The listing
+// decides, so nothing is lost if a process with a slot on the page is killed between the removal of a file
+// and its change of the page: the end of such a process is a change too. If a process without a slot (a
+// command) is killed there, its removal is found after the next change by any process.
 //
 // Invariant: a record that another process has reported as written is known here after one poll that started
 // later, and one that was reported as removed is not. Larger roots are looked at less often, to use at most
@@ -39,7 +40,7 @@ class PeerRecords {
         stop_(stop) {}
 
   void poll(const SpaceFigures& figures);
-  // The same between two polls. changes: SpaceLedger::peek_changes_by_others().
+  // Lists changed directories between two polls. changes: SpaceLedger::peek_changes_by_others().
   void watch(std::uint64_t changes);
 
  private:
@@ -48,10 +49,12 @@ class PeerRecords {
     std::int64_t mtime = std::numeric_limits<std::int64_t>::min();
     Nanos changed{0};      // when this mtime was first seen
     bool settled = false;  // listed again so late that a later change must have another mtime
+    bool present = false;  // the directory existed, or may have known records
   };
   void list_if_due(std::uint64_t changes, bool always);
   bool list_changed_leaves();
-  void explain_missing(std::uint64_t removals);
+  void count_removals(std::uint64_t removals);
+  void explain_missing();
 
   FileOps& ops_;
   OutsideChanges& changes_;
@@ -72,7 +75,9 @@ class PeerRecords {
     Nanos since{0};
   } missing_;
   std::optional<std::uint64_t> removals_seen_;  // on the page, by others
-  std::uint64_t removals_left_ = 0;             // that explain no forgotten record yet
+  // Counted removals not yet matched to a forgotten record. The next listing finds their records, so those
+  // that are left after it were of records that are unknown here. They must not explain a later removal.
+  std::uint64_t removals_left_ = 0;
 };
 
 }  // namespace kv_offload

@@ -64,7 +64,7 @@ void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
 
 std::uint64_t forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch, RecordIndex& index,
                              std::vector<std::size_t> found, const std::vector<bool>& leaves,
-                             const std::atomic<bool>& stop) {
+                             std::vector<std::uint32_t>* uncertain, const std::atomic<bool>& stop) {
   std::sort(found.begin(), found.end());
   std::uint64_t forgotten = 0;
   FileInfo info;
@@ -72,15 +72,16 @@ std::uint64_t forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch
   known.reserve(RecordIndex::kRecordsPerLock);
   for (Slot next = 0; !stop.load() && index.known_from(epoch, &next, &known); known.clear()) {
     for (const FsCatalog::Record& record : known) {
-      if (!leaves[layout::leaf_of(record.key)] ||
-          std::binary_search(found.begin(), found.end(), ChunkKey::Hash{}(record.key))) {
+      const std::uint32_t leaf = layout::leaf_of(record.key);
+      if (!leaves[leaf] || std::binary_search(found.begin(), found.end(), ChunkKey::Hash{}(record.key))) {
         continue;
       }
       const std::string path = layout::record_path(record.key, record.file_bytes);
-      if (ops.stat(epoch->directory.get(), path, &info) != -ENOENT || !index.forget(record.key, epoch))
-        continue;
+      const int rc = ops.stat(epoch->directory.get(), path, &info);
+      if (rc < 0 && rc != -ENOENT && uncertain != nullptr) uncertain->push_back(leaf);
+      if (rc != -ENOENT || !index.forget(record.key, epoch)) continue;
       ++forgotten;
-      // It may have been written between the two calls.
+      // It may have been written between the two calls. It stays reported (RecordIndex::take_removals).
       if (ops.stat(epoch->directory.get(), path, &info) != 0 || !info.is_regular()) continue;
       const FoundRecord again{record.key, record.file_bytes, info.disk_bytes, 0, info.size};
       index.adopt_names(epoch, {&again, 1}, true, stop);
@@ -191,7 +192,7 @@ std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRec
   hashes.reserve(found.size());
   for (const FoundRecord& record : found) hashes.push_back(ChunkKey::Hash{}(record.key));
   return forget_missing(ops_, scan.own, records_, std::move(hashes), std::vector<bool>(layout::kLeaves, true),
-                        stop_);
+                        nullptr, stop_);
 }
 
 // Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;

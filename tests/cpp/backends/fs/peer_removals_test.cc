@@ -18,7 +18,8 @@ namespace {
 
 using namespace testing;
 
-// Calls back after each listing of a directory. Fails those of leaf directories on request.
+// Calls back after each listing of a directory and before each move. Fails listings of leaf directories, and
+// looks at records, on request.
 class ListingOps : public FaultyFileOps {
  public:
   int list(int fd, std::vector<DirEntry>* entries) override {
@@ -29,9 +30,18 @@ class ListingOps : public FaultyFileOps {
     if (after_list) after_list();
     return rc;
   }
+  int move(int from, const std::string& from_path, int to, const std::string& to_path, bool keep) override {
+    if (before_move) before_move(from_path);
+    return FaultyFileOps::move(from, from_path, to, to_path, keep);
+  }
+  int stat(int fd, const std::string& path, FileInfo* info) override {
+    if (records_fail && path.ends_with(".rec")) return -EIO;
+    return FaultyFileOps::stat(fd, path, info);
+  }
   int lists = 0;
-  bool leaves_fail = false;
+  bool leaves_fail = false, records_fail = false;
   std::function<void()> after_list;
+  std::function<void(const std::string&)> before_move;
 };
 
 class FsPeerRemovalTest : public ::testing::Test {
@@ -157,7 +167,7 @@ TEST_F(FsPeerRemovalTest, a_server_without_kv_events_forgets_nothing) {
   EXPECT_TRUE(removals(evictor_).empty());
 }
 
-TEST_F(FsPeerRemovalTest, records_that_were_never_said_to_be_here_are_not_reported) {
+TEST_F(FsPeerRemovalTest, records_that_were_never_reported_as_present_are_not_reported_as_removed) {
   fill();
   evict(100);
   watcher_.watch();
@@ -339,6 +349,89 @@ TEST_F(FsPeerRemovalTest, the_records_of_a_directory_that_vanished_are_reported)
   fs::remove_all(leaf);
   watcher_.watch();
   EXPECT_EQ(removals(watcher_), missing());
+}
+
+TEST_F(FsPeerRemovalTest, the_records_of_a_directory_that_vanished_before_it_was_checked_are_reported) {
+  fill();
+  ASSERT_TRUE(write(evictor_, 100));
+  settle();
+  const fs::path leaf = path_of(root_, 3).parent_path();
+  remove_and_report(3);
+  ops_.after_list = [&] {  // of the epoch
+    ops_.after_list = nullptr;
+    fs::remove_all(leaf);
+  };
+  watcher_.watch();
+  std::set<ChunkKey> reported = removals(watcher_);
+  settle();
+  reported.merge(removals(watcher_));
+  EXPECT_TRUE(fs::create_directory(leaf));
+  EXPECT_EQ(reported, missing());
+}
+
+TEST_F(FsPeerRemovalTest, records_whose_files_could_not_be_checked_for_a_while_are_reported_later) {
+  fill();
+  settle();
+  remove_and_report(3);
+  ops_.records_fail = true;
+  settle();
+  EXPECT_TRUE(removals(watcher_).empty());
+  ops_.records_fail = false;
+  watcher_.maintain();
+  EXPECT_EQ(removals(watcher_), missing());
+}
+
+TEST_F(FsPeerRemovalTest, a_record_that_is_listed_while_its_server_evicts_it_is_reported) {
+  fill();
+  settle();
+  ChunkKey victim;
+  ops_.before_move = [&](const std::string& from) {
+    const auto name = layout::parse_record(from.substr(from.rfind('/') + 1));
+    if (!name || victim.size() > 0) return;
+    victim = name->key;
+    watcher_.watch();  // as the upkeep thread does meanwhile
+  };
+  for (std::uint32_t i = 100; i < 160 && victim.size() == 0; ++i) {
+    ASSERT_TRUE(write(evictor_, 1000 + i));  // a reason to list
+    ASSERT_TRUE(write(watcher_, i));
+  }
+  ops_.before_move = nullptr;
+  ASSERT_GT(victim.size(), 0u) << "nothing was evicted";
+  std::set<ChunkKey> reported = removals(watcher_);
+  settle();
+  reported.merge(removals(watcher_));
+  EXPECT_TRUE(reported.contains(victim));
+}
+
+// Records that the watcher never knew are removed all the time, by itself and by the other server.
+TEST_F(FsPeerRemovalTest, removals_of_unknown_records_do_not_explain_those_by_a_program) {
+  fill();
+  std::uint32_t next = 20000;
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(write(evictor_, next++));  // between two listings
+  watcher_.watch();
+  for (int i = 0; i < 200; ++i) (void)write(watcher_, next++);
+  const auto run = [&](int rounds, std::chrono::seconds step) {
+    for (int i = 0; i < rounds; ++i) {
+      (void)write(i % 2 == 0 ? evictor_ : watcher_, next++);
+      for (FsStore* store : {&watcher_, &evictor_}) {
+        store->watch();
+        store->maintain();
+      }
+      clock_.advance(step);
+    }
+  };
+  run(10, std::chrono::seconds(1));
+  int removed = 0;
+  for (std::uint32_t number = next - 45; number < next - 5; ++number) {
+    const fs::path path = path_of(root_, number);
+    removed += !path.empty() && fs::remove(path) ? 1 : 0;
+  }
+  ASSERT_GT(removed, 20);
+  run(240, std::chrono::seconds(30));
+  EXPECT_GT(lost_bytes(), 0u);
+  TierStats stats;
+  watcher_.figures(&stats);
+  EXPECT_LT(stats.bytes, du(root_) + (std::uint64_t{1} << 20));
 }
 
 TEST_F(FsPeerRemovalTest, a_reset_during_a_listing_reports_each_record_once) {
