@@ -81,8 +81,8 @@ class RecordStore {
   // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
   // Runs about 20 times a second if ThreadPoolTierOptions::watch_removals is set, never concurrently with
-  // maintain(). Forgets records that other processes removed. Failures are ignored: maintain() repeats the
-  // work.
+  // maintain(). Forgets records that other processes removed.
+  // Ignores failures; maintain() retries.
   virtual void watch() {}
   // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
   // itself.

@@ -53,7 +53,7 @@ class ThreadPoolTier final : public Tier {
   void submit(std::vector<TierOp> ops) override;
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
-  bool has_removals() const override { return shared_->catalog().has_removals(); }
+  bool has_removals() const override { return options_.watch_removals && shared_->catalog().has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override { shared_->catalog().forget_miss(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;

@@ -85,6 +85,16 @@ TEST_F(FsPeerRecordsTest, a_removal_is_noticed_before_the_next_upkeep) {
   EXPECT_FALSE(other.tier().has_removals());
 }
 
+TEST_F(FsPeerRecordsTest, a_tier_without_kv_events_wakes_no_idle_engine) {
+  FsTierOptions full = options_for(root_, std::uint64_t{1} << 20);
+  TierUser user(full);
+  user.wait_for_scan();
+  for (std::uint32_t i = 0; i < 300; ++i) user.start(OpKind::kWrite, i, {8192});
+  ASSERT_TRUE(user.until([&] { return user.tier().stats().queued_writes == 0; }));
+  EXPECT_FALSE(user.tier().has_removals());
+  EXPECT_GT(user.removed(TierRemoval::Reason::kEvicted), 0u);
+}
+
 TEST_F(FsPeerRecordsTest, records_of_another_namespace_are_not_found) {
   FsTierOptions foreign = options_for(root_);
   foreign.namespace_id.fill(0x22);
