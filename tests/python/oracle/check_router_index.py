@@ -44,6 +44,7 @@ from oracle.idle import IdleLoop  # noqa: E402
 DESCRIBING = {"self_describing_kv_events": True}
 SMALL = "128KiB"  # host memory evicts
 WAIT_SECONDS = 240
+SETTLE_SECONDS = 30
 
 
 def described(setup: Setup, blocks: int = 1, **extra: Any) -> Setup:
@@ -130,8 +131,15 @@ def keys_in(root: Path) -> set[bytes]:
 
 
 def check_listing(index: RouterIndex, root: Path | None = None, shelf: dict[str, Any] | None = None) -> None:
-    """Checks that the index is the listing of host memory and of each tier."""
+    """Checks that the index is the listing of host memory and of each tier.
+
+    Waits for files that are still being removed, and for their events.
+    """
     cache = index.engine.manager._cache
+    pause, ends = threading.Event(), time.monotonic() + SETTLE_SECONDS
+    while root is not None and index.keys("STORAGE") != keys_in(root) and time.monotonic() < ends:
+        pause.wait(0.01)
+        index.engine.step_idle()
     assert cache.absent(list(index.keys("CPU"))) == []
     assert len(index.held["CPU"]) == cache.stats()["resident_chunks"]
     if root is not None:
