@@ -9,48 +9,73 @@ thread that always uses the manager.
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.log import get_logger
+
 if TYPE_CHECKING:
     from kv_offload._core import TieredCache
 
+logger = get_logger(__name__)
+
 _POLL_SECONDS = 0.05
+_WAKE_SECONDS = 0.2  # at least, between two wake-ups: each costs an empty step
 
 
-def find_engine() -> Any | None:
-    """Returns vLLM's EngineCoreProc of this process; None if there is none (an engine within an LLM object).
+def _engine_kind() -> type | None:
+    """Returns vLLM's class EngineCoreProc; None if it is not loaded."""
+    return getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", None)
 
-    vLLM does not pass its engine to connectors. The thread that fills the engine's input queue runs a method
-    of the engine (0.31 to 0.33).
+
+def find_engine(manager: Any) -> Any | None:
+    """Returns the EngineCoreProc of this process that uses ``manager``; None if there is none.
+
+    An engine within an LLM object is none. vLLM does not pass its engine to connectors. The thread that fills
+    the engine's input queue runs a method of the engine (0.31 to 0.33).
     """
-    core = sys.modules.get("vllm.v1.engine.core")
-    kind = getattr(core, "EngineCoreProc", None)
+    kind = _engine_kind()
     if kind is None:
         return None
     for thread in threading.enumerate():
         owner = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(owner, kind) and isinstance(getattr(owner, "input_queue", None), queue.Queue):
+        if not isinstance(owner, kind) or not isinstance(getattr(owner, "input_queue", None), queue.Queue):
+            continue
+        connector = getattr(getattr(owner, "scheduler", None), "connector", None)
+        if any(each is manager for each in _managers_of(connector)):
             return owner
     return None
 
 
-class EngineWaker:
-    """Looks for removals on its own thread, and wakes the engine for a step that publishes them.
+def _managers_of(connector: Any) -> list[Any]:
+    """Returns the managers of a connector, and of those within a MultiConnector."""
+    within = [manager for each in getattr(connector, "_connectors", ()) for manager in _managers_of(each)]
+    return [getattr(getattr(connector, "connector_scheduler", None), "manager", None), *within]
 
-    Keeps neither the cache nor the engine alive.
+
+class EngineWaker:
+    """Polls the cache for removals on its own thread, and wakes the engine for a step that publishes them.
+
+    Keeps the cache, the manager and the engine alive no longer than others do.
     """
 
     def __init__(
         self,
         cache: "TieredCache",
-        find_engine: Callable[[], Any | None] = find_engine,
+        manager: Any,
+        find_engine: Callable[[Any], Any | None] = find_engine,
         poll_seconds: float = _POLL_SECONDS,
+        wake_seconds: float = _WAKE_SECONDS,
     ) -> None:
-        """Starts the thread. The end of the cache ends it too."""
+        """Starts the thread. The end of the cache ends it too. ``manager``: that the engine uses."""
         self._due = False
         self._cache = weakref.ref(cache)
+        self._manager = weakref.ref(manager)
+        self._wake_seconds = wake_seconds
+        self._next_wake = 0.0  # monotonic time
+        self._warned: set[str] = set()
         self._find_engine = find_engine
         self._poll_seconds = poll_seconds
         self._engine: Callable[[], Any | None] = lambda: None
@@ -68,8 +93,8 @@ class EngineWaker:
         engine = self._engine()
         return engine is not None and not engine.is_sleeping()
 
-    def taken(self) -> None:
-        """Ends a wake-up: the step takes the removals. The thread wakes the engine again if some are left."""
+    def end_wakeup(self) -> None:
+        """Ends a wake-up: the step takes removals. The thread wakes the engine again if removals remain."""
         self._due = False
 
     def stop(self) -> None:
@@ -82,20 +107,33 @@ class EngineWaker:
             cache = self._cache()
             if cache is None:
                 return
-            if not self._due and cache.has_removals():
-                self._wake()
+            try:
+                if not self._due and cache.has_removals() and time.monotonic() >= self._next_wake:
+                    self._wake()
+            except Exception as error:
+                self._warn_once(f"could not wake vLLM ({type(error).__name__}: {error})")
             del cache
 
     def _wake(self) -> None:
         engine = self._engine()
         if engine is None:
-            engine = self._find_engine()
+            engine = self._find_engine(self._manager())
             if engine is None:
-                return  # the removals are published with the next step
+                if _engine_kind() is not None:
+                    self._warn_once("found no engine to wake (an LLM object has none)")
+                return
             self._engine = weakref.ref(engine)
         from vllm.v1.engine import EngineCoreRequestType
 
+        self._next_wake = time.monotonic() + self._wake_seconds
         self._due = True
         # A message in the queue ends the wait too.
         if engine.input_queue.empty():
             engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning(
+                "KV events: %s. While vLLM is idle, removals by other servers wait for the next request", what
+            )

@@ -114,7 +114,7 @@ class KVOffloadManager(OffloadingManager):
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
         self._advertised = AdvertisedChunks(self._options.event_tiers)
-        self._waker = EngineWaker(cache) if self._options.publishes_while_idle else None
+        self._waker = EngineWaker(cache, self) if self._options.publishes_while_idle else None
         if self._options.describes_events:
             # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
             self._cache.take_events()
@@ -389,7 +389,7 @@ class KVOffloadManager(OffloadingManager):
     def take_events(self) -> Iterable[Any]:
         """Yields the KV events of host memory and of every tier that publishes them."""
         if self._waker is not None:
-            self._waker.taken()
+            self._waker.end_wakeup()
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()

@@ -145,7 +145,7 @@ class KVOffloadSpec(OffloadingSpec):
         if hosts is not None or not self.kv_events_config.enable_kv_cache_events:
             return False
         for tier, setting in zip(tiers, self._options.secondary_tiers, strict=True):
-            tier.watch_removals = setting.enable_kv_events
+            tier.watch_removals = setting.finds_removals and setting.enable_kv_events
         return any(tier.watch_removals for tier in tiers)
 
     def _publish(

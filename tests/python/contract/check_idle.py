@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
@@ -14,14 +15,17 @@ import pytest
 adapter.use_specs()
 
 from kv_offload.specs import idle  # noqa: E402
+from kv_offload.specs.spec import KVOffloadSpec  # noqa: E402
 from vllm.v1.engine import EngineCoreRequestType  # noqa: E402
 from vllm.v1.engine.core import EngineCoreProc  # noqa: E402
+
+from kv_offload.tiers.registry import parse_tier  # noqa: E402
 
 WAIT_SECONDS = 240
 
 
-class News:
-    """A cache that has removals when a test says so."""
+class FakeCache:
+    """A cache whose removals are set by the test."""
 
     def __init__(self) -> None:
         self.has = False
@@ -51,8 +55,16 @@ Start = Callable[..., idle.EngineWaker]
 def start() -> Iterator[Start]:
     started: list[idle.EngineWaker] = []
 
-    def make(news: News, found: Any) -> idle.EngineWaker:
-        started.append(idle.EngineWaker(news, lambda: found, poll_seconds=0.001))  # type: ignore[arg-type]
+    def make(cache: FakeCache, found: Any, wake_seconds: float = 0) -> idle.EngineWaker:
+        started.append(
+            idle.EngineWaker(
+                cache,  # type: ignore[arg-type]
+                cache,
+                lambda manager: found,
+                poll_seconds=0.001,
+                wake_seconds=wake_seconds,
+            )
+        )
         return started[-1]
 
     yield make
@@ -61,39 +73,39 @@ def start() -> Iterator[Start]:
 
 
 def test_removals_wake_the_engine_until_its_step_has_taken_them(start: Start) -> None:
-    news, woken = News(), FakeEngine()
-    waker = start(news, woken)
-    assert news.asked.acquire(timeout=WAIT_SECONDS)
+    cache, woken = FakeCache(), FakeEngine()
+    waker = start(cache, woken)
+    assert cache.asked.acquire(timeout=WAIT_SECONDS)
     assert woken.input_queue.empty()
     assert not waker.needs_step()
-    news.has = True
+    cache.has = True
     assert woken.input_queue.get(timeout=WAIT_SECONDS) == WAKEUP
     assert waker.needs_step()
     assert woken.input_queue.empty(), "one message until the step"
-    waker.taken()
+    waker.end_wakeup()
     assert woken.input_queue.get(timeout=WAIT_SECONDS) == WAKEUP, "more removals than one step takes"
-    news.has = False
-    waker.taken()
+    cache.has = False
+    waker.end_wakeup()
     assert not waker.needs_step()
 
 
 def test_a_queue_with_a_message_gets_no_second_one(start: Start) -> None:
-    news, busy = News(), FakeEngine()
+    cache, busy = FakeCache(), FakeEngine()
     busy.input_queue.put("request")
-    news.has = True
-    waker = start(news, busy)
+    cache.has = True
+    waker = start(cache, busy)
     while not waker.needs_step():
-        assert news.asked.acquire(timeout=WAIT_SECONDS)
-    waker.taken()
+        assert cache.asked.acquire(timeout=WAIT_SECONDS)
+    waker.end_wakeup()
     while not waker.needs_step():
-        assert news.asked.acquire(timeout=WAIT_SECONDS)
+        assert cache.asked.acquire(timeout=WAIT_SECONDS)
     assert busy.input_queue.qsize() == 1
 
 
 def test_an_engine_that_sleeps_needs_no_step_until_it_wakes_up(start: Start) -> None:
-    news, engine = News(), FakeEngine()
-    news.has = True
-    waker = start(news, engine)
+    cache, engine = FakeCache(), FakeEngine()
+    cache.has = True
+    waker = start(cache, engine)
     assert engine.input_queue.get(timeout=WAIT_SECONDS) == WAKEUP
     assert waker.needs_step()
     engine.sleeping = True
@@ -103,27 +115,27 @@ def test_an_engine_that_sleeps_needs_no_step_until_it_wakes_up(start: Start) -> 
 
 
 def test_without_an_engine_no_step_is_needed(start: Start) -> None:
-    news = News()
-    news.has = True
-    waker = start(news, None)
+    cache = FakeCache()
+    cache.has = True
+    waker = start(cache, None)
     for _ in range(3):
-        assert news.asked.acquire(timeout=WAIT_SECONDS)
+        assert cache.asked.acquire(timeout=WAIT_SECONDS)
     assert not waker.needs_step()
 
 
 def test_the_thread_ends_with_the_cache(start: Start) -> None:
-    news = News()
-    waker = start(news, FakeEngine())
-    assert news.asked.acquire(timeout=WAIT_SECONDS)
-    del news
+    cache = FakeCache()
+    waker = start(cache, FakeEngine())
+    assert cache.asked.acquire(timeout=WAIT_SECONDS)
+    del cache
     waker._thread.join(WAIT_SECONDS)
     assert not waker._thread.is_alive()
 
 
 def test_the_waker_does_not_keep_its_engine_alive() -> None:
-    news, engines = News(), [FakeEngine()]
-    news.has = True
-    waker = idle.EngineWaker(news, lambda: engines[0], poll_seconds=0.001)  # type: ignore[arg-type]
+    cache, engines = FakeCache(), [FakeEngine()]
+    cache.has = True
+    waker = idle.EngineWaker(cache, cache, lambda manager: engines[0], poll_seconds=0.001)  # type: ignore[arg-type]
     engine = weakref.ref(engines[0])
     assert engines[0].input_queue.get(timeout=WAIT_SECONDS) == WAKEUP
     waker.stop()  # its thread holds the engine while it wakes it
@@ -133,25 +145,104 @@ def test_the_waker_does_not_keep_its_engine_alive() -> None:
     assert not waker.needs_step()
 
 
-def test_the_engine_is_found_by_the_thread_that_fills_its_queue() -> None:
-    assert idle.find_engine() is None
-    core = EngineCoreProc.__new__(EngineCoreProc)
-    core.input_queue = queue.Queue()
+def test_an_engine_is_not_woken_again_at_once(start: Start) -> None:
+    cache, engine = FakeCache(), FakeEngine()
+    cache.has = True
+    waker = start(cache, engine, wake_seconds=3600)
+    assert engine.input_queue.get(timeout=WAIT_SECONDS) == WAKEUP
+    waker.end_wakeup()
+    while cache.asked.acquire(blocking=False):
+        pass
+    for _ in range(3):
+        assert cache.asked.acquire(timeout=WAIT_SECONDS)
+    assert engine.input_queue.empty()
+    assert not waker.needs_step()
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(idle.logger, "warning", lambda text, *given: lines.append(text % given))
+    return lines
+
+
+def test_a_failure_is_reported_once_and_the_thread_goes_on(start: Start, warnings: list[str]) -> None:
+    cache, engine = FakeCache(), FakeEngine()
+    real, failures = cache.has_removals, iter(range(3))
+
+    def fails() -> bool:
+        if next(failures, None) is not None:
+            raise OSError("no memory")
+        return real()
+
+    cache.has_removals = fails  # type: ignore[method-assign]
+    cache.has = True
+    start(cache, engine)
+    assert engine.input_queue.get(timeout=WAIT_SECONDS) == WAKEUP
+    assert len(warnings) == 1
+    assert "no memory" in warnings[0]
+
+
+def test_a_missing_engine_is_reported_once(start: Start, warnings: list[str]) -> None:
+    cache = FakeCache()
+    cache.has = True
+    start(cache, None)
+    for _ in range(4):
+        assert cache.asked.acquire(timeout=WAIT_SECONDS)
+    assert len(warnings) == 1
+    assert "found no engine" in warnings[0]
+
+
+def connected(manager: Any) -> Any:
+    return SimpleNamespace(connector_scheduler=SimpleNamespace(manager=manager))
+
+
+def test_the_engine_of_a_manager_is_found_by_the_thread_that_fills_its_queue() -> None:
     ends = threading.Event()
 
     class Fills(EngineCoreProc):  # type: ignore[misc]
         def process_input_sockets(self, *arguments: Any) -> None:
             ends.wait()
 
-    core.__class__ = Fills
-    thread = threading.Thread(target=core.process_input_sockets)
-    thread.start()
+    managers, threads, cores = [object(), object(), object()], [], []
+    several = SimpleNamespace(_connectors=[SimpleNamespace(), connected(managers[2])])
+    for connector in (connected(managers[0]), connected(managers[1]), several, None):
+        core = Fills.__new__(Fills)
+        core.input_queue = queue.Queue()
+        core.scheduler = SimpleNamespace(connector=connector)
+        cores.append(core)
+        threads.append(threading.Thread(target=core.process_input_sockets))
+    assert idle.find_engine(managers[0]) is None
+    for thread in threads:
+        thread.start()
     try:
-        assert idle.find_engine() is core
+        for core, manager in zip(cores, managers, strict=False):
+            assert idle.find_engine(manager) is core
+        assert idle.find_engine(object()) is None
     finally:
         ends.set()
-        thread.join()
-    assert idle.find_engine() is None
+        for thread in threads:
+            thread.join()
+    assert idle.find_engine(managers[0]) is None
+
+
+def test_only_tiers_that_find_removals_are_watched() -> None:
+    redis = {"type": "redis", "url": "redis://127.0.0.1:6379/0"}
+    directory = {"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}
+
+    def watched(*entries: dict[str, Any], events: bool = True) -> tuple[bool, list[bool]]:
+        spec = SimpleNamespace(
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
+            _options=SimpleNamespace(secondary_tiers=[parse_tier(entry) for entry in entries]),
+        )
+        tiers: list[Any] = [SimpleNamespace(watch_removals=False) for _ in entries]
+        any_watches = KVOffloadSpec._watch_removals(spec, tiers, None)  # type: ignore[arg-type]
+        return any_watches, [tier.watch_removals for tier in tiers]
+
+    assert watched(redis) == (False, [False])
+    assert watched(redis, directory) == (True, [False, True])
+    assert watched(directory, events=False) == (False, [False])
+    assert watched({**directory, "enable_kv_events": False}) == (False, [False])
 
 
 def test_vllm_fills_the_queue_of_its_engine_on_a_thread_with_a_method_of_the_engine() -> None:
