@@ -59,6 +59,8 @@ class Case:
     shared: bool = False  # a second engine shares the directory and evicts there
     evicts: bool = False  # the server evicts records without notice
     kills: bool = True
+    watches: bool = True  # False: as releases that did not look for removals by another server
+    pause: float = 0  # seconds between a request and the next probe
     # for llm-d only
     unit: int = 0  # tokens of a block of the index; 0: the block size that the events state
     tenants: str = ""  # salt, or lora: half of the conversations have one
@@ -70,6 +72,8 @@ class Case:
         more = [f"index of {self.unit} tokens"] if self.unit else []
         more += [self.tenants] if self.tenants else []
         more += [f"starts in place, {self.in_place}"] if self.in_place else []
+        more += [] if self.watches else ["removals by the other server not watched"]
+        more += [f"{self.pause:g} s between probes"] if self.pause else []
         return ", ".join([f"{self.tier}{kind}", f"{self.blocks} blocks", self.form, *more])
 
     @property
@@ -86,7 +90,11 @@ CASES = [
     Case("redis"),
     Case("s3"),
     Case("fs", 1, "tiering"),
-    Case("fs", shared=True),
+    *(
+        Case("fs", shared=True, watches=watches, pause=pause)
+        for pause in (0, 0.5)
+        for watches in (False, True)
+    ),
     Case("redis", evicts=True),
 ]
 LLMD_CASES = [
@@ -113,12 +121,17 @@ def serve() -> None:
 
         adapter.use_specs()
     from oracle.engine import Engine, Setup
+    from oracle.idle import IdleLoop
     from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
 
     if options["form"] == "vllm":
         from kv_offload.specs import events
 
         events.describe_chunks = lambda **_: None
+    if not options["watches"]:
+        from kv_offload.specs.spec import KVOffloadSpec
+
+        KVOffloadSpec._watch_removals = lambda *_: False
     setup = Setup(extra=options["extra"], layers=4, events=True, num_blocks=40)
     engine = Engine(setup, f"router-{os.getpid()}", options["model_dir"])
     publisher = ZmqEventPublisher(
@@ -141,8 +154,8 @@ def serve() -> None:
 
     print(json.dumps({"model_dir": engine.model_dir}), file=answers, flush=True)
     number = 0
-    for line in sys.stdin:
-        order = json.loads(line)
+    loop = IdleLoop(engine, map(json.loads, sys.stdin))
+    while (order := loop.next()) is not None:
         reply: dict[str, Any] = {}
         if order["do"] == "request":
             number += 1
@@ -227,6 +240,7 @@ class Server:
         options = {
             "extra": extra,
             "form": self.case.form,
+            "watches": self.case.watches,
             "model_dir": self.model_dir,
             "events": f"tcp://*:{self.port}",
             "replay": f"tcp://*{replay}" if replay else None,
@@ -381,6 +395,7 @@ def run(case: Case, arguments: argparse.Namespace, directory: Path) -> dict[str,
                 other = rng.choice(talks)
                 talks[turn] = other[: rng.randrange(len(other) + 1)] if rng.random() < 0.5 else []
             prompt = [*talks[turn], *(rng.randrange(1000) for _ in range(rng.randrange(1, 40)))]
+            time.sleep(case.pause)
             server.until_heard()
             tenant = f"tenant-{turn % 4}" if case.tenants and turn % 2 else None
             salt, lora = (tenant, None) if case.tenants == "salt" else (None, tenant)

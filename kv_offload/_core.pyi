@@ -193,6 +193,7 @@ class TierSpec:
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
     exact_groups: Sequence[bool]  # by group position: always stored without loss; default: False
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
+    watch_removals: bool  # looks for removals by other servers all the time (fs). Default: False
 
 def measure_codec() -> tuple[float, float]:
     """Returns the bytes per second at which one core encodes and decodes typical bfloat16 K and V."""
@@ -631,6 +632,7 @@ class TieredCache:
     def complete_store(self, keys: Sequence[bytes] | set[bytes], success: bool = True) -> None: ...
     def end_step(self) -> None: ...
     def has_pending_work(self) -> bool: ...
+    def has_removals(self) -> bool: ...  # any thread
     def reset(self) -> None: ...
     def abandon_jobs(self) -> None:
         """Discards stores in flight, pins chunks being loaded until the ranks have reported, and keeps the

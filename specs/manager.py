@@ -17,6 +17,7 @@ from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, Request
 from .events import AdvertisedChunks, TierEvents
 from .hints import METRIC as HINTS_METRIC
 from .hints import HintExecutor
+from .idle import EngineWaker
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
@@ -47,6 +48,7 @@ class ManagerOptions:
     parts_of: int | None = None  # tokens per chunk if vLLM looks up partial chunks (--prefix-match-unit)
     resumed_is_new: bool = False  # vLLM schedules a preempted request as new (its second model runner)
     publishes_events: bool = False  # vLLM publishes KV events
+    publishes_while_idle: bool = False  # also the removals that other servers cause while vLLM is idle
     event_tiers: Mapping[str, TierEvents] = field(default_factory=dict)  # the tiers that publish them
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     # request settings and types of hints that requests may send
@@ -112,6 +114,7 @@ class KVOffloadManager(OffloadingManager):
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
         self._advertised = AdvertisedChunks(self._options.event_tiers)
+        self._waker = EngineWaker(cache, self) if self._options.publishes_while_idle else None
         if self._options.describes_events:
             # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
             self._cache.take_events()
@@ -337,8 +340,10 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def has_pending_work(self) -> bool:
-        """True if a request waits for us; vLLM then keeps stepping an idle engine."""
-        return self._cache.has_pending_work() or self._advertised.has_withdrawals()
+        """True if a request waits for us or removals are to be published; vLLM then steps an idle engine."""
+        if self._cache.has_pending_work() or self._advertised.has_withdrawals():
+            return True
+        return self._waker is not None and self._waker.needs_step()
 
     def reset_cache(self) -> None:
         """Invalidates all chunks in memory and on every tier.
@@ -370,6 +375,8 @@ class KVOffloadManager(OffloadingManager):
         """Drops queued writes, waits for running operations and closes the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self._waker is not None:
+                self._waker.stop()
             self.at_shutdown()
             self._cache.close()
             if self._hosts is not None:
@@ -381,6 +388,8 @@ class KVOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[Any]:
         """Yields the KV events of host memory and of every tier that publishes them."""
+        if self._waker is not None:
+            self._waker.end_wakeup()
         if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
             yield from compat.untrack_events(unstored)
         self._unstored.clear()

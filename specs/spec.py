@@ -116,6 +116,7 @@ class KVOffloadSpec(OffloadingSpec):
         plan = self._tier_plan(identity, merged)
         part = "" if hosts is None else hosts.part
         tiers = plan.specs(options, bounds, part)
+        watches = self._watch_removals(tiers, hosts)
         identity = identity.with_part(part)
         over_hosts = {} if links is None else _tiers_over_hosts(links, plan)
         cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers, over_hosts)
@@ -129,12 +130,23 @@ class KVOffloadSpec(OffloadingSpec):
         manager = KVOffloadManager(
             cache,
             metrics,
-            self._manager_options(merged, identity, seed_is_random, capacity),
+            self._manager_options(merged, identity, seed_is_random, capacity, watches),
             tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
             hosts=None if links is None else HostWatch(links, metrics),
         )
         manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
         return manager
+
+    def _watch_removals(self, tiers: "Sequence[TierSpec]", hosts: Hosts | None) -> bool:
+        """Makes tiers that publish KV events look for removals by other servers. Returns whether any does.
+
+        None on several hosts: their tiers would report the removals to an idle scheduler, which takes none.
+        """
+        if hosts is not None or not self.kv_events_config.enable_kv_cache_events:
+            return False
+        for tier, setting in zip(tiers, self._options.secondary_tiers, strict=True):
+            tier.watch_removals = setting.finds_removals and setting.enable_kv_events
+        return any(tier.watch_removals for tier in tiers)
 
     def _publish(
         self,
@@ -183,6 +195,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity: NamespaceIdentity,
         seed_is_random: bool,
         capacity: int,
+        publishes_while_idle: bool,
     ) -> "ManagerOptions":
         from .events import TierEvents
         from .manager import ManagerOptions
@@ -196,6 +209,7 @@ class KVOffloadSpec(OffloadingSpec):
             resumed_is_new=bool(merged.get("resumed_is_new")),
             tiers={name: tier.load_locality for name, tier in tiers.items()},
             publishes_events=events.enable_kv_cache_events,
+            publishes_while_idle=publishes_while_idle,
             event_tiers={
                 # The servers of tiers without a bound evict records, so no removal is ever reported.
                 name: TierEvents(tier.published_locality, evicts_silently=tier.bound_key is None)

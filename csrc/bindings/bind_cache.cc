@@ -411,6 +411,7 @@ void bind_cache(py::module_& module) {
           py::arg("keys"), py::arg("success") = true)
       .def("end_step", [](const Cache& self) { self->cache->end_step(); })
       .def("has_pending_work", [](const Cache& self) { return self->cache->has_pending_work(); })
+      .def("has_removals", [](const Cache& self) { return self->cache->has_removals(); })
       .def("reset", &released<&TieredCache::reset>)
       .def("abandon_jobs", [](const Cache& self) { self->cache->abandon_jobs(); })
       .def("absent", &absent, py::arg("keys"))

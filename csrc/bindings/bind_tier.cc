@@ -123,6 +123,7 @@ void bind_tier(py::module_& module) {
       .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files)
       .def_readwrite("tenant_key_files", &TierSpec::tenant_key_files)
       .def_readwrite("memory_outlives", &TierSpec::memory_outlives)
+      .def_readwrite("watch_removals", &TierSpec::watch_removals)
       .def_property(
           "compress",
           [](const TierSpec& self) {

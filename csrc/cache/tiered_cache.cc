@@ -245,6 +245,11 @@ bool TieredCache::has_pending_work() const {
   return impl_->requests.has_pending_work() || (impl_->ops.size() > 0 && impl_->stores.awaits_reports());
 }
 
+bool TieredCache::has_removals() const {
+  const auto& tiers = impl_->ops.tiers();
+  return std::any_of(tiers.begin(), tiers.end(), [](const auto& tier) { return tier->has_removals(); });
+}
+
 void TieredCache::Impl::publish_fetching(bool now) {
   if (now == is_fetching) return;  // avoid writes: the ranks read it all the time
   is_fetching = now;

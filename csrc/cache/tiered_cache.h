@@ -108,6 +108,9 @@ class TieredCache {
   void end_step();
   // Only while a request waits for the cache, or a completed store for the report of another host.
   bool has_pending_work() const;
+  // True if the next step would report removals that no call of this engine made, such as those by another
+  // server in a shared directory. Any thread, until close().
+  bool has_removals() const;
   // Forgets everything in memory and on every tier. Takes the same time for any number of chunks that no copy
   // or tier op uses: later steps and stores free their rows and report their removal, a few at a time. Rows
   // of copies in flight are reused only after their tickets are reported.

@@ -57,6 +57,7 @@ class EncryptedKeyTier final : public Tier {
   void submit(std::vector<TierOp> ops) override;
   bool cancel(OpId id) override { return tier_->cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  bool has_removals() const override { return tier_->has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override {
     const DigestCache::Place place = names_.place_of(key);
@@ -140,6 +141,8 @@ void EncryptedKeyTier::poll(std::vector<Completion>* completions, std::vector<Ti
   tier_->poll(completions, removals);
   const auto is_not_reportable = [&](TierRemoval& removal) {
     const ChunkKey digest = removal.key;
+    // Written or found again since. Keeps its key, for the next removal.
+    if (tier_->contains(digest) == Presence::kPresent) return true;
     const auto key = keys_.take(digest, [&](const ChunkKey& candidate) {
       for (std::size_t i = 0; i < ways_; ++i) {
         if (digest_of(candidate, i) == digest) return true;

@@ -47,6 +47,7 @@ class Catalog {
   virtual void used(const TierUses&) {}  // see Tier
   // Appends the keys that were removed since the last call.
   virtual void take_removals(std::vector<TierRemoval>* removals) = 0;
+  virtual bool has_removals() const { return false; }  // see Tier
 };
 
 // Bounded: the keys that were updated least recently are forgotten first and become unknown again. Each call

@@ -80,6 +80,10 @@ class RecordStore {
   // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
   // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
+  // Runs about 20 times a second if ThreadPoolTierOptions::watch_removals is set, never concurrently with
+  // maintain(). Forgets records that other processes removed.
+  // Ignores failures; maintain() retries.
+  virtual void watch() {}
   // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
   // itself.
   virtual Status begin_epoch() = 0;

@@ -19,6 +19,7 @@ namespace kv_offload {
 namespace {
 
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
+constexpr Nanos kWatchEvery{std::chrono::milliseconds(50)};
 
 void upkeep(RecordStore& store) {
   if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // the reset could not begin it
@@ -37,7 +38,11 @@ class ThreadPoolTier final : public Tier {
                                                              &clock_, options.close_wait}),
         presence_lookup_(shared_, options_, pool_.submitter()),
         upkeep_({1, 1, &clock_, options.close_wait}),
-        ticker_(kMaintainEvery, [this] { maintain_if_due(); }) {
+        ticker_(options.watch_removals ? kWatchEvery : kMaintainEvery, [this] {
+          maintain_if_due();
+          if (options_.watch_removals)
+            run_alone(shared_->watching, [](RecordStore& watched) { watched.watch(); });
+        }) {
     if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
     submit_upkeep(Lane::kWrite, [](RecordStore& started) { started.start(); });
     update_in_epoch();
@@ -48,6 +53,7 @@ class ThreadPoolTier final : public Tier {
   void submit(std::vector<TierOp> ops) override;
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  bool has_removals() const override { return options_.watch_removals && shared_->catalog().has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override { shared_->catalog().forget_miss(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
@@ -68,6 +74,8 @@ class ThreadPoolTier final : public Tier {
   Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void maintain_if_due();
+  // Submits upkeep unless its last run is still queued or running. running: a flag of shared_.
+  void run_alone(std::atomic<bool>& running, void (*work)(RecordStore&));
   bool takes(Lane lane) const;
   void update_in_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
@@ -221,19 +229,24 @@ void ThreadPoolTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder orde
 
 void ThreadPoolTier::maintain_if_due() {
   const Nanos now = clock_.now();
-  if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
+  if (now < next_upkeep_.load() || shared_->maintaining.load()) return;
   next_upkeep_.store(now + kMaintainEvery);
+  run_alone(shared_->maintaining, upkeep);
+}
+
+void ThreadPoolTier::run_alone(std::atomic<bool>& running, void (*work)(RecordStore&)) {
+  if (running.exchange(true)) return;
   const Status queued = catch_exceptions([&] {
-    submit_upkeep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
+    submit_upkeep(Lane::kWrite, [&running, work](RecordStore& store) {
       (void)catch_exceptions([&] {
-        upkeep(store);
+        work(store);
         return Status::ok();
       });
-      shared->maintaining.store(false);
+      running.store(false);
     });
     return Status::ok();
   });
-  if (!queued) shared_->maintaining.store(false);  // otherwise no upkeep would run again
+  if (!queued) running.store(false);  // otherwise it would never run again
 }
 
 Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {

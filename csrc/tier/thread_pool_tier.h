@@ -29,6 +29,8 @@ struct ThreadPoolTierOptions {
   Nanos absent_for{std::chrono::seconds(1)};
   std::size_t most_keys = std::size_t{1} << 19;
   RecordFormOptions form;  // for the store: how it writes
+  // Looks for removals by other processes about 20 times a second (RecordStore::watch), for KV events.
+  bool watch_removals = false;
   // Must outlive the tier and any detached thread. Null: a steady clock.
   const Clock* clock = nullptr;
   // For tests: no thread serves the ops; the test runs them one by one with the pool stored here

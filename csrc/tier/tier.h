@@ -8,7 +8,8 @@
 // No callback ever runs on a tier's thread: the caller's thread polls for results.
 //
 // Threads: only one thread (the scheduler's) may call submit, cancel, poll, contains, prefetch_presence,
-// touch, used, reset and stats. The tier's own threads are internal.
+// touch, used, reset and stats. Any thread may call has_removals, until close(). The tier's own threads are
+// internal.
 //
 // tests/cpp/tier/tier_conformance_test.cc checks this contract for every kind of tier.
 #pragma once
@@ -174,6 +175,9 @@ class Tier {
   virtual bool cancel(OpId id) = 0;
   // Appends the ops that finished and the keys that were removed since the last call. Never blocks.
   virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
+  // True if poll() would report a removal, other than by a reset. For an idle engine, which does not poll.
+  // Always false for tiers that learn of removals only by their own ops.
+  virtual bool has_removals() const { return false; }
 
   // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
   // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns

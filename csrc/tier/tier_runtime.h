@@ -61,11 +61,11 @@ struct TierRuntime {
       presence_cache.emplace(clock_of(options), options.absent_for, options.most_keys);
   }
   const std::unique_ptr<RecordStore> store;
-  const std::shared_ptr<CompressionChoice> compression;  // null: records are never encoded
-  std::optional<PresenceCache> presence_cache;           // none: the store keeps a catalog
-  CircuitBreaker breakers[2];                            // by lane
-  std::atomic<std::uint64_t> answers[2] = {};            // of the device, by lane
-  std::atomic<bool> maintaining{false};
+  const std::shared_ptr<CompressionChoice> compression;   // null: records are never encoded
+  std::optional<PresenceCache> presence_cache;            // none: the store keeps a catalog
+  CircuitBreaker breakers[2];                             // by lane
+  std::atomic<std::uint64_t> answers[2] = {};             // of the device, by lane
+  std::atomic<bool> maintaining{false}, watching{false};  // queued or running
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
   std::list<Completion> completions GUARDED_BY(mutex);

@@ -182,6 +182,8 @@ class TierConfig(BaseModel):
     schemes: ClassVar[tuple[str, ...]] = ()  # of addresses on the command line: "redis" for redis://host
     # engines whose ranks span several hosts can use it: its core numbers epochs and removes single records
     works_on_several_hosts: ClassVar[bool] = False
+    # its core finds removals by other servers at any time, not only with an op
+    finds_removals: ClassVar[bool] = False
     address_options: ClassVar[tuple[str, ...]] = ()  # fields allowed after the "?" of an address
 
     type: str = Field(description="type of the tier; required, as in vLLM's own configuration")

@@ -25,6 +25,7 @@ struct FsTierSpec final : TierSpec {
     FsTierOptions chosen = options;
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
+    chosen.watch_removals = watch_removals;
     chosen.tenants = tenants;
     chosen.epoch = epoch;
     return make_fs_tier(chosen);

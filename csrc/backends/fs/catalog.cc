@@ -27,7 +27,21 @@ Slot FsCatalog::find(const ChunkKey& key) const { return table_.find(tag_of(key)
 bool FsCatalog::offers(const ChunkKey& key, Nanos now) const {
   const Slot slot = find(key);
   if (slot == kNone) return false;
-  return entries_[slot].failures == 0 || entries_[slot].offered_from <= now;
+  const Entry& entry = entries_[slot];
+  if (entry.failures > 0 && entry.offered_from > now) return false;
+  entry.reported = true;
+  return true;
+}
+
+bool FsCatalog::is_reported(const ChunkKey& key) const {
+  const Slot slot = find(key);
+  return slot != kNone && entries_[slot].reported;
+}
+
+bool FsCatalog::mark_reported(const ChunkKey& key) {
+  const Slot slot = find(key);
+  if (slot != kNone) entries_[slot].reported = true;
+  return slot != kNone;
 }
 
 std::optional<std::uint64_t> FsCatalog::file_bytes_of(std::uint32_t group) const {
@@ -41,6 +55,7 @@ bool FsCatalog::insert(const Record& record, const EntryInfo& entry_info) {
   if (known != kNone) {
     bytes_ += record.file_bytes - entries_[known].file_bytes;
     entries_[known].file_bytes = record.file_bytes;
+    entries_[known].reported |= record.reported;
     add_known(known);
     learn(known, record);
     return false;
@@ -104,6 +119,7 @@ Slot FsCatalog::add(const Record& record, const EntryInfo& entry_info) {
   entry.serial = next_serial_++;
   entry.request = entry_info.request;
   entry.used = true;
+  entry.reported = record.reported;
   entry.tenant = info.tenant;
   entry.has_tenant = record.tenant.has_value();
   // The records on disk are encoded alike, as far as is known.
@@ -172,7 +188,7 @@ std::optional<FsCatalog::Record> FsCatalog::take_victim(const Need* need) {
   const std::optional<Slot> slot = victim(need);
   if (!slot) return std::nullopt;
   const Entry& entry = entries_[*slot];
-  Record record{entry.key, entry.file_bytes, entry.charge, {}};
+  Record record{entry.key, entry.file_bytes, entry.charge, {}, entry.reported};
   if (entry.has_tenant) record.tenant = entry.tenant;
   drop(*slot);
   return record;
@@ -213,6 +229,7 @@ std::optional<FsCatalog::Ref> FsCatalog::begin_read(const ChunkKey& key) {
   const Slot slot = find(key);
   if (slot == kNone) return std::nullopt;
   Entry& entry = entries_[slot];
+  entry.reported = true;
   if (entry.readers++ == 0) policy_->pin(slot);
   return Ref{slot, entry.serial, entry.file_bytes};
 }
@@ -254,6 +271,7 @@ void FsCatalog::hit(const ChunkKey& key, const EntryInfo& entry_info, Nanos now)
   add_known(slot);
   Entry& entry = entries_[slot];
   entry.request = entry_info.request;
+  entry.reported = true;
   if (shares_) {
     shares_->set_capacity(charged_);
     const TenantId user = entry_info.tenant;

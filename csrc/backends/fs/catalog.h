@@ -46,6 +46,7 @@ class FsCatalog {
     std::uint64_t file_bytes = 0;         // of the raw record
     std::uint64_t charge = 0;             // bytes on disk; 0: unknown
     std::optional<TenantId> tenant = {};  // that it belongs to; empty: unknown
+    bool reported = false;                // see is_reported()
   };
   // The write that needs space: its tenant and bytes.
   struct Need {
@@ -60,6 +61,11 @@ class FsCatalog {
   };
 
   bool holds(const ChunkKey& key) const { return find(key) != kNone; }
+  // True if offers() or begin_read() reported the record as present, or it was inserted as reported. Removals
+  // of other records need not be reported.
+  bool is_reported(const ChunkKey& key) const;
+  // Marks a known record as reported. Returns false if the record is unknown.
+  bool mark_reported(const ChunkKey& key);
   // True if the record is known and not in back-off, so readers may use it.
   bool offers(const ChunkKey& key, Nanos now) const;
   // Returns false if the record was known already; then only its size is updated. If adding a record throws,
@@ -121,6 +127,7 @@ class FsCatalog {
     bool used = false;
     bool touched = false;
     bool unordered = false;
+    mutable bool reported = false;
     std::uint8_t failures = 0;  // consecutive failed reads
     Nanos offered_from{0};      // end of the back-off
     bool has_tenant = false;    // the tenant is known; otherwise it is 0

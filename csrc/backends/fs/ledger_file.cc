@@ -140,6 +140,7 @@ void SpaceLedger::apply_pending(LedgerPage* page) {
   apply_bytes(pending_.certain, pending_.before != page->finished);
   apply_bytes(pending_.uncertain, true);
   page->writes += pending_.writes;
+  page->removals += pending_.removals;
 }
 
 Status SpaceLedger::update(const Change& change) {
@@ -154,10 +155,12 @@ Status SpaceLedger::update_locked(const Change& change) {
     LedgerPage page;
     Status status;
     bool replaced = false;
+    OwnChanges before;
     {
       const PageLock held{ops_, fd_.get()};
       status = read_page(&page);
       if (status) {
+        before = {page.writes, page.removals};
         LedgerSlot* own = claim_slot(&page);
         apply_pending(&page);
         change(page, own);
@@ -171,13 +174,25 @@ Status SpaceLedger::update_locked(const Change& change) {
     }
     if (!status) return status;
     ++version_;
-    own_writes_ += std::exchange(pending_, {}).writes;
+    pending_ = {};
+    own_.writes += page.writes - before.writes;
+    own_.removals += page.removals - before.removals;
     counted_this_boot_ = counted_this_boot_ || (page.trusted != 0 && page.host == host_);
     total_.store(page.total, std::memory_order_relaxed);
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();
   }
   return Status::error(StatusKind::kTimeout, "it is replaced repeatedly", EBUSY, path_);
+}
+
+std::optional<std::uint64_t> SpaceLedger::peek_changes_by_others() {
+  const MutexLock lock(mutex_);  // the page and our own changes match
+  if (!fd_) return std::nullopt;
+  LedgerPage page{};
+  const iovec part{&page, sizeof(page)};
+  const bool read = ops_.preadv(fd_.get(), &part, 1, 0) == static_cast<std::int64_t>(sizeof(page));
+  if (!read || !page.valid()) return std::nullopt;
+  return page.writes - own_.writes + (page.removals - own_.removals);
 }
 
 std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {

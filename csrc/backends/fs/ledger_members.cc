@@ -58,11 +58,11 @@ bool SpaceLedger::is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) {
 Status SpaceLedger::poll(Nanos now, SpaceFigures* figures) {
   hold_presence();
   LedgerPage page;
-  std::uint64_t own_writes = 0;  // matching the page: more may be applied before it is read
+  OwnChanges own;  // matching the page: more may be applied before it is read
   const auto change_and_read = [&](const Change& change) {
     const MutexLock lock(mutex_);
     Status status = update_locked(change);
-    own_writes = own_writes_;
+    own = own_;
     return status;
   };
   if (Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) { page = current; }); !status)
@@ -93,7 +93,7 @@ Status SpaceLedger::poll(Nanos now, SpaceFigures* figures) {
     }
   }
   const MutexLock lock(mutex_);
-  fill_figures(page, own_writes, figures);
+  fill_figures(page, own, figures);
   return Status::ok();
 }
 
@@ -136,8 +136,7 @@ void SpaceLedger::grant(const LedgerRequest& request, std::uint64_t missing, Res
   if (written) reservation->freed_.clear();
 }
 
-void SpaceLedger::fill_figures(const LedgerPage& page, std::uint64_t own_writes,
-                               SpaceFigures* figures) const {
+void SpaceLedger::fill_figures(const LedgerPage& page, const OwnChanges& own, SpaceFigures* figures) const {
   *figures = {};
   const bool counted = page.trusted != 0 && (counted_this_boot_ || page.host == host_);
   figures->state = not_exclusive_ ? SpaceState::kNotExclusive
@@ -147,7 +146,8 @@ void SpaceLedger::fill_figures(const LedgerPage& page, std::uint64_t own_writes,
   figures->reserved = page.reserved();
   figures->doubt = page.doubt;
   figures->writes = page.writes;
-  figures->writes_by_others = page.writes - own_writes;
+  figures->writes_by_others = page.writes - own.writes;
+  figures->removals_by_others = page.removals - own.removals;
   for (const LedgerSlot& slot : page.slots) {
     if (slot.writer == 0) continue;
     figures->writers.push_back(slot.writer);

@@ -142,6 +142,7 @@ std::optional<LedgerRequest> LedgerPage::claim(const LedgerSlot& own, std::uint6
 }
 
 void LedgerPage::grant(std::uint64_t requester, std::uint64_t bytes, bool uncertain) {
+  ++removals;
   if (!subtract_used(bytes, uncertain)) return;
   if (LedgerSlot* slot = find(requester); slot != nullptr) add(slot->credit, bytes);
 }

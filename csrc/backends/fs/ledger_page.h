@@ -57,7 +57,8 @@ struct LedgerPage {
   std::uint64_t finished;  // counts that ended so far
   std::uint64_t host;      // of the process that counted last
   LedgerSlot slots[kSlots];
-  std::uint64_t unused[11];
+  std::uint64_t removals;  // counted files removed here so far; only grows
+  std::uint64_t unused[10];
   std::uint64_t checksum;
 
   bool valid() const;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // OutsideChanges: signs that another program changed a root while servers use it: known records that are
-// missing or incomplete. Readers and the evictor report them; UsageScanner counts the root.
+// missing or incomplete. Readers, the evictor and PeerRecords report them; UsageScanner counts the root.
 //
 // A missing record alone proves nothing while other servers have the root open, because they evict too.
 //
@@ -14,7 +14,7 @@ namespace kv_offload {
 
 class OutsideChanges {
  public:
-  void add_missing() { missing_.fetch_add(1); }
+  void add_missing(std::uint64_t records = 1) { missing_.fetch_add(records); }
   // Running total.
   std::uint64_t missing() const { return missing_.load(); }
   // True if missing records were found that no count has explained yet: the sum of the root may be too high.

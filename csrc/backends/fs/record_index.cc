@@ -144,20 +144,26 @@ void RecordIndex::take_removals(std::vector<TierRemoval>* removals) {
   }
 }
 
+bool RecordIndex::has_removals() const {
+  const MutexLock lock(mutex_);
+  return !removals_.empty();
+}
+
 // Returns true if there are more. REQUIRES: room for kRecordsPerLock in the list.
 bool RecordIndex::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
   std::size_t left = kRecordsPerLock;
+  // Skips keys that were written or found again since. They stay reported, so that their next removal is too.
   for (; left > 0 && !removals_.empty(); --left) {
-    removals->push_back(removals_.front());
+    if (!catalog_.mark_reported(removals_.front().key)) removals->push_back(removals_.front());
     removals_.pop_front();
   }
   while (left > 0 && !dropped_.empty()) {
     DroppedState& oldest = *dropped_.front();
     for (; left > 0 && oldest.reported < oldest.catalog.slots(); --left, ++oldest.reported) {
       const ChunkKey* key = oldest.catalog.key_at(oldest.reported);
-      // Skips a key that was written again since: it was reported as present.
-      if (key != nullptr && !catalog_.holds(*key)) removals->push_back({*key, TierRemoval::Reason::kReset});
+      if (key != nullptr && !catalog_.mark_reported(*key))
+        removals->push_back({*key, TierRemoval::Reason::kReset});
     }
     if (oldest.reported < oldest.catalog.slots()) break;
     reported_.push_back(std::move(dropped_.front()));
@@ -294,7 +300,9 @@ Status RecordIndex::written(const FsCatalog::Record& record, const EntryInfo& en
                             const FsEpochPtr& epoch) {
   const MutexLock lock(mutex_);
   if (epoch != epoch_) return was_reset();
-  catalog_.insert(record, entry_info);
+  FsCatalog::Record reported = record;
+  reported.reported = true;
+  catalog_.insert(reported, entry_info);
   catalog_.read_succeeded(record.key);
   const std::uint64_t mark = declined_mark(chunk_id(record.key), entry_info.request);
   if (declined_[declined_place(mark)] == mark) declined_[declined_place(mark)] = 0;
@@ -303,7 +311,21 @@ Status RecordIndex::written(const FsCatalog::Record& record, const EntryInfo& en
 
 void RecordIndex::remove(const ChunkKey& key, const FsEpochPtr& epoch, TierRemoval::Reason reason) {
   const MutexLock lock(mutex_);
-  if (epoch == epoch_ && catalog_.erase(key)) removals_.push_back({key, reason});
+  const bool reported = catalog_.is_reported(key);
+  if (epoch == epoch_ && catalog_.erase(key)) queue_removal(key, reason, reported);
+}
+
+bool RecordIndex::forget(const ChunkKey& key, const FsEpochPtr& epoch) {
+  const MutexLock lock(mutex_);
+  const bool reported = catalog_.is_reported(key);
+  if (epoch != epoch_ || !catalog_.erase(key)) return false;
+  if (reported) removals_.push_back({key, TierRemoval::Reason::kVanished});
+  return true;
+}
+
+// Removals of unreported records are optional: they only explain later misses.
+void RecordIndex::queue_removal(const ChunkKey& key, TierRemoval::Reason reason, bool reported) {
+  if (reported || removals_.size() < kMostUnreported) removals_.push_back({key, reason});
 }
 
 void RecordIndex::answered(std::span<const ChunkKey> keys) {
@@ -368,8 +390,12 @@ void RecordIndex::put_back(const Victim& victim) {
 
 void RecordIndex::evicted(const Victim& victim) {
   const MutexLock lock(mutex_);
-  if (catalog_.holds(victim.record.key)) return;  // it was written again meanwhile
-  removals_.push_back({victim.record.key, TierRemoval::Reason::kEvicted});
+  const ChunkKey& key = victim.record.key;
+  if (catalog_.holds(key)) {  // written again meanwhile, or a listing found the file before it was removed
+    if (victim.record.reported) catalog_.mark_reported(key);
+    return;
+  }
+  queue_removal(key, TierRemoval::Reason::kEvicted, victim.record.reported);
 }
 
 // ---- scans
@@ -441,6 +467,7 @@ void RecordIndex::adopt_in_order(const FsEpochPtr& epoch, std::span<const FoundR
 
 bool RecordIndex::known_from(const FsEpochPtr& epoch, Slot* slot,
                              std::vector<FsCatalog::Record>* records) const {
+  mutex_.yield_to_waiters();
   const MutexLock lock(mutex_);
   if (epoch != epoch_ || *slot >= catalog_.slots()) return false;
   *slot = catalog_.records_from(*slot, kRecordsPerLock, records);

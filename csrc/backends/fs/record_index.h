@@ -65,6 +65,10 @@ class RecordIndex final : public Catalog {
   // for all holds of one call: this many removals.
   static constexpr std::size_t kMostRemovals = 2048;
   static_assert(kMostRemovals % kRecordsPerLock == 0);
+  // Bound on the waiting removals of records that this process never reported as present. With the others,
+  // whose number is bounded by the records that were known when the removals were last taken, it bounds the
+  // list of an idle engine, which takes none.
+  static constexpr std::size_t kMostUnreported = std::size_t{1} << 16;
 
   // tenants: empty, or as in CacheOptions. Throws InvalidArgument for an unknown policy.
   RecordIndex(const std::string& eviction_policy, const Clock& clock,
@@ -79,6 +83,7 @@ class RecordIndex final : public Catalog {
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+  bool has_removals() const override EXCLUDES(mutex_);  // except those of a reset
 
   // ---- the epoch
   FsEpochPtr epoch() const EXCLUDES(mutex_);  // null: there is none
@@ -133,6 +138,9 @@ class RecordIndex final : public Catalog {
   Status written(const FsCatalog::Record& record, const EntryInfo& entry_info, const FsEpochPtr& epoch)
       EXCLUDES(mutex_);
   void remove(const ChunkKey& key, const FsEpochPtr& epoch, TierRemoval::Reason reason) EXCLUDES(mutex_);
+  // Forgets a record whose file another process removed. Reports it only if this process reported the record
+  // as present. Returns false if the record was unknown.
+  bool forget(const ChunkKey& key, const FsEpochPtr& epoch) EXCLUDES(mutex_);
   // Reports that these keys were looked up: keys that are still unknown were not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
   // Records that the record was declined for this request. Later chunks of the same request are declined too,
@@ -215,6 +223,7 @@ class RecordIndex final : public Catalog {
 
   bool apply_use_batch() EXCLUDES(mutex_);
   bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
+  void queue_removal(const ChunkKey& key, TierRemoval::Reason reason, bool reported) REQUIRES(mutex_);
   // Calls visit(at) for each `at` below `count`, kRecordsPerLock per hold of the lock. Calls prepare() before
   // each hold. Returns false if it ended early: *stop became true, or *epoch (if given) is no longer current.
   template <typename Visit, typename Prepare = void (*)()>

@@ -62,6 +62,34 @@ void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
   }
 }
 
+std::uint64_t forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch, RecordIndex& index,
+                             std::vector<std::size_t> found, const std::vector<bool>& leaves,
+                             std::vector<std::uint32_t>* uncertain, const std::atomic<bool>& stop) {
+  std::sort(found.begin(), found.end());
+  std::uint64_t forgotten = 0;
+  FileInfo info;
+  std::vector<FsCatalog::Record> known;
+  known.reserve(RecordIndex::kRecordsPerLock);
+  for (Slot next = 0; !stop.load() && index.known_from(epoch, &next, &known); known.clear()) {
+    for (const FsCatalog::Record& record : known) {
+      const std::uint32_t leaf = layout::leaf_of(record.key);
+      if (!leaves[leaf] || std::binary_search(found.begin(), found.end(), ChunkKey::Hash{}(record.key))) {
+        continue;
+      }
+      const std::string path = layout::record_path(record.key, record.file_bytes);
+      const int rc = ops.stat(epoch->directory.get(), path, &info);
+      if (rc < 0 && rc != -ENOENT && uncertain != nullptr) uncertain->push_back(leaf);
+      if (rc != -ENOENT || !index.forget(record.key, epoch)) continue;
+      ++forgotten;
+      // It may have been written between the two calls. It stays reported (RecordIndex::take_removals).
+      if (ops.stat(epoch->directory.get(), path, &info) != 0 || !info.is_regular()) continue;
+      const FoundRecord again{record.key, record.file_bytes, info.disk_bytes, 0, info.size};
+      index.adopt_names(epoch, {&again, 1}, true, stop);
+    }
+  }
+  return forgotten;
+}
+
 Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) {
   LeafFound found;
   Status status = scan_leaf(ops_, epoch->directory.get(), leaf, {.names_only = true}, &found);
@@ -158,28 +186,13 @@ bool Scanner::scan(const std::shared_ptr<FsEpoch>& epoch, const CountFor* count,
   return true;
 }
 
-// Forgets the known records whose files are missing. A record that was written after its directory was listed
-// has a file, so it stays.
+// All directories count as listed: a record in an unreadable one has a file, or its state is unknown.
 std::uint64_t Scanner::drop_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
-  std::vector<std::size_t> found_hashes;  // hashes: a collision only leaves a missing record known
-  found_hashes.reserve(found.size());
-  for (const FoundRecord& record : found) found_hashes.push_back(ChunkKey::Hash{}(record.key));
-  std::sort(found_hashes.begin(), found_hashes.end());
-  std::uint64_t dropped = 0;
-  FileInfo info;
-  std::vector<FsCatalog::Record> known;
-  known.reserve(RecordIndex::kRecordsPerLock);
-  for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
-    for (const FsCatalog::Record& record : known) {
-      if (std::binary_search(found_hashes.begin(), found_hashes.end(), ChunkKey::Hash{}(record.key)))
-        continue;
-      const std::string path = layout::record_path(record.key, record.file_bytes);
-      if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
-      records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);
-      ++dropped;
-    }
-  }
-  return dropped;
+  std::vector<std::size_t> hashes;
+  hashes.reserve(found.size());
+  for (const FoundRecord& record : found) hashes.push_back(ChunkKey::Hash{}(record.key));
+  return forget_missing(ops_, scan.own, records_, std::move(hashes), std::vector<bool>(layout::kLeaves, true),
+                        nullptr, stop_);
 }
 
 // Returns the found records that are unknown. They were evicted meanwhile, or another process wrote them;

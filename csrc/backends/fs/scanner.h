@@ -27,6 +27,15 @@ namespace kv_offload {
 void read_tenants(FileOps& ops, const FsEpoch& epoch, const RecordIndex& index,
                   std::span<FoundRecord> records, const std::atomic<bool>& stop);
 
+// Forgets the known records in these leaf directories whose names a listing did not find and whose files are
+// missing. Returns their number. A record that is written at the same time stays known. found: hashes of the
+// keys that were found; a hash collision keeps a missing record known. leaves: by number. uncertain (or
+// null): appends the leaf of each record that stays known because the check of its file failed. Ends early
+// once *stop is true.
+std::uint64_t forget_missing(FileOps& ops, const std::shared_ptr<FsEpoch>& epoch, RecordIndex& index,
+                             std::vector<std::size_t> found, const std::vector<bool>& leaves,
+                             std::vector<std::uint32_t>* uncertain, const std::atomic<bool>& stop);
+
 class Scanner {
  public:
   // All arguments must outlive this object. Scans return soon once `stop` is true.

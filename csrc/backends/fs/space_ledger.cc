@@ -119,6 +119,7 @@ void SpaceLedger::remove(std::uint64_t bytes, Finished before) {
   const MutexLock lock(mutex_);
   if (writer_ == 0 && !fd_) return;
   pending_.add({.removed = bytes}, before);
+  ++pending_.removals;
   (void)update_locked([](LedgerPage&, LedgerSlot*) {});
 }
 
@@ -160,6 +161,7 @@ Status SpaceLedger::reserve(Reservation* reservation, std::uint64_t bytes, std::
     for (const Reservation::Freed& freed : reservation->freed_) {
       if (page.subtract_used(freed.bytes, freed.before != page.finished)) held += freed.bytes;
     }
+    page.removals += reservation->freed_.size();
     own->reserved += held - before;
     if (!answer) return;
     const std::uint64_t others = page.used + std::min(page.reserved() - held, ~page.used);
@@ -207,6 +209,7 @@ void SpaceLedger::settle(Reservation* reservation) noexcept {
   reserved_ -= done.held_;
   evicting_ -= done.evicting_ ? 1 : 0;
   for (const Reservation::Freed& freed : done.freed_) pending_.add({.removed = freed.bytes}, freed.before);
+  pending_.removals += done.freed_.size();
   if (done.used > 0) {
     pending_.add({.appeared = done.used}, done.since_);
     ++pending_.writes;

@@ -55,10 +55,11 @@ enum class SpaceState : std::uint8_t {
 struct SpaceFigures {
   SpaceState state = SpaceState::kUncounted;
   std::uint64_t used = 0, reserved = 0, doubt = 0;
-  std::uint64_t writes_by_others = 0;  // only grows; restarts with a new page
-  std::uint64_t writes = 0;            // by all processes
-  bool alone = false;                  // no other process has the root open
-  std::vector<std::uint64_t> writers;  // all processes that have it open, including this one
+  std::uint64_t writes_by_others = 0;    // only grows; restarts with a new page
+  std::uint64_t removals_by_others = 0;  // files; the same
+  std::uint64_t writes = 0;              // by all processes
+  bool alone = false;                    // no other process has the root open
+  std::vector<std::uint64_t> writers;    // all processes that have it open, including this one
   struct Sharer {
     std::uint64_t id = 0;    // sharer()
     std::uint64_t held = 0;  // bytes of its records
@@ -124,6 +125,10 @@ class SpaceLedger {
   // dead processes.
   Status poll(Nanos now, SpaceFigures* figures);
 
+  // Returns a number that changes when another process has written or removed a record; empty if the page
+  // cannot be read now. Takes no file lock, so another host may see a change late.
+  std::optional<std::uint64_t> peek_changes_by_others() EXCLUDES(mutex_);
+
   std::uint64_t total() const { return total_.load(std::memory_order_relaxed); }
 
   // Returns the bound in use: max_bytes, or less while the file system has no room for that.
@@ -148,7 +153,7 @@ class SpaceLedger {
     };
     Bytes certain, uncertain;  // uncertain: a count that ended may have missed them, or included them already
     Finished before = 0;       // for `certain`
-    std::uint64_t writes = 0;
+    std::uint64_t writes = 0, removals = 0;
     // `finished` only grows on a page: bytes recorded at a lower value than others are uncertain.
     void add(Bytes bytes, Finished of) noexcept;
   };
@@ -182,7 +187,10 @@ class SpaceLedger {
   // ledger_members.cc
   void hold_presence();
   bool is_dead(const LedgerSlot& slot, Nanos now, Fd* presence) EXCLUDES(mutex_);
-  void fill_figures(const LedgerPage& page, std::uint64_t own_writes, SpaceFigures* figures) const
+  struct OwnChanges {
+    std::uint64_t writes = 0, removals = 0;
+  };
+  void fill_figures(const LedgerPage& page, const OwnChanges& own, SpaceFigures* figures) const
       REQUIRES(mutex_);
 
   FileOps& ops_;
@@ -200,7 +208,7 @@ class SpaceLedger {
   std::uint64_t version_ GUARDED_BY(mutex_) = 0;
   std::uint64_t reserved_ GUARDED_BY(mutex_) = 0;
   std::uint64_t evicting_ GUARDED_BY(mutex_) = 0;
-  std::uint64_t own_writes_ GUARDED_BY(mutex_) = 0;
+  OwnChanges own_ GUARDED_BY(mutex_);
   std::uint64_t counts_ GUARDED_BY(mutex_) = 0;
   unsigned overwritten_ GUARDED_BY(mutex_) = 0;        // our changes that other processes overwrote
   bool counted_this_boot_ GUARDED_BY(mutex_) = false;  // the page is from this boot

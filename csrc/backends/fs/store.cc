@@ -94,6 +94,10 @@ void FsStore::maintain() {
   recency_.write_if_due();
 }
 
+void FsStore::watch() {
+  if (!stop_.load()) usage_scanner_.watch();
+}
+
 void FsStore::close() {
   root_.close();
   records_.close();

@@ -45,7 +45,8 @@ UsageScanner::UsageScanner(const Context& context)
       scanner_(context.scanner),
       clock_(context.clock),
       stop_(context.stop),
-      peer_records_(context.root, context.records, context.clock, context.stop) {}
+      peer_records_(context.root, context.records, context.options.watch_removals, context.clock,
+                    context.stop) {}
 
 void UsageScanner::start() {
   SpaceFigures figures;
@@ -75,10 +76,14 @@ void UsageScanner::poll(std::vector<std::string> lost) {
         "this server still reads from it but no longer writes; give each host its own root_dir",
         root_.path));
   }
-  peer_records_.poll(figures.writes_by_others);  // first: records must be known before they can be evicted
+  peer_records_.poll(figures);  // first: records must be known before they can be evicted
   if (is_due(figures)) count(figures);
   update_bound();
   writes_before_ = figures.writes;
+}
+
+void UsageScanner::watch() {
+  if (const auto changes = root_.space->peek_changes_by_others()) peer_records_.watch(*changes);
 }
 
 // Logs one line for everything that was removed together.

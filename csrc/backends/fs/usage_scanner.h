@@ -43,6 +43,8 @@ class UsageScanner {
   void start();
   // lost: files that another program removed since the last poll, and that were created again.
   void poll(std::vector<std::string> lost = {});
+  // Looks for changes of our records by other processes, between two polls.
+  void watch();
 
  private:
   void update_sharers(const SpaceFigures& figures);

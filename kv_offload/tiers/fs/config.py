@@ -59,6 +59,7 @@ class FsTierConfig(EncryptedTierConfig):
     bound_key: ClassVar[str] = "max_bytes"
     option: ClassVar[str] = "disk"
     works_on_several_hosts: ClassVar[bool] = True
+    finds_removals: ClassVar[bool] = True
 
     type: Literal["fs"] = Field(
         default="fs", description="type of the tier; required, as in vLLM's own configuration"

@@ -211,6 +211,38 @@ TEST(EncryptedKeyTierOrderTest, a_removal_before_a_write_does_not_hide_a_later_r
   }
 }
 
+// Reports its record as removed, has it again, and loses it.
+class FoundAgain final : public Recorder {
+ public:
+  explicit FoundAgain(std::vector<TierOp>* ops) : Recorder(ops, nullptr), submitted_(ops) {}
+  void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
+    for (const TierOp& op : *submitted_) removals->push_back({op.key, TierRemoval::Reason::kVanished});
+  }
+  Presence contains(const ChunkKey&) const override { return presence; }
+  Presence presence = Presence::kPresent;
+
+ private:
+  const std::vector<TierOp>* submitted_;
+};
+
+TEST(EncryptedKeyTierOrderTest, a_removal_of_a_present_record_does_not_hide_a_later_removal) {
+  std::vector<TierOp> ops, given(1);
+  auto inner = std::make_unique<FoundAgain>(&ops);
+  FoundAgain& again = *inner;
+  const auto tier = with_encrypted_keys(std::move(inner), keys_of({1}), space_of(1));
+  given[0].kind = OpKind::kWrite;
+  given[0].key = key_of(1);
+  tier->submit(std::move(given));
+  std::vector<Completion> completions;
+  std::vector<TierRemoval> removals;
+  tier->poll(&completions, &removals);
+  EXPECT_TRUE(removals.empty());
+  again.presence = Presence::kAbsent;
+  tier->poll(&completions, &removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals.front().key, key_of(1));
+}
+
 TEST(EncryptedKeyTierOrderTest, the_codec_description_is_passed_through) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;

@@ -479,6 +479,26 @@ def test_one_directory_that_all_hosts_share_is_enough(tmp_path: Path) -> None:
         engine.shutdown()
 
 
+@pytest.mark.parametrize(("setup", "watches"), [(TWO, False), (replace(TWO, hosts=1), True)])
+def test_removals_by_other_servers_are_watched_on_one_host_only(
+    setup: Setup, watches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, watched = specs_spec.KVOffloadSpec._watch_removals, []
+
+    def watch(self: Any, tiers: Any, hosts: Any) -> bool:
+        result = original(self, tiers, hosts)
+        watched.extend(tier.watch_removals for tier in tiers)
+        return result
+
+    monkeypatch.setattr(specs_spec.KVOffloadSpec, "_watch_removals", watch)
+    engine = boot(replace(over_tiers(setup, [tmp_path / "shared"], "2MiB"), events=True))
+    try:
+        assert watched == [watches]
+        assert (engine.manager._waker is not None) is watches
+    finally:
+        engine.shutdown()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_without_its_records_makes_all_prompts_misses(lost: int, roots: list[Path]) -> None:
     asked = prompts(3)

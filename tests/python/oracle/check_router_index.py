@@ -5,9 +5,12 @@ The index equals the listing of host memory and of every tier, and a request for
 it.
 """
 
+import random
 import re
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ adapter.use_specs()
 import toy_tier  # noqa: E402
 from live_root import paths_in, records_in  # noqa: E402
 from vllm.distributed import kv_events  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from oracle.check_oracle import (  # noqa: E402
@@ -35,9 +39,12 @@ from oracle.check_oracle import (  # noqa: E402
 from oracle.check_tiers import toy, with_tiers  # noqa: E402
 from oracle.drive import Driver, Rates  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
+from oracle.idle import IdleLoop  # noqa: E402
 
 DESCRIBING = {"self_describing_kv_events": True}
 SMALL = "128KiB"  # host memory evicts
+WAIT_SECONDS = 240
+SETTLE_SECONDS = 30
 
 
 def described(setup: Setup, blocks: int = 1, **extra: Any) -> Setup:
@@ -89,7 +96,8 @@ class RouterIndex:
 
     def keys(self, medium: str) -> set[bytes]:
         """Returns the keys of the advertised chunks."""
-        return {bytes(base.make_offload_key(block, group)) for group, block in self.held[medium]}
+        held = tuple(self.held[medium])  # another thread may change it
+        return {bytes(base.make_offload_key(block, group)) for group, block in held}
 
     def advertised(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """Returns the length of the longest prefix of ``tokens`` that all groups have, in tokens."""
@@ -123,8 +131,15 @@ def keys_in(root: Path) -> set[bytes]:
 
 
 def check_listing(index: RouterIndex, root: Path | None = None, shelf: dict[str, Any] | None = None) -> None:
-    """Checks that the index is the listing of host memory and of each tier."""
+    """Checks that the index is the listing of host memory and of each tier.
+
+    Waits for files that are still being removed, and for their events.
+    """
     cache = index.engine.manager._cache
+    pause, ends = threading.Event(), time.monotonic() + SETTLE_SECONDS
+    while root is not None and index.keys("STORAGE") != keys_in(root) and time.monotonic() < ends:
+        pause.wait(0.01)
+        index.engine.step_idle()
     assert cache.absent(list(index.keys("CPU"))) == []
     assert len(index.held["CPU"]) == cache.stats()["resident_chunks"]
     if root is not None:
@@ -271,3 +286,73 @@ def test_all_media_describe_a_block_alike_if_events_name_blocks(blocks: int, tmp
     held = engine.manager._cache.stats()["resident_chunks"] * blocks
     assert sum(count for (medium, _), count in index.stored.items() if medium == "CPU") == held
     engine.shutdown()
+
+
+def prompts(engine: Engine, name: str, seed: int, count: int) -> None:
+    """Sends unrelated prompts, and waits for the writes of their chunks."""
+    rng = random.Random(seed)
+    for number in range(count):
+        engine.add(f"{name}-{number}", [rng.randrange(1000) for _ in range(200)], 1)
+        engine.drain()
+        while engine.manager._cache.tier_stats(0)["queued_writes"]:
+            engine.step_idle()
+    engine.step_idle()
+
+
+def until(exact: Callable[[], bool]) -> Iterator[str]:
+    """Yields the one request to an idle server, once its subscriber knows everything."""
+    pause, ends = threading.Event(), time.monotonic() + WAIT_SECONDS
+    while not exact():
+        if time.monotonic() > ends:
+            return
+        pause.wait(0.01)
+    yield "exact"
+
+
+def test_an_idle_server_publishes_what_another_server_evicts(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    setup = with_disk(described(FULL), root, max_bytes="1MiB")
+    idle = boot(setup)
+    index = RouterIndex(idle)
+    prompts(idle, "idle", 1, 10)
+    other = boot(setup, idle.model_dir)
+    prompts(other, "other", 2, 40)
+    before = index.keys("STORAGE")
+    assert before - keys_in(root), "the other server evicted nothing"
+
+    loop = IdleLoop(idle, until(lambda: index.keys("STORAGE") <= keys_in(root)))
+    assert loop.next() == "exact"
+    assert loop.steps < 100, "an idle server must not keep stepping"
+    for _ in range(2):  # the waker may have seen the last removals while a step took them
+        idle.step_idle()
+    assert not idle.manager.has_pending_work(), "an idle server must not keep stepping"
+    assert index.keys("STORAGE") == before & keys_in(root), "only evicted chunks were removed"
+    for engine in (idle, other):
+        engine.shutdown()
+
+
+def test_a_paused_server_publishes_removals_after_it_resumes(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    setup = with_disk(described(FULL), root, max_bytes="1MiB")
+    paused = boot(setup)
+    index = RouterIndex(paused)
+    prompts(paused, "idle", 1, 10)
+    other = boot(setup, paused.model_dir)
+    prompts(other, "other", 2, 40)
+    before = index.keys("STORAGE")
+    woken = threading.Event()
+
+    def source() -> Iterator[str]:
+        assert woken.wait(WAIT_SECONDS)
+        yield "resume"
+        yield from until(lambda: index.keys("STORAGE") <= keys_in(root))
+
+    paused.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    loop = IdleLoop(paused, source(), on_message=woken.set)
+    assert loop.next() == "resume"
+    assert loop.steps == 0, "a paused server must not step"
+    assert index.keys("STORAGE") == before
+    paused.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert loop.next() == "exact"
+    for engine in (paused, other):
+        engine.shutdown()

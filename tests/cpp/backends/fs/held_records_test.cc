@@ -93,6 +93,12 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
     records_.apply_uses();
     for (std::uint64_t i = 0; i < count; i += 10)
       records_.remove(held_key(i), epoch, TierRemoval::Reason::kCorrupt);
+    std::uint64_t known = 0;
+    std::vector<FsCatalog::Record> records;
+    records.reserve(RecordIndex::kRecordsPerLock);
+    for (Slot next = 0; records_.known_from(epoch, &next, &records); records.clear()) known += records.size();
+    EXPECT_EQ(known, count - (count + 9) / 10);
+    for (std::uint64_t i = 5; i < count; i += 10) EXPECT_TRUE(records_.forget(held_key(i), epoch));
     EXPECT_LT(steps_of([&] { records_.reset(); }), kMostSteps);
     std::vector<TierRemoval> removals;
     for (std::size_t before = 1; before != removals.size();) {

@@ -80,13 +80,19 @@ TEST(LetInTest, a_waiting_thread_gets_the_lock_before_the_next_piece_of_a_long_l
   });
   const std::atomic<bool> to_the_end{false};
   std::shared_ptr<FsEpoch> of;
-  const std::array<std::function<void()>, 3> long_lists{
+  const std::array<std::function<void()>, 4> long_lists{
       [&] { records.adopt_names(epoch, found, true, to_the_end); },
       [&] {
         records.used(uses);
         records.apply_uses();
       },
       [&] { EXPECT_EQ(records.take_touched(&of).size(), kCount); },
+      [&] {
+        std::vector<FsCatalog::Record> known;
+        for (Slot next = 0; records.known_from(epoch, &next, &known);) {
+        }
+        EXPECT_EQ(known.size(), kCount);
+      },
   };
   for (std::size_t i = 0; i < long_lists.size(); ++i) {
     turns.begin();

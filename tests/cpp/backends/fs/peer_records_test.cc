@@ -2,7 +2,10 @@
 // Two processes share one root: each finds the other's records without a restart.
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+
 #include "backends/fs/root.h"
+#include "backends/fs/space_ledger.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -57,6 +60,39 @@ TEST_F(FsPeerRecordsTest, a_record_evicted_by_the_other_is_a_miss_and_not_a_fail
   ASSERT_TRUE(fs::remove(path_of(root_, 1)));
   EXPECT_EQ(other.read(1).kind(), StatusKind::kNotFound);
   EXPECT_FALSE(other.has(1));
+}
+
+TEST_F(FsPeerRecordsTest, a_removal_is_noticed_before_the_next_upkeep) {
+  FakeClock clock;  // no upkeep is due
+  FsTierOptions watching = options_for(root_);
+  watching.clock = &clock;
+  watching.watch_removals = true;
+  TierUser one(options_for(root_)), other(watching);
+  one.wait_for_scan();
+  other.wait_for_scan();
+  ASSERT_TRUE(other.write(1));
+  EXPECT_FALSE(other.tier().has_removals());
+  const fs::path path = path_of(root_, 1);
+  const std::uint64_t bytes = du(path.string());
+  ASSERT_TRUE(fs::remove(path));
+  int error = 0;
+  const Fd root = open_fd(posix_file_ops(), AT_FDCWD, root_, kOpenDirectory, 0, &error);
+  SpaceLedger command(posix_file_ops(), root.get(), root_);
+  command.remove(bytes, command.finished());
+  clock.advance(std::chrono::milliseconds(500));
+  EXPECT_TRUE(other.until([&] { return other.tier().has_removals(); }));
+  EXPECT_TRUE(other.until([&] { return other.removed(TierRemoval::Reason::kVanished) == 1; }));
+  EXPECT_FALSE(other.tier().has_removals());
+}
+
+TEST_F(FsPeerRecordsTest, a_tier_without_kv_events_wakes_no_idle_engine) {
+  FsTierOptions full = options_for(root_, std::uint64_t{1} << 20);
+  TierUser user(full);
+  user.wait_for_scan();
+  for (std::uint32_t i = 0; i < 300; ++i) user.start(OpKind::kWrite, i, {8192});
+  ASSERT_TRUE(user.until([&] { return user.tier().stats().queued_writes == 0; }));
+  EXPECT_FALSE(user.tier().has_removals());
+  EXPECT_GT(user.removed(TierRemoval::Reason::kEvicted), 0u);
 }
 
 TEST_F(FsPeerRecordsTest, records_of_another_namespace_are_not_found) {

@@ -155,6 +155,95 @@ TEST_F(RecordIndexTest, a_record_that_was_written_again_is_not_reported_as_evict
   EXPECT_TRUE(has(1));
 }
 
+TEST_F(RecordIndexTest, an_idle_engine_waits_with_a_bounded_number_of_removals) {
+  const auto own = epoch(1);
+  begin(own);
+  const std::atomic<bool> go_on{false};
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, own));
+  constexpr std::uint32_t kMany = RecordIndex::kMostUnreported + 1000;
+  // Records of other servers, which this server evicts for a third one.
+  for (std::uint32_t i = 2; i < kMany; ++i) {
+    const std::vector<FoundRecord> found{{key_of(i), 8192, 8192, 0}};
+    records_.adopt_names(own, found, true, go_on);
+    records_.remove(key_of(i), own, TierRemoval::Reason::kEvicted);
+  }
+  EXPECT_TRUE(has(1));
+  records_.remove(key_of(1), own, TierRemoval::Reason::kEvicted);
+  std::size_t all = 0;
+  std::vector<TierRemoval> removals;
+  for (records_.take_removals(&removals); !removals.empty(); records_.take_removals(&removals)) {
+    all += removals.size();
+    removals.clear();
+  }
+  EXPECT_EQ(all, RecordIndex::kMostUnreported + 1) << "that of the reported record too";
+}
+
+TEST_F(RecordIndexTest, a_record_that_another_process_removed_is_reported_if_it_was_reported_as_present) {
+  const auto own = epoch(1);
+  begin(own);
+  const std::atomic<bool> go_on{false};
+  const std::vector<FoundRecord> found{{key_of(1), 8192, 8192, 0}, {key_of(2), 8192, 8192, 0}};
+  records_.adopt_names(own, found, true, go_on);
+  EXPECT_TRUE(has(2));
+  EXPECT_TRUE(records_.written({key_of(3), 8192}, {}, own));
+  EXPECT_FALSE(records_.forget(key_of(4), own)) << "unknown";
+  EXPECT_FALSE(records_.forget(key_of(1), epoch(1))) << "of another epoch";
+  for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.forget(key_of(number), own));
+  EXPECT_TRUE(records_.has_removals());
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  EXPECT_FALSE(records_.has_removals());
+  ASSERT_EQ(removals.size(), 2u);
+  EXPECT_EQ(removals[0].key, key_of(2));
+  EXPECT_EQ(removals[1].key, key_of(3));
+  EXPECT_EQ(removals[1].reason, TierRemoval::Reason::kVanished);
+}
+
+TEST_F(RecordIndexTest, an_eviction_that_failed_does_not_forget_that_the_record_was_reported_as_present) {
+  const auto own = epoch(1);
+  begin(own);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, own));
+  records_.put_back(*records_.take_victim());
+  EXPECT_TRUE(records_.forget(key_of(1), own));
+  EXPECT_TRUE(records_.has_removals());
+}
+
+TEST_F(RecordIndexTest, a_record_that_a_listing_finds_during_its_eviction_is_reported_when_it_is_forgotten) {
+  const auto own = epoch(1);
+  begin(own);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, own));
+  const auto victim = records_.take_victim();
+  ASSERT_TRUE(victim);
+  records_.adopt_names(own, found(1, 1), true, go_on_);  // before its file is removed
+  records_.evicted(*victim);
+  EXPECT_FALSE(records_.has_removals()) << "an idle engine would be woken";
+  EXPECT_TRUE(records_.forget(key_of(1), own));
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals.front().key, key_of(1));
+}
+
+TEST_F(RecordIndexTest, a_record_that_is_found_again_before_its_removal_was_taken_stays_reported) {
+  const auto own = epoch(1), later = epoch(2);
+  begin(own);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, own));
+  std::vector<TierRemoval> removals;
+  EXPECT_TRUE(records_.forget(key_of(1), own));
+  records_.adopt_names(own, found(1, 1), true, go_on_);
+  records_.take_removals(&removals);
+  EXPECT_TRUE(removals.empty());
+  records_.drop(own);  // the same after a reset
+  begin(later);
+  records_.adopt_names(later, found(1, 1), true, go_on_);
+  records_.take_removals(&removals);
+  EXPECT_TRUE(removals.empty());
+  EXPECT_TRUE(records_.forget(key_of(1), later));
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals.front().key, key_of(1));
+}
+
 TEST_F(RecordIndexTest, a_directory_that_could_not_be_read_is_looked_up_again_later) {
   begin(epoch(1), Extent::kSome);
   const std::vector<ChunkKey> keys = {key_of(1)};
