@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up everything that the tests need, then runs all of them:
+# Sets up everything that the tests need, then runs them:
 #
 #   bash tests/run.sh                 the stages that find most faults: half an hour on two cores, cold compiler cache
 #   bash tests/run.sh --all           all stages, as public CI runs them for each pull request, there side by side
@@ -11,8 +11,8 @@
 # GPU. All created files are inside the checkout: .venv, .cache, build. Stages, in order; * needs --all or its name:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     * the core's tests that start threads and the CUDA copier, under ThreadSanitizer of g++ (Python does not
-#            start with clang's preloaded); without --long, not the files in not_under_tsan
+#   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
+#            preloaded); without --long, not the files in not_under_tsan
 #   fuzz     * libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
@@ -20,6 +20,7 @@
 #            one with ThreadSanitizer
 #   cuda     the CUDA copier on the fake CUDA runtime, with AddressSanitizer and UndefinedBehaviorSanitizer; with nvcc,
 #            the copier and torch's operators for CUDA are compiled too
+#   cuda_tsan  * the CUDA copier on the fake CUDA runtime, with ThreadSanitizer
 #   python   tests/python (bindings, configuration, layers, the contract of each vLLM release, the byte oracle under
 #            the installed one)
 #   releases * the byte oracle and all other checks under the other supported vLLM releases
@@ -35,10 +36,10 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 jobs=${JOBS:-$(nproc)}
-all="asan tsan fuzz lint cpp oracle cuda mutants python releases wheel e2e"
-stages="asan lint cpp cuda python wheel e2e"
-declare -A share=([packages]=45 [python-packages]=170 [asan]=700 [tsan]=450 [fuzz]=110 [lint]=20 [cpp]=170 [oracle]=180
-  [cuda]=200 [mutants]=3000 [pytest]=1200) # seconds on two cores, with the usual concurrent work
+all="asan tsan fuzz lint cpp oracle cuda cuda_tsan mutants python releases wheel e2e"
+stages="asan tsan lint cpp cuda python wheel e2e"
+declare -A share=([packages]=45 [python-packages]=170 [asan]=400 [tsan]=300 [fuzz]=110 [lint]=20 [cpp]=210 [oracle]=180
+  [cuda]=120 [cuda_tsan]=100 [mutants]=3000 [pytest]=900) # seconds on two cores, with the usual concurrent work
 if [ "${1:-}" = --all ]; then
   shift
   stages=${all/mutants /}
@@ -170,9 +171,7 @@ build() { # PRESET, targets, more CMake options...
 fake_cuda=tests/cpp/fake_cuda/run.sh
 
 stage_asan() { build asan kv_offload_tests && ctest --preset asan -j "$jobs"; }
-stage_tsan() {
-  build tsan kv_offload_tests && ctest --preset tsan -j "$jobs" && bash "$fake_cuda" --sanitize thread --seeds 1
-}
+stage_tsan() { build tsan kv_offload_tests && ctest --preset tsan -j "$jobs"; }
 stage_lint() {
   local status=0 types
   .venv/bin/mypy >build/mypy.log 2>&1 & # takes as long as all other checks together
@@ -251,6 +250,7 @@ stage_fuzz() {
   for target in fuzz_payload fuzz_record fuzz_root fuzz_frame; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
   return $status
 }
+stage_cuda_tsan() { bash "$fake_cuda" --sanitize thread --seeds 1; }
 stage_cuda() {
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
     bash "$fake_cuda" --seeds 20 || return
