@@ -12,6 +12,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tier/epoch_registry.h"
+
 namespace kv_offload {
 namespace {
 
@@ -73,7 +75,7 @@ class AllHostsTier final : public Tier {
   void used(const TierUses& uses) override {
     for (const PartOfTier& part : parts_) part.tier->used(uses);
   }
-  Status reset() override;
+  Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   std::vector<TierPart> parts() const override;
   std::string codec_reason() const override { return parts_.front().tier->codec_reason(); }
@@ -562,12 +564,14 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
   parts_.front().tier->prefetch_presence(std::move(keys), order);
 }
 
-Status AllHostsTier::reset() {
+Status AllHostsTier::reset(std::uint64_t startup_id) {
+  // One id for all hosts, so that engines that start later find equal epochs.
+  if (startup_id == 0) startup_id = EpochRegistry::new_id();
   cancel_held();  // an op belongs to the epoch in which it was submitted
   missing_.clear();
   postponed_.clear();
   std::vector<Status> ended(parts_.size());
-  for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(); });
+  for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(startup_id); });
   reset_ended_wait_ |= awaits_epoch_;
   awaits_epoch_ = epochs_differ_ = false;  // each host begins an epoch of this engine alone
   return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {

@@ -2,29 +2,21 @@
 #include "hosts/open_tiers.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/status.h"
-#include "hosts/frame.h"
+#include "tier/epoch_registry.h"
 
 namespace kv_offload {
 namespace {
 
 constexpr int kMostRounds = 8;  // more than two only if other engines begin epochs at the same time
 
-std::uint64_t new_id() {
-  const auto bytes = random_bytes();
-  std::uint64_t id = 0;
-  std::memcpy(&id, bytes.data(), sizeof id);
-  return std::max<std::uint64_t>(id, 1);
-}
-
 // Returns the same id for the same epochs: engines that start at once, and find each other's, then agree.
 std::uint64_t next_id(const std::vector<std::vector<std::uint64_t>>& ids, std::size_t tier) {
   std::uint64_t mixed = 0;
   for (const auto& of_host : ids) {
-    if (of_host[tier] == 0) return new_id();
+    if (of_host[tier] == 0) return EpochRegistry::new_id();
     mixed = (mixed ^ of_host[tier]) * 0x9E3779B97F4A7C15;
     mixed ^= mixed >> 32;
   }
@@ -62,7 +54,7 @@ double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
                         const std::function<Tiers(const std::vector<EpochChoice>& epochs)>& open_own,
                         const std::string& text, const OpenOptions& options) {
-  std::vector<EpochChoice> own_choices(tiers, {new_id(), false, 0});
+  std::vector<EpochChoice> own_choices(tiers, {EpochRegistry::new_id(), false, 0});
   std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
   std::vector<bool> awaits_epoch(tiers);
@@ -85,7 +77,7 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       });
       // If all hosts agree on a tier, the next round opens the same epoch. If a store loses it meanwhile, it
       // gets an unused id.
-      const std::uint64_t next = is_same ? new_id() : next_id(ids, tier);
+      const std::uint64_t next = is_same ? EpochRegistry::new_id() : next_id(ids, tier);
       for (std::size_t host = 0; host < choices.size(); ++host)
         choices[host][tier] = {next, !is_same, ids[host][tier]};
       own_choices[tier] = {next, !is_same, own_ids[tier]};

@@ -251,6 +251,7 @@ Bytes encode(const TierReset& frame) {
   Bytes body;
   put(&body, frame.tier);
   put(&body, frame.epoch);
+  put(&body, frame.startup_id);
   return body;
 }
 
@@ -259,6 +260,7 @@ std::optional<TierReset> decode_reset(ByteSpan body) {
   TierReset frame;
   frame.tier = input.number<std::uint8_t>();
   frame.epoch = input.number<std::uint64_t>();
+  frame.startup_id = input.number<std::uint64_t>();
   return unless_bad(input, frame);
 }
 

@@ -63,7 +63,8 @@ struct TierUsesFrame {
 };
 struct TierReset {
   std::uint8_t tier = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t epoch = 0;       // number of resets that the scheduler has sent; never 0
+  std::uint64_t startup_id = 0;  // see Tier::reset
 };
 
 // ---- from the host

@@ -93,7 +93,8 @@ class RecordStore {
 
   // ---- any thread; never waits
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
-  virtual void forget() = 0;
+  // `startup_id`: see Tier::reset.
+  virtual void forget(std::uint64_t startup_id) = 0;
   virtual void stop() {}  // makes slow calls give up soon
   // Releases locks and connections. No op can arrive after this call.
   virtual void close() = 0;

@@ -201,8 +201,10 @@ class Tier {
   // could not yet hide the records from processes started later. This process has still forgotten them. The
   // tier retries on its own and accepts no records (kUnavailable, writable is false) until it succeeds; the
   // caller does not need to retry. A tier that other processes fill may be unable to reset; it then serves no
-  // more records to this process.
-  virtual Status reset() = 0;
+  // more records to this process. `startup_id`: the id of the epoch for processes that start later, on all
+  // hosts of the engine (EpochChoice); 0: the tier chooses one. Tiers whose epoch is made by the next process
+  // that starts ignore it. Never pass the same id to two resets of a tier.
+  virtual Status reset(std::uint64_t startup_id = 0) = 0;
   virtual TierStats stats() const = 0;
   // Returns the tiers of all hosts, the scheduler's first; empty for the tier of one host.
   virtual std::vector<TierPart> parts() const { return {}; }

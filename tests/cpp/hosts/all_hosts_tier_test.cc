@@ -49,7 +49,8 @@ class PlayedTier final : public Tier {
     asked.insert(asked.end(), keys.begin(), keys.end());
   }
   void touch(const ChunkKey&) override {}
-  Status reset() override {
+  Status reset(std::uint64_t startup_id) override {
+    startup_ids.push_back(startup_id);
     if (on_reset) on_reset();
     return reset_status;
   }
@@ -82,6 +83,7 @@ class PlayedTier final : public Tier {
   std::vector<TierRemoval> removed;
   std::map<ChunkKey, Presence> presence;
   std::vector<ChunkKey> asked;
+  std::vector<std::uint64_t> startup_ids;  // of the resets
   TierStats figures;
   Status reset_status;
   double seconds_per_byte = 0;
@@ -725,6 +727,16 @@ TEST_F(AllHostsTierTest, without_a_common_epoch_nothing_is_looked_up_or_read) {
   EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
   tier_->prefetch_presence({key_}, KeyOrder::kNone);
   EXPECT_EQ(part_[0]->asked.size(), 1u);
+}
+
+TEST_F(AllHostsTierTest, a_reset_has_one_id_for_all_hosts_and_the_next_one_another) {
+  for (int reset = 0; reset < 2; ++reset) EXPECT_TRUE(tier_->reset().is_ok());
+  const std::vector<std::uint64_t>& ids = part_[0]->startup_ids;
+  EXPECT_EQ(part_[1]->startup_ids, ids);
+  ASSERT_EQ(ids.size(), 2u);
+  EXPECT_NE(ids[0], 0u);
+  EXPECT_NE(ids[1], 0u);
+  EXPECT_NE(ids[0], ids[1]);
 }
 
 TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission_did_not_throw) {

@@ -358,6 +358,96 @@ TYPED_TEST(SharedStores, a_reset_separates_the_engine_from_the_next_one) {
   this->expect_usable();
 }
 
+TYPED_TEST(SharedStores, a_reset_leaves_the_hosts_in_one_epoch_that_later_engines_use_as_it_is) {
+  for (const bool is_common : {true, false}) {
+    this->has_common_store_ = is_common;
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    ASSERT_TRUE(this->tier_->reset().is_ok());
+    const std::string left[] = {this->epoch(0), this->epoch(1)};
+    EXPECT_EQ(EpochRegistry::id_of(left[0]), EpochRegistry::id_of(left[1]));
+    EXPECT_NE(left[0], left[1]);
+    ASSERT_TRUE(this->write(2).is_ok());
+    this->stop();
+    ++this->weights;
+    this->is_read_only_ = true;
+    this->start();
+    EXPECT_FALSE(this->has(1)) << "written before the reset";
+    EXPECT_FALSE(this->has(2)) << "written by the engine that was reset";
+    this->stop();
+    this->is_read_only_ = false;
+    this->start();
+    EXPECT_FALSE(this->has(1));
+    EXPECT_FALSE(this->has(2));
+    ASSERT_TRUE(this->write(3).is_ok());
+    EXPECT_EQ(this->epoch(0), left[0]);
+    EXPECT_EQ(this->epoch(1), left[1]);
+    this->stop();
+    this->is_read_only_ = true;
+    this->start();
+    EXPECT_TRUE(this->has(3));
+    EXPECT_TRUE(this->read(3).is_ok());
+    this->stop();
+    this->is_read_only_ = false;
+    this->store(1).kill();
+    this->store(1).start();
+  }
+}
+
+TYPED_TEST(SharedStores, two_resets_leave_two_epochs) {
+  this->start();
+  ASSERT_TRUE(this->tier_->reset().is_ok());
+  const std::string first = this->epoch(0);
+  ASSERT_TRUE(this->tier_->reset().is_ok());
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(first));
+  EXPECT_EQ(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+}
+
+// Resets of two engines that overlap, so that their order differs from host to host.
+TYPED_TEST(SharedStores, resets_of_two_engines_in_another_order_on_each_host_do_not_agree) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  const auto reset = [&](std::uint32_t host, std::uint64_t id) {
+    const auto tier = this->open_alone(host);
+    EXPECT_TRUE(tier->reset(id).is_ok());
+    tier->close();
+  };
+  reset(0, 70);
+  reset(1, 80);
+  reset(1, 70);
+  reset(0, 80);
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+  this->stop();
+  ++this->weights;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, a_store_that_does_not_respond_during_a_reset_gets_another_epoch_than_the_others) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  const std::string before = this->epoch(1);
+  this->store(1).fail_resets(true);
+  EXPECT_FALSE(this->tier_->reset().is_ok());
+  EXPECT_EQ(this->epoch(1), before);
+  this->store(1).fail_resets(false);
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().writable; }));
+  EXPECT_NE(this->epoch(1), before);
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+  this->stop();
+  ++this->weights;
+  this->is_read_only_ = true;
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              HasSubstr("the stores of the hosts have no common epoch"));
+  this->stop();
+  this->is_read_only_ = false;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
 TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
   this->start();
   ASSERT_TRUE(this->write(1).is_ok());

@@ -80,7 +80,7 @@ TEST(TierFrames, arrive_as_they_were_sent) {
   EXPECT_EQ(arrives(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}, decode_lookup).keys.at(0), key_of(1));
   EXPECT_EQ(arrives(TierUsesFrame{1, true, {{key_of(1), some_info()}}}, decode_uses).uses.at(0).key,
             key_of(1));
-  EXPECT_EQ(arrives(TierReset{1, 2}, decode_reset).epoch, 2u);
+  EXPECT_EQ(arrives(TierReset{1, 2, 3}, decode_reset).startup_id, 3u);
   EXPECT_EQ(arrives(TierResults{1, {{1, StatusKind::kCorrupt, -5, 6, 0.5, 1.5}}}, decode_results)
                 .results.at(0)
                 .error_number,
@@ -135,7 +135,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   add(FrameType::kCancel, encode(TierCancel{1, {4, 5}}));
   add(FrameType::kLookup, encode(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}));
   add(FrameType::kUses, encode(TierUsesFrame{1, true, {{key_of(1), some_info()}}}));
-  add(FrameType::kReset, encode(TierReset{1, 2}));
+  add(FrameType::kReset, encode(TierReset{1, 2, 3}));
   return frames;
 }
 
@@ -146,7 +146,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
 // Never change the digest of a number that a release has. A frame type without a sample fails
 // too: add one to sample_frames().
 TEST(TierFrames, another_encoding_has_another_protocol_number) {
-  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8}};
+  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8}, {4, 0x634a4fb1732e795d}};
   FrameWriter writer(KeyedHash::Hash{1});
   Bytes all = make_greeting(HostNonce{2});
   const Bytes answer = make_answer(HostSecret{3}, HostNonce{4}, HostNonce{5});

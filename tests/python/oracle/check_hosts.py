@@ -434,7 +434,12 @@ def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any])
     settle(engine)
     assert engine.reset(running=True)
     assert ask_again(engine, asked) == [0, 0]
-    engine = restarted(engine)
+    settle(engine)
+    engine.shutdown()
+    reader = boot(over_tier(TWO, {**redis, "write_policy": "read_only"}, "2MiB"), engine.model_dir)
+    assert ask_again(reader, asked) == [0, 0]
+    reader.shutdown()
+    engine = boot(engine.setup, engine.model_dir)
     try:
         assert ask_again(engine, asked) == [0, 0], "records of the engine that was reset"
         engine = restarted(engine)
