@@ -277,10 +277,10 @@ void HostTiers::Impl::execute(ClosedTiers& order) {
 
 void HostTiers::Impl::execute(NewTiers& order) {
   close_slots();
-  TiersOpened opened;
-  opened.round = order.round;
+  TiersOpened frame;
+  frame.round = order.round;
   for (auto& tier : order.tiers) {
-    opened.epochs.push_back(opened_epoch(*tier));
+    frame.tiers.push_back(opened(*tier));
     slots.emplace_back().tier = std::move(tier);
   }
   {
@@ -288,7 +288,7 @@ void HostTiers::Impl::execute(NewTiers& order) {
     num_tiers = slots.size();
     num_tenants = order.tenants;
   }
-  make(FrameType::kTiersOpened, opened);
+  make(FrameType::kTiersOpened, frame);
   for (std::uint8_t tier = 0; tier < slots.size(); ++tier) report_state(tier, true);
 }
 

@@ -91,11 +91,18 @@ void EpochRegistry::set_start(const std::string& name) {
   remember(name, &starts_);
 }
 
-void EpochRegistry::start_with(const std::string& stored, const std::string& replaced) {
+void EpochRegistry::start_with(const std::string& stored, const std::string& replaced,
+                               const Status& fetched) {
   const MutexLock lock(mutex_);
+  if (!fetched) start_problem_ = fetched.message();
   remember(replaced, &starts_);
   set_start(stored);
   if (!stored.empty()) epoch_ = std::make_shared<Named>(stored);
+}
+
+std::string EpochRegistry::start_problem() const {
+  const MutexLock lock(mutex_);
+  return epoch_ == nullptr && resets_ == 0 ? start_problem_ : std::string();
 }
 
 std::string EpochRegistry::startup_epoch() const {

@@ -62,8 +62,11 @@ class EpochRegistry {
   static const std::string& name_of(const EpochPtr& epoch);
 
   // Sets the name that the store had at our start; empty: none, and begin() sets one later. `replaced`: the
-  // name that we replaced by it, or empty; our resets end it too.
-  void start_with(const std::string& stored, const std::string& replaced = {}) EXCLUDES(mutex_);
+  // name that we replaced by it, or empty; our resets end it too. `fetched`: status of the fetch of `stored`.
+  void start_with(const std::string& stored, const std::string& replaced = {},
+                  const Status& fetched = Status::ok()) EXCLUDES(mutex_);
+  // Returns how that fetch failed, as long as there has been no epoch since. Else empty.
+  std::string start_problem() const EXCLUDES(mutex_);
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);
@@ -105,6 +108,7 @@ class EpochRegistry {
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;      // calls of forget()
   std::uint64_t startup_id_ GUARDED_BY(mutex_) = 0;  // of the last reset; 0: none, or it was used
   bool diverged_ GUARDED_BY(mutex_) = false;
+  std::string start_problem_ GUARDED_BY(mutex_);
   std::deque<std::string> ended_ GUARDED_BY(mutex_);  // the last epochs that our resets ended
 };
 

@@ -75,6 +75,7 @@ class ThreadPoolTier final : public Tier {
   void used(const TierUses& uses) override { shared_->catalog().used(uses); }
   Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
+  std::string epoch_problem() const override { return shared_->store->epoch_problem(); }
   std::string codec_reason() const override {
     return shared_->compression ? shared_->compression->reason() : std::string();
   }

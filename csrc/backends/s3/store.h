@@ -32,6 +32,7 @@ class S3Store final : public RecordStore {
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
+  std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
   void stop() override;
   void close() override { client_.close(); }

@@ -17,6 +17,7 @@ namespace kv_offload {
 namespace {
 
 using namespace testing;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 class HostTiersTest : public TwoHosts {};
@@ -780,6 +781,45 @@ class GatedTier : public Tier {
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
 };
+
+// A tier whose store does not respond.
+class SilentTier final : public GatedTier {
+ public:
+  explicit SilentTier(std::string problem) : problem_(std::move(problem)) {}
+  TierStats stats() const override {
+    TierStats stats;
+    stats.readable = stats.writable = false;
+    return stats;
+  }
+  std::string epoch_problem() const override { return problem_; }
+
+ private:
+  const std::string problem_;
+};
+
+class SilentHosts : public TwoHosts {
+ protected:
+  ~SilentHosts() override { stop(); }
+  std::unique_ptr<Tier> open_part(std::uint32_t, EpochChoice) override {
+    return std::make_unique<SilentTier>(reason_);
+  }
+  std::string reason_;
+};
+
+// A Redis server chooses the text of its errors. vLLM's log is UTF-8.
+TEST_F(SilentHosts, the_reason_of_a_store_is_logged_as_printable_text_of_limited_length) {
+  reason_ = "bad\xff\nline" + std::string(2 * kMostEpochProblem, 'x');
+  start();
+  const std::string cut = "bad??line" + std::string(kMostEpochProblem - 9, 'x');
+  EXPECT_THAT(
+      links_->take_events(),
+      ElementsAre(HasSubstr(fmt::format("on the host of rank 0 ({0}), the host of rank 1 ({0}). ", cut))));
+}
+
+TEST_F(SilentHosts, a_host_without_a_reason_is_named_alone) {
+  start();
+  EXPECT_THAT(links_->take_events(), ElementsAre(HasSubstr("on the host of rank 0, the host of rank 1. ")));
+}
 
 class PlayedHostTiers : public TwoHosts {
  protected:

@@ -107,6 +107,27 @@ TEST(EpochRegistryTest, a_missing_name_does_not_get_the_id_of_a_reset) {
   EXPECT_EQ(epochs.name_if_missing({}, &known), kept) << "the store lost it";
 }
 
+TEST(EpochRegistryTest, the_reason_for_a_missing_epoch_is_known_until_there_is_one) {
+  const Status failed = Status::error(StatusKind::kTimeout, "no answer");
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  EXPECT_EQ(epochs.start_problem(), "");
+  EpochRegistry found;
+  found.start_with("", {}, failed);
+  EXPECT_EQ(found.start_problem(), "no answer");
+  ASSERT_TRUE(found.begin(
+      [](std::string* stored) {
+        *stored = kFirst;
+        return Status::ok();
+      },
+      [](const std::string&) { return Status::ok(); }));
+  EXPECT_EQ(found.start_problem(), "");
+  EpochRegistry reset;
+  reset.start_with("", {}, failed);
+  reset.forget();
+  EXPECT_EQ(reset.start_problem(), "") << "the tier waits for another reason";
+}
+
 // ---- the start of an engine on several hosts
 
 TEST(EpochRegistryTest, a_reset_also_ends_the_epoch_that_was_replaced_at_the_start) {
