@@ -189,7 +189,7 @@ class Nothing final : public Tier {
   }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
   void touch(const ChunkKey&) override {}
-  Status reset() override { return Status::ok(); }
+  Status reset(std::uint64_t) override { return Status::ok(); }
   TierStats stats() const override { return {}; }
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }

@@ -171,7 +171,7 @@ class EndlessStore final : public RecordStore, public Catalog {
   void maintain() override {}
   Status begin_epoch() override { return Status::ok(); }
   EpochPtr epoch() const override { return epoch_; }
-  void forget() override {}
+  void forget(std::uint64_t) override {}
   void close() override {}
   void figures(TierStats*) const override {}
   Catalog* catalog() override { return this; }

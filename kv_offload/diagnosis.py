@@ -21,6 +21,11 @@ _STUCK_SECONDS = 10.0
 _MANY_DROPPED = 0.05  # share of the bytes to be written
 
 HOST_MEMORY = "cpu"  # the label of host memory among the tiers
+_DIFFERENT_EPOCHS = (
+    "when the stores of all hosts respond, restart this server, or reset it (POST "
+    "/reset_prefix_cache?reset_external=true); if its write_policy is read_only, restart a server that "
+    "writes first"
+)
 _NOT_WRITTEN = (
     "the tier is full, or too slow for all new chunks: set write_policy reuse:2, or use a faster device"
 )
@@ -60,8 +65,8 @@ REASONS = {
         "set blocks_per_chunk so that a chunk is not longer than the model's sliding window",
     ),
     "io_error": (
-        "records could not be read or looked up, or the tier was out of service after errors or timeouts",
-        "check kv_offload_failures_total by kind, the device, and the permissions of the root",
+        "records could not be read or looked up, or the tier was out of service",
+        "check kv_offload_failures_total by kind, the device or the server, and the permissions of the root",
     ),
     "pressure": (
         "host memory had no space for the chunks to read",
@@ -149,6 +154,7 @@ def from_metrics(page: "Page") -> Diagnosis:
         findings.append(_nothing_looked_up())
     findings += _missed(missed, _estimates(page), total("tier_capacity_tokens"))
     findings += _tiers(page)
+    findings += _epochs(page)
     findings += _hosts(page)
     return Diagnosis(hits, missed.total(), stored, tuple(findings))
 
@@ -247,6 +253,25 @@ def _tiers(page: "Page") -> Iterator[Finding]:
             )
 
 
+def _epochs(page: "Page") -> Iterator[Finding]:
+    """Names the tiers of an engine on several hosts that are out of service for different epochs."""
+    usable = "kv_offload_host_tier_usable"
+    for tier in page.values_of(usable, "tier"):
+        known = [
+            each for each in page.labels(usable) if each.get("tier") == tier and each.get("op") == "epoch"
+        ]
+        hosts = sorted({each.get("host", "") for each in known}, key=lambda host: (len(host), host))
+        differing = [host for host in hosts if not page.min(usable, host=host, tier=tier, op="epoch")]
+        if differing:
+            yield Finding(
+                "different_epochs",
+                f"tier {tier} is out of service on all hosts: the stores of hosts {', '.join(differing)} "
+                "respond, but have different epochs, because one lost its keys or missed a reset, or several "
+                "engines started while a store did not respond",
+                _DIFFERENT_EPOCHS,
+            )
+
+
 def _hosts(page: "Page") -> Iterator[Finding]:
     """Names the hosts of an engine on several hosts that are lost, or whose part of a tier fails."""
     for host in page.values_of("kv_offload_host_connected", "host"):
@@ -328,6 +353,17 @@ _LINES = (
         re.compile(r"canonical_layout is not possible here"),
         "other_layout",
         "another tensor-parallel size does not find these records; keep it the same, or remove the reason",
+    ),
+    (
+        re.compile(r"tier \S+ stays out of service: the stores of the hosts"),
+        "different_epochs",
+        _DIFFERENT_EPOCHS,
+    ),
+    (
+        re.compile(r"tier \S+ is out of service: the store does not respond on"),
+        "store_does_not_respond",
+        "start the Redis server or the store of the named host, or correct the network; the tier is then "
+        "used without a restart",
     ),
     (
         re.compile(r"KVOffloadSpec supports vLLM"),

@@ -47,6 +47,7 @@ void TierFigures::publish(std::string_view tier, const std::vector<TierPart>& pa
       set("kv_offload_host_read_bytes_per_second", part.read_bytes_per_second);
     metrics.set("kv_offload_host_tier_usable", {host, tier, "read"}, part.stats.readable ? 1 : 0);
     metrics.set("kv_offload_host_tier_usable", {host, tier, "write"}, part.stats.writable ? 1 : 0);
+    metrics.set("kv_offload_host_tier_usable", {host, tier, "epoch"}, part.epoch_differs ? 0 : 1);
     const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
                            std::uint64_t then) {
       if (now > then) metrics.add(metric, labels, static_cast<double>(now - then));

@@ -12,6 +12,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tier/epoch_registry.h"
+
 namespace kv_offload {
 namespace {
 
@@ -55,7 +57,9 @@ class AllHostsTier final : public Tier {
         missing_for_(options.missing_for),
         clock_(options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady_)),
         warn_(options.warn),
-        awaits_epoch_(options.awaits_epoch) {}
+        awaits_epoch_(!options.epoch_ids.empty()) {
+    if (awaits_epoch_) compare_epochs(options.epoch_ids);
+  }
   ~AllHostsTier() override { close(); }
 
   std::string_view name() const override { return parts_.front().tier->name(); }
@@ -73,7 +77,7 @@ class AllHostsTier final : public Tier {
   void used(const TierUses& uses) override {
     for (const PartOfTier& part : parts_) part.tier->used(uses);
   }
-  Status reset() override;
+  Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   std::vector<TierPart> parts() const override;
   std::string codec_reason() const override { return parts_.front().tier->codec_reason(); }
@@ -99,7 +103,8 @@ class AllHostsTier final : public Tier {
   };
   using RemovalOps = std::unordered_map<OpId, Removal>;
 
-  void compare_epochs();
+  void compare_epochs(const std::vector<std::uint64_t>& ids);
+  std::vector<std::uint64_t> epoch_ids() const;
   void for_all_at_once(const std::function<void(std::size_t part)>& call) const;
   void submit_parts(std::vector<TierOp> ops);
   static Completion ended_unstarted(const TierOp& op);
@@ -125,9 +130,8 @@ class AllHostsTier final : public Tier {
   const SteadyClock steady_;
   const Clock& clock_;
   const std::function<void(std::string)> warn_;
-  bool awaits_epoch_;  // see AllHostsOptions
-  bool has_warned_ = false;
-  bool epochs_differ_ = false;     // while awaits_epoch_: all stores respond
+  bool awaits_epoch_;              // see AllHostsOptions
+  bool epochs_differ_ = false;     // while awaits_epoch_: of the stores that respond
   bool reset_ended_wait_ = false;  // until the tier is in service
   std::unordered_map<OpId, InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
@@ -174,24 +178,35 @@ void AllHostsTier::for_all_at_once(const std::function<void(std::size_t part)>& 
   }
 }
 
-// Ends the wait for an epoch if all hosts have the same epoch.
-void AllHostsTier::compare_epochs() {
-  const std::uint64_t own = parts_.front().tier->stats().epoch_id;
-  bool has_all = own != 0, is_same = true;
-  for (std::size_t part = 1; part < parts_.size(); ++part) {
-    const std::uint64_t other = parts_[part].tier->stats().epoch_id;
-    has_all = has_all && other != 0;
-    is_same = is_same && other == own;
+std::vector<std::uint64_t> AllHostsTier::epoch_ids() const {
+  std::vector<std::uint64_t> ids;
+  for (const PartOfTier& part : parts_) ids.push_back(part.tier->stats().epoch_id);
+  return ids;
+}
+
+// Ends the wait for an epoch if all hosts have the same epoch. Each part keeps the epoch that it has once.
+void AllHostsTier::compare_epochs(const std::vector<std::uint64_t>& ids) {
+  if (epochs_differ_) return;
+  std::uint64_t first = 0;
+  bool has_all = true;
+  std::vector<std::uint32_t> ranks;  // of the hosts with an epoch
+  for (std::size_t part = 0; part < ids.size(); ++part) {
+    has_all = has_all && ids[part] != 0;
+    if (ids[part] == 0) continue;
+    if (first == 0) first = ids[part];
+    epochs_differ_ = epochs_differ_ || ids[part] != first;
+    ranks.push_back(parts_[part].first_rank);
   }
-  epochs_differ_ = has_all && !is_same;
+  if (epochs_differ_) {
+    return warn_(
+        fmt::format("tier {} stays out of service: the stores of the hosts of ranks {} respond, but have "
+                    "different epochs. Restart this engine when all stores respond, or reset it (POST "
+                    "/reset_prefix_cache?reset_external=true)",
+                    name(), fmt::join(ranks, ", ")));
+  }
   if (!has_all) return;
-  awaits_epoch_ = !is_same;
-  if (is_same) return warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
-  if (std::exchange(has_warned_, true)) return;
-  warn_(
-      fmt::format("tier {} stays out of service: the stores respond, but have different epochs. Restart this "
-                  "engine, or reset it (POST /reset_prefix_cache?reset_external=true)",
-                  name()));
+  awaits_epoch_ = false;
+  warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
 }
 
 void AllHostsTier::submit(std::vector<TierOp> ops) {
@@ -296,7 +311,7 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     parts_[part].tier->poll(&ended_, &removed_[part]);
     ended_by_.resize(ended_.size(), part);
   }
-  if (awaits_epoch_) compare_epochs();
+  if (awaits_epoch_) compare_epochs(epoch_ids());
   if (reset_ended_wait_ && is_in_service(stats())) {
     reset_ended_wait_ = false;
     warn_(fmt::format("tier {} is in service after a reset", name()));
@@ -562,12 +577,14 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
   parts_.front().tier->prefetch_presence(std::move(keys), order);
 }
 
-Status AllHostsTier::reset() {
+Status AllHostsTier::reset(std::uint64_t startup_id) {
+  // One id for all hosts, so that engines that start later find equal epochs.
+  if (startup_id == 0) startup_id = EpochRegistry::new_id();
   cancel_held();  // an op belongs to the epoch in which it was submitted
   missing_.clear();
   postponed_.clear();
   std::vector<Status> ended(parts_.size());
-  for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(); });
+  for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(startup_id); });
   reset_ended_wait_ |= awaits_epoch_;
   awaits_epoch_ = epochs_differ_ = false;  // each host begins an epoch of this engine alone
   return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {
@@ -627,7 +644,8 @@ std::vector<TierPart> AllHostsTier::parts() const {
     const Tier& tier = *parts_[part].tier;
     TierStats& stats = parts[part].stats;
     stats = tier.stats();
-    // The stores respond, but the tier uses none of them.
+    parts[part].epoch_differs = epochs_differ_ && stats.epoch_id != 0;
+    // The tier uses no store, also those that respond.
     stats.readable = stats.readable && !epochs_differ_;
     stats.writable = stats.writable && !epochs_differ_;
     const double seconds = tier.estimate_read_seconds(kSample) - tier.estimate_read_seconds(0);

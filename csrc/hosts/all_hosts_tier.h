@@ -23,6 +23,7 @@
 // Threads: as for each Tier.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -35,16 +36,18 @@ namespace kv_offload {
 
 struct PartOfTier {
   std::unique_ptr<Tier> tier;
-  double share = 1;  // of a chunk's bytes
+  double share = 1;              // of a chunk's bytes
+  std::uint32_t first_rank = 0;  // of its host
 };
 
 struct AllHostsOptions {
   Nanos missing_for{std::chrono::minutes(1)};  // until the other parts are removed
   const Clock* clock = nullptr;                // must outlive the tier; null: a steady clock
-  // A host has no epoch yet: its store does not respond. The tier is out of service until all hosts have one
-  // and the ids are equal, or until a reset.
-  bool awaits_epoch = false;
-  std::function<void(std::string)> warn{};  // receives log lines; must be set if awaits_epoch is
+  // The epoch ids of the parts, 0 for none, if a part has no epoch yet: its store does not respond. The tier
+  // is then out of service until all parts have one and the ids are equal, or until a reset. Ids that differ
+  // are reported at once, also while other parts have none: a part keeps its epoch.
+  std::vector<std::uint64_t> epoch_ids{};
+  std::function<void(std::string)> warn{};  // receives log lines; must be set if epoch_ids is
 };
 
 // The first part is that of this host: it is asked first, and has the name and the codec of the whole tier.

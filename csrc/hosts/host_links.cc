@@ -488,7 +488,7 @@ Status HostLinks::wait_until_connected(Nanos timeout) const {
   }
 }
 
-std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
+std::vector<std::vector<OpenedTier>> HostLinks::open_tiers(
     const std::string& text, const std::vector<std::vector<EpochChoice>>& epochs, Nanos timeout) {
   if (text.size() > kMostOpenText)
     throw_resource("the settings of the tiers have {} bytes; at most {} are possible", text.size(),
@@ -501,27 +501,27 @@ std::vector<std::vector<std::uint64_t>> HostLinks::open_tiers(
   // A host may count a large directory: all at once.
   for (std::size_t host = 0; host < impl_->links.size(); ++host)
     impl_->links[host].channel->begin_open(epochs.at(host), text);
-  std::vector<std::vector<std::uint64_t>> ids(impl_->links.size());
+  std::vector<std::vector<OpenedTier>> tiers(impl_->links.size());
   const auto problem_of = [&](std::size_t host, const Status& opened) {
     return fmt::format("the tiers of {} cannot be used: {}", Impl::name_of(impl_->links[host]),
                        opened.message());
   };
-  std::vector<Status> opened(ids.size(), Status::error(StatusKind::kTimeout, ""));
+  std::vector<Status> opened(tiers.size(), Status::error(StatusKind::kTimeout, ""));
   // In turns: the failure of one host ends the wait for all.
   for (;;) {
     bool all = true;
-    for (std::size_t host = 0; host < ids.size(); ++host) {
+    for (std::size_t host = 0; host < tiers.size(); ++host) {
       if (opened[host]) continue;
       const Nanos turn = std::min(kOpenTurn, end - impl_->clock.now());
-      opened[host] = impl_->links[host].channel->wait_until_open(turn, &ids[host]);
+      opened[host] = impl_->links[host].channel->wait_until_open(turn, &tiers[host]);
       all = all && opened[host].is_ok();
       if (!opened[host] && opened[host].kind() != StatusKind::kTimeout)
         throw_resource("{}", problem_of(host, opened[host]));
     }
-    if (all) return ids;
+    if (all) return tiers;
     if (impl_->clock.now() < end) continue;
     std::vector<std::string> missing;
-    for (std::size_t host = 0; host < ids.size(); ++host) {
+    for (std::size_t host = 0; host < tiers.size(); ++host) {
       if (!opened[host]) missing.push_back(problem_of(host, opened[host]));
     }
     throw_resource("{}", fmt::join(missing, "; "));

@@ -23,6 +23,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "hosts/remote_tier.h"
+#include "hosts/tier_frames.h"
 #include "memory/host_region.h"
 
 namespace kv_offload {
@@ -60,13 +61,13 @@ class HostLinks {
   // ---- tiers
   // Orders every other host to open its tiers, and waits until all have. `text`: what the tiers depend on,
   // for the process of the host (HostTiers::wait_for_request). If a connection is lost meanwhile, the host is
-  // ordered again on the next one. Returns [host][tier] epochs, see TierStats::epoch_id. `epochs`:
-  // [host][tier]. A later call opens them again. Throws ResourceError that names the first host that cannot
-  // open its tiers, or at the timeout all that have not, and their problems. REQUIRES: wait_until_connected()
-  // succeeded; no remote_tier() is in use.
-  std::vector<std::vector<std::uint64_t>> open_tiers(const std::string& text,
-                                                     const std::vector<std::vector<EpochChoice>>& epochs,
-                                                     Nanos timeout);
+  // ordered again on the next one. Returns the opened tiers, [host][tier]. `epochs`: [host][tier]. A later
+  // call opens them again. Throws ResourceError that names the first host that cannot open its tiers, or at
+  // the timeout all that have not, and their problems. REQUIRES: wait_until_connected() succeeded; no
+  // remote_tier() is in use.
+  std::vector<std::vector<OpenedTier>> open_tiers(const std::string& text,
+                                                  const std::vector<std::vector<EpochChoice>>& epochs,
+                                                  Nanos timeout);
   std::size_t num_hosts() const;  // other hosts
   RemoteHost host(std::size_t host) const;
   // Returns the tier of another host. It may outlive this object. REQUIRES: open_tiers().

@@ -70,6 +70,7 @@ struct HostTiers::Impl {
   struct Slot {
     std::unique_ptr<Tier> tier;
     std::uint64_t epoch = 0;                         // the last TierReset::epoch
+    std::optional<StatusKind> reset_kind;            // of that reset; none: it threw
     std::unordered_map<OpId, bool> ops;              // in flight; true: of an earlier connection
     std::unordered_map<ChunkKey, KeyOrder> lookups;  // not answered yet
     bool was_reset = false;                          // its removals by the scheduler's reset are still coming
@@ -276,10 +277,10 @@ void HostTiers::Impl::execute(ClosedTiers& order) {
 
 void HostTiers::Impl::execute(NewTiers& order) {
   close_slots();
-  TiersOpened opened;
-  opened.round = order.round;
+  TiersOpened frame;
+  frame.round = order.round;
   for (auto& tier : order.tiers) {
-    opened.epochs.push_back(opened_epoch(*tier));
+    frame.tiers.push_back(opened(*tier));
     slots.emplace_back().tier = std::move(tier);
   }
   {
@@ -287,7 +288,7 @@ void HostTiers::Impl::execute(NewTiers& order) {
     num_tiers = slots.size();
     num_tenants = order.tenants;
   }
-  make(FrameType::kTiersOpened, opened);
+  make(FrameType::kTiersOpened, frame);
   for (std::uint8_t tier = 0; tier < slots.size(); ++tier) report_state(tier, true);
 }
 
@@ -341,11 +342,19 @@ void HostTiers::Impl::execute(TierUsesFrame& order) {
 void HostTiers::Impl::execute(TierReset& order) {
   if (order.tier >= slots.size()) return;
   Slot& slot = slots[order.tier];
-  slot.epoch = order.epoch;
-  slot.lookups.clear();
-  const Status status = slot.tier->reset();
-  slot.was_reset = true;
-  make(FrameType::kResetDone, TierResetDone{order.tier, order.epoch, status.kind()});
+  const bool is_repeated = order.epoch == slot.epoch;
+  if (!is_repeated) {
+    slot.epoch = order.epoch;
+    slot.lookups.clear();
+    slot.reset_kind.reset();
+  }
+  // A repeated order is only confirmed again, since the scheduler has sent no op meanwhile. A second reset
+  // must not use the same id (EpochRegistry).
+  if (!slot.reset_kind) {
+    slot.reset_kind = slot.tier->reset(is_repeated ? 0 : order.startup_id).kind();
+    slot.was_reset = true;
+  }
+  make(FrameType::kResetDone, TierResetDone{order.tier, order.epoch, *slot.reset_kind});
   report_state(order.tier, true);
 }
 

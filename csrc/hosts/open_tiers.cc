@@ -2,50 +2,42 @@
 #include "hosts/open_tiers.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/status.h"
-#include "hosts/frame.h"
+#include "tier/epoch_registry.h"
 
 namespace kv_offload {
 namespace {
 
 constexpr int kMostRounds = 8;  // more than two only if other engines begin epochs at the same time
 
-std::uint64_t new_id() {
-  const auto bytes = random_bytes();
-  std::uint64_t id = 0;
-  std::memcpy(&id, bytes.data(), sizeof id);
-  return std::max<std::uint64_t>(id, 1);
-}
+using OpenedByHost = std::vector<std::vector<OpenedTier>>;  // [host][tier]; the other hosts, then this one
 
 // Returns the same id for the same epochs: engines that start at once, and find each other's, then agree.
-std::uint64_t next_id(const std::vector<std::vector<std::uint64_t>>& ids, std::size_t tier) {
+std::uint64_t next_id(const OpenedByHost& hosts, std::size_t tier) {
   std::uint64_t mixed = 0;
-  for (const auto& of_host : ids) {
-    if (of_host[tier] == 0) return new_id();
-    mixed = (mixed ^ of_host[tier]) * 0x9E3779B97F4A7C15;
+  for (const auto& of_host : hosts) {
+    if (of_host[tier].epoch_id == 0) return EpochRegistry::new_id();
+    mixed = (mixed ^ of_host[tier].epoch_id) * 0x9E3779B97F4A7C15;
     mixed ^= mixed >> 32;
   }
   return std::max<std::uint64_t>(mixed, 1);
 }
 
-bool has_none_yet(const std::vector<std::vector<std::uint64_t>>& ids, std::size_t tier) {
-  return std::any_of(ids.begin(), ids.end(),
-                     [&](const auto& of_host) { return of_host[tier] == kNoEpochYet; });
+// A store may send any bytes in an error; the log is text.
+std::string printable(std::string text) {
+  text.resize(std::min(text.size(), kMostEpochProblem));
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  return text;
 }
 
-// "the host of rank 0, the host of rank 2": those whose store has no epoch yet.
-std::string silent_hosts(const std::vector<std::vector<std::uint64_t>>& ids, const HostLinks& links,
-                         std::size_t tier) {
-  std::vector<std::string> silent;
-  if (ids.back()[tier] == kNoEpochYet) silent.emplace_back("the host of rank 0");
-  for (std::size_t host = 0; host < links.num_hosts(); ++host) {
-    if (ids[host][tier] == kNoEpochYet)
-      silent.push_back(fmt::format("the host of rank {}", links.host(host).first_rank));
-  }
-  return fmt::format("{}", fmt::join(silent, ", "));
+// "the host of rank 0 (localhost:6379: cannot connect: Connection refused)"
+std::string silent_host(std::uint32_t first_rank, const OpenedTier& tier) {
+  const std::string reason =
+      tier.epoch_problem.empty() ? "" : fmt::format(" ({})", printable(tier.epoch_problem));
+  return fmt::format("the host of rank {}{}", first_rank, reason);
 }
 
 double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_t ranks) {
@@ -62,33 +54,35 @@ double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
                         const std::function<Tiers(const std::vector<EpochChoice>& epochs)>& open_own,
                         const std::string& text, const OpenOptions& options) {
-  std::vector<EpochChoice> own_choices(tiers, {new_id(), false, 0});
+  std::vector<EpochChoice> own_choices(tiers, {EpochRegistry::new_id(), false, 0});
   std::vector<std::vector<EpochChoice>> choices(links.num_hosts(), own_choices);
   Tiers own;
   std::vector<bool> awaits_epoch(tiers);
-  std::vector<std::vector<std::uint64_t>> ids;  // by host: the others, then this one
+  OpenedByHost hosts;
   const SteadyClock clock;
   const Nanos end = clock.now() + options.timeout;
   for (int round = 0;; ++round) {
     own.clear();
     own = open_own(own_choices);
-    ids = links.open_tiers(text, choices, end - clock.now());
-    std::vector<std::uint64_t>& own_ids = ids.emplace_back();
-    for (const auto& tier : own) own_ids.push_back(opened_epoch(*tier));
+    hosts = links.open_tiers(text, choices, end - clock.now());
+    std::vector<OpenedTier>& own_opened = hosts.emplace_back();
+    for (const auto& tier : own) own_opened.push_back(opened(*tier));
     bool agree = true;
     for (std::size_t tier = 0; tier < tiers; ++tier) {
       // The choice stays: hosts whose stores have no epoch begin one with the same id, also later.
-      awaits_epoch[tier] = has_none_yet(ids, tier);
+      awaits_epoch[tier] = std::any_of(hosts.begin(), hosts.end(),
+                                       [&](const auto& of_host) { return of_host[tier].awaits_epoch; });
       if (awaits_epoch[tier]) continue;
-      const bool is_same = std::all_of(ids.begin(), ids.end(), [&](const auto& of_host) {
-        return of_host[tier] != 0 && of_host[tier] == own_ids[tier];
+      const std::uint64_t own_id = own_opened[tier].epoch_id;
+      const bool is_same = std::all_of(hosts.begin(), hosts.end(), [&](const auto& of_host) {
+        return of_host[tier].epoch_id != 0 && of_host[tier].epoch_id == own_id;
       });
       // If all hosts agree on a tier, the next round opens the same epoch. If a store loses it meanwhile, it
       // gets an unused id.
-      const std::uint64_t next = is_same ? new_id() : next_id(ids, tier);
+      const std::uint64_t next = is_same ? EpochRegistry::new_id() : next_id(hosts, tier);
       for (std::size_t host = 0; host < choices.size(); ++host)
-        choices[host][tier] = {next, !is_same, ids[host][tier]};
-      own_choices[tier] = {next, !is_same, own_ids[tier]};
+        choices[host][tier] = {next, !is_same, hosts[host][tier].epoch_id};
+      own_choices[tier] = {next, !is_same, own_id};
       agree = agree && is_same;
     }
     if (agree) break;
@@ -107,20 +101,28 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     RemoteTierOptions remote = options.remote;
     remote.name = std::string(own[tier]->name());
     std::vector<PartOfTier> parts;
-    parts.push_back({std::move(own[tier]), share(region.first_rank(), region.local_ranks())});
+    std::vector<std::uint64_t> epoch_ids;
+    std::vector<std::string> silent;
+    const auto add = [&](std::unique_ptr<Tier> part, std::uint32_t first_rank, std::uint32_t ranks,
+                         const OpenedTier& state) {
+      parts.push_back({std::move(part), share(first_rank, ranks), first_rank});
+      epoch_ids.push_back(state.epoch_id);
+      if (state.awaits_epoch) silent.push_back(silent_host(first_rank, state));
+    };
+    add(std::move(own[tier]), region.first_rank(), region.local_ranks(), hosts.back()[tier]);
     for (std::size_t host = 0; host < links.num_hosts(); ++host) {
       const RemoteHost other = links.host(host);
-      parts.push_back({links.remote_tier(host, static_cast<std::uint8_t>(tier), remote),
-                       share(other.first_rank, other.ranks)});
+      add(links.remote_tier(host, static_cast<std::uint8_t>(tier), remote), other.first_rank, other.ranks,
+          hosts[host][tier]);
     }
     AllHostsOptions composed = options.all_hosts;
-    composed.awaits_epoch = awaits_epoch[tier];
     composed.warn = links.event_sink();
-    if (composed.awaits_epoch) {
+    if (awaits_epoch[tier]) {
+      composed.epoch_ids = std::move(epoch_ids);
       composed.warn(
           fmt::format("tier {} is out of service: the store does not respond on {}. The tier is used when "
                       "the stores of all hosts respond and have the same epoch",
-                      remote.name, silent_hosts(ids, links, tier)));
+                      remote.name, fmt::join(silent, ", ")));
     }
     opened.push_back(make_all_hosts_tier(std::move(parts), composed));
   }

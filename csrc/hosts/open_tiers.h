@@ -8,7 +8,7 @@
 // it opened until a reset of this engine, whatever its store keeps for later processes meanwhile.
 //
 // A store that does not respond delays only its tier: the tier is out of service until all hosts have an
-// epoch and the epochs agree (AllHostsOptions::awaits_epoch).
+// epoch and the epochs agree (AllHostsOptions::epoch_ids).
 #pragma once
 
 #include <functional>

@@ -28,7 +28,7 @@ class RemoteTier final : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
-  Status reset() override;
+  Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
@@ -73,6 +73,7 @@ class RemoteTier final : public Tier {
   TierChannel::ConnectionNumber connection_ = 0;  // 0: orders would not reach the host
   bool needs_reset_ = false;                      // the host has not confirmed the last reset
   std::uint64_t epoch_ = 0;                       // number of resets
+  std::uint64_t startup_id_ = 0;                  // of the last one
   Nanos reset_sent_{0};
   Status reset_status_;
   std::unordered_map<OpId, InFlight> ops_;
@@ -353,15 +354,16 @@ Presence RemoteTier::contains(const ChunkKey& key) const {
 void RemoteTier::send_reset() {
   reset_sent_ = clock_.now();
   std::vector<TierChannel::Frame> frames;
-  frames.push_back(framed(FrameType::kReset, TierReset{index_, epoch_}));
+  frames.push_back(framed(FrameType::kReset, TierReset{index_, epoch_, startup_id_}));
   (void)channel_->send(connection_, std::move(frames));
 }
 
-Status RemoteTier::reset() {
+Status RemoteTier::reset(std::uint64_t startup_id) {
   take_events();
   end_waiting(Status::error(StatusKind::kCancelled, "the tier was reset"));
   presence_.reset();
   ++epoch_;
+  startup_id_ = startup_id;
   needs_reset_ = true;
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (connection_ != 0) send_reset();

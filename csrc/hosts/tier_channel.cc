@@ -182,7 +182,7 @@ void TierChannel::begin_open(std::vector<EpochChoice> epochs, std::string text) 
   wake_();
 }
 
-Status TierChannel::wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) {
+Status TierChannel::wait_until_open(Nanos timeout, std::vector<OpenedTier>* tiers) {
   const SteadyClock clock;
   const Nanos end = clock.now() + timeout;
   const MutexLock lock(mutex_);
@@ -199,13 +199,13 @@ Status TierChannel::wait_until_open(Nanos timeout, std::vector<std::uint64_t>* e
     changed_.wait_for(mutex_, left);
   }
   if (!opened_->problem.empty()) return Status::error(StatusKind::kUnavailable, opened_->problem);
-  if (opened_->epochs.size() != waiting_.size()) {
+  if (opened_->tiers.size() != waiting_.size()) {
     return Status::error(StatusKind::kUnavailable,
                          fmt::format("it has {} tiers and this host {}: start vLLM with the same settings on "
                                      "all hosts",
-                                     opened_->epochs.size(), waiting_.size()));
+                                     opened_->tiers.size(), waiting_.size()));
   }
-  *epoch_ids = opened_->epochs;
+  *tiers = opened_->tiers;
   return Status::ok();
 }
 

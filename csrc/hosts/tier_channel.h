@@ -61,8 +61,8 @@ class TierChannel {
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
   // Orders the host to open its tiers, one for each of `epochs`.
   void begin_open(std::vector<EpochChoice> epochs, std::string text) EXCLUDES(mutex_);
-  // Waits until the host has opened them, also over a later connection. Ok: *epoch_ids has that of each tier.
-  Status wait_until_open(Nanos timeout, std::vector<std::uint64_t>* epoch_ids) EXCLUDES(mutex_);
+  // Waits until the host has opened them, also over a later connection. Ok: *tiers are those of the host.
+  Status wait_until_open(Nanos timeout, std::vector<OpenedTier>* tiers) EXCLUDES(mutex_);
 
  private:
   void send_request() REQUIRES(mutex_);

@@ -251,6 +251,7 @@ Bytes encode(const TierReset& frame) {
   Bytes body;
   put(&body, frame.tier);
   put(&body, frame.epoch);
+  put(&body, frame.startup_id);
   return body;
 }
 
@@ -259,21 +260,26 @@ std::optional<TierReset> decode_reset(ByteSpan body) {
   TierReset frame;
   frame.tier = input.number<std::uint8_t>();
   frame.epoch = input.number<std::uint64_t>();
+  frame.startup_id = input.number<std::uint64_t>();
   return unless_bad(input, frame);
 }
 
 // ---- from the host
 
-std::uint64_t opened_epoch(const Tier& tier) {
+OpenedTier opened(const Tier& tier) {
   const TierStats stats = tier.stats();
-  return stats.epoch_id == 0 && !stats.readable ? kNoEpochYet : stats.epoch_id;
+  return {stats.epoch_id, stats.epoch_id == 0 && !stats.readable, tier.epoch_problem()};
 }
 
 Bytes encode(const TiersOpened& frame) {
   Bytes body;
   put(&body, frame.round);
   put_text(&body, frame.problem.substr(0, kMostProblem), kMostProblem);
-  put_list(&body, frame.epochs, kMostTiers, put_number);
+  put_list(&body, frame.tiers, kMostTiers, [](Bytes* to, const OpenedTier& tier) {
+    put(to, tier.epoch_id);
+    put_bool(to, tier.awaits_epoch);
+    put_text(to, tier.epoch_problem.substr(0, kMostEpochProblem), kMostEpochProblem);
+  });
   return body;
 }
 
@@ -282,7 +288,13 @@ std::optional<TiersOpened> decode_tiers_opened(ByteSpan body) {
   TiersOpened frame;
   frame.round = input.number<std::uint32_t>();
   frame.problem = text_of(&input, kMostProblem);
-  frame.epochs = list_of<std::uint64_t>(&input, kMostTiers, number_of);
+  frame.tiers = list_of<OpenedTier>(&input, kMostTiers, [](Input* from) {
+    OpenedTier tier;
+    tier.epoch_id = from->number<std::uint64_t>();
+    tier.awaits_epoch = from->boolean();
+    tier.epoch_problem = text_of(from, kMostEpochProblem);
+    return tier;
+  });
   return unless_bad(input, std::move(frame));
 }
 

@@ -19,9 +19,8 @@ namespace kv_offload {
 
 // What one frame holds at most, so that it fits into kMostPayload.
 inline constexpr std::size_t kMostOps = 64, kMostKeys = 512, kMostUses = 256, kMostResults = 512;
-// In TiersOpened::epochs: the store does not respond, and the tier opens an epoch when the store responds.
-inline constexpr std::uint64_t kNoEpochYet = ~std::uint64_t{0};
 inline constexpr std::size_t kMostOpenText = 24576, kMostTiers = 8, kMostProblem = 4096;
+inline constexpr std::size_t kMostEpochProblem = 512;
 
 // ---- from the scheduler
 struct OpenTiers {
@@ -63,18 +62,24 @@ struct TierUsesFrame {
 };
 struct TierReset {
   std::uint8_t tier = 0;
-  std::uint64_t epoch = 0;
+  std::uint64_t epoch = 0;       // number of resets that the scheduler has sent; never 0
+  std::uint64_t startup_id = 0;  // see Tier::reset
 };
 
 // ---- from the host
+struct OpenedTier {
+  std::uint64_t epoch_id = 0;   // see TierStats; 0: it has none
+  bool awaits_epoch = false;    // the store does not respond: the tier opens an epoch when it does
+  std::string epoch_problem{};  // see Tier; at most kMostEpochProblem bytes are sent
+  bool operator==(const OpenedTier&) const = default;
+};
+OpenedTier opened(const Tier& tier);  // REQUIRES: the tier was just opened
 struct TiersOpened {
   std::uint32_t round = 0;
-  std::string problem{};                // empty: all tiers are open
-  std::vector<std::uint64_t> epochs{};  // by tier: TierStats::epoch_id, or kNoEpochYet
+  std::string problem{};  // empty: all tiers are open
+  std::vector<OpenedTier> tiers{};
   bool operator==(const TiersOpened&) const = default;
 };
-// Returns the element of TiersOpened::epochs for a tier that was just opened.
-std::uint64_t opened_epoch(const Tier& tier);
 struct HostResult {
   OpId id = 0;
   StatusKind kind = StatusKind::kOk;

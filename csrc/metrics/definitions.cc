@@ -59,7 +59,8 @@ std::vector<MetricDefinition> make_definitions() {
       gauge("kv_offload_host_tier_chunks", "Chunks whose part a host has on a tier.", {"host", "tier"}),
       gauge("kv_offload_host_tier_usable",
             "1 if a host's part of a tier takes reads or writes, 0 if it is out of service or the host is "
-            "lost.",
+            "lost. op epoch: 0 if the tier is out of service because the stores of the hosts that have 0 "
+            "respond and have different epochs.",
             {"host", "tier", "op"}),
       gauge("kv_offload_host_read_bytes_per_second",
             "Estimated speed of reading a host's part of a tier, as the scheduler sees it.",

@@ -66,9 +66,10 @@ class EncryptedKeyTier final : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
-  Status reset() override { return tier_->reset(); }
+  Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
   TierStats stats() const override { return tier_->stats(); }
   std::vector<TierPart> parts() const override { return tier_->parts(); }
+  std::string epoch_problem() const override { return tier_->epoch_problem(); }
   std::string codec_reason() const override { return tier_->codec_reason(); }
   void close() override { tier_->close(); }
   double estimate_read_seconds(std::uint64_t bytes) const override {

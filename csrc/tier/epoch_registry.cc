@@ -40,6 +40,8 @@ bool EpochRegistry::is_name(std::string_view text) {
   return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
 }
 
+std::uint64_t EpochRegistry::new_id() { return id_of(new_name()); }
+
 std::string EpochRegistry::name_of_id(std::uint64_t id) {
   return fmt::format("{:016x}{}", id, new_name().substr(kNameDigits / 2));
 }
@@ -89,11 +91,18 @@ void EpochRegistry::set_start(const std::string& name) {
   remember(name, &starts_);
 }
 
-void EpochRegistry::start_with(const std::string& stored, const std::string& replaced) {
+void EpochRegistry::start_with(const std::string& stored, const std::string& replaced,
+                               const Status& fetched) {
   const MutexLock lock(mutex_);
+  if (!fetched) start_problem_ = fetched.message();
   remember(replaced, &starts_);
   set_start(stored);
   if (!stored.empty()) epoch_ = std::make_shared<Named>(stored);
+}
+
+std::string EpochRegistry::start_problem() const {
+  const MutexLock lock(mutex_);
+  return epoch_ == nullptr && resets_ == 0 ? start_problem_ : std::string();
 }
 
 std::string EpochRegistry::startup_epoch() const {
@@ -123,18 +132,19 @@ void EpochRegistry::update_startup_epoch(const std::string& known, const std::st
 
 Status EpochRegistry::begin(const std::function<Status(std::string* stored)>& ask,
                             const std::function<Status(const std::string& name)>& put) {
-  std::uint64_t resets = 0;
+  std::uint64_t resets = 0, id = 0;
   {
     const MutexLock lock(mutex_);
     if (epoch_ != nullptr) return Status::ok();
     resets = resets_;
+    id = std::exchange(startup_id_, 0);  // even if this attempt fails: the store may have got the name
   }
   std::string start;
   if (resets == 0) {  // the store did not answer when we started
     if (Status status = ask(&start); !status) return status;
     if (start.empty()) return Status::error(StatusKind::kUnavailable, "there is no epoch yet");
   } else {
-    start = new_name();
+    start = id != 0 ? name_of_id(id) : new_name();
     if (Status status = put(start); !status) return status;
   }
   const MutexLock lock(mutex_);
@@ -152,8 +162,9 @@ EpochRegistry::EpochPtr EpochRegistry::current() const {
   return epoch_;
 }
 
-void EpochRegistry::forget() {
+void EpochRegistry::forget(std::uint64_t startup_id) {
   const MutexLock lock(mutex_);
+  startup_id_ = startup_id;
   for (const std::string& name : starts_) remember(name, &ended_);
   starts_.clear();
   epoch_.reset();

@@ -14,6 +14,12 @@
 // replaces only the name that this host has reported: never one of a reset that happened meanwhile, and never
 // a missing one. In these cases the host reports another id, and the scheduler chooses again.
 //
+// A reset publishes a name with one id on all hosts. The id is random, and each host tries to publish it only
+// once per reset. So if all hosts have this id, no other reset has reached one of them since the last of them
+// published it. A second attempt could bring the id back after a later reset, on this host only. A host that
+// missed the later reset would then seem to agree, with records from before it. Therefore later attempts use
+// a name with another id: the hosts then differ, and the next start replaces all names.
+//
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
 
@@ -38,6 +44,7 @@ class EpochRegistry {
   static std::string new_name();  // throws ResourceError: the system has no random numbers
   static bool is_name(std::string_view text);
   // ---- epochs of an engine on several hosts
+  static std::uint64_t new_id();                      // random, never 0. Throws as new_name()
   static std::string name_of_id(std::uint64_t id);    // another one in each call
   static std::uint64_t id_of(std::string_view name);  // of any name; never 0. REQUIRES: is_name(name)
   // Returns the name for a store that has none when a process starts. Never empty.
@@ -55,8 +62,11 @@ class EpochRegistry {
   static const std::string& name_of(const EpochPtr& epoch);
 
   // Sets the name that the store had at our start; empty: none, and begin() sets one later. `replaced`: the
-  // name that we replaced by it, or empty; our resets end it too.
-  void start_with(const std::string& stored, const std::string& replaced = {}) EXCLUDES(mutex_);
+  // name that we replaced by it, or empty; our resets end it too. `fetched`: status of the fetch of `stored`.
+  void start_with(const std::string& stored, const std::string& replaced = {},
+                  const Status& fetched = Status::ok()) EXCLUDES(mutex_);
+  // Returns how that fetch failed, as long as there has been no epoch since. Else empty.
+  std::string start_problem() const EXCLUDES(mutex_);
   // Returns the name that newly started processes use, as far as we know; empty: unknown, or ended by our own
   // reset. The caller may put it back if the store lost it.
   std::string startup_epoch() const EXCLUDES(mutex_);
@@ -72,11 +82,12 @@ class EpochRegistry {
   void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)
       EXCLUDES(mutex_);
   // RecordStore::begin_epoch. ask: reads the name that the store keeps, or sets one. put: replaces any stored
-  // name with this new one.
+  // name with this new one. After a reset, the first call uses the id of forget(). If two calls run at once,
+  // either name may stay.
   Status begin(const std::function<Status(std::string* stored)>& ask,
                const std::function<Status(const std::string& name)>& put) EXCLUDES(mutex_);
   EpochPtr current() const EXCLUDES(mutex_);
-  void forget() EXCLUDES(mutex_);
+  void forget(std::uint64_t startup_id = 0) EXCLUDES(mutex_);  // see Tier::reset
   bool diverged() const EXCLUDES(mutex_);  // the store keeps a name other than that of our epoch
   // True if one of our resets ended this epoch. A store that still keeps its name has lost later changes (a
   // replica that had not received them took over, or another process put the name back) and must be updated
@@ -94,8 +105,10 @@ class EpochRegistry {
   // The values of start_, and the names that we offered to the store, since our last reset. All of them are
   // older than our next reset, which ends them all.
   std::deque<std::string> starts_ GUARDED_BY(mutex_);
-  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
+  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;      // calls of forget()
+  std::uint64_t startup_id_ GUARDED_BY(mutex_) = 0;  // of the last reset; 0: none, or it was used
   bool diverged_ GUARDED_BY(mutex_) = false;
+  std::string start_problem_ GUARDED_BY(mutex_);
   std::deque<std::string> ended_ GUARDED_BY(mutex_);  // the last epochs that our resets ended
 };
 

@@ -93,8 +93,10 @@ class RecordStore {
 
   // ---- any thread; never waits
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
-  virtual void forget() = 0;
-  virtual void stop() {}  // makes slow calls give up soon
+  // `startup_id`: see Tier::reset.
+  virtual void forget(std::uint64_t startup_id) = 0;
+  virtual std::string epoch_problem() const { return {}; }  // see Tier::epoch_problem
+  virtual void stop() {}                                    // makes slow calls give up soon
   // Releases locks and connections. No op can arrive after this call.
   virtual void close() = 0;
   virtual void figures(TierStats* stats) const = 0;

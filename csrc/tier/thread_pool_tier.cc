@@ -21,10 +21,24 @@ namespace {
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
 constexpr Nanos kWatchEvery{std::chrono::milliseconds(50)};
 
-void upkeep(RecordStore& store) {
-  if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // the reset could not begin it
+void upkeep(TierRuntime& shared) {
+  RecordStore& store = *shared.store;
+  // If a reset could not begin it. Two calls at once would publish two names (EpochRegistry::begin).
+  if (!store.epoch() && store.can_reset() && !shared.resetting) (void)store.begin_epoch();
   store.maintain();
 }
+
+// Sets a flag while it lives.
+class Raised {
+ public:
+  explicit Raised(std::atomic<bool>& flag) : flag_(flag) { flag_ = true; }
+  ~Raised() { flag_ = false; }
+  Raised(const Raised&) = delete;
+  Raised& operator=(const Raised&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
 
 class ThreadPoolTier final : public Tier {
  public:
@@ -41,10 +55,10 @@ class ThreadPoolTier final : public Tier {
         ticker_(options.watch_removals ? kWatchEvery : kMaintainEvery, [this] {
           maintain_if_due();
           if (options_.watch_removals)
-            run_alone(shared_->watching, [](RecordStore& watched) { watched.watch(); });
+            run_alone(shared_->watching, [](TierRuntime& watched) { watched.store->watch(); });
         }) {
     if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
-    submit_upkeep(Lane::kWrite, [](RecordStore& started) { started.start(); });
+    submit_upkeep(Lane::kWrite, [](TierRuntime& started) { started.store->start(); });
     update_in_epoch();
   }
   ~ThreadPoolTier() override { close(); }
@@ -59,8 +73,9 @@ class ThreadPoolTier final : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalog().touch(key); }
   void used(const TierUses& uses) override { shared_->catalog().used(uses); }
-  Status reset() override;
+  Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
+  std::string epoch_problem() const override { return shared_->store->epoch_problem(); }
   std::string codec_reason() const override {
     return shared_->compression ? shared_->compression->reason() : std::string();
   }
@@ -69,13 +84,13 @@ class ThreadPoolTier final : public Tier {
 
  private:
   IoPool::Op make_op(std::shared_ptr<OpInFlight> in_flight) const;
-  void submit_upkeep(Lane lane, std::function<void(RecordStore&)> work);
+  void submit_upkeep(Lane lane, std::function<void(TierRuntime&)> work);
   // Runs on upkeep's fast lane. Returns kTimeout if the work did not end in time (it keeps running).
   Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void maintain_if_due();
   // Submits upkeep unless its last run is still queued or running. running: a flag of shared_.
-  void run_alone(std::atomic<bool>& running, void (*work)(RecordStore&));
+  void run_alone(std::atomic<bool>& running, void (*work)(TierRuntime&));
   bool takes(Lane lane) const;
   void update_in_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
@@ -108,12 +123,12 @@ class ThreadPoolTier final : public Tier {
   Ticker ticker_;
 };
 
-void ThreadPoolTier::submit_upkeep(Lane lane, std::function<void(RecordStore&)> work) {
+void ThreadPoolTier::submit_upkeep(Lane lane, std::function<void(TierRuntime&)> work) {
   IoPool::Op op;
   op.lane = lane;
   op.run = [shared = shared_, work = std::move(work)] {
     return catch_exceptions([&] {
-      work(*shared->store);
+      work(*shared);
       return Status::ok();
     });
   };
@@ -234,12 +249,12 @@ void ThreadPoolTier::maintain_if_due() {
   run_alone(shared_->maintaining, upkeep);
 }
 
-void ThreadPoolTier::run_alone(std::atomic<bool>& running, void (*work)(RecordStore&)) {
+void ThreadPoolTier::run_alone(std::atomic<bool>& running, void (*work)(TierRuntime&)) {
   if (running.exchange(true)) return;
   const Status queued = catch_exceptions([&] {
-    submit_upkeep(Lane::kWrite, [&running, work](RecordStore& store) {
+    submit_upkeep(Lane::kWrite, [&running, work](TierRuntime& shared) {
       (void)catch_exceptions([&] {
-        work(store);
+        work(shared);
         return Status::ok();
       });
       running.store(false);
@@ -257,8 +272,8 @@ Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(Reco
     Status status GUARDED_BY(mutex);
   };
   auto answer = std::make_shared<Answer>();
-  submit_upkeep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
-    Status status = catch_exceptions([&] { return work(store); });
+  submit_upkeep(Lane::kRead, [answer, work = std::move(work)](TierRuntime& shared) {
+    Status status = catch_exceptions([&] { return work(*shared.store); });
     const MutexLock lock(answer->mutex);
     answer->status = std::move(status);
     answer->done = true;
@@ -274,22 +289,25 @@ Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(Reco
   return answer->status;
 }
 
-Status ThreadPoolTier::reset() {
+Status ThreadPoolTier::reset(std::uint64_t startup_id) {
   was_reset_ = true;
-  shared_->store->forget();
-  in_epoch_ = false;
-  if (shared_->presence_cache) shared_->presence_cache->reset();
-  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
-  if (!shared_->store->can_reset()) {
-    return Status::error(StatusKind::kUnavailable,
-                         "the tier cannot be reset: it is disabled until the next start");
+  Status status;
+  {
+    const Raised resetting(shared_->resetting);  // before upkeep can find that there is no epoch
+    shared_->store->forget(startup_id);
+    in_epoch_ = false;
+    if (shared_->presence_cache) shared_->presence_cache->reset();
+    if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+    if (!shared_->store->can_reset()) {
+      return Status::error(StatusKind::kUnavailable,
+                           "the tier cannot be reset: it is disabled until the next start");
+    }
+    // Waits, unlike everything else here: after a change of weights the caller must know that no older record
+    // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
+    // until upkeep, or the call that timed out, has begun one.
+    status = run_upkeep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
   }
-  // Waits, unlike everything else here: after a change of weights the caller must know that no older record
-  // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
-  // until upkeep, or the call that timed out, has begun one.
-  Status status =
-      run_upkeep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
-  submit_upkeep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
+  submit_upkeep(Lane::kWrite, upkeep);  // reclaims in the background
   update_in_epoch();
   return status;
 }

@@ -155,6 +155,8 @@ struct TierPart {
   std::uint64_t slowest_reads = 0;   // successful reads of chunks that took longest here
   // Reads and writes that ended here, by StatusKind. The chunk may have failed for another host's reason.
   std::array<std::uint64_t, kStatusKinds> reads{}, writes{};
+  // The tier is out of service: the store of this host responds, and another host's store has another epoch.
+  bool epoch_differs = false;
   // Removals of parts that became useless, by StatusKind. After a failed one, the part stays until it is
   // evicted or expires.
   std::array<std::uint64_t, kStatusKinds> removals{};
@@ -201,11 +203,16 @@ class Tier {
   // could not yet hide the records from processes started later. This process has still forgotten them. The
   // tier retries on its own and accepts no records (kUnavailable, writable is false) until it succeeds; the
   // caller does not need to retry. A tier that other processes fill may be unable to reset; it then serves no
-  // more records to this process.
-  virtual Status reset() = 0;
+  // more records to this process. `startup_id`: the id of the epoch for processes that start later, on all
+  // hosts of the engine (EpochChoice); 0: the tier chooses one. Tiers whose epoch is made by the next process
+  // that starts ignore it. Never pass the same id to two resets of a tier.
+  virtual Status reset(std::uint64_t startup_id = 0) = 0;
   virtual TierStats stats() const = 0;
   // Returns the tiers of all hosts, the scheduler's first; empty for the tier of one host.
   virtual std::vector<TierPart> parts() const { return {}; }
+  // Returns why the tier has had no epoch since it was opened, as text for people: how its store failed. Else
+  // empty.
+  virtual std::string epoch_problem() const { return {}; }
   // Returns whether records are encoded now, and why, as text for people. Empty if this tier never encodes
   // records.
   virtual std::string codec_reason() const { return {}; }

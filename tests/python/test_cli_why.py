@@ -155,6 +155,35 @@ def test_hosts_that_are_lost_or_fail_are_named():
     )
 
 
+def test_a_tier_whose_hosts_have_different_epochs_is_named_with_its_hosts_and_remedy(serve):  # noqa: F811
+    usable = [
+        ("host_tier_usable", [host, tier, op], 1)
+        for host in "012"
+        for tier in ("s3", "redis")
+        for op in ("read", "write", "epoch")
+    ]
+    assert causes(page(STORED, HIT, *usable)) == []
+    down = [("host_tier_usable", [host, "redis", op], 0) for host in "012" for op in ("read", "write")]
+    assert "different_epochs" not in causes(page(STORED, HIT, *usable, *down)), "no store responds"
+    text = page(
+        STORED, HIT, *usable, *down, *(("host_tier_usable", [host, "redis", "epoch"], 0) for host in "02")
+    )
+    found = tier_findings(text, "different_epochs")
+    assert found.text.startswith(
+        "tier redis is out of service on all hosts: the stores of hosts 0, 2 respond, but have different "
+        "epochs"
+    )
+    assert "restart this server, or reset it (POST /reset_prefix_cache" in found.advice
+    address = serve(FIRST + text)
+    shown = run("why", address).stdout
+    assert "the stores of hosts 0, 2 respond" in " ".join(shown.split())
+    checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
+    (check,) = [each for each in checks if each["name"] == "different_epochs"]
+    assert check["state"] == "note"
+    assert "hosts 0, 2" in check["text"]
+    assert "reset it" in check["text"]
+
+
 def test_chunks_dropped_by_host_memory_are_a_share_of_stored_chunks():
     dropped = ("dropped_bytes_total", ["cpu", "pressure"], 4096)
     assert causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), dropped)) == []

@@ -60,7 +60,7 @@ class FsStore final : public RecordStore {
   void watch() override;
   Status begin_epoch() override { return epoch_manager_.begin(); }
   EpochPtr epoch() const override { return records_.epoch(); }
-  void forget() override { epoch_manager_.reset(); }
+  void forget(std::uint64_t) override { epoch_manager_.reset(); }
   void stop() override { stop_.store(true); }
   void close() override;
   void figures(TierStats* stats) const override;

@@ -31,7 +31,7 @@ class MooncakeStore final : public RecordStore {
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
-  void forget() override { epochs_.forget(); }
+  void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
   void stop() override {
     stopped_ = true;
     client_.stop();

@@ -105,7 +105,12 @@ RedisStore::RedisStore(const RedisTierOptions& options)
     throw_resource("redis tier at {}: {}", address_of(options.server),
                    refused ? status.message() : usable.message());
   }
-  epochs_.start_with(found, before);
+  epochs_.start_with(found, before, status);
+}
+
+std::string RedisStore::epoch_problem() const {
+  const std::string problem = epochs_.start_problem();
+  return problem.empty() ? problem : fmt::format("{}: {}", address_of(options_.server), problem);
 }
 
 std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {

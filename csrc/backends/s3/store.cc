@@ -51,7 +51,12 @@ S3Store::S3Store(const S3TierOptions& options)
     throw_resource("s3 tier {}: {}", address_of(options.bucket),
                    refused ? status.message() : usable.message());
   }
-  epochs_.start_with(found, before);
+  epochs_.start_with(found, before, status);
+}
+
+std::string S3Store::epoch_problem() const {
+  const std::string problem = epochs_.start_problem();
+  return problem.empty() ? problem : fmt::format("{}: {}", address_of(options_.bucket), problem);
 }
 
 std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {

@@ -32,7 +32,8 @@ class S3Store final : public RecordStore {
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
-  void forget() override { epochs_.forget(); }
+  std::string epoch_problem() const override;
+  void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
   void stop() override;
   void close() override { client_.close(); }
   void figures(TierStats* stats) const override;

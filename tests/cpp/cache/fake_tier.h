@@ -159,7 +159,7 @@ class FakeTier final : public ManualTier {
   void used(const TierUses& uses) override {
     for (const TierUse& use : *uses) told_used.push_back(use);
   }
-  Status reset() override {
+  Status reset(std::uint64_t) override {
     if (reset_throws) throw std::bad_alloc();
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
     records.clear();

@@ -79,7 +79,7 @@ class SimulatedTier final : public Tier {
   }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
   void touch(const ChunkKey&) override {}
-  Status reset() override {
+  Status reset(std::uint64_t) override {
     records.clear();
     return Status::ok();
   }

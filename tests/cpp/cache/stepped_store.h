@@ -114,7 +114,7 @@ class SteppedStore final : public ManualTier {
     tier_->prefetch_presence(std::move(keys), order);
   }
   void touch(const ChunkKey& key) override { tier_->touch(key); }
-  Status reset() override { return tier_->reset(); }
+  Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
   TierStats stats() const override { return tier_->stats(); }
   void close() override {
     if (std::exchange(closed_, true)) return;

@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,8 @@
 namespace kv_offload {
 namespace {
 
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::key_of;
 
@@ -49,7 +52,8 @@ class PlayedTier final : public Tier {
     asked.insert(asked.end(), keys.begin(), keys.end());
   }
   void touch(const ChunkKey&) override {}
-  Status reset() override {
+  Status reset(std::uint64_t startup_id) override {
+    startup_ids.push_back(startup_id);
     if (on_reset) on_reset();
     return reset_status;
   }
@@ -82,6 +86,7 @@ class PlayedTier final : public Tier {
   std::vector<TierRemoval> removed;
   std::map<ChunkKey, Presence> presence;
   std::vector<ChunkKey> asked;
+  std::vector<std::uint64_t> startup_ids;  // of the resets
   TierStats figures;
   Status reset_status;
   double seconds_per_byte = 0;
@@ -103,7 +108,7 @@ class AllHostsTierTest : public ::testing::Test {
     AllHostsOptions options;
     options.missing_for = std::chrono::minutes(1);
     options.clock = &clock_;
-    options.awaits_epoch = awaits_epoch;
+    if (awaits_epoch) options.epoch_ids = {0, 0};
     options.warn = [](const std::string&) {};
     tier_ = make_all_hosts_tier(std::move(parts), options);
   }
@@ -725,6 +730,103 @@ TEST_F(AllHostsTierTest, without_a_common_epoch_nothing_is_looked_up_or_read) {
   EXPECT_EQ(tier_->contains(key_), Presence::kPresent);
   tier_->prefetch_presence({key_}, KeyOrder::kNone);
   EXPECT_EQ(part_[0]->asked.size(), 1u);
+}
+
+TEST_F(AllHostsTierTest, a_reset_has_one_id_for_all_hosts_and_the_next_one_another) {
+  for (int reset = 0; reset < 2; ++reset) EXPECT_TRUE(tier_->reset().is_ok());
+  const std::vector<std::uint64_t>& ids = part_[0]->startup_ids;
+  EXPECT_EQ(part_[1]->startup_ids, ids);
+  ASSERT_EQ(ids.size(), 2u);
+  EXPECT_NE(ids[0], 0u);
+  EXPECT_NE(ids[1], 0u);
+  EXPECT_NE(ids[0], ids[1]);
+}
+
+// ---- epochs of three hosts
+
+class ThreeHosts : public ::testing::Test {
+ protected:
+  void open(std::vector<std::uint64_t> epoch_ids) {
+    std::vector<PartOfTier> parts;
+    for (std::uint32_t host = 0; host < 3; ++host) {
+      auto made = std::make_unique<PlayedTier>();
+      part_[host] = made.get();
+      part_[host]->figures.epoch_id = epoch_ids.at(host);
+      parts.push_back({std::move(made), 1.0 / 3, 2 * host});
+    }
+    AllHostsOptions options;
+    options.epoch_ids = std::move(epoch_ids);
+    options.warn = [this](const std::string& event) { events_.push_back(event); };
+    tier_ = make_all_hosts_tier(std::move(parts), options);
+  }
+  void poll() {
+    std::vector<Completion> completions;
+    std::vector<TierRemoval> removals;
+    tier_->poll(&completions, &removals);
+  }
+  // "101": the epochs of the first and third host differ from another one.
+  std::string differing() const {
+    std::string found;
+    for (const TierPart& part : tier_->parts()) found += part.epoch_differs ? '1' : '0';
+    return found;
+  }
+  bool is_usable() const { return tier_->stats().readable && tier_->stats().writable; }
+
+  PlayedTier* part_[3] = {};
+  std::vector<std::string> events_;
+  std::unique_ptr<Tier> tier_;
+};
+
+TEST_F(ThreeHosts, different_epochs_are_reported_at_once_although_a_store_does_not_respond) {
+  for (const std::size_t silent : {0, 1, 2}) {
+    events_.clear();
+    std::vector<std::uint64_t> ids{7, 8, 9};
+    ids[silent] = 0;
+    open(ids);
+    std::vector<int> ranks;
+    for (const int rank : {0, 2, 4})
+      if (rank != 2 * static_cast<int>(silent)) ranks.push_back(rank);
+    const std::string hosts =
+        fmt::format("of the hosts of ranks {} respond, but have different", fmt::join(ranks, ", "));
+    EXPECT_THAT(events_, ElementsAre(HasSubstr(hosts)));
+    EXPECT_EQ(differing(), silent == 0 ? "011" : silent == 1 ? "101" : "110");
+    for (const TierPart& part : tier_->parts()) EXPECT_FALSE(part.stats.readable || part.stats.writable);
+    part_[silent]->figures.epoch_id = 7;
+    poll();
+    EXPECT_EQ(events_.size(), 1u) << "it is known already";
+    EXPECT_EQ(differing(), "111");
+    EXPECT_FALSE(is_usable());
+    EXPECT_TRUE(tier_->reset().is_ok());
+    EXPECT_EQ(differing(), "000");
+    EXPECT_TRUE(is_usable());
+    poll();
+    EXPECT_THAT(events_,
+                ElementsAre(HasSubstr("stays out of service"), HasSubstr("in service after a reset")));
+  }
+}
+
+TEST_F(ThreeHosts, an_epoch_that_differs_is_reported_when_its_store_responds) {
+  open({7, 0, 0});
+  EXPECT_THAT(events_, IsEmpty());
+  poll();
+  EXPECT_THAT(events_, IsEmpty()) << "a store that does not respond has no other epoch";
+  EXPECT_EQ(differing(), "000");
+  part_[2]->figures.epoch_id = 9;
+  poll();
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("the stores of the hosts of ranks 0, 4 respond")));
+  EXPECT_EQ(differing(), "101");
+}
+
+TEST_F(ThreeHosts, a_tier_is_used_when_all_stores_have_the_same_epoch) {
+  open({7, 0, 0});
+  part_[1]->figures.epoch_id = 7;
+  poll();
+  EXPECT_THAT(events_, IsEmpty());
+  EXPECT_FALSE(is_usable());
+  part_[2]->figures.epoch_id = 7;
+  poll();
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("is in service: all hosts have the same epoch")));
+  EXPECT_TRUE(is_usable());
 }
 
 TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission_did_not_throw) {

@@ -17,6 +17,7 @@ namespace kv_offload {
 namespace {
 
 using namespace testing;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 class HostTiersTest : public TwoHosts {};
@@ -665,7 +666,7 @@ TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{1, {op}})));
   EXPECT_TRUE(ends(FrameType::kOps, Bytes{0, 1}));
   EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{3, KeyOrder::kNone, 0, {}})));
-  EXPECT_TRUE(ends(FrameType::kReset, encode(TierReset{1, 1})));
+  EXPECT_TRUE(ends(FrameType::kReset, encode(TierReset{1, 1, 1})));
   EXPECT_TRUE(ends(FrameType::kState, encode(TierState{}))) << "a frame of the other direction";
 }
 
@@ -705,7 +706,7 @@ TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_o
   EXPECT_TRUE(other.reads(FrameType::kReady));
   other.send(FrameType::kOpenTiers, encode(OpenTiers{1, {{}}, "settings"}));
   EXPECT_TRUE(other.reads(FrameType::kTiersOpened));
-  other.send(FrameType::kReset, encode(TierReset{0, 1}));
+  other.send(FrameType::kReset, encode(TierReset{0, 1, 1}));
   EXPECT_TRUE(other.reads(FrameType::kResetDone));
   EXPECT_FALSE(other.has_seen(FrameType::kOpsEnded)) << "a thread still uses a row";
 }
@@ -764,9 +765,11 @@ class GatedTier : public Tier {
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
   void touch(const ChunkKey&) override {}
-  Status reset() override {
+  Status reset(std::uint64_t startup_id) override {
+    startup_ids.push_back(startup_id);
+    if (std::exchange(fails_to_reset, false)) throw std::bad_alloc();
     batches = std::move(after_reset);
-    return Status::ok();
+    return reset_status;
   }
   TierStats stats() const override { return {}; }
   void close() override {}
@@ -774,8 +777,49 @@ class GatedTier : public Tier {
 
   std::deque<std::vector<TierRemoval>> batches, after_reset;  // one for each poll
   std::function<void()> on_poll = [] {};
-  bool fails_to_submit = false;
+  std::vector<std::uint64_t> startup_ids;  // of the resets
+  Status reset_status;
+  bool fails_to_submit = false, fails_to_reset = false;
 };
+
+// A tier whose store does not respond.
+class SilentTier final : public GatedTier {
+ public:
+  explicit SilentTier(std::string problem) : problem_(std::move(problem)) {}
+  TierStats stats() const override {
+    TierStats stats;
+    stats.readable = stats.writable = false;
+    return stats;
+  }
+  std::string epoch_problem() const override { return problem_; }
+
+ private:
+  const std::string problem_;
+};
+
+class SilentHosts : public TwoHosts {
+ protected:
+  ~SilentHosts() override { stop(); }
+  std::unique_ptr<Tier> open_part(std::uint32_t, EpochChoice) override {
+    return std::make_unique<SilentTier>(reason_);
+  }
+  std::string reason_;
+};
+
+// A Redis server chooses the text of its errors. vLLM's log is UTF-8.
+TEST_F(SilentHosts, the_reason_of_a_store_is_logged_as_printable_text_of_limited_length) {
+  reason_ = "bad\xff\nline" + std::string(2 * kMostEpochProblem, 'x');
+  start();
+  const std::string cut = "bad??line" + std::string(kMostEpochProblem - 9, 'x');
+  EXPECT_THAT(
+      links_->take_events(),
+      ElementsAre(HasSubstr(fmt::format("on the host of rank 0 ({0}), the host of rank 1 ({0}). ", cut))));
+}
+
+TEST_F(SilentHosts, a_host_without_a_reason_is_named_alone) {
+  start();
+  EXPECT_THAT(links_->take_events(), ElementsAre(HasSubstr("on the host of rank 0, the host of rank 1. ")));
+}
 
 class PlayedHostTiers : public TwoHosts {
  protected:
@@ -832,7 +876,7 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
   open();
   tiers_->begin_connection();
   EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
-  ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1})));
+  ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1, 1})));
   std::vector<ChunkKey> sent;
   EXPECT_TRUE(holds_soon([&] {
     for (const HostTiers::Frame& frame : tiers_->frames()) {
@@ -843,6 +887,48 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
     return !sent.empty();
   }));
   EXPECT_EQ(sent, std::vector<ChunkKey>{key_of(3)}) << "the directory was removed after the reset";
+}
+
+// Repeated after it was not confirmed in time, or on the next connection.
+TEST_F(PlayedHostTiers, a_repeated_reset_is_confirmed_again_and_not_executed_again) {
+  played_->reset_status = Status::error(StatusKind::kTimeout, "no answer");
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  std::vector<TierResetDone> confirmed;
+  const auto confirm = [&](const TierReset& order) {
+    ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(order)));
+    const std::size_t before = confirmed.size();
+    EXPECT_TRUE(holds_soon([&] {
+      for (const HostTiers::Frame& frame : tiers_->frames())
+        if (frame.first == FrameType::kResetDone) confirmed.push_back(*decode_reset_done(frame.second));
+      return confirmed.size() > before;
+    }));
+    EXPECT_EQ(confirmed.back().epoch, order.epoch);
+    EXPECT_EQ(confirmed.back().kind, StatusKind::kTimeout);
+  };
+  confirm({0, 1, 70});
+  confirm({0, 1, 70});
+  tiers_->end_connection();
+  tiers_->begin_connection();
+  confirm({0, 1, 70});
+  confirm({0, 2, 80});
+  EXPECT_EQ(played_->startup_ids, (std::vector<std::uint64_t>{70, 80}));
+}
+
+TEST_F(PlayedHostTiers, a_reset_that_threw_is_executed_again_with_another_id) {
+  played_->fails_to_reset = true;
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1, 70})));
+  EXPECT_TRUE(holds_soon([&] { return tiers_->has_failed(); }));
+  tiers_->end_connection();
+  tiers_->begin_connection();
+  ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1, 70})));
+  EXPECT_EQ(count_soon(FrameType::kResetDone), 1u);
+  EXPECT_EQ(played_->startup_ids, (std::vector<std::uint64_t>{70, 0}))
+      << "the first one may have used the id";
 }
 
 TEST_F(PlayedHostTiers, ops_that_cannot_be_submitted_end_the_connection_and_not_the_next_one) {

@@ -29,12 +29,15 @@ using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 // The keys of a store: the records and the startup epoch of a namespace.
 struct RedisStoreAccess : RedisMedium {
   using Options = RedisTierOptions;
   static constexpr const char* kType = "redis";
+  static constexpr const char* kNoConnection = "db 0: the connection was lost: ";
+  static constexpr const char* kPlace = " (unix:///";
   static std::unique_ptr<Tier> open_tier(const Options& options) { return make_redis_tier(options); }
   static std::string prefix_of(const Options& options) {
     return fmt::format("kv_offload:{}:", hex_of(options.namespace_id));
@@ -53,6 +56,8 @@ struct RedisStoreAccess : RedisMedium {
 struct S3StoreAccess : S3Medium {
   using Options = S3TierOptions;
   static constexpr const char* kType = "s3";
+  static constexpr const char* kNoConnection = ": no response from the store: ";
+  static constexpr const char* kPlace = " (s3://bucket at http://127.0.0.1:";
   static std::unique_ptr<Tier> open_tier(const Options& options) { return make_s3_tier(options); }
   static std::string prefix_of(const Options& options) {
     return fmt::format("kv_offload/{}/", hex_of(options.namespace_id));
@@ -358,6 +363,96 @@ TYPED_TEST(SharedStores, a_reset_separates_the_engine_from_the_next_one) {
   this->expect_usable();
 }
 
+TYPED_TEST(SharedStores, a_reset_leaves_the_hosts_in_one_epoch_that_later_engines_use_as_it_is) {
+  for (const bool is_common : {true, false}) {
+    this->has_common_store_ = is_common;
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    ASSERT_TRUE(this->tier_->reset().is_ok());
+    const std::string left[] = {this->epoch(0), this->epoch(1)};
+    EXPECT_EQ(EpochRegistry::id_of(left[0]), EpochRegistry::id_of(left[1]));
+    EXPECT_NE(left[0], left[1]);
+    ASSERT_TRUE(this->write(2).is_ok());
+    this->stop();
+    ++this->weights;
+    this->is_read_only_ = true;
+    this->start();
+    EXPECT_FALSE(this->has(1)) << "written before the reset";
+    EXPECT_FALSE(this->has(2)) << "written by the engine that was reset";
+    this->stop();
+    this->is_read_only_ = false;
+    this->start();
+    EXPECT_FALSE(this->has(1));
+    EXPECT_FALSE(this->has(2));
+    ASSERT_TRUE(this->write(3).is_ok());
+    EXPECT_EQ(this->epoch(0), left[0]);
+    EXPECT_EQ(this->epoch(1), left[1]);
+    this->stop();
+    this->is_read_only_ = true;
+    this->start();
+    EXPECT_TRUE(this->has(3));
+    EXPECT_TRUE(this->read(3).is_ok());
+    this->stop();
+    this->is_read_only_ = false;
+    this->store(1).kill();
+    this->store(1).start();
+  }
+}
+
+TYPED_TEST(SharedStores, two_resets_leave_two_epochs) {
+  this->start();
+  ASSERT_TRUE(this->tier_->reset().is_ok());
+  const std::string first = this->epoch(0);
+  ASSERT_TRUE(this->tier_->reset().is_ok());
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(first));
+  EXPECT_EQ(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+}
+
+// Resets of two engines that overlap, so that their order differs from host to host.
+TYPED_TEST(SharedStores, resets_of_two_engines_in_another_order_on_each_host_do_not_agree) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  const auto reset = [&](std::uint32_t host, std::uint64_t id) {
+    const auto tier = this->open_alone(host);
+    EXPECT_TRUE(tier->reset(id).is_ok());
+    tier->close();
+  };
+  reset(0, 70);
+  reset(1, 80);
+  reset(1, 70);
+  reset(0, 80);
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+  this->stop();
+  ++this->weights;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
+TYPED_TEST(SharedStores, a_store_that_does_not_respond_during_a_reset_gets_another_epoch_than_the_others) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  const std::string before = this->epoch(1);
+  this->store(1).fail_resets(true);
+  EXPECT_FALSE(this->tier_->reset().is_ok());
+  EXPECT_EQ(this->epoch(1), before);
+  this->store(1).fail_resets(false);
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().writable; }));
+  EXPECT_NE(this->epoch(1), before);
+  EXPECT_NE(EpochRegistry::id_of(this->epoch(0)), EpochRegistry::id_of(this->epoch(1)));
+  this->stop();
+  ++this->weights;
+  this->is_read_only_ = true;
+  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
+              HasSubstr("the stores of the hosts have no common epoch"));
+  this->stop();
+  this->is_read_only_ = false;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
 TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
   this->start();
   ASSERT_TRUE(this->write(1).is_ok());
@@ -468,10 +563,13 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_at_start_is_used_when_it_
     this->has_common_store_ = down == 0;
     this->store(down).kill();
     this->start();
-    EXPECT_THAT(
-        this->links_->take_events(),
-        Contains(AllOf(HasSubstr("is out of service: the store does not respond on the host of rank "),
-                       HasSubstr(down == 1 ? "rank 1. " : "rank 0, the host of rank 1. "))));
+    const std::string reason = TypeParam::kPlace;
+    std::vector<std::string> events = this->links_->take_events();
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_THAT(events[0],
+                AllOf(HasSubstr("is out of service: the store does not respond on the host of rank "),
+                      HasSubstr("rank 1" + reason), HasSubstr(TypeParam::kNoConnection)));
+    EXPECT_EQ(events[0].find("rank 0" + reason) != std::string::npos, down == 0);
     this->poll();
     EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
     EXPECT_EQ(this->tier_->contains(key_of(1)), Presence::kLookupFailed);
@@ -494,7 +592,8 @@ TYPED_TEST(SharedStores, a_store_of_the_scheduler_that_does_not_respond_is_no_di
   this->store(0).kill();
   this->start();
   EXPECT_THAT(this->links_->take_events(),
-              ElementsAre(HasSubstr("the store does not respond on the host of rank 0. ")));
+              ElementsAre(AllOf(HasSubstr("the store does not respond on the host of rank 0 ("),
+                                Not(HasSubstr("host of rank 1")))));
   EXPECT_TRUE(this->eventually([&] { return this->tier_->parts()[1].stats.epoch_id != 0; }));
   this->poll();
   EXPECT_THAT(this->links_->take_events(), IsEmpty());
@@ -553,14 +652,23 @@ TYPED_TEST(SharedStores, a_store_that_returns_with_another_epoch_stays_out_of_se
     return !events.empty();
   }));
   EXPECT_THAT(events, ElementsAre(HasSubstr("stays out of service")));
-  for (const TierPart& part : this->tier_->parts())
+  for (const TierPart& part : this->tier_->parts()) {
     EXPECT_FALSE(part.stats.readable || part.stats.writable) << "the tier uses none of them";
+    EXPECT_TRUE(part.epoch_differs);
+  }
+  const auto has_epoch_of_others = [&](const char* host) {
+    Metrics metrics;
+    TierFigures().publish("far", this->tier_->parts(), metrics);
+    return metrics.value("kv_offload_host_tier_usable", {host, "far", "epoch"}) == 1;
+  };
+  EXPECT_FALSE(has_epoch_of_others("0") || has_epoch_of_others("1"));
   EXPECT_FALSE(this->tier_->stats().readable || this->tier_->stats().writable);
   EXPECT_EQ(this->write(1).kind(), StatusKind::kUnavailable);
   EXPECT_TRUE(this->tier_->reset().is_ok());
   EXPECT_TRUE(this->write(1).is_ok());
   EXPECT_TRUE(this->read(1).is_ok());
   for (const TierPart& part : this->tier_->parts()) EXPECT_TRUE(part.stats.readable && part.stats.writable);
+  EXPECT_TRUE(has_epoch_of_others("0") && has_epoch_of_others("1"));
   EXPECT_THAT(this->links_->take_events(), ElementsAre(HasSubstr("is in service after a reset")));
   this->restart();
   EXPECT_FALSE(this->has(1)) << "written after a reset";

@@ -39,7 +39,8 @@ class TierChannelTest : public ::testing::Test {
     return decode_open_tiers(frames.at(0).second).value().round;
   }
   void answer(std::uint32_t round, std::uint64_t epoch) {
-    EXPECT_EQ(channel_.deliver(FrameType::kTiersOpened, encode(TiersOpened{round, "", {epoch}}), Nanos(0)),
+    EXPECT_EQ(channel_.deliver(FrameType::kTiersOpened, encode(TiersOpened{round, "", {{epoch, false, ""}}}),
+                               Nanos(0)),
               Delivery::kTaken);
   }
 
@@ -91,31 +92,31 @@ TEST_F(TierChannelTest, takes_only_the_answer_to_the_last_request_to_open) {
   open();
   const std::uint32_t round = sent_round();
   answer(round - 1, 1);
-  std::vector<std::uint64_t> ids;
-  EXPECT_EQ(channel_.wait_until_open(Nanos(0), &ids).kind(), StatusKind::kTimeout);
+  std::vector<OpenedTier> tiers;
+  EXPECT_EQ(channel_.wait_until_open(Nanos(0), &tiers).kind(), StatusKind::kTimeout);
   answer(round, 5);
-  EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &ids).is_ok());
-  EXPECT_EQ(ids, std::vector<std::uint64_t>{5});
+  EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &tiers).is_ok());
+  EXPECT_EQ(tiers, (std::vector<OpenedTier>{{5, false, ""}}));
 }
 
 TEST_F(TierChannelTest, orders_the_tiers_again_on_the_next_connection_and_ignores_the_earlier_answer) {
   open();
   const std::uint32_t first = sent_round();
   channel_.end_connection("cut");
-  std::vector<std::uint64_t> ids;
-  const Status lost = channel_.wait_until_open(Nanos(0), &ids);
+  std::vector<OpenedTier> tiers;
+  const Status lost = channel_.wait_until_open(Nanos(0), &tiers);
   EXPECT_EQ(lost.kind(), StatusKind::kTimeout);
   EXPECT_THAT(lost.message(), ::testing::EndsWith("could not be established again in time: cut"));
   channel_.end_connection("cannot connect");
-  EXPECT_THAT(channel_.wait_until_open(Nanos(0), &ids).message(), ::testing::EndsWith("cannot connect"));
+  EXPECT_THAT(channel_.wait_until_open(Nanos(0), &tiers).message(), ::testing::EndsWith("cannot connect"));
   channel_.begin_connection();
   const std::uint32_t second = sent_round();
   EXPECT_NE(second, first);
   answer(first, 1);  // the host opens its tiers again after this answer
-  EXPECT_EQ(channel_.wait_until_open(Nanos(0), &ids).kind(), StatusKind::kTimeout);
+  EXPECT_EQ(channel_.wait_until_open(Nanos(0), &tiers).kind(), StatusKind::kTimeout);
   answer(second, 5);
-  EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &ids).is_ok());
-  EXPECT_EQ(ids, std::vector<std::uint64_t>{5});
+  EXPECT_TRUE(channel_.wait_until_open(Nanos(0), &tiers).is_ok());
+  EXPECT_EQ(tiers, (std::vector<OpenedTier>{{5, false, ""}}));
   channel_.end_connection("cut");
   channel_.begin_connection();
   EXPECT_TRUE(channel_.take_frames().empty()) << "open tiers stay open";
@@ -124,8 +125,8 @@ TEST_F(TierChannelTest, orders_the_tiers_again_on_the_next_connection_and_ignore
 TEST_F(TierChannelTest, does_not_wait_for_a_host_that_will_not_be_connected_again) {
   open();
   channel_.end_connection("it has shut down", true);
-  std::vector<std::uint64_t> ids;
-  const Status opened = channel_.wait_until_open(std::chrono::seconds(5), &ids);
+  std::vector<OpenedTier> tiers;
+  const Status opened = channel_.wait_until_open(std::chrono::seconds(5), &tiers);
   EXPECT_EQ(opened.kind(), StatusKind::kUnavailable);
   EXPECT_EQ(opened.message(), "it has shut down");
 }

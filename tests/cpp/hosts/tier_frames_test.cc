@@ -70,7 +70,7 @@ Frame arrives(const Frame& frame, Decode decode) {
 TEST(TierFrames, arrive_as_they_were_sent) {
   const OpenTiers open{7, {{1, true, 9}, {2, false, 0}}, "text"};
   EXPECT_EQ(arrives(open, decode_open_tiers), open);
-  const TiersOpened opened{7, "problem", {3}};
+  const TiersOpened opened{7, "problem", {{3, true, "no route"}}};
   EXPECT_EQ(arrives(opened, decode_tiers_opened), opened);
   const HostOp op = arrives(TierOps{1, {some_op(1), some_op(2)}}, decode_ops).ops.at(1);
   EXPECT_EQ(op.key, key_of(2, 3));
@@ -80,7 +80,7 @@ TEST(TierFrames, arrive_as_they_were_sent) {
   EXPECT_EQ(arrives(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}, decode_lookup).keys.at(0), key_of(1));
   EXPECT_EQ(arrives(TierUsesFrame{1, true, {{key_of(1), some_info()}}}, decode_uses).uses.at(0).key,
             key_of(1));
-  EXPECT_EQ(arrives(TierReset{1, 2}, decode_reset).epoch, 2u);
+  EXPECT_EQ(arrives(TierReset{1, 2, 3}, decode_reset).startup_id, 3u);
   EXPECT_EQ(arrives(TierResults{1, {{1, StatusKind::kCorrupt, -5, 6, 0.5, 1.5}}}, decode_results)
                 .results.at(0)
                 .error_number,
@@ -109,7 +109,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   for (const FrameType type : {FrameType::kReady, FrameType::kAlive, FrameType::kLeaving,
                                FrameType::kOpsEnded, FrameType::kSchedulerAlive})
     add(type, {});
-  add(FrameType::kTiersOpened, encode(TiersOpened{7, "problem", {3, 4}}));
+  add(FrameType::kTiersOpened, encode(TiersOpened{7, "problem", {{3, false, ""}, {0, true, "no route"}}}));
   TierResults results{1, {}};
   for (std::size_t kind = 0; kind < kStatusKinds; ++kind)
     results.results.push_back({kind, static_cast<StatusKind>(kind), -5, 6, 0.5, 1.5});
@@ -135,7 +135,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   add(FrameType::kCancel, encode(TierCancel{1, {4, 5}}));
   add(FrameType::kLookup, encode(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}));
   add(FrameType::kUses, encode(TierUsesFrame{1, true, {{key_of(1), some_info()}}}));
-  add(FrameType::kReset, encode(TierReset{1, 2}));
+  add(FrameType::kReset, encode(TierReset{1, 2, 3}));
   return frames;
 }
 
@@ -146,7 +146,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
 // Never change the digest of a number that a release has. A frame type without a sample fails
 // too: add one to sample_frames().
 TEST(TierFrames, another_encoding_has_another_protocol_number) {
-  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8}};
+  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}};
   FrameWriter writer(KeyedHash::Hash{1});
   Bytes all = make_greeting(HostNonce{2});
   const Bytes answer = make_answer(HostSecret{3}, HostNonce{4}, HostNonce{5});
@@ -182,7 +182,10 @@ TEST(TierFrames, as_many_elements_as_allowed_fit_into_a_frame) {
   EXPECT_LT(
       encode(OpenTiers{0, std::vector<EpochChoice>(kMostTiers), std::string(kMostOpenText, 't')}).size(),
       kMostPayload);
-  EXPECT_LT(encode(TiersOpened{0, std::string(2 * kMostProblem, 'p'), {}}).size(), kMostPayload);
+  const OpenedTier opened{0, true, std::string(2 * kMostEpochProblem, 'e')};
+  EXPECT_LT(
+      encode(TiersOpened{0, std::string(2 * kMostProblem, 'p'), std::vector(kMostTiers, opened)}).size(),
+      kMostPayload);
 }
 
 TEST(TierFrames, values_that_no_host_sends_are_refused) {

@@ -52,7 +52,7 @@ class CountedStore final : public RecordStore {
     return Status::ok();
   }
   EpochPtr epoch() const override { return epoch_; }
-  void forget() override {}
+  void forget(std::uint64_t) override {}
   void close() override {}
   void figures(TierStats* stats) const override { stats->chunks = records_; }
 

@@ -166,7 +166,7 @@ class Recorder : public Tier {
   }
   void touch(const ChunkKey&) override {}
   void used(const TierUses& uses) override { *uses_ = *uses; }
-  Status reset() override { return Status::ok(); }
+  Status reset(std::uint64_t) override { return Status::ok(); }
   TierStats stats() const override { return {}; }
   std::string codec_reason() const override { return "off: too little was measured"; }
   void close() override {}

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 namespace kv_offload {
 namespace {
@@ -43,6 +44,88 @@ TEST(EpochRegistryTest, a_reset_engine_does_not_share_the_start_epoch) {
   EXPECT_NE(EpochRegistry::name_of(epochs.current()), kept);
   EXPECT_TRUE(epochs.has_ended(kFirst));
   EXPECT_FALSE(epochs.has_ended(kept));
+}
+
+// ---- the resets of an engine on several hosts
+
+TEST(EpochRegistryTest, a_reset_publishes_its_id_but_keeps_the_epoch_of_the_engine_apart) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  std::string kept, earlier;
+  for (const std::uint64_t id : {9, 10}) {
+    epochs.forget(id);
+    ASSERT_TRUE(begin(epochs, &kept));
+    EXPECT_EQ(EpochRegistry::id_of(kept), id);
+    EXPECT_NE(EpochRegistry::id_of(EpochRegistry::name_of(epochs.current())), id);
+    EXPECT_NE(kept, earlier);
+    earlier = kept;
+  }
+  epochs.forget();
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_NE(EpochRegistry::id_of(kept), 10u) << "the reset of an engine on one host";
+}
+
+// After a failed attempt, the store may have the name nevertheless. A second name with the same id could
+// replace that of a later reset.
+TEST(EpochRegistryTest, the_id_of_a_reset_is_published_only_once) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  epochs.forget(9);
+  std::vector<std::uint64_t> ids;
+  for (const StatusKind kind : {StatusKind::kTimeout, StatusKind::kIo, StatusKind::kOk}) {
+    const Status begun =
+        epochs.begin([](std::string*) { return Status::ok(); },
+                     [&](const std::string& name) {
+                       ids.push_back(EpochRegistry::id_of(name));
+                       return kind == StatusKind::kOk ? Status::ok() : Status::error(kind, "no answer");
+                     });
+    EXPECT_EQ(begun.kind(), kind);
+  }
+  EXPECT_EQ(ids.at(0), 9u);
+  EXPECT_NE(ids.at(1), 9u);
+  EXPECT_NE(ids.at(2), 9u);
+}
+
+TEST(EpochRegistryTest, an_id_of_a_reset_that_another_reset_followed_is_not_published) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  epochs.forget(9);
+  epochs.forget();
+  std::string kept;
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_NE(EpochRegistry::id_of(kept), 9u);
+}
+
+TEST(EpochRegistryTest, a_missing_name_does_not_get_the_id_of_a_reset) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  epochs.forget(9);
+  std::string known, kept;
+  EXPECT_NE(EpochRegistry::id_of(epochs.name_if_missing({}, &known)), 9u);
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_EQ(EpochRegistry::id_of(kept), 9u);
+  EXPECT_EQ(epochs.name_if_missing({}, &known), kept) << "the store lost it";
+}
+
+TEST(EpochRegistryTest, the_reason_for_a_missing_epoch_is_known_until_there_is_one) {
+  const Status failed = Status::error(StatusKind::kTimeout, "no answer");
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  EXPECT_EQ(epochs.start_problem(), "");
+  EpochRegistry found;
+  found.start_with("", {}, failed);
+  EXPECT_EQ(found.start_problem(), "no answer");
+  ASSERT_TRUE(found.begin(
+      [](std::string* stored) {
+        *stored = kFirst;
+        return Status::ok();
+      },
+      [](const std::string&) { return Status::ok(); }));
+  EXPECT_EQ(found.start_problem(), "");
+  EpochRegistry reset;
+  reset.start_with("", {}, failed);
+  reset.forget();
+  EXPECT_EQ(reset.start_problem(), "") << "the tier waits for another reason";
 }
 
 // ---- the start of an engine on several hosts

@@ -228,7 +228,7 @@ class MemoryStore final : public RecordStore {
     const std::lock_guard lock(mutex_);
     return epoch_;
   }
-  void forget() override {
+  void forget(std::uint64_t) override {
     const std::lock_guard lock(mutex_);
     epoch_.reset();
   }

@@ -163,7 +163,7 @@ TEST_F(RecordImporterTest, a_store_that_cannot_begin_an_epoch_is_refused) {
   const auto server = std::make_shared<MemoryServer>();
   server->fail(MemoryServer::Verb::kEpoch, StatusKind::kIo);
   auto store = std::make_unique<MemoryStore>(server, NamespaceId{});
-  store->forget();
+  store->forget(0);
   EXPECT_THROW(RecordImporter(std::move(store)), ResourceError);
 }
 

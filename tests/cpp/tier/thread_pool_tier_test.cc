@@ -14,6 +14,7 @@
 #include "step_watch.h"
 #include "tier/circuit_breaker.h"
 #include "tier/io_pool.h"
+#include "tier/loopback_server.h"
 #include "tier/memory_store.h"
 #include "tier/presence_lookup.h"
 #include "tier/tier_driver.h"
@@ -741,7 +742,7 @@ class Counted final : public RecordStore {
   }
   Status begin_epoch() override { return Status::ok(); }
   EpochPtr epoch() const override { return epoch_; }
-  void forget() override {}
+  void forget(std::uint64_t) override {}
   void stop() override { ++calls_.stopped; }
   void close() override { ++calls_.closed; }
   void figures(TierStats*) const override {}
@@ -750,6 +751,35 @@ class Counted final : public RecordStore {
   Calls& calls_;
   const EpochPtr epoch_;
 };
+
+TEST_F(ThreadPoolTierTest, upkeep_does_not_begin_the_epoch_that_a_reset_begins) {
+  const auto tier = open();
+  server_->block(Verb::kEpoch);
+  Status ended;
+  std::thread resetting([&] { ended = tier->reset(); });
+  server_->wait_for_blocked();
+  const int maintained = server_->maintained();
+  EXPECT_TRUE(holds_soon([&] {
+    clock_.advance(seconds(1));
+    return server_->maintained() > maintained;
+  })) << "upkeep waits for the epoch too";
+  server_->release();
+  resetting.join();
+  EXPECT_TRUE(ended.is_ok());
+  EXPECT_TRUE(tier->stats().writable);
+}
+
+TEST_F(ThreadPoolTierTest, upkeep_begins_the_epoch_that_a_reset_could_not_begin) {
+  TierDriver user(open());
+  server_->fail(Verb::kEpoch, StatusKind::kIo);
+  EXPECT_FALSE(user.tier().reset().is_ok());
+  server_->fail(Verb::kEpoch, StatusKind::kOk);
+  EXPECT_TRUE(user.until([&] {
+    clock_.advance(seconds(1));
+    user.poll();
+    return user.tier().stats().writable;
+  }));
+}
 
 TEST_F(ThreadPoolTierTest, upkeep_runs_without_polls_and_once_more_before_the_store_closes) {
   Counted::Calls calls;

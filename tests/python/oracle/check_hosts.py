@@ -8,6 +8,7 @@ has a region with its own name; it reaches the scheduler over the loopback inter
 import functools
 import json
 import random
+import re
 import shutil
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any, cast
 import adapter
 import pytest
 from live_root import records_in
-from redis_server import redis_server
+from redis_server import RedisClient, redis_server
 from slow_link import SlowLink
 from torch.distributed import HashStore
 
@@ -37,6 +38,7 @@ from kv_offload.specs.tier_specs import TierPlan, common_settings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 from kv_offload.config import OffloadConfig  # noqa: E402
+from kv_offload.diagnosis import from_log  # noqa: E402
 from oracle import faults  # noqa: E402
 from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
@@ -434,7 +436,12 @@ def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any])
     settle(engine)
     assert engine.reset(running=True)
     assert ask_again(engine, asked) == [0, 0]
-    engine = restarted(engine)
+    settle(engine)
+    engine.shutdown()
+    reader = boot(over_tier(TWO, {**redis, "write_policy": "read_only"}, "2MiB"), engine.model_dir)
+    assert ask_again(reader, asked) == [0, 0]
+    reader.shutdown()
+    engine = boot(engine.setup, engine.model_dir)
     try:
         assert ask_again(engine, asked) == [0, 0], "records of the engine that was reset"
         engine = restarted(engine)
@@ -461,6 +468,63 @@ def test_a_redis_server_that_is_down_at_the_start_is_used_when_it_responds(tmp_p
             assert value(engine, "kv_offload_hit_tokens_total", "redis") == 2 * WHOLE
     finally:
         engine.shutdown()
+
+
+def test_stores_with_different_epochs_are_reported_while_another_one_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    homes = [tmp_path / str(host) for host in range(3)]
+    for home in homes:
+        home.mkdir()
+    original = specs_hosts.serve_tiers
+
+    def elsewhere(agent: Any, hosts: Any, options: Any) -> Any:
+        url = f"unix://{homes[hosts.own] / 's'}"
+        tiers = tuple(tier.model_copy(update={"url": url}) for tier in options.secondary_tiers)
+        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}))
+
+    monkeypatch.setattr(specs_worker, "serve_tiers", elsewhere)
+    entry = {"type": "redis", "url": f"unix://{homes[0] / 's'}"}
+    setup = over_tier(KINDS["three stages of a pipeline on three hosts"], entry, "2MiB")
+    asked = prompts(2)
+    with redis_server(homes[0]), redis_server(homes[1]):
+        with redis_server(homes[2]):
+            engine = boot(setup)
+            assert ask_again(engine, asked) == [0, 0]
+            settle(engine)
+            engine.shutdown()
+        with RedisClient(homes[1] / "s") as client:
+            (key,) = client.ask("KEYS", "*:epoch")
+            client.ask("SET", key, "b" * 32)
+        caplog.clear()
+        engine = boot(setup, engine.model_dir)
+        try:
+            assert ask_again(engine, asked) == [0, 0]
+            log = [record.getMessage() for record in caplog.records]
+            found = {finding.cause: finding.text for finding in from_log(log).findings}
+            silent = found["store_does_not_respond"]
+            assert re.search(
+                r"on the host of rank 2 \(.+: cannot connect: .+\)\. The tier is used when", silent
+            )
+            assert "the stores of the hosts of ranks 0, 1 respond" in found["different_epochs"]
+            assert epochs_usable(engine) == [0, 0, 1]
+            with redis_server(homes[2]):
+                assert engine.reset(running=True)
+                step_until(engine, lambda: engine.manager._cache.tier_stats(0)["writable"])
+                assert ask_again(engine, asked) == [0, 0], "records from before the reset"
+                settle(engine)
+                assert epochs_usable(engine) == [1, 1, 1]
+                assert ask_again(engine, asked) == [WHOLE, WHOLE]
+        finally:
+            engine.shutdown()
+
+
+def epochs_usable(engine: Engine) -> list[float]:
+    engine.manager._cache.publish_gauges()
+    return [
+        value(engine, "kv_offload_host_tier_usable", str(host), "redis", "epoch")
+        for host in range(engine.setup.hosts)
+    ]
 
 
 def test_one_directory_that_all_hosts_share_is_enough(tmp_path: Path) -> None:

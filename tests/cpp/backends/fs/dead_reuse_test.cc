@@ -181,7 +181,7 @@ TEST_F(FsDeadReuse, with_fsync_no_file_is_reused) {
 // is then detected, but one of an earlier epoch looks like a record of today.
 TEST_F(FsDeadReuse, the_files_of_an_earlier_epoch_are_not_reused) {
   const auto changed = std::make_unique<HandStore>(options_of(kDeadNamespace), ops_, clock_);
-  changed->store().forget();
+  changed->store().forget(0);
   ASSERT_TRUE(changed->store().begin_epoch());
   for (int i = 0; i < 40; ++i) ASSERT_TRUE(changed->write(next_number()));
   const std::size_t before = dead_records();

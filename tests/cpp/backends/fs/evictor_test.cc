@@ -48,7 +48,7 @@ TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
   const RecordStore::EpochPtr epoch = ours.epoch();
   op.key = key_of(1000);
   ops.set_rule([&](Call call) -> int {
-    if (call == Call::kFlock && ours.epoch()) ours.forget();
+    if (call == Call::kFlock && ours.epoch()) ours.forget(0);
     return 0;
   });
   EXPECT_EQ(ours.write(op, epoch, &moved).kind(), StatusKind::kCancelled);
@@ -79,7 +79,7 @@ TEST(EvictorTest, a_new_server_can_write_to_a_root_full_of_reset_records) {
       ASSERT_TRUE(before.write(op, before.epoch(), &moved));
     }
     if (reset) {
-      before.forget();
+      before.forget(0);
       ASSERT_TRUE(before.begin_epoch());
     }
     before.close();

@@ -66,7 +66,7 @@ struct NfsUser {
     return store->catalog()->contains(key_of(number)) == Presence::kPresent;
   }
   Status reset(std::uint32_t new_weights) {
-    store->forget();
+    store->forget(0);
     weights = new_weights;
     return store->begin_epoch();
   }

@@ -117,7 +117,7 @@ TEST_F(FsOpenTest, files_created_by_a_reset_are_in_the_total) {
   FakeClock clock;
   FsStore store(options_, posix_file_ops(), clock);
   store.start();
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   TierStats stats;
   store.figures(&stats);

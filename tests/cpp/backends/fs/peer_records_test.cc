@@ -199,7 +199,7 @@ TEST_F(FsPeerLookupTest, a_server_without_neighbours_looks_nothing_up) {
 }
 
 TEST_F(FsPeerLookupTest, another_epoch_of_the_namespace_is_not_shared) {
-  writer_.forget();
+  writer_.forget(0);
   ASSERT_TRUE(writer_.begin_epoch());
   writer_.maintain();
   asker_.maintain();
@@ -293,7 +293,7 @@ TEST_F(FsPeerLookupTest, a_reset_during_a_lookup_makes_nothing_known) {
   write(asker_, 1);
   write(writer_, 2);
   ops_.set_rule([&](Call call) -> int {
-    if (call == Call::kStat) asker_.forget();
+    if (call == Call::kStat) asker_.forget(0);
     return 0;
   });
   EXPECT_EQ(ask(asker_, {2}).kind(), StatusKind::kCancelled);

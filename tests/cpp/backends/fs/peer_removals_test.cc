@@ -439,7 +439,7 @@ TEST_F(FsPeerRemovalTest, a_reset_during_a_listing_reports_each_record_once) {
   evict(100);
   ops_.after_list = [&] {
     ops_.after_list = nullptr;
-    watcher_.forget();
+    watcher_.forget(0);
   };
   watcher_.watch();
   EXPECT_EQ(removals(watcher_).size(), kRecords);

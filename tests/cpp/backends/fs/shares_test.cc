@@ -123,7 +123,7 @@ TEST_F(FsShares, a_writer_that_must_not_evict_costs_the_others_nothing) {
 TEST_F(FsShares, a_reset_replica_leaves_the_other_replicas_prompts_usable) {
   const auto kept = start(options(0x11)), changed = start(options(0x11));
   fill(*kept);
-  changed->store().forget();
+  changed->store().forget(0);
   ASSERT_TRUE(changed->store().begin_epoch());
   for (int i = 0; i < 1600; ++i) {
     if (i % 4 == 0) {

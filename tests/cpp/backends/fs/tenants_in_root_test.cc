@@ -215,7 +215,7 @@ TEST_F(TenantsInRootTest, a_reset_forgets_the_records_of_every_tenant) {
   const auto server = start();
   server->write_all(kQuiet, 0, 15);
   server->write_all(kFlood, 1000, 15);
-  server->store().forget();
+  server->store().forget(0);
   EXPECT_THAT(server->stats().tenant_bytes, ElementsAre(0u, 0u, 0u));
   ASSERT_TRUE(server->store().begin_epoch());
   EXPECT_EQ(server->missing(0, 15).size(), 15u);

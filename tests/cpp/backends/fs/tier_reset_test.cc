@@ -94,7 +94,7 @@ TEST_F(FsTierReset, a_queued_op_that_was_not_cancelled_leaves_nothing_after_a_re
 TEST_F(FsTierReset, a_write_that_a_reset_overtakes_inside_the_store_leaves_nothing) {
   FsStore store(timed_options(), ops_, clock_);
   const RecordStore::EpochPtr before = store.epoch();
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   Row row({8192});
   row.fill(1);
@@ -352,7 +352,7 @@ TEST_F(FsTierReset, an_epoch_replaced_after_anothers_reset_is_not_shared) {
       FsStore store(timed_options(), ops_, clock_), other(timed_options(), ops_, clock_);
       store.maintain();
       if (reset) {
-        other.forget();
+        other.forget(0);
         ASSERT_TRUE(other.begin_epoch());
       }
       remove(removed);
@@ -379,7 +379,7 @@ TEST_F(FsTierReset, a_reset_while_upkeep_creates_an_epoch_creates_its_own) {
   ops_.block(Call::kMkdir);
   std::thread upkeep([&] { store.maintain(); });
   ops_.wait_for_blocked_in(Call::kMkdir);
-  store.forget();
+  store.forget(0);
   ops_.release();
   upkeep.join();
   EXPECT_TRUE(store.begin_epoch());
@@ -469,7 +469,7 @@ TEST_F(FsTierReset, a_server_that_was_reset_is_not_reported_as_diverged) {
   const FsTierOptions options = timed_options();
   FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {
-    store->forget();
+    store->forget(0);
     ASSERT_TRUE(store->begin_epoch());
   }
   const auto is_apart = [](FsStore& store) {

@@ -67,7 +67,7 @@ TEST(UsageScannerTest, a_count_that_a_reset_overtook_changes_nothing_and_is_repe
   FsStore store(options, ops, clock);
   std::atomic<int> lists{0};
   ops.set_rule([&](Call call) -> int {
-    if (call == Call::kList && ++lists == 8) store.forget();
+    if (call == Call::kList && ++lists == 8) store.forget(0);
     return 0;
   });
   store.start();

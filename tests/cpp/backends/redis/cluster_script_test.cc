@@ -531,7 +531,7 @@ TEST(RedisClusterScriptTest, a_server_that_became_a_replica_is_reconnected) {
 TEST(RedisClusterScriptTest, a_repeated_reset_that_a_replica_refuses_is_sent_over_a_new_connection) {
   RedisScript script(RedisScript::usual({{"WATCH", "+OK\r\n"}, {"MULTI", "+OK\r\n"}}));
   Asker asker(options_of(script));
-  asker.store.forget();
+  asker.store.forget(0);
   ASSERT_TRUE(asker.store.begin_epoch());
   script.answer("SET", "-READONLY x\r\n");
   script.answer("EXEC", "-EXECABORT x\r\n");

@@ -281,7 +281,7 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
   medium_.proxy.faults.block(Verb::kInfo);  // upkeep sends this after it
   std::thread upkeep([&] { store.maintain(); });
   medium_.proxy.faults.wait_for_blocked(1);
-  store.forget();
+  store.forget(0);
   EXPECT_TRUE(store.begin_epoch());
   medium_.proxy.faults.release();
   upkeep.join();
@@ -296,7 +296,7 @@ TEST_F(RedisTierTest, an_ended_epoch_that_returns_is_replaced_again) {
   redis::RedisStore store(options());
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   const std::string before = medium_.server.call({"GET", name}).text;
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   const std::string after = medium_.server.call({"GET", name}).text;
   medium_.server.call({"SET", name, before});
@@ -317,7 +317,7 @@ TEST_F(RedisTierTest, each_epoch_from_before_a_reset_is_replaced_again) {
   const std::string first = medium_.server.call({"GET", name}).text, second(32, 'a');
   medium_.server.call({"SET", name, second});
   store.maintain();
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   const std::string after = medium_.server.call({"GET", name}).text;
   for (const std::string& before : {first, second, first}) {

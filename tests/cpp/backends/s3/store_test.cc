@@ -312,7 +312,7 @@ TEST_F(S3TierTest, an_epoch_from_before_a_reset_never_replaces_the_new_one) {
   server_.faults.block(Verb::kOther);  // it has seen that the epoch is missing
   std::thread upkeep([&] { store.maintain(); });
   server_.faults.wait_for_blocked(1);
-  reset.forget();
+  reset.forget(0);
   EXPECT_TRUE(reset.begin_epoch());
   const std::string after = server_.get(epoch);
   server_.faults.release();
@@ -331,7 +331,7 @@ TEST_F(S3TierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
   server_.faults.block(Verb::kEpoch);
   std::thread upkeep([&] { store.maintain(); });
   server_.faults.wait_for_blocked(1);
-  store.forget();
+  store.forget(0);
   server_.faults.release();
   upkeep.join();
   EXPECT_EQ(server_.get(epoch), "");
@@ -348,7 +348,7 @@ TEST_F(S3TierTest, a_name_chosen_before_a_reset_is_not_written_after_it) {
   server_.faults.block(Verb::kEpoch);
   std::thread upkeep([&] { store.maintain(); });
   server_.faults.wait_for_blocked(1);
-  store.forget();
+  store.forget(0);
   server_.faults.release();
   upkeep.join();
   EXPECT_EQ(server_.get(epoch), "");
@@ -360,7 +360,7 @@ TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_again) {
   const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
   s3::S3Store store(options());
   const std::string before = server_.get(epoch);
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   const std::string after = server_.get(epoch);
   server_.set(epoch, before);
@@ -379,7 +379,7 @@ TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_by_a_new_one_where_co
   server_.ignore_conditions(true);
   s3::S3Store store(options());
   const std::string before = server_.get(epoch);
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   server_.set(epoch, before);
   for (int i = 0; i < kChecks; ++i) store.maintain();
@@ -393,7 +393,7 @@ TEST_F(S3TierTest, an_ended_epoch_that_returns_is_replaced_by_a_new_one_where_co
 // If it were sent twice, it could replace the epoch that another reset has written since.
 TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   s3::S3Store store(options());
-  store.forget();
+  store.forget(0);
   const std::size_t before = server_.faults.seen(Verb::kEpoch);
   server_.answer_after(Verb::kEpoch, error_of("500 Oops", "InternalError"), 1);
   EXPECT_FALSE(store.begin_epoch());
