@@ -41,7 +41,8 @@ class ThreadPoolTier final : public Tier {
         ticker_(options.watch_removals ? kWatchEvery : kMaintainEvery, [this] {
           maintain_if_due();
           if (options_.watch_removals)
-            run_alone(shared_->watching, [](RecordStore& watched) { watched.watch(); });
+            run_alone(shared_->watching,
+                      [known = shared_->known()](RecordStore& watched) { watched.watch(known); });
         }) {
     if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
     submit_upkeep(Lane::kWrite, [](RecordStore& started) { started.start(); });
@@ -75,7 +76,7 @@ class ThreadPoolTier final : public Tier {
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void maintain_if_due();
   // Submits upkeep unless its last run is still queued or running. running: a flag of shared_.
-  void run_alone(std::atomic<bool>& running, void (*work)(RecordStore&));
+  void run_alone(std::atomic<bool>& running, std::function<void(RecordStore&)> work);
   bool takes(Lane lane) const;
   void update_in_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
@@ -234,10 +235,10 @@ void ThreadPoolTier::maintain_if_due() {
   run_alone(shared_->maintaining, upkeep);
 }
 
-void ThreadPoolTier::run_alone(std::atomic<bool>& running, void (*work)(RecordStore&)) {
+void ThreadPoolTier::run_alone(std::atomic<bool>& running, std::function<void(RecordStore&)> work) {
   if (running.exchange(true)) return;
   const Status queued = catch_exceptions([&] {
-    submit_upkeep(Lane::kWrite, [&running, work](RecordStore& store) {
+    submit_upkeep(Lane::kWrite, [&running, work = std::move(work)](RecordStore& store) {
       (void)catch_exceptions([&] {
         work(store);
         return Status::ok();

@@ -275,6 +275,44 @@ Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector
   return end_call();
 }
 
+Status Connection::receive_pushed(Deadline deadline, std::vector<Reply>* messages) {
+  if (Status status = begin_call(); !status) return status;
+  const std::size_t before = messages->size();
+  while (stream_->socket->stale()) {
+    // A message that is not complete stays in the reader. Its length is limited across calls.
+    if (unread_ > kMostMapBytes) return Status::error(StatusKind::kIo, "the message is too long", EMSGSIZE);
+    if (messages->size() - before > static_cast<std::size_t>(kMostElements))
+      break;  // the rest in the next call
+    std::array<char, 4096> buffer;
+    iovec vector{buffer.data(), buffer.size()};
+    std::size_t moved = 0;
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
+    if (moved > 0 && valkeyReaderFeed(stream_->reader, buffer.data(), moved) != VALKEY_OK)
+      return malformed_reply();
+    unread_ += moved;
+    for (;;) {
+      void* found = nullptr;
+      if (valkeyReaderGetReply(stream_->reader, &found) != VALKEY_OK) return malformed_reply();
+      if (found == nullptr) break;
+      const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
+      if (!to_reply(*static_cast<valkeyReply*>(found), &messages->emplace_back())) return malformed_reply();
+      unread_ = 0;
+    }
+  }
+  usable_ = true;
+  return Status::ok();
+}
+
+Status Connection::send_pushed(const Command& command, Deadline deadline) {
+  if (Status status = begin_call(); !status) return status;
+  std::string text;
+  append_command(&text, command);
+  const ConstBytes bytes = std::as_bytes(std::span(text));
+  if (Status status = send({&bytes, 1}, deadline); !status) return status;
+  usable_ = true;
+  return Status::ok();
+}
+
 Status Connection::call_for_map(const Command& command, Deadline deadline, Reply* reply) {
   most_reply_bytes_ = kMostMapBytes;
   Status status = call(command, deadline, reply);
