@@ -26,6 +26,8 @@ constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
 // Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
+// Of the messages that one call returns, in addition to a long one.
+constexpr std::size_t kMostPushedBytes = 1 << 20;
 
 Status malformed_reply() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
@@ -277,12 +279,10 @@ Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector
 
 Status Connection::receive_pushed(Deadline deadline, std::vector<Reply>* messages) {
   if (Status status = begin_call(); !status) return status;
-  const std::size_t before = messages->size();
-  while (stream_->socket->stale()) {
-    // A message that is not complete stays in the reader. Its length is limited across calls.
+  // The rest is read in the next call. A message that is not complete stays in the reader; its length is
+  // limited across calls.
+  while (fed_ < kMostPushedBytes && stream_->socket->stale()) {
     if (unread_ > kMostMapBytes) return Status::error(StatusKind::kIo, "the message is too long", EMSGSIZE);
-    if (messages->size() - before > static_cast<std::size_t>(kMostElements))
-      break;  // the rest in the next call
     std::array<char, 4096> buffer;
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
@@ -290,6 +290,7 @@ Status Connection::receive_pushed(Deadline deadline, std::vector<Reply>* message
     if (moved > 0 && valkeyReaderFeed(stream_->reader, buffer.data(), moved) != VALKEY_OK)
       return malformed_reply();
     unread_ += moved;
+    fed_ += moved;
     for (;;) {
       void* found = nullptr;
       if (valkeyReaderGetReply(stream_->reader, &found) != VALKEY_OK) return malformed_reply();
