@@ -57,7 +57,7 @@ class Case:
     blocks: int = 1
     form: str = "ours"
     shared: bool = False  # a second engine shares the directory and evicts there
-    evicts: bool = False  # the server evicts records without notice
+    evicts: bool = False  # the Redis server evicts records
     kills: bool = True
     watches: bool = True  # False: as releases that did not look for removals by another server
     pause: float = 0  # seconds between a request and the next probe
@@ -72,7 +72,7 @@ class Case:
         more = [f"index of {self.unit} tokens"] if self.unit else []
         more += [self.tenants] if self.tenants else []
         more += [f"starts in place, {self.in_place}"] if self.in_place else []
-        more += [] if self.watches else ["removals by the other server not watched"]
+        more += [] if self.watches else ["removals not watched"]
         more += [f"{self.pause:g} s between probes"] if self.pause else []
         return ", ".join([f"{self.tier}{kind}", f"{self.blocks} blocks", self.form, *more])
 
@@ -91,11 +91,11 @@ CASES = [
     Case("s3"),
     Case("fs", 1, "tiering"),
     *(
-        Case("fs", shared=True, watches=watches, pause=pause)
+        Case(tier, shared=tier == "fs", evicts=tier == "redis", watches=watches, pause=pause)
+        for tier in ("fs", "redis")
         for pause in (0, 0.5)
         for watches in (False, True)
     ),
-    Case("redis", evicts=True),
 ]
 LLMD_CASES = [
     *CASES,

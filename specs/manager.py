@@ -28,6 +28,7 @@ from .watch import (
     HitWatch,
     HostWatch,
     NeighbourWatch,
+    RemovalsWatch,
     ResetWatch,
     Surroundings,
 )
@@ -92,6 +93,7 @@ class KVOffloadManager(OffloadingManager):
         self._watch = HitWatch(metrics, sources, cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
+        self._removals = RemovalsWatch(cache, tuple(self._options.tiers))
         self._neighbours = (
             NeighbourWatch(cache, self._options.expects_neighbours)
             if self._options.shares_host_memory
@@ -413,6 +415,7 @@ class KVOffloadManager(OffloadingManager):
             self._watch.poll(now)
             self._divergence.poll()
             self._codecs.poll()
+            self._removals.poll()
             if self._neighbours is not None:
                 self._neighbours.poll(now)
             # No result arrives from a lost host, and the set may be large then.

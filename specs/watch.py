@@ -156,6 +156,27 @@ class ResetWatch:
         )
 
 
+class RemovalsWatch:
+    """Warns once per tier if its server does not report removals, which KV events need."""
+
+    def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
+        """``tiers``: the tier names, in the cache's order."""
+        self._cache = cache
+        self._unwarned = dict(enumerate(tiers))
+
+    def poll(self) -> None:
+        """Checks each tier without a warning so far."""
+        for position, name in list(self._unwarned.items()):
+            if problem := self._cache.tier_stats(position)["removals_problem"]:
+                del self._unwarned[position]
+                logger.warning(
+                    "tier %s: KV events report records that the server removes only when a read misses them, "
+                    "because %s",
+                    name,
+                    problem,
+                )
+
+
 class CodecWatch:
     """Logs each change of the decision whether a tier's records are encoded."""
 

@@ -296,8 +296,8 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
       "readable"_a = stats.readable, "writable"_a = stats.writable, "diverged"_a = stats.diverged,
-      "rebuilds"_a = stats.rebuilds, "lost_bytes"_a = stats.lost_bytes,
-      "breaker_trips"_a = stats.breaker_trips, "encodes"_a = stats.encodes,
+      "removals_problem"_a = stats.removals_problem, "rebuilds"_a = stats.rebuilds,
+      "lost_bytes"_a = stats.lost_bytes, "breaker_trips"_a = stats.breaker_trips, "encodes"_a = stats.encodes,
       "codec_reason"_a = tiers[tier]->codec_reason());
 }
 

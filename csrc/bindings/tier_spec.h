@@ -33,7 +33,7 @@ struct TierSpec {
   std::vector<bool> exact_groups;      // by group position: stored without loss all the same
   std::vector<KvRuns> runs;            // by group position
   bool memory_outlives = false;        // see FsTierOptions
-  bool watch_removals = false;         // see ThreadPoolTierOptions; kinds other than fs ignore it
+  bool watch_removals = false;         // see ThreadPoolTierOptions; only fs and redis
   EpochChoice epoch{};                 // kinds whose epochs have no id ignore it
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;

@@ -73,6 +73,7 @@ Presence PresenceCache::presence_of(const Entry* entry) const {
 void PresenceCache::put(const Entry& entry) {
   if (young_.size() >= most_keys_ / 2) {
     spent_.emplace_back(most_keys_ / 2);  // first: it may throw
+    dropped_entries_ += old_.size();
     std::swap(spent_.back(), old_);
     std::swap(old_, young_);
   }
@@ -133,28 +134,53 @@ void PresenceCache::answered(const ChunkKey& key, bool present, EpochNumber epoc
   if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
   if (entry == nullptr || entry->state != State::kPending) return;
-  if (present) return put({key, Nanos{0}, State::kPresent});
+  if (present) return put({key, now, State::kPresent});
   const Nanos absent = std::max(kMinAbsent, kAbsentPerLatency * (now - entry->time));
   put({key, now + std::min(absent, absent_for_), State::kAbsent});
 }
 
 void PresenceCache::written(const ChunkKey& key, EpochNumber epoch_number) {
+  const Nanos now = clock_.now();
   std::vector<Entries> spent;  // as above
   const MutexLock lock(mutex_);
   spent.swap(spent_);
-  if (epoch_number == epoch_number_) put({key, Nanos{0}, State::kPresent});
+  if (epoch_number == epoch_number_) put({key, now, State::kPresent});
 }
 
-void PresenceCache::removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) {
+void PresenceCache::was_read(const ChunkKey& key, EpochNumber epoch_number) {
+  const Nanos now = clock_.now();
+  std::vector<Entries> spent;  // as above
+  const MutexLock lock(mutex_);
+  spent.swap(spent_);
+  if (epoch_number != epoch_number_) return;
+  const Entry* entry = find(key);
+  if (entry != nullptr && (entry->state == State::kAbsent || entry->state == State::kPending)) return;
+  put({key, now, State::kPresent});
+}
+
+void PresenceCache::remove(const ChunkKey& key, TierRemoval::Reason reason) {
   // Lookups of a prompt do not check every key, so a key that counted as present may be about to be written.
   const bool vanished = reason == TierRemoval::Reason::kVanished;
   const Nanos until = clock_.now() + (vanished ? std::min(kMinAbsent, absent_for_) : absent_for_);
-  const MutexLock lock(mutex_);
-  if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
   const bool known = entry != nullptr && entry->state == State::kPresent;
   if (known) removals_.push_back({key, reason});
   put({key, until, State::kAbsent});
+}
+
+void PresenceCache::removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) {
+  const MutexLock lock(mutex_);
+  if (epoch_number == epoch_number_) remove(key, reason);
+}
+
+bool PresenceCache::vanished(const ChunkKey& key, Nanos asked, EpochNumber epoch_number) {
+  const MutexLock lock(mutex_);
+  const Entry* entry = find(key);
+  const bool is_current =
+      epoch_number == epoch_number_ && entry != nullptr && entry->state == State::kPresent;
+  if (is_current && entry->time > asked) return false;
+  if (is_current) remove(key, TierRemoval::Reason::kVanished);
+  return true;
 }
 
 void PresenceCache::reset() {
@@ -163,7 +189,21 @@ void PresenceCache::reset() {
   dropped_.push_back(std::move(dropped));  // the last step that may throw
   std::swap(dropped_.back().young, young_);
   std::swap(dropped_.back().old, old_);
+  dropped_entries_ += dropped_.back().young.size() + dropped_.back().old.size();
   ++epoch_number_;
+}
+
+bool PresenceCache::list_present(std::uint64_t* next, std::size_t most, std::vector<ChunkKey>* keys) const {
+  keys->reserve(keys->size() + most);
+  const MutexLock lock(mutex_);
+  *next = std::max(*next, dropped_entries_);
+  const std::uint64_t end = dropped_entries_ + old_.size() + young_.size();
+  for (; most > 0 && *next < end; --most, ++*next) {
+    const auto at = static_cast<std::size_t>(*next - dropped_entries_);
+    const Entry& entry = at < old_.size() ? old_[at] : young_[at - old_.size()];
+    if (presence_of(find(entry.key)) == Presence::kPresent) keys->push_back(entry.key);
+  }
+  return *next < end;
 }
 
 // False for keys that are present again: their new presence was reported.
@@ -179,6 +219,11 @@ void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
     make_room(*removals, kRemovalsPerLock);
     if (!take_some_removals(removals)) return;
   }
+}
+
+bool PresenceCache::has_removals() const {
+  const MutexLock lock(mutex_);
+  return !removals_.empty();
 }
 
 // Returns true if there are more. REQUIRES: room for kRemovalsPerLock in the list.

@@ -74,12 +74,25 @@ class PresenceCache final : public Catalog {
   void cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+  bool has_removals() const override EXCLUDES(mutex_);
 
+  Nanos now() const { return clock_.now(); }
   EpochNumber epoch_number() const EXCLUDES(mutex_);
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
   void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);
-  void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);  // or read
+  void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
+  // Records a successful read. A key that is absent or being looked up stays so: its removal is newer than
+  // the submission of the read, when the key was present.
+  void was_read(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
   void removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
+  // Records that a present key had no record when the store was asked, at `asked` or later. False: the key
+  // has become present since, so that the answer may be older than its record; nothing changes.
+  bool vanished(const ChunkKey& key, Nanos asked, EpochNumber epoch_number) EXCLUDES(mutex_);
+  // Appends the present keys among the next `most` entries from *next on, and advances *next, which begins
+  // with 0. Returns false at the end. Keys that were present before the first of several calls and still are
+  // at the end are found, unless a reset came between.
+  bool list_present(std::uint64_t* next, std::size_t most, std::vector<ChunkKey>* keys) const
+      EXCLUDES(mutex_);
   // Makes every key unknown. If memory runs out, throws and changes nothing.
   void reset() EXCLUDES(mutex_);
 
@@ -92,7 +105,7 @@ class PresenceCache final : public Catalog {
   enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent, kFailed };
   struct Entry {
     ChunkKey key;
-    Nanos time{0};  // kAbsent, kFailed: until then; kPending: since then
+    Nanos time{0};  // kAbsent, kFailed: until then; kPending, kPresent: since then
     State state = State::kAbsent;
   };
   // Entries in insertion order, found by a hash of their keys. The scheduler looks up thousands of keys at
@@ -127,6 +140,7 @@ class PresenceCache final : public Catalog {
     mutable std::size_t next_ = 0;  // index after the entry found last
   };
 
+  void remove(const ChunkKey& key, TierRemoval::Reason reason) REQUIRES(mutex_);
   bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
   // Puts the key into the young table. When the young table holds half of all keys, the old table is dropped
@@ -146,6 +160,7 @@ class PresenceCache final : public Catalog {
   mutable Mutex mutex_;
   // The young entry of a key is newer than the old one.
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
+  std::uint64_t dropped_entries_ GUARDED_BY(mutex_) = 0;  // all that were in old_ once
   EpochNumber epoch_number_ GUARDED_BY(mutex_) = 0;
   std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::deque<DroppedEntries> dropped_ GUARDED_BY(mutex_);  // oldest first

@@ -55,7 +55,7 @@ class ThreadPoolTier final : public Tier {
         ticker_(options.watch_removals ? kWatchEvery : kMaintainEvery, [this] {
           maintain_if_due();
           if (options_.watch_removals)
-            run_alone(shared_->watching, [](TierRuntime& watched) { watched.store->watch(); });
+            run_alone(shared_->watching, [](TierRuntime& watched) { watched.store->watch(watched.known()); });
         }) {
     if (options.manual_pool != nullptr) *options.manual_pool = &pool_;
     submit_upkeep(Lane::kWrite, [](TierRuntime& started) { started.store->start(); });

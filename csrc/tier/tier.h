@@ -133,6 +133,9 @@ struct TierStats {
   bool writable = true;         // the same for writes
   bool is_shared = true;        // can find other processes' records: false after a reset of this one
   bool diverged = false;  // another process was reset and this one was not: they no longer share records
+  // With ThreadPoolTierOptions::watch_removals: why removals by others are found only by reads. Empty: they
+  // are found without reads, or the tier is not asked to.
+  std::string removals_problem{};
   // File tiers: how often the tier recreated something that another program removed (the root, a directory or
   // a file in it), and the bytes of files that another program removed. Totals.
   std::uint64_t rebuilds = 0, lost_bytes = 0;

@@ -21,8 +21,11 @@ void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& s
       presence.removed(key, TierRemoval::Reason::kVanished, epoch_number);
     return;
   }
-  if (status) return presence.written(key, epoch_number);
-  if (in_flight.op.kind != OpKind::kRead) return;
+  if (in_flight.op.kind == OpKind::kWrite) {
+    if (status) presence.written(key, epoch_number);
+    return;
+  }
+  if (status) presence.was_read(key, epoch_number);
   if (status.kind() == StatusKind::kCorrupt)
     presence.removed(key, TierRemoval::Reason::kCorrupt, epoch_number);
   if (status.kind() == StatusKind::kNotFound)

@@ -77,6 +77,7 @@ struct TierRuntime {
     answers[static_cast<std::size_t>(lane)].fetch_add(1);
     breaker(lane).succeeded(pass);
   }
+  PresenceCache* known() { return presence_cache ? &*presence_cache : nullptr; }  // null: the store's catalog
   Catalog& catalog() { return presence_cache ? static_cast<Catalog&>(*presence_cache) : *store->catalog(); }
 
   // Moves the one completion in `ended` to the list. Allocates nothing.

@@ -94,7 +94,7 @@ void FsStore::maintain() {
   recency_.write_if_due();
 }
 
-void FsStore::watch() {
+void FsStore::watch(PresenceCache*) {
   if (!stop_.load()) usage_scanner_.watch();
 }
 

@@ -57,7 +57,7 @@ class FsStore final : public RecordStore {
   }
   void start() override;
   void maintain() override;
-  void watch() override;
+  void watch(PresenceCache* known) override;
   Status begin_epoch() override { return epoch_manager_.begin(); }
   EpochPtr epoch() const override { return records_.epoch(); }
   void forget(std::uint64_t) override { epoch_manager_.reset(); }

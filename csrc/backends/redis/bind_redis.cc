@@ -19,6 +19,7 @@ struct RedisTierSpec final : TierSpec {
     RedisTierOptions chosen = options;
     chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
+    chosen.watch_removals = watch_removals;
     chosen.epoch = epoch;
     return make_redis_tier(chosen);
   }

@@ -26,6 +26,8 @@ constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
 // Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
+// Of the messages that one call returns, in addition to a long one.
+constexpr std::size_t kMostPushedBytes = 1 << 20;
 
 Status malformed_reply() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
@@ -273,6 +275,43 @@ Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector
     if (Status status = next_reply(deadline, &reply); !status) return status;
   }
   return end_call();
+}
+
+Status Connection::receive_pushed(Deadline deadline, std::vector<Reply>* messages) {
+  if (Status status = begin_call(); !status) return status;
+  // The rest is read in the next call. A message that is not complete stays in the reader; its length is
+  // limited across calls.
+  while (fed_ < kMostPushedBytes && stream_->socket->stale()) {
+    if (unread_ > kMostMapBytes) return Status::error(StatusKind::kIo, "the message is too long", EMSGSIZE);
+    std::array<char, 4096> buffer;
+    iovec vector{buffer.data(), buffer.size()};
+    std::size_t moved = 0;
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
+    if (moved > 0 && valkeyReaderFeed(stream_->reader, buffer.data(), moved) != VALKEY_OK)
+      return malformed_reply();
+    unread_ += moved;
+    fed_ += moved;
+    for (;;) {
+      void* found = nullptr;
+      if (valkeyReaderGetReply(stream_->reader, &found) != VALKEY_OK) return malformed_reply();
+      if (found == nullptr) break;
+      const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
+      if (!to_reply(*static_cast<valkeyReply*>(found), &messages->emplace_back())) return malformed_reply();
+      unread_ = 0;
+    }
+  }
+  usable_ = true;
+  return Status::ok();
+}
+
+Status Connection::send_pushed(const Command& command, Deadline deadline) {
+  if (Status status = begin_call(); !status) return status;
+  std::string text;
+  append_command(&text, command);
+  const ConstBytes bytes = std::as_bytes(std::span(text));
+  if (Status status = send({&bytes, 1}, deadline); !status) return status;
+  usable_ = true;
+  return Status::ok();
 }
 
 Status Connection::call_for_map(const Command& command, Deadline deadline, Reply* reply) {

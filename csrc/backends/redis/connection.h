@@ -83,6 +83,12 @@ class Connection {
   Status get(const Command& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
              Deadline deadline, Reply* reply, std::uint64_t* length, ReadProgressSink* observer = nullptr);
 
+  // For a subscriber: appends the complete messages that have arrived, without waiting for others. The
+  // deadline is that of one message that has begun to arrive.
+  Status receive_pushed(Deadline deadline, std::vector<Reply>* messages);
+  // Sends a command whose reply arrives as a message.
+  Status send_pushed(const Command& command, Deadline deadline);
+
   bool usable() const { return usable_; }
   // True if the server closed this idle connection or sent unexpected bytes.
   bool stale() const;
@@ -104,7 +110,8 @@ class Connection {
 
   const std::unique_ptr<Stream> stream_;
   bool usable_ = true;
-  std::size_t fed_ = 0;  // reply bytes read in this call
+  std::size_t fed_ = 0;     // reply bytes read in this call
+  std::size_t unread_ = 0;  // bytes read since the last complete message, see receive_pushed()
   std::size_t most_reply_bytes_;
 };
 

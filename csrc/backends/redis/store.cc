@@ -83,6 +83,7 @@ RedisStore::RedisStore(const RedisTierOptions& options)
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
       startup_epoch_key_(prefix_ + "epoch"),
       cluster_(seeds_of(options)),
+      removal_watch_(cluster_, prefix_),
       form_(options.form) {
   std::string found;
   bool refused = false;
@@ -114,7 +115,11 @@ std::string RedisStore::epoch_problem() const {
 }
 
 std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}:{}", prefix_, EpochRegistry::name_of(epoch), key.hex());
+  return records_prefix(epoch) + key.hex();
+}
+
+std::string RedisStore::records_prefix(const EpochPtr& epoch) const {
+  return fmt::format("{}{}:", prefix_, EpochRegistry::name_of(epoch));
 }
 
 // In a cluster, half of the op deadline: a silent node then fails its own ops before the tier treats the
@@ -396,6 +401,13 @@ void RedisStore::maintain() {
   epochs_.update_startup_epoch(known, found, options_.read_only);
 }
 
+void RedisStore::watch(PresenceCache* known) {
+  if (stopped_) return;
+  // First: if a reset comes between, the number is of an ended epoch and nothing is reported.
+  const PresenceCache::EpochNumber number = known->epoch_number();
+  if (const EpochPtr epoch = epochs_.current()) removal_watch_.run(*known, number, records_prefix(epoch));
+}
+
 // Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
 void RedisStore::update_memory_figures() {
   const Deadline until = deadline();
@@ -438,6 +450,7 @@ Status RedisStore::begin_epoch() {
 
 void RedisStore::figures(TierStats* stats) const {
   stats->diverged = epochs_.diverged();
+  stats->removals_problem = removal_watch_.problem();
   if (const EpochPtr epoch = epochs_.current())
     stats->epoch_id = EpochRegistry::id_of(EpochRegistry::name_of(epoch));
   const MutexLock lock(mutex_);

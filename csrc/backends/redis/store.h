@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backends/redis/cluster.h"
+#include "backends/redis/removal_watch.h"
 #include "backends/redis/tier.h"
 #include "base/thread_annotations.h"
 #include "tier/epoch_registry.h"
@@ -27,13 +28,17 @@ class RedisStore final : public RecordStore {
   Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
+  void watch(PresenceCache* known) override;
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
   std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
   void stop() override { stopped_ = true; }
-  void close() override { cluster_.close(); }
+  void close() override {
+    removal_watch_.close();
+    cluster_.close();
+  }
   void figures(TierStats* stats) const override EXCLUDES(mutex_);
 
  private:
@@ -41,6 +46,7 @@ class RedisStore final : public RecordStore {
   // Runs a command whose second word is a key, on the node that owns the key.
   Status call(OpKind kind, const Connection::Command& words, Deadline until, Reply* reply);
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  std::string records_prefix(const EpochPtr& epoch) const;
   // Returns kNoSpace if the server would have to evict other values for all writes in progress.
   Status check_room(Connection& connection, std::uint64_t bytes, Deadline until);
   // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
@@ -63,6 +69,7 @@ class RedisStore final : public RecordStore {
   const RedisTierOptions options_;
   const std::string prefix_, startup_epoch_key_;
   Cluster cluster_;
+  RemovalWatch removal_watch_;
   RecordForm form_;
   ExistenceCheckPolicy existence_check_;
   std::atomic<unsigned> maintained_{0};

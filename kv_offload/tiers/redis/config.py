@@ -112,6 +112,7 @@ class RedisTierConfig(EncryptedTierConfig):
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     works_on_several_hosts: ClassVar[bool] = True
+    finds_removals: ClassVar[bool] = True
     schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix", *_SAME_SCHEMES, *_SENTINEL_SCHEMES)
     address_options: ClassVar[tuple[str, ...]] = (
         "key_prefix",

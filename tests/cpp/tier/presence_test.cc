@@ -226,5 +226,78 @@ TEST_F(PresenceCacheTest, the_cache_is_bounded_and_forgets_the_oldest_first) {
   for (std::uint32_t i = 95; i < 100; ++i) EXPECT_EQ(small.contains(key_of(i)), Presence::kPresent);
 }
 
+TEST_F(PresenceCacheTest, present_keys_are_listed_in_parts_while_older_ones_are_forgotten) {
+  PresenceCache cache(clock_, milliseconds(1000), 16);  // forgets at least 8 at once
+  const auto rest = [&](std::uint64_t next) {
+    std::set<ChunkKey> listed;
+    for (bool more = true; more;) {
+      std::vector<ChunkKey> keys;
+      more = cache.list_present(&next, 3, &keys);
+      EXPECT_LE(keys.size(), 3u);
+      listed.insert(keys.begin(), keys.end());
+    }
+    return listed;
+  };
+  EXPECT_TRUE(rest(0).empty());
+  for (std::uint32_t number = 0; number < 10; ++number) cache.written(key_of(number), 0);
+  cache.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
+  std::uint64_t next = 0;
+  std::vector<ChunkKey> first;
+  EXPECT_TRUE(cache.list_present(&next, 6, &first));
+  EXPECT_EQ(std::set<ChunkKey>(first.begin(), first.end()),
+            (std::set<ChunkKey>{key_of(0), key_of(2), key_of(3), key_of(4), key_of(5)}));
+  for (std::uint32_t number = 10; number < 16; ++number) cache.written(key_of(number), 0);  // forgets 0 to 7
+  ASSERT_EQ(cache.contains(key_of(7)), Presence::kUnknown);
+  ASSERT_EQ(cache.contains(key_of(8)), Presence::kPresent);
+  std::set<ChunkKey> expected;
+  for (std::uint32_t number = 8; number < 16; ++number) expected.insert(key_of(number));
+  EXPECT_EQ(rest(next), expected);
+  cache.reset();
+  cache.written(key_of(3), 1);
+  EXPECT_EQ(rest(next), std::set<ChunkKey>{key_of(3)});
+}
+
+TEST_F(PresenceCacheTest, a_read_does_not_undo_a_removal_that_came_meanwhile) {
+  cache_.was_read(key_of(1), 0);
+  EXPECT_EQ(of(1), Presence::kPresent) << "of another server";
+  cache_.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.was_read(key_of(1), 0);
+  EXPECT_EQ(of(1), Presence::kAbsent);
+  clock_.advance(milliseconds(1000));
+  EXPECT_EQ(of(1), Presence::kStaleMiss) << "the next lookup asks again";
+  ask(cache_, {key_of(1)});
+  cache_.was_read(key_of(1), 0);
+  EXPECT_EQ(of(1), Presence::kLookupPending);
+  cache_.written(key_of(1), 0);
+  EXPECT_EQ(of(1), Presence::kPresent);
+  cache_.was_read(key_of(2), 1);
+  EXPECT_EQ(of(2), Presence::kUnknown) << "of another epoch";
+}
+
+TEST_F(PresenceCacheTest, a_key_that_was_written_since_the_question_has_not_vanished) {
+  cache_.written(key_of(1), 0);
+  clock_.advance(milliseconds(1));
+  const Nanos asked = cache_.now();
+  EXPECT_TRUE(cache_.vanished(key_of(1), asked, 1)) << "another epoch: there is nothing to ask again";
+  EXPECT_EQ(of(1), Presence::kPresent);
+  EXPECT_TRUE(cache_.vanished(key_of(1), asked, 0));
+  EXPECT_EQ(of(1), Presence::kAbsent);
+  EXPECT_TRUE(cache_.vanished(key_of(1), asked, 0));
+  EXPECT_EQ(removed(TierRemoval::Reason::kVanished), 1u);
+  clock_.advance(milliseconds(1));
+  cache_.written(key_of(1), 0);
+  EXPECT_FALSE(cache_.vanished(key_of(1), asked, 0));
+  EXPECT_EQ(of(1), Presence::kPresent);
+}
+
+TEST_F(PresenceCacheTest, has_removals_until_they_are_taken) {
+  cache_.written(key_of(1), 0);
+  EXPECT_FALSE(cache_.has_removals());
+  cache_.removed(key_of(1), TierRemoval::Reason::kVanished, 0);
+  EXPECT_TRUE(cache_.has_removals());
+  EXPECT_EQ(removed(TierRemoval::Reason::kVanished), 1u);
+  EXPECT_FALSE(cache_.has_removals());
+}
+
 }  // namespace
 }  // namespace kv_offload

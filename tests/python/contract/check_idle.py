@@ -227,6 +227,7 @@ def test_the_engine_of_a_manager_is_found_by_the_thread_that_fills_its_queue() -
 
 
 def test_only_tiers_that_find_removals_are_watched() -> None:
+    bucket = {"type": "s3", "bucket": "records"}
     redis = {"type": "redis", "url": "redis://127.0.0.1:6379/0"}
     directory = {"type": "fs", "root_dir": "/nowhere", "max_bytes": "1GiB"}
 
@@ -239,8 +240,8 @@ def test_only_tiers_that_find_removals_are_watched() -> None:
         any_watches = KVOffloadSpec._watch_removals(spec, tiers, None)  # type: ignore[arg-type]
         return any_watches, [tier.watch_removals for tier in tiers]
 
-    assert watched(redis) == (False, [False])
-    assert watched(redis, directory) == (True, [False, True])
+    assert watched(bucket) == (False, [False])
+    assert watched(bucket, directory, redis) == (True, [False, True, True])
     assert watched(directory, events=False) == (False, [False])
     assert watched({**directory, "enable_kv_events": False}) == (False, [False])
 

@@ -15,6 +15,7 @@ from kv_offload.specs.watch import (  # noqa: E402
     HitWatch,
     HostWatch,
     NeighbourWatch,
+    RemovalsWatch,
     Surroundings,
 )
 
@@ -40,12 +41,14 @@ class Tiers:
     def __init__(self, *apart: bool) -> None:
         self.diverged = list(apart)
         self.encodes = [False] * len(apart)
+        self.removals_problem = [""] * len(apart)
 
     def tier_stats(self, position: int) -> dict[str, Any]:
         encodes = self.encodes[position]
         return {
             "diverged": self.diverged[position],
             "encodes": encodes,
+            "removals_problem": self.removals_problem[position],
             "codec_reason": "on: it pays" if encodes else "off",
         }
 
@@ -151,6 +154,19 @@ def test_each_tier_with_diverged_replicas_is_named_once(caplog: pytest.LogCaptur
     (record,) = caplog.records
     assert "tier far: another replica" in record.getMessage()
     assert "reset_prefix_cache" in record.getMessage()
+
+
+def test_a_server_that_reports_no_removals_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = Tiers(False, False)
+    watch = RemovalsWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
+    watch.poll()
+    assert not caplog.records
+    tiers.removals_problem = ["", "the server refused SUBSCRIBE: why"]
+    for _ in range(3):
+        watch.poll()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("tier far: ")
+    assert record.getMessage().endswith("the server refused SUBSCRIBE: why")
 
 
 def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:

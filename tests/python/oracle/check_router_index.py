@@ -7,6 +7,7 @@ it.
 
 import random
 import re
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,8 @@ adapter.use_specs()
 
 import toy_tier  # noqa: E402
 from live_root import paths_in, records_in  # noqa: E402
+from redis_server import command as redis_command  # noqa: E402
+from redis_server import redis_server  # noqa: E402
 from vllm.distributed import kv_events  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
@@ -43,6 +46,7 @@ from oracle.idle import IdleLoop  # noqa: E402
 
 DESCRIBING = {"self_describing_kv_events": True}
 SMALL = "128KiB"  # host memory evicts
+SERVER_BYTES = str(2 << 20)  # maxmemory of a Redis server; 1 MiB of it has no records
 WAIT_SECONDS = 240
 SETTLE_SECONDS = 30
 
@@ -130,20 +134,34 @@ def keys_in(root: Path) -> set[bytes]:
     return {bytes.fromhex(record.name.split(".")[0]) for record in records}
 
 
-def check_listing(index: RouterIndex, root: Path | None = None, shelf: dict[str, Any] | None = None) -> None:
+def keys_on(server: Path) -> set[bytes]:
+    """Returns the keys of the records on the Redis server at this socket, if no engine was reset."""
+    words = ["redis-cli", "-s", str(server), "--raw", "KEYS", "*"]
+    names = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    return {bytes.fromhex(name.rpartition(":")[2]) for name in names if not name.endswith(":epoch")}
+
+
+def check_listing(
+    index: RouterIndex,
+    root: Path | None = None,
+    shelf: dict[str, Any] | None = None,
+    server: Path | None = None,
+) -> None:
     """Checks that the index is the listing of host memory and of each tier.
 
-    Waits for files that are still being removed, and for their events.
+    Waits for files that are still being removed, for notices of the Redis ``server``, and for their events.
     """
     cache = index.engine.manager._cache
+    stored = None if root is None and server is None else (lambda: keys_in(root) if root else keys_on(server))
     pause, ends = threading.Event(), time.monotonic() + SETTLE_SECONDS
-    while root is not None and index.keys("STORAGE") != keys_in(root) and time.monotonic() < ends:
+    while stored is not None and index.keys("STORAGE") != stored() and time.monotonic() < ends:
         pause.wait(0.01)
         index.engine.step_idle()
     assert cache.absent(list(index.keys("CPU"))) == []
     assert len(index.held["CPU"]) == cache.stats()["resident_chunks"]
+    if stored is not None:
+        assert index.keys("STORAGE") == stored()
     if root is not None:
-        assert index.keys("STORAGE") == keys_in(root)
         assert len(index.held["STORAGE"]) == cache.tier_stats(0)["chunks"]
     if shelf is not None:
         assert len(index.held["STORAGE"]) == toy_tier.extension().records(shelf["server"])
@@ -170,21 +188,31 @@ def check_hits(index: RouterIndex, driver: Driver, requests: int) -> int:
     return asked
 
 
-def lives(setup: Setup, seed: int, root: Path | None = None, shelf: dict[str, Any] | None = None) -> int:
+def lives(
+    setup: Setup,
+    seed: int,
+    root: Path | None = None,
+    shelf: dict[str, Any] | None = None,
+    server: Path | None = None,
+) -> int:
     """Runs an engine through random requests, evictions and resets; returns the advertised tokens it hit."""
     engine = boot(setup)
     index = RouterIndex(engine)
-    # The shelf keeps the records from before a reset, which only their epoch makes invalid.
-    rates = Rates(reset=0.01, forced_reset=FORCED) if shelf is None else Rates(reset=0)
+    # The shelf and the server keep the records from before a reset, which only their epoch makes invalid.
+    rates = Rates(reset=0.01, forced_reset=FORCED) if shelf is server is None else Rates(reset=0)
     driver = Driver(engine, seed, rates)
     hits = 0
     for _ in range(4):
         driver.run(120)
         _check_at_rest(engine)
         engine.step_idle()
-        check_listing(index, root, shelf)
+        if server is not None:  # any command, even of a client that lists the keys, may make it evict
+            redis_command(server, "CONFIG", "SET", "maxmemory", "0")
+        check_listing(index, root, shelf, server)
         hits += check_hits(index, driver, 6)
-        check_listing(index, root, shelf)
+        check_listing(index, root, shelf, server)
+        if server is not None:
+            redis_command(server, "CONFIG", "SET", "maxmemory", SERVER_BYTES)
     print(dict(driver.happened), f"{hits} advertised tokens hit")
     engine.shutdown()
     return hits
@@ -205,6 +233,15 @@ def test_the_index_of_host_memory_and_a_directory_is_exact(kind: str, blocks: in
 def test_the_index_of_a_tier_that_evicts_silently_is_exact(blocks: int) -> None:
     shelf = toy()
     assert lives(with_tiers(described(FULL, blocks), shelf), 200 + blocks, shelf=shelf) > 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_index_of_a_redis_server_that_evicts_is_exact(blocks: int, tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--maxmemory", SERVER_BYTES, "--maxmemory-policy", "allkeys-lru") as server:
+        setup = with_tiers(described(FULL, blocks), {"type": "redis", "url": f"unix://{server}"})
+        assert lives(setup, 250 + blocks, server=server) > 0
+        info = redis_command(server, "INFO", "stats").decode()
+        assert int(re.search(r"evicted_keys:(\d+)", info)[1]) > 0  # type: ignore[index]
 
 
 def test_a_reset_of_an_idle_server_is_published_without_a_request() -> None:

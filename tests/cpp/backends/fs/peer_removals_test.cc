@@ -143,10 +143,10 @@ TEST_F(FsPeerRemovalTest, records_that_another_server_evicted_are_reported_once)
   evict(100);
   ASSERT_FALSE(missing().empty()) << "nothing was evicted";
   EXPECT_FALSE(watcher_.catalog()->has_removals());
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_TRUE(watcher_.catalog()->has_removals());
   EXPECT_EQ(removals(watcher_), missing());
-  watcher_.watch();
+  watcher_.watch(nullptr);
   watcher_.maintain();
   EXPECT_TRUE(removals(watcher_).empty());
 }
@@ -170,12 +170,12 @@ TEST_F(FsPeerRemovalTest, a_server_without_kv_events_forgets_nothing) {
 TEST_F(FsPeerRemovalTest, records_that_were_never_reported_as_present_are_not_reported_as_removed) {
   fill();
   evict(100);
-  watcher_.watch();
+  watcher_.watch(nullptr);
   const std::set<ChunkKey> first = removals(watcher_);
   evict(200);  // evicts the rest, and its own records of before
   ASSERT_TRUE(path_of(root_, 100).empty());
   EXPECT_EQ(watcher_.catalog()->contains(key_of(149)), Presence::kPresent);
-  watcher_.watch();
+  watcher_.watch(nullptr);
   std::set<ChunkKey> expected = missing();
   for (const ChunkKey& key : first) expected.erase(key);
   if (path_of(root_, 149).empty()) expected.insert(key_of(149));
@@ -185,7 +185,7 @@ TEST_F(FsPeerRemovalTest, records_that_were_never_reported_as_present_are_not_re
 TEST_F(FsPeerRemovalTest, an_eviction_without_a_write_is_noticed) {
   fill();
   remove_and_report(3);
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_EQ(removals(watcher_), std::set{key_of(3)});
 }
 
@@ -202,7 +202,7 @@ TEST_F(FsPeerRemovalTest, a_removal_by_a_process_that_ended_before_it_reported_i
 
 TEST_F(FsPeerRemovalTest, a_record_written_after_its_directory_was_listed_stays_known) {
   for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(write(evictor_, i));
-  watcher_.watch();
+  watcher_.watch(nullptr);
   // Records in the directories of these, so that they are in a listed one.
   std::vector<std::uint32_t> late;
   for (std::uint32_t n = 200; late.size() < 3; ++n) {
@@ -212,7 +212,7 @@ TEST_F(FsPeerRemovalTest, a_record_written_after_its_directory_was_listed_stays_
   }
   ops_.lists = 0;
   ASSERT_TRUE(write(evictor_, 11));
-  watcher_.watch();
+  watcher_.watch(nullptr);
   const int last = std::exchange(ops_.lists, 0);
   ASSERT_GT(last, 5);
   ops_.after_list = [&] {
@@ -220,7 +220,7 @@ TEST_F(FsPeerRemovalTest, a_record_written_after_its_directory_was_listed_stays_
     for (const std::uint32_t n : late) EXPECT_TRUE(write(watcher_, n));
   };
   ASSERT_TRUE(write(evictor_, 12));
-  watcher_.watch();
+  watcher_.watch(nullptr);
   ops_.after_list = nullptr;
   EXPECT_GE(ops_.lists, last);
   EXPECT_TRUE(removals(watcher_).empty());
@@ -242,7 +242,7 @@ TEST_F(FsPeerRemovalTest, a_record_written_while_it_is_forgotten_stays_known) {
     fs::rename(aside, path);
     return 0;
   });
-  watcher_.watch();
+  watcher_.watch(nullptr);
   ops_.clear();
   ASSERT_TRUE(written);
   EXPECT_EQ(watcher_.catalog()->contains(key_of(3)), Presence::kPresent);
@@ -252,11 +252,11 @@ TEST_F(FsPeerRemovalTest, own_changes_list_nothing) {
   for (std::uint32_t i = 0; i < 100; ++i) ASSERT_TRUE(write(watcher_, i));
   ASSERT_FALSE(removals(watcher_).empty()) << "nothing was evicted";
   ops_.lists = 0;
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_EQ(ops_.lists, 0);
   evictor_.maintain();  // it knows which records it can evict
   ASSERT_TRUE(write(evictor_, 200));
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_GT(ops_.lists, 0);
 }
 
@@ -267,7 +267,7 @@ TEST_F(FsPeerRemovalTest, evictions_by_others_are_no_reason_to_count_the_root) {
   std::size_t reported = 0;
   for (std::uint32_t round = 1; round <= 20; ++round) {
     evict(round * 100);
-    watcher_.watch();
+    watcher_.watch(nullptr);
     for (std::uint32_t i = 0; i < 50; ++i) (void)watcher_.catalog()->contains(key_of(round * 100 + i));
     reported += removals(watcher_).size();
     settle();
@@ -289,7 +289,7 @@ TEST_F(FsPeerRemovalTest, space_of_records_that_a_program_removed_is_counted_aga
   settle();
   for (std::uint32_t i = 0; i < kRecords; ++i) ASSERT_TRUE(fs::remove(path_of(root_, i)));
   ASSERT_TRUE(write(evictor_, 100));  // the reason for the next listing
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_EQ(removals(watcher_).size(), kRecords);
   settle();
   EXPECT_GT(lost_bytes(), 0u);
@@ -306,7 +306,7 @@ TEST_F(FsPeerRemovalTest, a_directory_that_cannot_be_read_loses_nothing_and_is_l
   for (const Call call : {Call::kStat, Call::kOpen, Call::kList}) {
     ASSERT_TRUE(write(evictor_, next++));
     ops_.fail_all(call, EIO);
-    watcher_.watch();
+    watcher_.watch(nullptr);
     EXPECT_TRUE(removals(watcher_).empty());
     ops_.clear();
   }
@@ -321,7 +321,7 @@ TEST_F(FsPeerRemovalTest, a_directory_whose_state_could_not_be_read_once_is_list
   // The first check of each directory fails; the file stays missing.
   int failed = 0;
   ops_.set_rule([&](Call call) { return call == Call::kStat && ++failed <= 60 ? -EIO : 0; });
-  watcher_.watch();
+  watcher_.watch(nullptr);
   ops_.clear();
   ASSERT_GT(failed, 0);
   EXPECT_TRUE(removals(watcher_).empty());
@@ -347,7 +347,7 @@ TEST_F(FsPeerRemovalTest, the_records_of_a_directory_that_vanished_are_reported)
   const fs::path leaf = path_of(root_, 3).parent_path();
   remove_and_report(3);
   fs::remove_all(leaf);
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_EQ(removals(watcher_), missing());
 }
 
@@ -361,7 +361,7 @@ TEST_F(FsPeerRemovalTest, the_records_of_a_directory_that_vanished_before_it_was
     ops_.after_list = nullptr;
     fs::remove_all(leaf);
   };
-  watcher_.watch();
+  watcher_.watch(nullptr);
   std::set<ChunkKey> reported = removals(watcher_);
   settle();
   reported.merge(removals(watcher_));
@@ -389,7 +389,7 @@ TEST_F(FsPeerRemovalTest, a_record_that_is_listed_while_its_server_evicts_it_is_
     const auto name = layout::parse_record(from.substr(from.rfind('/') + 1));
     if (!name || victim.size() > 0) return;
     victim = name->key;
-    watcher_.watch();  // as the upkeep thread does meanwhile
+    watcher_.watch(nullptr);  // as the upkeep thread does meanwhile
   };
   for (std::uint32_t i = 100; i < 160 && victim.size() == 0; ++i) {
     ASSERT_TRUE(write(evictor_, 1000 + i));  // a reason to list
@@ -408,13 +408,13 @@ TEST_F(FsPeerRemovalTest, removals_of_unknown_records_do_not_explain_those_by_a_
   fill();
   std::uint32_t next = 20000;
   for (int i = 0; i < 200; ++i) ASSERT_TRUE(write(evictor_, next++));  // between two listings
-  watcher_.watch();
+  watcher_.watch(nullptr);
   for (int i = 0; i < 200; ++i) (void)write(watcher_, next++);
   const auto run = [&](int rounds, std::chrono::seconds step) {
     for (int i = 0; i < rounds; ++i) {
       (void)write(i % 2 == 0 ? evictor_ : watcher_, next++);
       for (FsStore* store : {&watcher_, &evictor_}) {
-        store->watch();
+        store->watch(nullptr);
         store->maintain();
       }
       clock_.advance(step);
@@ -441,7 +441,7 @@ TEST_F(FsPeerRemovalTest, a_reset_during_a_listing_reports_each_record_once) {
     ops_.after_list = nullptr;
     watcher_.forget(0);
   };
-  watcher_.watch();
+  watcher_.watch(nullptr);
   EXPECT_EQ(removals(watcher_).size(), kRecords);
 }
 

@@ -106,6 +106,50 @@ TEST(RedisConnectionTest, an_endless_sequence_of_replies_is_not_buffered) {
   EXPECT_EQ(connection->call_all(commands, later(), &replies).kind(), StatusKind::kIo);
 }
 
+// The script sends the messages as the answer to a command whose reply is not awaited.
+TEST(RedisConnectionTest, messages_are_received_whole_and_a_limited_number_at_once) {
+  constexpr std::size_t kMessages = 40'000;
+  std::string sent;
+  for (std::size_t i = 0; i < kMessages; ++i)
+    sent += "*2\r\n$7\r\nmessage\r\n$30\r\n" + std::string(30, 'x') + "\r\n";
+  ASSERT_GT(sent.size(), std::size_t{2} << 20);
+  const RedisScript server({{"PING", "+PONG\r\n"}, {"LISTEN", sent}});
+  const auto connection = connected(server.address());
+  std::vector<Reply> messages;
+  ASSERT_TRUE(connection->receive_pushed(later(), &messages)) << "there are none";
+  EXPECT_TRUE(messages.empty());
+  ASSERT_TRUE(connection->send_pushed({"LISTEN"}, later()));
+  std::size_t received = 0;
+  EXPECT_TRUE(holds_soon([&] {
+    messages.clear();
+    EXPECT_TRUE(connection->receive_pushed(later(), &messages));
+    EXPECT_LE(messages.size() * (sent.size() / kMessages), (std::size_t{1} << 20) + 8192);
+    for (const Reply& message : messages) EXPECT_EQ(message.elements.at(1).text.size(), 30u);
+    received += messages.size();
+    return received >= kMessages;
+  }));
+  EXPECT_EQ(received, kMessages);
+  EXPECT_TRUE(connection->usable());
+}
+
+TEST(RedisConnectionTest, a_message_that_is_endless_or_malformed_ends_the_connection) {
+  for (const std::string& answer :
+       {"$900000000\r\n" + std::string(10 << 20, 'x'), std::string("*1000000000\r\n"),
+        std::string(">2\r\n+push\r\n+push\r\n"), std::string("HTTP/1.1 400\r\n")}) {
+    const RedisScript server({{"PING", "+PONG\r\n"}, {"LISTEN", answer}});
+    const auto connection = connected(server.address());
+    ASSERT_TRUE(connection->send_pushed({"LISTEN"}, later()));
+    Status status;
+    EXPECT_TRUE(holds_soon([&] {
+      std::vector<Reply> messages;
+      status = connection->receive_pushed(later(), &messages);
+      return !status;
+    })) << answer.substr(0, 30);
+    EXPECT_EQ(status.kind(), StatusKind::kIo);
+    EXPECT_FALSE(connection->usable());
+  }
+}
+
 TEST(RedisConnectionTest, a_value_with_an_invalid_length_reaches_no_row) {
   for (const char* answer : {"$99999999999999999999\r\n", "$-2\r\n", "$4x\r\n", "$\r\n", "$4\r\nabcdefgh",
                              "+OK\r\n", "*1\r\n$4\r\nabcd\r\n", "$-1\r\n$4\r\nabcd\r\n", ":4\r\n"}) {

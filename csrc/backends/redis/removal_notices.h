@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// RemovalNotices: receives the names of the keys under a prefix that a server evicts, expires, removes or
+// writes. The server sends them because of CLIENT TRACKING in broadcasting mode (Redis 6 and later, Valkey).
+//
+// Each node that owns keys has two connections: one that is subscribed, and one that asked for tracking and
+// redirects the notices to the first. The server limits the buffer of a subscriber
+// (client-output-buffer-limit pubsub), so a process that does not read costs it little memory: it closes the
+// connection. Notices may also be lost in other ways; `all` then says that any key may have changed.
+//
+// One thread at a time, except problem().
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "backends/redis/cluster.h"
+#include "base/thread_annotations.h"
+
+namespace kv_offload::redis {
+
+class RemovalNotices {
+ public:
+  // Real time, because these are waits for sockets.
+  using Time = std::chrono::steady_clock::time_point;
+  static constexpr std::chrono::seconds kAnswerWithin{1};  // each exchange with a node
+  static constexpr std::chrono::seconds kCheckEvery{10};
+  static constexpr std::chrono::seconds kRetryAfter{1};      // after a failure
+  static constexpr std::chrono::seconds kAskAgainAfter{60};  // after the server refused
+
+  struct Changes {
+    std::vector<std::string> keys;
+    bool all = false;  // other keys may have changed too
+  };
+
+  // cluster: must outlive this object. check_every: that both connections of a node still work.
+  RemovalNotices(const Cluster& cluster, std::string prefix,
+                 std::chrono::milliseconds check_every = kCheckEvery)
+      : cluster_(cluster), prefix_(std::move(prefix)), check_every_(check_every) {}
+
+  // Returns the changes since the last call. Waits for a node only to connect to it and to check it.
+  Changes take() EXCLUDES(mutex_);
+  // Returns why a node sends no notices; empty: all nodes do, or take() has not connected yet.
+  std::string problem() const EXCLUDES(mutex_);
+  void close() { feeds_.clear(); }
+
+ private:
+  struct Feed {
+    std::unique_ptr<Connection> subscriber, tracker;  // both or none
+    Time due{};                                       // next check, or next attempt to connect
+    bool asked = false;                               // the subscriber has not answered the last check
+    std::string problem;
+  };
+  Status connect(Node& node, Feed* feed);
+  Status receive(Feed* feed, Changes* changes);
+  Status check(Feed* feed);
+  bool read(const Reply& message, Feed* feed, Changes* changes) const;
+
+  const Cluster& cluster_;
+  const std::string prefix_;
+  const std::chrono::milliseconds check_every_;
+  std::map<NodePtr, Feed> feeds_;
+  mutable Mutex mutex_;
+  std::string problem_ GUARDED_BY(mutex_);
+};
+
+}  // namespace kv_offload::redis
