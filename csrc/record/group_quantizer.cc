@@ -14,7 +14,14 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#include <cpuid.h>
 #include <immintrin.h>
+#endif
+
+// All variants round alike: no multiplication is fused with an addition. g++ needs an option
+// (CMakeLists.txt).
+#if defined(__clang__)
+#pragma clang fp contract(off)
 #endif
 
 namespace kv_offload {
@@ -25,18 +32,20 @@ static_assert(std::endian::native == std::endian::little, "numbers are loaded as
 constexpr float kLargestInteger = 127;
 constexpr float kNoError = std::numeric_limits<float>::infinity();  // of a step that is impossible
 constexpr int kMostStepsAway = 12;                                  // from the nominal step
+constexpr float kFarBelow = 0.85F;  // of a bound: the next step usually keeps it, too
 // The bound of a search in float32, so that rounding of the sums never exceeds the bound in double.
 constexpr float kSearchMargin = 0.9999F;
 
 #define KV_OFFLOAD_INLINE inline __attribute__((always_inline))
+#define KV_OFFLOAD_AVX2 __attribute__((target("avx2,f16c")))
 #if defined(__clang__)
 #define KV_OFFLOAD_UNROLL _Pragma("unroll")
+#define KV_OFFLOAD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
 #else
 #define KV_OFFLOAD_UNROLL _Pragma("GCC unroll 8")
-#endif
-#define KV_OFFLOAD_AVX2 __attribute__((target("avx2,f16c")))
 #define KV_OFFLOAD_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
+#endif
 
 KV_OFFLOAD_INLINE float of_bf16(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
@@ -350,22 +359,25 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
     return all_zeros(numbers) ? 1 : kExactGroup;
   }
   const int guess = code_near(nominal);
-  const auto fits = [&](int code) __attribute__((always_inline)) {
-    const auto possible = static_cast<std::size_t>(std::clamp(code, 1, 255));
-    return (group.error_of(kSteps[possible], kInverseSteps[possible]) <= bound) & (code >= 1) & (code <= 255);
+  const auto error_of = [&](int code) __attribute__((always_inline)) {
+    if ((code < 1) | (code > 255)) return kNoError;
+    return group.error_of(kSteps[static_cast<std::size_t>(code)],
+                          kInverseSteps[static_cast<std::size_t>(code)]);
   };
-  // Mostly the nominal step or a neighbour of it fits. All three are tried, because a branch on each would be
-  // mispredicted. The error need not grow with each larger step; the chosen one was tried.
-  const bool fits_above = fits(guess + 1), fits_guess = fits(guess), fits_below = fits(guess - 1);
-  int code = guess - 1 + std::min(2 * int{fits_above} + int{fits_guess}, 2);
-  while (fits_above && code - guess < kMostStepsAway && fits(code + 1)) ++code;
-  if (!(fits_above | fits_guess | fits_below)) {
+  // Mostly the nominal step or the next one fits. Both are tried, because a branch between them would be
+  // mispredicted.
+  const float error = error_of(guess), error_above = error_of(guess + 1);
+  int code = guess + int{error_above <= bound};
+  if (!((error <= bound) | (error_above <= bound))) {
     do {
       if (guess - --code >= kMostStepsAway) {
         std::memset(q, 0, kQuantizedGroup);
         return kExactGroup;
       }
-    } while (!fits(code));
+    } while (!(error_of(code) <= bound));
+  } else if (error_above <= kFarBelow * bound) {
+    // The error need not grow with each larger step; the chosen one was tried.
+    while (code - guess < kMostStepsAway && error_of(code + 1) <= bound) ++code;
   }
   group.store(kInverseSteps[static_cast<std::size_t>(code)], q);
   return static_cast<std::uint8_t>(code);
@@ -430,6 +442,7 @@ KV_OFFLOAD_VARIANT(avx512, Avx512Group, KV_OFFLOAD_AVX512)
 
 #undef KV_OFFLOAD_VARIANT
 #undef KV_OFFLOAD_INLINE
+#undef KV_OFFLOAD_UNROLL
 #undef KV_OFFLOAD_AVX2
 #undef KV_OFFLOAD_AVX512
 
@@ -439,8 +452,10 @@ float step_of(std::uint8_t code) { return kSteps[code]; }
 
 #if defined(__x86_64__)
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0 &&
-         __builtin_cpu_supports("popcnt") != 0;
+  unsigned ignored, features = 0;  // __builtin_cpu_supports() of older compilers does not know F16C
+  (void)__get_cpuid(1, &ignored, &ignored, &features, &ignored);
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("popcnt") != 0 &&
+         (features & bit_F16C) != 0;
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
