@@ -685,7 +685,7 @@ TEST(GroupQuantizer, all_variants_agree_on_groups_of_any_bits) {
     for (std::uint16_t& number : numbers)
       number = static_cast<std::uint16_t>((base ^ (random() & ((1U << bits) - 1))) | (random() & 0x8000));
     const Bytes group = bytes_of_numbers(numbers, kGroupBytes);
-    for (const float bound : {0.02F, 0.5F}) {
+    for (const float bound : {0.004F, 0.02F, 0.5F}) {  // the first one needs integers beyond 127
       std::int8_t q[64];
       const std::uint8_t code = ways[0].quantize(group.data(), element, bound, q);
       exact += code == kExactGroup ? 1 : 0;
@@ -708,7 +708,7 @@ TEST(GroupQuantizer, all_variants_agree_on_groups_of_any_bits) {
     }
   }
   EXPECT_GT(exact, 1000U);
-  EXPECT_LT(exact, 39'000U);
+  EXPECT_LT(exact, 50'000U);
 }
 
 TEST(GroupQuantizer, all_variants_restore_the_same_bits_for_every_step_and_integer) {
