@@ -10,7 +10,7 @@
 
 #if defined(__x86_64__)
 #if !defined(__clang__)
-// The header has false ones for AVX-512 (bug 105593 of GCC).
+// immintrin.h raises false warnings for AVX-512 (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -32,7 +32,7 @@ static_assert(std::endian::native == std::endian::little, "numbers are loaded as
 constexpr float kLargestInteger = 127;
 constexpr float kNoError = std::numeric_limits<float>::infinity();  // of a step that is impossible
 constexpr int kMostStepsAway = 12;                                  // from the nominal step
-constexpr float kFarBelow = 0.85F;  // of a bound: the next step usually keeps it, too
+constexpr float kFarBelow = 0.85F;  // times the bound: the next step usually keeps it, too
 // The bound of a search in float32, so that rounding of the sums never exceeds the bound in double.
 constexpr float kSearchMargin = 0.9999F;
 
@@ -212,7 +212,7 @@ struct PlainGroup {
 
 #if defined(__x86_64__)
 
-// Sum in the order of sum_of_8().
+// These sum in the order of sum_of_8().
 KV_OFFLOAD_AVX2 inline double sum_of_lanes(__m256d low, __m256d high) {
   const __m256d four = _mm256_add_pd(low, high);
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));

@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__)
 #if !defined(__clang__)
-// The header has false ones for AVX-512 (bug 105593 of GCC).
+// immintrin.h raises false warnings for AVX-512 (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
