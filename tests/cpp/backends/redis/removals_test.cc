@@ -192,7 +192,7 @@ TEST_F(RedisRemovals, removals_of_an_epoch_that_was_reset_are_not_reported) {
   write(store, known_, 2);
   store.watch(&known_);
   const std::string name = name_of(1);
-  store.forget();
+  store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   known_.reset();
   known_.take_removals(&removals_);
