@@ -39,7 +39,7 @@ PARTS = {
     # in the order of record/record_form.h
     "record": (
         *("context_pool", "shard_blocks", "zstd_frames", "split_planes", "payload_codec"),
-        *("group_quantizer", "kv_runs", "lossy_section", "lossy_codec"),
+        *("group_quantizer", "row_coder", "kv_runs", "lossy_section", "lossy_codec"),
         *("record", "encryption", "record_op", "huge_buffer", "idle_cores"),
         "whole_record",
         *("compression_choice", "measure_codec", "record_form", "streaming_record_reader"),
