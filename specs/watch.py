@@ -157,21 +157,23 @@ class ResetWatch:
 
 
 class RemovalsWatch:
-    """Warns once per tier if its server does not report removals, which KV events need."""
+    """Warns if a tier's server does not report removals, which KV events need: once for each reason."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
         """``tiers``: the tier names, in the cache's order."""
         self._cache = cache
-        self._unwarned = dict(enumerate(tiers))
+        self._tiers = tuple(tiers)
+        self._warned: set[tuple[int, str]] = set()
 
     def poll(self) -> None:
-        """Checks each tier without a warning so far."""
-        for position, name in list(self._unwarned.items()):
-            if problem := self._cache.tier_stats(position)["removals_problem"]:
-                del self._unwarned[position]
+        """Checks each tier."""
+        for position, name in enumerate(self._tiers):
+            problem = self._cache.tier_stats(position)["removals_problem"]
+            if problem and (position, problem) not in self._warned:
+                self._warned.add((position, problem))
                 logger.warning(
-                    "tier %s: KV events report records that the server removes only when a read misses them, "
-                    "because %s",
+                    "tier %s: the server does not report removed records: %s. KV events publish such a "
+                    "removal when a read finds the record missing",
                     name,
                     problem,
                 )

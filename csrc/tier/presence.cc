@@ -195,7 +195,20 @@ void PresenceCache::reset() {
 
 bool PresenceCache::list_present(std::uint64_t* next, std::size_t most, std::vector<ChunkKey>* keys) const {
   keys->reserve(keys->size() + most);
+  bool more = true;
+  for (std::size_t left = most; more && left > 0;) {
+    const std::size_t some = std::min(left, kListedPerLock);
+    more = list_some_present(next, some, keys);
+    left -= some;
+  }
+  return more;
+}
+
+// Returns true if there are more. REQUIRES: room for `most` in the list.
+bool PresenceCache::list_some_present(std::uint64_t* next, std::size_t most,
+                                      std::vector<ChunkKey>* keys) const {
   const MutexLock lock(mutex_);
+  count_steps(most);
   *next = std::max(*next, dropped_entries_);
   const std::uint64_t end = dropped_entries_ + old_.size() + young_.size();
   for (; most > 0 && *next < end; --most, ++*next) {

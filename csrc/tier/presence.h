@@ -54,11 +54,11 @@ class Catalog {
 // is O(1) per key, regardless of the number of known keys: tables of forgotten keys (also after a reset) are
 // set aside, and I/O threads free them without the lock.
 //
-// A present key stays present until a read finds otherwise. An absent key is worth another lookup after some
-// time, because other processes write to the store. That time is kAbsentPerLatency times the latency of the
-// answer: a fast store is seen up to date, and a slow one is not kept busy with lookups. After a read that
-// found no record the time is kMinAbsent. The result of an op counts only in the epoch that the op was
-// submitted in.
+// A present key stays present until a read or the store's watch() finds its record missing. An absent key is
+// worth another lookup after some time, because other processes write to the store. That time is
+// kAbsentPerLatency times the latency of the answer: a fast store is seen up to date, and a slow one is not
+// kept busy with lookups. After a read that found no record the time is kMinAbsent. The result of an op
+// counts only in the epoch that the op was submitted in.
 class PresenceCache final : public Catalog {
  public:
   static constexpr int kAbsentPerLatency = 8;
@@ -81,8 +81,8 @@ class PresenceCache final : public Catalog {
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
   void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);
   void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
-  // Records a successful read. A key that is absent or being looked up stays so: its removal is newer than
-  // the submission of the read, when the key was present.
+  // Records a successful read. Absent and pending keys keep their state. The key was present when the read
+  // was submitted, so its removal is newer.
   void was_read(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
   void removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
   // Records that a present key had no record when the store was asked, at `asked` or later. False: the key
@@ -101,6 +101,7 @@ class PresenceCache final : public Catalog {
   // Most removals that one take_removals() call reports; the next calls report the rest.
   static constexpr std::size_t kMostRemovals = 2048;
   static constexpr std::size_t kRemovalsPerLock = 64;
+  static constexpr std::size_t kListedPerLock = 128;
   static_assert(kMostRemovals % kRemovalsPerLock == 0);
   enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent, kFailed };
   struct Entry {
@@ -141,6 +142,8 @@ class PresenceCache final : public Catalog {
   };
 
   void remove(const ChunkKey& key, TierRemoval::Reason reason) REQUIRES(mutex_);
+  bool list_some_present(std::uint64_t* next, std::size_t most, std::vector<ChunkKey>* keys) const
+      EXCLUDES(mutex_);
   bool take_some_removals(std::vector<TierRemoval>* removals) EXCLUDES(mutex_);
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
   // Puts the key into the young table. When the young table holds half of all keys, the old table is dropped
@@ -160,7 +163,8 @@ class PresenceCache final : public Catalog {
   mutable Mutex mutex_;
   // The young entry of a key is newer than the old one.
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
-  std::uint64_t dropped_entries_ GUARDED_BY(mutex_) = 0;  // all that were in old_ once
+  // Number of entries dropped so far: the position of old_[0] in list_present().
+  std::uint64_t dropped_entries_ GUARDED_BY(mutex_) = 0;
   EpochNumber epoch_number_ GUARDED_BY(mutex_) = 0;
   std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::deque<DroppedEntries> dropped_ GUARDED_BY(mutex_);  // oldest first

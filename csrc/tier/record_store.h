@@ -81,8 +81,9 @@ class RecordStore {
   // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
   // Runs about 20 times a second if ThreadPoolTierOptions::watch_removals is set, never concurrently with
-  // maintain(). Forgets records that other processes or the store's server removed. known: what
-  // ThreadPoolTier knows; null if the store has a catalog. Failures are ignored: later calls try again.
+  // maintain(). Forgets records that other processes or the store's server removed. known:
+  // ThreadPoolTier's PresenceCache; null if the store has a catalog. Failures are ignored: later calls try
+  // again.
   virtual void watch(PresenceCache* known) { (void)known; }
   // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
   // itself.

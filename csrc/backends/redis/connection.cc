@@ -26,7 +26,7 @@ constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
 // Enough for a map in which each slot is a separate range with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
-// Of the messages that one call returns, in addition to a long one.
+// Limit of what one receive_pushed() reads, beyond one long message.
 constexpr std::size_t kMostPushedBytes = 1 << 20;
 
 Status malformed_reply() { return Status::error(StatusKind::kIo, "malformed reply"); }

@@ -22,8 +22,7 @@ Status refused(const Reply& reply, std::string_view command) {
 
 }  // namespace
 
-Status RemovalNotices::connect(Node& node, Feed* feed) {
-  const Deadline until = std::chrono::steady_clock::now() + kAnswerWithin;
+Status RemovalNotices::connect(Node& node, Deadline until, Feed* feed) {
   bool rejected = false;
   Feed made;
   if (Status status = node.connections.take(until, &made.subscriber, &rejected); !status) return status;
@@ -40,7 +39,9 @@ Status RemovalNotices::connect(Node& node, Feed* feed) {
   if (Status status = made.tracker->call(track, until, &reply); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refused(reply, "CLIENT TRACKING");
   if (reply.kind != Reply::Kind::kStatus) return unexpected_reply();
-  made.due = std::chrono::steady_clock::now() + check_every_;
+  made.begun = std::chrono::steady_clock::now();
+  made.due = made.begun + check_every_;
+  made.wait = feed->wait;
   *feed = std::move(made);
   return Status::ok();
 }
@@ -61,24 +62,24 @@ bool RemovalNotices::read(const Reply& message, Feed* feed, Changes* changes) co
   if (parts[2].kind != Reply::Kind::kArray) return false;
   for (const Reply& key : parts[2].elements) {
     if (key.kind != Reply::Kind::kString) return false;
-    if (key.text.starts_with(prefix_)) changes->keys.push_back(key.text);
+    changes->keys.push_back(key.text);
   }
   return true;
 }
 
-Status RemovalNotices::receive(Feed* feed, Changes* changes) {
+Status RemovalNotices::receive(Deadline until, Feed* feed, Changes* changes) {
   std::vector<Reply> messages;
-  const Deadline until = std::chrono::steady_clock::now() + kAnswerWithin;
   if (Status status = feed->subscriber->receive_pushed(until, &messages); !status) return status;
   for (const Reply& message : messages) {
     if (!read(message, feed, changes)) return unexpected_reply();
   }
+  if (feed->tracker->stale()) return Status::error(StatusKind::kIo, "the connection was closed");
   return Status::ok();
 }
 
 // A connection that ended without notice (a firewall that forgot it) delivers nothing and no error.
-Status RemovalNotices::check(Feed* feed) {
-  const Deadline until = std::chrono::steady_clock::now() + kAnswerWithin;
+Status RemovalNotices::check(Deadline until, Feed* feed) {
+  feed->due = std::chrono::steady_clock::now() + check_every_;
   if (std::exchange(feed->asked, true))
     return Status::error(StatusKind::kTimeout, "the server does not respond");
   Reply reply;
@@ -86,8 +87,18 @@ Status RemovalNotices::check(Feed* feed) {
   return feed->subscriber->send_pushed({"PING"}, until);
 }
 
-RemovalNotices::Changes RemovalNotices::take() {
+void RemovalNotices::failed(const Status& status, Feed* feed) {
+  const Time now = std::chrono::steady_clock::now();
+  const bool lasted = feed->subscriber && now - feed->begun >= kLasting;
+  const bool is_refused = status.kind() == StatusKind::kDeclined;
+  const auto wait = is_refused ? kAskAgainAfter : lasted ? std::chrono::seconds{0} : feed->wait;
+  const auto next = std::clamp(2 * wait, kRetryAfter, kRetryAtMost);
+  *feed = Feed{nullptr, nullptr, {}, now + wait, next, false, is_refused ? status.message() : std::string()};
+}
+
+RemovalNotices::Changes RemovalNotices::take(const std::atomic<bool>& stopped) {
   Changes changes;
+  const Deadline until = std::chrono::steady_clock::now() + kWaitAtMost;
   const std::vector<NodePtr> owners = cluster_.owners();
   std::erase_if(feeds_, [&](const auto& one) {
     return std::find(owners.begin(), owners.end(), one.first) == owners.end();
@@ -96,27 +107,20 @@ RemovalNotices::Changes RemovalNotices::take() {
   for (const NodePtr& node : owners) {
     Feed& feed = feeds_[node];
     const Time now = std::chrono::steady_clock::now();
-    Status status;
-    if (feed.subscriber) {
-      status = receive(&feed, &changes);
-      if (status && feed.tracker->stale())
-        status = Status::error(StatusKind::kIo, "the connection was closed");
-      if (status && now >= feed.due) {
-        feed.due = now + check_every_;
-        status = check(&feed);
+    if (!stopped && now < until) {  // others have their turn in a later call, when this node waits
+      Status status;
+      if (feed.subscriber) {
+        status = receive(until, &feed, &changes);
+        if (status && now >= feed.due) status = check(until, &feed);
+        if (!status) failed(status, &feed);
       }
-      // Connects again at once: a server that restarted has lost its keys.
-      if (!status) feed = Feed{nullptr, nullptr, now, false, status.message()};
-    }
-    if (!feed.subscriber && now >= feed.due && !node->is_out_of_service(OpKind::kRead)) {
-      status = connect(*node, &feed);
-      changes.all |= status.is_ok();  // changes until now were not reported
-      if (!status) {
-        feed.due = now + (status.kind() == StatusKind::kDeclined ? kAskAgainAfter : kRetryAfter);
-        feed.problem = status.message();
+      if (!feed.subscriber && now >= feed.due && !node->is_out_of_service(OpKind::kRead)) {
+        status = connect(*node, until, &feed);
+        changes.all |= status.is_ok();  // changes until now were not reported
+        if (!status) failed(status, &feed);
       }
     }
-    if (problem.empty()) problem = feed.problem;
+    if (problem.empty()) problem = feed.refusal;
   }
   const MutexLock lock(mutex_);
   problem_ = std::move(problem);

@@ -3,13 +3,14 @@
 // writes. The server sends them because of CLIENT TRACKING in broadcasting mode (Redis 6 and later, Valkey).
 //
 // Each node that owns keys has two connections: one that is subscribed, and one that asked for tracking and
-// redirects the notices to the first. The server limits the buffer of a subscriber
-// (client-output-buffer-limit pubsub), so a process that does not read costs it little memory: it closes the
-// connection. Notices may also be lost in other ways; `all` then says that any key may have changed.
+// redirects the notices to the first. The server closes the connection of a subscriber that does not read
+// (client-output-buffer-limit pubsub), so its memory is bounded. Notices may also be lost in other ways;
+// `all` then says that any key may have changed.
 //
 // One thread at a time, except problem().
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -27,9 +28,11 @@ class RemovalNotices {
  public:
   // Real time, because these are waits for sockets.
   using Time = std::chrono::steady_clock::time_point;
-  static constexpr std::chrono::seconds kAnswerWithin{1};  // each exchange with a node
+  static constexpr std::chrono::seconds kWaitAtMost{1};  // of one take(), for all nodes together
   static constexpr std::chrono::seconds kCheckEvery{10};
-  static constexpr std::chrono::seconds kRetryAfter{1};      // after a failure
+  // Until the next attempt to connect, after a failure; doubled with each further one. A connection that
+  // lasted for kLasting is replaced at once.
+  static constexpr std::chrono::seconds kRetryAfter{1}, kRetryAtMost{30}, kLasting{10};
   static constexpr std::chrono::seconds kAskAgainAfter{60};  // after the server refused
 
   struct Changes {
@@ -37,27 +40,31 @@ class RemovalNotices {
     bool all = false;  // other keys may have changed too
   };
 
-  // cluster: must outlive this object. check_every: that both connections of a node still work.
+  // cluster: must outlive this object. check_every: interval of the checks that both connections of a node
+  // work.
   RemovalNotices(const Cluster& cluster, std::string prefix,
                  std::chrono::milliseconds check_every = kCheckEvery)
       : cluster_(cluster), prefix_(std::move(prefix)), check_every_(check_every) {}
 
-  // Returns the changes since the last call. Waits for a node only to connect to it and to check it.
-  Changes take() EXCLUDES(mutex_);
-  // Returns why a node sends no notices; empty: all nodes do, or take() has not connected yet.
+  // Returns the changes since the last call. Waits for nodes only to connect to them and to check them. Ends
+  // soon once `stopped` is true.
+  Changes take(const std::atomic<bool>& stopped) EXCLUDES(mutex_);
+  // Returns which command a node refused and why; empty: none, or take() has not connected yet.
   std::string problem() const EXCLUDES(mutex_);
   void close() { feeds_.clear(); }
 
  private:
   struct Feed {
     std::unique_ptr<Connection> subscriber, tracker;  // both or none
-    Time due{};                                       // next check, or next attempt to connect
+    Time begun{}, due{};                              // connected at; next check, or next attempt to connect
+    std::chrono::seconds wait{0};                     // after the next failure
     bool asked = false;                               // the subscriber has not answered the last check
-    std::string problem;
+    std::string refusal;
   };
-  Status connect(Node& node, Feed* feed);
-  Status receive(Feed* feed, Changes* changes);
-  Status check(Feed* feed);
+  Status connect(Node& node, Deadline until, Feed* feed);
+  Status receive(Deadline until, Feed* feed, Changes* changes);
+  Status check(Deadline until, Feed* feed);
+  static void failed(const Status& status, Feed* feed);
   bool read(const Reply& message, Feed* feed, Changes* changes) const;
 
   const Cluster& cluster_;

@@ -34,8 +34,7 @@ constexpr std::array kErrorMappings{
         "NOPERM", StatusKind::kIo, true,
         "the user lacks a permission: +ping +select +info +get +set +exists +expire +del +getrange +strlen "
         "+watch +unwatch +multi +exec on the keys of the prefix; in a cluster also +cluster|slots +asking; "
-        "for "
-        "KV events also +client|id +client|tracking +subscribe &__redis__:invalidate"},
+        "for KV events also +client|id +client|tracking +subscribe &__redis__:invalidate"},
     ErrorMapping{"MOVED", StatusKind::kIo, false, "another server has the key"},
     ErrorMapping{"ASK", StatusKind::kIo, false, "the key is moving to another server"},
     ErrorMapping{

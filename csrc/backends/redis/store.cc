@@ -83,7 +83,7 @@ RedisStore::RedisStore(const RedisTierOptions& options)
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
       startup_epoch_key_(prefix_ + "epoch"),
       cluster_(seeds_of(options)),
-      removal_watch_(cluster_, prefix_),
+      removal_watch_(cluster_, prefix_, options.op_timeout),
       form_(options.form) {
   std::string found;
   bool refused = false;
@@ -403,9 +403,10 @@ void RedisStore::maintain() {
 
 void RedisStore::watch(PresenceCache* known) {
   if (stopped_) return;
-  // First: if a reset comes between, the number is of an ended epoch and nothing is reported.
+  // Read first: after a reset in between, this is the number of the ended epoch, and nothing is reported.
   const PresenceCache::EpochNumber number = known->epoch_number();
-  if (const EpochPtr epoch = epochs_.current()) removal_watch_.run(*known, number, records_prefix(epoch));
+  if (const EpochPtr epoch = epochs_.current())
+    removal_watch_.run(*known, number, records_prefix(epoch), deadline(), stopped_);
 }
 
 // Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.

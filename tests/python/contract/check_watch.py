@@ -166,7 +166,12 @@ def test_a_server_that_reports_no_removals_is_named_once(caplog: pytest.LogCaptu
         watch.poll()
     (record,) = caplog.records
     assert record.getMessage().startswith("tier far: ")
-    assert record.getMessage().endswith("the server refused SUBSCRIBE: why")
+    assert "the server refused SUBSCRIBE: why." in record.getMessage()
+    tiers.removals_problem = ["", ""]
+    watch.poll()
+    tiers.removals_problem = ["", "the server refused CLIENT TRACKING: why"]
+    watch.poll()
+    assert "CLIENT TRACKING" in caplog.records[1].getMessage()
 
 
 def test_a_change_of_the_compression_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:

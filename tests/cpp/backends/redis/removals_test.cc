@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Records that the server, or another of its clients, removes are reported without a read.
 #include <gtest/gtest.h>
+#include <poll.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "backends/redis/cluster_servers.h"
@@ -12,6 +17,7 @@
 #include "backends/redis/removal_notices.h"
 #include "backends/redis/removal_watch.h"
 #include "backends/redis/store.h"
+#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -20,28 +26,12 @@ using namespace testing;
 using redis::RemovalNotices;
 using redis::RemovalWatch;
 
+// An op_timeout that a test waits for. It also bounds operations that must succeed.
+constexpr std::chrono::seconds kSoonKnown{2};
+
 class RedisRemovals : public ::testing::Test {
- protected:
-  RedisTierOptions options() {
-    RedisTierOptions chosen;
-    chosen.name = "redis";
-    chosen.server = server_.address();
-    chosen.namespace_id.fill(0x11);
-    chosen.op_timeout = std::chrono::seconds(60);
-    chosen.watch_removals = true;
-    return chosen;
-  }
-  std::string name_of(std::uint32_t number) const {
-    for (const std::string& name : server_.keys()) {
-      if (name.ends_with(":" + key_of(number).hex())) return name;
-    }
-    return {};
-  }
+ public:
   // Writes a record as an I/O thread does.
-  void write(redis::RedisStore& store, PresenceCache& known, std::uint32_t number) {
-    store_record(store, number);
-    known.written(key_of(number), known.epoch_number());
-  }
   static void store_record(redis::RedisStore& store, std::uint32_t number) {
     Row row({8192});
     row.fill(number);
@@ -51,6 +41,35 @@ class RedisRemovals : public ::testing::Test {
     op.shards = row.shards();
     std::uint64_t moved = 0;
     ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+  }
+
+ protected:
+  // op_timeout: also the time after which earlier results are known.
+  RedisTierOptions options(std::chrono::seconds op_timeout = std::chrono::seconds(60)) {
+    RedisTierOptions chosen;
+    chosen.name = "redis";
+    chosen.server = server_.address();
+    chosen.namespace_id.fill(0x11);
+    chosen.op_timeout = op_timeout;
+    chosen.watch_removals = true;
+    return chosen;
+  }
+  std::string name_of(std::uint32_t number) const {
+    for (const std::string& name : server_.keys()) {
+      if (name.ends_with(":" + key_of(number).hex())) return name;
+    }
+    return {};
+  }
+  // Returns how often the server was asked for this command.
+  int calls_of(const std::string& command) const {
+    const std::string figures = server_.call({"INFO", "commandstats"}).text;
+    const std::string name = "cmdstat_" + command + ":calls=";
+    const std::size_t at = figures.find(name);
+    return at == std::string::npos ? 0 : std::stoi(figures.substr(at + name.size()));
+  }
+  void write(redis::RedisStore& store, PresenceCache& known, std::uint32_t number) {
+    store_record(store, number);
+    known.written(key_of(number), known.epoch_number());
   }
   // Watches until so many removals were reported, in total.
   bool reports(redis::RedisStore& store, PresenceCache& known, std::size_t count) {
@@ -128,7 +147,7 @@ TEST_F(RedisRemovals, a_record_that_is_written_again_is_not_reported) {
 
 // The server evicts a record before the thread that wrote it has reported it as written.
 TEST_F(RedisRemovals, a_record_that_is_removed_before_its_write_is_known_is_reported) {
-  redis::RedisStore store(options());
+  redis::RedisStore store(options(kSoonKnown));
   store_record(store, 1);
   write(store, known_, 2);
   store.watch(&known_);
@@ -164,7 +183,97 @@ TEST_F(RedisRemovals, a_server_that_restarts_empty_has_removed_all_records) {
   EXPECT_TRUE(reports(store, known_, 3));
 }
 
-TEST_F(RedisRemovals, a_notice_that_is_none_closes_the_connection_and_all_records_are_checked) {
+// FLUSHALL, or a lost connection, after the server sent the result of a write or a lookup.
+TEST_F(RedisRemovals, records_that_become_known_after_flushall_are_reported) {
+  redis::RedisStore store(options(kSoonKnown));
+  store_record(store, 1);
+  store_record(store, 2);
+  write(store, known_, 3);
+  store.watch(&known_);
+  const ChunkKey found = key_of(2);
+  std::vector<ChunkKey> asked;
+  known_.begin_lookup(std::span(&found, 1), known_.epoch_number(), &asked);
+  std::vector<bool> present(1);
+  ASSERT_TRUE(store.locate(asked, KeyOrder::kNone, store.epoch(), &present));
+  ASSERT_TRUE(present.at(0));
+  server_.call({"FLUSHALL"});
+  EXPECT_TRUE(reports(store, known_, 1));
+  known_.written(key_of(1), known_.epoch_number());
+  known_.answered(found, true, known_.epoch_number());
+  EXPECT_TRUE(reports(store, known_, 3));
+}
+
+TEST_F(RedisRemovals, failed_allocations_lose_no_removal) {
+  bool failed = true;
+  for (unsigned after = 0; failed && after < 1000; ++after) {
+    redis::RedisStore store(options());
+    write(store, known_, after);
+    for (int i = 0; i < 3; ++i) store.watch(&known_);
+    ASSERT_EQ(server_.call({"DEL", name_of(after)}).integer, 1);
+    try {
+      const FailingAllocation one(after);
+      store.watch(&known_);
+      failed = one.came();
+    } catch (const std::bad_alloc&) {
+    }
+    EXPECT_TRUE(holds_soon([&] {
+      store.watch(&known_);
+      return known_.contains(key_of(after)) != Presence::kPresent;
+    })) << "after "
+        << after << " allocations";
+  }
+  EXPECT_FALSE(failed);
+}
+
+TEST_F(RedisRemovals, a_connection_that_is_lost_again_and_again_is_not_opened_each_time_and_all_are_checked) {
+  redis::RedisStore store(options());
+  write(store, known_, 1);
+  store.watch(&known_);
+  constexpr std::uint32_t kMany = 3 * RemovalWatch::kKeysPerRun;
+  for (std::uint32_t number = 2; number <= kMany; ++number) known_.written(key_of(number), 0);
+  const int before = calls_of("subscribe");
+  for (int i = 0; i < 20; ++i) {
+    server_.call({"CLIENT", "KILL", "TYPE", "pubsub"});
+    store.watch(&known_);
+    known_.take_removals(&removals_);
+  }
+  EXPECT_LE(calls_of("subscribe") - before, 4);
+  EXPECT_TRUE(reports(store, known_, kMany - 1));
+}
+
+TEST_F(RedisRemovals, a_notice_with_more_names_than_are_accepted_loses_nothing) {
+  redis::RedisStore store(options());
+  write(store, known_, 1);
+  store.watch(&known_);
+  const std::string name = name_of(1), prefix = name.substr(0, name.rfind(':') + 1);
+  server_.call({"EVAL",
+                "redis.call('DEL', KEYS[1]) for i=1,20000 do redis.call('SET', KEYS[2]..i, 'x') end return 1",
+                "2", name, prefix});
+  EXPECT_TRUE(reports(store, known_, 1));
+}
+
+// Upkeep of the tier runs on the same thread.
+TEST_F(RedisRemovals, a_server_that_does_not_respond_is_seldom_waited_for) {
+  redis::RedisStore store(options());
+  write(store, known_, 1);
+  store.watch(&known_);
+  server_.call({"CLIENT", "KILL", "TYPE", "pubsub"});
+  server_.stop_process();
+  const auto begun = std::chrono::steady_clock::now();
+  int waits = 0;
+  for (int i = 0; i < 200; ++i) {
+    const auto before = std::chrono::steady_clock::now();
+    store.watch(&known_);
+    waits += std::chrono::steady_clock::now() - before >= RemovalNotices::kWaitAtMost ? 1 : 0;
+  }
+  const auto took = std::chrono::steady_clock::now() - begun;
+  server_.continue_process();
+  EXPECT_GE(waits, 1) << "it was not asked";
+  EXPECT_LE(waits, 2);
+  EXPECT_LT(took, std::chrono::seconds(60));
+}
+
+TEST_F(RedisRemovals, a_malformed_notice_closes_the_connection_and_all_records_are_checked) {
   redis::RedisStore store(options());
   write(store, known_, 1);
   store.watch(&known_);
@@ -175,7 +284,8 @@ TEST_F(RedisRemovals, a_notice_that_is_none_closes_the_connection_and_all_record
   };
   for (const char* text : {"garbage", ""}) {
     const std::string before = subscriber();
-    ASSERT_EQ(server_.call({"PUBLISH", "__redis__:invalidate", text}).integer, 1) << "nobody is subscribed";
+    ASSERT_EQ(server_.call({"PUBLISH", "__redis__:invalidate", text}).integer, 1)
+        << "no client is subscribed";
     EXPECT_TRUE(holds_soon([&] {
       store.watch(&known_);
       const std::string now = subscriber();
@@ -206,7 +316,7 @@ TEST_F(RedisRemovals, removals_of_an_epoch_that_was_reset_are_not_reported) {
   EXPECT_EQ(removals_[0].key, key_of(3));
 }
 
-TEST_F(RedisRemovals, a_refused_command_is_named_and_other_operations_go_on) {
+TEST_F(RedisRemovals, a_refused_command_is_named_and_other_operations_continue) {
   const auto user_of = [&](const std::string& name, const std::vector<std::string>& rules) {
     std::vector<std::string_view> command{"ACL", "SETUSER", name, "on", ">secret", "~*", "+@all"};
     command.insert(command.end(), rules.begin(), rules.end());
@@ -238,24 +348,38 @@ TEST_F(RedisRemovals, a_node_that_does_not_answer_checks_is_connected_again) {
   redis::Cluster cluster({server_.address()});
   bool refused = false;
   ASSERT_TRUE(cluster.learn(std::chrono::steady_clock::now() + std::chrono::seconds(60), &refused));
-  RemovalNotices notices(cluster, "p:", std::chrono::milliseconds(1));
-  EXPECT_TRUE(notices.take().all);
-  EXPECT_TRUE(holds_soon([&] { return !notices.take().all; })) << "a server that answers is checked only";
+  const std::atomic<bool> stopped{false};
+  RemovalNotices notices(cluster, "p:", std::chrono::seconds(1));
+  EXPECT_TRUE(notices.take(stopped).all);
+  const auto third_check = std::chrono::steady_clock::now() + std::chrono::milliseconds(3500);
+  while (std::chrono::steady_clock::now() < third_check)
+    EXPECT_FALSE(notices.take(stopped).all) << "a server that answers is checked only";
+  EXPECT_NE(server_.call({"CLIENT", "LIST", "TYPE", "pubsub"}).text.find(" cmd=ping "), std::string::npos);
   server_.stop_process();
-  EXPECT_TRUE(holds_soon([&] {
-    (void)notices.take();
-    return !notices.problem().empty();
-  }));
+  const auto checked = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (std::chrono::steady_clock::now() < checked) (void)notices.take(stopped);
   server_.continue_process();
-  EXPECT_TRUE(holds_soon([&] { return notices.take().all; }));
+  EXPECT_TRUE(holds_soon([&] { return notices.take(stopped).all; }));
   server_.call({"SET", "p:1", "x"});
   server_.call({"SET", "q:1", "x"});
   std::vector<std::string> keys;
   EXPECT_TRUE(holds_soon([&] {
-    for (std::string& key : notices.take().keys) keys.push_back(std::move(key));
+    for (std::string& key : notices.take(stopped).keys) keys.push_back(std::move(key));
     return !keys.empty();
   }));
   EXPECT_EQ(keys, std::vector<std::string>{"p:1"});
+}
+
+TEST_F(RedisRemovals, a_lost_tracker_is_noticed_before_the_next_check) {
+  redis::Cluster cluster({server_.address()});
+  bool refused = false;
+  ASSERT_TRUE(cluster.learn(std::chrono::steady_clock::now() + std::chrono::seconds(60), &refused));
+  const std::atomic<bool> stopped{false};
+  RemovalNotices notices(cluster, "p:", std::chrono::hours(1));
+  EXPECT_TRUE(notices.take(stopped).all);
+  EXPECT_FALSE(notices.take(stopped).all);
+  server_.call({"CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"});
+  EXPECT_TRUE(holds_soon([&] { return notices.take(stopped).all; }));
 }
 
 TEST(RedisClusterRemovals, removals_on_every_master_are_reported_also_of_a_slot_that_moved) {
@@ -288,6 +412,35 @@ TEST(RedisClusterRemovals, removals_on_every_master_are_reported_also_of_a_slot_
   servers.node(1).call({"DEL", name});
   ++removed;
   EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == removed; }));
+}
+
+TEST(RedisClusterRemovals, a_slow_node_stays_in_service) {
+  RedisClusterServers servers;
+  ASSERT_TRUE(servers.is_ready());
+  RedisTierOptions chosen;
+  chosen.name = "redis";
+  chosen.server = servers.address(0);
+  chosen.namespace_id.fill(0x11);
+  chosen.op_timeout = std::chrono::seconds(60);
+  redis::RedisStore store(chosen);
+  const SteadyClock clock;
+  PresenceCache known(clock, std::chrono::seconds(1), 100'000);
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t number = 0; number < 24; ++number) {
+    RedisRemovals::store_record(store, number);
+    known.written(key_of(number), known.epoch_number());
+    keys.push_back(key_of(number));
+  }
+  for (int i = 0; i < 3; ++i) store.watch(&known);
+  servers.node(0).call({"DEL", servers.node(0).keys().at(0)});
+  servers.node(0).stop_process();
+  std::thread watching([&] { store.watch(&known); });
+  poll(nullptr, 0, 1500);  // longer than a watch may wait for notices
+  servers.node(0).continue_process();
+  watching.join();
+  std::vector<bool> present(keys.size());
+  ASSERT_TRUE(store.locate(keys, KeyOrder::kNone, store.epoch(), &present));
+  EXPECT_EQ(std::count(present.begin(), present.end(), true), 23) << "the other records of the node";
 }
 
 }  // namespace

@@ -165,5 +165,24 @@ TEST_F(RedisTlsTest, a_server_that_disappears_is_a_failure_and_sends_no_signal) 
   EXPECT_TRUE(user.read(3));
 }
 
+TEST_F(RedisTlsTest, removals_are_reported_over_tls) {
+  RedisTierOptions chosen = options();
+  chosen.watch_removals = true;
+  TierDriver user(make_redis_tier(chosen));
+  const auto remove = [&](std::uint32_t number) {
+    for (const std::string& name : server_->keys()) {
+      if (name.ends_with(":" + key_of(number).hex())) server_->call({"DEL", name});
+    }
+  };
+  ASSERT_TRUE(user.write(1) && user.write(2));
+  remove(1);
+  EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == 1; }));
+  // A message that is longer than a TLS record and than the buffer of a read.
+  const std::string prefix = "kv_offload:" + std::string(64, '0') + ":x";
+  server_->call({"EVAL", "for i=1,1500 do redis.call('SET', KEYS[1]..i, 'x') end return 1", "1", prefix});
+  remove(2);
+  EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == 2; }));
+}
+
 }  // namespace
 }  // namespace kv_offload
