@@ -211,5 +211,22 @@ TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_
   EXPECT_FALSE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, true));
 }
 
+// review_a: the store accepted the name but did not answer. An engine may have joined it.
+TEST(EpochRegistryTest, review_a_name_whose_attempt_failed_is_ended_by_the_next_reset) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  epochs.forget(9);
+  std::string unanswered;
+  EXPECT_FALSE(epochs.begin([](std::string*) { return Status::ok(); },
+                            [&](const std::string& name) {
+                              unanswered = name;
+                              return Status::error(StatusKind::kTimeout, "no answer");
+                            }));
+  epochs.forget(10);
+  std::string kept;
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_TRUE(epochs.has_ended(unanswered)) << "a replica that takes over may have it";
+}
+
 }  // namespace
 }  // namespace kv_offload
