@@ -317,7 +317,7 @@ TEST_F(RedisRemovals, review_a_lookup_that_is_answered_after_flushall_is_reporte
   std::vector<ChunkKey> started;
   const ChunkKey key = key_of(1);
   known_.begin_lookup(std::span(&key, 1), known_.epoch_number(), &started);
-  std::vector<bool> present;
+  std::vector<bool> present(1);
   ASSERT_TRUE(store.locate(started, KeyOrder::kNone, store.epoch(), &present));
   ASSERT_TRUE(present.at(0));
   server_.call({"FLUSHALL"});
@@ -438,7 +438,7 @@ TEST(RedisClusterRemovals, review_the_watch_takes_no_slow_node_out_of_service) {
          std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
   servers.node(0).continue_process();
   const ChunkKey key = key_of(numbers.at(names[1].substr(names[1].rfind(':') + 1)));
-  std::vector<bool> present;
+  std::vector<bool> present(1);
   const Status status = store.locate(std::span(&key, 1), KeyOrder::kNone, store.epoch(), &present);
   Row row({8192});
   TierOp op;
