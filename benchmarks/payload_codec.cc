@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <deque>
 #include <functional>
 #include <map>
 #include <optional>
@@ -178,7 +179,7 @@ ZSTD_CCtx* context(int level, bool codes) {
 constexpr ErrorBounds kBounds[] = {{0.02, 0.02}, {0.05, 0.05}, {0.1, 0.1}, {0.2, 0.2}};
 
 Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs) {
-  return {fmt::format("lossy:{}", bounds.keys),
+  return {fmt::format("lossy:{} {}", bounds.keys, codec.instructions()),
           [&codec, bounds, runs](std::byte* chunk, Bytes& out) {
             const Shard shard(chunk, kChunk);
             std::uint64_t used = 0;
@@ -195,7 +196,7 @@ Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs) 
           true};
 }
 
-std::vector<Way> ways_of(PayloadCodec& codec, LossyCodec& lossy, ZSTD_DCtx* from) {
+std::vector<Way> ways_of(PayloadCodec& codec, std::deque<LossyCodec>& lossy, ZSTD_DCtx* from) {
   const auto encode = [&codec](Element element) {
     return [&codec, element](std::byte* chunk, Bytes& out) {
       const Shard shard(chunk, kChunk);
@@ -211,7 +212,9 @@ std::vector<Way> ways_of(PayloadCodec& codec, LossyCodec& lossy, ZSTD_DCtx* from
     };
   };
   std::vector<Way> ways{{"codec", encode(Element::kBf16), decode(Element::kBf16)}};
-  for (const ErrorBounds& bounds : kBounds) ways.push_back(lossy_way(lossy, bounds, {}));
+  for (LossyCodec& variant : lossy) {
+    for (const ErrorBounds& bounds : kBounds) ways.push_back(lossy_way(variant, bounds, {}));
+  }
   ways.push_back({"zstd-1 as it is",
                   [to = context(1, false)](std::byte* chunk, Bytes& out) {
                     return ZSTD_compress2(to, out.data(), out.size(), chunk, kChunk);
@@ -237,7 +240,8 @@ std::vector<Way> ways_of(PayloadCodec& codec, LossyCodec& lossy, ZSTD_DCtx* from
 
 int run(int rounds, const std::vector<std::string>& files) {
   PayloadCodec codec;
-  LossyCodec lossy;
+  std::deque<LossyCodec> lossy;  // for each instruction set of this CPU
+  for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) lossy.emplace_back(variant);
   for (const std::string& file : files) {
     Bench bench(bench::whole_chunks(file));
     bench.to_ = context(ZSTD_minCLevel(), true);

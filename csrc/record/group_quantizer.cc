@@ -1,30 +1,63 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "record/group_quantizer.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
+#if defined(__x86_64__)
+#if !defined(__clang__)
+// immintrin.h raises false warnings for AVX-512 (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+// All variants round alike: no multiplication is fused with an addition. g++ needs an option
+// (CMakeLists.txt).
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+
 namespace kv_offload {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "numbers are loaded as they are stored");
 
-constexpr std::size_t kLanes = 16;          // sums that run in parallel, for vector instructions
-constexpr float kLargestInteger = 127.49F;  // before rounding
-constexpr int kMostStepsAway = 12;          // from the nominal step
+constexpr float kLargestInteger = 127;
+constexpr float kNoError = std::numeric_limits<float>::infinity();  // of a step that is impossible
+constexpr int kMostStepsAway = 12;                                  // from the nominal step
+constexpr float kFarBelow = 0.85F;  // times the bound: the next step usually keeps it, too
 // The bound of a search in float32, so that rounding of the sums never exceeds the bound in double.
 constexpr float kSearchMargin = 0.9999F;
 
 #define KV_OFFLOAD_INLINE inline __attribute__((always_inline))
+#define KV_OFFLOAD_AVX2 __attribute__((target("avx2,f16c")))
+#if defined(__clang__)
+#define KV_OFFLOAD_UNROLL _Pragma("unroll")
+#define KV_OFFLOAD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
+#else
+#define KV_OFFLOAD_UNROLL _Pragma("GCC unroll 8")
+#define KV_OFFLOAD_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")))
+#endif
 
 KV_OFFLOAD_INLINE float of_bf16(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
 KV_OFFLOAD_INLINE std::uint32_t to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+// Without a branch, so that loops are vectorized.
+KV_OFFLOAD_INLINE std::uint32_t chosen(bool condition, std::uint32_t yes, std::uint32_t no) {
+  const std::uint32_t mask = 0U - static_cast<std::uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
 }
 
 // No operand or result is a subnormal float32: a thread may treat those as zeros (DAZ and FTZ, which some
@@ -34,8 +67,8 @@ KV_OFFLOAD_INLINE float of_fp16(std::uint32_t bits) {
   const std::uint32_t normal = (magnitude << 13) + (112U << 23);
   const std::uint32_t small =
       std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24F);
-  const std::uint32_t found =
-      magnitude >= 0x7C00 ? magnitude << 13 | 0x7F800000 : (magnitude < 0x0400 ? small : normal);
+  const std::uint32_t finite = chosen(magnitude < 0x0400, small, normal);
+  const std::uint32_t found = chosen(magnitude >= 0x7C00, magnitude << 13 | 0x7F800000, finite);
   return std::bit_cast<float>(found | (bits & 0x8000) << 16);
 }
 
@@ -47,9 +80,8 @@ KV_OFFLOAD_INLINE std::uint32_t to_fp16(float value) {
                               std::bit_cast<std::uint32_t>(0.5F);
   const std::uint32_t normal = (magnitude - (112U << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
   constexpr std::uint32_t kInfinity = 0x7C00, kFromHere = 0x477FF000;  // 65520 rounds to infinity
-  const std::uint32_t rounded =
-      magnitude >= kFromHere ? kInfinity : (magnitude < 0x38800000 ? small : normal);
-  return rounded | (bits >> 16 & 0x8000);
+  const std::uint32_t finite = chosen(magnitude < 0x38800000, small, normal);
+  return chosen(magnitude >= kFromHere, kInfinity, finite) | (bits >> 16 & 0x8000);
 }
 
 template <Element kElement>
@@ -80,82 +112,333 @@ constexpr std::array<float, 256> kSteps = [] {
 
 using Values = std::array<float, kQuantizedGroup>;
 
+constexpr float kRounding = 0x1.8p23F;  // a sum with it has no bits for fractions
+
 // Returns value / step, rounded to an integer, ties to even. REQUIRES: it is less than 2^22.
 KV_OFFLOAD_INLINE float integer_of(float value, float inverse_step) {
-  constexpr float kRounding = 0x1.8p23F;  // the sum has no bits for fractions
   return (value * inverse_step + kRounding) - kRounding;
 }
 
-// Returns the squared error of this step. Writes no integers, so that the loop has one type for the compiler
-// to vectorize.
-template <Element kElement>
-KV_OFFLOAD_INLINE float try_step(const Values& values, float step) {
-  const float inverse = 1 / step;
-  float sums[kLanes] = {};
-  for (std::size_t from = 0; from < kQuantizedGroup; from += kLanes) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const float value = values[from + lane];
-      const float integer = integer_of(value, inverse);
-      const float difference = value_of<kElement>(number_of<kElement>(integer * step)) - value;
-      sums[lane] += difference * difference;
-    }
+// The inverse steps; 0 for kExactGroup.
+constexpr std::array<float, 256> kInverseSteps = [] {
+  std::array<float, 256> inverse{};
+  for (std::size_t code = 1; code < inverse.size(); ++code) inverse[code] = 1 / kSteps[code];
+  return inverse;
+}();
+
+// The roots that a mantissa with these highest bits may exceed.
+constexpr unsigned kIndexBits = 7;
+constexpr std::array<std::uint8_t, 1 << kIndexBits> kRootsBelow = [] {
+  std::array<std::uint8_t, 1 << kIndexBits> below{};
+  for (std::size_t i = 0; i < below.size(); ++i) {
+    for (std::size_t root = 1; root < kRoots.size(); ++root)
+      below[i] += 1 + static_cast<float>(i) / below.size() >= kRoots[root] ? 1 : 0;
   }
-  float sum = 0;
-  for (const float part : sums) sum += part;
-  return sum;
+  return below;
+}();
+
+// Returns the largest code whose step is at most this, or sometimes the one before. REQUIRES: a positive
+// normal number.
+KV_OFFLOAD_INLINE int code_near(float step) {
+  const auto bits = std::bit_cast<std::uint32_t>(step);
+  return (static_cast<int>(bits >> 23) - 127) * kStepsPerOctave + kCodeOfOne +
+         kRootsBelow[bits >> (23 - kIndexBits) & (kRootsBelow.size() - 1)];
+}
+
+template <typename Parts>
+KV_OFFLOAD_INLINE auto sum_of_8(const Parts& parts) {
+  return ((parts[0] + parts[4]) + (parts[2] + parts[6])) + ((parts[1] + parts[5]) + (parts[3] + parts[7]));
+}
+
+// In halves, not in order, so that vector instructions add.
+KV_OFFLOAD_INLINE float sum_of(std::array<float, kQuantizedGroup>& parts) {
+  static_assert(kQuantizedGroup == 64);
+  for (std::size_t i = 0; i < 32; ++i) parts[i] += parts[i + 32];
+  for (std::size_t i = 0; i < 16; ++i) parts[i] += parts[i + 16];
+  for (std::size_t i = 0; i < 8; ++i) parts[i] += parts[i + 8];
+  return sum_of_8(parts);
+}
+
+// The numbers of a group in the registers of an instruction set; here plain C++.
+template <Element kElement>
+struct PlainGroup {
+  Values values;
+  float largest = 0;
+
+  KV_OFFLOAD_INLINE explicit PlainGroup(const std::byte* numbers) {
+    std::array<std::uint16_t, kQuantizedGroup> bits;
+    std::memcpy(bits.data(), numbers, sizeof(bits));
+    // The order of magnitudes is that of their bits.
+    std::uint16_t most = 0;
+    for (const std::uint16_t each : bits) {
+      const auto magnitude = static_cast<std::uint16_t>(each & 0x7FFF);
+      most = magnitude > most ? magnitude : most;
+    }
+    largest = value_of<kElement>(most);
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) values[i] = value_of<kElement>(bits[i]);
+  }
+  KV_OFFLOAD_INLINE float norm() const {
+    Values squares;
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) squares[i] = values[i] * values[i];
+    return sum_of(squares);
+  }
+  // Returns the squared error of a step; infinity if an integer would be too large.
+  KV_OFFLOAD_INLINE float error_of(float step, float inverse) const {
+    Values errors;
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
+      const float integer = integer_of(values[i], inverse);
+      const float difference = value_of<kElement>(number_of<kElement>(integer * step)) - values[i];
+      errors[i] = difference * difference;
+    }
+    return integer_of(largest, inverse) <= kLargestInteger ? sum_of(errors) : kNoError;
+  }
+  // Compares the group with its restored form. Sums eight lanes, like the variants with vectors.
+  KV_OFFLOAD_INLINE GroupError error_of(const PlainGroup& restored) const {
+    double errors[8] = {}, norms[8] = {};
+    for (std::size_t from = 0; from < kQuantizedGroup; from += 8) {
+      for (std::size_t lane = 0; lane < 8; ++lane) {
+        const double value = values[from + lane], difference = restored.values[from + lane] - value;
+        errors[lane] += difference * difference;
+        norms[lane] += value * value;
+      }
+    }
+    return {sum_of_8(errors), sum_of_8(norms)};
+  }
+  KV_OFFLOAD_INLINE void store(float inverse, std::int8_t* q) const {
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i)
+      q[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(integer_of(values[i], inverse)));
+  }
+};
+
+#if defined(__x86_64__)
+
+// These sum in the order of sum_of_8().
+KV_OFFLOAD_AVX2 inline double sum_of_lanes(__m256d low, __m256d high) {
+  const __m256d four = _mm256_add_pd(low, high);
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+KV_OFFLOAD_AVX2 inline float sum_of_lanes(__m256 parts) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(parts), _mm256_extractf128_ps(parts, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 template <Element kElement>
-KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float max_error, std::int8_t* q) {
-  std::array<std::uint16_t, kQuantizedGroup> bits;
-  std::memcpy(bits.data(), numbers, sizeof(bits));
-  Values values;
-  float sums[kLanes] = {};
-  for (std::size_t from = 0; from < kQuantizedGroup; from += kLanes) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const float value = value_of<kElement>(bits[from + lane]);
-      values[from + lane] = value;
-      sums[lane] += value * value;
+struct Avx2Group {
+  static constexpr std::size_t kVectors = 8;
+  __m256 values[kVectors];
+  __m256 largest;
+
+  KV_OFFLOAD_AVX2 static __m256 absolute(__m256 value) {
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), value);
+  }
+  KV_OFFLOAD_AVX2 static __m256 integers(__m256 value, __m256 inverse) {
+    const __m256 rounding = _mm256_set1_ps(kRounding);
+    return _mm256_sub_ps(_mm256_add_ps(_mm256_mul_ps(value, inverse), rounding), rounding);
+  }
+  KV_OFFLOAD_AVX2 static __m256 rounded(__m256 value) {
+    if constexpr (kElement == Element::kFp16)
+      return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xFFFF0000))));
+  }
+  KV_OFFLOAD_AVX2 static float sum(const __m256 (&parts)[kVectors]) {
+    return sum_of_8(
+        _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(parts[0], parts[4]), _mm256_add_ps(parts[2], parts[6])),
+                      _mm256_add_ps(_mm256_add_ps(parts[1], parts[5]), _mm256_add_ps(parts[3], parts[7]))));
+  }
+
+  KV_OFFLOAD_AVX2 explicit Avx2Group(const std::byte* numbers) {
+    largest = _mm256_setzero_ps();
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + 16 * i));
+      values[i] = kElement == Element::kFp16
+                      ? _mm256_cvtph_ps(bits)
+                      : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+      largest = _mm256_max_ps(largest, absolute(values[i]));
     }
   }
-  // The order of magnitudes is that of their bits.
-  std::uint16_t largest_bits = 0;
-  for (const std::uint16_t each : bits) {
-    const auto magnitude = static_cast<std::uint16_t>(each & 0x7FFF);
-    largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
+  KV_OFFLOAD_AVX2 float norm() const {
+    __m256 squares[kVectors];
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) squares[i] = _mm256_mul_ps(values[i], values[i]);
+    return sum(squares);
   }
-  const float largest = value_of<kElement>(largest_bits);
-  float norm = 0;
-  for (const float part : sums) norm += part;
-  std::memset(q, 0, kQuantizedGroup);
-  if (norm == 0) {
-    // Squares of tiny numbers are zero, too: only zeros are coded as zeros.
-    return largest_bits == 0 ? 1 : kExactGroup;
+  KV_OFFLOAD_AVX2 float error_of(float step, float inverse) const {
+    const __m256 steps = _mm256_set1_ps(step), inverses = _mm256_set1_ps(inverse);
+    __m256 errors[kVectors];
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m256 restored = rounded(_mm256_mul_ps(integers(values[i], inverses), steps));
+      const __m256 difference = _mm256_sub_ps(restored, values[i]);
+      errors[i] = _mm256_mul_ps(difference, difference);
+    }
+    const __m256 too_large =
+        _mm256_cmp_ps(integers(largest, inverses), _mm256_set1_ps(kLargestInteger), _CMP_GT_OQ);
+    return _mm256_movemask_ps(too_large) == 0 ? sum(errors) : kNoError;
   }
-  if (!(norm <= std::numeric_limits<float>::max())) return kExactGroup;  // NaN, too
+  KV_OFFLOAD_AVX2 GroupError error_of(const Avx2Group& restored) const {
+    __m256d errors[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    __m256d norms[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m128 before[2] = {_mm256_castps256_ps128(values[i]), _mm256_extractf128_ps(values[i], 1)};
+      const __m128 after[2] = {_mm256_castps256_ps128(restored.values[i]),
+                               _mm256_extractf128_ps(restored.values[i], 1)};
+      KV_OFFLOAD_UNROLL
+      for (std::size_t half = 0; half < 2; ++half) {
+        const __m256d value = _mm256_cvtps_pd(before[half]);
+        const __m256d difference = _mm256_sub_pd(_mm256_cvtps_pd(after[half]), value);
+        errors[half] = _mm256_add_pd(errors[half], _mm256_mul_pd(difference, difference));
+        norms[half] = _mm256_add_pd(norms[half], _mm256_mul_pd(value, value));
+      }
+    }
+    return {sum_of_lanes(errors[0], errors[1]), sum_of_lanes(norms[0], norms[1])};
+  }
+  KV_OFFLOAD_AVX2 void store(float inverse, std::int8_t* q) const {
+    const __m256 inverses = _mm256_set1_ps(inverse);
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; i += 4) {
+      __m256i parts[4];
+      KV_OFFLOAD_UNROLL
+      for (std::size_t part = 0; part < 4; ++part)
+        parts[part] = _mm256_cvtps_epi32(integers(values[i + part], inverses));
+      const __m256i bytes =
+          _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
+      const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 8 * i), in_order);
+    }
+  }
+};
+
+template <Element kElement>
+struct Avx512Group {
+  static constexpr std::size_t kVectors = 4;
+  __m512 values[kVectors];
+  __m512 largest;
+
+  KV_OFFLOAD_AVX512 static __m512 integers(__m512 value, __m512 inverse) {
+    const __m512 rounding = _mm512_set1_ps(kRounding);
+    return _mm512_sub_ps(_mm512_add_ps(_mm512_mul_ps(value, inverse), rounding), rounding);
+  }
+  KV_OFFLOAD_AVX512 static __m512 rounded(__m512 value) {
+    if constexpr (kElement == Element::kFp16)
+      return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xFFFF0000))));
+  }
+  KV_OFFLOAD_AVX512 static float sum(const __m512 (&parts)[kVectors]) {
+    const __m512 all = _mm512_add_ps(_mm512_add_ps(parts[0], parts[2]), _mm512_add_ps(parts[1], parts[3]));
+    return sum_of_lanes(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
+  }
+
+  KV_OFFLOAD_AVX512 explicit Avx512Group(const std::byte* numbers) {
+    largest = _mm512_setzero_ps();
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + 32 * i));
+      values[i] = kElement == Element::kFp16
+                      ? _mm512_cvtph_ps(bits)
+                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(values[i]));
+    }
+  }
+  KV_OFFLOAD_AVX512 float norm() const {
+    __m512 squares[kVectors];
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) squares[i] = _mm512_mul_ps(values[i], values[i]);
+    return sum(squares);
+  }
+  KV_OFFLOAD_AVX512 float error_of(float step, float inverse) const {
+    const __m512 steps = _mm512_set1_ps(step), inverses = _mm512_set1_ps(inverse);
+    __m512 errors[kVectors];
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m512 restored = rounded(_mm512_mul_ps(integers(values[i], inverses), steps));
+      const __m512 difference = _mm512_sub_ps(restored, values[i]);
+      errors[i] = _mm512_mul_ps(difference, difference);
+    }
+    const __mmask16 too_large =
+        _mm512_cmp_ps_mask(integers(largest, inverses), _mm512_set1_ps(kLargestInteger), _CMP_GT_OQ);
+    return too_large == 0 ? sum(errors) : kNoError;
+  }
+  KV_OFFLOAD_AVX512 GroupError error_of(const Avx512Group& restored) const {
+    __m512d errors = _mm512_setzero_pd(), norms = _mm512_setzero_pd();
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m256 before[2] = {_mm512_castps512_ps256(values[i]), _mm512_extractf32x8_ps(values[i], 1)};
+      const __m256 after[2] = {_mm512_castps512_ps256(restored.values[i]),
+                               _mm512_extractf32x8_ps(restored.values[i], 1)};
+      KV_OFFLOAD_UNROLL
+      for (std::size_t half = 0; half < 2; ++half) {
+        const __m512d value = _mm512_cvtps_pd(before[half]);
+        const __m512d difference = _mm512_sub_pd(_mm512_cvtps_pd(after[half]), value);
+        errors = _mm512_add_pd(errors, _mm512_mul_pd(difference, difference));
+        norms = _mm512_add_pd(norms, _mm512_mul_pd(value, value));
+      }
+    }
+    const auto sum = [](__m512d parts) KV_OFFLOAD_AVX512 {
+      return sum_of_lanes(_mm512_castpd512_pd256(parts), _mm512_extractf64x4_pd(parts, 1));
+    };
+    return {sum(errors), sum(norms)};
+  }
+  KV_OFFLOAD_AVX512 void store(float inverse, std::int8_t* q) const {
+    KV_OFFLOAD_UNROLL
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const __m512i integer = _mm512_cvtps_epi32(integers(values[i], _mm512_set1_ps(inverse)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(integer));
+    }
+  }
+};
+
+#endif
+
+bool all_zeros(const std::byte* numbers) {
+  std::array<std::uint16_t, kQuantizedGroup> bits;
+  std::memcpy(bits.data(), numbers, sizeof(bits));
+  return std::all_of(bits.begin(), bits.end(), [](std::uint16_t each) { return (each & 0x7FFF) == 0; });
+}
+
+template <template <Element> typename Group, Element kElement>
+KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float max_error, std::int8_t* q) {
+  const Group<kElement> group(numbers);
+  const float norm = group.norm();
   const float bound = norm * max_error * max_error * kSearchMargin;
   // Rounding to multiples of a step has a mean square error of step^2 / 12.
   const float nominal = std::sqrt(norm * (12.0F / kQuantizedGroup)) * max_error;
-  if (nominal < kSteps[1] / 16) return kExactGroup;
-  const int guess = static_cast<int>(std::floor(std::log2(nominal) * kStepsPerOctave)) + kCodeOfOne;
-  const auto fits = [&](int code) __attribute__((always_inline)) {
-    if (code < 1 || code > 255) return false;
-    const float step = kSteps[static_cast<std::size_t>(code)];
-    return largest <= kLargestInteger * step && try_step<kElement>(values, step) <= bound;
-  };
-  // Mostly the nominal step or a neighbour of it fits. The error need not grow with each larger step; the
-  // chosen one was tried.
-  int code = guess, up = 1;
-  if (!fits(code)) {
-    up = -1;
-    while (guess - code < kMostStepsAway && !fits(--code)) {
-    }
-    if (guess - code >= kMostStepsAway) return kExactGroup;
+  if (!(nominal >= kSteps[1] / 16 && nominal < kSteps[255] && norm > 0)) {  // NaN and infinity, too
+    std::memset(q, 0, kQuantizedGroup);
+    // Squares of tiny numbers are zero, too: only zeros are coded as zeros.
+    return all_zeros(numbers) ? 1 : kExactGroup;
   }
-  while (up > 0 && code - guess < kMostStepsAway && fits(code + 1)) ++code;
-  const float inverse = 1 / kSteps[static_cast<std::size_t>(code)];
-  for (std::size_t i = 0; i < kQuantizedGroup; ++i)
-    q[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(integer_of(values[i], inverse)));
+  const int guess = code_near(nominal);
+  const auto error_of = [&](int code) __attribute__((always_inline)) {
+    if ((code < 1) | (code > 255)) return kNoError;
+    return group.error_of(kSteps[static_cast<std::size_t>(code)],
+                          kInverseSteps[static_cast<std::size_t>(code)]);
+  };
+  // Mostly the nominal step or the next one fits. Both are tried, because a branch between them would be
+  // mispredicted.
+  const float error = error_of(guess), error_above = error_of(guess + 1);
+  int code = guess + int{error_above <= bound};
+  if (!((error <= bound) | (error_above <= bound))) {
+    do {
+      if (guess - --code >= kMostStepsAway) {
+        std::memset(q, 0, kQuantizedGroup);
+        return kExactGroup;
+      }
+    } while (!(error_of(code) <= bound));
+  } else if (error_above <= kFarBelow * bound) {
+    // The error need not grow with each larger step; the chosen one was tried.
+    while (code - guess < kMostStepsAway && error_of(code + 1) <= bound) ++code;
+  }
+  group.store(kInverseSteps[static_cast<std::size_t>(code)], q);
   return static_cast<std::uint8_t>(code);
 }
 
@@ -163,7 +446,6 @@ template <Element kElement>
 KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
                                     std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
-    if (codes[row] == kExactGroup) continue;
     const float step = kSteps[codes[row]];
     std::array<std::uint16_t, kQuantizedGroup> bits;
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
@@ -173,77 +455,91 @@ KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* co
   }
 }
 
-KV_OFFLOAD_INLINE std::uint8_t quantize_any(const std::byte* numbers, Element element, float max_error,
-                                            std::int8_t* q) {
-  return element == Element::kBf16 ? quantize_group<Element::kBf16>(numbers, max_error, q)
-                                   : quantize_group<Element::kFp16>(numbers, max_error, q);
-}
-
-KV_OFFLOAD_INLINE void restore_any(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
-                                   Element element, std::byte* numbers, std::size_t stride) {
-  if (element == Element::kBf16) {
-    restore_rows<Element::kBf16>(q, codes, rows, numbers, stride);
-  } else {
-    restore_rows<Element::kFp16>(q, codes, rows, numbers, stride);
+// A variant: restoring is the same C++, compiled for these instructions.
+#define KV_OFFLOAD_VARIANT(name, Group, attributes)                                                   \
+  attributes std::uint8_t quantize_##name(const std::byte* numbers, Element element, float max_error, \
+                                          std::int8_t* q) {                                           \
+    return element == Element::kBf16 ? quantize_group<Group, Element::kBf16>(numbers, max_error, q)   \
+                                     : quantize_group<Group, Element::kFp16>(numbers, max_error, q);  \
+  }                                                                                                   \
+  attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,   \
+                                 Element element, std::byte* numbers, std::size_t stride) {           \
+    if (element == Element::kBf16) {                                                                  \
+      restore_rows<Element::kBf16>(q, codes, rows, numbers, stride);                                  \
+    } else {                                                                                          \
+      restore_rows<Element::kFp16>(q, codes, rows, numbers, stride);                                  \
+    }                                                                                                 \
+  }                                                                                                   \
+  attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,           \
+                                       Element element) {                                             \
+    return element == Element::kBf16                                                                  \
+               ? Group<Element::kBf16>(numbers).error_of(Group<Element::kBf16>(restored))             \
+               : Group<Element::kFp16>(numbers).error_of(Group<Element::kFp16>(restored));            \
   }
-}
 
-std::uint8_t quantize_plain(const std::byte* numbers, Element element, float max_error, std::int8_t* q) {
-  return quantize_any(numbers, element, max_error, q);
-}
-void restore_plain(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows, Element element,
-                   std::byte* numbers, std::size_t stride) {
-  restore_any(q, codes, rows, element, numbers, stride);
-}
-
+KV_OFFLOAD_VARIANT(plain, PlainGroup, )
 #if defined(__x86_64__)
-// Restoring is faster with the instructions of every x86-64.
-__attribute__((target("avx2"))) std::uint8_t quantize_avx2(const std::byte* numbers, Element element,
-                                                           float max_error, std::int8_t* q) {
-  return quantize_any(numbers, element, max_error, q);
-}
+KV_OFFLOAD_VARIANT(avx2, Avx2Group, KV_OFFLOAD_AVX2)
+KV_OFFLOAD_VARIANT(avx512, Avx512Group, KV_OFFLOAD_AVX512)
 #endif
 
+#undef KV_OFFLOAD_VARIANT
 #undef KV_OFFLOAD_INLINE
+#undef KV_OFFLOAD_UNROLL
+#undef KV_OFFLOAD_AVX2
+#undef KV_OFFLOAD_AVX512
 
 }  // namespace
 
 float step_of(std::uint8_t code) { return kSteps[code]; }
 
+#if defined(__x86_64__)
+bool has_avx2() {
+  unsigned ignored, features = 0;  // __builtin_cpu_supports() of older compilers does not know F16C
+  (void)__get_cpuid(1, &ignored, &ignored, &features, &ignored);
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("popcnt") != 0 &&
+         (features & bit_F16C) != 0;
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
+}
+#else
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+#endif
+
 std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers]) {
   std::size_t known = 0;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) ways[known++] = {quantize_avx2, restore_plain, "avx2"};
+  if (has_avx512()) ways[known++] = {quantize_avx512, restore_avx512, compare_avx512, "avx512"};
+  if (has_avx2()) ways[known++] = {quantize_avx2, restore_avx2, compare_avx2, "avx2"};
 #endif
-  ways[known++] = {quantize_plain, restore_plain, "plain"};
+  ways[known++] = {quantize_plain, restore_plain, compare_plain, "plain"};
   return known;
 }
 
-void GroupLosses::add(const std::byte* numbers, const std::byte* restored, Element element) {
+void GroupLosses::add(const std::byte* numbers, const std::byte* restored, const GroupError& error) {
   constexpr std::size_t kBytes = 2 * kQuantizedGroup;
-  const bool same = std::memcmp(numbers, restored, kBytes) == 0;
-  double error = 0, norm = 0;
-  bool all_zero = true;
-  for (std::size_t i = 0; i < kBytes; i += 2) {
-    std::uint16_t before, after;
-    std::memcpy(&before, numbers + i, 2);
-    std::memcpy(&after, restored + i, 2);
-    const bool bf16 = element == Element::kBf16;
-    const double value = bf16 ? of_bf16(before) : of_fp16(before);
-    const double difference = (bf16 ? of_bf16(after) : of_fp16(after)) - value;
-    error += difference * difference;
-    norm += value * value;
-    all_zero = all_zero && ((before | after) & 0x7FFF) == 0;
+  if (!(error.squared_error > 0)) {  // NaN, too
+    if (std::memcmp(numbers, restored, kBytes) == 0) {
+      if (std::isfinite(error.squared_norm)) squared_norm += error.squared_norm;
+      return;
+    }
+    bool all_zero = true;
+    for (std::size_t i = 0; i < kBytes; i += 2) {
+      std::uint16_t before, after;
+      std::memcpy(&before, numbers + i, 2);
+      std::memcpy(&after, restored + i, 2);
+      all_zero = all_zero && ((before | after) & 0x7FFF) == 0;
+    }
+    if (all_zero) return;  // the signs of zeros
   }
-  if (same) {
-    if (std::isfinite(norm)) squared_norm += norm;
-    return;
-  }
-  if (all_zero) return;  // the signs of zeros
-  const double loss = norm > 0 ? std::sqrt(error / norm) : std::numeric_limits<double>::infinity();
+  const double loss = error.squared_norm > 0 ? std::sqrt(error.squared_error / error.squared_norm)
+                                             : std::numeric_limits<double>::infinity();
   largest = std::isfinite(loss) ? std::fmax(largest, loss) : std::numeric_limits<double>::infinity();
-  squared_error += error;
-  squared_norm += norm;
+  squared_error += error.squared_error;
+  squared_norm += error.squared_norm;
 }
 
 }  // namespace kv_offload

@@ -24,30 +24,43 @@ inline constexpr int kCodeOfOne = 192;  // the code of step 1
 // REQUIRES: code != kExactGroup.
 float step_of(std::uint8_t code);
 
+// Of a group and its restored form, as numbers in double.
+struct GroupError {
+  double squared_error = 0, squared_norm = 0;
+};
+
 // numbers: kQuantizedGroup elements, little-endian, unaligned. element: kBf16 or kFp16.
 struct GroupQuantizer {
-  // Chooses the largest step for which the Euclidean norm of the difference is at most max_error times that
-  // of the group, and fills q. Returns its code; kExactGroup, with zeros in q, if there is none: the group
-  // has NaN or infinity, extreme magnitudes, or one number that is too large for the step of the others.
+  // Chooses a step for which the Euclidean norm of the difference is at most max_error times that of the
+  // group, the largest of those near the step that is expected to do so, and fills q. Returns its code;
+  // kExactGroup, with zeros in q, if there is none: the group has NaN or infinity, extreme magnitudes, or one
+  // number that is too large for the step of the others.
   std::uint8_t (*quantize)(const std::byte* numbers, Element element, float max_error, std::int8_t* q);
   // Reads q[64 * row + i] for each row and writes rows of numbers, `stride` bytes apart. Rows with
-  // kExactGroup are not written.
+  // kExactGroup become zeros.
   void (*restore)(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows, Element element,
                   std::byte* numbers, std::size_t stride);
+  // Compares a group with its restored form.
+  GroupError (*compare)(const std::byte* numbers, const std::byte* restored, Element element);
   const char* name;  // of the instruction set
 };
 
+// Returns whether this CPU and its system have what the variants with these instructions need.
+bool has_avx2();
+bool has_avx512();
+
 // Fills in the variants that this CPU supports, best first, and returns their number. The last one is plain
-// C++. All restore the same bits.
-inline constexpr std::size_t kMostGroupQuantizers = 2;
+// C++. All choose the same steps and restore the same bits.
+inline constexpr std::size_t kMostGroupQuantizers = 3;
 std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers]);
 
-// Sums over the groups of a payload; groups are compared as numbers in double.
+// Sums over the groups of a payload.
 struct GroupLosses {
   double largest = 0;  // of error / norm of one group
   double squared_error = 0, squared_norm = 0;
-  // Adds a group and its restored form. A group with NaN or infinity that changed has an infinite loss.
-  void add(const std::byte* numbers, const std::byte* restored, Element element);
+  // Adds a group and its restored form, which the error is of. A group with NaN or infinity that changed has
+  // an infinite loss.
+  void add(const std::byte* numbers, const std::byte* restored, const GroupError& error);
 };
 
 }  // namespace kv_offload

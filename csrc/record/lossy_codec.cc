@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "record/lossy_codec.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -10,6 +11,7 @@
 #include "record/context_pool.h"
 #include "record/group_quantizer.h"
 #include "record/lossy_section.h"
+#include "record/row_coder.h"
 #include "record/shard_blocks.h"
 
 namespace kv_offload {
@@ -42,13 +44,14 @@ bool ErrorBounds::allow(const Loss& loss) const {
 }
 
 struct LossyCodec::Contexts {
-  GroupQuantizer quantizer{};
+  LossyKernels kernels;
   ContextPool<LossySection> pool;
 
-  // Encodes the section at the current block, measures it, and moves past it. Returns the bytes used; nullopt
-  // if the library fails.
+  // Encodes the section at the current block, measures it, and moves past it. *period: of the payload; 0: not
+  // found yet. Returns the bytes used; nullopt if the library fails.
   std::optional<std::size_t> encode(LossySection& section, ShardBlocks& blocks, Element element,
-                                    const GroupBounds& bounds, std::byte* out, Losses* losses) const;
+                                    const GroupBounds& bounds, std::size_t* period, std::byte* out,
+                                    Losses* losses) const;
   // Adds the loss of an encoded section, which it decodes.
   void measure(LossySection& section, std::span<const std::byte> raw, std::span<const std::byte> encoded,
                Element element, const GroupBounds& bounds, Losses* losses) const;
@@ -64,11 +67,20 @@ float LossyCodec::rounded_up(double error) {
              : nearest;
 }
 
-LossyCodec::LossyCodec() : contexts_(std::make_unique<Contexts>()) {
-  GroupQuantizer ways[kMostGroupQuantizers];
-  (void)group_quantizers_known(ways);
-  contexts_->quantizer = ways[0];
+std::size_t LossyCodec::variants() {
+  RowCoder coders[kMostRowCoders];
+  return row_coders_known(coders);
 }
+
+LossyCodec::LossyCodec(std::size_t variant) : contexts_(std::make_unique<Contexts>()) {
+  GroupQuantizer quantizers[kMostGroupQuantizers];
+  RowCoder coders[kMostRowCoders];
+  (void)group_quantizers_known(quantizers);
+  (void)row_coders_known(coders);
+  contexts_->kernels = {quantizers[variant], coders[variant]};
+}
+
+const char* LossyCodec::instructions() const { return contexts_->kernels.coder.name; }
 
 LossyCodec::~LossyCodec() = default;
 
@@ -80,14 +92,16 @@ std::uint64_t LossyCodec::encoded_bytes_at_most(std::span<const Shard> shards) {
 
 std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, ShardBlocks& blocks,
                                                         Element element, const GroupBounds& bounds,
-                                                        std::byte* out, Losses* losses) const {
+                                                        std::size_t* period, std::byte* out,
+                                                        Losses* losses) const {
   blocks.limit(kLossySectionBytes);
   blocks.gather();
   std::span<const std::byte> raw(blocks.place(), blocks.bytes());
-  section.quantize(quantizer, raw, element, bounds);
-  const std::size_t period = section.find_period(raw.size() / kLossyGroupBytes);
-  const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), period));
-  const auto encoded = section.encode(whole_tiles, period, out);
+  section.quantize(kernels.quantizer, raw, element, bounds);
+  if (*period == 0) *period = section.find_period(raw.size() / kLossyGroupBytes);
+  const std::size_t used_period = std::max(*period, std::size_t{1});
+  const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), used_period));
+  const auto encoded = section.encode(kernels, whole_tiles, used_period, out);
   if (!encoded) return std::nullopt;
   std::size_t used = *encoded;
   if (used > 0) {
@@ -109,14 +123,15 @@ void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::b
   const auto restored = std::span(section.restored).first(raw.size());
   const auto period = std::to_integer<std::size_t>(encoded[0]);
   std::uint64_t read = 1;
-  const char* const wrong = section.decode(quantizer, period, encoded.subspan(1), element, restored, &read);
+  const char* const wrong = section.decode(kernels, period, encoded.subspan(1), element, restored, &read);
   const std::size_t groups = raw.size() / kLossyGroupBytes * kLossyGroupBytes;
   if (wrong != nullptr || read != encoded.size() ||
       std::memcmp(raw.data() + groups, restored.data() + groups, raw.size() - groups) != 0)
     losses->of_keys.largest = std::numeric_limits<double>::infinity();
   for (std::size_t at = 0; at < groups; at += kLossyGroupBytes) {
     GroupLosses& of_its_bound = bounds.is_values(at) ? losses->of_values : losses->of_keys;
-    of_its_bound.add(raw.data() + at, restored.data() + at, element);
+    const GroupError error = kernels.quantizer.compare(raw.data() + at, restored.data() + at, element);
+    of_its_bound.add(raw.data() + at, restored.data() + at, error);
   }
 }
 
@@ -127,6 +142,7 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, const 
   if (section == nullptr || !section->frames.can_encode() || !section->frames.can_decode())
     return no_memory_for_section();
   std::uint64_t used = 0;
+  std::size_t period = 0;
   Losses losses;
   Status status;
   ShardBlocks blocks(shards, kLossySectionBytes, section->block.data());
@@ -134,7 +150,8 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, const 
   GroupBounds of_groups{static_cast<float>(bounds.keys), static_cast<float>(bounds.values), runs.in(shards)};
   while (status && blocks.left() > 0) {
     of_groups.begin = payload - blocks.left();
-    const auto encoded = contexts_->encode(*section, blocks, element, of_groups, out.data() + used, &losses);
+    const auto encoded =
+        contexts_->encode(*section, blocks, element, of_groups, &period, out.data() + used, &losses);
     if (encoded) {
       used += *encoded;
     } else {
@@ -164,7 +181,7 @@ Status LossyCodec::Contexts::decode(LossySection& section, ShardBlocks& blocks, 
   const std::span<std::byte> raw(blocks.place(), blocks.bytes());
   *at += 1;
   if (period != 0) {
-    const char* const wrong = section.decode(quantizer, period, in.subspan(*at), element, raw, at);
+    const char* const wrong = section.decode(kernels, period, in.subspan(*at), element, raw, at);
     if (wrong != nullptr) return damaged_section(begin, wrong);
   } else {
     if (in.size() - *at < raw.size()) return damaged_section(begin, "truncated");

@@ -5,7 +5,8 @@
 //   - 64 neighbouring numbers share a step (group_quantizer.h), the largest that keeps the bound
 //   - a channel of 16 groups that lie a period apart (the same channel of the same head in 16 tokens) has a
 //     class, by the magnitude of its integers; the encoder finds the period
-//   - the integers of each class, the steps and the classes are entropy-coded separately
+//   - the integers are entropy-coded by the distribution of their class (row_coder.h), the steps and the
+//     classes by zstd
 //
 // A bound holds for each group: the Euclidean norm of the difference is at most the bound times the norm of
 // the group. The keys' bound applies to groups that contain a key, and to all groups if the layout is
@@ -57,10 +58,15 @@ class LossyCodec {
   // Rounds a loss or a bound up to float32, so that comparing the results compares the arguments.
   static float rounded_up(double error);
 
-  LossyCodec();
+  // variant: below variants(); of the instructions to use. 0: the fastest that this CPU supports. All decode
+  // the same bits, and encode the same bytes.
+  explicit LossyCodec(std::size_t variant = 0);
   ~LossyCodec();
   LossyCodec(const LossyCodec&) = delete;
   LossyCodec& operator=(const LossyCodec&) = delete;
+
+  static std::size_t variants();
+  const char* instructions() const;
 
   // Returns how much room encode() may need for these shards.
   static std::uint64_t encoded_bytes_at_most(std::span<const Shard> shards);

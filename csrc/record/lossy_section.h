@@ -14,6 +14,7 @@
 
 #include "record/group_quantizer.h"
 #include "record/kv_runs.h"
+#include "record/row_coder.h"
 #include "record/zstd_frames.h"
 
 namespace kv_offload {
@@ -24,9 +25,9 @@ inline constexpr std::size_t kLossyGroups = 4096;  // of a section; its working 
 inline constexpr std::size_t kLossySectionBytes = kLossyGroups * kLossyGroupBytes;
 inline constexpr std::size_t kMostLossyPeriod = 128;
 inline constexpr std::size_t kLossyTileRows = 16;  // groups of a tile
-inline constexpr std::size_t kLossyClasses = 15;
-inline constexpr std::size_t kLossyStreams = kLossyClasses + 1;  // step codes, classes, integers of 1..14
+inline constexpr std::size_t kLossyStreams = 3;    // step codes, classes, integers
 inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyStreams;
+inline constexpr std::size_t kLossyStateBytes = sizeof(RowStates);  // at the start of the integers
 
 // Returns the bytes of a section at the start of `left` bytes of payload: whole tiles, so that a section
 // begins where a block of the cache does. REQUIRES: period is 1..kMostLossyPeriod.
@@ -43,11 +44,19 @@ struct GroupBounds {
   float of(std::size_t at) const { return is_values(at) ? values : keys; }
 };
 
+// One variant of the kernels of both kinds.
+struct LossyKernels {
+  GroupQuantizer quantizer{};
+  RowCoder coder{};
+};
+
 class LossySection {
  public:
+  // Bytes of the states and words that the integers of a section may need.
+  static constexpr std::size_t kMostIntegerBytes = kLossyStateBytes + 2 * kLossyGroups * kQuantizedGroup;
   // Room that encode() may need.
   static constexpr std::size_t kMostNeeded =
-      kLossySectionHead + kLossyGroups * (1 + 2 * kQuantizedGroup) + kLossySectionBytes;
+      kLossySectionHead + kLossyGroups * (1 + kQuantizedGroup) + kMostIntegerBytes + kLossySectionBytes;
 
   ZstdFrames frames;
   std::unique_ptr<LossySection> next;                         // for ContextPool
@@ -57,31 +66,33 @@ class LossySection {
   void quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
                 const GroupBounds& bounds);
   // Returns the period for which the magnitudes of a channel within a tile are most alike, from a few tiles.
+  // 0: unknown, because their integers are zeros or there is no tile.
   std::size_t find_period(std::size_t groups) const;
   // Encodes these bytes, the first of those that were quantized. `out` has room for kMostNeeded. Returns the
   // bytes used; 0: they would not become smaller; nullopt: the library failed.
-  std::optional<std::size_t> encode(std::span<const std::byte> raw, std::size_t period, std::byte* out);
+  std::optional<std::size_t> encode(const LossyKernels& kernels, std::span<const std::byte> raw,
+                                    std::size_t period, std::byte* out);
   // Decodes a section of raw.size() bytes; `in` begins after its period. Adds the bytes read to *at. Returns
   // null, or what is wrong; raw then holds garbage.
-  const char* decode(const GroupQuantizer& quantizer, std::size_t period, std::span<const std::byte> in,
+  const char* decode(const LossyKernels& kernels, std::size_t period, std::span<const std::byte> in,
                      Element element, std::span<std::byte> raw, std::uint64_t* at);
 
  private:
   class Tiles;
-  std::span<std::byte> stream(std::size_t number, std::size_t groups, std::size_t tiles);
-  bool place_classes(const Tiles& tiles);
   void classify(const Tiles& tiles);
-  void collect(const Tiles& tiles);
-  const char* decode_streams(const Tiles& tiles, std::size_t groups, std::span<const std::byte> in,
-                             std::size_t* used);
-  void restore_tiles(const GroupQuantizer& quantizer, const Tiles& tiles, Element element, std::byte* raw);
+  std::span<const std::byte> encode_integers(const LossyKernels& kernels, const Tiles& tiles);
+  const char* decode_frame(std::span<const std::byte> stored, std::span<std::byte> content);
+  const char* decode_integers(const LossyKernels& kernels, const Tiles& tiles, std::span<const std::byte> in,
+                              std::size_t stored, Element element, std::byte* raw);
 
   std::array<std::int8_t, kLossyGroups * kQuantizedGroup> q_;  // [group][channel]
   // The parts of a section before entropy coding.
   std::array<std::byte, kLossyGroups> codes_;
-  std::array<std::byte, kLossyGroups * kQuantizedGroup> kinds_;     // classes: [tile][channel]
-  std::array<std::byte, kLossyGroups * kQuantizedGroup> integers_;  // by class: [tile][channel][row]
-  std::array<std::size_t, kLossyClasses + 1> begins_;               // of the classes in integers_
+  std::array<std::uint8_t, kLossyGroups * kQuantizedGroup> classes_;  // [tile][channel]
+  // The encoder writes the integers here from the end. The decoder copies them here if it could read beyond
+  // the end of the payload.
+  std::array<std::byte, RowCoder::kMostBelow + kMostIntegerBytes + RowCoder::most_read(kLossyTileRows)>
+      integers_;
 };
 
 }  // namespace kv_offload

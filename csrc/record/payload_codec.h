@@ -18,7 +18,8 @@
 namespace kv_offload {
 
 // Values of the record header: never reuse a number.
-enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 2 };
+// 2 was a lossy codec that was never published.
+enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 3 };
 // Number format of the payload.
 enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2 };
 

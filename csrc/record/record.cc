@@ -132,7 +132,8 @@ Status check_loss(std::span<const std::byte> page, Codec codec, Element element)
 // Checks how the payload is stored. `padded`: its bytes when it is raw.
 Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   const auto codec = get<std::uint32_t>(page, 108);
-  if (codec > static_cast<std::uint32_t>(Codec::kLossy)) return wrong("codec", codec, "0..2");
+  if (codec == 2 || codec > static_cast<std::uint32_t>(Codec::kLossy))
+    return wrong("codec", codec, "0, 1 or 3");
   const auto element = get<std::uint32_t>(page, kElementAt);
   if (element > static_cast<std::uint32_t>(Element::kFp16)) return wrong("element", element, "0..2");
   if (Status status = check_loss(page, static_cast<Codec>(codec), static_cast<Element>(element)); !status)

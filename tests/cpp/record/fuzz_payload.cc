@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // libFuzzer target for encoded payloads. Whatever is stored, decoding ends in the bytes of some payload or in
-// kCorrupt. Decoded bytes survive encode() and decode() unchanged, or with the lossy codec within the bound
-// of each group. Clang only (CMake: fuzz_payload). The first bytes of an input choose the codec, the element
-// and the lengths of two shards.
+// kCorrupt, in all variants of the lossy codec the same. Decoded bytes survive encode() and decode()
+// unchanged, or with the lossy codec within the bound of each group. Clang only (CMake: fuzz_payload). The
+// first bytes of an input choose the codec, the element and the lengths of two shards.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -102,11 +102,17 @@ int decode_and_encode_with_loss(std::span<const std::byte> in, Element element, 
                                 bool is_payload) {
   using namespace kv_offload;
   static LossyCodec codec;
+  static LossyCodec others[] = {LossyCodec(LossyCodec::variants() / 2),
+                                LossyCodec(LossyCodec::variants() - 1)};
   if (!is_payload) {
-    if (const Status status = codec.decode(in, element, shards); !status) {
-      if (status.kind() != StatusKind::kCorrupt) std::abort();
-      return 0;
+    const Status status = codec.decode(in, element, shards);
+    if (!status && status.kind() != StatusKind::kCorrupt) std::abort();
+    for (LossyCodec& other : others) {
+      const std::vector<std::byte> first = joined(shards);
+      if (other.decode(in, element, shards).kind() != status.kind()) std::abort();
+      if (status && joined(shards) != first) std::abort();
     }
+    if (!status) return 0;
   }
   const std::vector<std::byte> before = joined(shards);
   const std::uint64_t room = LossyCodec::encoded_bytes_at_most(shards);
@@ -117,6 +123,14 @@ int decode_and_encode_with_loss(std::span<const std::byte> in, Element element, 
   const KvRuns runs = runs_of(in);
   if (!codec.encode(shards, element, kBounds, runs, {out.get(), room}, &used, &loss) || used > room)
     std::abort();
+  for (LossyCodec& other : others) {
+    const auto same = std::make_unique<std::byte[]>(room);
+    std::uint64_t used_too = 0;
+    Loss same_loss;
+    if (!other.encode(shards, element, kBounds, runs, {same.get(), room}, &used_too, &same_loss) ||
+        used_too != used || !(same_loss == loss) || std::memcmp(same.get(), out.get(), used) != 0)
+      std::abort();
+  }
   if (used == 0) return 0;
   if (!kBounds.allow(loss)) std::abort();
   if (!codec.decode({out.get(), used}, element, shards)) std::abort();

@@ -7,6 +7,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -16,6 +17,7 @@
 
 #include "record/group_quantizer.h"
 #include "record/numbers_for_tests.h"
+#include "record/row_coder.h"
 
 namespace kv_offload {
 namespace {
@@ -360,40 +362,159 @@ TEST_F(LossyCodecTest, a_section_that_does_not_gain_is_stored_unchanged_among_ot
   EXPECT_LE(loss_between(payload, back, Element::kBf16).keys, 0.1F);
 }
 
-// The first section by hand, from the description in record-format.md: 16 groups with one class.
-TEST_F(LossyCodecTest, a_payload_built_by_hand_is_read) {
-  constexpr std::size_t kGroups = 16, kStreams = 16;
-  Bytes payload(1 + 4 * kStreams);
-  payload[0] = std::byte{1};  // period
-  const auto add = [&](std::size_t stream, const Bytes& content) {
-    payload[1 + 4 * stream] = static_cast<std::byte>(content.size());
-    payload[2 + 4 * stream] = static_cast<std::byte>(content.size() >> 8);
-    payload.insert(payload.end(), content.begin(), content.end());
+// The distributions and the entropy coder of record-format.md, written without the codec's code.
+int most_of_class(std::size_t row_class) {
+  constexpr std::array<int, 12> kMost = {0, 1, 1, 2, 4, 8, 16, 32, 64, 127, 127, 127};
+  return kMost.at(row_class);
+}
+
+// Returns the first remainder and the frequency of an integer.
+std::pair<std::uint64_t, std::uint64_t> share_of(std::size_t row_class, int integer) {
+  const int most = most_of_class(row_class);
+  const auto weight = [&](int m) {
+    const std::uint64_t a = 512 + 11 * (std::uint64_t{1} << 2 * row_class);
+    if (m == 0) return std::uint64_t{1} << 32;
+    std::uint64_t w = (a << 32) / (a + 128 * static_cast<std::uint64_t>(m * m));
+    for (int i = 0; i < 4; ++i) w = w * w >> 32;
+    return w;
   };
-  Bytes codes(kGroups, std::byte{192}), kinds(64), ternary(4), plain(16);
+  std::uint64_t all = 0;
+  for (int m = -most; m <= most; ++m) all += weight(std::abs(m));
+  const auto frequency = [&](int m) {
+    return 1 + weight(std::abs(m)) * static_cast<std::uint64_t>(1023 - 2 * most) / all;
+  };
+  std::uint64_t others = 0, before = 0;
+  for (int m = -most; m <= most; ++m) others += m == 0 ? 0 : frequency(m);
+  for (int m = -most; m < integer; ++m) before += m == 0 ? 1024 - others : frequency(m);
+  return {before, integer == 0 ? 1024 - others : frequency(integer)};
+}
+
+// rows: of 64 integers, one tile. Returns the states and the words.
+Bytes integers_of(const std::vector<std::array<int, 64>>& rows, const std::array<std::size_t, 64>& classes) {
+  std::array<std::uint64_t, 64> states;
+  states.fill(65536);
+  std::vector<std::uint64_t> words;
+  for (std::size_t row = rows.size(); row-- > 0;) {
+    for (std::size_t channel = 64; channel-- > 0;) {
+      std::uint64_t& state = states[channel];
+      const auto [begin, frequency] = share_of(classes[channel], rows[row][channel]);
+      if (state >= frequency << 22) {
+        words.push_back(state % 65536);
+        state /= 65536;
+      }
+      state = state / frequency * 1024 + begin + state % frequency;
+    }
+  }
+  Bytes bytes;
+  for (const std::uint64_t state : states) {
+    for (unsigned i = 0; i < 4; ++i) bytes.push_back(static_cast<std::byte>(state >> 8 * i));
+  }
+  for (std::size_t i = words.size(); i-- > 0;) {
+    bytes.push_back(static_cast<std::byte>(words[i]));
+    bytes.push_back(static_cast<std::byte>(words[i] >> 8));
+  }
+  return bytes;
+}
+
+// A section with one tile by hand, from the description in record-format.md.
+Bytes section_of(const Bytes& codes, const std::array<std::size_t, 64>& classes, const Bytes& integers) {
+  Bytes payload(1 + 4 * 3), kinds;
+  for (const std::size_t each : classes) kinds.push_back(static_cast<std::byte>(each));
+  payload[0] = std::byte{1};  // period
+  std::size_t number = 0;
+  for (const Bytes& content : {codes, kinds, integers}) {
+    payload[1 + 4 * number] = static_cast<std::byte>(content.size());
+    payload[2 + 4 * number] = static_cast<std::byte>(content.size() >> 8);
+    payload.insert(payload.end(), content.begin(), content.end());
+    ++number;
+  }
+  return payload;
+}
+
+TEST_F(LossyCodecTest, a_payload_built_by_hand_is_read) {
+  constexpr std::size_t kGroups = 16;
+  Bytes codes(kGroups, std::byte{192});
   codes[1] = std::byte{200};  // one octave more
   codes[2] = std::byte{0};    // exact
-  kinds[7] = std::byte{4};
-  kinds[9] = std::byte{10};
-  ternary[0] = std::byte{0b00'00'10'01};  // +1, -1, 0, 0
-  plain[0] = std::byte{5};
-  plain[1] = std::byte{0xFD};  // -3
-  add(0, codes);
-  add(1, kinds);
-  add(1 + 4, ternary);
-  add(1 + 10, plain);
+  std::array<std::size_t, 64> classes{};
+  for (std::size_t channel = 0; channel < 64; ++channel) classes[channel] = channel % 12;
+  std::vector<std::array<int, 64>> rows(kGroups);
+  std::mt19937 random(7);
+  for (auto& row : rows) {
+    for (std::size_t channel = 0; channel < 64; ++channel) {
+      const int most = most_of_class(classes[channel]);
+      row[channel] = static_cast<int>(random() % static_cast<unsigned>(2 * most + 1)) - most;
+    }
+  }
+  Bytes payload = section_of(codes, classes, integers_of(rows, classes));
   payload.insert(payload.end(), kGroupBytes, std::byte{0x3F});
-  const Bytes back = decoded(payload, Element::kBf16, kGroups * kGroupBytes);
-  const auto value = [&](std::size_t group, std::size_t channel) {
-    return value_at(back, group * kGroupBytes + 2 * channel, Element::kBf16);
-  };
-  EXPECT_EQ(value(0, 7), 1);
-  EXPECT_EQ(value(0, 9), 5);
-  EXPECT_EQ(value(1, 7), -2);
-  EXPECT_EQ(value(1, 9), -6);
-  EXPECT_EQ(value(0, 8), 0);
-  EXPECT_EQ(back[2 * kGroupBytes], std::byte{0x3F});
-  EXPECT_EQ(value(3, 7), 0);
+  for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) {
+    LossyCodec other(variant);
+    Bytes back(kGroups * kGroupBytes);
+    const Shard shard(back.data(), back.size());
+    const Status status = other.decode(payload, Element::kBf16, {&shard, 1});
+    ASSERT_TRUE(status) << other.instructions() << status.to_string();
+    for (std::size_t group = 0; group < kGroups; ++group) {
+      for (std::size_t channel = 0; channel < 64; ++channel) {
+        const double value = value_at(back, group * kGroupBytes + 2 * channel, Element::kBf16);
+        if (group == 2) {
+          EXPECT_EQ(back[group * kGroupBytes + 2 * channel], std::byte{0x3F});
+        } else {
+          EXPECT_EQ(value, rows[group][channel] * (group == 1 ? 2 : 1)) << group << " " << channel;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(LossyCodecTest, all_variants_encode_and_decode_the_same_bytes) {
+  for (const Element element : kNumbers) {
+    Bytes payload = kv_of(900, 3, element);
+    payload.resize(payload.size() - 77);
+    std::fill_n(payload.begin() + 5 * kGroupBytes, kGroupBytes, std::byte{0x7F});  // NaN: an exact group
+    const Shard shard(payload.data(), payload.size());
+    Bytes first, restored;
+    Loss first_loss;
+    for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) {
+      LossyCodec other(variant);
+      Bytes out(LossyCodec::encoded_bytes_at_most({&shard, 1})), back(payload.size());
+      std::uint64_t used = 0;
+      Loss loss;
+      ASSERT_TRUE(other.encode({&shard, 1}, element, {0.05, 0.1}, {128, 128}, out, &used, &loss));
+      out.resize(used);
+      if (variant == 0) {
+        first = out;
+        first_loss = loss;
+      }
+      ASSERT_FALSE(first.empty());
+      EXPECT_EQ(out, first) << other.instructions();
+      EXPECT_EQ(loss, first_loss) << other.instructions();
+      const Shard to(back.data(), back.size());
+      ASSERT_TRUE(other.decode(first, element, {&to, 1}));
+      if (variant == 0) restored = back;
+      EXPECT_EQ(back, restored) << other.instructions();
+    }
+  }
+}
+
+TEST_F(LossyCodecTest, the_period_is_found_after_sections_without_one) {
+  constexpr std::size_t kHeads = 3;
+  const Bytes numbers = kv_of(1366, kHeads, Element::kBf16);
+  for (const Payload kind : {Payload::kZeros, Payload::kNan}) {
+    Bytes payload = make_payload(kind, Element::kBf16, kSection);
+    payload.insert(payload.end(), numbers.begin(), numbers.end());
+    const Bytes stored = encoded({payload}, Element::kBf16, 0.1).bytes;
+    ASSERT_FALSE(stored.empty());
+    std::size_t at = 1 + kSection;  // an unchanged section
+    if (kind == Payload::kZeros) {
+      at = 1 + 4 * 3;
+      for (std::size_t number = 0; number < 3; ++number) {
+        for (unsigned byte = 0; byte < 4; ++byte)
+          at += std::to_integer<std::size_t>(stored[1 + 4 * number + byte]) << 8 * byte;
+      }
+    }
+    EXPECT_EQ(std::to_integer<std::size_t>(stored.at(at)), 2 * kHeads);
+  }
 }
 
 TEST_F(LossyCodecTest, an_invalid_payload_is_corrupt) {
@@ -410,7 +531,7 @@ TEST_F(LossyCodecTest, an_invalid_payload_is_corrupt) {
   wrong = good;
   wrong[0] = std::byte{129};
   EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << "the period is too large";
-  for (std::size_t stream = 0; stream < 16; ++stream) {
+  for (std::size_t stream = 0; stream < 3; ++stream) {
     for (const int change : {1, 0x80}) {
       for (const std::size_t byte : {0u, 3u}) {
         wrong = good;
@@ -425,26 +546,70 @@ TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
   // 16 groups of zeros with this period.
   const auto zeros = [](std::size_t period) {
     const std::size_t kinds = 64 * std::min<std::size_t>(period, 16);
-    Bytes payload(1 + 4 * 16);
+    Bytes payload = section_of(Bytes(16, std::byte{192}), {}, integers_of({}, {}));
     payload[0] = static_cast<std::byte>(period);
-    payload[1] = std::byte{16};
     payload[5] = static_cast<std::byte>(kinds);
     payload[6] = static_cast<std::byte>(kinds >> 8);
-    payload.insert(payload.end(), 16, std::byte{192});
-    payload.insert(payload.end(), kinds, std::byte{0});
+    payload.insert(payload.begin() + 13 + 16, kinds - 64, std::byte{0});
     return payload;
   };
-  constexpr std::size_t kBytes = 16 * kGroupBytes;
+  constexpr std::size_t kBytes = 16 * kGroupBytes, kClasses = 13 + 16, kStates = kClasses + 64;
   EXPECT_EQ(decoded_as(zeros(1), kBytes), StatusKind::kOk);
   EXPECT_EQ(decoded_as(zeros(128), kBytes), StatusKind::kOk);
   EXPECT_EQ(decoded_as(zeros(129), kBytes), StatusKind::kCorrupt) << "the period";
   Bytes wrong = zeros(1);
-  wrong.resize(wrong.size() - 64);
+  wrong.erase(wrong.begin() + kClasses, wrong.begin() + kStates);
   wrong[5] = std::byte{0};
   EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a stream is missing";
+  for (const int row_class : {12, 15, 255}) {
+    wrong = zeros(1);
+    wrong[kStates - 1] = static_cast<std::byte>(row_class);
+    Bytes ignored;
+    const Status status = decode(wrong, Element::kBf16, {kBytes}, &ignored);
+    EXPECT_NE(status.to_string().find("an unknown class"), std::string::npos) << status.to_string();
+  }
   wrong = zeros(1);
-  wrong.back() = std::byte{15};
-  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a class";
+  wrong.resize(kStates + 255);
+  wrong[9] = std::byte{255};
+  wrong[10] = std::byte{0};
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a state is missing";
+  wrong = zeros(1);
+  wrong[kStates] = std::byte{1};
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a last state";
+  for (const std::size_t more : {std::size_t{1}, std::size_t{2}, std::size_t{600'000}}) {
+    wrong = zeros(1);
+    wrong.resize(wrong.size() + more);
+    const std::size_t length = 256 + more;
+    for (unsigned i = 0; i < 3; ++i) wrong[9 + i] = static_cast<std::byte>(length >> 8 * i);
+    EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "words that are not read";
+  }
+}
+
+TEST_F(LossyCodecTest, integers_without_enough_words_are_corrupt) {
+  // 16 groups of large integers: each reads most of its words.
+  std::vector<std::array<int, 64>> rows(16);
+  std::array<std::size_t, 64> classes;
+  classes.fill(11);
+  for (auto& row : rows) row.fill(127);
+  const Bytes codes(16, std::byte{192}), integers = integers_of(rows, classes);
+  constexpr std::size_t kBytes = 16 * kGroupBytes;
+  ASSERT_EQ(decoded_as(section_of(codes, classes, integers), kBytes), StatusKind::kOk);
+  for (std::size_t bytes = 0; bytes < integers.size(); ++bytes) {
+    const Bytes cut(integers.begin(), integers.begin() + static_cast<std::ptrdiff_t>(bytes));
+    // At the end of the payload, and before bytes that could be read as words.
+    for (const std::size_t behind : {0u, 100'000u}) {
+      Bytes wrong = section_of(codes, classes, cut);
+      wrong.insert(wrong.end(), integers.begin() + static_cast<std::ptrdiff_t>(bytes), integers.end());
+      wrong.resize(wrong.size() + behind - (behind == 0 ? integers.size() - bytes : 0));
+      Bytes ignored;
+      const Status status = decode(wrong, Element::kBf16, {kBytes}, &ignored);
+      ASSERT_EQ(status.kind(), StatusKind::kCorrupt) << bytes;
+      if (bytes >= 256) {
+        ASSERT_NE(status.to_string().find("truncated in its integers"), std::string::npos)
+            << status.to_string();
+      }
+    }
+  }
 }
 
 TEST_F(LossyCodecTest, every_truncation_is_corrupt) {
@@ -478,20 +643,207 @@ TEST(GroupQuantizer, all_variants_restore_the_same_bits_within_the_bound) {
   const std::size_t known = group_quantizers_known(ways);
   for (const Element element : kNumbers) {
     const Bytes payload = kv_of(100, 1, element, 3);
+    double sum = 0;
     for (std::size_t at = 0; at + kGroupBytes <= payload.size(); at += kGroupBytes) {
+      const std::byte* const numbers = payload.data() + at;
       std::int8_t q[64];
-      const std::uint8_t code = ways[0].quantize(payload.data() + at, element, 0.05F, q);
+      const std::uint8_t code = ways[0].quantize(numbers, element, 0.05F, q);
       ASSERT_NE(code, kExactGroup);
       Bytes first(kGroupBytes);
       ways[0].restore(q, &code, 1, element, first.data(), kGroupBytes);
+      const GroupError error = ways[0].compare(numbers, first.data(), element);
       GroupLosses losses;
-      losses.add(payload.data() + at, first.data(), element);
+      losses.add(numbers, first.data(), error);
       EXPECT_LE(losses.largest, 0.05);
+      sum += losses.largest;
       for (std::size_t i = 1; i < known; ++i) {
+        std::int8_t other_q[64];
+        EXPECT_EQ(ways[i].quantize(numbers, element, 0.05F, other_q), code) << ways[i].name;
+        EXPECT_TRUE(std::equal(q, q + 64, other_q)) << ways[i].name;
         Bytes other(kGroupBytes);
         ways[i].restore(q, &code, 1, element, other.data(), kGroupBytes);
         EXPECT_EQ(other, first) << ways[i].name;
+        const GroupError same = ways[i].compare(numbers, first.data(), element);
+        EXPECT_EQ(same.squared_error, error.squared_error) << ways[i].name;
+        EXPECT_EQ(same.squared_norm, error.squared_norm) << ways[i].name;
       }
+    }
+    EXPECT_GT(sum / static_cast<double>(payload.size() / kGroupBytes), 0.05 * 0.9) << "the bound is used";
+  }
+}
+
+TEST(GroupQuantizer, all_variants_agree_on_groups_of_any_bits) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  std::mt19937 random(11);
+  std::size_t exact = 0;
+  for (int round = 0; round < 20'000; ++round) {
+    const Element element = kNumbers[round % 2];
+    // A range of exponents from a single one to all.
+    const unsigned base = random() & 0x7FFF, bits = random() % 16;
+    std::vector<std::uint16_t> numbers(64);
+    for (std::uint16_t& number : numbers)
+      number = static_cast<std::uint16_t>((base ^ (random() & ((1U << bits) - 1))) | (random() & 0x8000));
+    const Bytes group = bytes_of_numbers(numbers, kGroupBytes);
+    for (const float bound : {0.004F, 0.02F, 0.5F}) {  // the first one needs integers beyond 127
+      std::int8_t q[64];
+      const std::uint8_t code = ways[0].quantize(group.data(), element, bound, q);
+      exact += code == kExactGroup ? 1 : 0;
+      ASSERT_TRUE(code != kExactGroup || std::count(q, q + 64, 0) == 64) << round;
+      Bytes back(kGroupBytes);
+      ways[0].restore(q, &code, 1, element, back.data(), kGroupBytes);
+      if (code != kExactGroup) {
+        GroupLosses losses;
+        losses.add(group.data(), back.data(), ways[0].compare(group.data(), back.data(), element));
+        ASSERT_LE(losses.largest, bound) << round;
+      }
+      for (std::size_t i = 1; i < known; ++i) {
+        std::int8_t other_q[64];
+        ASSERT_EQ(ways[i].quantize(group.data(), element, bound, other_q), code) << ways[i].name << round;
+        ASSERT_TRUE(std::equal(q, q + 64, other_q)) << ways[i].name << round;
+        Bytes other(kGroupBytes);
+        ways[i].restore(q, &code, 1, element, other.data(), kGroupBytes);
+        ASSERT_EQ(other, back) << ways[i].name << round;
+      }
+    }
+  }
+  EXPECT_GT(exact, 1000U);
+  EXPECT_LT(exact, 50'000U);
+}
+
+TEST(GroupQuantizer, all_variants_restore_the_same_bits_for_every_step_and_integer) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  for (const Element element : kNumbers) {
+    for (unsigned code = 0; code < 256; ++code) {
+      const std::vector<std::uint8_t> codes(4, static_cast<std::uint8_t>(code));
+      std::int8_t q[256];
+      for (std::size_t i = 0; i < 256; ++i) q[i] = static_cast<std::int8_t>(i);
+      Bytes first(4 * kGroupBytes), other(4 * kGroupBytes);
+      ways[0].restore(q, codes.data(), 4, element, first.data(), kGroupBytes);
+      for (std::size_t i = 1; i < known; ++i) {
+        ways[i].restore(q, codes.data(), 4, element, other.data(), kGroupBytes);
+        ASSERT_EQ(other, first) << ways[i].name << " " << code;
+      }
+    }
+  }
+}
+
+TEST(GroupQuantizer, the_loss_of_a_changed_group_is_never_missed) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  constexpr double kInfinite = std::numeric_limits<double>::infinity();
+  const auto loss = [&](std::size_t way, std::uint16_t before, std::uint16_t after) {
+    std::vector<std::uint16_t> old(64, 0x3F80), now(64, 0x3F80);
+    if (before == 0) std::fill(old.begin(), old.end(), 0);
+    if (before == 0) std::fill(now.begin(), now.end(), 0);
+    old[63] = before;
+    now[63] = after;
+    const Bytes group = bytes_of_numbers(old, kGroupBytes), back = bytes_of_numbers(now, kGroupBytes);
+    GroupLosses losses;
+    losses.add(group.data(), back.data(), ways[way].compare(group.data(), back.data(), Element::kBf16));
+    return losses.largest;
+  };
+  for (std::size_t way = 0; way < known; ++way) {
+    EXPECT_EQ(loss(way, 0x3F80, 0x3F80), 0);
+    EXPECT_EQ(loss(way, 0x7FC0, 0x7FC0), 0) << "NaN that stays";
+    EXPECT_EQ(loss(way, 0x7FC0, 0x3F80), kInfinite) << "NaN that changed";
+    EXPECT_EQ(loss(way, 0x3F80, 0x7FC0), kInfinite) << "a number that became NaN";
+    EXPECT_EQ(loss(way, 0x7F80, 0x3F80), kInfinite) << "infinity that changed";
+    EXPECT_EQ(loss(way, 0, 0x3F80), kInfinite) << "a zero that changed among zeros";
+    EXPECT_EQ(loss(way, 0, 0x8000), 0) << "the sign of a zero";
+    EXPECT_NEAR(loss(way, 0x3F80, 0x4000), 0.125, 1e-12);
+  }
+}
+
+TEST(RowCoder, a_class_has_the_integers_that_belong_to_it) {
+  for (std::size_t row_class = 0; row_class < kRowClasses; ++row_class)
+    EXPECT_EQ(largest_of_class(row_class), most_of_class(row_class));
+  for (unsigned largest = 0; largest <= 127; ++largest) {
+    for (std::size_t sum = largest; sum <= 16 * largest; ++sum) {
+      const std::uint8_t row_class = class_of(sum, static_cast<std::uint8_t>(largest));
+      ASSERT_LT(row_class, kRowClasses);
+      ASSERT_LE(largest, largest_of_class(row_class)) << sum;
+      // The next class would cost bits.
+      ASSERT_TRUE(row_class == 0 || sum >= std::size_t{1} << (row_class - 1) ||
+                  largest > largest_of_class(row_class - 1U))
+          << sum << " " << largest;
+    }
+  }
+}
+
+TEST(RowCoder, all_variants_code_the_same_words) {
+  RowCoder ways[kMostRowCoders];
+  const std::size_t known = row_coders_known(ways);
+  std::mt19937 random(3);
+  for (int round = 0; round < 300; ++round) {
+    const std::size_t rows = 1 + random() % 16, stride = 64 * (1 + random() % 3);
+    std::array<std::uint8_t, 64> classes;
+    for (std::uint8_t& each : classes) each = static_cast<std::uint8_t>(random() % kRowClasses);
+    std::vector<std::int8_t> q(rows * stride), expected;
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t channel = 0; channel < 64; ++channel) {
+        const int most = largest_of_class(classes[channel]);
+        q[row * stride + channel] =
+            static_cast<std::int8_t>(static_cast<int>(random() % static_cast<unsigned>(2 * most + 1)) - most);
+        expected.push_back(q[row * stride + channel]);
+      }
+    }
+    // Any state of an encoder, the largest too.
+    RowStates before;
+    for (std::uint32_t& state : before) {
+      state = std::max(static_cast<std::uint32_t>(random()) >> random() % 16, kFirstRowState);
+      if (random() % 8 == 0) state = 0xFFFFFFFF;
+    }
+    Bytes first;
+    RowStates first_states{};
+    for (std::size_t i = 0; i < known; ++i) {
+      Bytes room(RowCoder::kMostBelow + 128 * rows);
+      RowStates states = before;
+      std::byte* const end = room.data() + room.size();
+      const std::byte* const begin = ways[i].encode(states, classes.data(), q.data(), rows, stride, end);
+      const Bytes words(begin, static_cast<const std::byte*>(end));
+      if (i == 0) {
+        first = words;
+        first_states = states;
+      }
+      ASSERT_EQ(words, first) << ways[i].name;
+      ASSERT_EQ(states, first_states) << ways[i].name;
+      // A buffer of exactly the bytes that may be read.
+      const auto exact = std::make_unique<std::byte[]>(RowCoder::most_read(rows));
+      std::copy(words.begin(), words.end(), exact.get());
+      std::vector<std::int8_t> back(64 * rows);
+      EXPECT_EQ(ways[i].decode(states, classes.data(), exact.get(), rows, back.data()),
+                exact.get() + words.size());
+      ASSERT_EQ(back, expected) << ways[i].name;
+      ASSERT_EQ(states, before) << ways[i].name;
+    }
+  }
+}
+
+TEST(RowCoder, all_variants_decode_any_words_to_the_same_integers) {
+  RowCoder ways[kMostRowCoders];
+  const std::size_t known = row_coders_known(ways);
+  std::mt19937 random(4);
+  for (int round = 0; round < 300; ++round) {
+    const std::size_t rows = 1 + random() % 16, bytes = RowCoder::most_read(rows);
+    const auto words = std::make_unique<std::byte[]>(bytes);
+    for (std::size_t i = 0; i < bytes; ++i) words[i] = static_cast<std::byte>(round == 0 ? 0 : random());
+    std::array<std::uint8_t, 64> classes;
+    for (std::uint8_t& each : classes) each = static_cast<std::uint8_t>(random() % kRowClasses);
+    RowStates before;
+    for (std::uint32_t& state : before)
+      state = round == 0 ? 0 : static_cast<std::uint32_t>(random()) >> random() % 32;
+    std::vector<std::int8_t> first(64 * rows), q(64 * rows);
+    RowStates first_states = before;
+    const std::byte* const end =
+        ways[0].decode(first_states, classes.data(), words.get(), rows, first.data());
+    EXPECT_LE(end, words.get() + 128 * rows);
+    for (std::size_t i = 1; i < known; ++i) {
+      RowStates states = before;
+      EXPECT_EQ(ways[i].decode(states, classes.data(), words.get(), rows, q.data()), end) << ways[i].name;
+      EXPECT_EQ(q, first) << ways[i].name;
+      EXPECT_EQ(states, first_states) << ways[i].name;
     }
   }
 }

@@ -141,10 +141,10 @@ TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
   };
   const std::uint64_t padded = some_header().payload_bytes;
   for (const Case& wrong :
-       {Case{108, 3}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0}, Case{656, 12289},
-        Case{656, static_cast<std::uint32_t>(padded)}, Case{112, static_cast<std::uint32_t>(padded)},
-        Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1}, Case{792, 1}, Case{796, 1}, Case{800, 1},
-        Case{4084, 1}}) {
+       {Case{108, 2}, Case{108, 4}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0},
+        Case{656, 12289}, Case{656, static_cast<std::uint32_t>(padded)},
+        Case{112, static_cast<std::uint32_t>(padded)}, Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1},
+        Case{792, 1}, Case{796, 1}, Case{800, 1}, Case{4084, 1}}) {
     encode_header(some_header(), page.span());
     std::memcpy(page.data() + wrong.at, &wrong.value, sizeof(wrong.value));
     const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
