@@ -3,10 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <chrono>
-#include <cstdio>
-
 #include <set>
 
 #include "out_of_memory.h"
@@ -301,25 +297,6 @@ TEST_F(PresenceCacheTest, has_removals_until_they_are_taken) {
   EXPECT_TRUE(cache_.has_removals());
   EXPECT_EQ(removed(TierRemoval::Reason::kVanished), 1u);
   EXPECT_FALSE(cache_.has_removals());
-}
-
-// review_a: how long the scheduler may wait for the lock.
-TEST_F(PresenceCacheTest, review_listing_holds_the_lock_briefly) {
-  PresenceCache cache(clock_, milliseconds(1000), std::size_t{1} << 19);
-  constexpr std::uint32_t kMany = 500'000;
-  for (std::uint32_t number = 0; number < kMany; ++number) cache.written(key_of(number * 2654435761u), 0);
-  std::uint64_t next = 0;
-  std::vector<ChunkKey> keys;
-  double longest = 0;
-  for (bool more = true; more;) {
-    keys.clear();
-    keys.reserve(2048);
-    const auto begun = std::chrono::steady_clock::now();
-    more = cache.list_present(&next, 2048, &keys);
-    longest =
-        std::max(longest, std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
-  }
-  printf("longest list_present: %.0f us\n", 1e6 * longest);
 }
 
 }  // namespace

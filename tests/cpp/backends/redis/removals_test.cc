@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Records that the server, or another of its clients, removes are reported without a read.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <cstdio>
-#include <map>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -16,7 +12,6 @@
 #include "backends/redis/removal_notices.h"
 #include "backends/redis/removal_watch.h"
 #include "backends/redis/store.h"
-#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -293,181 +288,6 @@ TEST(RedisClusterRemovals, removals_on_every_master_are_reported_also_of_a_slot_
   servers.node(1).call({"DEL", name});
   ++removed;
   EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == removed; }));
-}
-
-// ---- review_a
-
-// FLUSHALL, or a lost connection, while a write has ended at the server and is not known yet.
-TEST_F(RedisRemovals, review_a_write_that_is_known_after_flushall_is_reported) {
-  redis::RedisStore store(options());
-  store_record(store, 1);
-  write(store, known_, 2);
-  store.watch(&known_);
-  server_.call({"FLUSHALL"});
-  EXPECT_TRUE(reports(store, known_, 1));
-  known_.written(key_of(1), known_.epoch_number());
-  EXPECT_TRUE(reports(store, known_, 2));
-}
-
-TEST_F(RedisRemovals, review_a_lookup_that_is_answered_after_flushall_is_reported) {
-  redis::RedisStore store(options());
-  store_record(store, 1);
-  write(store, known_, 2);
-  store.watch(&known_);
-  std::vector<ChunkKey> started;
-  const ChunkKey key = key_of(1);
-  known_.begin_lookup(std::span(&key, 1), known_.epoch_number(), &started);
-  std::vector<bool> present(1);
-  ASSERT_TRUE(store.locate(started, KeyOrder::kNone, store.epoch(), &present));
-  ASSERT_TRUE(present.at(0));
-  server_.call({"FLUSHALL"});
-  EXPECT_TRUE(reports(store, known_, 1));
-  known_.answered(key, true, known_.epoch_number());
-  EXPECT_TRUE(reports(store, known_, 2));
-}
-
-TEST_F(RedisRemovals, review_failed_allocations_lose_no_removal) {
-  redis::RedisStore store(options());
-  write(store, known_, 1);
-  store.watch(&known_);
-  unsigned lost = 0, after = 0;
-  for (bool failed = true; failed && after < 300; ++after) {
-    const std::uint32_t number = 10 + after;
-    write(store, known_, number);
-    for (int i = 0; i < 3; ++i) store.watch(&known_);
-    server_.call({"DEL", name_of(number)});
-    try {
-      const FailingAllocation one(after);
-      store.watch(&known_);
-      failed = one.came();
-    } catch (const std::bad_alloc&) {
-    }
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
-    while (known_.contains(key_of(number)) == Presence::kPresent && std::chrono::steady_clock::now() < end) {
-      store.watch(&known_);
-      usleep(20'000);
-    }
-    if (known_.contains(key_of(number)) == Presence::kPresent) {
-      ++lost;
-      printf("lost after %u allocations\n", after);
-    }
-  }
-  EXPECT_EQ(lost, 0u) << "of " << after;
-}
-
-TEST_F(RedisRemovals, review_a_connection_that_is_lost_again_and_again_delays_no_key_for_ever) {
-  redis::RedisStore store(options());
-  write(store, known_, 1);
-  store.watch(&known_);
-  constexpr std::uint32_t kMany = 3 * RemovalWatch::kKeysPerRun;
-  for (std::uint32_t number = 1; number <= kMany; ++number) known_.written(key_of(number), 0);
-  const std::string before = server_.call({"INFO", "stats"}).text.substr(0, 60);
-  for (int i = 0; i < 40; ++i) {
-    server_.call({"CLIENT", "KILL", "TYPE", "pubsub"});
-    store.watch(&known_);
-    known_.take_removals(&removals_);
-  }
-  printf("%s -> %s\n", before.c_str(), server_.call({"INFO", "stats"}).text.substr(0, 60).c_str());
-  printf("reported %zu of %u\n", removals_.size(), kMany - 1);
-  EXPECT_GE(removals_.size(), kMany - 1);
-}
-
-TEST_F(RedisRemovals, review_a_message_with_many_names_loses_nothing) {
-  redis::RedisStore store(options());
-  write(store, known_, 1);
-  store.watch(&known_);
-  const std::string name = name_of(1);
-  const std::string prefix = name.substr(0, name.rfind(':') + 1);
-  server_.call({"EVAL",
-                "redis.call('DEL', KEYS[1]) for i=1,20000 do redis.call('SET', KEYS[2]..i, 'x') end return 1",
-                "2", name, prefix});
-  EXPECT_TRUE(reports(store, known_, 1));
-}
-
-TEST_F(RedisRemovals, review_a_server_that_does_not_respond_does_not_occupy_the_upkeep_thread) {
-  redis::RedisStore store(options());
-  write(store, known_, 1);
-  store.watch(&known_);
-  server_.call({"CLIENT", "KILL", "TYPE", "pubsub"});
-  server_.stop_process();
-  const auto begun = std::chrono::steady_clock::now();
-  for (int i = 0; i < 5; ++i) {
-    const auto now = std::chrono::steady_clock::now();
-    store.watch(&known_);
-    printf("run %d: %.2f s\n", i,
-           std::chrono::duration<double>(std::chrono::steady_clock::now() - now).count());
-    usleep(50'000);
-  }
-  const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-  server_.continue_process();
-  EXPECT_LT(took, 3);
-}
-
-TEST(RedisClusterRemovals, review_the_watch_takes_no_slow_node_out_of_service) {
-  RedisClusterServers servers;
-  ASSERT_TRUE(servers.is_ready());
-  RedisTierOptions chosen;
-  chosen.name = "redis";
-  chosen.server = servers.address(0);
-  chosen.namespace_id.fill(0x11);
-  chosen.op_timeout = std::chrono::seconds(60);
-  redis::RedisStore store(chosen);
-  SteadyClock clock;
-  PresenceCache known{clock, std::chrono::seconds(1), 100'000};
-  std::map<std::string, std::uint32_t> numbers;
-  for (std::uint32_t number = 0; number < 24; ++number) {
-    Row row({8192});
-    row.fill(number);
-    TierOp op;
-    op.kind = OpKind::kWrite;
-    op.key = key_of(number);
-    op.shards = row.shards();
-    std::uint64_t moved = 0;
-    ASSERT_TRUE(store.write(op, store.epoch(), &moved));
-    known.written(op.key, known.epoch_number());
-    numbers[op.key.hex()] = number;
-  }
-  for (int i = 0; i < 3; ++i) store.watch(&known);
-  const std::vector<std::string> names = servers.node(0).keys();
-  ASSERT_GE(names.size(), 2u);
-  servers.node(0).call({"DEL", names[0]});
-  servers.node(0).stop_process();
-  const auto begun = std::chrono::steady_clock::now();
-  store.watch(&known);
-  printf("watch took %.2f s\n",
-         std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
-  servers.node(0).continue_process();
-  const ChunkKey key = key_of(numbers.at(names[1].substr(names[1].rfind(':') + 1)));
-  std::vector<bool> present(1);
-  const Status status = store.locate(std::span(&key, 1), KeyOrder::kNone, store.epoch(), &present);
-  Row row({8192});
-  TierOp op;
-  op.kind = OpKind::kRead;
-  op.key = key;
-  op.shards = row.shards();
-  std::uint64_t moved = 0;
-  const Status read = store.read(op, store.epoch(), &moved);
-  EXPECT_TRUE(read) << read.message();
-  EXPECT_TRUE(status) << status.message();
-}
-
-// Several masters that do not respond: how long one run takes.
-TEST(RedisClusterRemovals, review_a_run_with_silent_masters) {
-  RedisClusterServers servers;
-  ASSERT_TRUE(servers.is_ready());
-  redis::Cluster cluster({servers.address(0)});
-  bool refused = false;
-  ASSERT_TRUE(cluster.learn(std::chrono::steady_clock::now() + std::chrono::seconds(60), &refused));
-  RemovalNotices notices(cluster, "p:", std::chrono::milliseconds(1));
-  for (std::size_t node = 0; node < 3; ++node) servers.node(node).stop_process();
-  for (int i = 0; i < 3; ++i) {
-    const auto begun = std::chrono::steady_clock::now();
-    (void)notices.take();
-    printf("take() took %.2f s: %s\n",
-           std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count(),
-           notices.problem().c_str());
-  }
-  for (std::size_t node = 0; node < 3; ++node) servers.node(node).continue_process();
 }
 
 }  // namespace

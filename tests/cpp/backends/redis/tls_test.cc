@@ -165,30 +165,5 @@ TEST_F(RedisTlsTest, a_server_that_disappears_is_a_failure_and_sends_no_signal) 
   EXPECT_TRUE(user.read(3));
 }
 
-TEST_F(RedisTlsTest, review_removals_are_reported_over_tls) {
-  RedisTierOptions chosen = options();
-  chosen.watch_removals = true;
-  TierDriver user(make_redis_tier(chosen));
-  for (std::uint32_t number = 1; number <= 3; ++number) ASSERT_TRUE(user.write(number));
-  const std::string before = server_->call({"INFO", "stats"}).text;
-  std::size_t removed = 0;
-  for (std::uint32_t number = 1; number <= 3; ++number) {
-    for (const std::string& name : server_->keys())
-      if (name.ends_with(":" + key_of(number).hex())) server_->call({"DEL", name});
-    ++removed;
-    EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == removed; }));
-  }
-  // A message longer than one TLS record and than the buffer of a read.
-  const std::string prefix = "kv_offload:" + std::string(64, '0') + ":x";
-  server_->call({"EVAL", "for i=1,1500 do redis.call('SET', KEYS[1]..i, 'x') end return 1", "1", prefix});
-  ASSERT_TRUE(user.write(4));
-  for (const std::string& name : server_->keys())
-    if (name.ends_with(":" + key_of(4).hex())) server_->call({"DEL", name});
-  ++removed;
-  EXPECT_TRUE(user.until([&] { return user.removed(TierRemoval::Reason::kVanished) == removed; }));
-  printf("%s\n%s\n", before.substr(0, 60).c_str(),
-         server_->call({"INFO", "stats"}).text.substr(0, 60).c_str());
-}
-
 }  // namespace
 }  // namespace kv_offload
