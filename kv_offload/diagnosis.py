@@ -355,7 +355,7 @@ _LINES = (
         "another tensor-parallel size does not find these records; keep it the same, or remove the reason",
     ),
     (
-        re.compile(r"tier \S+ stays out of service: the stores of the hosts"),
+        re.compile(r"tier \S+ stays out of service: the stores of hosts"),
         "different_epochs",
         _DIFFERENT_EPOCHS,
     ),

@@ -189,20 +189,20 @@ void AllHostsTier::compare_epochs(const std::vector<std::uint64_t>& ids) {
   if (epochs_differ_) return;
   std::uint64_t first = 0;
   bool has_all = true;
-  std::vector<std::uint32_t> ranks;  // of the hosts with an epoch
+  std::vector<std::string> hosts;  // with an epoch
   for (std::size_t part = 0; part < ids.size(); ++part) {
     has_all = has_all && ids[part] != 0;
     if (ids[part] == 0) continue;
     if (first == 0) first = ids[part];
     epochs_differ_ = epochs_differ_ || ids[part] != first;
-    ranks.push_back(parts_[part].first_rank);
+    hosts.push_back(fmt::format("{} (rank {})", part, parts_[part].first_rank));
   }
   if (epochs_differ_) {
     return warn_(
-        fmt::format("tier {} stays out of service: the stores of the hosts of ranks {} respond, but have "
-                    "different epochs. Restart this engine when all stores respond, or reset it (POST "
+        fmt::format("tier {} stays out of service: the stores of hosts {} respond, but have different "
+                    "epochs. Restart this engine when all stores respond, or reset it (POST "
                     "/reset_prefix_cache?reset_external=true)",
-                    name(), fmt::join(ranks, ", ")));
+                    name(), fmt::join(hosts, ", ")));
   }
   if (!has_all) return;
   awaits_epoch_ = false;
@@ -645,7 +645,7 @@ std::vector<TierPart> AllHostsTier::parts() const {
     TierStats& stats = parts[part].stats;
     stats = tier.stats();
     parts[part].epoch_differs = epochs_differ_ && stats.epoch_id != 0;
-    // The tier uses no store, also those that respond.
+    // The tier uses none of its stores, including those that respond.
     stats.readable = stats.readable && !epochs_differ_;
     stats.writable = stats.writable && !epochs_differ_;
     const double seconds = tier.estimate_read_seconds(kSample) - tier.estimate_read_seconds(0);

@@ -91,7 +91,14 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
       auto opened = decode_tiers_opened(body);
       if (!opened) return Delivery::kMalformed;
       const MutexLock lock(mutex_);
-      if (opened->round == request_.round) opened_ = std::move(*opened);
+      if (opened->round != request_.round) break;
+      opened_ = std::move(*opened);
+      // The frames before this one are about tiers that the host has closed.
+      for (Waiting& waiting : waiting_) {
+        std::erase_if(waiting.events,
+                      [](const Event& event) { return !std::holds_alternative<Ready>(event.what); });
+        waiting.bytes = 0;
+      }
       break;
     }
     case FrameType::kResults:

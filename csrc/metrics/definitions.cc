@@ -58,9 +58,9 @@ std::vector<MetricDefinition> make_definitions() {
             {"host", "tier"}),
       gauge("kv_offload_host_tier_chunks", "Chunks whose part a host has on a tier.", {"host", "tier"}),
       gauge("kv_offload_host_tier_usable",
-            "1 if a host's part of a tier takes reads or writes, 0 if it is out of service or the host is "
-            "lost. op epoch: 0 if the tier is out of service because the stores of the hosts that have 0 "
-            "respond and have different epochs.",
+            "With op read or write: 1 if a host's part of a tier takes them, 0 if it is out of service or "
+            "the host is lost. With op epoch: 0 if this host's store responds and the stores have different "
+            "epochs, so the tier is out of service. Otherwise 1. This value stays while the host is lost.",
             {"host", "tier", "op"}),
       gauge("kv_offload_host_read_bytes_per_second",
             "Estimated speed of reading a host's part of a tier, as the scheduler sees it.",

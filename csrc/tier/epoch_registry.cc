@@ -15,8 +15,12 @@ namespace {
 
 constexpr std::size_t kMostNames = 64;
 
+bool has(const std::deque<std::string>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 void remember(const std::string& name, std::deque<std::string>* names) {
-  if (name.empty() || std::find(names->begin(), names->end(), name) != names->end()) return;
+  if (name.empty() || has(*names, name)) return;
   names->push_back(name);
   if (names->size() > kMostNames) names->pop_front();
 }
@@ -115,7 +119,7 @@ std::string EpochRegistry::name_if_missing(const EpochChoice& choice, std::strin
   *known = start_;
   if (!start_.empty()) return start_;
   std::string name = epoch_ == nullptr && resets_ == 0 ? name_if_none(choice) : new_name();
-  remember(name, &starts_);  // the store may get it after our next reset
+  remember(name, &offers_);  // the store may get it after our next reset
   return name;
 }
 
@@ -132,19 +136,24 @@ void EpochRegistry::update_startup_epoch(const std::string& known, const std::st
 
 Status EpochRegistry::begin(const std::function<Status(std::string* stored)>& ask,
                             const std::function<Status(const std::string& name)>& put) {
-  std::uint64_t resets = 0, id = 0;
+  std::uint64_t resets = 0;
+  std::string start;
   {
     const MutexLock lock(mutex_);
     if (epoch_ != nullptr) return Status::ok();
     resets = resets_;
-    id = std::exchange(startup_id_, 0);  // even if this attempt fails: the store may have got the name
+    if (resets > 0) {
+      // Even if this attempt fails, the store may get the name. So it uses the ID, and our next reset ends
+      // it.
+      const std::uint64_t id = std::exchange(startup_id_, 0);
+      start = id != 0 ? name_of_id(id) : new_name();
+      remember(start, &offers_);
+    }
   }
-  std::string start;
   if (resets == 0) {  // the store did not answer when we started
     if (Status status = ask(&start); !status) return status;
     if (start.empty()) return Status::error(StatusKind::kUnavailable, "there is no epoch yet");
   } else {
-    start = id != 0 ? name_of_id(id) : new_name();
     if (Status status = put(start); !status) return status;
   }
   const MutexLock lock(mutex_);
@@ -166,7 +175,9 @@ void EpochRegistry::forget(std::uint64_t startup_id) {
   const MutexLock lock(mutex_);
   startup_id_ = startup_id;
   for (const std::string& name : starts_) remember(name, &ended_);
+  for (const std::string& name : offers_) remember(name, &ended_offers_);
   starts_.clear();
+  offers_.clear();
   epoch_.reset();
   start_.clear();  // must never be put back
   diverged_ = false;
@@ -175,7 +186,7 @@ void EpochRegistry::forget(std::uint64_t startup_id) {
 
 bool EpochRegistry::has_ended(std::string_view name) const {
   const MutexLock lock(mutex_);
-  return std::find(ended_.begin(), ended_.end(), name) != ended_.end();
+  return has(ended_, name) || has(ended_offers_, name);
 }
 
 bool EpochRegistry::diverged() const {

@@ -8,17 +8,24 @@
 // it writes. Processes that keep running in the old epoch no longer share records with newly started ones.
 //
 // Each host of an engine on several hosts has its own store, and all must use one epoch (EpochChoice). A name
-// begins with the id. If a store has no name, the host publishes one with `id`, which is random. With is_new,
-// that id may have been in use before: it follows from the ids of all hosts, so that engines that start at
+// begins with the ID. If a store has no name, the host publishes one with `id`, which is random. With is_new,
+// that ID may have been in use before: it follows from the IDs of all hosts, so that engines that start at
 // once agree. So the rest of the name is random: the records of the earlier epoch are not found. And it
 // replaces only the name that this host has reported: never one of a reset that happened meanwhile, and never
-// a missing one. In these cases the host reports another id, and the scheduler chooses again.
+// a missing one. In these cases the host reports another ID, and the scheduler chooses again.
 //
-// A reset publishes a name with one id on all hosts. The id is random, and each host tries to publish it only
-// once per reset. So if all hosts have this id, no other reset has reached one of them since the last of them
-// published it. A second attempt could bring the id back after a later reset, on this host only. A host that
+// A reset publishes a name with one ID on all hosts. The ID is random, and each host tries to publish it only
+// once per reset. So if all hosts have this ID, no other reset has reached one of them since the last of them
+// published it. A second attempt could bring the ID back after a later reset, on this host only. A host that
 // missed the later reset would then seem to agree, with records from before it. Therefore later attempts use
-// a name with another id: the hosts then differ, and the next start replaces all names.
+// a name with another ID: the hosts then differ, and the next start replaces all names.
+//
+// Upkeep is an exception. If the store has lost the name, or has one again that our reset ended, the engine
+// puts back the name that it last set or found there, with the same ID. An engine that has not checked the
+// store since before another engine's reset, because it was stopped or cut off, then puts back the name from
+// before that reset. This happens only if the store loses the later name, and no other engine puts that one
+// back first. If another host has missed that reset, the hosts then have equal IDs, and engines that start
+// later find records from before that reset.
 //
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
@@ -43,10 +50,10 @@ class EpochRegistry {
 
   static std::string new_name();  // throws ResourceError: the system has no random numbers
   static bool is_name(std::string_view text);
-  // ---- epochs of an engine on several hosts
-  static std::uint64_t new_id();                      // random, never 0. Throws as new_name()
+  // ---- epochs of an engine on several hosts. An ID is never 0.
+  static std::uint64_t new_id();                      // random. Throws as new_name()
   static std::string name_of_id(std::uint64_t id);    // another one in each call
-  static std::uint64_t id_of(std::string_view name);  // of any name; never 0. REQUIRES: is_name(name)
+  static std::uint64_t id_of(std::string_view name);  // of any name. REQUIRES: is_name(name)
   // Returns the name for a store that has none when a process starts. Never empty.
   static std::string name_if_none(const EpochChoice& choice);
   // Returns the name that replaces `stored` when a process starts; empty if `stored` stays. `stored`: may be
@@ -72,7 +79,7 @@ class EpochRegistry {
   std::string startup_epoch() const EXCLUDES(mutex_);
   // Returns the name for a store that has none at an upkeep check, and sets *known to startup_epoch(), both
   // of the same moment. It is *known, unless that is empty. If we never had an epoch, because the store did
-  // not respond, the name contains choice.id: the other hosts of the engine begin theirs with the same id.
+  // not respond, the name contains choice.id: the other hosts of the engine begin theirs with the same ID.
   // After a reset it has another one: a host that missed the reset may still use that ID. Our next reset ends
   // the returned name. If a reset may have happened since this call, publish the name only if has_ended() is
   // false.
@@ -82,7 +89,7 @@ class EpochRegistry {
   void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)
       EXCLUDES(mutex_);
   // RecordStore::begin_epoch. ask: reads the name that the store keeps, or sets one. put: replaces any stored
-  // name with this new one. After a reset, the first call uses the id of forget(). If two calls run at once,
+  // name with this new one. After a reset, the first call uses the ID of forget(). If two calls run at once,
   // either name may stay.
   Status begin(const std::function<Status(std::string* stored)>& ask,
                const std::function<Status(const std::string& name)>& put) EXCLUDES(mutex_);
@@ -102,14 +109,17 @@ class EpochRegistry {
   mutable Mutex mutex_;
   EpochPtr epoch_ GUARDED_BY(mutex_);
   std::string start_ GUARDED_BY(mutex_);
-  // The values of start_, and the names that we offered to the store, since our last reset. All of them are
-  // older than our next reset, which ends them all.
+  // The values of start_, and the names that the store may get from us, since our last reset. All of them are
+  // older than our next reset, which ends them all. Each deque has the last 64 names. They are separate,
+  // since each failed attempt adds an offer: offers must not displace names that were in use.
   std::deque<std::string> starts_ GUARDED_BY(mutex_);
+  std::deque<std::string> offers_ GUARDED_BY(mutex_);
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;      // calls of forget()
   std::uint64_t startup_id_ GUARDED_BY(mutex_) = 0;  // of the last reset; 0: none, or it was used
   bool diverged_ GUARDED_BY(mutex_) = false;
   std::string start_problem_ GUARDED_BY(mutex_);
-  std::deque<std::string> ended_ GUARDED_BY(mutex_);  // the last epochs that our resets ended
+  std::deque<std::string> ended_ GUARDED_BY(mutex_);  // of starts_: the last ones that our resets ended
+  std::deque<std::string> ended_offers_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kv_offload

@@ -783,12 +783,11 @@ TEST_F(ThreeHosts, different_epochs_are_reported_at_once_although_a_store_does_n
     std::vector<std::uint64_t> ids{7, 8, 9};
     ids[silent] = 0;
     open(ids);
-    std::vector<int> ranks;
-    for (const int rank : {0, 2, 4})
-      if (rank != 2 * static_cast<int>(silent)) ranks.push_back(rank);
-    const std::string hosts =
-        fmt::format("of the hosts of ranks {} respond, but have different", fmt::join(ranks, ", "));
-    EXPECT_THAT(events_, ElementsAre(HasSubstr(hosts)));
+    std::vector<std::string> hosts;
+    for (const std::size_t host : {0, 1, 2})
+      if (host != silent) hosts.push_back(fmt::format("{} (rank {})", host, 2 * host));
+    EXPECT_THAT(events_, ElementsAre(HasSubstr(fmt::format(
+                             "the stores of hosts {} respond, but have different", fmt::join(hosts, ", ")))));
     EXPECT_EQ(differing(), silent == 0 ? "011" : silent == 1 ? "101" : "110");
     for (const TierPart& part : tier_->parts()) EXPECT_FALSE(part.stats.readable || part.stats.writable);
     part_[silent]->figures.epoch_id = 7;
@@ -813,7 +812,7 @@ TEST_F(ThreeHosts, an_epoch_that_differs_is_reported_when_its_store_responds) {
   EXPECT_EQ(differing(), "000");
   part_[2]->figures.epoch_id = 9;
   poll();
-  EXPECT_THAT(events_, ElementsAre(HasSubstr("the stores of the hosts of ranks 0, 4 respond")));
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("the stores of hosts 0 (rank 0), 2 (rank 4) respond")));
   EXPECT_EQ(differing(), "101");
 }
 

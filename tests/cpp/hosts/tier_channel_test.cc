@@ -99,6 +99,35 @@ TEST_F(TierChannelTest, takes_only_the_answer_to_the_last_request_to_open) {
   EXPECT_EQ(tiers, (std::vector<OpenedTier>{{5, false, ""}}));
 }
 
+// With the state of a closed tier, a new tier without an epoch would seem to have one.
+TEST_F(TierChannelTest, forgets_the_events_of_tiers_that_the_host_has_closed) {
+  open();
+  answer(sent_round(), 1);
+  open();
+  const std::uint32_t second = sent_round();
+  EXPECT_EQ(deliver_state(1), Delivery::kTaken);
+  EXPECT_EQ(channel_.deliver(FrameType::kRemovals, removals(0, 1), Nanos(0)), Delivery::kTaken);
+  answer(second, 2);
+  const auto events = channel_.take_events(0);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_TRUE(std::holds_alternative<TierChannel::Ready>(events[0].what));
+  EXPECT_EQ(deliver_state(2), Delivery::kTaken);
+  answer(second - 1, 1);
+  EXPECT_EQ(channel_.take_events(0).size(), 1u) << "the answer to another order";
+}
+
+TEST_F(TierChannelTest, events_of_closed_tiers_take_up_no_room) {
+  open();
+  const Bytes frame = removals(0, kMostKeys);
+  const std::size_t most = TierChannel::kMostWaiting / frame.size();
+  for (std::size_t i = 0; i < most; ++i)
+    ASSERT_EQ(channel_.deliver(FrameType::kRemovals, frame, Nanos(0)), Delivery::kTaken);
+  answer(sent_round(), 1);
+  for (std::size_t i = 0; i < most; ++i)
+    ASSERT_EQ(channel_.deliver(FrameType::kRemovals, frame, Nanos(0)), Delivery::kTaken);
+  EXPECT_EQ(channel_.deliver(FrameType::kRemovals, frame, Nanos(0)), Delivery::kTooMuch);
+}
+
 TEST_F(TierChannelTest, orders_the_tiers_again_on_the_next_connection_and_ignores_the_earlier_answer) {
   open();
   const std::uint32_t first = sent_round();

@@ -22,6 +22,18 @@ Status begin(EpochRegistry& epochs, std::string* kept) {
                       });
 }
 
+// Begins an epoch with a store that does not answer. Returns the name that it may have accepted.
+std::string fail_to_begin(EpochRegistry& epochs) {
+  std::string name;
+  EXPECT_FALSE(epochs.begin([](std::string*) { return Status::ok(); },
+                            [&](const std::string& given) {
+                              name = given;
+                              return Status::error(StatusKind::kTimeout, "no answer");
+                            }));
+  EXPECT_TRUE(EpochRegistry::is_name(name));
+  return name;
+}
+
 TEST(EpochRegistryTest, a_name_kept_before_a_reset_is_not_the_start_epoch_after_it) {
   EpochRegistry epochs;
   epochs.start_with(kFirst);
@@ -209,6 +221,51 @@ TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_
   EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), kFirst, true));
   EXPECT_FALSE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), "", true));
   EXPECT_FALSE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, true));
+}
+
+// The store may have accepted the name, and an engine may have joined it.
+TEST(EpochRegistryTest, a_name_whose_attempt_failed_is_ended_by_the_next_reset) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  epochs.forget(9);
+  const std::string unanswered = fail_to_begin(epochs);
+  EXPECT_FALSE(epochs.has_ended(unanswered));
+  epochs.forget(10);
+  std::string kept;
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_TRUE(epochs.has_ended(unanswered)) << "a replica that takes over may have it";
+  EXPECT_FALSE(epochs.has_ended(kept));
+}
+
+TEST(EpochRegistryTest, a_reset_during_an_attempt_ends_its_name_also_if_the_attempt_fails) {
+  for (const bool succeeds : {true, false}) {
+    EpochRegistry epochs;
+    epochs.start_with(kFirst);
+    epochs.forget(9);
+    std::string name;
+    EXPECT_FALSE(epochs.begin([](std::string*) { return Status::ok(); },
+                              [&](const std::string& given) {
+                                name = given;
+                                epochs.forget(10);
+                                return succeeds ? Status::ok()
+                                                : Status::error(StatusKind::kTimeout, "no answer");
+                              }));
+    EXPECT_TRUE(epochs.has_ended(name));
+    EXPECT_EQ(epochs.current(), nullptr);
+  }
+}
+
+TEST(EpochRegistryTest, names_of_failed_attempts_do_not_displace_names_that_were_in_use) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  std::string last;
+  for (int reset = 0; reset < 2; ++reset) {
+    epochs.forget();
+    for (int attempt = 0; attempt < 100; ++attempt) last = fail_to_begin(epochs);
+  }
+  epochs.forget();
+  EXPECT_TRUE(epochs.has_ended(kFirst));
+  EXPECT_TRUE(epochs.has_ended(last));
 }
 
 }  // namespace

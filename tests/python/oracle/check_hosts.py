@@ -506,7 +506,7 @@ def test_stores_with_different_epochs_are_reported_while_another_one_is_down(
             assert re.search(
                 r"on the host of rank 2 \(.+: cannot connect: .+\)\. The tier is used when", silent
             )
-            assert "the stores of the hosts of ranks 0, 1 respond" in found["different_epochs"]
+            assert "the stores of hosts 0 (rank 0), 1 (rank 1) respond" in found["different_epochs"]
             assert epochs_usable(engine) == [0, 0, 1]
             with redis_server(homes[2]):
                 assert engine.reset(running=True)
