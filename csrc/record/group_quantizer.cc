@@ -204,9 +204,11 @@ struct PlainGroup {
     }
     return {sum_of_8(errors), sum_of_8(norms)};
   }
+  // No integer is below -127, also where a thread rounds downwards.
   KV_OFFLOAD_INLINE void store(float inverse, std::int8_t* q) const {
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
-      q[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(integer_of(values[i], inverse)));
+      q[i] =
+          static_cast<std::int8_t>(std::max(-127, static_cast<std::int32_t>(integer_of(values[i], inverse))));
   }
 };
 
@@ -310,7 +312,8 @@ struct Avx2Group {
       const __m256i bytes =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
       const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 8 * i), in_order);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 8 * i),
+                          _mm256_max_epi8(in_order, _mm256_set1_epi8(-127)));
     }
   }
 };
@@ -392,7 +395,8 @@ struct Avx512Group {
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
       const __m512i integer = _mm512_cvtps_epi32(integers(values[i], _mm512_set1_ps(inverse)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(integer));
+      const __m128i bytes = _mm_max_epi8(_mm512_cvtepi32_epi8(integer), _mm_set1_epi8(-127));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), bytes);
     }
   }
 };
