@@ -69,7 +69,7 @@ struct LossyCodec::Contexts {
   std::optional<std::size_t> encode(LossySection& section, ShardBlocks& blocks, Element element,
                                     const GroupBounds& bounds, std::size_t* period, std::byte* out,
                                     Losses* losses) const;
-  // Adds the loss of an encoded section, which it decodes.
+  // Decodes an encoded section and adds its loss.
   void measure(LossySection& section, std::span<const std::byte> raw, std::span<const std::byte> encoded,
                Element element, const GroupBounds& bounds, Losses* losses) const;
   // Decodes the section at *at of `in` into the current block, and moves both past it.

@@ -821,12 +821,12 @@ TEST_F(LossyCodecTest, an_invalid_payload_is_corrupt) {
   wrong = good;
   wrong[0] = std::byte{129};
   EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << "the period is too large";
-  for (std::size_t stream = 0; stream < 3; ++stream) {
+  for (std::size_t part = 0; part < 3; ++part) {
     for (const int change : {1, 0x80}) {
       for (const std::size_t byte : {0u, 3u}) {
         wrong = good;
-        wrong[1 + 4 * stream + byte] ^= static_cast<std::byte>(change);
-        EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << stream << " " << change;
+        wrong[1 + 4 * part + byte] ^= static_cast<std::byte>(change);
+        EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << part << " " << change;
       }
     }
   }
@@ -850,7 +850,7 @@ TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
   Bytes wrong = zeros(1);
   wrong.erase(wrong.begin() + kClasses, wrong.begin() + kStates);
   wrong[5] = std::byte{0};
-  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a stream is missing";
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a part is missing";
   for (const int row_class : {12, 15, 255}) {
     wrong = zeros(1);
     wrong[kStates - 1] = static_cast<std::byte>(row_class);
