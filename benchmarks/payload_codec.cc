@@ -94,7 +94,7 @@ class Bench {
   }
   std::map<std::string, Result> results;
   std::size_t bytes() const { return data_.size(); }
-  const char* instructions() const { return split_.name; }
+  const char* lossless_instructions() const { return split_.name; }
 
  private:
   void add_memcpy() {
@@ -260,11 +260,11 @@ int run(int rounds, const std::vector<std::string>& files) {
       }
       const double bytes = static_cast<double>(bench.bytes());
       fmt::print(
-          R"({{"file": "{}", "way": "{}", "bytes": {}, "rounds": {}, "instructions": "{}", "ratio": {:.4f}, )"
+          R"({{"file": "{}", "way": "{}", "bytes": {}, "rounds": {}, "lossless_instructions": "{}", "ratio": {:.4f}, )"
           R"("in": {:.4g}, "out": {:.4g}, "in_of_bound": {:.3f}, "out_of_bound": {:.3f}}})"
           "\n",
-          file, name, bench.bytes(), rounds, bench.instructions(), result.ratio, bytes / median(result.in),
-          bytes / median(result.out), median(in), median(out));
+          file, name, bench.bytes(), rounds, bench.lossless_instructions(), result.ratio,
+          bytes / median(result.in), bytes / median(result.out), median(in), median(out));
       std::fflush(stdout);
     }
   }

@@ -30,8 +30,8 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "numbers are loaded as they are stored");
 
 constexpr float kLargestInteger = 127;
-constexpr float kNoError = std::numeric_limits<float>::infinity();  // of a step that is impossible
-constexpr int kMostStepsAway = 12;                                  // from the nominal step
+constexpr float kImpossibleStep = std::numeric_limits<float>::infinity();  // of a step that is impossible
+constexpr int kMostStepsAway = 12;                                         // from the nominal step
 constexpr float kFarBelow = 0.85F;  // times the bound: the next step usually keeps it, too
 // The bound of a search in float32, so that rounding of the sums never exceeds the bound in double.
 constexpr float kSearchMargin = 0.9999F;
@@ -190,7 +190,7 @@ struct PlainGroup {
       const float difference = value_of<kElement>(number_of<kElement>(integer * step)) - values[i];
       errors[i] = difference * difference;
     }
-    return integer_of(largest, inverse) <= kLargestInteger ? sum_of(errors) : kNoError;
+    return integer_of(largest, inverse) <= kLargestInteger ? sum_of(errors) : kImpossibleStep;
   }
   // Compares the group with its restored form. Sums eight lanes, like the variants with vectors.
   KV_OFFLOAD_INLINE GroupError error_of(const PlainGroup& restored) const {
@@ -204,9 +204,11 @@ struct PlainGroup {
     }
     return {sum_of_8(errors), sum_of_8(norms)};
   }
+  // No integer is below -127, also where a thread rounds downwards.
   KV_OFFLOAD_INLINE void store(float inverse, std::int8_t* q) const {
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
-      q[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(integer_of(values[i], inverse)));
+      q[i] =
+          static_cast<std::int8_t>(std::max(-127, static_cast<std::int32_t>(integer_of(values[i], inverse))));
   }
 };
 
@@ -279,7 +281,7 @@ struct Avx2Group {
     }
     const __m256 too_large =
         _mm256_cmp_ps(integers(largest, inverses), _mm256_set1_ps(kLargestInteger), _CMP_GT_OQ);
-    return _mm256_movemask_ps(too_large) == 0 ? sum(errors) : kNoError;
+    return _mm256_movemask_ps(too_large) == 0 ? sum(errors) : kImpossibleStep;
   }
   KV_OFFLOAD_AVX2 GroupError error_of(const Avx2Group& restored) const {
     __m256d errors[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
@@ -310,7 +312,8 @@ struct Avx2Group {
       const __m256i bytes =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
       const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 8 * i), in_order);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + 8 * i),
+                          _mm256_max_epi8(in_order, _mm256_set1_epi8(-127)));
     }
   }
 };
@@ -366,7 +369,7 @@ struct Avx512Group {
     }
     const __mmask16 too_large =
         _mm512_cmp_ps_mask(integers(largest, inverses), _mm512_set1_ps(kLargestInteger), _CMP_GT_OQ);
-    return too_large == 0 ? sum(errors) : kNoError;
+    return too_large == 0 ? sum(errors) : kImpossibleStep;
   }
   KV_OFFLOAD_AVX512 GroupError error_of(const Avx512Group& restored) const {
     __m512d errors = _mm512_setzero_pd(), norms = _mm512_setzero_pd();
@@ -392,7 +395,8 @@ struct Avx512Group {
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
       const __m512i integer = _mm512_cvtps_epi32(integers(values[i], _mm512_set1_ps(inverse)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtepi32_epi8(integer));
+      const __m128i bytes = _mm_max_epi8(_mm512_cvtepi32_epi8(integer), _mm_set1_epi8(-127));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), bytes);
     }
   }
 };
@@ -419,11 +423,11 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
   }
   const int guess = code_near(nominal);
   const auto error_of = [&](int code) __attribute__((always_inline)) {
-    if ((code < 1) | (code > 255)) return kNoError;
+    if ((code < 1) | (code > 255)) return kImpossibleStep;
     return group.error_of(kSteps[static_cast<std::size_t>(code)],
                           kInverseSteps[static_cast<std::size_t>(code)]);
   };
-  // Mostly the nominal step or the next one fits. Both are tried, because a branch between them would be
+  // Usually the nominal step or the next one fits. Both are tried, because a branch between them would be
   // mispredicted.
   const float error = error_of(guess), error_above = error_of(guess + 1);
   int code = guess + int{error_above <= bound};

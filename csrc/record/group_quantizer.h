@@ -2,8 +2,9 @@
 // Quantizes groups of 64 neighbouring 16-bit floating-point numbers to integers of 8 bits with a common step,
 // and restores them. The step of a group is a power of 2^(1/8), stored as a code of one byte.
 //
-// Restoring multiplies once in float32 and rounds to the element type, ties to even. It therefore gives the
-// same bits on every machine; how the encoder chose the integers does not matter to it.
+// Restoring multiplies once in float32 and rounds to the element type. It therefore gives the same bits on
+// every machine; how the encoder chose the integers does not matter to it. REQUIRES: the calling thread
+// rounds to nearest. LossyCodec ensures that.
 //
 // Threads: any; stateless.
 #pragma once
@@ -24,7 +25,7 @@ inline constexpr int kCodeOfOne = 192;  // the code of step 1
 // REQUIRES: code != kExactGroup.
 float step_of(std::uint8_t code);
 
-// Of a group and its restored form, as numbers in double.
+// Squared error and squared norm of a group, in double.
 struct GroupError {
   double squared_error = 0, squared_norm = 0;
 };
@@ -32,7 +33,7 @@ struct GroupError {
 // numbers: kQuantizedGroup elements, little-endian, unaligned. element: kBf16 or kFp16.
 struct GroupQuantizer {
   // Chooses a step for which the Euclidean norm of the difference is at most max_error times that of the
-  // group, the largest of those near the step that is expected to do so, and fills q. Returns its code;
+  // group, the largest near the predicted step, and fills q. Returns its code;
   // kExactGroup, with zeros in q, if there is none: the group has NaN or infinity, extreme magnitudes, or one
   // number that is too large for the step of the others.
   std::uint8_t (*quantize)(const std::byte* numbers, Element element, float max_error, std::int8_t* q);
@@ -45,7 +46,7 @@ struct GroupQuantizer {
   const char* name;  // of the instruction set
 };
 
-// Returns whether this CPU and its system have what the variants with these instructions need.
+// True if the CPU and the operating system support the variants with these instructions.
 bool has_avx2();
 bool has_avx512();
 
@@ -58,7 +59,7 @@ std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers])
 struct GroupLosses {
   double largest = 0;  // of error / norm of one group
   double squared_error = 0, squared_norm = 0;
-  // Adds a group and its restored form, which the error is of. A group with NaN or infinity that changed has
+  // Adds a group, its restored form and the error between them. A group with NaN or infinity that changed has
   // an infinite loss.
   void add(const std::byte* numbers, const std::byte* restored, const GroupError& error);
 };

@@ -2,6 +2,7 @@
 #include "record/lossy_codec.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -25,6 +26,22 @@ Status no_memory_for_section() {
   return Status::error(StatusKind::kUnavailable,
                        "cannot compress or decompress a lossy record: out of memory");
 }
+
+// The floating-point environment of a program's start while it lives, then that of before. Threads may have
+// another one: libraries set the rounding mode, or flush subnormal numbers to zero.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    (void)std::fegetenv(&before_);
+    (void)std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { (void)std::fesetenv(&before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
 
 // Losses by the bound that applies.
 struct Losses {
@@ -52,7 +69,7 @@ struct LossyCodec::Contexts {
   std::optional<std::size_t> encode(LossySection& section, ShardBlocks& blocks, Element element,
                                     const GroupBounds& bounds, std::size_t* period, std::byte* out,
                                     Losses* losses) const;
-  // Adds the loss of an encoded section, which it decodes.
+  // Decodes an encoded section and adds its loss.
   void measure(LossySection& section, std::span<const std::byte> raw, std::span<const std::byte> encoded,
                Element element, const GroupBounds& bounds, Losses* losses) const;
   // Decodes the section at *at of `in` into the current block, and moves both past it.
@@ -138,6 +155,7 @@ void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::b
 Status LossyCodec::encode(std::span<const Shard> shards, Element element, const ErrorBounds& bounds,
                           const KvRuns& runs, std::span<std::byte> out, std::uint64_t* bytes, Loss* loss) {
   *bytes = 0;
+  const DefaultFloats while_encoding;
   auto section = contexts_->pool.take();
   if (section == nullptr || !section->frames.can_encode() || !section->frames.can_decode())
     return no_memory_for_section();
@@ -194,6 +212,7 @@ Status LossyCodec::Contexts::decode(LossySection& section, ShardBlocks& blocks, 
 }
 
 Status LossyCodec::decode(std::span<const std::byte> in, Element element, std::span<const Shard> shards) {
+  const DefaultFloats while_decoding;
   auto section = contexts_->pool.take();
   if (section == nullptr || !section->frames.can_decode()) return no_memory_for_section();
   std::uint64_t at = 0;

@@ -3,7 +3,7 @@
 // model and no calibration, and knows nothing of layers, heads or positions:
 //
 //   - 64 neighbouring numbers share a step (group_quantizer.h), the largest that keeps the bound
-//   - a channel of 16 groups that lie a period apart (the same channel of the same head in 16 tokens) has a
+//   - a channel of 16 groups that are a period apart (the same channel of the same head in 16 tokens) has a
 //     class, by the magnitude of its integers; the encoder finds the period
 //   - the integers are entropy-coded by the distribution of their class (row_coder.h), the steps and the
 //     classes by zstd
@@ -17,7 +17,8 @@
 // docs/record-format.md specifies the encoded payload. Nothing in it is used as a size or an offset before it
 // was checked.
 //
-// Threads: any, several at once. The working memory of a call (about 2.5 MB) is kept for later calls.
+// Threads: any, several at once, in any floating-point mode, which a call restores. The working memory of a
+// call (about 2.5 MB) is kept for later calls.
 #pragma once
 
 #include <cstdint>
@@ -58,8 +59,8 @@ class LossyCodec {
   // Rounds a loss or a bound up to float32, so that comparing the results compares the arguments.
   static float rounded_up(double error);
 
-  // variant: below variants(); of the instructions to use. 0: the fastest that this CPU supports. All decode
-  // the same bits, and encode the same bytes.
+  // variant: index of an instruction set, below variants(). 0 is the fastest that this CPU supports. All
+  // decode the same bits, and encode the same bytes.
   explicit LossyCodec(std::size_t variant = 0);
   ~LossyCodec();
   LossyCodec(const LossyCodec&) = delete;

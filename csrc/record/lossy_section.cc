@@ -22,7 +22,7 @@ struct Tile {
   std::size_t base, rows;
 };
 
-// Of the channels of a tile.
+// Magnitudes of the integers, by channel of a tile.
 struct Magnitudes {
   std::array<std::uint16_t, kGroup> sums{};
   std::array<std::uint8_t, kGroup> largest{};
@@ -151,7 +151,7 @@ std::optional<std::size_t> LossySection::encode(const LossyKernels& kernels, std
       stored = *frame;
     }
     store_u32(out + 1 + 4 * number++, stored);
-    // A stream of its own length is not a frame.
+    // A part of its own length is not a frame.
     if (stored == content.size()) {
       keep(content);
     } else {
@@ -172,19 +172,18 @@ std::optional<std::size_t> LossySection::encode(const LossyKernels& kernels, std
 // ---- decoding
 
 const char* LossySection::decode_frame(std::span<const std::byte> stored, std::span<std::byte> content) {
-  if (stored.size() > content.size() || stored.empty() != content.empty())
-    return "a stream of another length";
+  if (stored.size() > content.size() || stored.empty() != content.empty()) return "wrong length of a part";
   if (stored.size() < content.size()) return frames.decode(stored, content);
   std::copy(stored.begin(), stored.end(), content.begin());
   return nullptr;
 }
 
-// in: the payload from the integers on; the first `stored` bytes are theirs.
+// in: the payload from the start of the integers, which are its first `stored` bytes.
 const char* LossySection::decode_integers(const LossyKernels& kernels, const Tiles& tiles,
                                           std::span<const std::byte> in, std::size_t stored, Element element,
                                           std::byte* raw) {
-  if (stored < kLossyStateBytes || stored > kMostIntegerBytes) return "integers of an impossible length";
-  // A tile is read without looking for the end.
+  if (stored < kLossyStateBytes || stored > kMostIntegerBytes) return "wrong length of the integers";
+  // The end is checked once per tile, so a tile may read past it.
   constexpr std::size_t kMostRead = RowCoder::most_read(kRows);
   const std::byte* at = in.data();
   if (in.size() - stored < kMostRead) {
@@ -217,10 +216,10 @@ const char* LossySection::decode(const LossyKernels& kernels, std::size_t period
                                  std::uint64_t* at) {
   const std::size_t groups = raw.size() / kGroupBytes, tail = raw.size() % kGroupBytes;
   const Tiles tiles(groups, period);
-  constexpr std::size_t kLengths = 4 * kLossyStreams;
+  constexpr std::size_t kLengths = 4 * kLossyParts;
   if (in.size() < kLengths) return "truncated in its lengths";
-  std::size_t lengths[kLossyStreams], used = kLengths;
-  for (std::size_t number = 0; number < kLossyStreams; ++number) {
+  std::size_t lengths[kLossyParts], used = kLengths;
+  for (std::size_t number = 0; number < kLossyParts; ++number) {
     lengths[number] = load_u32(in.data() + 4 * number);
     if (in.size() - used < lengths[number]) return "truncated";
     used += lengths[number];

@@ -25,8 +25,8 @@ inline constexpr std::size_t kLossyGroups = 4096;  // of a section; its working 
 inline constexpr std::size_t kLossySectionBytes = kLossyGroups * kLossyGroupBytes;
 inline constexpr std::size_t kMostLossyPeriod = 128;
 inline constexpr std::size_t kLossyTileRows = 16;  // groups of a tile
-inline constexpr std::size_t kLossyStreams = 3;    // step codes, classes, integers
-inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyStreams;
+inline constexpr std::size_t kLossyParts = 3;      // step codes, classes, integers
+inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyParts;
 inline constexpr std::size_t kLossyStateBytes = sizeof(RowStates);  // at the start of the integers
 
 // Returns the bytes of a section at the start of `left` bytes of payload: whole tiles, so that a section

@@ -24,13 +24,13 @@ using RowStates = std::array<std::uint32_t, kRowChannels>;
 
 // Returns the largest magnitude that integers of a class may have. REQUIRES: row_class < kRowClasses.
 std::uint8_t largest_of_class(std::size_t row_class);
-// Returns the class for a channel of a few rows: the sum of the magnitudes of its integers, and the largest.
+// Returns the class of a channel. sum, largest: of the magnitudes of its integers in a tile.
 std::uint8_t class_of(std::size_t sum, std::uint8_t largest);
 
 struct RowCoder {
   // Decodes rows of 64 integers each into q. classes: one for each channel. Advances the states and returns
-  // the end of the words read. Any states and words are valid: damage gives other integers. REQUIRES: each
-  // class < kRowClasses; most_read(rows) bytes from `words` are readable.
+  // the end of the words read. Any states and words are valid: damaged input yields other integers. REQUIRES:
+  // each class < kRowClasses; most_read(rows) bytes from `words` are readable.
   const std::byte* (*decode)(RowStates& states, const std::uint8_t* classes, const std::byte* words,
                              std::size_t rows, std::int8_t* q);
   // Encodes rows of 64 integers each, `stride` integers apart, the last row first: a decoder reads them in

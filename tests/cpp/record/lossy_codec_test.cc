@@ -2,6 +2,8 @@
 #include "record/lossy_codec.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -11,10 +13,13 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <random>
 
+#include "base/xxh3.h"
 #include "record/group_quantizer.h"
 #include "record/numbers_for_tests.h"
 #include "record/row_coder.h"
@@ -38,6 +43,16 @@ double value_of(std::uint16_t bits, Element element) {
   const double sign = (bits & 0x8000) != 0 ? -1 : 1;
   if (exponent == 31) return mantissa != 0 ? std::nan("") : sign * std::numeric_limits<double>::infinity();
   return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
+}
+
+// REQUIRES: an exact and finite number of the type.
+std::uint16_t bits_of(double value, Element element) {
+  const auto sign = static_cast<std::uint16_t>(std::signbit(value) ? 0x8000 : 0);
+  if (element == Element::kBf16)
+    return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(static_cast<float>(value)) >> 16);
+  const double magnitude = std::fabs(value);
+  if (magnitude < std::ldexp(1, -14)) return static_cast<std::uint16_t>(std::ldexp(magnitude, 24)) | sign;
+  return static_cast<std::uint16_t>(fp16_of(static_cast<float>(magnitude)) | sign);
 }
 
 double value_at(const Bytes& bytes, std::size_t at, Element element) {
@@ -81,6 +96,29 @@ Bytes kv_of(std::size_t tokens, std::size_t heads, Element element, unsigned see
   return bytes_of_numbers(numbers, 2 * numbers.size());
 }
 
+// Memory that ends where a page begins that cannot be accessed.
+class GuardedBytes {
+ public:
+  explicit GuardedBytes(std::span<const std::byte> bytes) : size_(bytes.size()) {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    used_ = (bytes.size() + page - 1) / page * page;
+    mapped_ = used_ + page;
+    void* const place = ::mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (place == MAP_FAILED) throw std::bad_alloc();
+    place_ = static_cast<std::byte*>(place);
+    if (::mprotect(place_ + used_, page, PROT_NONE) != 0) throw std::bad_alloc();
+    std::copy(bytes.begin(), bytes.end(), place_ + used_ - size_);
+  }
+  ~GuardedBytes() { (void)::munmap(place_, mapped_); }
+  GuardedBytes(const GuardedBytes&) = delete;
+  GuardedBytes& operator=(const GuardedBytes&) = delete;
+  std::span<const std::byte> bytes() const { return {place_ + used_ - size_, size_}; }
+
+ private:
+  std::size_t size_, used_ = 0, mapped_ = 0;
+  std::byte* place_ = nullptr;
+};
+
 struct LossyCodecTest : ::testing::Test {
   struct Encoded {
     Bytes bytes;  // empty: encode without loss
@@ -103,17 +141,16 @@ struct LossyCodecTest : ::testing::Test {
     made.bytes = std::move(out);
     return made;
   }
-  // From a buffer of exactly these bytes, into shards of exactly these lengths.
+  // From memory that ends with these bytes, into shards of exactly these lengths.
   Status decode(const Bytes& in, Element element, const std::vector<std::size_t>& lengths, Bytes* joined) {
-    const auto exact = std::make_unique<std::byte[]>(in.size());
-    std::copy(in.begin(), in.end(), exact.get());
+    const GuardedBytes guarded(in);
     std::vector<std::unique_ptr<std::byte[]>> memory;
     std::vector<Shard> shards;
     for (const std::size_t length : lengths) {
       memory.push_back(std::make_unique<std::byte[]>(length));
       shards.emplace_back(memory.back().get(), length);
     }
-    const Status status = codec.decode({exact.get(), in.size()}, element, shards);
+    const Status status = codec.decode(guarded.bytes(), element, shards);
     joined->clear();
     for (const Shard& shard : shards) joined->insert(joined->end(), shard.begin(), shard.end());
     return status;
@@ -231,21 +268,100 @@ TEST_F(LossyCodecTest, the_error_of_the_payload_is_never_above_that_of_its_group
 }
 
 #if defined(__x86_64__)
-TEST_F(LossyCodecTest, tiny_numbers_are_within_the_bound_where_a_thread_flushes_them_to_zero) {
-  std::vector<std::uint16_t> numbers;
-  for (std::uint16_t i = 0; i < 64 * 64; ++i) {
-    // Every second group has subnormal numbers only.
-    numbers.push_back(static_cast<std::uint16_t>(i / 64 % 2 == 0 ? 100 + i % 900 : 0x3800 + i % 1024));
+// Bits of MXCSR: rounding down, up and to zero, and DAZ and FTZ, as libraries that are built with -ffast-math
+// set them.
+constexpr unsigned kFloatModes[] = {0x2000, 0x4000, 0x6000, 0x8040};
+
+TEST_F(LossyCodecTest, the_bytes_do_not_depend_on_the_floating_point_mode_of_the_thread) {
+  for (const Element element : kNumbers) {
+    Bytes payload = kv_of(300, 3, element);
+    const Bytes tiny = make_payload(Payload::kDenormal, element, 100 * kGroupBytes);
+    payload.insert(payload.end(), tiny.begin(), tiny.end());
+    const Encoded expected = encoded({payload}, element, 0.05);
+    ASSERT_FALSE(expected.bytes.empty());
+    const Bytes restored = decoded(expected.bytes, element, payload.size());
+    EXPECT_LE(loss_between(payload, restored, element).keys, 0.05F);
+    const Shard shard(payload.data(), payload.size());
+    for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) {
+      LossyCodec other(variant);
+      for (const unsigned mode : kFloatModes) {
+        Bytes out(LossyCodec::encoded_bytes_at_most({&shard, 1})), back(payload.size());
+        const Shard to(back.data(), back.size());
+        std::uint64_t used = 0;
+        Loss loss;
+        const unsigned before = _mm_getcsr();
+        _mm_setcsr(before | mode);
+        const Status encoding = other.encode({&shard, 1}, element, {0.05, 0.05}, {}, out, &used, &loss);
+        const unsigned after_encoding = _mm_getcsr();
+        const Status decoding = other.decode(expected.bytes, element, {&to, 1});
+        const unsigned after_decoding = _mm_getcsr();
+        _mm_setcsr(before);
+        ASSERT_TRUE(encoding) << encoding.to_string();
+        ASSERT_TRUE(decoding) << decoding.to_string();
+        constexpr unsigned kFlags = 0x3F;  // of exceptions
+        EXPECT_EQ(after_encoding & ~kFlags, (before | mode) & ~kFlags);
+        EXPECT_EQ(after_decoding & ~kFlags, (before | mode) & ~kFlags);
+        out.resize(used);
+        EXPECT_TRUE(out == expected.bytes) << other.instructions() << " " << std::hex << mode;
+        EXPECT_EQ(loss, expected.loss);
+        EXPECT_TRUE(back == restored) << other.instructions() << " " << std::hex << mode;
+      }
+    }
   }
-  const Bytes payload = bytes_of_numbers(numbers, 2 * numbers.size());
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | 0x8040);  // DAZ and FTZ, as libraries that are built with -ffast-math set them
-  const Encoded made = encoded({payload}, Element::kFp16, 0.05);
-  _mm_setcsr(before);
-  if (made.bytes.empty()) return;  // stored without loss
-  const Loss loss =
-      loss_between(payload, decoded(made.bytes, Element::kFp16, payload.size()), Element::kFp16);
-  EXPECT_LE(loss.keys, 0.05F * 1.0001F);
+}
+
+TEST(GroupQuantizer, integers_have_at_most_127_in_any_rounding_mode) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  std::mt19937 random(11);
+  std::size_t large = 0;
+  for (int round = 0; round < 4000; ++round) {
+    const Element element = kNumbers[round % 2];
+    // Equal numbers, and a bound for which they become about 127 steps.
+    const unsigned one = element == Element::kBf16 ? 0x3F80 : 0x3C00;
+    const auto number = static_cast<std::uint16_t>(0x8000 | (one + random() % 0x80));
+    const float bound = 0.0018F + static_cast<float>(random() % 64) * 0.00001F;
+    const std::vector<std::uint16_t> numbers(64, number);
+    const Bytes group = bytes_of_numbers(numbers, kGroupBytes);
+    for (std::size_t i = 0; i < known; ++i) {
+      for (const unsigned mode : kFloatModes) {
+        std::int8_t q[64];
+        const unsigned before = _mm_getcsr();
+        _mm_setcsr(before | mode);
+        (void)ways[i].quantize(group.data(), element, bound, q);
+        _mm_setcsr(before);
+        const int least = *std::min_element(q, q + 64);
+        ASSERT_GE(least, -127) << ways[i].name << " " << std::hex << mode;
+        large += least == -127 ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(large, 0U);
+}
+
+TEST(GroupQuantizer, subnormal_numbers_are_not_zeros_where_a_thread_flushes_them) {
+  GroupQuantizer ways[kMostGroupQuantizers];
+  const std::size_t known = group_quantizers_known(ways);
+  for (const Element element : kNumbers) {
+    const Bytes groups = make_payload(Payload::kDenormal, element, 100 * kGroupBytes);
+    for (std::size_t i = 0; i < known; ++i) {
+      for (std::size_t at = 0; at < groups.size(); at += kGroupBytes) {
+        std::int8_t q[64], flushed_q[64];
+        Bytes back(kGroupBytes), flushed(kGroupBytes);
+        const std::uint8_t code = ways[i].quantize(groups.data() + at, element, 0.05F, q);
+        ways[i].restore(q, &code, 1, element, back.data(), kGroupBytes);
+        const unsigned before = _mm_getcsr();
+        _mm_setcsr(before | 0x8040);
+        const std::uint8_t flushed_code = ways[i].quantize(groups.data() + at, element, 0.05F, flushed_q);
+        ways[i].restore(q, &code, 1, element, flushed.data(), kGroupBytes);
+        _mm_setcsr(before);
+        ASSERT_EQ(code == kExactGroup, element == Element::kBf16);
+        ASSERT_EQ(flushed_code, code) << ways[i].name;
+        ASSERT_TRUE(std::equal(q, q + 64, flushed_q)) << ways[i].name;
+        ASSERT_EQ(flushed, back) << ways[i].name;
+      }
+    }
+  }
 }
 #endif
 
@@ -301,7 +417,7 @@ TEST_F(LossyCodecTest, payloads_of_every_length_are_within_the_bound) {
     const Bytes whole = kv_of(groups / 4 + 1, 2, Element::kBf16);
     const Bytes payload(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(groups * kGroupBytes));
     const Encoded made = encoded({payload}, Element::kBf16, 0.1);
-    if (made.bytes.empty()) continue;
+    ASSERT_FALSE(made.bytes.empty()) << groups;
     const Bytes back = decoded(made.bytes, Element::kBf16, payload.size());
     EXPECT_LE(loss_between(payload, back, Element::kBf16).keys, 0.1F) << groups;
   }
@@ -369,7 +485,7 @@ int most_of_class(std::size_t row_class) {
 }
 
 // Returns the first remainder and the frequency of an integer.
-std::pair<std::uint64_t, std::uint64_t> share_of(std::size_t row_class, int integer) {
+std::pair<std::uint64_t, std::uint64_t> compute_share(std::size_t row_class, int integer) {
   const int most = most_of_class(row_class);
   const auto weight = [&](int m) {
     const std::uint64_t a = 512 + 11 * (std::uint64_t{1} << 2 * row_class);
@@ -389,15 +505,25 @@ std::pair<std::uint64_t, std::uint64_t> share_of(std::size_t row_class, int inte
   return {before, integer == 0 ? 1024 - others : frequency(integer)};
 }
 
-// rows: of 64 integers, one tile. Returns the states and the words.
-Bytes integers_of(const std::vector<std::array<int, 64>>& rows, const std::array<std::size_t, 64>& classes) {
+std::pair<std::uint64_t, std::uint64_t> share_of(std::size_t row_class, int integer) {
+  static std::map<std::pair<std::size_t, int>, std::pair<std::uint64_t, std::uint64_t>> known;
+  const auto found = known.find({row_class, integer});
+  if (found != known.end()) return found->second;
+  return known[{row_class, integer}] = compute_share(row_class, integer);
+}
+
+using RowIntegers = std::array<int, 64>;
+using RowKinds = std::array<std::size_t, 64>;
+
+// Rows in the order of the tiles, and the classes of each. Returns the states and the words.
+Bytes integers_of(const std::vector<RowIntegers>& rows, const std::vector<RowKinds>& classes) {
   std::array<std::uint64_t, 64> states;
   states.fill(65536);
   std::vector<std::uint64_t> words;
   for (std::size_t row = rows.size(); row-- > 0;) {
     for (std::size_t channel = 64; channel-- > 0;) {
       std::uint64_t& state = states[channel];
-      const auto [begin, frequency] = share_of(classes[channel], rows[row][channel]);
+      const auto [begin, frequency] = share_of(classes[row][channel], rows[row][channel]);
       if (state >= frequency << 22) {
         words.push_back(state % 65536);
         state /= 65536;
@@ -414,6 +540,11 @@ Bytes integers_of(const std::vector<std::array<int, 64>>& rows, const std::array
     bytes.push_back(static_cast<std::byte>(words[i] >> 8));
   }
   return bytes;
+}
+
+// One tile.
+Bytes integers_of(const std::vector<RowIntegers>& rows, const RowKinds& classes) {
+  return integers_of(rows, std::vector<RowKinds>(rows.size(), classes));
 }
 
 // A section with one tile by hand, from the description in record-format.md.
@@ -464,6 +595,165 @@ TEST_F(LossyCodecTest, a_payload_built_by_hand_is_read) {
         }
       }
     }
+  }
+}
+
+// Returns an integer times a step as a number of the element type.
+double restored_number(int integer, std::size_t code, Element element) {
+  static constexpr std::array<float, 8> kMantissas = {0x1p0F,        0x1.172b84p0F, 0x1.306fep0F,
+                                                      0x1.4bfdaep0F, 0x1.6a09e6p0F, 0x1.8ace54p0F,
+                                                      0x1.ae89fap0F, 0x1.d5818ep0F};
+  const double step = std::ldexp(kMantissas.at(code % 8), static_cast<int>(code / 8) - 24);
+  const double product = static_cast<float>(integer * step);
+  int exponent = 0;
+  (void)std::frexp(product, &exponent);
+  const bool is_bf16 = element == Element::kBf16;
+  const double unit = std::ldexp(1, std::max(exponent - (is_bf16 ? 8 : 11), is_bf16 ? -133 : -24));
+  const double units = product / unit;
+  EXPECT_NE(std::fabs(units - std::trunc(units)), 0.5) << "no product is half way between two numbers";
+  return std::nearbyint(units) * unit;
+}
+
+struct ByHand {
+  Bytes encoded, restored;
+};
+
+// Writes a payload as record-format.md specifies, without the codec's code: random steps, classes and
+// integers, and a group in 50 unchanged.
+ByHand written_by_hand(std::size_t bytes, std::size_t period, Element element) {
+  std::mt19937 random(static_cast<unsigned>(bytes + period));
+  ByHand made;
+  made.restored.resize(bytes);
+  const auto any_bytes = [&](std::size_t at, std::size_t count) {
+    for (std::size_t i = at; i < at + count; ++i) {
+      made.restored[i] = static_cast<std::byte>(random());
+      made.encoded.push_back(made.restored[i]);
+    }
+  };
+  for (std::size_t begin = 0; begin < bytes;) {
+    const std::size_t left = bytes - begin;
+    made.encoded.push_back(static_cast<std::byte>(period));
+    std::size_t size = left;
+    if (left > 524'288) size = period == 0 ? 524'288 : 4096 / (16 * period) * 16 * period * 128;
+    if (period == 0) {
+      any_bytes(begin, size);
+      begin += size;
+      continue;
+    }
+    const std::size_t groups = size / 128;
+    Bytes codes, kinds;
+    for (std::size_t group = 0; group < groups; ++group)
+      codes.push_back(static_cast<std::byte>(random() % 50 == 0 ? 0 : random()));
+    std::vector<RowIntegers> rows;
+    std::vector<RowKinds> classes;
+    for (std::size_t block = 0; block < groups; block += 16 * period) {
+      for (std::size_t first = block; first < std::min(block + period, groups); ++first) {
+        RowKinds of_tile;
+        for (std::size_t& each : of_tile) {
+          each = random() % 12;
+          kinds.push_back(static_cast<std::byte>(each));
+        }
+        for (std::size_t group = first; group < std::min(block + 16 * period, groups); group += period) {
+          RowIntegers row;
+          for (std::size_t channel = 0; channel < 64; ++channel) {
+            const int most = most_of_class(of_tile[channel]);
+            row[channel] = static_cast<int>(random() % static_cast<unsigned>(2 * most + 1)) - most;
+            const double value =
+                restored_number(row[channel], std::to_integer<std::size_t>(codes[group]), element);
+            const std::uint16_t bits = bits_of(value, element);
+            made.restored[begin + 128 * group + 2 * channel] = static_cast<std::byte>(bits);
+            made.restored[begin + 128 * group + 2 * channel + 1] = static_cast<std::byte>(bits >> 8);
+          }
+          rows.push_back(row);
+          classes.push_back(of_tile);
+        }
+      }
+    }
+    const Bytes integers = integers_of(rows, classes);
+    const Bytes* const parts[] = {&codes, &kinds, &integers};
+    for (const Bytes* part : parts) {
+      for (unsigned i = 0; i < 4; ++i) made.encoded.push_back(static_cast<std::byte>(part->size() >> 8 * i));
+    }
+    for (const Bytes* part : parts) made.encoded.insert(made.encoded.end(), part->begin(), part->end());
+    for (std::size_t group = 0; group < groups; ++group) {
+      if (codes[group] == std::byte{0}) any_bytes(begin + 128 * group, 128);
+    }
+    any_bytes(begin + 128 * groups, size % 128);
+    begin += size;
+  }
+  return made;
+}
+
+TEST_F(LossyCodecTest, payloads_of_many_tiles_and_sections_built_by_hand_are_read) {
+  struct Case {
+    std::size_t bytes, period;
+  };
+  for (const auto& [bytes, period] :
+       {Case{128 * 203 + 9, 6}, Case{524'288, 6}, Case{524'288 + 5, 6}, Case{524'288 + 128 * 100, 2},
+        Case{128 * 100, 128}, Case{524'288 + 127, 0}, Case{2 * 524'288 + 3, 96}}) {
+    for (const Element element : kNumbers) {
+      const ByHand made = written_by_hand(bytes, period, element);
+      for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) {
+        LossyCodec other(variant);
+        const GuardedBytes guarded(made.encoded);
+        Bytes back(bytes);
+        const Shard shard(back.data(), back.size());
+        const Status status = other.decode(guarded.bytes(), element, {&shard, 1});
+        ASSERT_TRUE(status) << bytes << " " << period << " " << status.to_string();
+        ASSERT_TRUE(back == made.restored) << bytes << " " << period << " " << other.instructions();
+      }
+    }
+  }
+}
+
+// Numbers that every compiler and library generates alike.
+Bytes fixed_payload(std::size_t bytes, std::size_t period, Element element) {
+  std::mt19937 random(42);
+  std::vector<float> scales(64 * period);
+  for (float& scale : scales)
+    scale = std::ldexp(1 + static_cast<float>(random() % 256) / 256, static_cast<int>(random() % 7));
+  std::vector<std::uint16_t> numbers;
+  for (std::size_t i = 0; i < (bytes + 1) / 2; ++i) {
+    const std::size_t group = i / 64;
+    const float uniform = static_cast<float>(1 + random() % 65535) / 65536;
+    float value = uniform * scales[i % scales.size()];
+    if (element == Element::kBf16) {
+      value = std::ldexp(value, static_cast<int>(group % 34) - 25);  // all steps
+    } else {
+      value = std::ldexp(value + 0.25F, -static_cast<int>(group % 12));
+    }
+    std::uint16_t bits = element == Element::kBf16 ? bf16_of(value) : fp16_of(value);
+    if (element == Element::kFp16 && group % 5 == 1) bits = static_cast<std::uint16_t>(random() & 0x3FF);
+    numbers.push_back(static_cast<std::uint16_t>(bits | (random() & 0x8000)));
+  }
+  return bytes_of_numbers(numbers, bytes);
+}
+
+// Hashes of what this version restores. Another hash means that the format or the choice of steps changed.
+TEST_F(LossyCodecTest, the_restored_bytes_are_those_of_this_version) {
+  struct Case {
+    std::size_t bytes, period;
+    Element element;
+    std::uint64_t hash;      // XXH3-64 of the restored bytes
+    std::uint64_t integers;  // of the encoded bytes after the classes; one section only. Not of zstd.
+  };
+  for (const Case& each : {Case{128 * 1203 + 9, 6, Element::kBf16, 0xC68B3F71A64C87D5, 0xF7A91857A1574862},
+                           Case{128 * 1203 + 9, 6, Element::kFp16, 0x741F547E8BE758D5, 0x26AC17467CB82174},
+                           Case{524'288, 6, Element::kBf16, 0x73A3C8B32FCDA6DB, 0x487C8B2F665FCA48},
+                           Case{524'288 + 5, 6, Element::kFp16, 0x5DEC74AFE57B6AA6, 0},
+                           Case{900'001, 2, Element::kBf16, 0xF3FF4AAA6D827FE5, 0}}) {
+    const Bytes payload = fixed_payload(each.bytes, each.period, each.element);
+    const Bytes made = encoded({payload}, each.element, {0.03, 0.11}, {128, 128}).bytes;
+    ASSERT_FALSE(made.empty());
+    const Bytes back = decoded(made, each.element, payload.size());
+    EXPECT_EQ(XXH3_64bits(back.data(), back.size()), each.hash) << each.bytes;
+    if (each.bytes > kSection) continue;
+    std::size_t at = 1 + 4 * 3;
+    for (std::size_t part = 0; part < 2; ++part) {
+      for (unsigned i = 0; i < 4; ++i) at += std::to_integer<std::size_t>(made[1 + 4 * part + i]) << 8 * i;
+    }
+    ASSERT_LT(at, made.size());
+    EXPECT_EQ(XXH3_64bits(made.data() + at, made.size() - at), each.integers) << each.bytes;
   }
 }
 
@@ -531,12 +821,12 @@ TEST_F(LossyCodecTest, an_invalid_payload_is_corrupt) {
   wrong = good;
   wrong[0] = std::byte{129};
   EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << "the period is too large";
-  for (std::size_t stream = 0; stream < 3; ++stream) {
+  for (std::size_t part = 0; part < 3; ++part) {
     for (const int change : {1, 0x80}) {
       for (const std::size_t byte : {0u, 3u}) {
         wrong = good;
-        wrong[1 + 4 * stream + byte] ^= static_cast<std::byte>(change);
-        EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << stream << " " << change;
+        wrong[1 + 4 * part + byte] ^= static_cast<std::byte>(change);
+        EXPECT_EQ(decoded_as(wrong, payload.size()), StatusKind::kCorrupt) << part << " " << change;
       }
     }
   }
@@ -546,7 +836,7 @@ TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
   // 16 groups of zeros with this period.
   const auto zeros = [](std::size_t period) {
     const std::size_t kinds = 64 * std::min<std::size_t>(period, 16);
-    Bytes payload = section_of(Bytes(16, std::byte{192}), {}, integers_of({}, {}));
+    Bytes payload = section_of(Bytes(16, std::byte{192}), {}, integers_of({}, RowKinds{}));
     payload[0] = static_cast<std::byte>(period);
     payload[5] = static_cast<std::byte>(kinds);
     payload[6] = static_cast<std::byte>(kinds >> 8);
@@ -560,7 +850,7 @@ TEST_F(LossyCodecTest, impossible_parts_are_corrupt) {
   Bytes wrong = zeros(1);
   wrong.erase(wrong.begin() + kClasses, wrong.begin() + kStates);
   wrong[5] = std::byte{0};
-  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a stream is missing";
+  EXPECT_EQ(decoded_as(wrong, kBytes), StatusKind::kCorrupt) << "a part is missing";
   for (const int row_class : {12, 15, 255}) {
     wrong = zeros(1);
     wrong[kStates - 1] = static_cast<std::byte>(row_class);
@@ -711,19 +1001,23 @@ TEST(GroupQuantizer, all_variants_agree_on_groups_of_any_bits) {
   EXPECT_LT(exact, 50'000U);
 }
 
-TEST(GroupQuantizer, all_variants_restore_the_same_bits_for_every_step_and_integer) {
+TEST(GroupQuantizer, every_step_and_integer_is_restored_to_the_nearest_number) {
   GroupQuantizer ways[kMostGroupQuantizers];
   const std::size_t known = group_quantizers_known(ways);
   for (const Element element : kNumbers) {
-    for (unsigned code = 0; code < 256; ++code) {
+    for (unsigned code = 1; code < 256; ++code) {
       const std::vector<std::uint8_t> codes(4, static_cast<std::uint8_t>(code));
       std::int8_t q[256];
-      for (std::size_t i = 0; i < 256; ++i) q[i] = static_cast<std::int8_t>(i);
-      Bytes first(4 * kGroupBytes), other(4 * kGroupBytes);
-      ways[0].restore(q, codes.data(), 4, element, first.data(), kGroupBytes);
-      for (std::size_t i = 1; i < known; ++i) {
-        ways[i].restore(q, codes.data(), 4, element, other.data(), kGroupBytes);
-        ASSERT_EQ(other, first) << ways[i].name << " " << code;
+      std::vector<std::uint16_t> numbers;
+      for (int i = 0; i < 256; ++i) {
+        q[i] = static_cast<std::int8_t>(std::max(i - 128, -127));
+        numbers.push_back(bits_of(restored_number(q[i], code, element), element));
+      }
+      const Bytes expected = bytes_of_numbers(numbers, 4 * kGroupBytes);
+      for (std::size_t way = 0; way < known; ++way) {
+        Bytes back(4 * kGroupBytes);
+        ways[way].restore(q, codes.data(), 4, element, back.data(), kGroupBytes);
+        ASSERT_EQ(back, expected) << ways[way].name << " " << code;
       }
     }
   }
@@ -849,8 +1143,13 @@ TEST(RowCoder, all_variants_decode_any_words_to_the_same_integers) {
 }
 
 TEST(GroupQuantizer, steps_are_powers_of_the_eighth_root_of_two) {
-  for (int code = 1; code < 256; ++code)
-    EXPECT_FLOAT_EQ(step_of(static_cast<std::uint8_t>(code)), std::exp2(static_cast<float>(code - 192) / 8));
+  constexpr float kMantissas[] = {0x1p0F,        0x1.172b84p0F, 0x1.306fep0F,  0x1.4bfdaep0F,
+                                  0x1.6a09e6p0F, 0x1.8ace54p0F, 0x1.ae89fap0F, 0x1.d5818ep0F};
+  for (int code = 1; code < 256; ++code) {
+    const float step = step_of(static_cast<std::uint8_t>(code));
+    EXPECT_EQ(step, std::ldexp(kMantissas[code % 8], code / 8 - 24)) << code;
+    EXPECT_FLOAT_EQ(step, std::exp2(static_cast<float>(code - 192) / 8));
+  }
   EXPECT_EQ(step_of(192), 1);
   EXPECT_EQ(step_of(184), 0.5);
 }
