@@ -710,8 +710,10 @@ TEST_F(LossyCodecTest, payloads_of_many_tiles_and_sections_built_by_hand_are_rea
 Bytes fixed_payload(std::size_t bytes, std::size_t period, Element element) {
   std::mt19937 random(42);
   std::vector<float> scales(64 * period);
-  for (float& scale : scales)
-    scale = std::ldexp(1 + static_cast<float>(random() % 256) / 256, static_cast<int>(random() % 7));
+  for (float& scale : scales) {  // compilers evaluate the arguments of a call in different orders
+    const auto exponent = static_cast<int>(random() % 7);
+    scale = std::ldexp(1 + static_cast<float>(random() % 256) / 256, exponent);
+  }
   std::vector<std::uint16_t> numbers;
   for (std::size_t i = 0; i < (bytes + 1) / 2; ++i) {
     const std::size_t group = i / 64;
