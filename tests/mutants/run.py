@@ -22,10 +22,13 @@ Comments, and the places of line breaks in C++, need not match (see anchors.py):
 
 The checkout is never changed: the faults are planted in a copy of its files in build/mutants, or in the
 directory that KV_OFFLOAD_MUTANTS names. Two concurrent runs need two directories. The named tests must pass
-in the copy before any fault is planted; otherwise their mutants are skipped, because a test that fails anyway
-detects nothing. A fault also counts as detected when its tests hang, provided that they finish in that time
-without it. Exit status 0: all were detected; 1: some were not; 2: a mutant cannot be planted, or its tests
-fail without it.
+in the copy before their faults are planted; otherwise these mutants are skipped, because a test that fails
+anyway detects nothing. A fault also counts as detected when its tests hang, provided that they finish in that
+time without it. Exit status 0: all were detected; 1: some were not; 2: a mutant cannot be planted, or its
+tests fail without it.
+
+Pytest runs in forks of a process that has imported vLLM, which would take ten seconds each time. Tests that
+fail there run in a process of their own.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ import anchors
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "python"))
+
+from forked_process import Zygote  # noqa: E402
+from vllm_trees import MODULES  # noqa: E402
+
 PLACE = Path(os.environ.get("KV_OFFLOAD_MUTANTS", ROOT / "build" / "mutants")).resolve()
 TREE = PLACE / "tree"
 BUILD = PLACE / "cpp"
@@ -142,6 +150,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": f"{TREE}{os.pathsep}{TREE / 'tests' / 'python'}",
         "KV_OFFLOAD_RELEASES": "all",  # tests/python/conftest.py: some tests are under another release
         "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second would keep its compiled form
+        "PYTEST_ADDOPTS": "-x",  # also for tests that run pytest: the first failure is enough
     }
 
 
@@ -195,27 +204,70 @@ def configure() -> None:
         raise NotPlantedError(f"the copy does not build:\n{output[-4000:]}")
 
 
-def test_command(kind: str, tests: str) -> list[str]:
-    match kind:
-        case "cpp":
-            return [str(BUILD / "kv_offload_tests"), "--gtest_brief=1", f"--gtest_filter={tests}"]
-        case "python":
-            return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
-        case _:
-            return ["bash", "-c", tests]
+class Tests:
+    """Runs the tests of mutants in the copy. Use it as a context manager."""
 
+    def __init__(self) -> None:
+        self._zygote: Zygote | None = None
+        # Seconds per (kind, tests) without a fault; None: they fail, or there are none.
+        self._usual_seconds: dict[tuple[str, str], float | None] = {}
+        self._unforked: set[str] = set()  # tests that pass only in a process of their own
 
-def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
-    """Returns the seconds per (kind, tests) without a fault, except for failing or empty tests."""
-    took = {}
-    for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
+    def __enter__(self) -> Tests:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._zygote is not None:
+            self._zygote.__exit__(None, None, None)
+
+    def usual_seconds(self, kind: str, tests: str) -> float | None:
+        """Runs the tests at the first call, when no fault may be planted or built."""
+        if (kind, tests) not in self._usual_seconds:
+            took, output = self._time(kind, tests)
+            if took is None and kind == "python":
+                self._unforked.add(tests)
+                took, output = self._time(kind, tests)
+            if took is None:
+                print(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}", flush=True)
+            self._usual_seconds[kind, tests] = took
+        return self._usual_seconds[kind, tests]
+
+    def _time(self, kind: str, tests: str) -> tuple[float | None, str]:
         began = time.monotonic()
-        status, output = run(test_command(kind, tests))
-        if status != 0 or (kind == "cpp" and "[==========] 0 tests" in output):
-            print(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}", flush=True)
-        else:
-            took[kind, tests] = time.monotonic() - began
-    return took
+        status, output = self.run(kind, tests, SECONDS)
+        passed = status == 0 and not (kind == "cpp" and "[==========] 0 tests" in output)
+        return time.monotonic() - began if passed else None, output
+
+    def run(self, kind: str, tests: str, seconds: int) -> tuple[int | None, str]:
+        match kind:
+            case "cpp":
+                command = [str(BUILD / "kv_offload_tests"), "--gtest_brief=1", f"--gtest_filter={tests}"]
+            case "python":
+                command = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+                if tests not in self._unforked:
+                    return self._run_forked(command, seconds)
+                command = [sys.executable, "-m", *command]
+            case _:
+                command = ["bash", "-c", tests]
+        return run(command, seconds=seconds)
+
+    def _run_forked(self, command: Sequence[str], seconds: int) -> tuple[int | None, str]:
+        if self._zygote is None:
+            self._zygote = Zygote(PLACE / "zygote.log", environment(), MODULES)
+            self._zygote.__enter__()
+        log = PLACE / "pytest.log"
+        log.unlink(missing_ok=True)
+        begun = self._zygote.start(command, environment(), log, TREE)
+        status = None
+        try:
+            status = begun.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(begun.pid, signal.SIGKILL)
+            begun.wait()
+        return status, log.read_text(errors="replace")
 
 
 @contextmanager
@@ -229,25 +281,25 @@ def planted(mutant: Mutant) -> Iterator[None]:
         path.write_text(text)
 
 
-def verdict(mutant: Mutant, usual_seconds: float | None) -> str:
+def verdict(mutant: Mutant, tests: Tests) -> str:
     """Returns seen, NOT SEEN, or the reason why the result is not known."""
+    usual_seconds = tests.usual_seconds(mutant.kind, mutant.tests)
     if usual_seconds is None:
         return "its tests do not pass without it"
     # A command compiles first, so it gets the full time limit.
     seconds = SECONDS if mutant.kind == "command" else int(max(LEAST_SECONDS, SLOWER * usual_seconds))
-    command = test_command(mutant.kind, mutant.tests)
     with planted(mutant):
         if mutant.kind == "cpp":
             status, output = build()
             if status != 0:
                 return f"does not compile:\n{output[-2000:]}"
-        status, _ = run(command, seconds=seconds)
+        status, _ = tests.run(mutant.kind, mutant.tests, seconds)
     if status is not None:
         return "seen" if status else "NOT SEEN"
     # The machine itself may be slow.
     if mutant.kind == "cpp":
         build()
-    status, _ = run(command, seconds=seconds)
+    status, _ = tests.run(mutant.kind, mutant.tests, seconds)
     return LATE if status == 0 else "not known: its tests take as long without it"
 
 
@@ -291,15 +343,20 @@ def main() -> int:
         copy_tree()
         if any(mutant.kind == "cpp" for mutant in mutants):
             configure()
-        usual = time_tests(mutants)
     except NotPlantedError as error:
         print(error, file=sys.stderr)
         return 2
     verdicts = []
-    for mutant in mutants:
-        began = time.monotonic()
-        verdicts.append(verdict(mutant, usual.get((mutant.kind, mutant.tests))))
-        print(f"{time.monotonic() - began:5.0f} s  {mutant.area}: {mutant.name}: {verdicts[-1]}", flush=True)
+    with Tests() as tests:
+        for mutant in mutants:
+            if mutant.kind == "cpp":  # the others do not depend on a build that may contain a fault
+                tests.usual_seconds(mutant.kind, mutant.tests)
+        for mutant in mutants:
+            began = time.monotonic()
+            verdicts.append(verdict(mutant, tests))
+            print(
+                f"{time.monotonic() - began:5.0f} s  {mutant.area}: {mutant.name}: {verdicts[-1]}", flush=True
+            )
     seen = sum(word in SEEN for word in verdicts)
     print(f"{seen} of {len(verdicts)} planted faults were seen")
     if any(word not in (*SEEN, "NOT SEEN") for word in verdicts):
