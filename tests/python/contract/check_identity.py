@@ -375,7 +375,7 @@ def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
 
 
 def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_config: Any) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MLAAttentionSpec
 
     def may_lose(spec: Any) -> bool:
         return compat.layer_may_lose(SimpleNamespace(get_kv_cache_spec=lambda _: spec), vllm_config)
@@ -385,6 +385,7 @@ def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_confi
     assert may_lose(FullAttentionSpec(**shape, dtype=torch.float16))
     assert not may_lose(FullAttentionSpec(**shape, dtype=torch.float32))
     assert not may_lose(MLAAttentionSpec(**shape, dtype=torch.bfloat16)), "a latent cache"
+    assert not may_lose(CrossAttentionSpec(**shape, dtype=torch.bfloat16)), "a kind that was not measured"
 
 
 def test_a_lossy_tier_gives_all_tiers_a_namespace_of_their_own(resolved: Any, tmp_path: Path) -> None:
