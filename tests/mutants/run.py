@@ -260,9 +260,9 @@ class Tests:
     def usual_seconds(self, kind: str, tests: str) -> float | None:
         """Runs the tests at the first call, when no fault may be planted or built."""
         if kind == "cpp" and (kind, tests) not in self._usual_seconds:
-            took = [seconds for name, seconds in self._cpp_seconds.items() if is_selected(name, tests)]
-            passed = [seconds for seconds in took if seconds is not None]
-            if took and len(passed) == len(took):
+            selected = [seconds for name, seconds in self._cpp_seconds.items() if is_selected(name, tests)]
+            passed = [seconds for seconds in selected if seconds is not None]
+            if passed and len(passed) == len(selected):
                 self._usual_seconds[kind, tests] = sum(passed)
         if (kind, tests) not in self._usual_seconds:
             took, output = self._time(kind, tests)

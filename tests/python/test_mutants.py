@@ -67,3 +67,22 @@ def test_other_code_is_no_place_for_a_fault(runner, file, text, find):
 
 def test_code_that_occurs_twice_has_two_places(runner):
     assert len(runner.anchors.places("f(a); f( a );", "f(a );", "a.cc")) == 2
+
+
+@pytest.mark.parametrize(
+    ("test", "tests", "expected"),
+    [
+        ("A.b", "A.b", True),
+        ("A.bc", "A.b", False),
+        ("A.bc", "A.b*", True),
+        ("A.bc", "A.b?", True),
+        ("AxB.c", "A.c:*B.c", True),
+        ("P/A.b/0", "P/A.b/0", True),
+        ("A.b", "A.*-A.b", False),
+        ("A.b", "-A.c*:B.*", True),
+        ("A.b", "-A.c*:A.*", False),
+        ("A.b", "a.b:A+b", False),
+    ],
+)
+def test_a_filter_selects_the_tests_that_googletest_selects(runner, test, tests, expected):
+    assert runner.is_selected(test, tests) is expected
