@@ -289,6 +289,10 @@ void RequestTable::admit(RequestHandle handle) {
   request.clear_wait();
 }
 
+void RequestTable::preempt(RequestHandle handle) {
+  if (requests_[handle].pass.step != step_) admit(handle);
+}
+
 DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {
   const RequestState& request = requests_[handle];
   DeviceLoads::Load load;

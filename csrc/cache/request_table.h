@@ -71,6 +71,8 @@ class RequestTable {
   void end_load(const DeviceLoads::LoadId& load);
   // The request was scheduled: counts its lookup results and stops waiting.
   void admit(RequestHandle request);
+  // The same for a request that lost its place on the device, unless it was looked up in this step.
+  void preempt(RequestHandle request);
   Offers& offers(RequestHandle request) { return requests_[request].offers; }
 
   // ---- plans: see Planner

@@ -52,6 +52,32 @@ TEST_F(RequestTableTest, a_request_that_waits_for_a_store_misses_when_the_host_i
   EXPECT_THAT(requests_.waiting(), IsEmpty());
 }
 
+// vLLM does not report that it schedules a preempted request again without a load.
+TEST_F(RequestTableTest, a_preempted_request_waits_anew) {
+  parts_.filling("filling", 1);
+  requests_.set_span(a_, ChunkParts::kTokens, 4 * ChunkParts::kTokens);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.end_step();
+  requests_.expire(a_, MissReason::kDeadline);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kMiss);
+  requests_.end_step();
+  requests_.preempt(a_);
+  EXPECT_EQ(parts_.missed("deadline"), 4 * ChunkParts::kTokens);
+  EXPECT_FALSE(requests_.at(a_).has_span) << "it has become longer";
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
+}
+
+TEST_F(RequestTableTest, a_request_that_was_looked_up_in_the_step_of_its_preemption_waits_on) {
+  parts_.filling("filling", 1);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.preempt(a_);
+  EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
+  requests_.end_step();
+  requests_.preempt(a_);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+}
+
 TEST_F(RequestTableTest, handles_are_reused_and_numbers_are_not) {
   const std::uint32_t number = requests_.at(a_).number;
   requests_.end(a_);
