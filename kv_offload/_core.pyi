@@ -586,6 +586,11 @@ class TieredCache:
         """Ends the request and returns its packed report, an argument for RequestReport in this process."""
     def admit(self, request: int) -> None:
         """The request was scheduled and waits for no more records. Loads and stores imply it."""
+    def preempt(self, request: int) -> None:
+        """The request was preempted: a wait from before it last ran is over, and its span is asked for again.
+
+        Has no effect on a request that was looked up in this step, as after a reset.
+        """
     def make_lookup(
         self,
         results: tuple[Any, Any, Any, Any],

@@ -313,9 +313,10 @@ class KVOffloadManager(OffloadingManager):
 
     def on_schedule_end(self, context: Any) -> None:
         """Ends a step: admits the scheduled requests, polls the tiers, plans loads, applies deadlines."""
-        if self._options.resumed_is_new:
-            for request_id in context.preempted_req_ids:
-                if (state := self._live.get(request_id)) is not None:
+        for request_id in context.preempted_req_ids:
+            if (state := self._live.get(request_id)) is not None:
+                self._cache.preempt(state.handle)
+                if self._options.resumed_is_new:
                     state.started = False
         for request_id in context.new_req_ids:
             if (state := self._live.get(request_id)) is not None:

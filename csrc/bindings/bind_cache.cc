@@ -364,6 +364,13 @@ void bind_cache(py::module_& module) {
       .def(
           "admit", [](const Cache& self, RequestHandle request) { self->cache->admit(request); },
           py::arg("request"))
+      .def(
+          "preempt",
+          [](const Cache& self, RequestHandle request) {
+            forget_context(*self);  // the request has another span when it is looked up again
+            self->cache->preempt(request);
+          },
+          py::arg("request"))
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))

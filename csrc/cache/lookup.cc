@@ -32,6 +32,7 @@ LookupResult RequestTable::lookup(RequestHandle handle, const ChunkKey& key, std
 
 void RequestTable::begin_pass(RequestState& request) {
   ops_.poll_once_per_step();
+  if (request.waiting || request.expired) continue_wait(request);
   request.pass.clear();
   request.pass.step = step_;
   request.pass.time = clock_.now();

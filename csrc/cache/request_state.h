@@ -137,6 +137,7 @@ struct RequestState {
   std::size_t waiting_index = 0;  // index in RequestTable::waiting_
   bool expired = false;           // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
+  Nanos waited{0};  // since the last admission, of the timeout: see RequestTable::continue_wait
   Nanos waits_since{0};
   Nanos deadline{0};
   Nanos reads_since{0};           // waits_since, or the last pass that found chunks not written yet
@@ -211,7 +212,7 @@ struct RequestState {
   // REQUIRES: held and awaited were released.
   void clear_wait() {
     waiting = expired = decided = false;
-    deadline = waits_since = reads_since = load_budget = load_budget_end = Nanos(0);
+    deadline = waited = waits_since = reads_since = load_budget = load_budget_end = Nanos(0);
     fetched_for = 0;
     held.clear();
     awaited.clear();

@@ -89,7 +89,7 @@ void RequestTable::start_waiting(RequestHandle handle, RequestState& request) {
   request.waiting_index = waiting_.size() - 1;
   request.waiting = true;
   request.waits_since = request.reads_since = request.pass.time;
-  request.deadline = request.pass.time + lookup_timeout_;
+  request.deadline = request.pass.time + lookup_timeout_ - request.waited;
 }
 
 void RequestTable::stop_waiting(RequestState& request) {
@@ -132,6 +132,23 @@ void RequestTable::expire(RequestHandle handle, MissReason reason) {
   stop_waiting(request);
   request.expired = true;
   request.expired_for = reason;
+}
+
+// vLLM asks about the first queued request in each step, and about the others only while there is room. A
+// request for which there is no room waits for vLLM and not for a tier.
+void RequestTable::continue_wait(RequestState& request) {
+  const Nanos now = clock_.now(), since = now - request.pass.time;
+  if (request.pass.pending && request.pass.step + 1 == step_) request.waited += since;
+  if (!request.expired && now < request.deadline) return;
+  const bool was_unasked = step_ - request.pass.step >= kUnaskedSteps && since >= lookup_timeout_ / 4;
+  if (request.pass.pending && !was_unasked) return;
+  const Nanos waited = request.waited + lookup_timeout_ / kMostWaits;
+  if (waited >= lookup_timeout_) return;
+  if (request.waiting) stop_waiting(request);
+  request.report.waited_seconds += to_seconds(request.pass.time - request.waits_since);
+  request.clear_wait();
+  decltype(request.tier_lookups)().swap(request.tier_lookups);
+  request.waited = waited;
 }
 
 std::vector<RequestHandle> RequestTable::take_pending() {
@@ -283,10 +300,15 @@ void RequestTable::admit(RequestHandle handle) {
   request.pass.release();
   decltype(request.tier_lookups)().swap(request.tier_lookups);  // frees its buckets, too
   request.has_span = false;  // vLLM may ask about it again from another position
+  request.waited = Nanos(0);
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);
   request.clear_wait();
+}
+
+void RequestTable::preempt(RequestHandle handle) {
+  if (requests_[handle].pass.step != step_) admit(handle);
 }
 
 DeviceLoads::Load RequestTable::load_of(RequestHandle handle) const {

@@ -128,6 +128,11 @@ void TieredCache::admit(RequestHandle request) {
   impl_->requests.admit(request);
 }
 
+void TieredCache::preempt(RequestHandle request) {
+  (void)impl_->requests.require_live(request);
+  impl_->requests.preempt(request);
+}
+
 void TieredCache::end_request(RequestHandle request) {
   Impl& impl = *impl_;
   impl.requests.end(request);

@@ -78,6 +78,9 @@ class TieredCache {
   // The request was scheduled and stops waiting. Not needed for a request that loads or stores, which implies
   // it.
   void admit(RequestHandle request);
+  // The request was preempted: a wait from before it last ran is over. (vLLM does not report that a preempted
+  // request is scheduled again.) Has no effect if the request was looked up in this step, as after a reset.
+  void preempt(RequestHandle request);
   // Sets where in its prompt a request's lookups start, and the prompt's length: end positions, in tokens, of
   // the first chunk that is looked up and of the last whole chunk. Without it, compute cost is estimated as
   // for the first tokens of a prompt, and a miss counts only its own chunk.

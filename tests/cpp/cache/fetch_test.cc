@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cache/cache_fixture.h"
+#include "cache/request_table.h"
 
 namespace kv_offload {
 namespace {
@@ -173,6 +174,25 @@ TEST_P(FetchTest, a_request_without_further_lookups_loses_its_pins_at_the_deadli
   step();
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
   EXPECT_EQ(scan(request, {"a"}), "H");
+}
+
+// The engine is full, and vLLM does not ask about the request.
+TEST_P(FetchTest, a_queued_request_loads_from_the_tier_however_long_it_is_queued) {
+  record({"a"});
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  tier().finish();
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) step();
+  pass_time(seconds(6));
+  step();
+  store({"1", "2", "3", "4", "5", "6", "7", "8"});  // evicts it
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a"}), "H");
+  load(request, {"a"});
+  EXPECT_EQ(world().miss_tokens("deadline"), 0);
 }
 
 TEST_P(FetchTest, a_fetch_without_waiters_is_cancelled) {

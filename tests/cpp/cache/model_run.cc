@@ -182,10 +182,13 @@ bool ModelRun::find_hits(Request& request, std::vector<std::vector<ChunkKey>>* h
 }
 
 void ModelRun::admit_or_wait(std::uint32_t serial, Request& request) {
+  // A wait may begin again if the request was not looked up for long: RequestTable::expire.
+  if (world_.clock.now() - request.looked_up >= kDeadline / 4) request.waits_since = Nanos(-1);
+  request.looked_up = world_.clock.now();
   std::vector<std::vector<ChunkKey>> hits;
   if (!find_hits(request, &hits)) return;
-  if (chance(10)) return;  // no free blocks on the device: vLLM looks up again later
-  request.waits_since = Nanos(-1);
+  request.waits_since = Nanos(-1);  // also without free blocks: RequestTable::expire
+  if (chance(10)) return;           // no free blocks on the device: vLLM looks up again later
   std::size_t count = 0;
   for (const auto& keys : hits) count += keys.size();
   if (count == 0) {

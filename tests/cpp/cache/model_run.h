@@ -60,6 +60,7 @@ class ModelRun {
     std::size_t stored = 0;  // chunks offered so far
     std::uint32_t jobs = 0;  // in flight
     Nanos waits_since{-1};   // time of the first pending lookup since the last admission
+    Nanos looked_up{0};      // time of the last lookup
   };
   struct Job {
     bool store = false;

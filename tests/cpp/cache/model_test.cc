@@ -41,7 +41,7 @@ TEST_P(ModelSeeds, a_window_group_of_the_same_size) {
 
 TEST_P(ModelSeeds, groups_of_different_sizes) {
   expect_clean({.seed = GetParam(), .rows = 96, .shard_bytes = {5000, 200}, .full_attention = {true, false}},
-               20000);
+               30000);
 }
 
 TEST_P(ModelSeeds, writes_at_eviction) {

@@ -52,6 +52,32 @@ TEST_F(RequestTableTest, a_request_that_waits_for_a_store_misses_when_the_host_i
   EXPECT_THAT(requests_.waiting(), IsEmpty());
 }
 
+// vLLM does not report that it schedules a preempted request again without a load.
+TEST_F(RequestTableTest, a_preempted_request_waits_anew) {
+  parts_.filling("filling", 1);
+  requests_.set_span(a_, ChunkParts::kTokens, 4 * ChunkParts::kTokens);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.end_step();
+  requests_.expire(a_, MissReason::kDeadline);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kMiss);
+  requests_.end_step();
+  requests_.preempt(a_);
+  EXPECT_EQ(parts_.missed("deadline"), 4 * ChunkParts::kTokens);
+  EXPECT_FALSE(requests_.at(a_).has_span) << "it has become longer";
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
+}
+
+TEST_F(RequestTableTest, a_request_that_was_looked_up_in_the_step_of_its_preemption_waits_on) {
+  parts_.filling("filling", 1);
+  EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
+  requests_.preempt(a_);
+  EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
+  requests_.end_step();
+  requests_.preempt(a_);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+}
+
 TEST_F(RequestTableTest, handles_are_reused_and_numbers_are_not) {
   const std::uint32_t number = requests_.at(a_).number;
   requests_.end(a_);
@@ -260,6 +286,97 @@ TEST_F(RequestTableTest, a_lookup_past_the_deadline_is_a_miss) {
   parts_.clock.advance(parts_.options.lookup_timeout);
   requests_.end_step();
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+}
+
+// vLLM asks about a queued request in a few steps only.
+TEST_F(RequestTableTest, time_in_which_vllm_does_not_ask_is_no_wait_for_a_tier) {
+  const Nanos timeout = parts_.options.lookup_timeout;
+  parts_.filling("x", 1);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  requests_.end_step();
+  parts_.clock.advance(timeout / 4);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+  parts_.clock.advance(timeout);
+  requests_.expire(a_, MissReason::kDeadline);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  EXPECT_EQ(requests_.at(a_).deadline,
+            parts_.clock.now() + timeout * 3 / 4 - timeout / RequestTable::kMostWaits);
+  EXPECT_EQ(requests_.at(a_).report.waited_seconds, to_seconds(timeout / 4));
+  requests_.end_step();
+  parts_.clock.advance(timeout);
+  requests_.expire(a_, MissReason::kDeadline);  // vLLM asked in the last step
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.admit(a_);
+  EXPECT_EQ(requests_.at(a_).waited, Nanos(0));
+}
+
+// The step of the deadline has not ended.
+TEST_F(RequestTableTest, the_wait_begins_again_if_vllm_asks_right_after_the_deadline) {
+  parts_.filling("x", 1);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  EXPECT_GT(requests_.at(a_).deadline, parts_.clock.now());
+  EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
+}
+
+// vLLM asks about the first queued request in each step.
+TEST_F(RequestTableTest, time_in_which_nothing_is_pending_is_no_wait_for_a_tier) {
+  parts_.record("x");
+  parts_.resident("y");
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "y"), LookupResult::kHit);
+  requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout);
+  requests_.expire(a_, MissReason::kDeadline);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending) << "it was evicted meanwhile";
+  requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "the timeout is used up";
+}
+
+TEST_F(RequestTableTest, what_was_decided_before_a_long_time_in_a_queue_is_decided_again) {
+  parts_.record("x");
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  requests_.close_all(a_, MissReason::kPressure);
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout / 2);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "before its deadline";
+  requests_.expire(a_, MissReason::kRecomputeCheaper);
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout / 2);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+}
+
+TEST_F(RequestTableTest, a_short_time_in_which_vllm_does_not_ask_counts) {
+  parts_.filling("x", 1);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout * 3 / 4);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+  parts_.clock.advance(parts_.options.lookup_timeout / 4 - Nanos(1));
+  requests_.expire(a_, MissReason::kDeadline);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+}
+
+TEST_F(RequestTableTest, a_request_that_vllm_asks_about_now_and_then_waits_a_limited_number_of_times) {
+  parts_.filling("x", 1);
+  int waits = 0;
+  while (parts_.lookup(a_, "x") == LookupResult::kPending && waits <= RequestTable::kMostWaits) {
+    ++waits;
+    for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
+    parts_.clock.advance(parts_.options.lookup_timeout);
+    requests_.expire(a_, MissReason::kDeadline);
+  }
+  EXPECT_EQ(waits, RequestTable::kMostWaits);
 }
 
 TEST_F(RequestTableTest, a_closed_group_is_a_miss_with_its_reason) {

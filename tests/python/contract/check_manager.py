@@ -381,6 +381,38 @@ def test_a_request_that_runs_without_load_or_store_holds_nothing(engine: Engine)
     engine.copy(output, [0])
 
 
+def test_a_wait_from_before_a_preemption_is_over(engine: Engine) -> None:
+    output = engine.offer(keys(2), engine.request("beside"))
+    waits = engine.request("waits")
+    engine.end_step(new=["waits"])
+    engine.end_step(preempted=["waits"])
+    assert engine.lookup(keys(2), waits) == [PENDING]
+    engine.end_step(preempted=["waits"])
+    assert _held(engine)[0] == 1, "after a reset, vLLM preempts a request and asks about it in one step"
+    engine.end_step()  # vLLM schedules it again without a load, and does not say so
+    engine.end_step(preempted=["waits", "unknown"])
+    assert _held(engine)[0] == 0
+    engine.copy(output, [0])
+
+
+def test_a_preempted_request_is_measured_anew(engine: Engine) -> None:
+    request = engine.request("r")
+    _positions(request, keys(1, 2))
+    assert engine.lookup(keys(1), request) == [MISS]
+    engine.end_step(new=["r"])
+    assert _missed(engine) == 32
+    _positions(request, keys(1, 2, 3, 4, 5))  # it has generated three chunks
+    engine.end_step(preempted=["r"])
+    assert engine.lookup(keys(1), request) == [MISS]
+    engine.end_step(preempted=["r"])
+    engine.end_step(preempted=["r"])
+    assert _missed(engine) == 32 + 80
+
+
+def _missed(engine: Engine) -> float:
+    return float(engine.manager._metrics.value("kv_offload_miss_tokens_total", ("not_stored",)))
+
+
 def test_a_request_that_offers_nothing_holds_nothing(engine: Engine) -> None:
     output = engine.offer(keys(2), engine.request("beside"))
     waits = engine.request("waits")
