@@ -768,7 +768,7 @@ class FsRoot:
         encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """Reads every record, and decrypts encrypted ones with these keys. Returns {path, kind, message,
-        removed} of each damaged record."""
+        removed} of each damaged record, and of each directory that cannot be read."""
     def evict(
         self,
         *,
@@ -785,7 +785,8 @@ class FsRoot:
         records, dead_namespaces}.
         """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
-        """Removes the records of one namespace, or all. Returns (records, bytes) removed."""
+        """Removes the records of one namespace, or all. Returns (records, bytes) removed. Raises RuntimeError
+        if some cannot be removed; all others are removed."""
     def startup_epoch(self, namespace: str) -> int | None:
         """Returns the epoch that newly started processes use; None if there is none, or a reset made the
         newest. Raises RuntimeError if the namespace cannot be read."""
