@@ -65,6 +65,14 @@ std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max
 
 double to_unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
 
+// Bytes from the disk may be damaged: those that are not UTF-8 are escaped.
+py::str text_of(const std::string& bytes) {
+  PyObject* const text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
 py::dict stat(FsRoot& root) {
   RootInfo info;
   {
@@ -73,7 +81,7 @@ py::dict stat(FsRoot& root) {
   }
   py::list namespaces;
   for (const NamespaceInfo& space : info.namespaces) {
-    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "epoch"_a = space.epoch,
+    namespaces.append(py::dict("id"_a = space.id, "json"_a = text_of(space.json), "epoch"_a = space.epoch,
                                "bytes"_a = space.bytes, "records"_a = space.records,
                                "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
                                "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
@@ -109,7 +117,7 @@ py::list verify(FsRoot& root, bool repair, const py::object& progress,
   }
   py::list list;
   for (const DamagedRecord& record : damaged) {
-    list.append(py::dict("path"_a = record.path, "kind"_a = to_string(record.kind),
+    list.append(py::dict("path"_a = text_of(record.path), "kind"_a = to_string(record.kind),
                          "message"_a = record.message, "removed"_a = record.removed));
   }
   return list;

@@ -176,7 +176,7 @@ FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
                   layout::kRootFile);
   }
   if (text != layout::kRootText) {
-    throw_invalid("{} is a root of another format: '{}'", impl_->path, text.substr(0, 80));
+    throw_invalid("{} is a root of another format: {:?}", impl_->path, text.substr(0, 80));
   }
 }
 
