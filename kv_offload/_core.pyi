@@ -758,9 +758,12 @@ class FsRoot:
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
         seconds; open: True if a process has it open.
         """
-    def records(self, namespace: str | None = None, all_epochs: bool = False) -> Iterator[dict[str, Any]]:
+    def records(
+        self, namespace: str | None = None, all_epochs: bool = False, strict: bool = False
+    ) -> Iterator[dict[str, Any]]:
         """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
-        opening it. ``all_epochs``: includes what a reset left behind."""
+        opening it. ``all_epochs``: includes what a reset left behind. ``strict``: raises RuntimeError for a
+        directory that cannot be read, instead of skipping it."""
     def verify(
         self,
         repair: bool = False,
@@ -802,7 +805,8 @@ def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""
 
 def record_tenant(path: str) -> str | None:
-    """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
+    """Returns the tenant in a record's header; "": none. None if the record is missing or has no valid
+    header. Raises RuntimeError if it cannot be read."""
 
 def record_loss(path: str) -> tuple[bool, int, int, float, float, float] | None:
     """Returns what a record's header says, the fields of ``kv_offload.losses.StatedLoss``. None if the header

@@ -175,7 +175,7 @@ void bind_fs(py::module_& module) {
       .def(py::init<std::string>(), py::arg("root_dir"), Released())
       .def("stat", &stat)
       .def("records", &FsRoot::records, py::arg("namespace") = py::none(), py::arg("all_epochs") = false,
-           Released())
+           py::arg("strict") = false, Released())
       .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
            py::arg("encryption_key_files") = std::vector<std::string>())
       .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
@@ -197,13 +197,16 @@ void bind_fs(py::module_& module) {
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
       py::arg("path"), Released());
-  // None: the record is missing, or not readable.
+  // None: the record is missing, or has no valid header.
   module.def(
       "record_tenant",
-      [](const std::string& path) {
+      [](const std::string& path) -> std::optional<std::string> {
         RecordHeader header;
-        return read_header(posix_file_ops(), AT_FDCWD, path, &header) ? std::optional(header.tenant)
-                                                                      : std::nullopt;
+        const Status status = read_header(posix_file_ops(), AT_FDCWD, path, &header);
+        if (status.kind() == StatusKind::kNotFound || status.kind() == StatusKind::kCorrupt)
+          return std::nullopt;
+        raise_unless_ok(status);
+        return header.tenant;
       },
       py::arg("path"), Released());
   // None: the record is missing, or not readable.

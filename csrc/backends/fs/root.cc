@@ -112,8 +112,8 @@ struct FsRoot::Cursor::Impl {
         status = list_epochs(ops, namespace_directory.get(), &epochs);
         if (status && !all_epochs) epochs = live_epochs(ops, namespace_directory.get());
       }
-      check(root_path + "/" + name, std::exchange(status, {}));
       std::reverse(epochs.begin(), epochs.end());
+      check(root_path + "/" + name, std::exchange(status, {}));
     }
     epoch = epochs.back();
     epochs.pop_back();
@@ -121,8 +121,8 @@ struct FsRoot::Cursor::Impl {
     std::uint64_t ignored = 0;
     leaves.clear();
     if (directory) status = list_leaves(ops, directory.get(), &leaves, &ignored);
-    check(epoch_path(), status);
     std::sort(leaves.rbegin(), leaves.rend());
+    check(epoch_path(), status);
     return true;
   }
 
@@ -134,8 +134,8 @@ struct FsRoot::Cursor::Impl {
     Status status =
         scan_leaf(posix_file_ops(), directory.get(), leaf, {.names_only = false, .unseen = &unseen}, &found);
     if (status && unseen.any()) status = Status::error(StatusKind::kIo, "a file in it cannot be inspected");
-    check(epoch_path() + "/" + layout::leaf_path(leaf), status);
     records = std::move(found.records);
+    check(epoch_path() + "/" + layout::leaf_path(leaf), status);
   }
 };
 
@@ -212,8 +212,13 @@ RootInfo FsRoot::stat() {
   return info;
 }
 
-FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs) {
+FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs, bool strict) {
   auto impl = std::make_unique<Cursor::Impl>();
+  if (strict) {
+    impl->on_unreadable = [](const std::string& path, const Status& status) {
+      throw_resource("{} cannot be read: {}", path, status.message());
+    };
+  }
   impl->all_epochs = all_epochs;
   impl->root_path = impl_->path;
   impl->root = open_directory(impl_->root.get(), ".");

@@ -91,8 +91,10 @@ class FsRoot {
     std::unique_ptr<Impl> impl_;
   };
   // Throws InvalidArgument if the namespace does not exist. The cursor may outlive this object. all_epochs:
-  // includes what a reset left behind.
-  Cursor records(const std::optional<std::string>& namespace_id, bool all_epochs = false);
+  // includes what a reset left behind. strict: next() throws ResourceError for each directory that cannot be
+  // read, and then continues behind it.
+  Cursor records(const std::optional<std::string>& namespace_id, bool all_epochs = false,
+                 bool strict = false);
 
   // Opens every record and checks all of it. repair: removes records that are proven wrong (not those that
   // cannot be read). A directory that cannot be read is reported like a record. progress(records done,
