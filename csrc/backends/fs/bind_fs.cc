@@ -2,6 +2,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "backends/fs/file_ops.h"
 #include "backends/fs/record_file.h"
@@ -26,6 +27,7 @@ struct FsTierSpec final : TierSpec {
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
     chosen.watch_removals = watch_removals;
+    chosen.may_trim = slot.write_policy != WritePolicy::kReadOnly;
     chosen.tenants = tenants;
     chosen.epoch = epoch;
     return make_fs_tier(chosen);
@@ -203,8 +205,8 @@ void bind_fs(py::module_& module) {
       [](const std::string& path) -> std::optional<std::string> {
         RecordHeader header;
         const Status status = read_header(posix_file_ops(), AT_FDCWD, path, &header);
-        if (status.kind() == StatusKind::kNotFound || status.kind() == StatusKind::kCorrupt)
-          return std::nullopt;
+        const bool missing = status.kind() == StatusKind::kNotFound || status.error_number() == ESTALE;
+        if (missing || status.kind() == StatusKind::kCorrupt) return std::nullopt;
         raise_unless_ok(status);
         return header.tenant;
       },

@@ -360,8 +360,8 @@ std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Reservation* evicted
 }
 
 void Evictor::trim() {
-  if (!options_.may_evict || records_.extent() != RecordIndex::Extent::kOrder) return;
-  if (!shares_.is_root_above(options_.max_bytes)) return;
+  if (!options_.may_evict || !options_.may_trim) return;
+  if (records_.extent() != RecordIndex::Extent::kOrder || !shares_.is_root_above(options_.max_bytes)) return;
   for (std::uint64_t trimmed = 0; trimmed < kMostTrimmed && !stop_.load();) {
     if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // those trim it
     Reservation evicted(*root_.space);  // settled for each part: others see how much is left

@@ -74,7 +74,7 @@ class Evictor {
   void trade() EXCLUDES(mutex_);
   // Evicts while the root holds more than max_bytes: after a start with a smaller bound, or if another
   // program added files. Leaves the rest for the next call after kMostTrimmed bytes. Does nothing without
-  // FsTierOptions::may_evict, or while other sharers hold too much and this one does not.
+  // FsTierOptions::may_evict and may_trim, or while other sharers hold too much and this one does not.
   void trim() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.

@@ -39,9 +39,16 @@ TEST(EvictorTest, a_root_far_above_its_bound_is_emptied_in_parts) {
     std::ofstream(path).close();
     fs::resize_file(path, kBytes);  // sparse: counts its size
   }
+  const auto left = [&] { return records_in(root).size(); };
+  FsTierOptions reads = options_for(root, kBound);
+  reads.may_trim = false;
+  FsStore reader(reads, posix_file_ops(), clock);
+  reader.start();
+  reader.maintain();
+  EXPECT_EQ(left(), kRecords);
+  reader.close();
   FsStore store(options_for(root, kBound), posix_file_ops(), clock);
   store.start();
-  const auto left = [&] { return records_in(root).size(); };
   Row row({16384});
   std::uint64_t moved = 0;
   TierOp op;
