@@ -763,9 +763,12 @@ class FsRoot:
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
         seconds; open: True if a process has it open.
         """
-    def records(self, namespace: str | None = None, all_epochs: bool = False) -> Iterator[dict[str, Any]]:
+    def records(
+        self, namespace: str | None = None, all_epochs: bool = False, strict: bool = False
+    ) -> Iterator[dict[str, Any]]:
         """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
-        opening it. ``all_epochs``: includes what a reset left behind."""
+        opening it. ``all_epochs``: includes what a reset left behind. ``strict``: raises RuntimeError for a
+        directory that cannot be read, instead of skipping it."""
     def verify(
         self,
         repair: bool = False,
@@ -773,7 +776,7 @@ class FsRoot:
         encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """Reads every record, and decrypts encrypted ones with these keys. Returns {path, kind, message,
-        removed} of each damaged record."""
+        removed} of each damaged record, and of each directory that cannot be read."""
     def evict(
         self,
         *,
@@ -790,7 +793,8 @@ class FsRoot:
         records, dead_namespaces}.
         """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
-        """Removes the records of one namespace, or all. Returns (records, bytes) removed."""
+        """Removes the records of one namespace, or all. Returns (records, bytes) removed. Raises RuntimeError
+        if some cannot be removed; all others are removed."""
     def startup_epoch(self, namespace: str) -> int | None:
         """Returns the epoch that newly started processes use; None if there is none, or a reset made the
         newest. Raises RuntimeError if the namespace cannot be read."""
@@ -806,7 +810,8 @@ def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""
 
 def record_tenant(path: str) -> str | None:
-    """Returns the tenant in a record's header; "": none. None if the header cannot be read."""
+    """Returns the tenant in a record's header; "": none. None if the record is missing or has no valid
+    header. Raises RuntimeError if it cannot be read."""
 
 def record_loss(path: str) -> tuple[bool, int, int, float, float, float] | None:
     """Returns what a record's header says, the fields of ``kv_offload.losses.StatedLoss``. None if the header

@@ -116,25 +116,31 @@ EntryInfo EncryptedKeyTier::translated(DigestCache::Place place, EntryInfo entry
 }
 
 void EncryptedKeyTier::submit(std::vector<TierOp> ops) {
-  std::vector<std::pair<OpId, ChunkKey>> begun;
+  std::vector<OpId> begun;
   begun.reserve(ops.size());
-  for (TierOp& op : ops) {
-    const ChunkKey key = op.key;
-    const DigestCache::Place place = names_.place_of(key);
-    std::size_t way = 0;
-    if (op.kind != OpKind::kWrite) {
-      way = way_of(place);
-    } else {
-      op.encryption_key = way = encryption_keys_->key_of_tenant(op.entry_info.tenant);
-      names_.way(place) = static_cast<std::uint32_t>(way);
+  try {
+    for (TierOp& op : ops) {
+      const ChunkKey key = op.key;
+      const DigestCache::Place place = names_.place_of(key);
+      std::size_t way = 0;
+      if (op.kind != OpKind::kWrite) {
+        way = way_of(place);
+      } else {
+        op.encryption_key = way = encryption_keys_->key_of_tenant(op.entry_info.tenant);
+        names_.way(place) = static_cast<std::uint32_t>(way);
+      }
+      in_flight_.insert_or_assign(op.id, key);
+      begun.push_back(op.id);
+      op.entry_info = translated(place, op.entry_info, way);
+      op.key = names_.name(place, way);
+      keys_.remember(op.key, key);
     }
-    begun.emplace_back(op.id, key);
-    op.entry_info = translated(place, op.entry_info, way);
-    op.key = names_.name(place, way);
-    keys_.remember(op.key, key);
+    // The last call that may throw: the caller reuses the rows of ops that were refused.
+    tier_->submit(std::move(ops));
+  } catch (...) {
+    for (const OpId id : begun) in_flight_.erase(id);
+    throw;
   }
-  tier_->submit(std::move(ops));  // throws, or takes all of them
-  for (auto& [id, key] : begun) in_flight_.insert_or_assign(id, key);
 }
 
 void EncryptedKeyTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {

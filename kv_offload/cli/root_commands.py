@@ -257,8 +257,9 @@ def verify(
 
     Also finds records that no server can find, because their name or directory is wrong, and namespaces
     whose namespace.json does not match their id. --repair removes only records that are proven damaged;
-    servers compute them again. Records that cannot be read (an I/O error, permissions) are named and kept.
-    Servers may use the root meanwhile. --repair must run as the user that the root belongs to.
+    servers compute them again. Records and directories that cannot be read (an I/O error, permissions) are
+    named and kept. Servers may use the root meanwhile. --repair must run as the user that the root belongs
+    to.
 
     Encrypted records are authenticated only with --encryption-key-file; without it, everything else is
     checked. A record that none of the keys decrypts is reported and kept.
@@ -355,7 +356,8 @@ def purge(
       kv-offload purge s3://kv-cache/kv_offload --tenant acme
       kv-offload purge unix:///run/redis.sock -n 3fa2
 
-    Exit status: 0 removed; 1 not confirmed, or refused; 2 ROOT is not a root, or has no such namespace.
+    Exit status: 0 removed; 1 not confirmed, refused, or some cannot be removed; 2 ROOT is not a root, or has
+    no such namespace.
     """
     from kv_offload.sizes import format_bytes
 

@@ -79,6 +79,18 @@ def test_a_dry_run_removes_nothing(root):
     assert len(records(root)) == len(KEYS)
 
 
+def test_records_that_take_fewer_blocks_than_their_size_are_evicted(root):
+    for record in records(root):
+        record.write_bytes(b"")
+        os.truncate(record, 1 << 30)  # sparse
+    bound = f"{used_bytes(root) // 2}B"
+    evict(root, "--max-bytes", bound, "--low", 1, "--dry-run")
+    report = json.loads(evict(root, "--max-bytes", bound, "--low", 1, "--json").stdout)
+    assert records(root) == []
+    assert report["bytes_freed"] > report["bytes_before"]
+    assert report["bytes_after"] == used_bytes(root)
+
+
 def test_a_dead_namespace_is_evicted_before_older_records_of_a_live_one(root):
     write_root(root, OTHER)
     last_used(records(root, OTHER), 2 * DAY)

@@ -2,6 +2,7 @@
 """kv-offload on a root that the core itself has written; the fake core of test_cli.py must agree with it."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -43,10 +44,36 @@ def test_stat_shows_the_written_records(root):
     assert "org/model@c0ffee" in run("stat", root)
 
 
-@pytest.mark.parametrize("description", ['{"model": "x"}', "[1]", '{"model": null}', ""])
+@pytest.mark.parametrize(
+    "description", [b'{"model": "x"}', b"[1]", b'{"model": null}', b"", b'{"model": "\xff"}']
+)
 def test_stat_shows_a_root_whose_description_is_damaged(root, description):
-    next(root.glob("*/namespace.json")).write_text(description)
+    next(root.glob("*/namespace.json")).write_bytes(description)
     assert FACTS.short_id() in run("stat", root)
+
+
+def test_damage_that_is_not_text_is_found_and_removed(root):
+    described = next(root.glob("*/namespace.json"))
+    data = bytearray(described.read_bytes())
+    data[20] ^= 0x80
+    described.write_bytes(data)
+    stray = os.path.join(os.fsencode(records(root)[0].parent), b"\xff\xfe.rec")
+    with open(stray, "w"):
+        pass
+    found = {bad["path"] for bad in json.loads(run("verify", root, "--json", status=1))["damaged"]}
+    assert found == {str(described), f"{records(root)[0].parent}/\\xff\\xfe.rec"}
+    run("verify", root, "--repair", status=1)
+    assert not described.exists()
+    assert not os.path.exists(stray)
+    run("verify", root)
+    assert json.loads(run("purge", root, "-n", FACTS.short_id(), "--yes", "--json"))["records"] == 5
+
+
+def test_a_damaged_root_file_is_shown_as_it_is(root):
+    (root / "kv_offload.json").write_bytes(b'{"format": \xff}')
+    result = CliRunner().invoke(app, ["stat", str(root)])
+    assert result.exit_code == 2
+    assert r'another format: "{\"format\": \xff}"' in result.output.replace("\n", "")
 
 
 def test_ls_lists_every_key(root):

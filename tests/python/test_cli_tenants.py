@@ -84,6 +84,22 @@ def test_purge_of_a_tenant_removes_what_a_reset_left_behind(tmp_path: Path) -> N
     assert records_by_tenant(root) == {"other": 2}
 
 
+def test_purge_of_a_tenant_fails_if_a_record_cannot_be_read(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    record = records_in(root)[0]
+    unreadable = record.with_name("00" * 16 + record.name[record.name.index(".") :])
+    unreadable = unreadable.parent.parent / "00" / unreadable.name
+    unreadable.mkdir(parents=True)
+    for command in (["purge", root, "--tenant", "acme", "--yes"], ["stat", root, "--tenants"]):
+        result = CliRunner().invoke(app, [str(argument) for argument in command])
+        assert result.exit_code == 1
+        assert unreadable.name in result.output
+    unreadable.rmdir()
+    run("purge", root, "--tenant", "acme", "--yes")
+    assert records_by_tenant(root) == {"other": 2}
+
+
 def test_purge_of_a_tenant_asks_first(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write_for_tenants(root, tmp_path)

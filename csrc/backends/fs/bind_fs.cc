@@ -2,6 +2,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "backends/fs/file_ops.h"
 #include "backends/fs/record_file.h"
@@ -26,6 +27,7 @@ struct FsTierSpec final : TierSpec {
     chosen.form = form();
     chosen.memory_outlives = memory_outlives;
     chosen.watch_removals = watch_removals;
+    chosen.may_trim = slot.write_policy != WritePolicy::kReadOnly;
     chosen.tenants = tenants;
     chosen.epoch = epoch;
     return make_fs_tier(chosen);
@@ -65,6 +67,14 @@ std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max
 
 double to_unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
 
+// Bytes from the disk may be damaged: those that are not UTF-8 are escaped.
+py::str text_of(const std::string& bytes) {
+  PyObject* const text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
 py::dict stat(FsRoot& root) {
   RootInfo info;
   {
@@ -73,7 +83,7 @@ py::dict stat(FsRoot& root) {
   }
   py::list namespaces;
   for (const NamespaceInfo& space : info.namespaces) {
-    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "epoch"_a = space.epoch,
+    namespaces.append(py::dict("id"_a = space.id, "json"_a = text_of(space.json), "epoch"_a = space.epoch,
                                "bytes"_a = space.bytes, "records"_a = space.records,
                                "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
                                "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
@@ -109,7 +119,7 @@ py::list verify(FsRoot& root, bool repair, const py::object& progress,
   }
   py::list list;
   for (const DamagedRecord& record : damaged) {
-    list.append(py::dict("path"_a = record.path, "kind"_a = to_string(record.kind),
+    list.append(py::dict("path"_a = text_of(record.path), "kind"_a = to_string(record.kind),
                          "message"_a = record.message, "removed"_a = record.removed));
   }
   return list;
@@ -167,7 +177,7 @@ void bind_fs(py::module_& module) {
       .def(py::init<std::string>(), py::arg("root_dir"), Released())
       .def("stat", &stat)
       .def("records", &FsRoot::records, py::arg("namespace") = py::none(), py::arg("all_epochs") = false,
-           Released())
+           py::arg("strict") = false, Released())
       .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
            py::arg("encryption_key_files") = std::vector<std::string>())
       .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
@@ -189,13 +199,16 @@ void bind_fs(py::module_& module) {
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
       py::arg("path"), Released());
-  // None: the record is missing, or not readable.
+  // None: the record is missing, or has no valid header.
   module.def(
       "record_tenant",
-      [](const std::string& path) {
+      [](const std::string& path) -> std::optional<std::string> {
         RecordHeader header;
-        return read_header(posix_file_ops(), AT_FDCWD, path, &header) ? std::optional(header.tenant)
-                                                                      : std::nullopt;
+        const Status status = read_header(posix_file_ops(), AT_FDCWD, path, &header);
+        const bool missing = status.kind() == StatusKind::kNotFound || status.error_number() == ESTALE;
+        if (missing || status.kind() == StatusKind::kCorrupt) return std::nullopt;
+        raise_unless_ok(status);
+        return header.tenant;
       },
       py::arg("path"), Released());
   // None: the record is missing, or not readable.

@@ -38,7 +38,8 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
   Status status;
   int missing_records = 0;
   std::uint64_t missing = 0;
-  for (int attempt = 0; attempt < kReserveAttempts;) {
+  int attempt = 0;
+  while (attempt < kReserveAttempts) {
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound() || !options_.may_evict)
       break;  // eviction cannot help
@@ -47,10 +48,15 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
       return doubtful_sum_error();
     }
     const int before = missing_records;
-    const Status made = make_space(missing, pending, reservation, &missing_records);
+    // A root far above its bound is not emptied by one write: others wait for it.
+    const Status made =
+        make_space(std::min(missing, bytes + kMostAtOnce), pending, reservation, &missing_records);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
     if (missing_records - before < kMissingPerLock) ++attempt;
   }
+  if (attempt == kReserveAttempts) status = reservation->grow_to(bytes, &missing);
+  if (!status && attempt == kReserveAttempts && missing > kMostAtOnce)
+    return Status::error(StatusKind::kUnavailable, "the root holds more than max_bytes: records are evicted");
   // Without eviction kNoSpace means full, and not that the root is still being counted.
   const bool counting = status.kind() == StatusKind::kNoSpace && status.error_number() == 0 && missing == 0;
   if (!options_.may_evict && counting) return Status::error(StatusKind::kUnavailable, status.message());
@@ -332,20 +338,44 @@ void Evictor::trade() {
   shares_.ask();
 }
 
-// Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns false
-// if it could not evict that much; the requester's request then keeps the rest.
+// Returns false if it could not evict that much; the requester's request then keeps the rest.
 bool Evictor::evict_for_peer(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
+  const std::uint64_t freed = evict_by_policy(request.bytes, &evicted);
+  const bool enough = freed >= request.bytes;
+  root_.space->grant(request, enough ? 0 : request.bytes - freed, &evicted);
+  return enough;
+}
+
+// Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns the
+// bytes freed.
+std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Reservation* evicted) {
   Progress own;
-  while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
-         !stop_.load()) {
+  while (own.freed < bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing && !stop_.load()) {
     const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
-    if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
+    if (evict_own(nullptr, evicted, &own).kind() == StatusKind::kNotFound) break;
   }
   if (own.missing >= kMostMissing) exhausted_.store(true);
-  const bool enough = own.freed >= request.bytes;
-  root_.space->grant(request, enough ? 0 : request.bytes - own.freed, &evicted);
-  return enough;
+  return own.freed;
+}
+
+void Evictor::trim() {
+  if (!options_.may_evict || !options_.may_trim) return;
+  if (records_.extent() != RecordIndex::Extent::kOrder || !shares_.is_root_above(options_.max_bytes)) return;
+  for (std::uint64_t trimmed = 0; trimmed < kMostTrimmed && !stop_.load();) {
+    if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // those trim it
+    Reservation evicted(*root_.space);  // settled for each part: others see how much is left
+    std::uint64_t missing = 0, freed = 0;
+    if (evicted.grow_to(kPageBytes, &missing) || missing == 0) return;
+    const std::uint64_t part = std::min(missing, kMostAtOnce);
+    {
+      const MutexLock lock(mutex_);
+      freed = evict_unused_epochs(part, nullptr, &evicted);
+    }
+    if (freed < part) freed += evict_by_policy(part - freed, &evicted);
+    if (freed < part) return;
+    trimmed += freed;
+  }
 }
 
 }  // namespace kv_offload

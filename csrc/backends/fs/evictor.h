@@ -37,6 +37,11 @@ namespace kv_offload {
 
 class Evictor {
  public:
+  // Bytes that are evicted beyond those of a record while mutex_ is held, and by one call of trim(). A local
+  // file system removes the latter in about a second.
+  static constexpr std::uint64_t kMostAtOnce = std::uint64_t{64} << 20;
+  static constexpr std::uint64_t kMostTrimmed = 16 * kMostAtOnce;
+
   // Dependencies; all must outlive this object.
   struct Context {
     const FsTierOptions& options;
@@ -49,7 +54,8 @@ class Evictor {
 
   // Grows the reservation to `bytes` and evicts as needed. pending (or null) may receive the file of an
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
-  // removed. kIo with ENOENT if missing records make the sum of the root doubtful. kDeclined for a record
+  // removed. kUnavailable if the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT
+  // if missing records make the sum of the root doubtful. kDeclined for a record
   // that may be declined (PendingRecord::spared_request): the next victim belongs to its own request, or
   // other servers were asked to evict for it. kDeclined for any record that could only replace records within
   // the shares of other tenants. Without FsTierOptions::may_evict, kNoSpace instead of an
@@ -66,6 +72,10 @@ class Evictor {
   // Evicts for the sharers that ask for space, and then asks them for space if needed. Does nothing without
   // FsTierOptions::may_evict.
   void trade() EXCLUDES(mutex_);
+  // Evicts while the root holds more than max_bytes: after a start with a smaller bound, or if another
+  // program added files. Leaves the rest for the next call after kMostTrimmed bytes. Does nothing without
+  // FsTierOptions::may_evict and may_trim, or while other sharers hold too much and this one does not.
+  void trim() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.
   bool exhausted() const { return exhausted_.load(); }
@@ -95,6 +105,7 @@ class Evictor {
   std::vector<OldestRecords::Source> unused_epochs();
   std::vector<OldestRecords::Source> other_epochs();
   bool evict_for_peer(const LedgerRequest& request) EXCLUDES(mutex_);
+  std::uint64_t evict_by_policy(std::uint64_t bytes, Reservation* evicted) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;

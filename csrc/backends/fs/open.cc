@@ -17,6 +17,17 @@
 namespace kv_offload {
 namespace {
 
+// Reads a file that exists, for a disk that has no room for another one. Returns the bytes read or -errno.
+std::int64_t read_direct(FileOps& ops, int root) {
+  int error = 0;
+  constexpr int kFlags = O_RDONLY | O_DIRECT | O_NOFOLLOW;
+  const Fd fd = open_fd(ops, root, std::string(layout::kLedgerFile), kFlags, 0, &error);
+  if (!fd) return -error;
+  const AlignedBuffer page(kPageBytes);
+  const iovec part{page.data(), page.size()};
+  return ops.preadv(fd.get(), &part, 1, 0);
+}
+
 bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
   if (mode == DirectMode::kOff) return false;
   Fd fd;
@@ -31,6 +42,7 @@ bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
     if (moved >= 0) moved = ops.preadv(fd.get(), &part, 1, 0);
     (void)ops.unlink(open.namespace_directory.get(), path);
   }
+  if (moved == -ENOSPC || moved == -EDQUOT) moved = read_direct(ops, open.directory.get());
   if (moved == static_cast<std::int64_t>(kPageBytes)) return true;
   if (mode == DirectMode::kOn) {
     throw_resource("the file system of {} refuses O_DIRECT ({}); set o_direct to auto or off", open.path,

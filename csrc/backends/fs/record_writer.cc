@@ -20,6 +20,15 @@ constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 // Attempts to publish a record whose name other processes keep taking.
 constexpr int kPublishAttempts = 4;
 
+// True if the name refers to this open file. A rename that failed may have taken effect: its answer was lost
+// (NFS), or a signal ended the wait for it (FUSE).
+bool is_renamed(FileOps& ops, const Fd& fd, int directory, const std::string& leaf, const std::string& path) {
+  FileInfo held, named;
+  (void)ops.refresh(directory, leaf);
+  return ops.fstat(fd.get(), &held) == 0 && ops.stat(directory, path, &named) == 0 &&
+         named.inode == held.inode && named.device == held.device;
+}
+
 }  // namespace
 
 // Removes the temporary however the write ends, also after an exception.
@@ -203,11 +212,14 @@ Status RecordWriter::make_leaf(FsEpoch& epoch, std::uint32_t leaf, Reservation* 
 
 int RecordWriter::rename_to_name(const PendingRecord& pending, const std::string& path) {
   const int directory = pending.epoch->directory.get();
-  const int rc = ops_.rename(directory, pending.path, path, true);
-  if (rc != -EINVAL) return rc;
-  FileInfo old;  // NFS and others do not support RENAME_NOREPLACE
-  (void)ops_.refresh(directory, layout::leaf_path(pending.leaf));
-  return ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, pending.path, path, false);
+  const std::string leaf = layout::leaf_path(pending.leaf);
+  int rc = ops_.rename(directory, pending.path, path, true);
+  if (rc == -EINVAL) {
+    FileInfo old;  // NFS and others do not support RENAME_NOREPLACE
+    (void)ops_.refresh(directory, leaf);
+    rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, pending.path, path, false);
+  }
+  return rc < 0 && is_renamed(ops_, pending.fd, directory, leaf, path) ? 0 : rc;
 }
 
 // True if a file of this length is the whole record of another process, which may have encoded it to another

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
@@ -22,9 +23,12 @@ namespace {
 
 constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
 
-Fd open_directory(int at, const std::string& path) {
+Fd open_directory(int at, const std::string& path, Status* status = nullptr) {
   int error = 0;
-  return open_fd(posix_file_ops(), at, path, kOpenDirectory, 0, &error);
+  Fd fd = open_fd(posix_file_ops(), at, path, kOpenDirectory, 0, &error);
+  // A server may have removed it since it was listed.
+  if (status != nullptr && !fd && error != ENOENT) *status = Status::from_errno(error, "open directory");
+  return fd;
 }
 
 std::uint64_t count_temporaries(int at, const std::string& name) {
@@ -45,7 +49,8 @@ std::uint64_t count_temporaries(int at, const std::string& name) {
 std::vector<std::string> namespaces_of(int root, const std::optional<std::string>& only,
                                        const std::string& path) {
   std::vector<std::string> names;
-  (void)list_namespaces(posix_file_ops(), root, &names);
+  if (const Status listed = list_namespaces(posix_file_ops(), root, &names); !listed)
+    throw_resource("{} cannot be listed: {}", path, listed.message());
   if (!only) return names;
   if (std::find(names.begin(), names.end(), *only) == names.end()) {
     throw_invalid("namespace '{}' not found in {}; `stat` lists the existing ones", *only, path);
@@ -86,28 +91,51 @@ struct FsRoot::Cursor::Impl {
   Fd directory;                       // of the epoch
   std::vector<std::uint32_t> leaves;  // remaining
   std::vector<FoundRecord> records;   // of one leaf, remaining
+  OnUnreadable on_unreadable;         // null: skipped silently
+
+  std::string epoch_path() const {
+    return fmt::format("{}/{}/{}", root_path, name, layout::epoch_directory_name(epoch));
+  }
+  void check(const std::string& path, const Status& status) const {
+    if (!status && on_unreadable) on_unreadable(path, status);
+  }
 
   bool next_epoch() {
+    FileOps& ops = posix_file_ops();
+    Status status;
     while (epochs.empty()) {
       if (names.empty()) return false;
       name = std::move(names.back());
       names.pop_back();
-      namespace_directory = open_directory(root.get(), name);
-      if (namespace_directory && all_epochs) {
-        (void)list_epochs(posix_file_ops(), namespace_directory.get(), &epochs);
-      } else if (namespace_directory) {
-        epochs = live_epochs(posix_file_ops(), namespace_directory.get());
+      namespace_directory = open_directory(root.get(), name, &status);
+      if (namespace_directory) {
+        status = list_epochs(ops, namespace_directory.get(), &epochs);
+        if (status && !all_epochs) epochs = live_epochs(ops, namespace_directory.get());
       }
       std::reverse(epochs.begin(), epochs.end());
+      check(root_path + "/" + name, std::exchange(status, {}));
     }
     epoch = epochs.back();
     epochs.pop_back();
-    directory = open_directory(namespace_directory.get(), layout::epoch_directory_name(epoch));
+    directory = open_directory(namespace_directory.get(), layout::epoch_directory_name(epoch), &status);
     std::uint64_t ignored = 0;
     leaves.clear();
-    if (directory) (void)list_leaves(posix_file_ops(), directory.get(), &leaves, &ignored);
+    if (directory) status = list_leaves(ops, directory.get(), &leaves, &ignored);
     std::sort(leaves.rbegin(), leaves.rend());
+    check(epoch_path(), status);
     return true;
+  }
+
+  void next_leaf() {
+    const std::uint32_t leaf = leaves.back();
+    leaves.pop_back();
+    LeafFound found;
+    Unseen unseen;
+    Status status =
+        scan_leaf(posix_file_ops(), directory.get(), leaf, {.names_only = false, .unseen = &unseen}, &found);
+    if (status && unseen.any()) status = Status::error(StatusKind::kIo, "a file in it cannot be inspected");
+    records = std::move(found.records);
+    check(epoch_path() + "/" + layout::leaf_path(leaf), status);
   }
 };
 
@@ -122,10 +150,7 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
       if (!at.next_epoch()) return std::nullopt;
       continue;
     }
-    LeafFound found;
-    (void)scan_leaf(posix_file_ops(), at.directory.get(), at.leaves.back(), {}, &found);
-    at.leaves.pop_back();
-    at.records = std::move(found.records);
+    at.next_leaf();
   }
   const FoundRecord record = at.records.back();
   at.records.pop_back();
@@ -135,8 +160,7 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
                     record.size,
                     record.file_bytes,
                     record.mtime_nanos,
-                    fmt::format("{}/{}/{}/{}", at.root_path, at.name, layout::epoch_directory_name(at.epoch),
-                                layout::record_path(record.key, record.file_bytes))};
+                    at.epoch_path() + "/" + layout::record_path(record.key, record.file_bytes)};
 }
 
 FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
@@ -152,7 +176,7 @@ FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
                   layout::kRootFile);
   }
   if (text != layout::kRootText) {
-    throw_invalid("{} is a root of another format: '{}'", impl_->path, text.substr(0, 80));
+    throw_invalid("{} is a root of another format: {:?}", impl_->path, text.substr(0, 80));
   }
 }
 
@@ -188,8 +212,13 @@ RootInfo FsRoot::stat() {
   return info;
 }
 
-FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs) {
+FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs, bool strict) {
   auto impl = std::make_unique<Cursor::Impl>();
+  if (strict) {
+    impl->on_unreadable = [](const std::string& path, const Status& status) {
+      throw_resource("{} cannot be read: {}", path, status.message());
+    };
+  }
   impl->all_epochs = all_epochs;
   impl->root_path = impl_->path;
   impl->root = open_directory(impl_->root.get(), ".");
@@ -216,6 +245,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
     damaged.push_back({path, status.kind(), status.message(), removed});
   };
   Cursor cursor = records(std::nullopt);
+  cursor.impl_->on_unreadable = found;
   while (const auto record = cursor.next()) {
     const Status status =
         verify_record_file(record->path, record->named_bytes, record->namespace_id, record->key, keys.get());
@@ -233,14 +263,34 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
 }
 
 std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::string>& namespace_id) {
+  FileOps& ops = posix_file_ops();
   const std::atomic<bool> stop{false};
   const std::unique_ptr<SpaceLedger> space = impl_->space();
   std::uint64_t records_removed = 0, bytes = 0;
+  std::string failure;  // the first one
+  const auto fail = [&](const std::string& path, const std::string& message) {
+    if (failure.empty()) failure = path + ": " + message;
+  };
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
-    for (Cursor cursor = records(name); cursor.next();) ++records_removed;
-    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kNoLimit, true, stop,
-                               [&](std::uint64_t bytes) { space->remove(bytes, space->finished()); });
+    Cursor cursor = records(name, true);
+    cursor.impl_->on_unreadable = [&](const std::string& path, const Status& status) {
+      fail(path, status.message());
+    };
+    while (const auto record = cursor.next()) {
+      const SpaceLedger::Finished before = space->finished();
+      std::uint64_t freed = 0;
+      const int rc = unlink_file(ops, AT_FDCWD, record->path, &freed);
+      if (rc < 0 && rc != -EISDIR) fail(record->path, std::strerror(-rc));  // a directory is not a record
+      if (freed == 0) continue;
+      space->remove(freed, before);
+      bytes += freed;
+      ++records_removed;
+    }
+    bytes += reclaim_namespace(ops, impl_->root.get(), name, kNoLimit, true, stop,
+                               [&](std::uint64_t freed) { space->remove(freed, space->finished()); });
   }
+  if (!failure.empty())
+    throw_resource("{} records were removed, but others are left: {}", records_removed, failure);
   return {records_removed, bytes};
 }
 

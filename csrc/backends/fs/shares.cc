@@ -53,6 +53,12 @@ bool Shares::is_below() const {
   return figures_.sharers.size() > 1 && own_held < share();
 }
 
+bool Shares::is_root_above(std::uint64_t bytes) const {
+  const MutexLock lock(mutex_);
+  return figures_.state == SpaceState::kCounted && figures_.used > bytes &&
+         figures_.used - bytes > figures_.doubt;
+}
+
 bool Shares::has_request() const {
   const MutexLock lock(mutex_);
   return figures_.space_requested;

@@ -47,6 +47,8 @@ class Shares {
   void on_write(std::uint64_t bytes);
 
   bool is_below() const EXCLUDES(mutex_);
+  // True if the root certainly holds more than this.
+  bool is_root_above(std::uint64_t bytes) const EXCLUDES(mutex_);
   bool has_request() const EXCLUDES(mutex_);  // another sharer requests space
   bool is_overdue() const EXCLUDES(mutex_);   // for longer than kRequestTimeout
   // True while other sharers can still evict for us: we hold less than our share, they hold more than theirs,

@@ -89,6 +89,7 @@ void FsStore::maintain() {
   if (epoch_manager_.keep(&lost)) evictor_.reclaim_unused_epochs();
   evictor_.publish_held();  // with this poll
   usage_scanner_.poll(std::move(lost));
+  evictor_.trim();
   evictor_.trade();
   records_.apply_uses();
   recency_.write_if_due();

@@ -117,7 +117,7 @@ class DirectoryRoot:
         from kv_offload import _core
 
         found = TenantTotals()
-        for record in self._root.records(None, all_epochs=True):
+        for record in self._root.records(None, all_epochs=True, strict=True):
             found.add(_core.record_tenant(record["path"]), record["bytes"])
         return found.by_name()
 
@@ -140,7 +140,7 @@ class DirectoryRoot:
 
         stored = stored_name(tenant)
         records = size = 0
-        found = self._root.records(namespace, all_epochs=True)
+        found = self._root.records(namespace, all_epochs=True, strict=True)
         own = (record for record in found if _core.record_tenant(record["path"]) == stored)
         while some := list(islice(own, _REMOVED_AT_ONCE)):
             removed = self._root.remove([record["path"] for record in some])

@@ -6,6 +6,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "out_of_memory.h"
 #include "record/record_bytes.h"
 #include "step_watch.h"
 #include "tier/digest_cache.h"
@@ -241,6 +242,43 @@ TEST(EncryptedKeyTierOrderTest, a_removal_of_a_present_record_does_not_hide_a_la
   tier->poll(&completions, &removals);
   ASSERT_EQ(removals.size(), 1u);
   EXPECT_EQ(removals.front().key, key_of(1));
+}
+
+// Takes all ops without allocating, and ends them at the next poll.
+class Taker final : public Recorder {
+ public:
+  explicit Taker(std::vector<TierOp>* ops) : Recorder(ops, nullptr), taken_(ops) {}
+  void submit(std::vector<TierOp> ops) override { *taken_ = std::move(ops); }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>*) override {
+    for (const TierOp& op : *taken_) completions->push_back({op.id, op.kind, op.key, Status::ok(), 0, 0, 0});
+    taken_->clear();
+  }
+
+ private:
+  std::vector<TierOp>* const taken_;
+};
+
+// The caller gives the rows of refused ops to others: a read that runs all the same would overwrite them.
+TEST(EncryptedKeyTierOrderTest, no_op_runs_whose_submission_ran_out_of_memory) {
+  std::vector<TierOp> taken;
+  const auto tier = with_encrypted_keys(std::make_unique<Taker>(&taken), keys_of({2, 1}), space_of(1));
+  std::uint32_t number = 0;
+  const auto submit = [&] {
+    std::vector<TierOp> given(3);
+    for (TierOp& op : given) op.key = key_of(op.id = ++number);
+    tier->submit(std::move(given));
+  };
+  const unsigned failures = fail_each_allocation(submit, [&] {
+    EXPECT_TRUE(taken.empty());
+    taken.clear();
+  });
+  EXPECT_GT(failures, 4u);
+  std::vector<Completion> completions;
+  std::vector<TierRemoval> removals;
+  tier->poll(&completions, &removals);
+  ASSERT_EQ(completions.size(), 3u);
+  for (const Completion& completion : completions)
+    EXPECT_EQ(completion.key, key_of(static_cast<std::uint32_t>(completion.id)));
 }
 
 TEST(EncryptedKeyTierOrderTest, the_codec_description_is_passed_through) {

@@ -23,6 +23,54 @@ namespace {
 
 using namespace testing;
 
+// As after a start with a smaller bound. A write that removed all of it would keep the others waiting, until
+// its thread counts as stuck.
+TEST(EvictorTest, a_root_far_above_its_bound_is_emptied_in_parts) {
+  constexpr std::uint64_t kBytes = Evictor::kMostAtOnce, kBound = 2 * kBytes;
+  constexpr std::uint32_t kRecords = 30;
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  { FsStore(options_for(root, kBound), posix_file_ops(), clock).close(); }
+  const fs::path epoch = fs::path(root) / std::string(64, '1') / "g1";
+  for (std::uint32_t i = 0; i < kRecords; ++i) {
+    const fs::path path = epoch / layout::record_path(key_of(1000 + i), kBytes);
+    fs::create_directories(path.parent_path());
+    std::ofstream(path).close();
+    fs::resize_file(path, kBytes);  // sparse: counts its size
+  }
+  const auto left = [&] { return records_in(root).size(); };
+  FsTierOptions reads = options_for(root, kBound);
+  reads.may_trim = false;
+  FsStore reader(reads, posix_file_ops(), clock);
+  reader.start();
+  reader.maintain();
+  EXPECT_EQ(left(), kRecords);
+  reader.close();
+  FsStore store(options_for(root, kBound), posix_file_ops(), clock);
+  store.start();
+  Row row({16384});
+  std::uint64_t moved = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.key = key_of(1);
+  op.shards = row.shards();
+  const Status refused = store.write(op, store.epoch(), &moved);
+  EXPECT_EQ(refused.kind(), StatusKind::kUnavailable) << refused.to_string();
+  EXPECT_GE(left(), kRecords - 10);
+  std::size_t before = left();
+  store.maintain();
+  EXPECT_GE(left(), before - Evictor::kMostTrimmed / kBytes);
+  EXPECT_LT(left(), before);
+  for (int tick = 0; tick < 3; ++tick) store.maintain();
+  EXPECT_LE(left(), 2u);
+  EXPECT_GE(left(), 1u);
+  before = left();
+  EXPECT_TRUE(store.write(op, store.epoch(), &moved));
+  EXPECT_EQ(left(), before + 1) << "nothing is evicted below the bound";
+  store.close();
+}
+
 // The reset happens while the write waits for the ledger lock; the other namespace owns the whole root.
 TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
   const TempDir dir;

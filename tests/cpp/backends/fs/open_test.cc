@@ -2,6 +2,7 @@
 // Starts on a root whose own files are damaged.
 #include "backends/fs/open.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <set>
@@ -46,6 +47,40 @@ class FsOpenTest : public ::testing::Test {
   FsTierOptions options_ = options_for(root_);
   std::vector<std::string> warnings_;
 };
+
+// No empty file can grow; files_too: none can be created either.
+class FullDevice : public FaultyFileOps {
+ public:
+  FullDevice(int error, bool files_too) : error_(error), files_too_(files_too) {}
+  bool takes_direct = true;
+  int open(int directory, const std::string& path, int flags, unsigned mode) override {
+    if ((flags & O_DIRECT) != 0 && !takes_direct) return -EINVAL;
+    return (flags & O_EXCL) != 0 && files_too_ ? -error_ : FaultyFileOps::open(directory, path, flags, mode);
+  }
+  std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
+    FileInfo info;
+    const bool grows = posix_file_ops().fstat(fd, &info) == 0 && info.size == 0;
+    return grows ? -error_ : FaultyFileOps::pwritev(fd, parts, count, offset);
+  }
+
+ private:
+  const int error_;
+  const bool files_too_;
+};
+
+TEST_F(FsOpenTest, a_start_on_a_full_disk_finds_that_it_has_o_direct) {
+  options_.o_direct = DirectMode::kOn;
+  if (start() != "") GTEST_SKIP() << "no O_DIRECT here";
+  for (const int error : {ENOSPC, EDQUOT}) {
+    for (const bool files_too : {false, true}) {
+      FullDevice ops(error, files_too);
+      options_.file_ops = &ops;
+      EXPECT_EQ(start(), "") << error << files_too;
+      ops.takes_direct = false;
+      EXPECT_NE(start().find("refuses O_DIRECT"), std::string::npos) << error << files_too;
+    }
+  }
+}
 
 TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_causes_one_warning_and_no_failure) {
   for (const std::string& path : {root_file_, namespace_file_}) {

@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 #include <xxhash.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <fstream>
+#include <functional>
 
 #include "backends/fs/verify.h"
 #include "fixture.h"
@@ -125,6 +129,60 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_in_use) {
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
   EXPECT_TRUE(user.usage_becomes_exact(root_));
+}
+
+// Runs `check` in a process whose user has no right to pass over permissions, and that owns the root.
+bool without_privileges(const std::string& root, const std::function<bool()>& check) {
+  constexpr ::uid_t kUser = 65534;
+  const ::pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);  // a child must not hang the test
+    bool prepared = true;
+    if (::geteuid() == 0) {
+      prepared = ::lchown(fs::path(root).parent_path().c_str(), kUser, kUser) == 0;
+      for (const auto& entry : fs::recursive_directory_iterator(fs::path(root).parent_path()))
+        prepared = ::lchown(entry.path().c_str(), kUser, kUser) == 0 && prepared;
+      prepared = prepared && ::setgid(kUser) == 0 && ::setuid(kUser) == 0;
+    }
+    ::_exit(prepared && check() ? 0 : 1);
+  }
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST_F(FsRootTest, a_directory_that_cannot_be_listed_is_not_reported_as_good) {
+  const fs::path leaf = path_of(root_, 2).parent_path();
+  EXPECT_TRUE(without_privileges(root_, [&] { return FsRoot(root_).verify(false, {}).empty(); }));
+  for (const fs::path& directory : {leaf, leaf.parent_path(), leaf.parent_path().parent_path()}) {
+    const auto is_reported = [&] {
+      fs::permissions(directory, fs::perms::none);
+      const std::vector<DamagedRecord> found = FsRoot(root_).verify(true, {});
+      fs::permissions(directory, fs::perms::owner_all);
+      return found.size() == 1 && found[0].path == directory && found[0].kind == StatusKind::kIo &&
+             !found[0].removed;
+    };
+    EXPECT_TRUE(without_privileges(root_, is_reported)) << directory;
+  }
+}
+
+TEST_F(FsRootTest, a_purge_that_cannot_remove_a_record_says_so) {
+  const fs::path leaf = path_of(root_, 2).parent_path();
+  for (const fs::perms mode : {fs::perms::owner_read | fs::perms::owner_exec, fs::perms::none}) {
+    const auto is_refused = [&] {
+      fs::permissions(leaf, mode);
+      bool refused = false;
+      try {
+        (void)FsRoot(root_).purge(std::nullopt);
+      } catch (const ResourceError& error) {
+        refused = std::string(error.what()).find(leaf.string()) != std::string::npos;
+      }
+      fs::permissions(leaf, fs::perms::owner_all);
+      return refused && records_in(root_).size() == 1 && !path_of(root_, 2).empty();
+    };
+    EXPECT_TRUE(without_privileges(root_, is_refused));
+  }
+  EXPECT_EQ(FsRoot(root_).purge(std::nullopt).first, 1u);
 }
 
 TEST_F(FsRootTest, a_record_is_read_as_it_is_stored_unless_it_is_damaged) {

@@ -59,6 +59,27 @@ TEST_F(FsTierBound, writing_four_times_the_bound_never_exceeds_the_bound) {
   EXPECT_GT(user.removed(TierRemoval::Reason::kEvicted), 0u);
 }
 
+TEST_F(FsTierBound, a_start_with_a_smaller_bound_shrinks_the_root_without_a_write) {
+  constexpr std::uint64_t kSmaller = kBound / 2;
+  {
+    TierUser user(options_for(root_, kBound));
+    for (std::uint32_t i = 0; i < 28; ++i) ASSERT_TRUE(user.write(i, kShards));
+  }
+  ASSERT_GT(du(root_), kSmaller);
+  FsTierOptions options = timed_options();
+  options.max_bytes = kSmaller;
+  TierUser user(options);
+  user.wait_for_scan();
+  EXPECT_TRUE(user.until([&] {
+    clock_.advance(std::chrono::seconds(1));
+    user.poll();
+    return du(root_) <= kSmaller;
+  })) << du(root_);
+  EXPECT_GT(du(root_), kSmaller * 8 / 10);
+  EXPECT_TRUE(user.has(27));
+  EXPECT_FALSE(user.has(0));
+}
+
 TEST_F(FsTierBound, eviction_follows_recency) {
   TierUser user(options_for(root_, kBound));
   std::uint32_t next = 0;

@@ -84,6 +84,35 @@ TEST_P(FsTierEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
 
 INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::ValuesIn(testing::write_errors()));
 
+// Renames, but reports an error: the server's answer was lost (NFS), or a signal ended the wait for it
+// (FUSE).
+class LostAnswers : public FaultyFileOps {
+ public:
+  int move(int from_directory, const std::string& from, int to_directory, const std::string& to,
+           bool keep_existing) override {
+    const int rc = FaultyFileOps::move(from_directory, from, to_directory, to, keep_existing);
+    return rc == 0 ? -error.load() : rc;
+  }
+  std::atomic<int> error{0};
+};
+
+TEST_F(FsTierFaults, a_rename_that_took_effect_but_failed_leaves_a_counted_record) {
+  LostAnswers ops;
+  options_.file_ops = &ops;
+  TierUser user(options_);
+  user.wait_for_scan();
+  ASSERT_TRUE(user.write(0));  // creates its directory
+  std::uint32_t number = 0;
+  for (const int error : {ENOENT, EINTR, EIO}) {
+    ops.error = error;
+    EXPECT_TRUE(user.write(++number)) << error;
+    ops.error = 0;
+    EXPECT_FALSE(path_of(root_, number).empty());
+    EXPECT_TRUE(user.read(number)) << error;
+    EXPECT_EQ(user.tier().stats().bytes, du(root_)) << error;
+  }
+}
+
 TEST_F(FsTierFaults, transfers_continue_after_signals_and_short_transfers) {
   std::atomic<int> calls{0};  // counted until the tier is closed
   TierUser user(options_);
