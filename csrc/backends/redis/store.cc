@@ -183,8 +183,12 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 }
 
 Status RedisStore::check_room(Connection& connection, std::uint64_t bytes, Deadline until) {
-  Reply reply;
-  if (Status status = connection.call({"INFO", "memory"}, until, &reply); !status) return status;
+  // INFO ends the effect of an ASKING before it. An ASKING that is not needed has no effect.
+  std::vector<Connection::Command> commands{{"INFO", "memory"}};
+  if (cluster_.is_cluster()) commands.push_back({"ASKING"});
+  std::vector<Reply> replies;
+  if (Status status = connection.call_all(commands, until, &replies); !status) return status;
+  const Reply& reply = replies.front();
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   const std::uint64_t used = figure_of(reply.text, "used_memory"), most = figure_of(reply.text, "maxmemory");
   if (most == 0 || used + writing_.load() <= most) return Status::ok();
