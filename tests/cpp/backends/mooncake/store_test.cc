@@ -165,6 +165,18 @@ TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_aga
   EXPECT_TRUE(soon(user, [&] { return store_.value(at) == next; }));
 }
 
+// Otherwise an engine that starts later would find the records from before the reset.
+TEST_F(MooncakeTier, a_reset_whose_epoch_was_not_stored_fails_and_is_repeated) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  store_.refuse_replacements(true);
+  EXPECT_FALSE(user.tier().reset().is_ok());
+  EXPECT_FALSE(user.tier().stats().writable);
+  store_.refuse_replacements(false);
+  EXPECT_TRUE(soon(user, [&] { return user.tier().stats().writable; }));
+  EXPECT_FALSE(TierDriver(open()).has(1));
+}
+
 TEST_F(MooncakeTier, a_read_only_tier_writes_and_removes_nothing) {
   TierDriver reader(open_read_only());
   EXPECT_TRUE(store_.names().empty());
