@@ -8,8 +8,10 @@
 
 #include <chrono>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "backends/mooncake/errors.h"
 #include "backends/mooncake/medium.h"
@@ -306,6 +308,17 @@ TEST_F(MooncakeTier, a_master_that_is_down_at_the_start_is_waited_for) {
   EXPECT_FALSE(user.tier().stats().writable);
   EXPECT_FALSE(user.write(1));
   store_.start();
+  EXPECT_TRUE(works_again(user, 1));
+}
+
+TEST_F(MooncakeTier, memory_that_runs_out_during_a_start_is_a_failed_start) {
+  MooncakeTierOptions chosen = medium_.options(options());
+  chosen.client.launch = [launch = chosen.client.launch, first = std::make_shared<bool>(true)](
+                             mooncake::Descriptor theirs, std::unique_ptr<mooncake::Process>* begun) {
+    if (std::exchange(*first, false)) throw std::bad_alloc();
+    return launch(std::move(theirs), begun);
+  };
+  TierDriver user(make_mooncake_tier(chosen));
   EXPECT_TRUE(works_again(user, 1));
 }
 
