@@ -19,6 +19,7 @@ namespace {
 using namespace testing;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
 
 class HostTiersTest : public TwoHosts {};
 
@@ -762,8 +763,10 @@ class GatedTier : public Tier {
     *removals = std::move(batches.front());
     batches.pop_front();
   }
-  Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  Presence contains(const ChunkKey&) const override { return presence; }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+    asked.emplace_back(std::move(keys), order);
+  }
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t startup_id) override {
     startup_ids.push_back(startup_id);
@@ -778,6 +781,8 @@ class GatedTier : public Tier {
   std::deque<std::vector<TierRemoval>> batches, after_reset;  // one for each poll
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
+  Presence presence = Presence::kAbsent;
+  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
 };
@@ -887,6 +892,35 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
     return !sent.empty();
   }));
   EXPECT_EQ(sent, std::vector<ChunkKey>{key_of(3)}) << "the directory was removed after the reset";
+}
+
+// While a slow store answers, many lookups of the same keys would wait.
+TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn) {
+  const std::vector<ChunkKey> keys{key_of(1), key_of(2), key_of(3)};
+  played_->presence = Presence::kUnknown;
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // in the turn that has executed begin_connection()
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kPrefix, 0, keys})));
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // in the turn that has executed the lookup
+  const auto end_turns = [&](int turns) {
+    for (int turn = 0; turn < turns; ++turn) {
+      turns_.let_one_pass();
+      turns_.wait_until_blocked();
+    }
+  };
+  end_turns(99);
+  ASSERT_EQ(played_->asked.size(), 1u);
+  EXPECT_EQ(played_->asked[0].first, keys);
+  EXPECT_EQ(played_->asked[0].second, KeyOrder::kPrefix);
+  end_turns(1);
+  ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have given the lookup up";
+  EXPECT_THAT(played_->asked[1].first, UnorderedElementsAreArray(keys));
+  turns_.open();
 }
 
 // Repeated after it was not confirmed in time, or on the next connection.
