@@ -960,6 +960,22 @@ TEST_F(ThreadPoolTierTest, a_removal_is_reported_no_later_than_the_end_of_its_op
   EXPECT_EQ(removals.size(), 1u);
 }
 
+TEST_F(ThreadPoolTierTest, completions_are_not_lost_if_memory_runs_out_for_the_removals) {
+  auto store = std::make_unique<OneRecord>();
+  OneRecord& record = *store;
+  IoPool* pool = nullptr;
+  ThreadPoolTierOptions by_hand = options();
+  by_hand.manual_pool = &pool;
+  const std::unique_ptr<Tier> tier = make_thread_pool_tier(std::move(store), by_hand);
+  start(*tier, OpKind::kRemove, 1);
+  pool->begin_next(Lane::kWrite)();
+  record.on_taken = [] { throw std::bad_alloc(); };
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  EXPECT_NO_THROW(tier->poll(&done, &removals));
+  EXPECT_EQ(done.size(), 1u);
+}
+
 // The bytes of an op, divided by the weight of its tenant, decide when the tenant's next op starts.
 class TenantOps : public ThreadPoolTierTest {
  protected:
