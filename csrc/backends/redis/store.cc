@@ -302,8 +302,8 @@ Status RedisStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
   return reply.integer == 1 ? Status::ok() : absent();
 }
 
-Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
-                          std::vector<bool>* present) {
+Status RedisStore::locate_in_parts(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                                   std::vector<bool>* present, std::vector<bool>* failed) {
   std::vector<std::string> names;
   names.reserve(keys.size());
   for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
@@ -313,6 +313,7 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
     return status;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     (*present)[i] = false;
+    (*failed)[i] = !answered[i];
     if (!answered[i]) continue;
     if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
     if (replies[i].kind != Reply::Kind::kInteger) return unexpected_reply();

@@ -25,7 +25,12 @@ class RedisStore final : public RecordStore {
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
-                std::vector<bool>* present) override;
+                std::vector<bool>* present) override {
+    std::vector<bool> failed(keys.size());
+    return locate_in_parts(keys, order, epoch, present, &failed);
+  }
+  Status locate_in_parts(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                         std::vector<bool>* present, std::vector<bool>* failed) override;
   Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;

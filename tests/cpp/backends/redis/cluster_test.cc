@@ -308,6 +308,13 @@ TEST_F(RedisClusterTest, z_keys_of_a_dead_node_are_missing_until_its_replica_tak
   }
   EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one failed node of three must not switch the tier off";
+  const ChunkKey missing = key_of(number_on(0, 2000)), unknown = key_of(number_on(kDying, 2000));
+  user.tier().prefetch_presence({missing, unknown}, KeyOrder::kNone);
+  EXPECT_TRUE(user.until([&] {
+    return user.tier().contains(missing) == Presence::kAbsent &&
+           user.tier().contains(unknown) != Presence::kLookupPending;
+  }));
+  EXPECT_EQ(user.tier().contains(unknown), Presence::kLookupFailed) << "its node may have the record";
   try {
     (void)open_redis_records({.server = servers_->address(0), .deadline = seconds(60)});
     ADD_FAILURE() << "the keys of the node that is down would be left out";
