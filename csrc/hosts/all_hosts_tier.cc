@@ -322,7 +322,8 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     for (const TierRemoval& removal : removed_[part]) handle_removal(part, removal, removals);
     removed_[part].clear();
   }
-  completions->reserve(completions->size() + ended_.size() - next_ended_);
+  // From here on, a completion is passed on without an allocation, and once.
+  completions->reserve(completions->size() + ended_.size() - next_ended_ + held_.size() + ended_held_.size());
   while (next_ended_ < ended_.size()) {
     const std::size_t at = next_ended_++;
     end_part(ended_by_[at], ended_[at], completions);

@@ -9,9 +9,11 @@
 #include <filesystem>
 #include <functional>
 #include <new>
+#include <numeric>
 
 #include "base/thread_annotations.h"
 #include "hosts/two_hosts.h"
+#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -710,6 +712,34 @@ TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_o
   other.send(FrameType::kReset, encode(TierReset{0, 1, 1}));
   EXPECT_TRUE(other.reads(FrameType::kResetDone));
   EXPECT_FALSE(other.has_seen(FrameType::kOpsEnded)) << "a thread still uses a row";
+}
+
+// An op that counts the end of a part twice ends while a thread of another host still uses the row.
+TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removals;
+  tier->poll(&ended, &removals);
+  constexpr OpId kOps = 40;
+  TierResults results;
+  for (OpId id = 1; id <= kOps; ++id) {
+    TierOp op;
+    op.id = id;
+    op.key = key_of(static_cast<std::uint32_t>(id));
+    tier->submit({op});
+    results.results.push_back({id, StatusKind::kOk, 0, 1, 0, 0});
+  }
+  EXPECT_EQ(channel->deliver(FrameType::kResults, encode(results), Nanos(0)), TierChannel::Delivery::kTaken);
+  EXPECT_GT(fail_each_allocation([&] { tier->poll(&ended, &removals); }, [] {}), 0u);
+  std::vector<OpId> ids;
+  for (const Completion& one : ended) ids.push_back(one.id);
+  std::vector<OpId> all(kOps);
+  std::iota(all.begin(), all.end(), OpId{1});
+  EXPECT_EQ(ids, all);
 }
 
 // ---- a tier that the test plays
