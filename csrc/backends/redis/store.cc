@@ -273,7 +273,7 @@ bool RedisStore::remove_damaged(const std::string& key, const IncomingRecord& re
     if (watched && (other_type || other_length || same_header)) {
       return in_transaction(connection, {"DEL", key}, until, reply, &ended);
     }
-    ended = watched && length.kind == Reply::Kind::kInteger && header.kind == Reply::Kind::kString;
+    ended = length.kind == Reply::Kind::kInteger && header.kind == Reply::Kind::kString;
     return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;
