@@ -89,7 +89,7 @@ class AllHostsTier final : public Tier {
     OpKind kind = OpKind::kRead;
     ChunkKey key;
     std::size_t running = 0;      // parts
-    bool part_is_stored = false;  // at least one part has ended ok
+    bool part_is_stored = false;  // the op has written at least one part
     bool part_is_lost = false;    // a part was removed while others were being written
     Status status;
     std::uint64_t bytes = 0;
@@ -322,7 +322,8 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     for (const TierRemoval& removal : removed_[part]) handle_removal(part, removal, removals);
     removed_[part].clear();
   }
-  completions->reserve(completions->size() + ended_.size() - next_ended_);
+  // From here on, a completion is passed on without an allocation, and once.
+  completions->reserve(completions->size() + ended_.size() - next_ended_ + held_.size() + ended_held_.size());
   while (next_ended_ < ended_.size()) {
     const std::size_t at = next_ended_++;
     end_part(ended_by_[at], ended_[at], completions);
@@ -378,7 +379,8 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
   InFlight& op = found->second;
   TierPart& counts = counts_[part];
   ++(op.kind == OpKind::kRead ? counts.reads : counts.writes)[static_cast<std::size_t>(ended.status.kind())];
-  op.part_is_stored |= ended.status.is_ok();
+  // A part that was there before stays: a host that fails now may have its part of the chunk, too.
+  op.part_is_stored |= ended.status.is_ok() && ended.bytes > 0;
   add_failure(op, std::move(ended.status));
   op.bytes += ended.bytes;
   if (ended.seconds + ended.queued_seconds >= op.seconds + op.queued_seconds) {

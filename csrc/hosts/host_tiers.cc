@@ -19,6 +19,7 @@ constexpr std::size_t kMostOrders = 4096;                    // frames that wait
 constexpr std::size_t kMostInFlight = std::size_t{1} << 18;  // ops of all tiers
 constexpr Nanos kBusyWait = std::chrono::milliseconds(1);    // between two polls while an op is in flight
 constexpr Nanos kIdleWait = std::chrono::milliseconds(100);
+constexpr unsigned kAskAgain = 100;  // turns, kBusyWait or less each, until unknown keys are looked up again
 constexpr Nanos kStateInterval = std::chrono::milliseconds(100);
 constexpr Nanos kStateRefresh = std::chrono::seconds(1);
 constexpr std::uint64_t kSampleBytes = 1 << 20;  // for the speed in TierState
@@ -72,7 +73,7 @@ struct HostTiers::Impl {
     std::uint64_t epoch = 0;                         // the last TierReset::epoch
     std::optional<StatusKind> reset_kind;            // of that reset; none: it threw
     std::unordered_map<OpId, bool> ops;              // in flight; true: of an earlier connection
-    std::unordered_map<ChunkKey, KeyOrder> lookups;  // not answered yet
+    std::unordered_map<ChunkKey, unsigned> lookups;  // not answered yet: turns since the tier was asked
     bool was_reset = false;                          // its removals by the scheduler's reset are still coming
     TierState sent;
     Nanos looked_at{0}, sent_at{0};
@@ -324,7 +325,7 @@ void HostTiers::Impl::execute(TierLookup& order) {
   Slot& slot = slots[order.tier];
   std::vector<ChunkKey> unknown;
   for (const ChunkKey& key : order.keys) {
-    slot.lookups[key] = order.order;
+    slot.lookups[key] = 0;
     const Presence presence = slot.tier->contains(key);
     if (presence == Presence::kStaleMiss) slot.tier->forget_miss(key);
     if (presence == Presence::kStaleMiss || presence == Presence::kUnknown) unknown.push_back(key);
@@ -402,7 +403,12 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
   std::vector<ChunkKey> unknown;
   for (auto at = slot.lookups.begin(); at != slot.lookups.end();) {
     const Presence presence = slot.tier->contains(at->first);
-    if (presence == Presence::kUnknown) unknown.push_back(at->first);
+    // Keys stay unknown until a thread of the tier begins their lookup. Until then, another lookup in each
+    // turn would queue the same keys again and again.
+    if (presence == Presence::kUnknown && ++at->second == kAskAgain) {
+      unknown.push_back(at->first);
+      at->second = 0;
+    }
     if (presence == Presence::kUnknown || presence == Presence::kLookupPending) {
       ++at;
       continue;
@@ -417,7 +423,7 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
     frame.answers.clear();
   }
   if (!frame.answers.empty()) make(FrameType::kAnswers, frame);
-  slot.tier->prefetch_presence(std::move(unknown), KeyOrder::kNone);
+  if (!unknown.empty()) slot.tier->prefetch_presence(std::move(unknown), KeyOrder::kNone);
 }
 
 void HostTiers::Impl::report_state(std::uint8_t tier, bool force) {

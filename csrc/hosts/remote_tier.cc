@@ -80,6 +80,8 @@ class RemoteTier final : public Tier {
   std::uint32_t reads_ = 0;      // of ops_
   std::size_t sent_writes_ = 0;  // of ops_
   std::vector<HostOp> waiting_;  // writes that were not sent, oldest first; those not in ops_ were cancelled
+  std::vector<TierChannel::Event> events_;  // those before next_event_ are done
+  std::size_t next_event_ = 0;
   std::vector<Completion> completions_;  // not polled yet
   std::vector<TierRemoval> removals_;
   std::vector<TierUse> touched_;
@@ -234,6 +236,7 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   if (!touched_.empty()) send_uses(touched_, true);
   touched_.clear();
   take_events();
+  completions->reserve(completions->size() + completions_.size());  // each is passed on once
   const bool is_late = clock_.now() - reset_sent_ >= options_.reset_timeout;
   if (needs_reset_ && is_late && connection_ != 0 && !closed_) send_reset();
   std::vector<TierRemoval> forgotten;
@@ -248,9 +251,19 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   completions_.clear();
 }
 
+// If memory runs out, throws; the event is taken again in the next call, without another effect.
 void RemoteTier::take_events() {
-  for (TierChannel::Event& event : channel_->take_events(index_))
-    std::visit([&](auto& what) { take(event.at, what); }, event.what);
+  const auto take_all = [this] {
+    for (; next_event_ < events_.size(); ++next_event_) {
+      TierChannel::Event& event = events_[next_event_];
+      std::visit([&](auto& what) { take(event.at, what); }, event.what);
+    }
+  };
+  take_all();
+  events_ = channel_->take_events(index_);
+  next_event_ = 0;
+  take_all();
+  events_ = {};
   if (!waiting_.empty()) send_waiting();
 }
 
@@ -285,9 +298,7 @@ void RemoteTier::take(Nanos at, TierResults& frame) {
 void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds, double queued) {
   const auto found = ops_.find(id);
   const InFlight op = found->second;
-  ops_.erase(found);
-  reads_ -= op.kind == OpKind::kRead;
-  sent_writes_ -= op.kind == OpKind::kWrite && op.is_sent;
+  // First: if memory runs out, the op has not ended.
   if (status) {
     if (op.kind == OpKind::kRemove) {
       presence_.removed(op.key, TierRemoval::Reason::kEvicted, op.epoch);
@@ -301,6 +312,9 @@ void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds
   } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kNotFound) {
     presence_.removed(op.key, TierRemoval::Reason::kVanished, op.epoch);
   }
+  ops_.erase(found);
+  reads_ -= op.kind == OpKind::kRead;
+  sent_writes_ -= op.kind == OpKind::kWrite && op.is_sent;
   completions_.push_back({id, op.kind, op.key, std::move(status), bytes, seconds, queued});
 }
 

@@ -65,10 +65,15 @@ class RecordStore {
   // Finds which keys have a record. Sets (*present)[i] for every key when ok. With KeyOrder::kPrefix, a store
   // may answer without checking each key: it assumes that keys before a present one are present, and keys
   // after a missing one are missing. (Where that is wrong, a read finds no record, or an overlooked chunk is
-  // recomputed.) In a store of several parts, one part that answers is enough; records on the other parts
-  // count as missing for now.
+  // recomputed.)
   virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
+  // For a store of several parts: like locate(), but ok if one part answers. Sets (*failed)[i] for the keys
+  // of the others; their lookups have failed. REQUIRES: *failed is false for every key.
+  virtual Status locate_in_parts(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                                 std::vector<bool>* present, std::vector<bool>* /*failed*/) {
+    return locate(keys, order, epoch, present);
+  }
   // Returns how many keys one locate() call takes. More keys than that are looked up by several threads at
   // once.
   virtual std::size_t keys_per_locate(KeyOrder order) const = 0;

@@ -219,8 +219,14 @@ void ThreadPoolTier::poll(std::vector<Completion>* completions, std::vector<Tier
   pool_.expire();
   if (!closed_) maintain_if_due();
   update_in_epoch();
-  shared_->catalog().take_removals(removals);
+  // Completions first: an op reports the removal of its record before its completion, so that both are in one
+  // poll. A removal that follows its op's completion would seem to be one of a record that was written since.
   shared_->take_completions(completions);
+  // If memory runs out, the rest of the removals stay for the next poll. The caller must get the completions.
+  (void)catch_exceptions([&] {
+    shared_->catalog().take_removals(removals);
+    return Status::ok();
+  });
 }
 
 bool ThreadPoolTier::takes(Lane lane) const {

@@ -98,10 +98,15 @@ void OpInFlight::report_to_breaker(const Status& status, const Clock& clock) {
 Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return reset_error();
-  std::vector<bool> present(keys.size());
-  Status status = shared.store->locate(keys, order, submitted.epoch, &present);
-  for (std::size_t i = 0; status && shared.presence_cache && i < keys.size(); ++i)
-    shared.presence_cache->answered(keys[i], present[i], submitted.epoch_number);
+  std::vector<bool> present(keys.size()), failed(keys.size());
+  Status status = shared.store->locate_in_parts(keys, order, submitted.epoch, &present, &failed);
+  for (std::size_t i = 0; status && shared.presence_cache && i < keys.size(); ++i) {
+    if (failed[i]) {
+      shared.presence_cache->cancel_lookup(keys.subspan(i, 1), submitted.epoch_number);
+    } else {
+      shared.presence_cache->answered(keys[i], present[i], submitted.epoch_number);
+    }
+  }
   return status;
 }
 

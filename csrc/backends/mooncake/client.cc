@@ -79,24 +79,32 @@ void Client::supervise() {
     Descriptor control;
     std::unique_ptr<Process> process;
     const auto begun = steady_clock::now();
-    Status status = begin(&control, &process);
-    if (status) {
-      const bool hung = wait_for_end(control.get());
-      // Closing the socket ends concurrent calls; they must end now if the process was killed for hanging.
-      control.reset();
-      if (process && !hung) process->wait_until(steady_clock::now() + kExitGrace);
-      const std::string reason = process ? process->end_reason() : "";
-      status = Status::error(StatusKind::kIo, fmt::format("the Mooncake client process is restarting: {}",
-                                                          hung ? "it was killed because a call timed out"
-                                                          : reason.empty() ? "it ended"
-                                                                           : reason));
-      set_ended(status, false);
+    // An exception that leaves the thread would end the engine.
+    try {
+      run_process(&control, &process);
+    } catch (const std::exception&) {
+      set_ended(Status::error(StatusKind::kIo, "out of memory"), false);
     }
     process.reset();
     if (steady_clock::now() - begun > kStableRunTime) next_pause = options_.shortest_pause;
     if (!pause(next_pause)) return;
     next_pause = std::min(next_pause * 2, options_.longest_pause);
   }
+}
+
+// Returns when the process has ended or is to be killed.
+void Client::run_process(Descriptor* control, std::unique_ptr<Process>* process) {
+  if (!begin(control, process)) return;
+  const bool hung = wait_for_end(control->get());
+  // Closing the socket ends concurrent calls; they must end now if the process was killed for hanging.
+  control->reset();
+  if (*process && !hung) (*process)->wait_until(steady_clock::now() + kExitGrace);
+  const std::string reason = *process ? (*process)->end_reason() : "";
+  set_ended(Status::error(StatusKind::kIo, fmt::format("the Mooncake client process is restarting: {}",
+                                                       hung ? "it was killed because a call timed out"
+                                                       : reason.empty() ? "it ended"
+                                                                        : reason)),
+            false);
 }
 
 Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {

@@ -68,6 +68,7 @@ class Client {
   enum class State { kStarting, kRunning, kFailed, kRefused };
 
   void supervise();
+  void run_process(Descriptor* control, std::unique_ptr<Process>* process) EXCLUDES(mutex_);
   Status begin(Descriptor* control, std::unique_ptr<Process>* process) EXCLUDES(mutex_);
   void set_running(int control, const std::string& version) EXCLUDES(mutex_);
   void set_ended(const Status& status, bool refused) EXCLUDES(mutex_);

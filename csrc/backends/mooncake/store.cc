@@ -277,7 +277,9 @@ Status MooncakeStore::write_startup_epoch(Verb verb, const std::string& name, De
     return status;
   }
   if (channel) client_.give_back(std::move(channel));
-  if (answer.result >= 0 || answer.result == kNotComplete) return Status::ok();
+  // A put leaves the object to a writer that was faster. A set has to replace its name.
+  const bool is_left = verb == Verb::kPut && answer.result == kNotComplete;
+  if (answer.result >= 0 || is_left) return Status::ok();
   const Status status = refusal(answer.result, answer.text);
   return status.kind() == StatusKind::kNotFound ? Status::error(StatusKind::kIo, status.message()) : status;
 }

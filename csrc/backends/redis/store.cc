@@ -16,6 +16,7 @@ namespace redis {
 namespace {
 
 constexpr unsigned kMemoryInterval = 10;  // calls of maintain()
+constexpr std::size_t kMaxDamagedKeys = 4096;
 
 // Parses "used_memory:123\r\n" from an INFO reply; 0 if missing.
 std::uint64_t figure_of(std::string_view info, std::string_view name) {
@@ -53,9 +54,9 @@ Status absent() { return Status::error(StatusKind::kNotFound, "no record of this
 // Runs the command in its own transaction on a connection that watches a key. The command is sent only after
 // MULTI succeeded: after a refused MULTI the server would run it at once, even if the key has changed.
 // *reply: the first error caused by server state rather than by permissions, so that a demoted primary is
-// detected.
+// detected. *ended: the command was executed, or the key has changed.
 Status in_transaction(Connection& connection, const Connection::Command& command, Deadline until,
-                      Reply* reply) {
+                      Reply* reply, bool* ended) {
   std::vector<Reply> done(1);
   if (Status status = connection.call({"MULTI"}, until, &done[0]); !status) return status;
   const bool begun = done[0].kind == Reply::Kind::kStatus && done[0].text == "OK";
@@ -67,6 +68,10 @@ Status in_transaction(Connection& connection, const Connection::Command& command
   const auto refused = std::find_if(done.begin(), done.end(),
                                     [](const Reply& one) { return one.kind == Reply::Kind::kError; });
   if (refused != done.end() && !is_configuration_error(refused->text)) *reply = *refused;
+  const Reply& result = done.back();
+  const bool is_executed = result.kind == Reply::Kind::kArray && result.elements.size() == 1 &&
+                           result.elements[0].kind != Reply::Kind::kError;
+  *ended = begun && (is_executed || result.kind == Reply::Kind::kNil);
   return Status::ok();
 }
 
@@ -144,7 +149,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const bool expires = options_.ttl_seconds > 0;
   Reply reply;
   // A copy has listed the records that exist.
-  if (!op.is_whole_record && existence_check_.should_check()) {
+  if (!take_damaged_key(key) && !op.is_whole_record && existence_check_.should_check()) {
     // EXPIRE also renews the TTL of a record that exists.
     const Connection::Command ask =
         expires ? Connection::Command{"EXPIRE", key, ttl} : Connection::Command{"EXISTS", key};
@@ -178,8 +183,12 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 }
 
 Status RedisStore::check_room(Connection& connection, std::uint64_t bytes, Deadline until) {
-  Reply reply;
-  if (Status status = connection.call({"INFO", "memory"}, until, &reply); !status) return status;
+  // INFO ends the effect of an ASKING before it. An ASKING that is not needed has no effect.
+  std::vector<Connection::Command> commands{{"INFO", "memory"}};
+  if (cluster_.is_cluster()) commands.push_back({"ASKING"});
+  std::vector<Reply> replies;
+  if (Status status = connection.call_all(commands, until, &replies); !status) return status;
+  const Reply& reply = replies.front();
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   const std::uint64_t used = figure_of(reply.text, "used_memory"), most = figure_of(reply.text, "maxmemory");
   if (most == 0 || used + writing_.load() <= most) return Status::ok();
@@ -223,19 +232,30 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
-    remove_damaged(key, *record, until,
-                   reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
+    const bool removed =
+        remove_damaged(key, *record, until,
+                       reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
+    const MutexLock lock(mutex_);
+    if (!removed && damaged_keys_.size() < kMaxDamagedKeys) damaged_keys_.insert(key);
   }
   return status;
 }
 
+// True once for each read that left a bad value behind.
+bool RedisStore::take_damaged_key(const std::string& key) {
+  const MutexLock lock(mutex_);
+  return damaged_keys_.erase(key) > 0;
+}
+
 // Removes the bad value only if it is still there. A value of a valid length with another header has replaced
 // it. WATCH covers the time between the check and DEL. While its slot is being moved, the node answers only
-// the first command; then nothing is removed until the next read.
-void RedisStore::remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+// the first command; then nothing is removed.
+bool RedisStore::remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
                                 std::span<const std::byte> header_page) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
+  bool ended = false;
   const auto work = [&](Connection& connection, Reply* reply) {
+    ended = false;
     const std::array watch_and_read{Connection::Command{"WATCH", key}, Connection::Command{"STRLEN", key},
                                     Connection::Command{"GETRANGE", key, "0", end}};
     std::vector<Reply> seen, done;
@@ -251,12 +271,13 @@ void RedisStore::remove_damaged(const std::string& key, const IncomingRecord& re
                              std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
     const bool watched = seen[0].kind != Reply::Kind::kError;
     if (watched && (other_type || other_length || same_header)) {
-      return in_transaction(connection, {"DEL", key}, until, reply);
+      return in_transaction(connection, {"DEL", key}, until, reply, &ended);
     }
+    ended = length.kind == Reply::Kind::kInteger && header.kind == Reply::Kind::kString;
     return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;
-  (void)cluster_.at(key, OpKind::kWrite, until, &reply, work);
+  return cluster_.at(key, OpKind::kWrite, until, &reply, work).is_ok() && ended;
 }
 
 Status RedisStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
@@ -281,8 +302,8 @@ Status RedisStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
   return reply.integer == 1 ? Status::ok() : absent();
 }
 
-Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
-                          std::vector<bool>* present) {
+Status RedisStore::locate_in_parts(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                                   std::vector<bool>* present, std::vector<bool>* failed) {
   std::vector<std::string> names;
   names.reserve(keys.size());
   for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
@@ -292,6 +313,7 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
     return status;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     (*present)[i] = false;
+    (*failed)[i] = !answered[i];
     if (!answered[i]) continue;
     if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
     if (replies[i].kind != Reply::Kind::kInteger) return unexpected_reply();
@@ -380,7 +402,8 @@ Status RedisStore::replace_startup_epoch(const std::string& stored, const std::s
     if (Status status = connection.call_all(watch_and_read, until, &seen); !status) return status;
     *reply = seen[0];
     const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == stored;
-    if (there) return in_transaction(connection, {"SET", startup_epoch_key_, name}, until, reply);
+    bool ended = false;
+    if (there) return in_transaction(connection, {"SET", startup_epoch_key_, name}, until, reply, &ended);
     return connection.call_all(std::array{Connection::Command{"UNWATCH"}}, until, &done);
   };
   Reply reply;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "backends/redis/cluster.h"
@@ -24,7 +25,12 @@ class RedisStore final : public RecordStore {
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
-                std::vector<bool>* present) override;
+                std::vector<bool>* present) override {
+    std::vector<bool> failed(keys.size());
+    return locate_in_parts(keys, order, epoch, present, &failed);
+  }
+  Status locate_in_parts(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                         std::vector<bool>* present, std::vector<bool>* failed) override;
   Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
@@ -50,9 +56,10 @@ class RedisStore final : public RecordStore {
   // Returns kNoSpace if the server would have to evict other values for all writes in progress.
   Status check_room(Connection& connection, std::uint64_t bytes, Deadline until);
   // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
-  // type, a length that no record of this op can have, or this header.
-  void remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
+  // type, a length that no record of this op can have, or this header. False: it may still be there.
+  bool remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
                       std::span<const std::byte> header_page);
+  bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Returns the startup epoch from the server; publishes `if_none` if the server has none. *found is empty:
   // the server has none and this process must not publish one (read_only).
   Status fetch_startup_epoch(const std::string& if_none, std::string* found, bool* refused);
@@ -78,6 +85,8 @@ class RedisStore final : public RecordStore {
   EpochRegistry epochs_;
   mutable Mutex mutex_;
   std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of all nodes
+  // Keys whose bad value could not be removed: the next write replaces it.
+  std::unordered_set<std::string> damaged_keys_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kv_offload::redis

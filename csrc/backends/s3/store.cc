@@ -157,9 +157,9 @@ bool S3Store::take_damaged_key(const std::string& key) {
   return damaged_keys_.erase(key) > 0;
 }
 
-// Removes the object only if it is still there. If the removal fails, the next write replaces it. If the
-// store does not support If-Match in DELETE, an object written between the two requests is lost, too; that is
-// a miss.
+// Removes the object only if it is still there. If the removal fails, the next write replaces it: also after
+// a refused condition, because some stores refuse their own ETag. If the store does not support If-Match in
+// DELETE, an object written between the two requests is lost, too; that is a miss.
 bool S3Store::remove_damaged(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;
@@ -174,7 +174,7 @@ bool S3Store::remove_damaged(const std::string& key, const std::string& etag, De
     request.condition.clear();
     answered = static_cast<bool>(client_.call(request, until, &answer));
   }
-  return answered && (is_done(answer) || is_refused_condition(answer) || answer.status == 404);
+  return answered && (is_done(answer) || answer.status == 404);
 }
 
 Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,

@@ -238,6 +238,20 @@ TEST_F(AllHostsTierTest, removals_that_a_host_fails_are_counted_for_the_host) {
   EXPECT_EQ(removals(0, StatusKind::kIo), 0u);
 }
 
+// While a node of a Redis cluster is down, the chunks with a part there are written again in vain.
+TEST_F(AllHostsTierTest, a_failed_write_removes_no_part_that_was_there_before) {
+  for (const bool is_there : {true, false}) {
+    part_[0]->presence[key_] = Presence::kPresent;
+    part_[1]->presence[key_] = Presence::kLookupFailed;
+    submit(OpKind::kWrite);
+    part_[0]->end();
+    if (is_there) part_[0]->ended.back().bytes = 0;
+    part_[1]->end(StatusKind::kUnavailable);
+    EXPECT_EQ(poll().size(), 1u);
+    EXPECT_EQ(is_being_removed(*part_[0]), !is_there);
+  }
+}
+
 TEST_F(AllHostsTierTest, a_part_is_removed_once_although_its_chunk_is_useless_for_two_reasons) {
   for (const bool fails : {true, false}) {
     store_all();

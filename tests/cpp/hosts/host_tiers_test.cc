@@ -9,9 +9,11 @@
 #include <filesystem>
 #include <functional>
 #include <new>
+#include <numeric>
 
 #include "base/thread_annotations.h"
 #include "hosts/two_hosts.h"
+#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -19,6 +21,7 @@ namespace {
 using namespace testing;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
 
 class HostTiersTest : public TwoHosts {};
 
@@ -711,6 +714,34 @@ TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_o
   EXPECT_FALSE(other.has_seen(FrameType::kOpsEnded)) << "a thread still uses a row";
 }
 
+// An op that counts the end of a part twice ends while a thread of another host still uses the row.
+TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removals;
+  tier->poll(&ended, &removals);
+  constexpr OpId kOps = 40;
+  TierResults results;
+  for (OpId id = 1; id <= kOps; ++id) {
+    TierOp op;
+    op.id = id;
+    op.key = key_of(static_cast<std::uint32_t>(id));
+    tier->submit({op});
+    results.results.push_back({id, StatusKind::kOk, 0, 1, 0, 0});
+  }
+  EXPECT_EQ(channel->deliver(FrameType::kResults, encode(results), Nanos(0)), TierChannel::Delivery::kTaken);
+  EXPECT_GT(fail_each_allocation([&] { tier->poll(&ended, &removals); }, [] {}), 0u);
+  std::vector<OpId> ids;
+  for (const Completion& one : ended) ids.push_back(one.id);
+  std::vector<OpId> all(kOps);
+  std::iota(all.begin(), all.end(), OpId{1});
+  EXPECT_EQ(ids, all);
+}
+
 // ---- a tier that the test plays
 
 // Blocks the thread that passes it until the test lets it pass.
@@ -762,8 +793,10 @@ class GatedTier : public Tier {
     *removals = std::move(batches.front());
     batches.pop_front();
   }
-  Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  Presence contains(const ChunkKey&) const override { return presence; }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+    asked.emplace_back(std::move(keys), order);
+  }
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t startup_id) override {
     startup_ids.push_back(startup_id);
@@ -778,6 +811,8 @@ class GatedTier : public Tier {
   std::deque<std::vector<TierRemoval>> batches, after_reset;  // one for each poll
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
+  Presence presence = Presence::kAbsent;
+  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
 };
@@ -887,6 +922,35 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
     return !sent.empty();
   }));
   EXPECT_EQ(sent, std::vector<ChunkKey>{key_of(3)}) << "the directory was removed after the reset";
+}
+
+// While a slow store answers, many lookups of the same keys would wait.
+TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn) {
+  const std::vector<ChunkKey> keys{key_of(1), key_of(2), key_of(3)};
+  played_->presence = Presence::kUnknown;
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // in the turn that has executed begin_connection()
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kPrefix, 0, keys})));
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();  // in the turn that has executed the lookup
+  const auto end_turns = [&](int turns) {
+    for (int turn = 0; turn < turns; ++turn) {
+      turns_.let_one_pass();
+      turns_.wait_until_blocked();
+    }
+  };
+  end_turns(99);
+  ASSERT_EQ(played_->asked.size(), 1u);
+  EXPECT_EQ(played_->asked[0].first, keys);
+  EXPECT_EQ(played_->asked[0].second, KeyOrder::kPrefix);
+  end_turns(1);
+  ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have given the lookup up";
+  EXPECT_THAT(played_->asked[1].first, UnorderedElementsAreArray(keys));
+  turns_.open();
 }
 
 // Repeated after it was not confirmed in time, or on the next connection.

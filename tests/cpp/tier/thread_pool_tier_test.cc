@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <functional>
 #include <list>
 #include <new>
 #include <thread>
@@ -900,6 +901,79 @@ TEST_F(ThreadPoolTierTest, nothing_after_a_failed_window_is_looked_up) {
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kLookupFailed);
   EXPECT_NE(tier->contains(key_of(1999)), Presence::kLookupPending);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
+}
+
+// A store with one record and a catalog. An op may end while the tier takes the removals.
+class OneRecord final : public RecordStore, public Catalog {
+ public:
+  Presence contains(const ChunkKey&) const override { return Presence::kPresent; }
+  void begin_lookup(std::span<const ChunkKey>, EpochNumber, std::vector<ChunkKey>*) override {}
+  void forget_miss(const ChunkKey&) override {}
+  void cancel_lookup(std::span<const ChunkKey>, EpochNumber) override {}
+  void touch(const ChunkKey&) override {}
+  void take_removals(std::vector<TierRemoval>* removals) override {
+    removals->insert(removals->end(), removals_.begin(), removals_.end());
+    removals_.clear();
+    if (on_taken) on_taken();
+  }
+  Status write(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
+  Status read(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
+  Status remove(const ChunkKey& key, const EpochPtr&) override {
+    removals_.push_back({key, TierRemoval::Reason::kEvicted});
+    return Status::ok();
+  }
+  Status locate(std::span<const ChunkKey>, KeyOrder, const EpochPtr&, std::vector<bool>*) override {
+    return Status::ok();
+  }
+  std::size_t keys_per_locate(KeyOrder) const override { return 1; }
+  void maintain() override {}
+  Status begin_epoch() override { return Status::ok(); }
+  EpochPtr epoch() const override { return epoch_; }
+  void forget(std::uint64_t) override {}
+  void close() override {}
+  void figures(TierStats*) const override {}
+  Catalog* catalog() override { return this; }
+
+  std::function<void()> on_taken;
+
+ private:
+  const EpochPtr epoch_ = std::make_shared<Epoch>();
+  std::vector<TierRemoval> removals_;
+};
+
+// Otherwise AllHostsTier would take the removal for one of a record that was written since.
+TEST_F(ThreadPoolTierTest, a_removal_is_reported_no_later_than_the_end_of_its_op) {
+  auto store = std::make_unique<OneRecord>();
+  OneRecord& record = *store;
+  IoPool* pool = nullptr;
+  ThreadPoolTierOptions by_hand = options();
+  by_hand.manual_pool = &pool;
+  const std::unique_ptr<Tier> tier = make_thread_pool_tier(std::move(store), by_hand);
+  start(*tier, OpKind::kRemove, 1);
+  record.on_taken = [&] {
+    if (const auto next = pool->begin_next(Lane::kWrite)) next();
+  };
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  for (int polls = 0; polls < 2 && done.empty(); ++polls) tier->poll(&done, &removals);
+  EXPECT_EQ(done.size(), 1u);
+  EXPECT_EQ(removals.size(), 1u);
+}
+
+TEST_F(ThreadPoolTierTest, completions_are_not_lost_if_memory_runs_out_for_the_removals) {
+  auto store = std::make_unique<OneRecord>();
+  OneRecord& record = *store;
+  IoPool* pool = nullptr;
+  ThreadPoolTierOptions by_hand = options();
+  by_hand.manual_pool = &pool;
+  const std::unique_ptr<Tier> tier = make_thread_pool_tier(std::move(store), by_hand);
+  start(*tier, OpKind::kRemove, 1);
+  pool->begin_next(Lane::kWrite)();
+  record.on_taken = [] { throw std::bad_alloc(); };
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  EXPECT_NO_THROW(tier->poll(&done, &removals));
+  EXPECT_EQ(done.size(), 1u);
 }
 
 // The bytes of an op, divided by the weight of its tenant, decide when the tenant's next op starts.

@@ -197,6 +197,7 @@ std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const st
       if (begun_.contains(name)) return mooncake::kNotComplete;
       [[fallthrough]];
     case Op::kSet:
+      if (no_replacements_ && static_cast<Op>(question.verb) == Op::kSet) return mooncake::kNotComplete;
       if (full_) return mooncake::kNoSpaceLeft;
       begun_.erase(name);
       ++puts_[name];
@@ -241,6 +242,10 @@ void FakeMooncake::stand_still(bool still) {
 void FakeMooncake::set_full(bool full) {
   const std::lock_guard lock(mutex_);
   full_ = full;
+}
+void FakeMooncake::refuse_replacements(bool refuses) {
+  const std::lock_guard lock(mutex_);
+  no_replacements_ = refuses;
 }
 void FakeMooncake::begin_and_leave(const std::string& name) {
   const std::lock_guard lock(mutex_);

@@ -8,8 +8,10 @@
 
 #include <chrono>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "backends/mooncake/errors.h"
 #include "backends/mooncake/medium.h"
@@ -165,6 +167,18 @@ TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_aga
   EXPECT_TRUE(soon(user, [&] { return store_.value(at) == next; }));
 }
 
+// Otherwise an engine that starts later would find the records from before the reset.
+TEST_F(MooncakeTier, a_reset_whose_epoch_was_not_stored_fails_and_is_repeated) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  store_.refuse_replacements(true);
+  EXPECT_FALSE(user.tier().reset().is_ok());
+  EXPECT_FALSE(user.tier().stats().writable);
+  store_.refuse_replacements(false);
+  EXPECT_TRUE(soon(user, [&] { return user.tier().stats().writable; }));
+  EXPECT_FALSE(TierDriver(open()).has(1));
+}
+
 TEST_F(MooncakeTier, a_read_only_tier_writes_and_removes_nothing) {
   TierDriver reader(open_read_only());
   EXPECT_TRUE(store_.names().empty());
@@ -294,6 +308,17 @@ TEST_F(MooncakeTier, a_master_that_is_down_at_the_start_is_waited_for) {
   EXPECT_FALSE(user.tier().stats().writable);
   EXPECT_FALSE(user.write(1));
   store_.start();
+  EXPECT_TRUE(works_again(user, 1));
+}
+
+TEST_F(MooncakeTier, memory_that_runs_out_during_a_start_is_a_failed_start) {
+  MooncakeTierOptions chosen = medium_.options(options());
+  chosen.client.launch = [launch = chosen.client.launch, first = std::make_shared<bool>(true)](
+                             mooncake::Descriptor theirs, std::unique_ptr<mooncake::Process>* begun) {
+    if (std::exchange(*first, false)) throw std::bad_alloc();
+    return launch(std::move(theirs), begun);
+  };
+  TierDriver user(make_mooncake_tier(chosen));
   EXPECT_TRUE(works_again(user, 1));
 }
 

@@ -71,6 +71,8 @@ class RedisClusterTest : public ::testing::Test {
     });
   }
 
+  void move_a_slot(bool may_evict);
+
   static std::unique_ptr<Servers> servers_;
   static std::uint8_t namespaces_;
   FakeClock clock_;
@@ -250,8 +252,10 @@ TEST_F(RedisClusterTest, a_copy_reads_the_records_and_the_epoch_of_all_nodes) {
 }
 
 // A slot of the first master moves to the second while it is in use.
-TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
-  TierDriver user(make_redis_tier(options()));
+void RedisClusterTest::move_a_slot(bool may_evict) {
+  RedisTierOptions chosen = options();
+  chosen.may_evict = may_evict;
+  TierDriver user(make_redis_tier(chosen));
   const std::uint32_t staying = number_on(0);
   ASSERT_TRUE(user.write(staying));
   // Uses a slot without any record, including those of other tests: a slot with other records could not be
@@ -274,6 +278,11 @@ TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   EXPECT_TRUE(user.read(staying));
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
 }
+
+TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) { move_a_slot(true); }
+
+// Each write asks the node for its memory first.
+TEST_F(RedisClusterTest, a_slot_that_moves_takes_writes_that_must_not_evict) { move_a_slot(false); }
 
 // Runs last, because it leaves a cluster of two masters and a former replica.
 TEST_F(RedisClusterTest, z_keys_of_a_dead_node_are_missing_until_its_replica_takes_over) {
@@ -299,6 +308,13 @@ TEST_F(RedisClusterTest, z_keys_of_a_dead_node_are_missing_until_its_replica_tak
   }
   EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one failed node of three must not switch the tier off";
+  const ChunkKey missing = key_of(number_on(0, 2000)), unknown = key_of(number_on(kDying, 2000));
+  user.tier().prefetch_presence({missing, unknown}, KeyOrder::kNone);
+  EXPECT_TRUE(user.until([&] {
+    return user.tier().contains(missing) == Presence::kAbsent &&
+           user.tier().contains(unknown) != Presence::kLookupPending;
+  }));
+  EXPECT_EQ(user.tier().contains(unknown), Presence::kLookupFailed) << "its node may have the record";
   try {
     (void)open_redis_records({.server = servers_->address(0), .deadline = seconds(60)});
     ADD_FAILURE() << "the keys of the node that is down would be left out";

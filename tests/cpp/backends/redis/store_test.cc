@@ -40,6 +40,19 @@ class RedisTierTest : public ::testing::Test {
     op.shards = row.shards();
     return op;
   }
+  static Status write_to(redis::RedisStore& store, std::uint32_t number) {
+    Row row({8192});
+    row.fill(number);
+    std::uint64_t moved = 0;
+    return store.write(op_of(OpKind::kWrite, number, row), store.epoch(), &moved);
+  }
+  static Status read_from(redis::RedisStore& store, std::uint32_t number) {
+    Row into({8192});
+    std::uint64_t moved = 0;
+    const Status status = store.read(op_of(OpKind::kRead, number, into), store.epoch(), &moved);
+    EXPECT_TRUE(!status || into.holds(number));
+    return status;
+  }
   // Upkeep follows the tier's clock.
   template <typename Condition>
   bool eventually(TierDriver& user, Condition condition) {
@@ -153,6 +166,8 @@ TEST_F(RedisTierTest, a_record_that_replaced_a_damaged_one_stays) {
   medium_.proxy.faults.release();
   reader.join();
   EXPECT_EQ(medium_.server.call({"GET", name}).text, anew);
+  ASSERT_TRUE(write_to(store, 1));
+  EXPECT_EQ(medium_.server.call({"GET", name}).text, anew) << "written although it is whole";
 }
 
 TEST_F(RedisTierTest, a_read_only_tier_changes_nothing) {
@@ -573,19 +588,27 @@ TEST_F(RedisTierTest, the_listed_permissions_are_sufficient) {
 }
 
 // After a refused MULTI, DEL would run at once, whatever the record is by then.
-TEST_F(RedisTierTest, without_transactions_damage_is_detected_and_stays) {
-  medium_.server.call({"ACL", "SETUSER", "kv", "on", ">x", "~*", "+@all", "-multi"});
-  RedisTierOptions chosen = options();
-  chosen.server.user = "kv";
-  chosen.server.password = "x";
-  TierDriver user(make_redis_tier(chosen));
-  ASSERT_TRUE(user.write(1) && user.write(2));
-  const std::string name = medium_.name_of(key_of(1));
-  medium_.damage(key_of(1));
-  EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
-  EXPECT_EQ(medium_.server.call({"EXISTS", name}).integer, 1);
-  EXPECT_TRUE(user.read(2));
-  EXPECT_TRUE(user.write(3));
+TEST_F(RedisTierTest, without_transactions_a_damaged_record_stays_and_the_next_write_replaces_it) {
+  for (const char* const refused : {"-multi", "-watch", "-exec", "-del"}) {
+    medium_.server.call({"ACL", "SETUSER", "kv", "reset", "on", ">x", "~*", "+@all", refused});
+    RedisTierOptions chosen = options();
+    chosen.server.user = "kv";
+    chosen.server.password = "x";
+    redis::RedisStore store(chosen);
+    const auto write = [&] { return write_to(store, 1); };
+    const auto read = [&] { return read_from(store, 1); };
+    ASSERT_TRUE(write());
+    const std::string name = medium_.name_of(key_of(1));
+    medium_.damage(key_of(1));
+    EXPECT_EQ(read().kind(), StatusKind::kCorrupt) << refused;
+    EXPECT_EQ(medium_.server.call({"EXISTS", name}).integer, 1) << refused;
+    ASSERT_TRUE(write());
+    EXPECT_TRUE(read()) << refused;
+    const std::size_t before = medium_.proxy.faults.seen(Verb::kWrite);
+    ASSERT_TRUE(write());
+    EXPECT_EQ(medium_.proxy.faults.seen(Verb::kWrite), before) << "only once";
+    store.close();
+  }
 }
 
 TEST_F(RedisTierTest, a_missing_database_is_named_in_the_error) {
