@@ -113,6 +113,10 @@ TEST_F(SessionsTest, a_hint_that_is_repeated_without_a_turn_expects_the_session_
   turn(kA, kRed, {"a"}, {resume(20)});
   apply(resume(30, kA));
   EXPECT_THAT(returns({"a"}), ElementsAre(1120 + 30)) << "after a turn it counts from the beginning";
+  for (int given = 2; given < 4; ++given) apply(resume(20, kA));
+  parts().clock.advance(std::chrono::seconds(1020));
+  apply(resume(20, kA));
+  EXPECT_THAT(returns({"a"}), ElementsAre(2140 + 400)) << "it is overdue again";
 }
 
 TEST_F(SessionsTest, a_corrected_return_counts_as_given) {

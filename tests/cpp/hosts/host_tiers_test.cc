@@ -742,6 +742,33 @@ TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
   EXPECT_EQ(ids, all);
 }
 
+TEST(RemoteTierTest, what_a_host_had_is_unknown_after_its_connection_was_lost) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+  };
+  channel->begin_open({{}}, "settings");
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  const auto poll = [&] {
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+  };
+  const auto connect = [&] {
+    channel->begin_connection();
+    deliver(FrameType::kOpsEnded, {});
+    poll();
+  };
+  connect();
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  deliver(FrameType::kAnswers, encode(TierAnswers{0, 0, {{key_of(1), TierAnswers::Found::kPresent}}}));
+  poll();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
+  channel->end_connection("it was lost");
+  connect();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it may have removed the record meanwhile";
+}
+
 // ---- a tier that the test plays
 
 // Blocks the thread that passes it until the test lets it pass.
@@ -787,8 +814,9 @@ class GatedTier : public Tier {
     if (fails_to_submit) throw std::bad_alloc();
   }
   bool cancel(OpId) override { return false; }
-  void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override {
     on_poll();
+    std::ranges::move(std::exchange(ended, {}), std::back_inserter(*completions));
     if (batches.empty()) return;
     *removals = std::move(batches.front());
     batches.pop_front();
@@ -808,6 +836,7 @@ class GatedTier : public Tier {
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }
 
+  std::vector<Completion> ended;                              // for the next poll
   std::deque<std::vector<TierRemoval>> batches, after_reset;  // one for each poll
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
@@ -899,6 +928,33 @@ TEST_F(PlayedHostTiers, a_frame_of_one_connection_is_not_sent_on_the_next_one) {
   turns_.let_one_pass();
   turns_.wait_until_blocked();  // that turn is over
   EXPECT_TRUE(tiers_->frames().empty()) << "its frames were sent on the new connection";
+  turns_.open();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+}
+
+TEST_F(PlayedHostTiers, an_op_of_an_earlier_connection_ends_before_the_next_connection_is_used) {
+  played_->on_poll = [&] { turns_.pass(); };
+  const auto next_turn = [&] {
+    turns_.let_one_pass();
+    turns_.wait_until_blocked();
+  };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  next_turn();
+  HostOp op;
+  op.id = 1;
+  op.key = key_of(1);
+  ASSERT_TRUE(tiers_->take(FrameType::kOps, encode(TierOps{0, {op}})));
+  next_turn();
+  tiers_->end_connection();
+  tiers_->begin_connection();
+  next_turn();  // executes begin_connection()
+  next_turn();
+  EXPECT_TRUE(tiers_->frames().empty()) << "a thread still uses the row";
+  Completion completion;
+  completion.id = 1;
+  played_->ended.push_back(completion);
   turns_.open();
   EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
 }
