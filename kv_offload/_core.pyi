@@ -589,7 +589,7 @@ class TieredCache:
     def preempt(self, request: int) -> None:
         """The request was preempted: a wait from before it last ran is over, and its span is asked for again.
 
-        Has no effect on a request that was looked up in this step, as after a reset.
+        Has no effect on a request that was looked up in this step, as happens after a reset.
         """
     def make_lookup(
         self,
@@ -767,8 +767,8 @@ class FsRoot:
         self, namespace: str | None = None, all_epochs: bool = False, strict: bool = False
     ) -> Iterator[dict[str, Any]]:
         """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} of each record, without
-        opening it. ``all_epochs``: includes what a reset left behind. ``strict``: raises RuntimeError for a
-        directory that cannot be read, instead of skipping it."""
+        opening it. ``all_epochs``: includes epochs that a reset left unused. ``strict``: raises RuntimeError
+        for a directory that cannot be read, instead of skipping it."""
     def verify(
         self,
         repair: bool = False,
@@ -794,7 +794,7 @@ class FsRoot:
         """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
         """Removes the records of one namespace, or all. Returns (records, bytes) removed. Raises RuntimeError
-        if some cannot be removed; all others are removed."""
+        if a record cannot be removed or a directory cannot be read; all other records are removed."""
     def startup_epoch(self, namespace: str) -> int | None:
         """Returns the epoch that newly started processes use; None if there is none, or a reset made the
         newest. Raises RuntimeError if the namespace cannot be read."""

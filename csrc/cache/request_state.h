@@ -137,7 +137,7 @@ struct RequestState {
   std::size_t waiting_index = 0;  // index in RequestTable::waiting_
   bool expired = false;           // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
-  Nanos waited{0};  // since the last admission, of the timeout: see RequestTable::continue_wait
+  Nanos waited{0};  // used of the timeout since the last admission: see RequestTable::continue_wait
   Nanos waits_since{0};
   Nanos deadline{0};
   Nanos reads_since{0};           // waits_since, or the last pass that found chunks not written yet

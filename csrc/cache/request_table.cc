@@ -134,8 +134,8 @@ void RequestTable::expire(RequestHandle handle, MissReason reason) {
   request.expired_for = reason;
 }
 
-// vLLM asks about the first queued request in each step, and about the others only while there is room. A
-// request for which there is no room waits for vLLM and not for a tier.
+// In each step, vLLM looks up the first queued request, and the others only while it has room. A request
+// without room waits for vLLM and not for a tier.
 void RequestTable::continue_wait(RequestState& request) {
   const Nanos now = clock_.now(), since = now - request.pass.time;
   if (request.pass.pending && request.pass.step + 1 == step_) request.waited += since;

@@ -2,11 +2,11 @@
 // RequestTable: the live requests, the results of their last lookup passes, and what they wait for.
 //
 // Invariant: a waiting request has a deadline; chunks that are not resident by then are kMiss with a reason.
-// (Not if vLLM has no room for the request: see expire().)
-// It holds one pin on each chunk in `held` and is a waiter of exactly the reads in `awaited`. Both are
-// released when it is admitted (its load or store begins), expires or ends. Reads are cancelled in bounded
-// batches, over the following calls and steps; until then their waiter number belongs to no request. Each
-// chunk that was looked up is counted once per admission, as a hit or as a miss with its reason.
+// (A request for which vLLM has no room may begin another wait: see expire().) A waiting request holds one
+// pin on each chunk in `held` and is a waiter of exactly the reads in `awaited`. Both are released when it is
+// admitted (its load or store begins), expires or ends. Reads are cancelled in bounded batches, over the
+// following calls and steps; until then their waiter number belongs to no request. Each chunk that was looked
+// up is counted once per admission, as a hit or as a miss with its reason.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -72,7 +72,7 @@ class RequestTable {
   void end_load(const DeviceLoads::LoadId& load);
   // The request was scheduled: counts its lookup results and stops waiting.
   void admit(RequestHandle request);
-  // The same for a request that lost its place on the device, unless it was looked up in this step.
+  // The same for a preempted request, unless it was looked up in this step.
   void preempt(RequestHandle request);
   Offers& offers(RequestHandle request) { return requests_[request].offers; }
 
@@ -100,10 +100,11 @@ class RequestTable {
   void restart_load_budget(RequestHandle request);
   // Stops waiting: chunks that are not resident miss, with this reason. If vLLM has no room for the request
   // then, its next lookup begins another wait, for the rest of the timeout. vLLM had no room if the last
-  // lookup found nothing pending, or if it did not ask for long (kUnaskedSteps, a quarter of the timeout).
+  // lookup found nothing pending, or if vLLM has not looked the request up for at least kUnaskedSteps steps
+  // and a quarter of the timeout.
   void expire(RequestHandle request, MissReason reason);
   static constexpr std::uint64_t kUnaskedSteps = 4;
-  static constexpr int kMostWaits = 64;  // each counts as at least this part of the timeout
+  static constexpr int kMostWaits = 64;  // each wait uses up at least 1 / kMostWaits of the timeout
 
   // A read that the request awaited has ended.
   void read_ended(TierIo::Waiter waiter, const TierIo::ReadEnd& end);
@@ -138,7 +139,7 @@ class RequestTable {
   void start_waiting(RequestHandle handle, RequestState& request);
   void release(RequestHandle handle);
   void stop_waiting(RequestState& request);  // releases pins and reads; allocates nothing
-  // Call when vLLM asks again about a request that waits or waited. Begins another wait if the last one is
+  // Call when vLLM looks up a request that is waiting or has expired. Begins another wait if the last one is
   // over and vLLM had no room for the request: see expire().
   void continue_wait(RequestState& request);
   void cancel_abandoned_reads();  // cancels some of abandoned_reads_

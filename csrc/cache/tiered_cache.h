@@ -79,7 +79,8 @@ class TieredCache {
   // it.
   void admit(RequestHandle request);
   // The request was preempted: a wait from before it last ran is over. (vLLM does not report that a preempted
-  // request is scheduled again.) Has no effect if the request was looked up in this step, as after a reset.
+  // request is scheduled again.) Has no effect if the request was looked up in this step, as happens
+  // after a reset.
   void preempt(RequestHandle request);
   // Sets where in its prompt a request's lookups start, and the prompt's length: end positions, in tokens, of
   // the first chunk that is looked up and of the last whole chunk. Without it, compute cost is estimated as

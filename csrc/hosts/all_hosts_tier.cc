@@ -322,7 +322,7 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     for (const TierRemoval& removal : removed_[part]) handle_removal(part, removal, removals);
     removed_[part].clear();
   }
-  // From here on, a completion is passed on without an allocation, and once.
+  // After this, each completion is passed on once, without an allocation.
   completions->reserve(completions->size() + ended_.size() - next_ended_ + held_.size() + ended_held_.size());
   while (next_ended_ < ended_.size()) {
     const std::size_t at = next_ended_++;
@@ -379,7 +379,7 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
   InFlight& op = found->second;
   TierPart& counts = counts_[part];
   ++(op.kind == OpKind::kRead ? counts.reads : counts.writes)[static_cast<std::size_t>(ended.status.kind())];
-  // A part that was there before stays: a host that fails now may have its part of the chunk, too.
+  // A part from before this op stays, because the failing host may have its part of the chunk, too.
   op.part_is_stored |= ended.status.is_ok() && ended.bytes > 0;
   add_failure(op, std::move(ended.status));
   op.bytes += ended.bytes;

@@ -19,7 +19,7 @@ constexpr std::size_t kMostOrders = 4096;                    // frames that wait
 constexpr std::size_t kMostInFlight = std::size_t{1} << 18;  // ops of all tiers
 constexpr Nanos kBusyWait = std::chrono::milliseconds(1);    // between two polls while an op is in flight
 constexpr Nanos kIdleWait = std::chrono::milliseconds(100);
-constexpr unsigned kAskAgain = 100;  // turns, kBusyWait or less each, until unknown keys are looked up again
+constexpr unsigned kAskAgain = 100;  // turns of at most kBusyWait until unknown keys are looked up again
 constexpr Nanos kStateInterval = std::chrono::milliseconds(100);
 constexpr Nanos kStateRefresh = std::chrono::seconds(1);
 constexpr std::uint64_t kSampleBytes = 1 << 20;  // for the speed in TierState
@@ -403,8 +403,8 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
   std::vector<ChunkKey> unknown;
   for (auto at = slot.lookups.begin(); at != slot.lookups.end();) {
     const Presence presence = slot.tier->contains(at->first);
-    // Keys stay unknown until a thread of the tier begins their lookup. Until then, another lookup in each
-    // turn would queue the same keys again and again.
+    // Keys stay unknown until a thread of the tier begins their lookup. Until then, a lookup in each turn
+    // would queue the same keys many times.
     if (presence == Presence::kUnknown && ++at->second == kAskAgain) {
       unknown.push_back(at->first);
       at->second = 0;

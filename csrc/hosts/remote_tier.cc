@@ -80,7 +80,7 @@ class RemoteTier final : public Tier {
   std::uint32_t reads_ = 0;      // of ops_
   std::size_t sent_writes_ = 0;  // of ops_
   std::vector<HostOp> waiting_;  // writes that were not sent, oldest first; those not in ops_ were cancelled
-  std::vector<TierChannel::Event> events_;  // those before next_event_ are done
+  std::vector<TierChannel::Event> events_;  // those before next_event_ have been processed
   std::size_t next_event_ = 0;
   std::vector<Completion> completions_;  // not polled yet
   std::vector<TierRemoval> removals_;
@@ -236,7 +236,7 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   if (!touched_.empty()) send_uses(touched_, true);
   touched_.clear();
   take_events();
-  completions->reserve(completions->size() + completions_.size());  // each is passed on once
+  completions->reserve(completions->size() + completions_.size());  // passing them on must not throw
   const bool is_late = clock_.now() - reset_sent_ >= options_.reset_timeout;
   if (needs_reset_ && is_late && connection_ != 0 && !closed_) send_reset();
   std::vector<TierRemoval> forgotten;
@@ -251,7 +251,7 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   completions_.clear();
 }
 
-// If memory runs out, throws; the event is taken again in the next call, without another effect.
+// Throws if memory runs out. The next call processes the same event again, without a second effect.
 void RemoteTier::take_events() {
   const auto take_all = [this] {
     for (; next_event_ < events_.size(); ++next_event_) {
@@ -298,7 +298,7 @@ void RemoteTier::take(Nanos at, TierResults& frame) {
 void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds, double queued) {
   const auto found = ops_.find(id);
   const InFlight op = found->second;
-  // First: if memory runs out, the op has not ended.
+  // First, because this may throw: then the op has not ended, and its event is processed again.
   if (status) {
     if (op.kind == OpKind::kRemove) {
       presence_.removed(op.key, TierRemoval::Reason::kEvicted, op.epoch);

@@ -135,7 +135,7 @@ void EncryptedKeyTier::submit(std::vector<TierOp> ops) {
       op.key = names_.name(place, way);
       keys_.remember(op.key, key);
     }
-    // The last call that may throw: the caller reuses the rows of ops that were refused.
+    // Nothing after this call may throw: the caller reuses the rows of ops that were refused.
     tier_->submit(std::move(ops));
   } catch (...) {
     for (const OpId id : begun) in_flight_.erase(id);

@@ -54,8 +54,8 @@ class RecordStore {
   // whole record or none: no partial record is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
   // Ok: the shards hold the record's bytes, verified. kNotFound: there is no record. kCorrupt: the record is
-  // proven wrong; it was removed, unless another one replaced it meanwhile. Any other status is a device
-  // failure, and the record stays.
+  // proven wrong; it was removed, unless another one replaced it meanwhile or the removal failed. Any other
+  // status is a device failure, and the record stays.
   virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
   // Removes the record of a key if other parts of its chunk are lost (hosts/all_hosts_tier.h). Ok: it was
   // removed, and is reported as evicted. kNotFound: there was none.
@@ -68,8 +68,9 @@ class RecordStore {
   // recomputed.)
   virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
-  // For a store of several parts: like locate(), but ok if one part answers. Sets (*failed)[i] for the keys
-  // of the others; their lookups have failed. REQUIRES: *failed is false for every key.
+  // For a store of several parts: like locate(), but returns ok if at least one part answers. Sets
+  // (*failed)[i] for keys of the other parts, whose lookups have failed. REQUIRES: *failed is false for every
+  // key.
   virtual Status locate_in_parts(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                                  std::vector<bool>* present, std::vector<bool>* /*failed*/) {
     return locate(keys, order, epoch, present);

@@ -219,10 +219,10 @@ void ThreadPoolTier::poll(std::vector<Completion>* completions, std::vector<Tier
   pool_.expire();
   if (!closed_) maintain_if_due();
   update_in_epoch();
-  // Completions first: an op reports the removal of its record before its completion, so that both are in one
-  // poll. A removal that follows its op's completion would seem to be one of a record that was written since.
+  // Completions first: an op reports the removal of its record before its completion, so the removal is taken
+  // in the same poll or earlier. A later one would seem to concern a record that was written since.
   shared_->take_completions(completions);
-  // If memory runs out, the rest of the removals stay for the next poll. The caller must get the completions.
+  // If memory runs out, the other removals stay for the next poll. The caller must get the completions.
   (void)catch_exceptions([&] {
     shared_->catalog().take_removals(removals);
     return Status::ok();

@@ -24,7 +24,7 @@ Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tie
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
 _WALK_EVERY_SECONDS = 3600.0  # in between, the root's own ledger is trusted
-_MOST_PASSES = 16  # of one eviction: servers may write as fast as it removes
+_MOST_PASSES = 16  # per eviction: servers may write as fast as it removes
 _BACK_OFF_SECONDS = 60.0  # after a walk that removed nothing: the ledger is too high, or no file is a record
 
 
@@ -128,8 +128,8 @@ def evict_once(
         "bytes_before": used, "bytes_freed": 0, "dead_bytes": 0, "records": 0, "dead_namespaces": [],
     }  # fmt: skip
     after, passes = used, 0
-    # A removed record counts at least its size, and the root its blocks, which may be fewer (ZFS, Btrfs). So
-    # the root may need another pass.
+    # A removed record counts with at least its size, but the root with its blocks, which may be fewer (ZFS,
+    # Btrfs). So another pass may be needed.
     while after > bound.start_above and passes < _MOST_PASSES:
         passes += 1
         found = root.evict(

@@ -356,8 +356,8 @@ def purge(
       kv-offload purge s3://kv-cache/kv_offload --tenant acme
       kv-offload purge unix:///run/redis.sock -n 3fa2
 
-    Exit status: 0 removed; 1 not confirmed, refused, or some cannot be removed; 2 ROOT is not a root, or has
-    no such namespace.
+    Exit status: 0 removed; 1 not confirmed, refused, or some records cannot be removed; 2 ROOT is not a root,
+    or has no such namespace.
     """
     from kv_offload.sizes import format_bytes
 

@@ -20,7 +20,7 @@ Comments, and the places of line breaks in C++, need not match (see anchors.py):
     python = "tests/python/test_config.py -k unit"  # arguments of pytest, or
     command = "bash tests/x.sh"                     # a shell command that must fail
 
-Pytest uses the core that is built already, so its tests detect faults in Python and in texts only.
+Pytest uses the existing build of the core, so its tests do not detect faults in C++ code.
 The checkout is never changed: the faults are planted in a copy of its files in build/mutants, or in the
 directory that KV_OFFLOAD_MUTANTS names. Two concurrent runs need two directories. The named tests must pass
 in the copy before their faults are planted; otherwise these mutants are skipped, because a test that fails
@@ -206,7 +206,7 @@ def configure() -> None:
             *command,
             "-DCMAKE_BUILD_TYPE=None",
             "-DCMAKE_CXX_FLAGS=-O0 -w",  # a fault may leave a parameter unused
-            # Otherwise linking and copying objects into the archive take half of the time of a mutant.
+            # Otherwise linking, and copying objects into the archive, take half of the time of a mutant.
             f"-DCMAKE_EXE_LINKER_FLAGS={linker}",
             "-DCMAKE_CXX_ARCHIVE_CREATE=<CMAKE_AR> qcT <TARGET> <LINK_FLAGS> <OBJECTS>",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -219,7 +219,7 @@ def configure() -> None:
 
 
 def is_selected(test: str, tests: str) -> bool:
-    """True if this filter of GoogleTest selects the test."""
+    """True if this GoogleTest filter selects the test."""
     wanted, _, unwanted = tests.partition("-")
     selects = [
         any(
@@ -250,7 +250,7 @@ class Tests:
             self._zygote.__exit__(None, None, None)
 
     def time_cpp(self, filters: set[str]) -> None:
-        """Times the C++ tests of these filters; if they are many, by running all C++ tests once."""
+        """Times the C++ tests that these filters select. For many filters, runs all C++ tests once."""
         if len(filters) > 100:
             with ThreadPoolExecutor(max_workers=SHARDS) as pool:
                 for reports in pool.map(self._time_shard, range(SHARDS)):
@@ -308,7 +308,7 @@ class Tests:
             case "python":
                 command = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
                 if tests not in self._unforked:
-                    # Its plugins were imported with vLLM.
+                    # The parent process imported pytest plugins with vLLM.
                     command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
                     return self._run_forked(command, seconds)
                 command = [sys.executable, "-m", *command]
@@ -332,7 +332,7 @@ class Tests:
             with suppress(ProcessLookupError):
                 os.killpg(begun.pid, signal.SIGKILL)
             begun.wait()
-        # triton's bindings list what they leave in memory when Python ends
+        # Triton's bindings list leaked objects when Python exits.
         return status, log.read_text(errors="replace").partition("nanobind: leaked")[0]
 
 
@@ -414,9 +414,9 @@ def main() -> int:
         return 2
     verdicts = []
     with Tests() as tests:
-        # now, because later the build may contain a fault
+        # Now, because later the build may contain a fault.
         tests.time_cpp({mutant.tests for mutant in mutants if mutant.kind == "cpp"})
-        # headers last: each rebuilds many files
+        # Headers last: each causes many files to be rebuilt.
         for mutant in sorted(mutants, key=lambda mutant: mutant.kind == "cpp" and mutant.file.endswith(".h")):
             began = time.monotonic()
             verdicts.append(verdict(mutant, tests))

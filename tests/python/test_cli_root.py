@@ -69,7 +69,7 @@ def test_damage_that_is_not_text_is_found_and_removed(root):
     assert json.loads(run("purge", root, "-n", FACTS.short_id(), "--yes", "--json"))["records"] == 5
 
 
-def test_a_damaged_root_file_is_shown_as_it_is(root):
+def test_a_damaged_root_file_is_shown_with_escapes(root):
     (root / "kv_offload.json").write_bytes(b'{"format": \xff}')
     result = CliRunner().invoke(app, ["stat", str(root)])
     assert result.exit_code == 2

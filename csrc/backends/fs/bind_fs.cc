@@ -67,7 +67,7 @@ std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max
 
 double to_unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
 
-// Bytes from the disk may be damaged: those that are not UTF-8 are escaped.
+// Escapes bytes that are not UTF-8, because text on the disk may be damaged.
 py::str text_of(const std::string& bytes) {
   PyObject* const text =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");

@@ -48,7 +48,7 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
       return doubtful_sum_error();
     }
     const int before = missing_records;
-    // A root far above its bound is not emptied by one write: others wait for it.
+    // Other writes wait for this one, so it does not evict the whole excess of a root far above its bound.
     const Status made =
         make_space(std::min(missing, bytes + kMostAtOnce), pending, reservation, &missing_records);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
@@ -56,7 +56,7 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
   }
   if (attempt == kReserveAttempts) status = reservation->grow_to(bytes, &missing);
   if (!status && attempt == kReserveAttempts && missing > kMostAtOnce)
-    return Status::error(StatusKind::kUnavailable, "the root holds more than max_bytes: records are evicted");
+    return Status::error(StatusKind::kUnavailable, "the root holds more than max_bytes and is being trimmed");
   // Without eviction kNoSpace means full, and not that the root is still being counted.
   const bool counting = status.kind() == StatusKind::kNoSpace && status.error_number() == 0 && missing == 0;
   if (!options_.may_evict && counting) return Status::error(StatusKind::kUnavailable, status.message());
@@ -363,8 +363,8 @@ void Evictor::trim() {
   if (!options_.may_evict || !options_.may_trim) return;
   if (records_.extent() != RecordIndex::Extent::kOrder || !shares_.is_root_above(options_.max_bytes)) return;
   for (std::uint64_t trimmed = 0; trimmed < kMostTrimmed && !stop_.load();) {
-    if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // those trim it
-    Reservation evicted(*root_.space);  // settled for each part: others see how much is left
+    if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // they trim it
+    Reservation evicted(*root_.space);  // settled after each part: other sharers see the rest
     std::uint64_t missing = 0, freed = 0;
     if (evicted.grow_to(kPageBytes, &missing) || missing == 0) return;
     const std::uint64_t part = std::min(missing, kMostAtOnce);

@@ -37,9 +37,9 @@ namespace kv_offload {
 
 class Evictor {
  public:
-  // Bytes that are evicted beyond those of a record while mutex_ is held, and by one call of trim(). A local
-  // file system removes the latter in about a second.
+  // The most bytes that are evicted while mutex_ is held, in addition to the size of the record to write.
   static constexpr std::uint64_t kMostAtOnce = std::uint64_t{64} << 20;
+  // The most bytes that one call of trim() evicts. A local file system removes them in about a second.
   static constexpr std::uint64_t kMostTrimmed = 16 * kMostAtOnce;
 
   // Dependencies; all must outlive this object.
@@ -55,11 +55,10 @@ class Evictor {
   // Grows the reservation to `bytes` and evicts as needed. pending (or null) may receive the file of an
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
   // removed. kUnavailable if the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT
-  // if missing records make the sum of the root doubtful. kDeclined for a record
-  // that may be declined (PendingRecord::spared_request): the next victim belongs to its own request, or
-  // other servers were asked to evict for it. kDeclined for any record that could only replace records within
-  // the shares of other tenants. Without FsTierOptions::may_evict, kNoSpace instead of an
-  // eviction.
+  // if missing records make the sum of the root doubtful. kDeclined for a record that may be declined
+  // (PendingRecord::spared_request): the next victim belongs to its own request, or other servers were asked
+  // to evict for it. kDeclined for any record that could only replace records within the shares of other
+  // tenants. Without FsTierOptions::may_evict, kNoSpace instead of an eviction.
   Status reserve(std::uint64_t bytes, PendingRecord* pending, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the epochs of our namespace that no process uses.
   void reclaim_unused_epochs();
@@ -73,8 +72,9 @@ class Evictor {
   // FsTierOptions::may_evict.
   void trade() EXCLUDES(mutex_);
   // Evicts while the root holds more than max_bytes: after a start with a smaller bound, or if another
-  // program added files. Leaves the rest for the next call after kMostTrimmed bytes. Does nothing without
-  // FsTierOptions::may_evict and may_trim, or while other sharers hold too much and this one does not.
+  // program added files. After kMostTrimmed bytes, leaves the rest to the next call. Does nothing without
+  // FsTierOptions::may_evict and may_trim, or while this process is below its share and others are above
+  // theirs.
   void trim() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.

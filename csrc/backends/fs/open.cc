@@ -17,7 +17,7 @@
 namespace kv_offload {
 namespace {
 
-// Reads a file that exists, for a disk that has no room for another one. Returns the bytes read or -errno.
+// Reads the existing ledger, for a disk that has no room for a test file. Returns the bytes read or -errno.
 std::int64_t read_direct(FileOps& ops, int root) {
   int error = 0;
   constexpr int kFlags = O_RDONLY | O_DIRECT | O_NOFOLLOW;

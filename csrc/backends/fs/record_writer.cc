@@ -20,8 +20,8 @@ constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 // Attempts to publish a record whose name other processes keep taking.
 constexpr int kPublishAttempts = 4;
 
-// True if the name refers to this open file. A rename that failed may have taken effect: its answer was lost
-// (NFS), or a signal ended the wait for it (FUSE).
+// True if the name refers to this open file. A rename that reported an error may have taken effect: its
+// response was lost (NFS), or a signal ended the wait for it (FUSE).
 bool is_renamed(FileOps& ops, const Fd& fd, int directory, const std::string& leaf, const std::string& path) {
   FileInfo held, named;
   (void)ops.refresh(directory, leaf);

@@ -91,7 +91,7 @@ struct FsRoot::Cursor::Impl {
   Fd directory;                       // of the epoch
   std::vector<std::uint32_t> leaves;  // remaining
   std::vector<FoundRecord> records;   // of one leaf, remaining
-  OnUnreadable on_unreadable;         // null: skipped silently
+  OnUnreadable on_unreadable;         // null: ignored
 
   std::string epoch_path() const {
     return fmt::format("{}/{}/{}", root_path, name, layout::epoch_directory_name(epoch));
@@ -290,7 +290,7 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
                                [&](std::uint64_t freed) { space->remove(freed, space->finished()); });
   }
   if (!failure.empty())
-    throw_resource("{} records were removed, but others are left: {}", records_removed, failure);
+    throw_resource("{} records were removed, but others could not be: {}", records_removed, failure);
   return {records_removed, bytes};
 }
 

@@ -75,8 +75,8 @@ class FsRoot {
   RootInfo stat();
 
   // Iterates over the records of one namespace, or of all, one directory at a time: those of its newest epoch
-  // and of other epochs in use (by replicas that were reset, or were not). Skips what a reset left behind,
-  // and directories that cannot be read.
+  // and of other epochs in use (by replicas that were reset, or were not). Skips epochs that a reset left
+  // unused, and directories that cannot be read.
   class Cursor {
    public:
     ~Cursor();
@@ -91,20 +91,20 @@ class FsRoot {
     std::unique_ptr<Impl> impl_;
   };
   // Throws InvalidArgument if the namespace does not exist. The cursor may outlive this object. all_epochs:
-  // includes what a reset left behind. strict: next() throws ResourceError for each directory that cannot be
-  // read, and then continues behind it.
+  // includes epochs that a reset left unused. strict: next() throws ResourceError for each directory that
+  // cannot be read; the next call continues after that directory.
   Cursor records(const std::optional<std::string>& namespace_id, bool all_epochs = false,
                  bool strict = false);
 
   // Opens every record and checks all of it. repair: removes records that are proven wrong (not those that
-  // cannot be read). A directory that cannot be read is reported like a record. progress(records done,
-  // records in all). With keys, decrypts encrypted records too.
+  // cannot be read). Also reports each directory that cannot be read. progress(records done, records in all).
+  // With keys, decrypts encrypted records too.
   std::vector<DamagedRecord> verify(bool repair,
                                     const std::function<void(std::uint64_t, std::uint64_t)>& progress,
                                     const std::shared_ptr<const EncryptionKeys>& keys = nullptr);
   // Removes the records of all epochs of one namespace, or of all namespaces, and each namespace itself if no
-  // process has it open. Returns (records, bytes on disk) removed. Throws ResourceError if some are left that
-  // cannot be removed, or may be in a directory that cannot be read; all others are removed.
+  // process has it open. Returns (records, bytes on disk) removed. Throws ResourceError if a record
+  // cannot be removed, or if a directory cannot be read; all other records are removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);
 
   // Returns the epoch that newly started processes use; none if the namespace does not exist, or if a reset

@@ -116,9 +116,8 @@ void check_same(const std::string& path, const std::string& found, const std::st
   const auto [a, b] = std::mismatch(found.begin(), found.end(), given.begin(), given.end());
   const auto at = static_cast<std::size_t>(a - found.begin());
   throw_invalid(
-      "{} describes another namespace under the same id: there {:?}, given {:?} (byte {}); "
-      "remove that "
-      "directory or use another root_dir",
+      "{} describes another namespace under the same id: stored {:?}, given {:?} (byte {}); "
+      "remove that directory or use another root_dir",
       path, around(found, at), around(given, static_cast<std::size_t>(b - given.begin())), at);
 }
 
@@ -178,7 +177,7 @@ void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& op
       options, ops, open.directory.get(), open.path, name, std::string(layout::kRootText), open.writer,
       [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_valid); }, nullptr);
   if (text != layout::kRootText) {
-    throw_invalid("{}/{} is of another format: {:?}, this version writes '{}'; use another root_dir",
+    throw_invalid("{}/{} is of another format: {:?}; this version writes '{}'; use another root_dir",
                   open.path, name, text.substr(0, 80),
                   layout::kRootText.substr(0, layout::kRootText.size() - 1));
   }

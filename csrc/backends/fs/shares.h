@@ -47,7 +47,7 @@ class Shares {
   void on_write(std::uint64_t bytes);
 
   bool is_below() const EXCLUDES(mutex_);
-  // True if the root certainly holds more than this.
+  // True if the root holds more than this, even without the bytes in doubt.
   bool is_root_above(std::uint64_t bytes) const EXCLUDES(mutex_);
   bool has_request() const EXCLUDES(mutex_);  // another sharer requests space
   bool is_overdue() const EXCLUDES(mutex_);   // for longer than kRequestTimeout

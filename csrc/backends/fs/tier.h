@@ -57,8 +57,8 @@ struct FsTierOptions : ThreadPoolTierOptions {
   // False: nothing is evicted for a write, and no other server is asked to evict. A write that does not fit
   // ends with kNoSpace.
   bool may_evict = true;
-  // False: a root above max_bytes stays as it is until a write. For tiers that do not write: the limit is
-  // that of the servers that do.
+  // False: a root above max_bytes is not trimmed without a write. For tiers that do not write: the servers
+  // that write set the limit.
   bool may_trim = true;
   EpochChoice epoch{};
   FsyncMode fsync = FsyncMode::kNone;

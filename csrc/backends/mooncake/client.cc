@@ -79,7 +79,7 @@ void Client::supervise() {
     Descriptor control;
     std::unique_ptr<Process> process;
     const auto begun = steady_clock::now();
-    // An exception that leaves the thread would end the engine.
+    // An exception that escapes from the thread would terminate the engine.
     try {
       run_process(&control, &process);
     } catch (const std::exception&) {
@@ -92,7 +92,7 @@ void Client::supervise() {
   }
 }
 
-// Returns when the process has ended or is to be killed.
+// Returns when the process has ended or must be killed.
 void Client::run_process(Descriptor* control, std::unique_ptr<Process>* process) {
   if (!begin(control, process)) return;
   const bool hung = wait_for_end(control->get());

@@ -277,7 +277,7 @@ Status MooncakeStore::write_startup_epoch(Verb verb, const std::string& name, De
     return status;
   }
   if (channel) client_.give_back(std::move(channel));
-  // A put leaves the object to a writer that was faster. A set has to replace its name.
+  // A put may leave the object to a faster writer. A set must replace the value.
   const bool is_left = verb == Verb::kPut && answer.result == kNotComplete;
   if (answer.result >= 0 || is_left) return Status::ok();
   const Status status = refusal(answer.result, answer.text);

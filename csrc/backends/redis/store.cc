@@ -54,7 +54,7 @@ Status absent() { return Status::error(StatusKind::kNotFound, "no record of this
 // Runs the command in its own transaction on a connection that watches a key. The command is sent only after
 // MULTI succeeded: after a refused MULTI the server would run it at once, even if the key has changed.
 // *reply: the first error caused by server state rather than by permissions, so that a demoted primary is
-// detected. *ended: the command was executed, or the key has changed.
+// detected. *ended: true if the command was executed, or if the key has changed.
 Status in_transaction(Connection& connection, const Connection::Command& command, Deadline until,
                       Reply* reply, bool* ended) {
   std::vector<Reply> done(1);
@@ -183,7 +183,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 }
 
 Status RedisStore::check_room(Connection& connection, std::uint64_t bytes, Deadline until) {
-  // INFO ends the effect of an ASKING before it. An ASKING that is not needed has no effect.
+  // INFO uses up an earlier ASKING, so another one is sent. An unnecessary ASKING has no effect.
   std::vector<Connection::Command> commands{{"INFO", "memory"}};
   if (cluster_.is_cluster()) commands.push_back({"ASKING"});
   std::vector<Reply> replies;
@@ -241,7 +241,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   return status;
 }
 
-// True once for each read that left a bad value behind.
+// True once after a read found a bad value and could not remove it.
 bool RedisStore::take_damaged_key(const std::string& key) {
   const MutexLock lock(mutex_);
   return damaged_keys_.erase(key) > 0;

@@ -56,7 +56,7 @@ class RedisStore final : public RecordStore {
   // Returns kNoSpace if the server would have to evict other values for all writes in progress.
   Status check_room(Connection& connection, std::uint64_t bytes, Deadline until);
   // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
-  // type, a length that no record of this op can have, or this header. False: it may still be there.
+  // type, a length that no record of this op can have, or this header. Returns false if it may still exist.
   bool remove_damaged(const std::string& key, const IncomingRecord& record, Deadline until,
                       std::span<const std::byte> header_page);
   bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
@@ -85,7 +85,7 @@ class RedisStore final : public RecordStore {
   EpochRegistry epochs_;
   mutable Mutex mutex_;
   std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of all nodes
-  // Keys whose bad value could not be removed: the next write replaces it.
+  // Keys with a bad value that could not be removed: the next write replaces it.
   std::unordered_set<std::string> damaged_keys_ GUARDED_BY(mutex_);
 };
 

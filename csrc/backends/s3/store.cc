@@ -151,15 +151,15 @@ Status S3Store::remove(const ChunkKey& key, const EpochPtr& epoch) {
   return Status::error(StatusKind::kDeclined, refused.message());
 }
 
-// True once for each read that left a damaged object behind.
+// True once after a read found a damaged object and could not remove it.
 bool S3Store::take_damaged_key(const std::string& key) {
   const MutexLock lock(mutex_);
   return damaged_keys_.erase(key) > 0;
 }
 
-// Removes the object only if it is still there. If the removal fails, the next write replaces it: also after
-// a refused condition, because some stores refuse their own ETag. If the store does not support If-Match in
-// DELETE, an object written between the two requests is lost, too; that is a miss.
+// Removes the object only if it is still there. If the removal fails, the next write replaces it. A refused
+// condition counts as a failure, because some stores refuse their own ETag. If the store does not support
+// If-Match in DELETE, an object written between the two requests is lost, too; that is a miss.
 bool S3Store::remove_damaged(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;

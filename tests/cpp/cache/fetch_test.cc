@@ -176,7 +176,7 @@ TEST_P(FetchTest, a_request_without_further_lookups_loses_its_pins_at_the_deadli
   EXPECT_EQ(scan(request, {"a"}), "H");
 }
 
-// The engine is full, and vLLM does not ask about the request.
+// The engine is full, and vLLM does not look up the request.
 TEST_P(FetchTest, a_queued_request_loads_from_the_tier_however_long_it_is_queued) {
   record({"a"});
   const RequestHandle request = begin();

@@ -182,7 +182,7 @@ bool ModelRun::find_hits(Request& request, std::vector<std::vector<ChunkKey>>* h
 }
 
 void ModelRun::admit_or_wait(std::uint32_t serial, Request& request) {
-  // A wait may begin again if the request was not looked up for long: RequestTable::expire.
+  // A wait may begin again if the request was not looked up for a long time: RequestTable::expire.
   if (world_.clock.now() - request.looked_up >= kDeadline / 4) request.waits_since = Nanos(-1);
   request.looked_up = world_.clock.now();
   std::vector<std::vector<ChunkKey>> hits;

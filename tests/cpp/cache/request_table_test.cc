@@ -53,7 +53,7 @@ TEST_F(RequestTableTest, a_request_that_waits_for_a_store_misses_when_the_host_i
 }
 
 // vLLM does not report that it schedules a preempted request again without a load.
-TEST_F(RequestTableTest, a_preempted_request_waits_anew) {
+TEST_F(RequestTableTest, a_preempted_request_begins_a_new_wait) {
   parts_.filling("filling", 1);
   requests_.set_span(a_, ChunkParts::kTokens, 4 * ChunkParts::kTokens);
   EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
@@ -68,7 +68,7 @@ TEST_F(RequestTableTest, a_preempted_request_waits_anew) {
   EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
 }
 
-TEST_F(RequestTableTest, a_request_that_was_looked_up_in_the_step_of_its_preemption_waits_on) {
+TEST_F(RequestTableTest, a_request_that_was_looked_up_in_the_step_of_its_preemption_keeps_waiting) {
   parts_.filling("filling", 1);
   EXPECT_EQ(parts_.lookup(a_, "filling"), LookupResult::kPending);
   requests_.preempt(a_);
@@ -288,8 +288,8 @@ TEST_F(RequestTableTest, a_lookup_past_the_deadline_is_a_miss) {
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
 }
 
-// vLLM asks about a queued request in a few steps only.
-TEST_F(RequestTableTest, time_in_which_vllm_does_not_ask_is_no_wait_for_a_tier) {
+// vLLM looks up a queued request in some steps only.
+TEST_F(RequestTableTest, time_in_which_a_request_is_not_looked_up_is_no_wait_for_a_tier) {
   const Nanos timeout = parts_.options.lookup_timeout;
   parts_.filling("x", 1);
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
@@ -307,14 +307,14 @@ TEST_F(RequestTableTest, time_in_which_vllm_does_not_ask_is_no_wait_for_a_tier) 
   EXPECT_EQ(requests_.at(a_).report.waited_seconds, to_seconds(timeout / 4));
   requests_.end_step();
   parts_.clock.advance(timeout);
-  requests_.expire(a_, MissReason::kDeadline);  // vLLM asked in the last step
+  requests_.expire(a_, MissReason::kDeadline);  // vLLM looked it up in the last step
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
   requests_.admit(a_);
   EXPECT_EQ(requests_.at(a_).waited, Nanos(0));
 }
 
-// The step of the deadline has not ended.
-TEST_F(RequestTableTest, the_wait_begins_again_if_vllm_asks_right_after_the_deadline) {
+// The step in which the deadline passes has not ended, so the request has not expired yet.
+TEST_F(RequestTableTest, the_wait_begins_again_at_a_lookup_right_after_the_deadline) {
   parts_.filling("x", 1);
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) requests_.end_step();
@@ -324,7 +324,7 @@ TEST_F(RequestTableTest, the_wait_begins_again_if_vllm_asks_right_after_the_dead
   EXPECT_THAT(requests_.waiting(), ElementsAre(a_));
 }
 
-// vLLM asks about the first queued request in each step.
+// vLLM looks up the first queued request in each step.
 TEST_F(RequestTableTest, time_in_which_nothing_is_pending_is_no_wait_for_a_tier) {
   parts_.record("x");
   parts_.resident("y");
@@ -342,7 +342,7 @@ TEST_F(RequestTableTest, time_in_which_nothing_is_pending_is_no_wait_for_a_tier)
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "the timeout is used up";
 }
 
-TEST_F(RequestTableTest, what_was_decided_before_a_long_time_in_a_queue_is_decided_again) {
+TEST_F(RequestTableTest, a_decision_from_before_a_long_time_in_a_queue_is_made_again) {
   parts_.record("x");
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   requests_.close_all(a_, MissReason::kPressure);
@@ -355,7 +355,7 @@ TEST_F(RequestTableTest, what_was_decided_before_a_long_time_in_a_queue_is_decid
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
 }
 
-TEST_F(RequestTableTest, a_short_time_in_which_vllm_does_not_ask_counts) {
+TEST_F(RequestTableTest, a_short_time_in_which_a_request_is_not_looked_up_counts) {
   parts_.filling("x", 1);
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
   requests_.end_step();
@@ -367,7 +367,7 @@ TEST_F(RequestTableTest, a_short_time_in_which_vllm_does_not_ask_counts) {
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
 }
 
-TEST_F(RequestTableTest, a_request_that_vllm_asks_about_now_and_then_waits_a_limited_number_of_times) {
+TEST_F(RequestTableTest, a_request_that_vllm_seldom_looks_up_waits_a_limited_number_of_times) {
   parts_.filling("x", 1);
   int waits = 0;
   while (parts_.lookup(a_, "x") == LookupResult::kPending && waits <= RequestTable::kMostWaits) {

@@ -238,7 +238,7 @@ TEST_F(AllHostsTierTest, removals_that_a_host_fails_are_counted_for_the_host) {
   EXPECT_EQ(removals(0, StatusKind::kIo), 0u);
 }
 
-// While a node of a Redis cluster is down, the chunks with a part there are written again in vain.
+// While a node of a Redis cluster is down, chunks with a part there are written again, which fails.
 TEST_F(AllHostsTierTest, a_failed_write_removes_no_part_that_was_there_before) {
   for (const bool is_there : {true, false}) {
     part_[0]->presence[key_] = Presence::kPresent;

@@ -714,7 +714,7 @@ TEST_F(HostTiersTest, a_host_whose_tiers_were_closed_during_an_op_takes_no_new_o
   EXPECT_FALSE(other.has_seen(FrameType::kOpsEnded)) << "a thread still uses a row";
 }
 
-// An op that counts the end of a part twice ends while a thread of another host still uses the row.
+// If the end of a part counted twice, the op would end while a thread of another host still uses the row.
 TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
   const auto channel = std::make_shared<TierChannel>([] {});
   channel->begin_open({{}}, "settings");
@@ -980,7 +980,7 @@ TEST_F(PlayedHostTiers, removals_by_a_reset_are_not_sent_however_many_polls_they
   EXPECT_EQ(sent, std::vector<ChunkKey>{key_of(3)}) << "the directory was removed after the reset";
 }
 
-// While a slow store answers, many lookups of the same keys would wait.
+// Otherwise many lookups of the same keys would be queued while a store is slow.
 TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn) {
   const std::vector<ChunkKey> keys{key_of(1), key_of(2), key_of(3)};
   played_->presence = Presence::kUnknown;
@@ -1004,7 +1004,7 @@ TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn
   EXPECT_EQ(played_->asked[0].first, keys);
   EXPECT_EQ(played_->asked[0].second, KeyOrder::kPrefix);
   end_turns(1);
-  ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have given the lookup up";
+  ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have abandoned the lookup";
   EXPECT_THAT(played_->asked[1].first, UnorderedElementsAreArray(keys));
   turns_.open();
 }

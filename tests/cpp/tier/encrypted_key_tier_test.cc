@@ -258,8 +258,8 @@ class Taker final : public Recorder {
   std::vector<TierOp>* const taken_;
 };
 
-// The caller gives the rows of refused ops to others: a read that runs all the same would overwrite them.
-TEST(EncryptedKeyTierOrderTest, no_op_runs_whose_submission_ran_out_of_memory) {
+// The caller reuses the rows of refused ops: a read that ran anyway would overwrite them.
+TEST(EncryptedKeyTierOrderTest, an_op_whose_submission_ran_out_of_memory_does_not_run) {
   std::vector<TierOp> taken;
   const auto tier = with_encrypted_keys(std::make_unique<Taker>(&taken), keys_of({2, 1}), space_of(1));
   std::uint32_t number = 0;

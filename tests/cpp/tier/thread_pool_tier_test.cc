@@ -941,7 +941,7 @@ class OneRecord final : public RecordStore, public Catalog {
   std::vector<TierRemoval> removals_;
 };
 
-// Otherwise AllHostsTier would take the removal for one of a record that was written since.
+// Otherwise AllHostsTier would attribute the removal to a record that was written since.
 TEST_F(ThreadPoolTierTest, a_removal_is_reported_no_later_than_the_end_of_its_op) {
   auto store = std::make_unique<OneRecord>();
   OneRecord& record = *store;

@@ -388,14 +388,14 @@ def test_a_wait_from_before_a_preemption_is_over(engine: Engine) -> None:
     engine.end_step(preempted=["waits"])
     assert engine.lookup(keys(2), waits) == [PENDING]
     engine.end_step(preempted=["waits"])
-    assert _held(engine)[0] == 1, "after a reset, vLLM preempts a request and asks about it in one step"
-    engine.end_step()  # vLLM schedules it again without a load, and does not say so
+    assert _held(engine)[0] == 1, "after a reset, vLLM preempts a request and looks it up in one step"
+    engine.end_step()  # vLLM schedules it again without a load, and does not report it
     engine.end_step(preempted=["waits", "unknown"])
     assert _held(engine)[0] == 0
     engine.copy(output, [0])
 
 
-def test_a_preempted_request_is_measured_anew(engine: Engine) -> None:
+def test_the_misses_of_a_preempted_request_count_with_its_new_length(engine: Engine) -> None:
     request = engine.request("r")
     _positions(request, keys(1, 2))
     assert engine.lookup(keys(1), request) == [MISS]

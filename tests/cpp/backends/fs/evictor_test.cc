@@ -23,9 +23,9 @@ namespace {
 
 using namespace testing;
 
-// As after a start with a smaller bound. A write that removed all of it would keep the others waiting, until
-// its thread counts as stuck.
-TEST(EvictorTest, a_root_far_above_its_bound_is_emptied_in_parts) {
+// The root after a start with a smaller bound. A write that removed the whole excess would block the other
+// writes until its thread counted as stuck.
+TEST(EvictorTest, a_root_far_above_its_bound_is_trimmed_in_parts) {
   constexpr std::uint64_t kBytes = Evictor::kMostAtOnce, kBound = 2 * kBytes;
   constexpr std::uint32_t kRecords = 30;
   const TempDir dir;

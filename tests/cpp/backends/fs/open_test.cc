@@ -48,7 +48,7 @@ class FsOpenTest : public ::testing::Test {
   std::vector<std::string> warnings_;
 };
 
-// No empty file can grow; files_too: none can be created either.
+// Fails writes to empty files. files_too: also fails the creation of files.
 class FullDevice : public FaultyFileOps {
  public:
   FullDevice(int error, bool files_too) : error_(error), files_too_(files_too) {}
@@ -68,7 +68,7 @@ class FullDevice : public FaultyFileOps {
   const bool files_too_;
 };
 
-TEST_F(FsOpenTest, a_start_on_a_full_disk_finds_that_it_has_o_direct) {
+TEST_F(FsOpenTest, a_start_on_a_full_disk_detects_o_direct) {
   options_.o_direct = DirectMode::kOn;
   if (start() != "") GTEST_SKIP() << "no O_DIRECT here";
   for (const int error : {ENOSPC, EDQUOT}) {

@@ -131,7 +131,7 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_in_use) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-// Runs `check` in a process whose user has no right to pass over permissions, and that owns the root.
+// Runs `check` in a process that owns the root and is not privileged to ignore file permissions.
 bool without_privileges(const std::string& root, const std::function<bool()>& check) {
   constexpr ::uid_t kUser = 65534;
   const ::pid_t child = ::fork();
@@ -166,7 +166,7 @@ TEST_F(FsRootTest, a_directory_that_cannot_be_listed_is_not_reported_as_good) {
   }
 }
 
-TEST_F(FsRootTest, a_purge_that_cannot_remove_a_record_says_so) {
+TEST_F(FsRootTest, a_purge_that_cannot_remove_a_record_fails) {
   const fs::path leaf = path_of(root_, 2).parent_path();
   for (const fs::perms mode : {fs::perms::owner_read | fs::perms::owner_exec, fs::perms::none}) {
     const auto is_refused = [&] {

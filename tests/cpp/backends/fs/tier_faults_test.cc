@@ -84,7 +84,7 @@ TEST_P(FsTierEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
 
 INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::ValuesIn(testing::write_errors()));
 
-// Renames, but reports an error: the server's answer was lost (NFS), or a signal ended the wait for it
+// Renames, but reports an error: the server's response was lost (NFS), or a signal ended the wait for it
 // (FUSE).
 class LostAnswers : public FaultyFileOps {
  public:
@@ -96,7 +96,7 @@ class LostAnswers : public FaultyFileOps {
   std::atomic<int> error{0};
 };
 
-TEST_F(FsTierFaults, a_rename_that_took_effect_but_failed_leaves_a_counted_record) {
+TEST_F(FsTierFaults, a_rename_that_took_effect_but_reported_an_error_leaves_a_counted_record) {
   LostAnswers ops;
   options_.file_ops = &ops;
   TierUser user(options_);

@@ -281,7 +281,7 @@ void RedisClusterTest::move_a_slot(bool may_evict) {
 
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) { move_a_slot(true); }
 
-// Each write asks the node for its memory first.
+// Each write first queries the memory of the node.
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_writes_that_must_not_evict) { move_a_slot(false); }
 
 // Runs last, because it leaves a cluster of two masters and a former replica.

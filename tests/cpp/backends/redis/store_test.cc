@@ -167,7 +167,7 @@ TEST_F(RedisTierTest, a_record_that_replaced_a_damaged_one_stays) {
   reader.join();
   EXPECT_EQ(medium_.server.call({"GET", name}).text, anew);
   ASSERT_TRUE(write_to(store, 1));
-  EXPECT_EQ(medium_.server.call({"GET", name}).text, anew) << "written although it is whole";
+  EXPECT_EQ(medium_.server.call({"GET", name}).text, anew) << "a valid record must not be written again";
 }
 
 TEST_F(RedisTierTest, a_read_only_tier_changes_nothing) {

@@ -179,7 +179,7 @@ TEST_F(S3TierTest, a_record_that_replaced_a_damaged_one_stays) {
 }
 
 TEST_F(S3TierTest, a_damaged_object_that_cannot_be_removed_is_overwritten) {
-  // The second store refuses its own ETag, as behind a proxy that changes ETags.
+  // The second store refuses its own ETag, as a store does if a proxy changes ETags.
   for (const std::string& refusal : {error_of("403 Forbidden", "AccessDenied"),
                                      error_of("412 Precondition Failed", "PreconditionFailed")}) {
     s3::S3Store store(options());
