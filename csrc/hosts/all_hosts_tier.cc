@@ -352,14 +352,16 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
   if (held_.empty()) return;
   const auto ready = std::stable_partition(held_.begin(), held_.end(),
                                            [this](const TierOp& op) { return removing_.contains(op.key); });
+  std::vector<Completion> failed;  // allocated before the first op is taken
+  failed.reserve(static_cast<std::size_t>(held_.end() - ready));
+  std::transform(ready, held_.end(), std::back_inserter(failed), ended_unstarted);
   std::vector<TierOp> ops(std::make_move_iterator(ready), std::make_move_iterator(held_.end()));
   held_.erase(ready, held_.end());
-  for (TierOp& op : ops) {
-    Completion failed = ended_unstarted(op);
+  for (std::size_t i = 0; i < ops.size(); ++i) {
     try {
-      submit_parts({std::move(op)});
+      submit_parts({std::move(ops[i])});
     } catch (const std::exception&) {
-      completions->push_back(std::move(failed));
+      completions->push_back(std::move(failed[i]));
     }
   }
 }

@@ -678,6 +678,18 @@ TEST_F(AllHostsTierTest, memory_that_runs_out_fails_an_op_once_and_stops_no_late
   EXPECT_TRUE(poll().at(0).status.is_ok());
 }
 
+TEST_F(AllHostsTierTest, memory_that_runs_out_loses_no_write_that_was_held) {
+  store_all();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  submit(OpKind::kWrite);
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  part_[1]->end();
+  std::vector<Completion> ended;
+  EXPECT_GT(testing::fail_each_allocation([&] { tier_->poll(&ended, &removals_); }, [] {}), 0u);
+  EXPECT_EQ(ended.size() + part_[0]->ops.size(), 1u);
+}
+
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   using enum Presence;
   for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kLookupFailed, kAbsent}) {
