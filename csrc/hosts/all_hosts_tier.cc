@@ -19,7 +19,8 @@ namespace {
 
 constexpr std::size_t kMostMissing = std::size_t{1} << 16;  // keys that are remembered
 constexpr std::size_t kMostPostponed = 4096;                // removals
-constexpr OpId kRemoval = OpId{1} << 63;                    // set in the ids of our own ops
+constexpr Nanos kPostponedInterval = std::chrono::seconds(1);
+constexpr OpId kRemoval = OpId{1} << 63;  // set in the ids of our own ops
 
 // How much a failed part says about the whole op.
 int weight_of(StatusKind kind) {
@@ -140,6 +141,7 @@ class AllHostsTier final : public Tier {
   std::unordered_map<ChunkKey, Nanos> missing_;  // since when
   std::vector<std::vector<TierOp>> queued_removals_{parts_.size()};
   std::vector<Removal> postponed_;  // until all parts are in service
+  Nanos postponed_until_{0};
   OpId last_removal_ = 0;
   std::vector<TierOp> held_;  // writes that wait until parts of their chunk are removed
   std::vector<Completion> ended_held_;
@@ -331,9 +333,9 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
   ended_.clear();
   ended_by_.clear();
   next_ended_ = 0;
-  queue_postponed();
-  submit_removals();
   submit_held(completions);
+  queue_postponed();  // drops those of keys whose write was held
+  submit_removals();
   std::move(ended_held_.begin(), ended_held_.end(), std::back_inserter(*completions));
   ended_held_.clear();
 }
@@ -352,14 +354,16 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
   if (held_.empty()) return;
   const auto ready = std::stable_partition(held_.begin(), held_.end(),
                                            [this](const TierOp& op) { return removing_.contains(op.key); });
+  std::vector<Completion> failed;  // allocated before the first op is taken
+  failed.reserve(static_cast<std::size_t>(held_.end() - ready));
+  std::transform(ready, held_.end(), std::back_inserter(failed), ended_unstarted);
   std::vector<TierOp> ops(std::make_move_iterator(ready), std::make_move_iterator(held_.end()));
   held_.erase(ready, held_.end());
-  for (TierOp& op : ops) {
-    Completion failed = ended_unstarted(op);
+  for (std::size_t i = 0; i < ops.size(); ++i) {
     try {
-      submit_parts({std::move(op)});
+      submit_parts({std::move(ops[i])});
     } catch (const std::exception&) {
-      completions->push_back(std::move(failed));
+      completions->push_back(std::move(failed[i]));
     }
   }
 }
@@ -514,7 +518,9 @@ void AllHostsTier::postpone_removal(std::size_t part, const ChunkKey& key) {
 }
 
 void AllHostsTier::queue_postponed() {
-  if (postponed_.empty() || !is_in_service(stats())) return;
+  // A host that is in service may refuse single keys: those of a node of a cluster that is down.
+  if (postponed_.empty() || clock_.now() < postponed_until_ || !is_in_service(stats())) return;
+  postponed_until_ = clock_.now() + kPostponedInterval;
   for (const Removal& removal : std::exchange(postponed_, {})) {
     bool is_whole = !removing_.contains(removal.key);
     for (std::size_t other = 0; other < parts_.size(); ++other)

@@ -10,7 +10,8 @@
 //   or not written. If a lookup finds that another host lacks its part, the part may still be on its way from
 //   another engine that shares the records, so it has to stay missing for some time first. A failed write
 //   removes parts only if it has written one of them, because the failing host may already have its part.
-//   A removal that a host cannot take now, because it is lost or its disk fails, is repeated later.
+//   A removal that a host cannot take now, because it is lost or its disk fails, is repeated later, at most
+//   once a second.
 // - Keys that this host lacks are not looked up on other hosts: each chunk of a new prompt is one. If this
 //   host lost records while the engine was down, the other parts stay until they are evicted, or until the
 //   chunk is computed and stored again on all hosts.

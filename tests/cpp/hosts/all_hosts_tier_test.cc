@@ -596,9 +596,36 @@ TEST_F(AllHostsTierTest, a_removal_that_a_host_refuses_is_repeated_when_it_is_in
   EXPECT_THAT(part_[1]->ops, IsEmpty());
 }
 
+// A node of a Redis cluster that is down refuses ops although the tier is in service.
+TEST_F(AllHostsTierTest, a_refused_removal_is_repeated_once_a_second_and_holds_no_write) {
+  store_all();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  for (int times = 0; times < 3; ++times) {
+    ASSERT_TRUE(is_being_removed(*part_[1]));
+    part_[1]->end(StatusKind::kUnavailable);
+    poll();
+    if (times == 0) continue;  // the first one is repeated at once
+    clock_.advance(std::chrono::milliseconds(999));
+    poll();
+    EXPECT_THAT(part_[1]->ops, IsEmpty());
+    clock_.advance(std::chrono::milliseconds(1));
+    poll();
+  }
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  submit(OpKind::kWrite);
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+  part_[1]->end(StatusKind::kUnavailable);
+  clock_.advance(std::chrono::seconds(1));
+  poll();
+  ASSERT_EQ(part_[0]->ops.size(), 1u);
+  EXPECT_EQ(part_[0]->ops[0].kind, OpKind::kWrite);
+}
+
 TEST_F(AllHostsTierTest, a_postponed_removal_is_dropped_if_the_chunk_is_written_again_or_reset) {
   enum class Then { kWhole, kWriting, kReset };
   for (const Then then : {Then::kWhole, Then::kWriting, Then::kReset}) {
+    clock_.advance(std::chrono::seconds(1));
     part_[0]->presence[key_] = Presence::kPresent;
     part_[1]->presence.clear();
     set_in_service(*part_[1], false);
@@ -676,6 +703,18 @@ TEST_F(AllHostsTierTest, memory_that_runs_out_fails_an_op_once_and_stops_no_late
   part_[0]->end();
   part_[1]->end();
   EXPECT_TRUE(poll().at(0).status.is_ok());
+}
+
+TEST_F(AllHostsTierTest, memory_that_runs_out_loses_no_write_that_was_held) {
+  store_all();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  submit(OpKind::kWrite);
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  part_[1]->end();
+  std::vector<Completion> ended;
+  EXPECT_GT(testing::fail_each_allocation([&] { tier_->poll(&ended, &removals_); }, [] {}), 0u);
+  EXPECT_EQ(ended.size() + part_[0]->ops.size(), 1u);
 }
 
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
