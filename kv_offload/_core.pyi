@@ -799,7 +799,8 @@ class FsRoot:
         """Returns the epoch that newly started processes use; None if there is none, or a reset made the
         newest. Raises RuntimeError if the namespace cannot be read."""
     def remove(self, paths: Sequence[str]) -> int:
-        """Removes record files; returns the number of those that existed."""
+        """Removes record files; returns the number of those that existed. Raises RuntimeError if some cannot
+        be removed; all others are removed."""
 
 def read_record_file(
     path: str, namespace: str, encryption_key_files: Sequence[str] = ()

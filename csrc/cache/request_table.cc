@@ -138,9 +138,10 @@ void RequestTable::expire(RequestHandle handle, MissReason reason) {
 // without room waits for vLLM and not for a tier.
 void RequestTable::continue_wait(RequestState& request) {
   const Nanos now = clock_.now(), since = now - request.pass.time;
-  if (request.pass.pending && request.pass.step + 1 == step_) request.waited += since;
+  const std::uint64_t steps = step_ - request.pass.step;
+  if (request.pass.pending && steps < kUnaskedSteps) request.waited += since;
   if (!request.expired && now < request.deadline) return;
-  const bool was_unasked = step_ - request.pass.step >= kUnaskedSteps && since >= lookup_timeout_ / 4;
+  const bool was_unasked = steps >= kUnaskedSteps && since >= lookup_timeout_ / 4;
   if (request.pass.pending && !was_unasked) return;
   const Nanos waited = request.waited + lookup_timeout_ / kMostWaits;
   if (waited >= lookup_timeout_) return;

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from live_root import records_in
 from small_core import SHARD_BYTES, attach, keys, make_cache, store
 from typer.testing import CliRunner
@@ -96,8 +97,38 @@ def test_purge_of_a_tenant_fails_if_a_record_cannot_be_read(tmp_path: Path) -> N
         assert result.exit_code == 1
         assert unreadable.name in result.output
     unreadable.rmdir()
+    assert records_by_tenant(root) == {"other": 2}, "all others are removed"
     run("purge", root, "--tenant", "acme", "--yes")
     assert records_by_tenant(root) == {"other": 2}
+
+
+def test_purge_of_a_tenant_removes_the_others_if_a_record_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    kept: list[str] = []
+
+    class Root:
+        def __init__(self, path: str) -> None:
+            self._root = core_root(path)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._root, name)
+
+        def remove(self, paths: list[str]) -> int:
+            if kept:
+                return self._root.remove(paths)
+            kept.extend(paths)
+            raise _core.ResourceError(f"{paths[0]} cannot be removed: Permission denied")
+
+    core_root = _core.FsRoot
+    monkeypatch.setattr(_core, "FsRoot", Root)
+    monkeypatch.setattr("kv_offload.tiers.fs.root._REMOVED_AT_ONCE", 1)
+    result = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert result.exit_code == 1
+    assert "cannot be removed" in result.output
+    assert records_by_tenant(root) == {"acme": 1, "other": 2}
 
 
 def test_purge_of_a_tenant_asks_first(tmp_path: Path) -> None:

@@ -323,15 +323,18 @@ std::optional<std::uint64_t> FsRoot::startup_epoch(const std::string& namespace_
 std::uint64_t FsRoot::remove(const std::vector<std::string>& paths) {
   const std::unique_ptr<SpaceLedger> space = impl_->space();
   std::uint64_t removed = 0;
+  std::string failure;  // the first one
   for (const std::string& path : paths) {
     const SpaceLedger::Finished before = space->finished();
     std::uint64_t bytes = 0;
     const int rc = unlink_file(posix_file_ops(), AT_FDCWD, path, &bytes);
-    if (rc < 0) throw_resource("{} cannot be removed: {}", path, std::strerror(-rc));
+    if (rc < 0 && failure.empty())
+      failure = fmt::format("{} cannot be removed: {}", path, std::strerror(-rc));
     if (bytes == 0) continue;
     space->remove(bytes, before);
     ++removed;
   }
+  if (!failure.empty()) throw_resource("{}", failure);
   return removed;
 }
 

@@ -112,7 +112,7 @@ class FsRoot {
   // namespace cannot be read.
   std::optional<std::uint64_t> startup_epoch(const std::string& namespace_id);
   // Removes these records (RecordInfo::path) and returns their number; missing ones do not count. Throws
-  // ResourceError if one cannot be removed.
+  // ResourceError if some cannot be removed; all others are removed.
   std::uint64_t remove(const std::vector<std::string>& paths);
 
   // Makes space like the evictor of a tier, for all processes that share the root: first what no process can

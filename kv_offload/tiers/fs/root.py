@@ -133,21 +133,47 @@ class DirectoryRoot:
         return found.totals()
 
     def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
-        """Records of a tenant are removed from all epochs, like those of a namespace."""
+        """Records of a tenant are removed from all epochs, like those of a namespace.
+
+        Raises RuntimeError if some cannot be read or removed; all others are removed.
+        """
         if tenant is None:
             return self._root.purge(namespace)
-        from kv_offload import _core
-
-        stored = stored_name(tenant)
         records = size = 0
-        found = self._root.records(namespace, all_epochs=True, strict=True)
-        own = (record for record in found if _core.record_tenant(record["path"]) == stored)
+        failures: list[str] = []
+        own = self._records_of(stored_name(tenant), namespace, failures)
         while some := list(islice(own, _REMOVED_AT_ONCE)):
-            removed = self._root.remove([record["path"] for record in some])
+            try:
+                removed = self._root.remove([record["path"] for record in some])
+            except RuntimeError as error:
+                failures.append(str(error))
+                continue
             records += removed
             # A server may have evicted some meanwhile.
             size += sum(record["bytes"] for record in some) * removed // len(some)
+        if failures:
+            raise RuntimeError(f"others were removed, but records of the tenant may be left: {failures[0]}")
         return records, size
+
+    def _records_of(
+        self, stored: str, namespace: str | None, failures: list[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the records with this name of a tenant. Appends an error to ``failures`` for each record and
+        directory that cannot be read."""
+        from kv_offload import _core
+
+        found = self._root.records(namespace, all_epochs=True, strict=True)
+        while True:
+            try:
+                record = next(found)
+                is_own = _core.record_tenant(record["path"]) == stored
+            except StopIteration:
+                return
+            except RuntimeError as error:  # the next call continues behind it
+                failures.append(str(error))
+                continue
+            if is_own:
+                yield record
 
     def use_record_sizes(self) -> None:
         """Does nothing: the size of a file is that of its record."""

@@ -367,6 +367,22 @@ TEST_F(RequestTableTest, a_short_time_in_which_a_request_is_not_looked_up_counts
   EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
 }
 
+// As in an engine whose steps are often full.
+TEST_F(RequestTableTest, a_request_that_vllm_looks_up_in_every_second_step_waits_for_one_timeout) {
+  const Nanos timeout = parts_.options.lookup_timeout, step = timeout / 16;
+  parts_.filling("x", 1);
+  Nanos pending{0};
+  for (int i = 0; i < 64; ++i) {
+    if (parts_.lookup(a_, "x") == LookupResult::kPending) pending += step;
+    requests_.end_step();
+    requests_.end_step();
+    parts_.clock.advance(step);
+    if (requests_.at(a_).waiting && parts_.clock.now() >= requests_.at(a_).deadline)
+      requests_.expire(a_, MissReason::kDeadline);
+  }
+  EXPECT_EQ(pending, timeout);
+}
+
 TEST_F(RequestTableTest, a_request_that_vllm_seldom_looks_up_waits_a_limited_number_of_times) {
   parts_.filling("x", 1);
   int waits = 0;

@@ -185,6 +185,12 @@ TEST_F(FsRootTest, a_purge_that_cannot_remove_a_record_fails) {
   EXPECT_EQ(FsRoot(root_).purge(std::nullopt).first, 1u);
 }
 
+TEST_F(FsRootTest, records_behind_one_that_cannot_be_removed_are_removed) {
+  const fs::path record = path_of(root_, 2);
+  EXPECT_THROW((void)FsRoot(root_).remove({record.parent_path().string(), record.string()}), ResourceError);
+  EXPECT_FALSE(fs::exists(record));
+}
+
 TEST_F(FsRootTest, a_record_is_read_as_it_is_stored_unless_it_is_damaged) {
   const std::string space(64, '1'), path = path_of(root_, 1).string();
   WholeRecord record;
