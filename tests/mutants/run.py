@@ -116,7 +116,7 @@ def load(area: Path) -> list[Mutant]:
         reads_sources = any(test in entry.get("python", "") for test in READ_SOURCES)
         if "python" in entry and path.suffix in (".cc", ".h") and not reads_sources:
             raise NotPlantedError(
-                f"{area.name}: {entry['name']!r} is in {entry['file']}, and tests with pytest do not compile it"
+                f"{area.name}: {entry['name']!r} is in {entry['file']}, which pytest does not compile"
             )
         fault = [entry[field] for field in ("name", "file", "find", "replace")]
         mutants.append(Mutant(area.stem, *fault, kinds[0], entry[kinds[0]]))
