@@ -141,6 +141,13 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   return begun;
 }
 
+// Checks the last chunk of each load, which is the least likely one that others use, too.
+bool DeviceLoads::frees_rows() const {
+  const auto frees = [&](const Job& job) { return chunks_.at(job.slots.back()).pins == 1; };
+  return std::any_of(running_.begin(), running_.end(), [&](const auto& one) { return frees(one.second); }) ||
+         std::any_of(completed_.begin(), completed_.end(), frees);
+}
+
 void DeviceLoads::withdraw(Ticket ticket) {
   const auto found = std::find_if(running_.begin(), running_.end(),
                                   [&](const auto& one) { return one.second.ticket == ticket; });

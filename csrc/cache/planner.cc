@@ -14,6 +14,7 @@ namespace {
 constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue, to separate latency from rate
 constexpr double kDeadlineShare = 0.8;     // share of the remaining time that a plan may use
 constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
+constexpr std::size_t kChecksPerStep = 4096;
 
 std::string_view to_string(Decision::Choice choice) {
   switch (choice) {
@@ -36,6 +37,8 @@ Nanos to_nanos(double seconds) {
 void Planner::plan_step(Nanos now) {
   const std::vector<RequestHandle>& waiting = context_.requests.waiting();
   for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most this one
+  rows_are_awaited_ = false;
+  checks_ = kChecksPerStep;
   for (const RequestHandle handle : context_.requests.take_pending()) plan(handle);
 }
 
@@ -45,8 +48,11 @@ void Planner::expire(RequestHandle handle, Nanos now) {
   const RequestState& request = context_.requests.at(handle);
   const bool late = now >= request.deadline;
   const Nanos budget_end = request.load_budget_end;
-  const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
+  // Without rows nothing is read. See may_wait_for_rows.
+  const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !request.awaits_rows() &&
+                        !extend_load_budget(handle, now);
   if (!late && !too_slow) return;
+  const bool lacks_rows = request.awaits_rows() && request.awaited.empty();
   // The oldest read, because the fewest bytes were ahead of it.
   if (!request.awaited.empty()) context_.ops.on_overdue(request.awaited.begin()->second, now);
   if (!late) {
@@ -54,7 +60,8 @@ void Planner::expire(RequestHandle handle, Nanos now) {
     context_.metrics.add("kv_offload_decisions_total", {"give_up"});
     context_.requests.continue_as_probes(handle, kProbeChunks, now);
   }
-  context_.requests.expire(handle, late ? MissReason::kDeadline : MissReason::kRecomputeCheaper);
+  const MissReason of_late = lacks_rows ? MissReason::kPressure : MissReason::kDeadline;
+  context_.requests.expire(handle, late ? of_late : MissReason::kRecomputeCheaper);
 }
 
 bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
@@ -89,7 +96,6 @@ void Planner::plan(RequestHandle handle) {
   }
   if (request.pass.awaits) context_.requests.restart_load_budget(handle);
   const auto first = std::find_if(scans.begin(), scans.end(), [](const Scan& scan) { return scan.pending; });
-  if (first == scans.end()) return;
   Scans chosen;
   for (auto scan = first; scan != scans.end(); ++scan) {
     if (scan->candidates.empty() || request.closed[scan->group]) continue;
@@ -97,9 +103,19 @@ void Planner::plan(RequestHandle handle) {
         context_.groups[first->group].full_attention && context_.groups[scan->group].full_attention;
     if (scan == first || together) chosen.push_back(*scan);
   }
-  if (chosen.empty()) return;
-  decide(handle, chosen);
-  for (const Scan& scan : chosen) fetch(handle, scan);
+  if (!chosen.empty()) decide(handle, chosen);
+  const std::uint64_t most = chosen.empty() || !chosen.front().is_prefix ? 0 : request.load_tokens;
+  if (most > 0) keep_first(&chosen, most, request.pass, context_.groups);
+  bool has_rows = true;
+  for (const Scan& scan : chosen) has_rows &= fetch(handle, scan);
+  if (!has_rows) return context_.requests.await_rows(handle);
+  context_.requests.end_row_wait(handle);
+  if (most == 0) return;
+  for (const Scan& scan : chosen) {
+    if (!request.closed[scan.group])
+      context_.requests.close_group(handle, scan.group, MissReason::kRecomputeCheaper);
+  }
+  context_.requests.set_load_tokens(handle, 0);
 }
 
 std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
@@ -164,37 +180,47 @@ class Planner::Tail {
   std::vector<Slot> evicted_;
 };
 
-std::optional<TierIo::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,
-                                                const Scan::Candidate& candidate, Tail* tail) {
-  auto read = make_fetch(request, scan.group, candidate);
-  while (!read && tail->evict_last_hit(scan, candidate)) read = make_fetch(request, scan.group, candidate);
-  return read;
+// Time in which vLLM does not ask is no wait for rows: the request would not be computed then.
+bool Planner::may_wait_for_rows(RequestHandle handle) {
+  const RequestState& request = context_.requests.at(handle);
+  if (request.rows_since && request.load_budget > Nanos(0) &&
+      request.pass.time - *request.rows_since >= request.load_budget) {
+    return false;
+  }
+  return rows_are_awaited_ || context_.requests.rows_become_free(handle, &checks_);
 }
 
-void Planner::fetch(RequestHandle handle, const Scan& scan) {
+bool Planner::fetch(RequestHandle handle, const Scan& scan) {
   const RequestState& request = context_.requests.at(handle);
   Tail tail(context_, handle);
   PlannedReads planned(context_.chunks, context_.ops, scan.candidates.size());
-  bool rows_are_short = false;
+  bool rows_are_short = false, waits = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step has begun to fetch it.
     if (const ChunkEntry* entry = context_.chunks.find(request.pass.keys[candidate.key].key)) {
       context_.requests.await(handle, context_.chunks.slot_of(entry));
       continue;
     }
-    const auto read = make_fetch(request, scan, candidate, &tail);
+    std::optional<TierIo::Read> read;
+    if (!rows_are_awaited_) read = make_fetch(request, scan.group, candidate);
+    waits = !read && may_wait_for_rows(handle);
+    while (!read && !waits && tail.evict_last_hit(scan, candidate))
+      read = make_fetch(request, scan.group, candidate);
     rows_are_short = !read;
     if (rows_are_short) break;
     planned.add(*read);
   }
   if (rows_are_short) {
-    context_.requests.close_group(handle, scan.group, MissReason::kPressure);
+    rows_are_awaited_ |= waits;
+    if (!waits) context_.requests.close_group(handle, scan.group, MissReason::kPressure);
     // Leave rows for the windows of the other groups: without them these reads are useless.
-    std::size_t spared = context_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
-    for (; spared > 0; --spared) planned.discard_last();
+    const std::size_t before = request.rows_since ? scan.hits.size() + scan.fetching.size() : 0;
+    std::size_t spared = context_.groups.size() > 1 ? (before + planned.size() + 3) / 4 : 0;
+    for (spared = std::min(spared, planned.size()); spared > 0; --spared) planned.discard_last();
   }
   for (const TierIo::Read& read : planned.submit(request.deadline, false))
     context_.requests.await(handle, read.slot);
+  return !waits;
 }
 
 // ---- load or recompute
@@ -224,12 +250,9 @@ void Planner::decide(RequestHandle handle, Scans& scans) {
   }
   if (decision.choice == Decision::Choice::kPartial) {
     const std::uint64_t chunks = std::uint64_t{loadable.hits_before} + decision.chunks;
-    keep_first(&scans, chunks * context_.groups[first.group].tokens, request.pass, context_.groups);
-    for (const Scan& scan : scans) {
-      context_.requests.close_group(handle, scan.group, MissReason::kRecomputeCheaper);
-    }
+    context_.requests.set_load_tokens(handle, chunks * context_.groups[first.group].tokens);
   }
-  probe(request, first);
+  if (!rows_are_awaited_) probe(request, first);
 }
 
 Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans, const Loadable& loadable) {

@@ -8,6 +8,12 @@
 // A request that is short of rows gets the beginning of its prompt. Rows are taken from the left, and as a
 // last resort from its own hits further to the right, which are worthless without the beginning.
 //
+// Rows that other requests hold become free when those have loaded their chunks. A request waits for them
+// while its load budget and its deadline allow. Until it has all of them it keeps those that it got, and
+// requests that arrived later get none. It waits only while another request holds rows and does not wait for
+// rows itself. Otherwise the request takes what there is: requests that hold parts of what they need do not
+// wait for each other.
+//
 // For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
 // the rows available; read; hold the chunks that it already hit. The first group (in lookup order) that has
 // to wait is read; later groups are not read in this step, so that nothing is read beyond the agreed prefix.
@@ -66,16 +72,19 @@ class Planner {
   // Reads the first chunks from tiers that are currently not used. The chunks are useful, but no request
   // waits for them.
   void probe(const RequestState& request, const Scan& scan);
-  void fetch(RequestHandle handle, const Scan& scan);
+  // False: the request waits for rows.
+  bool fetch(RequestHandle handle, const Scan& scan);
+  bool may_wait_for_rows(RequestHandle handle);
   // The request's own hits after a candidate in its prefix, which may be evicted to free rows.
   class Tail;
   // Takes a row for a chunk to fetch; nullopt if there is none.
   std::optional<TierIo::Read> make_fetch(const RequestState& request, std::uint32_t group,
                                          const Scan::Candidate& candidate);
-  std::optional<TierIo::Read> make_fetch(const RequestState& request, const Scan& scan,
-                                         const Scan::Candidate& candidate, Tail* tail);
 
   const Context context_;
+  // Of this step:
+  bool rows_are_awaited_ = false;  // by a request that was planned before
+  std::size_t checks_ = 0;         // requests that may still be checked for rows that become free
 };
 
 }  // namespace kv_offload

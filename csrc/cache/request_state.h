@@ -140,14 +140,16 @@ struct RequestState {
   Nanos waited{0};  // used of the timeout since the last admission: see RequestTable::continue_wait
   Nanos waits_since{0};
   Nanos deadline{0};
-  Nanos reads_since{0};           // waits_since, or the last pass that found chunks not written yet
-  Nanos load_budget{0};           // time allowed for the reads
-  Nanos load_budget_end{0};       // recomputing is cheaper than waiting past this; 0 = no limit
-  std::uint32_t fetched_for = 0;  // fetches awaited in this wait so far
-  std::vector<Slot> held;         // resident; each pinned once for this request
-  std::map<OpId, Slot> awaited;   // reads in flight that it awaits, oldest first
-  std::uint64_t waiter = 0;       // its TierIo::Waiter number for these reads
-  bool decided = false;           // load or recompute was decided
+  Nanos reads_since{0};             // waits_since, or the last pass that found chunks not written yet
+  Nanos load_budget{0};             // time allowed for the reads
+  Nanos load_budget_end{0};         // recomputing is cheaper than waiting past this; 0 = no limit
+  std::uint32_t fetched_for = 0;    // fetches awaited in this wait so far
+  std::vector<Slot> held;           // resident; each pinned once for this request
+  std::map<OpId, Slot> awaited;     // reads in flight that it awaits, oldest first
+  std::uint64_t waiter = 0;         // its TierIo::Waiter number for these reads
+  bool decided = false;             // load or recompute was decided
+  std::uint64_t load_tokens = 0;    // of a partial decision: loads this many tokens of each scan; 0 = all
+  std::optional<Nanos> rows_since;  // waits for rows since then; without the time in which vLLM did not ask
   // If set, nothing (more) is fetched for this group, for this reason.
   std::vector<std::optional<MissReason>> closed;
   // Fingerprints of keys whose fetches failed while it waited: they are never fetched again for it.
@@ -179,6 +181,7 @@ struct RequestState {
   }
   // True while absent chunks may still be written by another server.
   bool waits_for_remote() const { return pass.time - *first_lookup < options.remote_wait; }
+  bool awaits_rows() const { return rows_since && pass.pending; }
   double waited_seconds() const {  // in this wait
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }
@@ -213,6 +216,8 @@ struct RequestState {
   void clear_wait() {
     waiting = expired = decided = false;
     deadline = waited = waits_since = reads_since = load_budget = load_budget_end = Nanos(0);
+    rows_since.reset();
+    load_tokens = 0;
     fetched_for = 0;
     held.clear();
     awaited.clear();

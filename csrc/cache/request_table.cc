@@ -140,6 +140,7 @@ void RequestTable::continue_wait(RequestState& request) {
   const Nanos now = clock_.now(), since = now - request.pass.time;
   const std::uint64_t steps = step_ - request.pass.step;
   if (request.pass.pending && steps < kUnaskedSteps) request.waited += since;
+  if (request.rows_since && steps > 1) *request.rows_since += since;
   if (!request.expired && now < request.deadline) return;
   const bool was_unasked = steps >= kUnaskedSteps && since >= lookup_timeout_ / 4;
   if (request.pass.pending && !was_unasked) return;
@@ -215,6 +216,32 @@ void RequestTable::close_group(RequestHandle handle, std::uint32_t group, MissRe
 
 void RequestTable::close_all(RequestHandle handle, MissReason reason) {
   for (auto& closed : requests_[handle].closed) closed = reason;
+}
+
+void RequestTable::await_rows(RequestHandle handle) {
+  RequestState& request = requests_[handle];
+  if (!request.rows_since) request.rows_since = request.pass.time;
+}
+
+void RequestTable::end_row_wait(RequestHandle handle) {
+  if (!requests_[handle].rows_since) return;
+  requests_[handle].rows_since.reset();
+  restart_load_budget(handle);
+}
+
+// The last chunk of a prompt is the least likely one that other requests use, too.
+bool RequestTable::uses_rows_alone(const RequestState& request) const {
+  if (!request.awaited.empty() && ops_.waiters(request.awaited.rbegin()->second) == 1) return true;
+  return !request.held.empty() && chunks_.at(request.held.back()).pins == 1;
+}
+
+bool RequestTable::rows_become_free(RequestHandle handle, std::size_t* most) const {
+  if (device_loads_.frees_rows()) return true;
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle other) {
+    if (*most == 0) return false;
+    --*most;
+    return other != handle && !requests_[other].awaits_rows() && uses_rows_alone(requests_[other]);
+  });
 }
 
 void RequestTable::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {

@@ -93,6 +93,17 @@ class RequestTable {
   void close_group(RequestHandle request, std::uint32_t group, MissReason reason);
   void close_all(RequestHandle request, MissReason reason);
   void set_decided(RequestHandle request) { requests_[request].decided = true; }
+  // Loads only the first `tokens` tokens of each scan.
+  void set_load_tokens(RequestHandle request, std::uint64_t tokens) {
+    requests_[request].load_tokens = tokens;
+  }
+  // The request waits for rows, also before this call if it did at its last plan.
+  void await_rows(RequestHandle request);
+  // It has all rows that it needs. If it waited for them, restarts the time for its reads.
+  void end_row_wait(RequestHandle request);
+  // True if another request will soon hold fewer rows: it loads, or waits for reads or for vLLM, and not for
+  // rows. Rows that this request uses too do not count. Checks at most `*most` requests, and decrements it.
+  bool rows_become_free(RequestHandle request, std::size_t* most) const;
   void report_decision(RequestHandle request, std::string_view choice, const Decision& decision);
   // The request waits for its reads until `end` at the latest. `budget`: the time that the decision allowed.
   void set_load_budget(RequestHandle request, Nanos budget, Nanos end);
@@ -139,6 +150,7 @@ class RequestTable {
   void start_waiting(RequestHandle handle, RequestState& request);
   void release(RequestHandle handle);
   void stop_waiting(RequestState& request);  // releases pins and reads; allocates nothing
+  bool uses_rows_alone(const RequestState& request) const;
   // Call when vLLM looks up a request that is waiting or has expired. Begins another wait if the last one is
   // over and vLLM had no room for the request: see expire().
   void continue_wait(RequestState& request);

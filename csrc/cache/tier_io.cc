@@ -192,6 +192,11 @@ std::optional<OpId> TierIo::await(Slot slot, Waiter waiter) {
   return read->second;
 }
 
+std::size_t TierIo::waiters(Slot slot) const {
+  const auto read = reads_.find(slot);
+  return read == reads_.end() ? 0 : ops_.at(read->second).waiters.size();
+}
+
 void TierIo::stop_awaiting(OpId read, Waiter waiter) {
   const auto found = ops_.find(read);
   if (found == ops_.end() || found->second.waiters.erase(waiter) == 0) return;

@@ -126,6 +126,7 @@ class TierIo {
   // Waits for the read that brings the chunk, and returns it; nullopt if it waits already or no read brings
   // it.
   std::optional<OpId> await(Slot slot, Waiter waiter);
+  std::size_t waiters(Slot slot) const;  // of the read that brings the chunk; 0: there is no such read
   // Stops waiting for this read, which may have ended. A read without waiters is cancelled.
   void stop_awaiting(OpId read, Waiter waiter);
   // Removes the only waiter but continues the read as a probe. False if other requests wait too.

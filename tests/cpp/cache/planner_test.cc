@@ -32,6 +32,22 @@ class PlannerTest : public ::testing::Test {
     return parts_.metrics.value("kv_offload_decisions_total", {choice});
   }
 
+  std::string look(RequestHandle request, const Names& names) {
+    std::string seen;
+    for (const auto& name : names) seen.push_back("MHPR"[static_cast<int>(parts_.lookup(request, name))]);
+    return seen;
+  }
+  // Asks about both in each step. Returns what the second one sees.
+  std::string step_both(RequestHandle second, const Names& of_first, const Names& of_second) {
+    look(request_, of_first);
+    std::string seen = look(second, of_second);
+    plan();
+    return seen;
+  }
+  void pin(const Names& names) {
+    for (const auto& name : names) parts_.chunks.pin(parts_.resident(name));
+  }
+
   RequestParts parts_;
   Planner planner_;
   RequestHandle request_ = 0;
@@ -52,6 +68,171 @@ TEST_F(PlannerTest, a_plan_is_trimmed_to_the_available_rows) {
   plan();
   EXPECT_EQ(parts_.tier->queued_reads(), 4u);
   EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
+}
+
+// ---- rows that other requests hold
+
+TEST_F(PlannerTest, a_request_waits_for_the_rows_of_an_older_one) {
+  const RequestHandle other = parts_.requests.begin({});
+  EXPECT_EQ(step_both(other, {"a", "b", "c"}, {"d", "e"}), "PP");
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("a"), key_of("b"), key_of("c"), key_of("d")));
+  EXPECT_TRUE(parts_.requests.at(other).awaits_rows());
+  parts_.finish();
+  EXPECT_EQ(step_both(other, {"a", "b", "c"}, {"d", "e"}), "HP");
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u);
+  parts_.requests.admit(request_);
+  EXPECT_EQ(look(other, {"d", "e"}), "HP");
+  plan();
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("e")));
+  EXPECT_FALSE(parts_.requests.at(other).awaits_rows());
+  parts_.finish();
+  EXPECT_EQ(look(other, {"d", "e"}), "HH");
+  EXPECT_EQ(decisions("load"), 2);
+}
+
+TEST_F(PlannerTest, a_request_waits_for_the_rows_of_a_running_load) {
+  const Names loaded{"w", "x", "y"};
+  for (const auto& name : loaded) parts_.resident(name);
+  const std::vector<ChunkKey> keys{key_of("w"), key_of("x"), key_of("y")};
+  const auto load = parts_.device_loads.begin(keys, {});
+  EXPECT_EQ(look(request_, {"a", "b"}), "PP");
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u);
+  EXPECT_TRUE(parts_.requests.at(request_).awaits_rows());
+  parts_.device_loads.complete(keys);  // a rank has not reported yet
+  EXPECT_EQ(look(request_, {"a", "b"}), "PP");
+  plan();
+  EXPECT_TRUE(parts_.requests.at(request_).awaits_rows());
+  parts_.report(load.transfer.ticket);
+  parts_.device_loads.poll();
+  EXPECT_EQ(look(request_, {"a", "b"}), "PP");
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 2u);
+  EXPECT_FALSE(parts_.requests.at(request_).awaits_rows());
+}
+
+TEST_F(PlannerTest, a_younger_request_takes_no_row_that_an_older_one_waits_for) {
+  const RequestHandle older = parts_.requests.begin({}), younger = parts_.requests.begin({});
+  pin({"x"});
+  EXPECT_EQ(step_both(older, {"a", "b"}, {"c", "d", "e"}), "PPP");
+  EXPECT_EQ(look(younger, {"f"}), "P");
+  plan();
+  EXPECT_TRUE(parts_.requests.at(older).awaits_rows());
+  EXPECT_TRUE(parts_.requests.at(younger).awaits_rows());
+  parts_.finish();
+  parts_.requests.admit(request_);
+  look(younger, {"f"});
+  look(older, {"c", "d", "e"});
+  plan();
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("d"), key_of("e")));
+  EXPECT_TRUE(parts_.requests.at(younger).awaits_rows());
+}
+
+// Each holds half of what both need.
+TEST_F(PlannerTest, requests_that_hold_rows_do_not_wait_for_each_other) {
+  std::vector<Slot> of_first, of_second;
+  for (const char* name : {"w", "x"}) of_first.push_back(parts_.resident(name));
+  for (const char* name : {"y", "z"}) of_second.push_back(parts_.resident(name));
+  const RequestHandle other = parts_.requests.begin({});
+  parts_.requests.hold(request_, of_first);
+  parts_.requests.hold(other, of_second);
+  EXPECT_EQ(step_both(other, {"w", "x", "a", "b"}, {"y", "z", "c", "d"}), "HHPP");
+  EXPECT_TRUE(parts_.requests.at(request_).awaits_rows());
+  EXPECT_TRUE(parts_.requests.at(other).awaits_rows());
+  EXPECT_EQ(step_both(other, {"w", "x", "a", "b"}, {"y", "z", "c", "d"}), "HHPP");
+  EXPECT_EQ(look(request_, {"w", "x", "a", "b"}), "HHMM");
+  EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
+  EXPECT_EQ(look(other, {"y", "z", "c", "d"}), "HHPP");
+  parts_.requests.admit(request_);
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 2u);
+}
+
+TEST_F(PlannerTest, a_request_does_not_wait_for_rows_that_are_pinned_for_ever) {
+  pin({"w", "x", "y"});
+  const RequestHandle other = parts_.requests.begin({});
+  look(other, {"b"});
+  EXPECT_EQ(look(request_, {"a", "c"}), "PP");
+  plan();
+  EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
+}
+
+// None of them could use a row of another one. Each loads what it has, at the same time.
+TEST_F(PlannerTest, requests_for_the_same_prompt_do_not_wait_for_each_other) {
+  const RequestHandle other = parts_.requests.begin({});
+  const Names prompt{"a", "b", "c", "d", "e"};
+  step_both(other, prompt, prompt);
+  parts_.finish();
+  EXPECT_EQ(look(request_, prompt), "HHHHM");
+  EXPECT_EQ(look(other, prompt), "HHHHM");
+  const std::vector<ChunkKey> keys{key_of("a"), key_of("b"), key_of("c"), key_of("d")};
+  const RequestHandle third = parts_.requests.begin({});
+  parts_.device_loads.begin(keys, {});
+  EXPECT_EQ(look(third, prompt), "HHHHP");
+  plan();
+  EXPECT_EQ(parts_.requests.at(third).closed[0], MissReason::kPressure);
+}
+
+TEST_F(PlannerTest, a_request_waits_for_rows_no_longer_than_its_load_budget) {
+  const Nanos budget = std::chrono::milliseconds(100);
+  const RequestHandle other = parts_.requests.begin({});
+  pin({"x"});
+  step_both(other, {"a", "b"}, {"c", "d"});
+  parts_.requests.set_load_budget(other, budget, parts_.clock.now() + budget);
+  parts_.finish();
+  parts_.clock.advance(budget - Nanos(1));
+  EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "HP");
+  // vLLM does not ask: it has no room.
+  parts_.clock.advance(budget);
+  plan();
+  parts_.clock.advance(budget);
+  EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "HP");
+  EXPECT_TRUE(parts_.requests.at(other).awaits_rows());
+  parts_.clock.advance(Nanos(1));
+  EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "HP");
+  EXPECT_EQ(parts_.requests.at(other).closed[0], MissReason::kPressure);
+  EXPECT_EQ(look(other, {"c", "d"}), "HM");
+}
+
+TEST_F(PlannerTest, the_time_for_the_reads_begins_when_there_are_rows) {
+  const Nanos budget = std::chrono::milliseconds(100);
+  const RequestHandle other = parts_.requests.begin({});
+  step_both(other, {"a", "b", "c", "d"}, {"e"});
+  parts_.requests.set_load_budget(other, budget, parts_.clock.now() + budget);
+  parts_.clock.advance(budget - Nanos(1));
+  parts_.finish();
+  parts_.requests.admit(request_);
+  EXPECT_EQ(look(other, {"e"}), "P");
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u);
+  EXPECT_EQ(parts_.requests.at(other).load_budget_end, parts_.clock.now() + budget);
+}
+
+TEST_F(PlannerTest, a_request_that_waits_for_rows_has_a_deadline) {
+  const RequestHandle other = parts_.requests.begin({});
+  pin({"x"});
+  step_both(other, {"a", "b"}, {"c", "d"});
+  parts_.finish();
+  parts_.clock.advance(parts_.options.lookup_timeout);
+  plan();
+  EXPECT_EQ(parts_.requests.at(other).expired_for, MissReason::kPressure);
+  EXPECT_EQ(parts_.requests.at(request_).expired_for, MissReason::kDeadline);
+  EXPECT_EQ(look(other, {"c", "d"}), "HM");
+}
+
+// Its own hits further to the right are not evicted while it may get other rows.
+TEST_F(PlannerTest, a_request_that_waits_for_rows_keeps_its_tail) {
+  const RequestHandle other = parts_.requests.begin({});
+  parts_.resident("f");
+  step_both(other, {"a", "b", "c"}, {"d", "f"});
+  EXPECT_TRUE(parts_.has("f"));
+  EXPECT_TRUE(parts_.requests.at(other).awaits_rows());
+  parts_.finish();
+  parts_.requests.admit(request_);
+  EXPECT_EQ(look(other, {"d", "f"}), "PH");
+  plan();
+  EXPECT_TRUE(parts_.has("f"));
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("d")));
 }
 
 // A partial chunk loads only the tokens that it has.
@@ -177,6 +358,14 @@ TEST_F(PlannerTest, a_plan_does_not_unpin_another_chunk_in_a_reused_slot) {
   parts_.ops.write(0, {&written, 1});
   scan({"a"});
   const RequestHandle other = parts_.requests.begin({});
+  parts_.lookup(other, "b");
+  ASSERT_EQ(parts_.lookup(other, "x"), LookupResult::kHit);
+  parts_.requests.set_load_budget(other, Nanos(1), Nanos(1));
+  parts_.requests.await_rows(other);
+  (void)parts_.requests.take_pending();
+  parts_.requests.end_step();
+  parts_.clock.advance(Nanos(1));  // it has waited for rows long enough
+  scan({"a"});
   parts_.lookup(other, "b");
   ASSERT_EQ(parts_.lookup(other, "x"), LookupResult::kHit);
   parts_.tier->automatic = true;
