@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "base/refused_chunks.h"
@@ -22,13 +23,16 @@ struct RankWorker::Impl {
   std::uint32_t rank;
   Metrics& metrics;
   Log log;
-  std::vector<CopyResult> finished;  // reported but not returned yet
-  std::string failed_load;           // error message of the first failed load
+  std::set<Ticket> running{};          // submitted and not ended
+  std::vector<CopyResult> held{};      // ended; their reports would overtake a running job
+  std::vector<CopyResult> finished{};  // reported but not returned yet
+  std::string failed_load;             // error message of the first failed load
   bool device_failure_logged = false;
   std::unique_ptr<BlockCopier> copier;
   std::unique_ptr<NeighbourMapper> mapper{};  // last member: destroyed first
 
   void end(CopyResult result);
+  void report_ended();
   void drain();
   void count(const CopyResult& result);
   void log_failure(const CopyResult& result);
@@ -40,10 +44,26 @@ struct RankWorker::Impl {
 // Every job ends here.
 void RankWorker::Impl::end(CopyResult result) {
   if (!result.status.is_ok()) result.failed_groups = kDeviceFailed;
-  if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
+  running.erase(result.ticket);
   count(result);
   if (!result.status.is_ok()) log_failure(result);
-  finished.push_back(std::move(result));
+  held.push_back(std::move(result));
+  report_ended();
+}
+
+// A report takes the slot of the ticket kTicketSlots before, which then counts as reported: the scheduler
+// gives its rows to other chunks. No copy may still use them.
+void RankWorker::Impl::report_ended() {
+  const Ticket end = running.empty() ? ~Ticket{0} : *running.begin() + HostRegion::kTicketSlots;
+  for (auto next = held.begin(); next != held.end();) {
+    if (next->ticket >= end) {
+      ++next;
+      continue;
+    }
+    if (next->ticket != kNoTicket) region->report(rank, next->ticket, next->failed_groups);
+    finished.push_back(std::move(*next));
+    next = held.erase(next);
+  }
 }
 
 void RankWorker::Impl::drain() {
@@ -86,7 +106,6 @@ RankWorker::RankWorker(std::shared_ptr<HostRegion> region, std::uint32_t rank,
                      .rank = rank,
                      .metrics = metrics,
                      .log = log ? std::move(log) : Log(log_to_stderr),
-                     .finished = {},
                      .failed_load = {},
                      .copier = std::move(copier)}) {
   impl_->mapper = std::make_unique<NeighbourMapper>(*impl_->region, *impl_->copier, impl_->log);
@@ -100,6 +119,7 @@ void RankWorker::submit(CopyJob job) {
   refused.ticket = job.ticket;
   refused.direction = job.direction;
   try {
+    if (job.ticket != kNoTicket) impl_->running.insert(job.ticket);
     impl_->copier->submit(std::move(job));
   } catch (const std::exception& error) {
     refused.status = Status::error(StatusKind::kDevice, fmt::format("submit: {}", error.what()));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankWorker: the worker-side counterpart of TieredCache. Connects one rank's copier to its area of the
 // region: it accepts jobs and returns results. Every ticket is reported in the control page exactly once,
-// failed or not, before its result is returned.
+// failed or not, before its result is returned. A job that ends while a job kTicketSlots tickets before it
+// runs is reported and returned after that one.
 //
 // A failed store is not an error: its ticket keeps its keys from ever becoming a hit, like chunks that vLLM
 // offered without some of their blocks. A failed load is an error: vLLM cannot undo it and would compute with

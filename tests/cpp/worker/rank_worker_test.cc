@@ -111,6 +111,28 @@ TEST_F(RankWorkerTest, wait_reports_at_once_and_keeps_the_result_for_poll) {
   EXPECT_TRUE(worker_->poll().empty());
 }
 
+// The rows of a job that counts as reported are used for other chunks.
+TEST_F(RankWorkerTest, no_report_takes_the_slot_of_a_running_job) {
+  constexpr Ticket kSlots = HostRegion::kTicketSlots;
+  submit(1, kLoad, 11);
+  submit(2, kStore, 11 + kSlots - 1);
+  submit(3, kStore, 11 + kSlots);
+  submit(4, kLoad, 12 + kSlots);
+  for (const std::uint64_t id : {2u, 3u}) copier_->finish(id);
+  auto results = worker_->poll();
+  ASSERT_EQ(results.size(), 1u);
+  EXPECT_EQ(results[0].job_id, 2u);
+  EXPECT_EQ(reported(11, TicketKind::kLoad), std::nullopt);
+  EXPECT_EQ(reported(11 + kSlots), std::nullopt);
+  copier_->finish(4, Status::error(StatusKind::kDevice, "copy: lost"));
+  EXPECT_THROW((void)worker_->poll(), ResourceError) << "known at once";
+  EXPECT_EQ(reported(11, TicketKind::kLoad), std::nullopt);
+  copier_->finish(1);
+  EXPECT_THROW((void)worker_->poll(), ResourceError);
+  EXPECT_EQ(reported(11 + kSlots), 0u);
+  EXPECT_EQ(reported(12 + kSlots, TicketKind::kLoad), ~std::uint64_t{0});
+}
+
 TEST_F(RankWorkerTest, incomplete_chunks_report_their_groups_without_a_failure) {
   submit(1, kStore, 11);
   copier_->finish(1, Status::ok(), 0b10);
