@@ -63,7 +63,14 @@ HintOutcome Retention::retain(const Prompt& prompt, double seconds) {
     const auto slot = context_.chunks.find(chunk);
     if (!slot || context_.chunks.at(*slot).state != ChunkState::kResident) continue;
     make_room(hold.retained, 1);
-    context_.chunks.retain(*slot);
+    std::uint32_t& sessions = retained_by_[chunk];
+    try {
+      context_.chunks.retain(*slot);
+    } catch (...) {
+      if (sessions == 0) retained_by_.erase(chunk);
+      throw;
+    }
+    ++sessions;
     hold.retained.push_back(chunk);
     hold.retained_until = until;
   }
@@ -134,6 +141,7 @@ void Retention::end_step() {
 
 void Retention::forget() {
   holds_.clear();
+  retained_by_.clear();
   deadlines_.clear();
   of_client_.clear();
   of_tenant_ = {};
@@ -151,9 +159,15 @@ void Retention::end_retention(Hold& hold, std::size_t most) {
   try {
     for (; next != end; ++next) {
       count_steps(1);
+      const auto sessions = retained_by_.find(*next);
+      if (sessions->second > 1) {
+        --sessions->second;
+        continue;
+      }
       const auto slot = context_.chunks.find(*next);
-      if (!slot || context_.chunks.at(*slot).state != ChunkState::kResident) continue;
-      context_.chunks.end_retention(*slot, hold.priority);
+      if (slot && context_.chunks.at(*slot).state == ChunkState::kResident)
+        context_.chunks.end_retention(*slot, hold.priority);
+      retained_by_.erase(sessions);
     }
   } catch (...) {
     drop_ended();

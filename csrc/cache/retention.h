@@ -4,8 +4,9 @@
 //
 // Bounds: pinned chunks use at most max_pinned_bytes, half of that for one client, and for one tenant its
 // share of max_pinned_bytes; max_pinned_bytes is at most half of host memory, so pins never keep loads and
-// stores from all rows. A pinned chunk holds one pin for each session that pins it, and counts for each.
-// Chunks that are still being copied are left out.
+// stores from all rows. A pinned chunk holds one pin for each session that pins it, and counts for each. A
+// chunk is retained until its next use, or until the last session that retains it ends that. Chunks that are
+// still being copied are left out.
 //
 // If memory runs out in a call, it has retained or pinned some of the chunks, and these end like all others.
 // end(), and the end of pins, allocate nothing.
@@ -97,6 +98,7 @@ class Retention {
   const Context context_;
   const std::uint64_t max_pinned_bytes_;
   std::unordered_map<SessionId, Hold, IdHash> holds_;
+  std::unordered_map<ChunkId, std::uint32_t> retained_by_;  // number of sessions that retain the chunk
   std::set<Deadline> deadlines_;
   std::uint64_t pinned_bytes_ = 0;
   std::unordered_map<std::uint64_t, std::uint64_t> of_client_;  // its pinned bytes

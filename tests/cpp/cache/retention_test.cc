@@ -112,6 +112,22 @@ TEST_F(RetentionTest, a_new_retention_replaces_the_earlier_one) {
   EXPECT_THAT(priorities({"a", "b", "c"}), ElementsAre(0, 0, 0));
 }
 
+TEST_F(RetentionTest, a_chunk_is_retained_until_its_last_session_ends_that) {
+  const auto first = prompt({"a", "b"}), second = prompt({"a", "c"});
+  retain(kFirst, first, 10);
+  retain(kSecond, second, 20);
+  pass(10);
+  EXPECT_THAT(priorities({"a", "b", "c"}), ElementsAre(2, 0, 2));
+  retain(kFirst, first, 20);
+  retention_.end(kSecond);
+  EXPECT_THAT(priorities({"a", "b", "c"}), ElementsAre(2, 2, 0));
+  retention_.end(kFirst);
+  EXPECT_THAT(priorities({"a", "b", "c"}), ElementsAre(0, 0, 0));
+  retain(kSecond, second, 10);
+  pass(10);
+  EXPECT_THAT(priorities({"a", "c"}), ElementsAre(0, 0)) << "nothing is left of the first session";
+}
+
 TEST_F(RetentionTest, a_step_ends_the_retention_of_a_bounded_number_of_chunks) {
   constexpr std::size_t kChunks = 3 * Retention::kEndedAtOnce / 2;
   OpParts parts(with_rows(kChunks));
