@@ -2,6 +2,7 @@
 #include "cache/host_chunks.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/make_room.h"
 #include "base/steps.h"
@@ -11,6 +12,7 @@ namespace kv_offload {
 namespace {
 
 constexpr Slot kNoOwner = static_cast<Slot>(-1);
+constexpr double kOverdue = 60;  // seconds; as Prefetcher::kGrace
 
 std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
   std::size_t capacity = 0;
@@ -361,6 +363,10 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
   std::optional<TenantShares::Request> request;
   if (shares_) request.emplace(*shares_, by.tenant, row_bytes(group));
   const std::uint64_t pages = row_unit_ / kPageBytes;
+  // For no request: a chunk that something is expected of, or was until a moment ago.
+  const auto is_awaited = [&](const ChunkEntry& entry) {
+    return std::isfinite(entry.returns_at) && entry.returns_at > 0 && entry.returns_at + kOverdue > now_;
+  };
   const auto movable = [&](RowId row) {
     const Slot slot = owners_[row / pages];
     if (slot == kNoOwner) return false;
@@ -368,8 +374,8 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
     if (entry.state != ChunkState::kResident || quarantine_.holds(row)) return false;
     if (lent_ && lent_->is_read(row)) return false;
     if (index_.is_forgotten(slot)) return true;
-    return entry.pins == 0 && entry.holder != by.request &&
-           (!shares_ || shares_->may_take_from(entry.tenant));
+    const bool is_spared = by.request == 0 ? is_awaited(entry) : entry.holder == by.request;
+    return entry.pins == 0 && !is_spared && (!shares_ || shares_->may_take_from(entry.tenant));
   };
   std::vector<Slot> slots;
   for (const RowId row : rows_.slab_to_reclaim(group, movable)) slots.push_back(owners_[row / pages]);

@@ -217,7 +217,8 @@ class HostChunks {
   // Returns the chunks that would be evicted next, in order, if nothing else happened; at most `most`.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
-  // forgotten. With tenants, each of them may be taken by the requester's tenant before the others are.
+  // forgotten. With tenants, each of them may be taken by the requester's tenant before the others are. For
+  // no request (0), spares the chunks that are expected to be used again.
   std::vector<Slot> slab_to_evict(std::uint32_t group, const Requester& by);
   // True unless the tenant of the chunk is closer to its share than the requester's tenant would be. The
   // chunk may be pinned. REQUIRES: tenants are configured.

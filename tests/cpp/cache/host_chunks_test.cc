@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cache/host_chunks.h"
 
+#include <limits>
+
 #include "cache/parts.h"
 #include "out_of_memory.h"
 
@@ -11,6 +13,7 @@ using ::testing::_;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::Pair;
 using ::testing::SizeIs;
 
@@ -268,6 +271,38 @@ TEST(HostChunksOfSeveralSizesTest, a_slab_is_evicted_when_none_of_its_chunks_is_
   ASSERT_FALSE(slab.empty());
   for (const Slot slot : slab) parts.chunks.discard(slot);
   EXPECT_NE(parts.chunks.allocate(1), kNoRow);
+}
+
+// A prefetch takes no row of a chunk that is expected to be used, but one that no request has used yet.
+TEST(HostChunksOfSeveralSizesTest, a_slab_for_no_request_spares_the_chunks_that_are_expected_back) {
+  ChunkParts parts({.rows = 64, .shard_bytes = {4096, 65536}});
+  parts.chunks.set_now(100);
+  std::vector<Slot> small;
+  for (RowId row = parts.chunks.allocate(0); row != kNoRow; row = parts.chunks.allocate(0)) {
+    const ChunkKey key = key_of(fmt::format("s{}", small.size()));
+    small.push_back(parts.chunks.insert_filling(key, 0, row, {.request = 7}, kNoTicket));
+    parts.chunks.finish_store(small.back());
+    parts.chunks.set_return(small.back(), 110);
+  }
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 0), IsEmpty());
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 8), Not(IsEmpty()));
+  parts.chunks.set_now(160);
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 0), IsEmpty()) << "may still be used";
+  parts.chunks.set_now(171);
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 0), Not(IsEmpty()));
+  parts.chunks.set_now(160);
+  for (const Slot slot : small) parts.chunks.set_return(slot, std::numeric_limits<double>::infinity());
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 0), Not(IsEmpty())) << "not used in time";
+}
+
+TEST(HostChunksOfSeveralSizesTest, a_slab_for_no_request_may_hold_chunks_that_no_request_has_used) {
+  ChunkParts parts({.rows = 64, .shard_bytes = {4096, 65536}});
+  int number = 0;
+  for (RowId row = parts.chunks.allocate(0); row != kNoRow; row = parts.chunks.allocate(0)) {
+    const ChunkKey key = key_of(fmt::format("s{}", number++));
+    parts.chunks.finish_store(parts.chunks.insert_filling(key, 0, row, {}, kNoTicket));
+  }
+  EXPECT_THAT(parts.chunks.slab_to_evict(1, 0), Not(IsEmpty()));
 }
 
 }  // namespace
