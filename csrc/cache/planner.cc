@@ -183,10 +183,9 @@ class Planner::Tail {
 // Time in which vLLM does not ask is no wait for rows: the request would not be computed then.
 bool Planner::may_wait_for_rows(RequestHandle handle) {
   const RequestState& request = context_.requests.at(handle);
-  if (request.rows_since && request.load_budget > Nanos(0) &&
-      request.pass.time - *request.rows_since >= request.load_budget) {
+  const Nanos most = std::max(request.load_budget, to_nanos(request.report.compute_seconds));
+  if (request.rows_since && request.load_budget > Nanos(0) && request.pass.time - *request.rows_since >= most)
     return false;
-  }
   return rows_are_awaited_ || context_.requests.rows_become_free(handle, &checks_);
 }
 

@@ -9,10 +9,10 @@
 // last resort from its own hits further to the right, which are worthless without the beginning.
 //
 // Rows that other requests hold become free when those have loaded their chunks. A request waits for them
-// while its load budget and its deadline allow. Until it has all of them it keeps those that it got, and
-// requests that arrived later get none. It waits only while another request holds rows and does not wait for
-// rows itself. Otherwise the request takes what there is: requests that hold parts of what they need do not
-// wait for each other.
+// until its deadline, and no longer than computing takes. Until it has all of them it keeps those that it
+// got, and requests that arrived later get none. It waits only while another request holds rows and does not
+// wait for rows itself. Otherwise the request takes what there is: requests that hold parts of what they need
+// do not wait for each other.
 //
 // For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
 // the rows available; read; hold the chunks that it already hit. The first group (in lookup order) that has

@@ -173,14 +173,15 @@ TEST_F(PlannerTest, requests_for_the_same_prompt_do_not_wait_for_each_other) {
   EXPECT_EQ(parts_.requests.at(third).closed[0], MissReason::kPressure);
 }
 
-TEST_F(PlannerTest, a_request_waits_for_rows_no_longer_than_its_load_budget) {
-  const Nanos budget = std::chrono::milliseconds(100);
+TEST_F(PlannerTest, a_request_waits_for_rows_no_longer_than_computing_takes) {
+  const Nanos budget = std::chrono::milliseconds(100), compute = 4 * budget;
   const RequestHandle other = parts_.requests.begin({});
   pin({"x"});
   step_both(other, {"a", "b"}, {"c", "d"});
   parts_.requests.set_load_budget(other, budget, parts_.clock.now() + budget);
+  parts_.requests.report_decision(other, "load", {.compute_seconds = to_seconds(compute)});
   parts_.finish();
-  parts_.clock.advance(budget - Nanos(1));
+  parts_.clock.advance(compute - Nanos(1));
   EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "HP");
   // vLLM does not ask: it has no room.
   parts_.clock.advance(budget);
