@@ -228,8 +228,8 @@ void Planner::decide(RequestHandle handle, Scans& scans) {
   const RequestState& request = context_.requests.at(handle);
   if (request.decided) return;
   if (request.load_policy != LoadPolicy::kAuto) {
-    context_.requests.set_decided(handle);
-    context_.metrics.add("kv_offload_decisions_total", {"load"});
+    if (context_.requests.set_decided(handle, "load"))
+      context_.metrics.add("kv_offload_decisions_total", {"load"});
     return;
   }
   const Scan first = scans.front();  // complete, because the part that is cut may be probed
@@ -239,7 +239,6 @@ void Planner::decide(RequestHandle handle, Scans& scans) {
     for (Scan& scan : scans) scan.candidates.clear();
     return;
   }
-  context_.requests.set_decided(handle);
   report(handle, decision);
   if (decision.choice == Decision::Choice::kRecompute) {
     context_.requests.close_all(handle, MissReason::kRecomputeCheaper);
@@ -280,6 +279,7 @@ Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans
 void Planner::report(RequestHandle handle, const Decision& decision) {
   const std::string_view choice = to_string(decision.choice);
   context_.requests.report_decision(handle, choice, decision);
+  if (!context_.requests.set_decided(handle, choice)) return;
   context_.metrics.add("kv_offload_decisions_total", {choice});
   if (decision.load_seconds <= 0 || decision.compute_seconds <= 0) return;
   context_.metrics.add("kv_offload_estimated_seconds_total", {choice, "load"}, decision.load_seconds);

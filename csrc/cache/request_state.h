@@ -138,6 +138,7 @@ struct RequestState {
   bool expired = false;           // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
   Nanos waited{0};  // used of the timeout since the last admission: see RequestTable::continue_wait
+  std::string_view counted_choice;  // the last decision since the last admission
   Nanos waits_since{0};
   Nanos deadline{0};
   Nanos reads_since{0};             // waits_since, or the last pass that found chunks not written yet
@@ -204,6 +205,7 @@ struct RequestState {
     report = {};
     offers.begin(groups);
     closed.assign(groups, std::nullopt);
+    counted_choice = {};
   }
   // Keeps only the report, until the handle is reused, and frees all memory that grew with the prompt.
   // REQUIRES: held and awaited were released.

@@ -244,6 +244,11 @@ bool RequestTable::rows_become_free(RequestHandle handle, std::size_t* most) con
   });
 }
 
+bool RequestTable::set_decided(RequestHandle handle, std::string_view choice) {
+  requests_[handle].decided = true;
+  return std::exchange(requests_[handle].counted_choice, choice) != choice;
+}
+
 void RequestTable::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {
   RequestReport& report = requests_[handle].report;
   report.choice = choice;
@@ -329,6 +334,7 @@ void RequestTable::admit(RequestHandle handle) {
   decltype(request.tier_lookups)().swap(request.tier_lookups);  // frees its buckets, too
   request.has_span = false;  // vLLM may ask about it again from another position
   request.waited = Nanos(0);
+  request.counted_choice = {};
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);

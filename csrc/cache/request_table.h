@@ -92,7 +92,8 @@ class RequestTable {
   // Nothing (more) is fetched for the request, in one group or in all groups.
   void close_group(RequestHandle request, std::uint32_t group, MissReason reason);
   void close_all(RequestHandle request, MissReason reason);
-  void set_decided(RequestHandle request) { requests_[request].decided = true; }
+  // Returns false if the request made the same decision before in this admission: it waits again.
+  bool set_decided(RequestHandle request, std::string_view choice);
   // Loads only the first `tokens` tokens of each scan.
   void set_load_tokens(RequestHandle request, std::uint64_t tokens) {
     requests_[request].load_tokens = tokens;

@@ -70,6 +70,25 @@ TEST_F(PlannerTest, a_plan_is_trimmed_to_the_available_rows) {
   EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
 }
 
+TEST_F(PlannerTest, a_decision_that_is_repeated_after_a_wait_counts_once) {
+  scan({"a"});
+  plan();
+  for (std::uint64_t i = 0; i < RequestTable::kUnaskedSteps; ++i) plan();
+  parts_.clock.advance(parts_.options.lookup_timeout);
+  plan();
+  ASSERT_TRUE(parts_.requests.at(request_).expired);
+  parts_.finish();
+  scan({"a"});
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it waits again";
+  EXPECT_EQ(decisions("load"), 1);
+  parts_.requests.admit(request_);
+  parts_.finish();
+  scan({"b"});
+  plan();
+  EXPECT_EQ(decisions("load"), 2);
+}
+
 // ---- rows that other requests hold
 
 TEST_F(PlannerTest, a_request_waits_for_the_rows_of_an_older_one) {
