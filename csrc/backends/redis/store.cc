@@ -371,10 +371,16 @@ Status RedisStore::fetch_startup_epoch(const std::string& if_none, std::string* 
     found->clear();
     if (start.kind == Reply::Kind::kString && EpochRegistry::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // No process uses a value that is not an epoch name, so it may be overwritten.
+    if (epochs_.has_ended(if_none))
+      return Status::error(StatusKind::kUnavailable, "the tier was reset meanwhile");
+    if (start.kind != Reply::Kind::kNil) {
+      // No process uses a value that is not an epoch name, so it may be replaced; but not the name of a reset
+      // that has just replaced it.
+      if (Status status = replace_startup_epoch(start.text, if_none); !status) return status;
+      continue;
+    }
     bool done = false;
-    const bool is_missing = start.kind == Reply::Kind::kNil;
-    if (Status status = write_startup_epoch(if_none, is_missing, &done, refused); !status) return status;
+    if (Status status = write_startup_epoch(if_none, true, &done, refused); !status) return status;
     if (done) *found = if_none;
     if (done) return Status::ok();
   }

@@ -305,6 +305,29 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
   EXPECT_NE(medium_.server.call({"GET", name}).text, before);
 }
 
+// As above, of this engine or of another one. Servers that start later would find records from before it.
+TEST_F(RedisTierTest, an_invalid_epoch_value_that_a_reset_has_replaced_is_not_replaced) {
+  const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
+  for (const bool is_own : {true, false}) {
+    redis::RedisStore store(options());
+    const std::string others(32, 'a');
+    medium_.server.call({"SET", name, "../x"});
+    medium_.proxy.faults.block(Verb::kInfo);
+    std::thread upkeep([&] { store.maintain(); });
+    medium_.proxy.faults.wait_for_blocked(1);
+    if (is_own) {
+      store.forget(0);
+      EXPECT_TRUE(store.begin_epoch());
+    } else {
+      medium_.server.call({"SET", name, others});
+    }
+    const std::string after = medium_.server.call({"GET", name}).text;
+    medium_.proxy.faults.release();
+    upkeep.join();
+    EXPECT_EQ(medium_.server.call({"GET", name}).text, after);
+  }
+}
+
 // A replica that missed the reset took over, or another engine wrote its old epoch back after the server
 // dropped the new one.
 TEST_F(RedisTierTest, an_ended_epoch_that_returns_is_replaced_again) {
