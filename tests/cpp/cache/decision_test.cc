@@ -316,10 +316,14 @@ TEST_F(DecisionTest, a_request_is_decided_once) {
   engine().put(prompt, 0);
   TieredCache& cache = *engine().cache;
   const RequestHandle request = cache.begin_request("r", {});
+  Nanos decided{0};
   for (const std::uint32_t asked : {kChunks / 2, kChunks}) {  // the second pass looks up more chunks
     for (std::uint32_t i = 0; i < asked; ++i) (void)cache.lookup(request, prompt.keys[i]);
+    engine().clock.advance(Nanos(1));
     cache.end_step();
+    if (decided == Nanos(0)) decided = cache.report(request).decided;
   }
+  EXPECT_EQ(cache.report(request).decided, decided);
   EXPECT_EQ(engine().tiers[0]->submitted_reads, kChunks);
   EXPECT_EQ(engine().decisions("load"), 1);
   cache.end_request(request);

@@ -130,12 +130,16 @@ TEST_F(PlannerTest, a_request_waits_for_the_rows_of_a_running_load) {
   EXPECT_FALSE(parts_.requests.at(request_).awaits_rows());
 }
 
-TEST_F(PlannerTest, a_younger_request_takes_no_row_that_an_older_one_waits_for) {
+// A row of the older one's own prompt, which is not evicted for it, but would be for others.
+TEST_F(PlannerTest, a_younger_request_takes_no_row_while_an_older_one_waits_for_rows) {
   const RequestHandle older = parts_.requests.begin({}), younger = parts_.requests.begin({});
-  pin({"x"});
+  parts_.chunks.access(parts_.resident("x"), parts_.requests.at(older).number, 0);
   EXPECT_EQ(step_both(older, {"a", "b"}, {"c", "d", "e"}), "PPP");
+  look(request_, {"a", "b"});
+  look(older, {"c", "d", "e"});
   EXPECT_EQ(look(younger, {"f"}), "P");
   plan();
+  EXPECT_TRUE(parts_.has("x"));
   EXPECT_TRUE(parts_.requests.at(older).awaits_rows());
   EXPECT_TRUE(parts_.requests.at(younger).awaits_rows());
   parts_.finish();
@@ -143,8 +147,7 @@ TEST_F(PlannerTest, a_younger_request_takes_no_row_that_an_older_one_waits_for) 
   look(younger, {"f"});
   look(older, {"c", "d", "e"});
   plan();
-  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("d"), key_of("e")));
-  EXPECT_TRUE(parts_.requests.at(younger).awaits_rows());
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("d"), key_of("e"), key_of("f")));
 }
 
 // Each holds half of what both need.
@@ -199,9 +202,10 @@ TEST_F(PlannerTest, a_request_waits_for_rows_no_longer_than_computing_takes) {
   step_both(other, {"a", "b"}, {"c", "d"});
   parts_.requests.set_load_budget(other, budget, parts_.clock.now() + budget);
   parts_.requests.report_decision(other, "load", {.compute_seconds = to_seconds(compute)});
-  parts_.finish();
   parts_.clock.advance(compute - Nanos(1));
-  EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "HP");
+  EXPECT_EQ(step_both(other, {"a", "b"}, {"c", "d"}), "PP");
+  EXPECT_FALSE(parts_.requests.at(other).expired) << "the time for its reads has not begun";
+  parts_.finish();
   // vLLM does not ask: it has no room.
   parts_.clock.advance(budget);
   plan();
