@@ -239,10 +239,10 @@ std::uint64_t Evictor::remove_empty_epochs(const std::vector<OldestRecords::Sour
     if (source.namespace_name == last || stop_.load()) continue;
     last = source.namespace_name;
     if (last != root_.namespace_name) {
-      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, on_removed);
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllBytes, false, stop_, on_removed);
     } else if (const std::shared_ptr<FsEpoch> own = records_.epoch()) {
-      freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number,
-                                                 kAllUnused, stop_, on_removed);
+      freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number, stop_,
+                                                 on_removed);
     }
   }
   return freed;
@@ -321,8 +321,8 @@ std::uint64_t Evictor::evict_peer_records(std::uint64_t enough, bool any, Reserv
 void Evictor::reclaim_unused_epochs() {
   const std::shared_ptr<FsEpoch> own = records_.epoch();
   if (!own) return;
-  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_epochs(
-      ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(),
+                                                             own->number, stop_, root_.each_removed()));
 }
 
 // ---- live sharers

@@ -182,16 +182,14 @@ std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory) {
 }
 
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
-                                    std::uint64_t enough, const std::atomic<bool>& stop,
+                                    const std::atomic<bool>& stop,
                                     const std::function<void(std::uint64_t)>& on_removed) {
   std::vector<std::uint64_t> numbers;
   if (!list_epochs(ops, namespace_directory, &numbers) || numbers.empty()) return 0;
   std::uint64_t freed = 0;
   each_unused(ops, namespace_directory, numbers, own, [&](std::uint64_t number, bool all) {
-    if (freed < enough)
-      freed += reclaim_epoch(ops, namespace_directory, number, enough - freed, all, stop, on_removed);
+    freed += reclaim_epoch(ops, namespace_directory, number, kAllBytes, all, stop, on_removed);
   });
-  if (freed >= enough) return freed;
   // Marks of epoch directories that were removed by hand. Only numbers below the newest are safe: a process
   // creates an epoch above the newest.
   std::vector<std::vector<Fd>> held;
