@@ -601,6 +601,8 @@ Status AllHostsTier::reset(std::uint64_t startup_id) {
 }
 
 TierStats AllHostsTier::stats() const {
+  // Bytes, ops and failures add up. A chunk needs its part on each host: the number of chunks and the
+  // abilities are those of the host with the least, queues and ages those of the host with the most.
   TierStats all = parts_.front().tier->stats();
   for (std::size_t part = 1; part < parts_.size(); ++part) {
     const TierStats stats = parts_[part].tier->stats();

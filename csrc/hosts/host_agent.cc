@@ -136,9 +136,11 @@ void HostAgent::Impl::serve() {
 void HostAgent::Impl::serve_once() {
   const bool accepts = clock.now() >= accept_from;
   std::vector<pollfd> watched{{wake.get(), POLLIN, 0}, {accepts ? listener.get() : -1, POLLIN, 0}};
+  // A client that is not authenticated yet sends or receives, never both at once.
   for (const Stranger& one : strangers)
     watched.push_back({one.socket.get(), static_cast<short>(one.unsent.empty() ? POLLIN : POLLOUT), 0});
   if (connection != nullptr) {
+    // While too many orders wait, the scheduler's frames stay in the socket.
     const int reads = tiers.is_full() ? 0 : POLLIN, writes = connection->unsent.empty() ? 0 : POLLOUT;
     watched.push_back({connection->socket.get(), static_cast<short>(reads | writes), 0});
   }

@@ -179,6 +179,7 @@ void HostLinks::Impl::run_once() {
     else if (link.state != State::kUnfit)
       until = std::min(until, link.deadline);
     if (!is_live(link)) continue;
+    // An idle link sends a keep-alive frame; orders that did not fit follow as soon as there is space.
     if (link.writer != nullptr && link.unsent.empty())
       until = std::min(until, link.last_sent + options.alive_interval);
     if (link.orders_wait && link.unsent.size() < kMostUnsentOrders) until = before;
@@ -206,6 +207,7 @@ void HostLinks::Impl::step(Link& link, Nanos now) {
       if (now >= link.deadline) connect(link, now);
       return;
     case State::kConnecting: {
+      // Writable: connected or failed. Before that, wait until the deadline.
       pollfd writable{link.socket.get(), POLLOUT, 0};
       if (::poll(&writable, 1, 0) == 1) {
         if (const int error = connect_error(link.socket); error != 0)
