@@ -382,6 +382,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
         line = line.rstrip()
         ours = ours or _PLUGIN_LINE.search(line) is not None
         booted = booted or _BOOT.search(line) is not None
+        # A list of problems has one per line, until a line that is none.
         if in_problems and (listed := re.search(r"^\s*(?:\S+ )*?\s*- (.+)$", line)):
             finding = Finding(
                 "refused", listed.group(1), "correct the configuration: kv-offload doctor checks it"
@@ -399,7 +400,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
             for tokens, reason in _REQUEST_MISSED.findall(line):
                 missed[reason] += int(tokens)
             continue
-        findings.setdefault((finding.cause, finding.text), finding)
+        findings.setdefault((finding.cause, finding.text), finding)  # the first of equal lines
     found = [*findings.values(), *_missed(missed, "", 0)]
     if not ours:
         found.insert(0, _plugin_not_found())

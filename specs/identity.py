@@ -274,6 +274,8 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["numbered_images"] = any(fingerprint.get("numbered_images") for fingerprint in ranks)
     merged["cache_blocks"] = min(fingerprint.get("cache_blocks", 0) for fingerprint in ranks)
     merged["shards"] = _digest(setting_text([fingerprint["shard"] for fingerprint in ranks]))
+    # Per cache group. A window of any rank counts. Where ranks differ, no codec may assume a type or a
+    # layout, and the group may lose precision only if it may on all ranks.
     windowed = [fingerprint["windowed"] for fingerprint in ranks if fingerprint.get("windowed") is not None]
     merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None
     elements = [fingerprint["elements"] for fingerprint in ranks if "elements" in fingerprint]
@@ -335,6 +337,7 @@ def namespace_identity(
     parallel = config.parallel
     canonical = merged.get("canonical")
     settings = dict(merged["settings"]) | {"shards": canonical["pages"] if canonical else merged["shards"]}
+    # The canonical layout is equal for all numbers of ranks, so nothing that depends on it is included.
     if canonical:
         shard_bytes = [shards[:1] * canonical["shards"] for shards in map(tuple, shard_bytes)]
     identity = NamespaceIdentity(

@@ -267,6 +267,7 @@ class KVOffloadSpec(OffloadingSpec):
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
         merged = merge_fingerprints([text for _, text in ranks])
+        # In other layouts the ranks of pipeline stages may differ in size.
         alike = self.replicated_layout or merged.get("canonical")
         for rank, (shards, _) in enumerate(ranks):
             if len(shards) != len(self.config.groups) or (alike and shards != per_area[0]):

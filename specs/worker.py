@@ -148,7 +148,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
         log_long_chunks(config, windows)
-    if parallel.rank == (0 if hosts is None else hosts.first_rank):
+    if parallel.rank == (0 if hosts is None else hosts.first_rank):  # once per host
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
         config.engine_id if hosts is None else hosts.region_id(config.engine_id),

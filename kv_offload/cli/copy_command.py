@@ -344,6 +344,7 @@ def _chosen(source: "Root", prefix: str | None) -> "CopiedNamespace":
         chosen = held[0]
     else:
         chosen = full_id(report, prefix) or ""
+    # Servers and buckets store no description; a damaged one is not copied.
     text = (spaces.get(chosen) or {}).get("json") or ""
     return CopiedNamespace(chosen, text if text and described_id(text) == chosen else "")
 
