@@ -420,6 +420,22 @@ def test_pictures_are_drawn_from_the_committed_results():
         assert f"figures/{name}.png" in text
 
 
+def test_diagrams_are_svg_files_of_one_style_with_a_description():
+    """Diagrams are no Mermaid: the site would load a script from elsewhere to draw it."""
+    styles = {}
+    paths = sorted((DOCS / "figures").glob("*.svg"))
+    assert len(paths) >= 5
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+    for path in paths:
+        drawing = path.read_text()
+        assert f"figures/{path.name})" in text, path.name
+        assert re.search(r"<title [^>]*>.+</title>", drawing), path.name
+        assert re.search(r"<desc [^>]*>.+</desc>", drawing, re.DOTALL), path.name
+        for name, style in re.findall(r"(?m)^ +(\.?\w+) (\{.*\})$", drawing):
+            assert styles.setdefault(name, style) == style, (path.name, name)
+    assert "```mermaid" not in text
+
+
 BENCHMARKS = sorted(path.stem for path in (DOCS / "benchmarks").glob("*.md"))
 
 
