@@ -436,6 +436,15 @@ def test_diagrams_are_svg_files_of_one_style_with_a_description():
     assert "```mermaid" not in text
 
 
+@pytest.mark.parametrize("kind", kinds())
+def test_the_pages_of_all_types_of_tiers_have_the_same_structure(kind):
+    name = {"fs": "bounds"}.get(kind, kind)
+    common = ["Set up", "Security", "Administration", "Failure modes"]
+    headings = re.findall(r"(?m)^## (.+)$", page(f"operations/{name}.md"))
+    assert [heading for heading in headings if heading in common] == common
+    assert headings[0] == common[0]
+
+
 BENCHMARKS = sorted(path.stem for path in (DOCS / "benchmarks").glob("*.md"))
 
 
