@@ -169,7 +169,7 @@ void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
   try {
     finish(keys, success);
   } catch (...) {
-    // vLLM does not repeat the call: what has not become resident never would.
+    // vLLM does not repeat the call: chunks that are not resident yet would never be.
     for (const ChunkKey& key : keys) {
       const ChunkEntry* entry = context_.chunks.find(key);
       if (entry != nullptr && entry->state == ChunkState::kFilling)

@@ -372,7 +372,7 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
     const StatusKind kind = ended.status.kind();
-    // Tiers that are read_only remove nothing. That is no failure.
+    // Tiers that are read_only remove nothing, which does not count as a failure.
     if (kind != StatusKind::kDeclined || ended.status.error_number() != EROFS)
       ++counts_[part].removals[static_cast<std::size_t>(kind)];
     if (kind == StatusKind::kUnavailable) postpone_removal(removal->second.part, removal->second.key);

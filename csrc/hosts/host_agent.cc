@@ -161,7 +161,7 @@ void HostAgent::Impl::end_connection() {
   connection.reset();
 }
 
-// False: the connection has ended, nothing arrived for too long, or what arrived is no part of the protocol.
+// False: the connection has ended, nothing arrived for too long, or the bytes violate the protocol.
 bool HostAgent::Impl::read_frames(Nanos now) {
   if (tiers.is_full()) {
     connection->last_arrived = now;  // what has arrived is not read

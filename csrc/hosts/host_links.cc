@@ -23,7 +23,7 @@ constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
 constexpr Nanos kOpenTurn = std::chrono::milliseconds(20);  // the wait for one host while several open tiers
-constexpr std::size_t kMostEvents = 64;  // that nobody has taken yet; later ones are dropped
+constexpr std::size_t kMostEvents = 64;                     // that were not taken yet; later ones are dropped
 constexpr std::size_t kMostUnsentOrders = std::size_t{256} << 10;  // bytes of frames that wait for the socket
 
 enum class State : std::uint8_t {

@@ -108,8 +108,8 @@ void SharedRows::publish(const Row& row) {
   const std::uint32_t index = index_of(row.row);
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
   Entry& entry = entries[index];
-  // A reader that sees one of the new words also sees that the old version is gone: each word is stored with
-  // release and loaded with acquire (ThreadSanitizer does not support fences).
+  // A reader that sees one of the new words also sees that the old version was cleared: each word is stored
+  // with release and loaded with acquire (ThreadSanitizer does not support fences).
   const auto words = words_of(row.key);
   for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(words[i], std::memory_order_release);
   entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_release);
