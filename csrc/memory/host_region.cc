@@ -675,8 +675,8 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
       mapped.generation = wanted->generation;
       if (wanted->area.inode == 0) impl.control.set_done(slot, impl.rank, wanted->generation);
     }
-    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;
-    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;
+    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;         // dismissed, or mapped already
+    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;  // pausing after a refusal
     std::string problem = impl.map_neighbour(slot, wanted->area);
     if (problem.empty() && change) {
       if (const Status status = change(memory, true); !status.is_ok()) {
@@ -691,6 +691,7 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
     impl.control.set_refused(slot, impl.rank, wanted->generation);
     mapped.pause = mapped.pause == 0 ? kFirstPause : std::min(2 * mapped.pause, kMostPause);
     mapped.calls_left = mapped.pause;
+    // Reported when it changes, not in each try.
     if (problem != mapped.problem) problems.push_back(problem);
     mapped.problem = std::move(problem);
   }
