@@ -86,7 +86,7 @@ REASONS = {
 
 
 # Remedy for each kind in kv_offload_failures_total.
-_FAILURES = {
+FAILURE_KINDS = {
     "corrupt": "run kv-offload verify on the root, and check the device or the server",
     "io": "check the device and the permissions of the root; for a server, run kv-offload doctor",
     "no_space": "free space on the file system, or lower max_bytes; on a Redis server, set maxmemory-policy",
@@ -224,7 +224,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
         }
         if kinds:
             counted = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-            advice = dict.fromkeys(_FAILURES.get(kind, "see the server's log") for kind in kinds)
+            advice = dict.fromkeys(FAILURE_KINDS.get(kind, "see the server's log") for kind in kinds)
             yield Finding("failures", f"operations of tier {tier} failed: {counted}", "; ".join(advice))
         oldest = page.max("kv_offload_oldest_op_seconds", tier=tier)
         if oldest > _STUCK_SECONDS:

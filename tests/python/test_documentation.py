@@ -20,7 +20,7 @@ import tomllib
 from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import own_extra_config
-from kv_offload.diagnosis import REASONS
+from kv_offload.diagnosis import FAILURE_KINDS, REASONS
 from kv_offload.metrics import metric_definitions
 from kv_offload.tiers.registry import kinds
 from kv_offload.vllm_versions import RELEASES
@@ -219,8 +219,16 @@ def test_every_label_of_several_metrics_is_explained():
 
 def test_the_tier_label_lists_every_kind_of_tier():
     row = next(row for row in rows(page("reference/metrics.md")) if row.get("label") == "`tier`")
-    for name in ("cpu", *kinds()):
+    for name in ("cpu", *kinds(), "neighbour"):
         assert f"`{name}`" in row["values"]
+
+
+def test_the_kind_label_lists_every_kind_of_failure():
+    row = next(row for row in rows(page("reference/metrics.md")) if row.get("label") == "`kind`")
+    explained = next(part for part in TROUBLESHOOTING.split("### ") if part.startswith("io_error"))
+    for kind in FAILURE_KINDS:
+        assert f"`{kind}`" in row["values"]
+        assert f"| `{kind}` |" in explained
 
 
 def test_every_command_is_described():
