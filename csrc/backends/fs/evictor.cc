@@ -88,7 +88,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservat
   Status failure;
   bool has_more = ordered;
   while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
-    const Status status = evict_own(pending, reservation, &own);
+    Status status = evict_own(pending, reservation, &own);
     if (status.kind() == StatusKind::kDeclined) return status;
     has_more = status.kind() != StatusKind::kNotFound;
     if (has_more && !status) failure = status;
