@@ -282,6 +282,7 @@ class KVOffloadSpec(OffloadingSpec):
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
     def _tier_plan(self, identity: NamespaceIdentity, merged: Mapping[str, Any]) -> TierPlan:
+        # Each warning is about groups for which a part of the setting has no effect.
         exact_groups = _exact_groups(merged)
         exact = [position for position, is_exact in enumerate(exact_groups) if is_exact]
         bounds = self._options.error_bounds()
