@@ -142,11 +142,13 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
 
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                       const EpochChoice& choice, std::shared_ptr<FsEpoch>* epoch) {
+  // Other processes create and remove epochs at the same time: list them again after each lost race.
   for (int attempt = 0; attempt < 100; ++attempt) {
     std::vector<std::uint64_t> numbers;
     const Status status = list_epochs(ops, namespace_directory, &numbers);
     if (!status) return -status.error_number();
     const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
+    // An epoch made by a reset is for the process that was reset only.
     const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest) ||
                       (choice.is_new && id_of(ops, namespace_directory, newest) != choice.id);
     const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
