@@ -42,7 +42,10 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
   while (attempt < kReserveAttempts) {
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound() || !options_.may_evict)
-      break;  // eviction cannot help
+      break;                // eviction cannot help
+    if (is_full(status)) {  // the bound may not be reached, so this must not evict the whole cache
+      if (attempt > 0 || !root_.full_disk->eviction_helps()) break;
+    }
     if (missing_records >= kMostMissing) {
       exhausted_.store(true);  // the next count forgets the other missing records
       return doubtful_sum_error();

@@ -54,8 +54,9 @@ class Evictor {
 
   // Grows the reservation to `bytes` and evicts as needed. pending (or null) may receive the file of an
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
-  // removed. kUnavailable if the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT
-  // if missing records make the sum of the root doubtful. kDeclined for a record that may be declined
+  // removed, or if the file system has no room for the ledger although records were evicted. kUnavailable if
+  // the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT if missing records make
+  // the sum of the root doubtful. kDeclined for a record that may be declined
   // (PendingRecord::spared_request): the next victim belongs to its own request, or other servers were asked
   // to evict for it. kDeclined for any record that could only replace records within the shares of other
   // tenants. Without FsTierOptions::may_evict, kNoSpace instead of an eviction.
