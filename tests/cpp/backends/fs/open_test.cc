@@ -96,6 +96,21 @@ TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_causes_one_warning_and_n
   }
 }
 
+TEST_F(FsOpenTest, any_damage_of_the_description_causes_one_warning_and_no_failure) {
+  const std::string whole = content(namespace_file_);
+  std::string two_bits = whole, word = whole;
+  two_bits[3] = static_cast<char>(two_bits[3] ^ 1);
+  two_bits[20] = static_cast<char>(two_bits[20] ^ 64);
+  word.replace(word.find("bf16"), 4, "fp16");
+  for (const std::string& damaged :
+       {two_bits, word, whole + "\n", std::string("{}\n"), std::string(2 << 20, 'x')}) {
+    put(namespace_file_, damaged);
+    EXPECT_EQ(start(), "") << damaged.substr(0, 80);
+    EXPECT_EQ(warnings_.size(), 1u) << damaged.substr(0, 80);
+    EXPECT_EQ(content(namespace_file_), whole);
+  }
+}
+
 TEST_F(FsOpenTest, the_ledger_distinguishes_a_damaged_format_number_from_another_format) {
   std::string three = content(root_file_);
   three[three.find('2')] = '3';
