@@ -113,7 +113,7 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<F
   open.space =
       std::make_unique<SpaceLedger>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
                                     open.writer, sharer(open.namespace_name, 0));
-  NamespaceFiles files = open_namespace(options, ops, open);
+  NamespaceFiles files = open_namespace(options, ops, open, kStartLockWait);
   open.namespace_directory = std::move(files.directory);
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();

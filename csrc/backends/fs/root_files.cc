@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <thread>
 
 #include "backends/fs/layout.h"
 #include "backends/fs/temporary.h"
@@ -172,11 +173,24 @@ void describe_namespace(const FsTierOptions& options, FileOps& ops, const OpenRo
                    options.namespace_json, open.writer, damaged, made);
 }
 
+// Takes the shared lock. Returns 0 or -errno; -EWOULDBLOCK: a process kept the exclusive lock until
+// `give_up`.
+int lock_shared(FileOps& ops, int fd, std::chrono::steady_clock::time_point give_up) {
+  constexpr std::chrono::milliseconds kPause{5};
+  for (;;) {
+    const int rc = lock_file(ops, fd, LOCK_SH | LOCK_NB);
+    if (rc != -EWOULDBLOCK || std::chrono::steady_clock::now() >= give_up) return rc;
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
 }  // namespace
 
 // Locks the file that currently has the name: a reclaimer may have removed the directory between the open and
 // the lock, so the loop tries again.
-NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
+                              std::chrono::milliseconds lock_wait) {
+  const auto give_up = std::chrono::steady_clock::now() + lock_wait;
   const std::string path = open.namespace_path();
   NamespaceFiles files;
   int error = 0;
@@ -201,7 +215,15 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
     // The directory was removed after it was opened.
     if (!files.open_lock && error == ENOENT) continue;
     if (!files.open_lock) fail(path + "/open", "open", error);
-    if (const int locked = lock_file(ops, files.open_lock.get(), LOCK_SH); locked < 0) {
+    const int locked = lock_shared(ops, files.open_lock.get(), give_up);
+    if (locked == -EWOULDBLOCK) {
+      throw_resource(
+          "{}/open is locked: another process removes the records of this namespace (kv-offload purge or "
+          "evict, or a server that needs space), or was stopped while it did. `lslocks` names the process; "
+          "wait until it ends, or end it, then start again",
+          path);
+    }
+    if (locked < 0) {
       throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
                      std::strerror(-locked));
     }

@@ -4,9 +4,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 
+#include <limits>
 #include <set>
 
+#include "backends/fs/root_files.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -173,6 +176,44 @@ TEST_F(FsOpenTest, files_created_by_a_reset_are_in_the_total) {
   store.figures(&stats);
   EXPECT_EQ(stats.bytes, du(root_));
   store.close();
+}
+
+// Another process holds the lock of the namespace until it was asked for `refusals` times.
+class NamespaceBeingRemoved : public FaultyFileOps {
+ public:
+  explicit NamespaceBeingRemoved(int refusals) : refusals_(refusals) {}
+  int flock(int fd, int operation) override {
+    if (operation == LOCK_SH) {
+      ADD_FAILURE() << "waits without a limit";
+      return -EIO;
+    }
+    if (operation == (LOCK_SH | LOCK_NB) && refusals_-- > 0) return -EWOULDBLOCK;
+    return FaultyFileOps::flock(fd, operation);
+  }
+
+ private:
+  int refusals_;
+};
+
+TEST_F(FsOpenTest, a_start_waits_for_a_process_that_removes_the_namespace) {
+  NamespaceBeingRemoved ops(3);
+  options_.file_ops = &ops;
+  EXPECT_EQ(start(), "");
+}
+
+TEST_F(FsOpenTest, a_start_does_not_wait_forever_for_a_stopped_process_that_removes_the_namespace) {
+  NamespaceBeingRemoved ops(std::numeric_limits<int>::max());
+  OpenRoot open(ops);
+  open.path = root_;
+  open.namespace_name = std::string(64, '1');
+  open.directory = open_root_directory(options_, ops);
+  std::string message;
+  try {
+    (void)open_namespace(options_, ops, open, std::chrono::milliseconds(20));
+  } catch (const ResourceError& error) {
+    message = error.what();
+  }
+  EXPECT_NE(message.find("/open is locked: another process removes"), std::string::npos) << message;
 }
 
 class FullDisk final : public FaultyFileOps {
