@@ -758,10 +758,11 @@ class FsRoot:
     def __init__(self, root_dir: str) -> None:
         """Raises ValueError if it is not a root of this project."""
     def stat(self) -> dict[str, Any]:
-        """Returns bytes, records, temporaries, namespaces.
+        """Returns bytes, records, temporaries, namespaces, unreadable.
 
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
-        seconds; open: True if a process has it open.
+        seconds; open: True if a process has it open. unreadable: list of {path, message} of the directories
+        that cannot be read; all figures are without their contents.
         """
     def records(
         self, namespace: str | None = None, all_epochs: bool = False, strict: bool = False

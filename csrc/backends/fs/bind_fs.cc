@@ -88,8 +88,11 @@ py::dict stat(FsRoot& root) {
                                "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
                                "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
   }
+  py::list unreadable;
+  for (const UnreadableDirectory& directory : info.unreadable)
+    unreadable.append(py::dict("path"_a = text_of(directory.path), "message"_a = directory.message));
   return py::dict("bytes"_a = info.bytes, "records"_a = info.records, "temporaries"_a = info.temporaries,
-                  "namespaces"_a = std::move(namespaces));
+                  "namespaces"_a = std::move(namespaces), "unreadable"_a = std::move(unreadable));
 }
 
 py::dict next_record(FsRoot::Cursor& cursor) {

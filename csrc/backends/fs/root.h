@@ -28,11 +28,17 @@ struct NamespaceInfo {
   bool open = false;                                          // some process has it open
 };
 
+// A directory of records that cannot be read.
+struct UnreadableDirectory {
+  std::string path, message;
+};
+
 struct RootInfo {
   std::uint64_t bytes = 0;  // as counted by `du`
   std::uint64_t records = 0;
   std::uint64_t temporaries = 0;
   std::vector<NamespaceInfo> namespaces;
+  std::vector<UnreadableDirectory> unreadable;  // all figures are without their contents
 };
 
 struct RecordInfo {

@@ -158,9 +158,11 @@ TEST_F(FsRootTest, a_directory_that_cannot_be_listed_is_not_reported_as_good) {
     const auto is_reported = [&] {
       fs::permissions(directory, fs::perms::none);
       const std::vector<DamagedRecord> found = FsRoot(root_).verify(true, {});
+      const RootInfo shown = FsRoot(root_).stat();
       fs::permissions(directory, fs::perms::owner_all);
       return found.size() == 1 && found[0].path == directory && found[0].kind == StatusKind::kIo &&
-             !found[0].removed;
+             !found[0].removed && shown.unreadable.size() == 1 && shown.unreadable[0].path == directory &&
+             shown.namespaces.size() == 2 && shown.records < 7;
     };
     EXPECT_TRUE(without_privileges(root_, is_reported)) << directory;
   }
