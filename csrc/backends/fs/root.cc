@@ -215,6 +215,14 @@ RootInfo FsRoot::stat() {
   return info;
 }
 
+bool FsRoot::is_open() {
+  const std::vector<std::string> names = namespaces_of(impl_->root.get(), std::nullopt, impl_->path);
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    const Fd directory = open_directory(impl_->root.get(), name);
+    return directory && namespace_is_open(posix_file_ops(), directory.get());
+  });
+}
+
 FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs, bool strict) {
   auto impl = std::make_unique<Cursor::Impl>();
   if (strict) {
