@@ -758,11 +758,14 @@ class FsRoot:
     def __init__(self, root_dir: str) -> None:
         """Raises ValueError if it is not a root of this project."""
     def stat(self) -> dict[str, Any]:
-        """Returns bytes, records, temporaries, namespaces.
+        """Returns bytes, records, temporaries, namespaces, unreadable.
 
         namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}; times in unix
-        seconds; open: True if a process has it open.
+        seconds; open: True if a process has it open. unreadable: list of {path, message} of the directories
+        that cannot be read; all figures are without their contents.
         """
+    def is_open(self) -> bool:
+        """Returns True if some process has a namespace open."""
     def records(
         self, namespace: str | None = None, all_epochs: bool = False, strict: bool = False
     ) -> Iterator[dict[str, Any]]:
@@ -823,5 +826,16 @@ def directory_usage(path: str) -> int:
     counted as ``du`` does; 0 if it is missing. Writes nothing."""
 
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
-    """Writes and reads temporary records. Returns {o_direct, write_bytes_per_second,
-    read_bytes_per_second}."""
+    """Writes and reads temporary records in a new directory below ``directory``, which is not a root. Returns
+    {o_direct, write_bytes_per_second, read_bytes_per_second}."""
+
+def probe_root(root_dir: str, max_bytes: int, total_bytes: int, record_bytes: int) -> dict[str, Any] | None:
+    """The same within ``max_bytes`` of a root, without eviction. None if the records do not fit, or if the
+    root takes more than a minute to count. If this process is killed, the next start of a server removes
+    them."""
+
+class ReservedSpace:
+    """Keeps bytes of a root free while it exists, for files without a name, without eviction."""
+
+    def __init__(self, root_dir: str, max_bytes: int, bytes: int) -> None:
+        """Raises RuntimeError if they are not free."""

@@ -99,6 +99,7 @@ class Plan:
     there: dict[bytes, Entry] = field(default_factory=dict)  # the present ones, by key
     outdated: list[dict[str, Any]] = field(default_factory=list)  # records of the destination to be replaced
     is_ordered: bool = True  # False: the source stores no times
+    unreadable: list[str] = field(default_factory=list)  # parts of the source, whose records are missing here
 
     @property
     def bytes(self) -> int:
@@ -149,16 +150,18 @@ def make_plan(
 ) -> Plan:
     """Selects the first records in ``order`` up to ``max_bytes``, and leaves out those that are ``there``.
 
-    Raises ValueError if the source does not record what the order needs.
+    Lists the parts of the source that cannot be read in ``Plan.unreadable``. Raises ValueError if the source
+    does not record what the order needs.
     """
     if order is Order.MOST_USED and not source.has_hits:
         raise ValueError(
             f"{source.where}: hits are not recorded there, only times; use --order {Order.NEWEST.value}"
         )
     now = _now()
+    unreadable: list[str] = []
     found: list[tuple[bool, Entry]] = []
     seen: set[bytes] = set()  # a listing of a server may contain a record twice
-    for record in source.records(namespace):
+    for record in source.records(namespace, unreadable):
         key = bytes.fromhex(record["key"])
         if str(record["epoch"]) != epoch or key in seen:
             continue
@@ -167,7 +170,7 @@ def make_plan(
         used = min(max(float(record["mtime"] or 0.0), 0.0), now)
         found.append((unused, Entry(key, record["bytes"], used, source.handle(record))))
     found.sort(key=lambda each: (each[0], -each[1].used))
-    plan = Plan([], is_ordered=any(entry.used for _, entry in found) or not found)
+    plan = Plan([], is_ordered=any(entry.used for _, entry in found) or not found, unreadable=unreadable)
     for _, entry in found:
         if max_bytes is not None and plan.selected_bytes + entry.bytes > max_bytes:
             break
@@ -542,14 +545,17 @@ class Copier:
         return removed
 
     def _remove_attempted(self) -> None:
+        failures: list[str] = []
         copies = (
             record
-            for record in self._destination.records(self._namespace)
+            for record in self._destination.records(self._namespace, failures)
             if str(record["epoch"]) == self._importer.epoch
             and bytes.fromhex(record["key"]) in self._attempted
         )
         while some := list(islice(copies, _REMOVED_AT_ONCE)):
             self.totals.removed += self._destination.remove(some)
+        if failures:
+            raise RuntimeError(failures[0])
 
 
 def describe_size(records: int, size: int) -> str:

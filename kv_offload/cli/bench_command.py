@@ -67,7 +67,9 @@ def bench(
     """Measure a tier and memory copies against their raw speed.
 
     The raw speeds are those of plain system calls in the same place, and of memcpy. Writes temporary files
-    below ROOT, or its nearest parent that exists, and removes them. The plan shows, for several sizes of a
+    below ROOT, or its nearest parent that exists, and removes them. In a directory with records it stays
+    within the limit of the directory and evicts nothing: measure another directory of the same file system if
+    it is full, or open in a server. The plan shows, for several sizes of a
     token, how many tokens per second a request loads. It is an estimate: load_policy auto measures the real
     speed while it serves. With --prefill the plan also shows whether a tier there pays off, and whether it
     can write everything that is computed or should write chunks at their second request (write_policy

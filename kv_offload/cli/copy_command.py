@@ -113,7 +113,7 @@ def copy(
       kv-offload copy /var/cache/kv s3://kv-cache/kv_offload -n 3fa2 --dry-run
 
     Exit status: 0 all selected records are in DST, or were evicted from SRC meanwhile; 1 some were not
-    copied (DST is full, a tier failed or was reset, interrupted); 2 wrong use.
+    copied (a directory cannot be listed, DST is full, a tier failed or was reset, interrupted); 2 wrong use.
     """
     from kv_offload.config import tier_at
 
@@ -218,7 +218,7 @@ class Command:
             if dry_run:
                 there = None if destination is None else destination.startup_epoch(namespace.id)
                 plan = self._plan(source, destination, namespace.id, epoch, there)
-                return report | _figures(plan, None, 0.0)
+                return report | {"message": _unread(source, plan)} | _figures(plan, None, 0.0)
             return self._copy(source, namespace, epoch, report)
         except CopyError as error:
             return report | {"ended": error.ended, "message": str(error)}
@@ -294,6 +294,7 @@ class Command:
             with interrupts:
                 ended, message = self._run(copier, plan)
                 importer.close()
+            message = ". ".join(filter(None, (message, _unread(source, plan))))
             seconds = time.monotonic() - began
         finally:
             importer.close()
@@ -323,6 +324,16 @@ class Command:
         return "complete", copier.problems()
 
 
+def _unread(source: "Root", plan: "Plan") -> str:
+    """Returns what the plan lacks because it cannot be read; "" if it lacks nothing."""
+    if not plan.unreadable:
+        return ""
+    return (
+        f"{source.where}: records not copied because their directories cannot be read: "
+        f"{len(plan.unreadable):,} of them. The first one: {plan.unreadable[0]}"
+    )
+
+
 def _chosen(source: "Root", prefix: str | None) -> "CopiedNamespace":
     """Returns the namespace that ``prefix`` names, or the only one. Raises ValueError listing them."""
     from kv_offload.copying import CopiedNamespace
@@ -332,6 +343,12 @@ def _chosen(source: "Root", prefix: str | None) -> "CopiedNamespace":
     spaces = {str(space["id"]): space for space in report["namespaces"]}
     if prefix is None:
         held = [name for name, space in spaces.items() if space["records"]]
+        for each in report.get("unreadable", ()):
+            if not any(f"/{name}" in each["path"] for name in held):
+                raise RuntimeError(
+                    f"{each['path']} cannot be read ({each['message']}), and may hold records of another "
+                    "namespace: choose one with --namespace"
+                )
         if not held:
             raise ValueError(f"{source.where} holds no records")
         if len(held) > 1:
@@ -369,6 +386,7 @@ def _figures(plan: "Plan | None", totals: "Totals | None", seconds: float) -> di
         "seconds": seconds,
         "is_ordered": plan.is_ordered,
         "failures": totals.failures,
+        "unreadable": plan.unreadable,
     }
 
 

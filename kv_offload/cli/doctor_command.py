@@ -82,9 +82,9 @@ def doctor(
     """Check whether this machine can serve, or how a server is doing.
 
     Without URL: version, device, memory, ports, disks, and the effective settings.
-    Allocates no host memory for serving and changes no root; to measure a disk it writes temporary records
-    in a directory that it removes again. With URL: the server's tiers, their failures and the misses by
-    reason, from its metrics.
+    Allocates no host memory for serving and evicts nothing. To measure a disk it writes temporary records and
+    removes them; in a directory that has records it stays within max_bytes. With URL: the server's tiers,
+    their failures and the misses by reason, from its metrics.
 
     Where vLLM is installed, its own parser checks the configuration, which takes some seconds. The
     configuration is refused if vLLM would not start with it, or would start without this plugin.

@@ -47,6 +47,7 @@ Namespace = Annotated[
 
 _SHORT_ID = 12  # shown digits of a namespace
 _MOST_NAMED = 50  # namespaces listed in an error
+_MOST_UNREADABLE = 20  # directories listed in an error
 _SHORT_EPOCH = 4  # shown digits of an epoch; numbers have fewer
 _LS_WITHOUT_KEY = 55  # width of a row of ls without the key
 
@@ -86,9 +87,8 @@ def stat(
       kv-offload stat "redis://cache.internal:6379/0?password_env=REDIS_PASSWORD"
       kv-offload stat "s3://kv-cache/kv_offload?region=eu-west-1"
 
-    Exit status: 0 shown; 1 ROOT cannot be read; 2 ROOT is not a root.
+    Exit status: 0 shown; 1 ROOT cannot be read, or not completely; 2 ROOT is not a root.
     """
-    from kv_offload.sizes import format_bytes
 
     opened = open_root(root)
     report = opened.stat()
@@ -98,12 +98,34 @@ def stat(
         report["tenants"] = opened.tenants()
     if loss:
         report["loss"] = opened.losses()
+    unreadable = [
+        f"{each['path']} cannot be read: {each['message']}" for each in report.get("unreadable", ())
+    ]
     if as_json:
         print_json(report)
+    else:
+        _print_stat(opened.where, report, loss)
+    _end(unreadable)
+
+
+def _end(unreadable: list[str]) -> None:
+    """Ends a command that shows records: with an error if a part of the root cannot be read."""
+    if not unreadable:
         return
+    for each in unreadable[:_MOST_UNREADABLE]:
+        echo(each)
+    more = len(unreadable) - _MOST_UNREADABLE
+    if more > 0:
+        echo(f"and {more:,} more directories cannot be read")
+    raise typer.Exit(PROBLEM)
+
+
+def _print_stat(where: str, report: dict[str, Any], loss: bool) -> None:
+    from kv_offload.sizes import format_bytes
+
     out = console()
     out.print(
-        f"[bold]{escape(opened.where)}[/bold]: {format_bytes(report['bytes'])}, "
+        f"[bold]{escape(where)}[/bold]: {format_bytes(report['bytes'])}, "
         f"{_count(report['records'], 'record')}, {_count(len(report['namespaces']), 'namespace')}, "
         + _other_contents(report)
     )
@@ -205,7 +227,8 @@ def ls(
       kv-offload ls /var/cache/kv --by largest -l 10
       kv-offload ls /var/cache/kv -n 3fa2 --by hits --json
 
-    Exit status: 0 listed; 1 ROOT cannot be read; 2 ROOT is not a root, or has no such namespace.
+    Exit status: 0 listed; 1 ROOT cannot be read, or not completely; 2 ROOT is not a root, or has no such
+    namespace.
     """
     from kv_offload.sizes import format_bytes
 
@@ -213,7 +236,8 @@ def ls(
     if by is Order.HITS and not opened.has_hits:
         raise ValueError(f"{opened.where}: hits are not recorded there; choose another --by")
     chosen = None if namespace is None else full_id(opened.stat(), namespace)
-    found: Iterable[dict[str, Any]] = opened.records(chosen)
+    unreadable: list[str] = []
+    found: Iterable[dict[str, Any]] = opened.records(chosen, unreadable)
     if by is Order.HITS:
         found = map(opened.with_history, found)
     if limit:
@@ -225,7 +249,7 @@ def ls(
     if as_json:
         for record in found:
             typer.echo(json.dumps(record))
-        return
+        return _end(unreadable)
     out = console()
     numbers = ("bytes", "used", "written", "epoch")
     shown = table("", "key", *numbers[:3], "hit", "namespace", "epoch", right=numbers)
@@ -241,6 +265,7 @@ def ls(
             str(record["epoch"])[:_SHORT_EPOCH],
         )
     out.print(shown if shown.row_count else "no records")
+    _end(unreadable)
 
 
 @plain_errors

@@ -55,11 +55,18 @@ class Root(Protocol):
     def stat(self) -> dict[str, Any]:
         """Returns bytes, records, temporaries, namespaces; None for values that the kind cannot know.
 
-        namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}.
+        namespaces: list of {id, json, epoch, bytes, records, oldest, newest, open}. unreadable, if a part of
+        the root cannot be read: list of {path, message}; all figures are without it.
         """
 
-    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} in listing order."""
+    def records(
+        self, namespace: str | None = None, failures: list[str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields {namespace, epoch, key (hex), bytes, mtime (unix seconds), path} in listing order.
+
+        Appends an error to ``failures`` for each part of the root that cannot be read, and yields the other
+        records. Raises RuntimeError instead if ``failures`` is None, or if nothing more can be read.
+        """
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
         """Returns one of ``records`` with ``created`` (unix seconds) and ``hit`` added; None if unknown."""

@@ -99,8 +99,13 @@ class RemoteRoot:
             report["records_of_further_namespaces"] = left_out
         return report
 
-    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yields records; each has a key ``record``, which ``with_history`` removes."""
+    def records(
+        self, namespace: str | None = None, failures: list[str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields records; each has a key ``record``, which ``with_history`` removes.
+
+        Raises RuntimeError for every failure: nothing can be listed after it.
+        """
         for page in self._pages(namespace, True):
             for record in page:
                 if record.namespace_id and not record.key:

@@ -55,7 +55,7 @@ class FsRoot:
             ],
         }
 
-    def records(self, namespace: str | None = None) -> Any:
+    def records(self, namespace: str | None = None, strict: bool = False) -> Any:
         for number, (space, mtime) in enumerate(((0, 10), (0, 30), (1, 20))):
             if namespace in (None, self.ids[space]):
                 yield {

@@ -662,7 +662,7 @@ def test_ls_lists_the_most_recently_used_first(core):
 def test_ls_sorts_by_the_given_column(core, by, expected):
     plain = fake_core.FsRoot.records
 
-    def of_sizes(self, namespace=None):
+    def of_sizes(self, namespace=None, strict=False):
         return (record | {"bytes": 3 - n} for n, record in enumerate(plain(self, namespace)))
 
     core.setattr(fake_core.FsRoot, "records", of_sizes)
@@ -678,7 +678,7 @@ def test_ls_shows_records_that_were_hit_since_they_were_written(core):
 
 
 def test_ls_of_an_empty_root_prints_no_records(core):
-    core.setattr(fake_core.FsRoot, "records", lambda *_: iter(()))
+    core.setattr(fake_core.FsRoot, "records", lambda *_, **__: iter(()))
     assert said("ls", "/root") == "no records"
 
 

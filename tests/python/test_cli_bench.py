@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv-offload bench: the measurements, and the plan that follows from them."""
 
+import fcntl
 import json
 
 import pytest
+from live_root import records_in, used_bytes
 from typer.testing import CliRunner
+from written_root import CHUNK, FACTS, write_root
 
+from kv_offload import raw_speed
 from kv_offload.cli import app
 from kv_offload.cli.bench_command import suggested_config, token_plan
 from kv_offload.config import OffloadConfig
-from kv_offload.tiers.fs.config import FsTierConfig
+from kv_offload.tiers.fs.config import FsTierConfig, held_bytes
 
-pytest.importorskip("kv_offload._core", reason="the core is not built")
+core = pytest.importorskip("kv_offload._core", reason="the core is not built")
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -49,6 +53,60 @@ def test_bench_measures_regardless_of_bounds_and_leaves_no_files(tmp_path):
         assert row["ratio"] == row["bytes_per_second"] / row["limit_bytes_per_second"]
     assert [row["bytes_per_token"] for row in facts["plan"]] == [32 << 10, 70_272, 128 << 10, 320 << 10]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_of_a_directory_with_records_leaves_it_unchanged(tmp_path):
+    root = write_root(tmp_path / "root")
+    before = records_in(root)
+    facts = json.loads(run(root, "--measure-size", "32MiB", "--json").stdout)
+    assert all(row["bytes_per_second"] > 0 for row in facts["speeds"].values())
+    assert records_in(root) == before
+    assert {path.name for path in root.iterdir()} == {"kv_offload.json", "ledger", FACTS.namespace_id().hex()}
+    # A directory that was created during the count of the root may be counted twice until the next count.
+    assert 0 <= held_bytes(str(root)) - used_bytes(root) <= CHUNK
+
+
+def test_a_directory_at_its_limit_is_not_measured(tmp_path):
+    root = write_root(tmp_path / "root")
+    tier = FsTierConfig(root_dir=str(root), max_bytes=16 << 20)
+    answer = tier.measure(64 << 20)
+    assert (answer.state, answer.figures) == ("note", None)
+    assert "max_bytes is reached" in answer.text
+    with pytest.raises(RuntimeError, match="no space for a measurement"):
+        tier.raw_speed(64 << 20)
+    assert held_bytes(str(root)) == used_bytes(root)
+
+
+def test_the_measurement_takes_what_the_limit_allows(tmp_path, monkeypatch):
+    root = write_root(tmp_path / "root")
+    tier = FsTierConfig(root_dir=str(root), max_bytes=40 << 20)
+    most = 0
+
+    def speed(blocks, transfer):
+        nonlocal most
+        most = blocks * raw_speed.BLOCK_BYTES
+        assert not [path for path in root.iterdir() if path.name.startswith(".")], "a kill would leave it"
+        with pytest.raises(RuntimeError):
+            core.ReservedSpace(str(root), 40 << 20, 8 << 20)
+        return 1.0
+
+    monkeypatch.setattr(raw_speed, "_speed", speed)
+    monkeypatch.setattr(core, "probe_disk", lambda *_: pytest.fail("it writes outside of the ledger"))
+    answer = tier.measure(1 << 30)
+    assert answer.figures is not None
+    assert "34.0 MiB of 2.0 MiB records" in answer.text
+    tier.raw_speed(1 << 30)
+    assert 30 << 20 <= most <= 36 << 20
+
+
+def test_a_directory_in_use_is_measured_only_if_its_limit_is_known(tmp_path):
+    root = write_root(tmp_path / "root")
+    with (root / FACTS.namespace_id().hex() / "open").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert "open in other processes" in run(root, "--measure-size", "32MiB", status=1).output
+        with pytest.raises(RuntimeError, match="open in other processes"):
+            FsTierConfig(root_dir=str(root)).raw_speed(32 << 20)
+        assert FsTierConfig(root_dir=str(root), max_bytes=1 << 30).measure(32 << 20).figures
 
 
 def test_the_exit_status_shows_whether_a_tier_pays_off(tmp_path, model):

@@ -20,6 +20,7 @@ from redis_server import RedisClient, redis_server
 from s3_server import ACCESS, BUCKET, SECRET, S3Server
 from small_core import SHARD_BYTES, attach, key, make_cache
 from typer.testing import CliRunner
+from unprivileged import hidden
 from written_root import FACTS
 
 from kv_offload import _core, copying
@@ -329,6 +330,34 @@ def test_a_server_that_starts_after_the_copy_finds_every_record(
     other_command("verify", destination.address)
     again = copied(source, destination)
     assert (again["copied"], again["present"]) == (0, len(NUMBERS))
+
+
+def test_a_copy_names_what_it_cannot_read_and_fails(tmp_path: Path, shm: Path) -> None:
+    source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
+    source.fill(shm, NUMBERS)
+    unreadable = source.file(3).parent
+    with hidden(unreadable):
+        planned = copied(source, destination, "--dry-run", status=1)
+        report = copied(source, destination, status=1)
+    for each in (planned, report):
+        assert each["ended"] == "complete"
+        assert f"{unreadable} cannot be read" in each["message"]
+        assert len(each["unreadable"]) == 1
+    assert report["copied"] == planned["to_copy"] == len(records_in(destination.path)) < len(NUMBERS)
+    with hidden(destination.file(1).parent):
+        assert "cannot be read" in run(source.address, destination.address, status=1).stderr
+    assert copied(source, destination)["copied"] == len(NUMBERS) - report["copied"]
+
+
+def test_a_copy_does_not_take_the_only_readable_namespace_for_the_only_one(tmp_path: Path, shm: Path) -> None:
+    source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
+    source.fill(shm, NUMBERS)
+    other = source.path / ("5" * 64)
+    other.mkdir()
+    with hidden(other):
+        assert f"{other} cannot be read" in run(source.address, destination.address, status=1).stderr
+        report = copied(source, destination, "--namespace", NAMESPACE.hex())
+    assert report["copied"] == len(NUMBERS)
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from live_root import records_in
 from typer.testing import CliRunner
+from unprivileged import hidden
 from written_root import CHUNK, FACTS, KEYS, write_root
 
 from kv_offload.cli import app
@@ -50,6 +51,29 @@ def test_stat_shows_the_written_records(root):
 def test_stat_shows_a_root_whose_description_is_damaged(root, description):
     next(root.glob("*/namespace.json")).write_bytes(description)
     assert FACTS.short_id() in run("stat", root)
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_a_directory_that_cannot_be_read_is_named_and_the_other_records_are_shown(tmp_path, levels):
+    root = write_root(tmp_path / "root")
+    unreadable = records(root)[2].parent
+    for _ in range(levels):
+        unreadable = unreadable.parent
+    left = [path.name for path in records(root) if unreadable not in path.parents]
+    with hidden(unreadable):
+        shown = CliRunner().invoke(app, ["stat", str(root), "--json"])
+        table = CliRunner().invoke(app, ["stat", str(root)])
+        listed = CliRunner().invoke(app, ["ls", str(root), "--json"])
+        rows = CliRunner().invoke(app, ["ls", str(root), "--by", "hits"])
+    for result in (shown, table, listed, rows):
+        assert result.exit_code == 1, result.output
+        assert f"{unreadable} cannot be read: " in result.stderr
+    report = json.loads(shown.stdout)
+    assert report["records"] == len(left)
+    assert [each["path"] for each in report["unreadable"]] == [str(unreadable)]
+    assert FACTS.short_id() in table.stdout
+    assert sorted(json.loads(line)["path"].split("/")[-1] for line in listed.stdout.splitlines()) == left
+    assert json.loads(run("stat", root, "--json"))["unreadable"] == []
 
 
 def test_damage_that_is_not_text_is_found_and_removed(root):
@@ -182,11 +206,9 @@ def test_verify_finds_every_planted_damage_and_removes_it(root, damage):
     assert json.loads(run("verify", root, "--json"))["damaged"] == []
 
 
-def test_a_root_serves_again_after_repair(root):
+def test_a_root_with_a_damaged_description_serves_and_repairs_it(root):
     planted(root)["description of the namespace"]()
-    with pytest.raises(ValueError, match="another namespace under the same id"):
-        write_root(root)
-    run("verify", root, "--repair", status=1)
+    run("verify", root, status=1)
     write_root(root)
     assert "5 records, all good" in run("verify", root)
 

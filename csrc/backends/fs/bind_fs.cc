@@ -88,8 +88,11 @@ py::dict stat(FsRoot& root) {
                                "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
                                "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
   }
+  py::list unreadable;
+  for (const UnreadableDirectory& directory : info.unreadable)
+    unreadable.append(py::dict("path"_a = text_of(directory.path), "message"_a = directory.message));
   return py::dict("bytes"_a = info.bytes, "records"_a = info.records, "temporaries"_a = info.temporaries,
-                  "namespaces"_a = std::move(namespaces));
+                  "namespaces"_a = std::move(namespaces), "unreadable"_a = std::move(unreadable));
 }
 
 py::dict next_record(FsRoot::Cursor& cursor) {
@@ -144,15 +147,16 @@ py::dict evict(FsRoot& root, std::uint64_t target_bytes, double dead_before, boo
                   "dead_namespaces"_a = found.dead_namespaces);
 }
 
-py::dict probe(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
-  DiskProbe figures;
+py::object measured(const std::function<std::optional<DiskProbe>()>& probe) {
+  std::optional<DiskProbe> figures;
   {
     const py::gil_scoped_release release;
-    figures = probe_disk(directory, total_bytes, record_bytes);
+    figures = probe();
   }
-  return py::dict("o_direct"_a = figures.o_direct,
-                  "write_bytes_per_second"_a = figures.write_bytes_per_second,
-                  "read_bytes_per_second"_a = figures.read_bytes_per_second);
+  if (!figures) return py::none();
+  return py::dict("o_direct"_a = figures->o_direct,
+                  "write_bytes_per_second"_a = figures->write_bytes_per_second,
+                  "read_bytes_per_second"_a = figures->read_bytes_per_second);
 }
 
 }  // namespace
@@ -176,6 +180,7 @@ void bind_fs(py::module_& module) {
   py::class_<FsRoot>(module, "FsRoot")
       .def(py::init<std::string>(), py::arg("root_dir"), Released())
       .def("stat", &stat)
+      .def("is_open", &FsRoot::is_open, Released())
       .def("records", &FsRoot::records, py::arg("namespace") = py::none(), py::arg("all_epochs") = false,
            py::arg("strict") = false, Released())
       .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
@@ -221,7 +226,23 @@ void bind_fs(py::module_& module) {
       },
       py::arg("path"), Released());
   module.def("directory_usage", &directory_usage, py::arg("path"), Released());
-  module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
+  module.def(
+      "probe_disk",
+      [](const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
+        return measured([&] { return probe_disk(directory, total_bytes, record_bytes); });
+      },
+      py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
+  module.def(
+      "probe_root",
+      [](const std::string& root_dir, std::uint64_t max_bytes, std::uint64_t total_bytes,
+         std::uint64_t record_bytes) {
+        return measured([&] { return probe_root(root_dir, max_bytes, total_bytes, record_bytes); });
+      },
+      py::arg("root_dir"), py::arg("max_bytes"), py::arg("total_bytes"), py::arg("record_bytes"));
+
+  py::class_<ReservedSpace, std::unique_ptr<ReservedSpace>>(module, "ReservedSpace")
+      .def(py::init<std::string, std::uint64_t, std::uint64_t>(), py::arg("root_dir"), py::arg("max_bytes"),
+           py::arg("bytes"), Released());
 }
 
 }  // namespace kv_offload::bindings

@@ -42,7 +42,10 @@ Status Evictor::reserve(std::uint64_t bytes, PendingRecord* pending, Reservation
   while (attempt < kReserveAttempts) {
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound() || !options_.may_evict)
-      break;  // eviction cannot help
+      break;                // eviction cannot help
+    if (is_full(status)) {  // the bound may not be reached, so this must not evict the whole cache
+      if (attempt > 0 || !root_.full_disk->eviction_helps()) break;
+    }
     if (missing_records >= kMostMissing) {
       exhausted_.store(true);  // the next count forgets the other missing records
       return doubtful_sum_error();
@@ -342,17 +345,18 @@ void Evictor::trade() {
 // Returns false if it could not evict that much; the requester's request then keeps the rest.
 bool Evictor::evict_for_peer(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
-  const std::uint64_t freed = evict_by_policy(request.bytes, &evicted);
+  const std::uint64_t freed = evict_by_policy(request.bytes, clock_.now() + kLongestEviction, &evicted);
   const bool enough = freed >= request.bytes;
   root_.space->grant(request, enough ? 0 : request.bytes - freed, &evicted);
   return enough;
 }
 
-// Evicts by our own policy: only it knows the chunk order within prompts and the latest uses. Returns the
-// bytes freed.
-std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Reservation* evicted) {
+// Evicts by our own policy, until `give_up`: only it knows the chunk order within prompts and the latest
+// uses. Returns the bytes freed.
+std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Nanos give_up, Reservation* evicted) {
   Progress own;
-  while (own.freed < bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing && !stop_.load()) {
+  while (own.freed < bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing && !stop_.load() &&
+         clock_.now() < give_up) {
     const MutexLock lock(mutex_);  // taken per record, so that writes continue meanwhile
     if (evict_own(nullptr, evicted, &own).kind() == StatusKind::kNotFound) break;
   }
@@ -363,6 +367,7 @@ std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Reservation* evicted
 void Evictor::trim() {
   if (!options_.may_evict || !options_.may_trim) return;
   if (records_.extent() != RecordIndex::Extent::kOrder || !shares_.is_root_above(options_.max_bytes)) return;
+  const Nanos give_up = clock_.now() + kLongestEviction;
   for (std::uint64_t trimmed = 0; trimmed < kMostTrimmed && !stop_.load();) {
     if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // they trim it
     Reservation evicted(*root_.space);  // settled after each part: other sharers see the rest
@@ -373,7 +378,7 @@ void Evictor::trim() {
       const MutexLock lock(mutex_);
       freed = evict_unused_epochs(part, nullptr, &evicted);
     }
-    if (freed < part) freed += evict_by_policy(part - freed, &evicted);
+    if (freed < part) freed += evict_by_policy(part - freed, give_up, &evicted);
     if (freed < part) return;
     trimmed += freed;
   }

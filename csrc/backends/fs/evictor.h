@@ -18,6 +18,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -41,6 +42,9 @@ class Evictor {
   static constexpr std::uint64_t kMostAtOnce = std::uint64_t{64} << 20;
   // The most bytes that one call of trim() evicts. A local file system removes them in about a second.
   static constexpr std::uint64_t kMostTrimmed = 16 * kMostAtOnce;
+  // How long one call of trim(), or of trade() for one server, evicts by the policy. A network file system
+  // removes fewer bytes in this time. Upkeep does nothing else meanwhile.
+  static constexpr Nanos kLongestEviction{std::chrono::seconds(1)};
 
   // Dependencies; all must outlive this object.
   struct Context {
@@ -54,8 +58,9 @@ class Evictor {
 
   // Grows the reservation to `bytes` and evicts as needed. pending (or null) may receive the file of an
   // evicted record. Errors: kNoSpace if nothing is left to evict, with an errno if a record cannot be
-  // removed. kUnavailable if the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT
-  // if missing records make the sum of the root doubtful. kDeclined for a record that may be declined
+  // removed, or if the file system has no room for the ledger although records were evicted. kUnavailable if
+  // the root holds much more than the bound: trim() evicts the rest. kIo with ENOENT if missing records make
+  // the sum of the root doubtful. kDeclined for a record that may be declined
   // (PendingRecord::spared_request): the next victim belongs to its own request, or other servers were asked
   // to evict for it. kDeclined for any record that could only replace records within the shares of other
   // tenants. Without FsTierOptions::may_evict, kNoSpace instead of an eviction.
@@ -72,9 +77,9 @@ class Evictor {
   // FsTierOptions::may_evict.
   void trade() EXCLUDES(mutex_);
   // Evicts while the root holds more than max_bytes: after a start with a smaller bound, or if another
-  // program added files. After kMostTrimmed bytes, leaves the rest to the next call. Does nothing without
-  // FsTierOptions::may_evict and may_trim, or while this process is below its share and others are above
-  // theirs.
+  // program added files. After kMostTrimmed bytes or kLongestEviction, leaves the rest to the next call. Does
+  // nothing without FsTierOptions::may_evict and may_trim, or while this process is below its share and
+  // others are above theirs.
   void trim() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.
@@ -105,7 +110,7 @@ class Evictor {
   std::vector<OldestRecords::Source> unused_epochs();
   std::vector<OldestRecords::Source> other_epochs();
   bool evict_for_peer(const LedgerRequest& request) EXCLUDES(mutex_);
-  std::uint64_t evict_by_policy(std::uint64_t bytes, Reservation* evicted) EXCLUDES(mutex_);
+  std::uint64_t evict_by_policy(std::uint64_t bytes, Nanos give_up, Reservation* evicted) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;

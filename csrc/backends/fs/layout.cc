@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstring>
+#include <tuple>
 
 namespace kv_offload::layout {
 namespace {
@@ -25,6 +27,22 @@ std::optional<std::uint64_t> parse_number(std::string_view text) {
 }
 
 }  // namespace
+
+// The first bytes are random, because sharers are identified by them.
+NamespaceId probe_namespace(std::uint64_t random) {
+  constexpr std::string_view kText = "kv_offload speed probe..";
+  NamespaceId id{};
+  static_assert(sizeof(random) + kText.size() == std::tuple_size_v<NamespaceId>);
+  std::memcpy(id.data(), &random, sizeof(random));
+  std::memcpy(id.data() + sizeof(random), kText.data(), kText.size());
+  return id;
+}
+
+bool is_probe_namespace(std::string_view name) {
+  constexpr std::size_t kRandomDigits = 2 * sizeof(std::uint64_t);
+  return is_namespace_name(name) &&
+         name.substr(kRandomDigits) == namespace_name(probe_namespace(0)).substr(kRandomDigits);
+}
 
 std::string namespace_name(const NamespaceId& id) { return hex_of(id); }
 

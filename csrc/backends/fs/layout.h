@@ -20,6 +20,12 @@ inline constexpr std::string_view kLedgerFile = "ledger";  // LedgerPage
 inline constexpr std::string_view kNamespaceFile = "namespace.json";
 inline constexpr std::string_view kOpenFile = "open";  // shared flock: a process has the namespace open
 
+// The temporary root of probe_disk(), and the file of kv_offload/raw_speed.py, which has its name for an
+// instant only.
+inline constexpr std::string_view kProbePrefix = ".kv_offload_probe_", kRawPrefix = ".kv_offload_raw_";
+NamespaceId probe_namespace(std::uint64_t random);  // of one run of probe_root()
+bool is_probe_namespace(std::string_view name);
+
 std::string namespace_name(const NamespaceId& id);  // 64 hex digits
 bool is_namespace_name(std::string_view name);
 std::string epoch_directory_name(std::uint64_t epoch);  // g<N>

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "backends/fs/layout.h"
+#include "backends/fs/reclaim.h"
 #include "backends/fs/root_files.h"
 #include "backends/fs/temporary.h"
 #include "backends/fs/walk.h"
@@ -113,7 +114,8 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<F
   open.space =
       std::make_unique<SpaceLedger>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
                                     open.writer, sharer(open.namespace_name, 0));
-  NamespaceFiles files = open_namespace(options, ops, open);
+  remove_old_probes(ops, open.directory.get(), open.each_removed());
+  NamespaceFiles files = open_namespace(options, ops, open, kStartLockWait);
   open.namespace_directory = std::move(files.directory);
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();

@@ -84,6 +84,54 @@ bool remove_victim(FileOps& ops, const OpenEpoch& epoch, const Victim& victim) {
 
 }  // namespace
 
+namespace {
+
+// Removes directory/name and everything in it.
+void remove_tree(FileOps& ops, int directory, const std::string& name, int levels,
+                 const OnRemoved& on_removed) {
+  int error = 0;
+  FileInfo info;
+  const Fd fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
+  std::vector<DirEntry> entries;
+  if (fd && levels > 0 && list_directory(ops, fd.get(), &entries)) {
+    for (const DirEntry& entry : entries) remove_tree(ops, fd.get(), entry.name, levels - 1, on_removed);
+  }
+  if (ops.stat(directory, name, &info) != 0) return;
+  if ((info.is_directory() ? ops.rmdir(directory, name) : ops.unlink(directory, name)) == 0)
+    on_removed(info.charge());
+}
+
+// True if the temporary root of a probe is not in use. One without a namespace has just been created.
+bool is_old_probe(FileOps& ops, int directory, const std::string& name) {
+  int error = 0;
+  const Fd root = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
+  std::vector<std::string> namespaces;
+  if (!root || !list_namespaces(ops, root.get(), &namespaces) || namespaces.empty()) return false;
+  return std::none_of(namespaces.begin(), namespaces.end(), [&](const std::string& each) {
+    const Fd opened = open_fd(ops, root.get(), each, kOpenDirectory, 0, &error);
+    return opened && namespace_is_open(ops, opened.get());
+  });
+}
+
+}  // namespace
+
+void remove_old_probes(FileOps& ops, int directory, const OnRemoved& on_removed) {
+  std::vector<DirEntry> entries;
+  if (!list_directory(ops, directory, &entries)) return;
+  const std::atomic<bool> stop{false};
+  for (const DirEntry& entry : entries) {
+    const std::string& name = entry.name;
+    if (layout::is_probe_namespace(name)) {
+      (void)reclaim_namespace(ops, directory, name, std::numeric_limits<std::uint64_t>::max(), false, stop,
+                              on_removed);
+    } else if (name.starts_with(layout::kRawPrefix) && !may_be_directory(entry)) {
+      remove_tree(ops, directory, name, 0, on_removed);
+    } else if (name.starts_with(layout::kProbePrefix) && is_old_probe(ops, directory, name)) {
+      remove_tree(ops, directory, name, kDeepestTree, on_removed);
+    }
+  }
+}
+
 bool namespace_is_open(FileOps& ops, int namespace_directory) {
   int error = 0;
   const Fd mark =

@@ -27,6 +27,10 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 // True if some process has the namespace open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
 
+// Removes what killed runs of probe_disk() and probe_root() (root.h) left in this directory. Skips runs in
+// progress. A run that begins at the same time may fail.
+void remove_old_probes(FileOps& ops, int directory, const OnRemoved& on_removed);
+
 struct Reclaimed {
   std::uint64_t records = 0, bytes = 0;
 };

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "backends/fs/layout.h"
 #include "backends/fs/record_file.h"
@@ -18,21 +19,20 @@ RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, R
 Status RecordReader::read(const TierOp& op, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t* moved) {
   RecordIndex::Pin pin;
   if (Status begun = records_.begin_read(op.key, epoch, &pin); !begun) return begun;
-  std::uint64_t inode = 0;
-  const Status status = records_.finish_read(op, epoch, read_file(op, *epoch, pin.file_bytes(), &inode));
+  Fd opened;
+  const Status status = records_.finish_read(op, epoch, read_file(op, *epoch, pin.file_bytes(), &opened));
   // Possibly removed or truncated by another program, which the sum does not include.
   if (status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
     root_.changes->add_missing();
   if (status.kind() == StatusKind::kCorrupt)
-    remove(op.key, epoch, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
+    remove(op.key, epoch, pin.file_bytes(), opened, TierRemoval::Reason::kCorrupt);
   if (status.kind() == StatusKind::kNotFound)
-    remove(op.key, epoch, pin.file_bytes(), inode, TierRemoval::Reason::kVanished);
+    remove(op.key, epoch, pin.file_bytes(), opened, TierRemoval::Reason::kVanished);
   if (status) *moved = padded_payload_bytes(op.shards);
   return status;
 }
 
-Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes,
-                               std::uint64_t* inode) {
+Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes, Fd* opened) {
   const std::string path = layout::record_path(op.key, file_bytes);
   const std::string shown = epoch.path + "/" + path;
   bool direct = root_.reads_direct && is_aligned(op.shards);
@@ -52,11 +52,11 @@ Status RecordReader::read_file(const TierOp& op, const FsEpoch& epoch, std::uint
     return Status::error(kind, Status::from_errno(-rc, "stat").message(), -rc, shown);
   }
   if (!info.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, shown);
-  *inode = info.inode;
+  *opened = std::move(fd);
   IncomingRecord record(form_, options_.namespace_id, op);
   Status status = record.check_length(info.size);
   if (status) {
-    status = buffers_.read(ops_, fd.get(), record.pieces(), info.size, direct, shown,
+    status = buffers_.read(ops_, opened->get(), record.pieces(), info.size, direct, shown,
                            [&](const std::byte* from, std::span<std::byte> to) {
                              if (to.data() != record.header_page().data()) return record.add(from, to);
                              if (from != to.data()) std::memcpy(to.data(), from, to.size());
@@ -81,14 +81,15 @@ Status RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>&
 }
 
 void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch,
-                          std::uint64_t file_bytes, std::uint64_t inode, TierRemoval::Reason reason) {
+                          std::uint64_t file_bytes, const Fd& opened, TierRemoval::Reason reason) {
   records_.remove(key, epoch, reason);
-  if (inode == 0) return;  // there was no file
+  if (!opened) return;  // there was no file
   // Skipped if another process has put a new record there.
   const std::string path = layout::record_path(key, file_bytes);
   const int directory = epoch->directory.get();
-  FileInfo info;
-  if (ops_.stat(directory, path, &info) != 0 || info.inode != inode) return;
+  FileInfo held, named;
+  if (ops_.fstat(opened.get(), &held) != 0 || ops_.stat(directory, path, &named) != 0) return;
+  if (named.inode != held.inode || named.device != held.device) return;
   (void)root_.remove_file(directory, path);
 }
 

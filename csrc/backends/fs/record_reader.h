@@ -33,9 +33,12 @@ class RecordReader {
   Status remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch);
 
  private:
-  Status read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes, std::uint64_t* inode);
+  // *opened: the file, if it is a regular one.
+  Status read_file(const TierOp& op, const FsEpoch& epoch, std::uint64_t file_bytes, Fd* opened);
+  // opened: the file to remove, if any. It must still be open, because a new file may get the inode number of
+  // a removed one that no process has open.
   void remove(const ChunkKey& key, const std::shared_ptr<FsEpoch>& epoch, std::uint64_t file_bytes,
-              std::uint64_t inode, TierRemoval::Reason reason);
+              const Fd& opened, TierRemoval::Reason reason);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;

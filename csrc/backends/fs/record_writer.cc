@@ -104,11 +104,10 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<FsEpoch>
     const PendingGuard guard{*this, pending, reservation};
     status =
         evictor_.reserve(root_.charges->of_planned(pending.file_bytes) + kOverhead, &pending, &reservation);
-    if (status) {
-      status = write_file(record, op, replace, &pending, &reservation);
-      *full = status.kind() == StatusKind::kNoSpace && status.error_number() != 0;
-      if (*full) root_.space->lower_bound(reservation);
-    }
+    const bool reserved = status.is_ok();
+    if (reserved) status = write_file(record, op, replace, &pending, &reservation);
+    *full = is_full(status);
+    if (*full && reserved) root_.space->lower_bound(reservation);
   }
   if (status.kind() == StatusKind::kDeclined) records_.mark_declined(op.key, op.entry_info.request, epoch);
   if (status) {

@@ -189,14 +189,20 @@ RootInfo FsRoot::stat() {
     NamespaceInfo found;
     found.id = name;
     found.bytes = count_tree(ops, impl_->root.get(), name, {}, stop);
-    const Fd directory = open_directory(impl_->root.get(), name);
-    if (!directory) continue;
-    (void)read_text(ops, directory.get(), std::string(layout::kNamespaceFile), &found.json);
-    found.open = namespace_is_open(ops, directory.get());
-    std::vector<std::uint64_t> epochs;
-    (void)list_epochs(ops, directory.get(), &epochs);
-    found.epoch = epochs.empty() ? 0 : epochs.back();
+    Status opened;
+    const Fd directory = open_directory(impl_->root.get(), name, &opened);
+    if (!directory && opened) continue;  // removed meanwhile
+    if (directory) {
+      (void)read_text(ops, directory.get(), std::string(layout::kNamespaceFile), &found.json);
+      found.open = namespace_is_open(ops, directory.get());
+      std::vector<std::uint64_t> epochs;
+      (void)list_epochs(ops, directory.get(), &epochs);
+      found.epoch = epochs.empty() ? 0 : epochs.back();
+    }
     Cursor cursor = records(name);
+    cursor.impl_->on_unreadable = [&](const std::string& path, const Status& status) {
+      info.unreadable.push_back({path, status.message()});
+    };
     while (const auto record = cursor.next()) {
       ++found.records;
       const std::int64_t time = record->mtime_unix_nanos;
@@ -207,6 +213,14 @@ RootInfo FsRoot::stat() {
     info.namespaces.push_back(std::move(found));
   }
   return info;
+}
+
+bool FsRoot::is_open() {
+  const std::vector<std::string> names = namespaces_of(impl_->root.get(), std::nullopt, impl_->path);
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    const Fd directory = open_directory(impl_->root.get(), name);
+    return directory && namespace_is_open(posix_file_ops(), directory.get());
+  });
 }
 
 FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id, bool all_epochs, bool strict) {

@@ -28,11 +28,17 @@ struct NamespaceInfo {
   bool open = false;                                          // some process has it open
 };
 
+// A directory of records that cannot be read.
+struct UnreadableDirectory {
+  std::string path, message;
+};
+
 struct RootInfo {
   std::uint64_t bytes = 0;  // as counted by `du`
   std::uint64_t records = 0;
   std::uint64_t temporaries = 0;
   std::vector<NamespaceInfo> namespaces;
+  std::vector<UnreadableDirectory> unreadable;  // all figures are without their contents
 };
 
 struct RecordInfo {
@@ -73,6 +79,8 @@ class FsRoot {
   ~FsRoot();
 
   RootInfo stat();
+  // True if some process has a namespace open.
+  bool is_open();
 
   // Iterates over the records of one namespace, or of all, one directory at a time: those of its newest epoch
   // and of other epochs in use (by replicas that were reset, or were not). Skips epochs that a reset left
@@ -137,7 +145,26 @@ struct DiskProbe {
   double write_bytes_per_second = 0, read_bytes_per_second = 0;
 };
 // Measures a disk: writes and reads temporary records of record_bytes, total_bytes in all, in a new directory
-// below `directory`, which is removed afterwards. Throws ResourceError or InvalidArgument.
+// below `directory`, which is removed afterwards, like those of earlier runs that were killed. REQUIRES:
+// `directory` is not a root. Throws ResourceError or InvalidArgument.
 DiskProbe probe_disk(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes);
+// Measures the disk of a root: the same in a namespace of its own, within max_bytes and without eviction. If
+// this process is killed, the next start removes the records. Returns nothing if they do not fit, or if the
+// count of the root did not end within a minute.
+std::optional<DiskProbe> probe_root(const std::string& root_dir, std::uint64_t max_bytes,
+                                    std::uint64_t total_bytes, std::uint64_t record_bytes);
+
+// Keeps `bytes` of max_bytes free in a root, for files of the caller that have no name. Without eviction. If
+// this process is killed, the next count frees them.
+class ReservedSpace {
+ public:
+  // Throws ResourceError if they are not free, or if the root was not counted since the machine started.
+  ReservedSpace(const std::string& root_dir, std::uint64_t max_bytes, std::uint64_t bytes);
+  ~ReservedSpace();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
 
 }  // namespace kv_offload

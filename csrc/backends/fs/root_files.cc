@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <thread>
 
 #include "backends/fs/layout.h"
 #include "backends/fs/temporary.h"
@@ -43,13 +44,6 @@ std::size_t count_differences(const std::string& a, const std::string& b) {
   return count;
 }
 
-bool one_bit_differs(const std::string& a, const std::string& b) {
-  if (a.size() != b.size() || count_differences(a, b) != 1) return false;
-  const auto at = std::mismatch(a.begin(), a.end(), b.begin());
-  const unsigned bits = static_cast<unsigned char>(*at.first) ^ static_cast<unsigned char>(*at.second);
-  return (bits & (bits - 1)) == 0;
-}
-
 // True if kv_offload.json is damaged. The file of another version is valid, and may differ from ours only in
 // a number. The ledger next to it changes with the format, so it distinguishes our file with a damaged number
 // from another version's.
@@ -78,7 +72,7 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
                        const Damaged& damaged, Fd* made) {
   std::string found;
   int rc = read_text(ops, directory, name, &found);
-  const bool torn = rc == 0 && damaged(found);
+  const bool torn = (rc == 0 || rc == -EFBIG) && damaged(found);
   if (torn && options.warn)
     options.warn(fmt::format("{}/{} was damaged and is written again; check the device", where, name));
   if (rc == -ENOENT || torn) {
@@ -104,21 +98,6 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
   if (rc < 0) fail(where + "/" + name, "read", -rc);
   sync_directory(ops, directory, ".");
   return found;
-}
-
-std::string around(const std::string& text, std::size_t at) {
-  const std::size_t start = at < 24 ? 0 : at - 24;
-  return text.substr(start, 64);
-}
-
-void check_same(const std::string& path, const std::string& found, const std::string& given) {
-  if (found == given) return;
-  const auto [a, b] = std::mismatch(found.begin(), found.end(), given.begin(), given.end());
-  const auto at = static_cast<std::size_t>(a - found.begin());
-  throw_invalid(
-      "{} describes another namespace under the same id: stored {:?}, given {:?} (byte {}); "
-      "remove that directory or use another root_dir",
-      path, around(found, at), around(given, static_cast<std::size_t>(b - given.begin())), at);
 }
 
 }  // namespace
@@ -185,25 +164,33 @@ void write_format(const FsTierOptions& options, FileOps& ops, const OpenRoot& op
 
 namespace {
 
-// Writes namespace.json if it is missing or damaged, and compares it. *made becomes the file if it was
-// missing.
+// Writes namespace.json if it is missing or differs. The id is a digest of the description, and each record
+// names that id, so any other text under the id is damage. *made becomes the file if it was missing.
 void describe_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open, int directory,
                         Fd* made) {
-  const std::string path = open.namespace_path(), name(layout::kNamespaceFile);
-  const auto damaged = [&](const std::string& found) {
-    return is_torn(found, options.namespace_json) || one_bit_differs(found, options.namespace_json);
-  };
-  check_same(
-      path + "/" + name,
-      write_once(options, ops, directory, path, name, options.namespace_json, open.writer, damaged, made),
-      options.namespace_json);
+  const auto damaged = [&](const std::string& found) { return found != options.namespace_json; };
+  (void)write_once(options, ops, directory, open.namespace_path(), std::string(layout::kNamespaceFile),
+                   options.namespace_json, open.writer, damaged, made);
+}
+
+// Takes the shared lock. Returns 0 or -errno; -EWOULDBLOCK: a process kept the exclusive lock until
+// `give_up`.
+int lock_shared(FileOps& ops, int fd, std::chrono::steady_clock::time_point give_up) {
+  constexpr std::chrono::milliseconds kPause{5};
+  for (;;) {
+    const int rc = lock_file(ops, fd, LOCK_SH | LOCK_NB);
+    if (rc != -EWOULDBLOCK || std::chrono::steady_clock::now() >= give_up) return rc;
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 }  // namespace
 
 // Locks the file that currently has the name: a reclaimer may have removed the directory between the open and
 // the lock, so the loop tries again.
-NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
+                              std::chrono::milliseconds lock_wait) {
+  const auto give_up = std::chrono::steady_clock::now() + lock_wait;
   const std::string path = open.namespace_path();
   NamespaceFiles files;
   int error = 0;
@@ -228,7 +215,15 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
     // The directory was removed after it was opened.
     if (!files.open_lock && error == ENOENT) continue;
     if (!files.open_lock) fail(path + "/open", "open", error);
-    if (const int locked = lock_file(ops, files.open_lock.get(), LOCK_SH); locked < 0) {
+    const int locked = lock_shared(ops, files.open_lock.get(), give_up);
+    if (locked == -EWOULDBLOCK) {
+      throw_resource(
+          "{}/open is locked: another process removes the records of this namespace (kv-offload purge or "
+          "evict, or a server that needs space), or was stopped while it did. `lslocks` names the process; "
+          "wait until it ends, or end it, then start again",
+          path);
+    }
+    if (locked < 0) {
       throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
                      std::strerror(-locked));
     }

@@ -5,6 +5,7 @@
 // All functions throw InvalidArgument or ResourceError, with a sentence for an operator. Any thread.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <string_view>
 
@@ -25,8 +26,13 @@ struct NamespaceFiles {
   Fd directory;
   Fd open_lock;  // locked
 };
+// How long open_namespace() waits for a process that removes the namespace, in real time. That process may be
+// stopped. A removal of millions of records takes longer.
+inline constexpr std::chrono::milliseconds kStartLockWait{30'000};
+inline constexpr std::chrono::milliseconds kUpkeepLockWait{500};
 // Opens the namespace's directory, namespace.json and its `open` lock file; creates what is missing and adds
-// it to open.space.
-NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open);
+// it to open.space. Throws ResourceError after `lock_wait` if another process still removes the namespace.
+NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
+                              std::chrono::milliseconds lock_wait);
 
 }  // namespace kv_offload

@@ -86,7 +86,7 @@ void RootRepairer::repair_files(std::vector<std::string>* lost) {
   const bool described =
       !whole && !options_.namespace_json.empty() && is_replaced(description, options_.namespace_json.size());
   if (!whole && !lock && !described) return;
-  const NamespaceFiles made = open_namespace(quietly_, ops_, root_);
+  const NamespaceFiles made = open_namespace(quietly_, ops_, root_, kUpkeepLockWait);
   // The directory first: a lock in a removed directory is useless.
   if (ops_.replace(directory, made.directory.get()) != 0 ||
       ops_.replace(root_.open_lock.get(), made.open_lock.get()) != 0)

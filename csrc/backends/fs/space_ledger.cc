@@ -62,7 +62,8 @@ SpaceLedger::SpaceLedger(FileOps& ops, int root, const std::string& root_path, s
     }
     status = update_locked([](LedgerPage&, LedgerSlot*) {});
   }
-  if (!status) {
+  // A full file system refuses the page until records are evicted, which needs an open tier.
+  if (!status && !is_full(status)) {
     throw_resource("cannot use {}: {}; root_dir needs a little free space and a file system with locks",
                    path_, status.to_string());
   }
@@ -190,7 +191,10 @@ Status SpaceLedger::reserve(Reservation* reservation, std::uint64_t bytes, std::
                     bound < max_bytes_ ? "the space on the file system" : "max_bytes", format_bytes(bound)),
         0, path_);
   });
-  if (!written) return written;  // nothing changed
+  if (!written) {  // nothing changed
+    if (is_full(written)) *missing = bytes;
+    return written;
+  }
   reserved_ += held - before;
   reservation->held_ = held;
   reservation->since_ = since;

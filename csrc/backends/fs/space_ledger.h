@@ -72,6 +72,12 @@ struct SpaceFigures {
   std::uint64_t counter = 0, counter_version = 0;
 };
 
+// True if the file system has no room. One that copies on write refuses even to overwrite the page of the
+// ledger. Removing files makes room, and needs none.
+inline bool is_full(const Status& status) {
+  return status.kind() == StatusKind::kNoSpace && status.error_number() != 0;
+}
+
 class Reservation;
 
 class SpaceLedger {
@@ -81,7 +87,7 @@ class SpaceLedger {
   using Finished = std::uint64_t;
 
   // Opens or creates ROOT/ledger and takes a slot. Throws ResourceError (also if the file system has no
-  // locks).
+  // locks). If the file system is full, a later change takes the slot.
   SpaceLedger(FileOps& ops, int root, const std::string& root_path, std::uint64_t max_bytes,
               std::uint64_t writer, std::uint64_t sharer);
   // For tools that only remove files (the CLI): takes no slot. Without a ledger it does nothing.
@@ -232,7 +238,8 @@ class Reservation {
   Reservation& operator=(const Reservation&) = delete;
 
   // Grows the reservation to `bytes` in total. kNoSpace: this would exceed the bound (*missing must be freed
-  // first), or the root is being counted (*missing is 0).
+  // first), or the root is being counted (*missing is 0). kNoSpace with an errno: is_full(); *missing is
+  // `bytes`.
   Status grow_to(std::uint64_t bytes, std::uint64_t* missing);
   // Reports a file that was removed for this reservation. The next grow_to() turns its bytes into reserved
   // bytes, and no other process gets them in between.

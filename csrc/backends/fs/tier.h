@@ -76,8 +76,8 @@ struct FsTierOptions : ThreadPoolTierOptions {
 };
 
 // Throws ResourceError (the root cannot be created or written, no space for one record, owned by another
-// user; the message names requested and available sizes and the setting) or InvalidArgument (namespace.json
-// of this id has other content).
+// user, or being removed by another process for kStartLockWait; the message names requested and available
+// sizes and the setting) or InvalidArgument (kv_offload.json is of another format).
 std::unique_ptr<Tier> make_fs_tier(const FsTierOptions& options);
 
 }  // namespace kv_offload

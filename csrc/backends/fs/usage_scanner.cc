@@ -67,6 +67,7 @@ void UsageScanner::poll(std::vector<std::string> lost) {
   SpaceFigures figures;
   const bool polled = root_.space->poll(clock_.now(), &figures).is_ok();
   report_lost_files(std::move(lost), figures);
+  update_bound();  // also while the file system has no room for the ledger
   if (!polled) return;
   was_counted_ = figures.state == SpaceState::kCounted;
   update_sharers(figures);
@@ -78,7 +79,6 @@ void UsageScanner::poll(std::vector<std::string> lost) {
   }
   peer_records_.poll(figures);  // first: records must be known before they can be evicted
   if (is_due(figures)) count(figures);
-  update_bound();
   writes_before_ = figures.writes;
 }
 

@@ -24,6 +24,10 @@ _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 _PROBE_RECORD = 2 << 20
 _SMALLEST_PROBE = 8 * _PROBE_RECORD
+_MARGIN = 4 << 20  # for directories and headers of a probe
+_ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
+_MEASURE_ELSEWHERE = "measure another directory of its file system with kv-offload bench"
+_IN_USE = f"it is open in other processes, which limit it, and max_bytes is not given; {_MEASURE_ELSEWHERE}"
 
 
 def existing_part(path: str) -> Path:
@@ -189,13 +193,25 @@ class FsTierConfig(EncryptedTierConfig):
         return Answer("ok", f"{format_bytes(free_bytes(self.root_dir))} free")
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads temporary records in a separate directory, which the core removes."""
+        """Writes and reads temporary records: in a directory with records within its limit and without
+        eviction, elsewhere in a separate directory. The core removes them."""
         from kv_offload import _core
 
-        total = min(total_bytes, free_bytes(self.root_dir) // 4) // _PROBE_RECORD * _PROBE_RECORD
+        bound, room = self._room()
+        if bound is None:
+            return Answer("note", f"speed not measured: {_IN_USE}")
+        total = min(total_bytes, free_bytes(self.root_dir) // 4, room) // _PROBE_RECORD * _PROBE_RECORD
         if total < _SMALLEST_PROBE:
-            return Answer("note", "too little free space to measure its speed")
-        figures = _core.probe_disk(str(existing_part(self.root_dir)), total, _PROBE_RECORD)
+            full = "max_bytes is reached" if room < _SMALLEST_PROBE else "too little free space"
+            return Answer("note", f"speed not measured: {full}; {_MEASURE_ELSEWHERE}")
+        if self._is_root():
+            measured = _core.probe_root(self.root_dir, bound, total, _PROBE_RECORD)
+            if measured is None:
+                text = "speed not measured: its servers use the space up to max_bytes, or it is still counted"
+                return Answer("note", f"{text}; {_MEASURE_ELSEWHERE}")
+            figures = measured
+        else:
+            figures = _core.probe_disk(str(existing_part(self.root_dir)), total, _PROBE_RECORD)
         direct = "O_DIRECT" if figures["o_direct"] else "buffered (no O_DIRECT support)"
         if self.o_direct == "on" and not figures["o_direct"]:
             text = 'o_direct is "on", but the file system does not support it: set "auto"'
@@ -211,10 +227,33 @@ class FsTierConfig(EncryptedTierConfig):
         )
 
     def raw_speed(self, total_bytes: int) -> dict[str, Any]:
-        """Measures plain system calls on one temporary file."""
+        """Measures plain system calls on one temporary file. Raises RuntimeError if it does not fit."""
+        from kv_offload import _core
         from kv_offload.raw_speed import raw_disk
 
-        return raw_disk(str(existing_part(self.root_dir)), total_bytes)
+        bound, room = self._room()
+        if bound is None:
+            raise RuntimeError(f"{self.root_dir}: {_IN_USE}")
+        total = max(min(total_bytes, room), _SMALLEST_PROBE)
+        reserved = _core.ReservedSpace(self.root_dir, bound, total + _MARGIN) if self._is_root() else None
+        speeds = raw_disk(str(existing_part(self.root_dir)), total)
+        del reserved  # only now
+        return speeds
+
+    def _is_root(self) -> bool:
+        return os.path.exists(os.path.join(self.root_dir, _ROOT_FILE))
+
+    def _room(self) -> tuple[int | None, int]:
+        """Returns the limit of the directory (None: only its servers know it), and what is free within it."""
+        from kv_offload import _core
+
+        if not self._is_root():
+            return 0, 1 << 62
+        if self.max_bytes is None and _core.FsRoot(self.root_dir).is_open():
+            return None, 0
+        bound = self.bounds([self])[0]
+        assert bound is not None
+        return bound, bound - held_bytes(self.root_dir) - _MARGIN
 
     def other_namespaces(self, own: "NamespaceIdentity") -> list[str]:
         """Compares with the newest namespaces in the root."""

@@ -94,8 +94,21 @@ class DirectoryRoot:
     def stat(self) -> dict[str, Any]:
         return self._root.stat()
 
-    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        return iter(self._root.records(namespace))
+    def records(
+        self, namespace: str | None = None, failures: list[str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        found = self._root.records(namespace, strict=True)
+        while True:
+            try:
+                record = next(found)
+            except StopIteration:
+                return
+            except RuntimeError as error:  # the next call continues behind the directory
+                if failures is None:
+                    raise
+                failures.append(str(error))
+                continue
+            yield record
 
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
         """Adds its creation time and whether it was used since."""

@@ -71,6 +71,47 @@ TEST(EvictorTest, a_root_far_above_its_bound_is_trimmed_in_parts) {
   store.close();
 }
 
+// Ten removals take a second, as on a network file system.
+class SlowRemovals : public FaultyFileOps {
+ public:
+  explicit SlowRemovals(FakeClock& clock) : clock_(clock) {}
+  int unlink(int directory, const std::string& path) override {
+    clock_.advance(kTime);
+    return FaultyFileOps::unlink(directory, path);
+  }
+  static constexpr Nanos kTime{std::chrono::milliseconds(100)};
+
+ private:
+  FakeClock& clock_;
+};
+
+TEST(EvictorTest, a_root_above_its_bound_on_a_slow_file_system_is_trimmed_in_parts_of_a_second) {
+  constexpr std::uint64_t kBytes = std::uint64_t{1} << 20, kBound = 16 * kBytes;
+  constexpr std::uint32_t kRecords = 60;
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  { FsStore(options_for(root, kBound), posix_file_ops(), clock).close(); }
+  const fs::path epoch = fs::path(root) / std::string(64, '1') / "g1";
+  for (std::uint32_t i = 0; i < kRecords; ++i) {
+    const fs::path path = epoch / layout::record_path(key_of(1000 + i), kBytes);
+    fs::create_directories(path.parent_path());
+    std::ofstream(path).close();
+    fs::resize_file(path, kBytes);  // sparse: counts its size
+  }
+  SlowRemovals ops(clock);
+  FsStore store(options_for(root, kBound), ops, clock);
+  store.start();
+  for (std::size_t left = kRecords; left > kBound / kBytes;) {
+    const std::size_t before = left;
+    store.maintain();
+    left = records_in(root).size();
+    ASSERT_LT(left, before);
+    EXPECT_LE(before - left, static_cast<std::size_t>(Evictor::kLongestEviction / SlowRemovals::kTime));
+  }
+  store.close();
+}
+
 // The reset happens while the write waits for the ledger lock; the other namespace owns the whole root.
 TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
   const TempDir dir;

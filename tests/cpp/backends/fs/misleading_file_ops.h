@@ -127,4 +127,48 @@ class SmallDisk : public FaultyFileOps {
   std::uint64_t used_ = 0;
 };
 
+// A file system that copies on write: an overwrite needs as much room as new bytes, for the ledger too. Full
+// from fill() on, except for what is removed.
+class CopyOnWriteDisk : public FaultyFileOps {
+ public:
+  // taken: another program uses removed bytes at once.
+  void fill(bool taken = false) {
+    const std::lock_guard lock(mutex_);
+    room_ = 0;
+    taken_ = taken;
+  }
+  void empty() {
+    const std::lock_guard lock(mutex_);
+    room_ = kAll;
+  }
+
+  std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
+    std::uint64_t bytes = 0;
+    for (int i = 0; i < count; ++i) bytes += parts[i].iov_len;
+    const auto end = static_cast<std::uint64_t>(offset) + bytes;
+    FileInfo info;
+    if (posix_file_ops().fstat(fd, &info) != 0) return -EIO;
+    {
+      const std::lock_guard lock(mutex_);
+      if (bytes > room_) return -ENOSPC;
+      if (room_ != kAll && end > info.size) room_ -= end - info.size;
+    }
+    return FaultyFileOps::pwritev(fd, parts, count, offset);
+  }
+  int unlink(int directory, const std::string& path) override {
+    FileInfo info;
+    const bool known = posix_file_ops().stat(directory, path, &info) == 0;
+    const int rc = FaultyFileOps::unlink(directory, path);
+    const std::lock_guard lock(mutex_);
+    if (rc == 0 && known && room_ != kAll && !taken_) room_ += info.size;
+    return rc;
+  }
+
+ private:
+  static constexpr std::uint64_t kAll = ~std::uint64_t{0};
+  std::mutex mutex_;
+  std::uint64_t room_ = kAll;
+  bool taken_ = false;
+};
+
 }  // namespace kv_offload::testing

@@ -156,6 +156,58 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_whol
   store->close();
 }
 
+TEST_F(FsMisleading, a_copy_on_write_disk_that_is_full_to_the_last_block_evicts) {
+  CopyOnWriteDisk disk;
+  auto store = open(disk);
+  for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(write(*store, i));
+  disk.fill();
+  for (std::uint32_t i = 100; i < 150; ++i) {
+    const Status status = write(*store, i);
+    ASSERT_TRUE(status) << i << ": " << status.to_string();
+  }
+  // Space for a record and its directories takes two records; the ledger is written with what remains.
+  EXPECT_GE(records_in(root_).size(), 18u);
+  EXPECT_GE(stats_of(*store).bytes, du(root_));
+  disk.empty();
+  tick(*store);
+  EXPECT_EQ(stats_of(*store).bytes, du(root_));
+  store->close();
+  disk.fill();
+  store = open(disk);
+  for (std::uint32_t i = 200; i < 250; ++i) {
+    const Status status = write(*store, i);
+    ASSERT_TRUE(status) << "after a start, " << i << ": " << status.to_string();
+  }
+  EXPECT_GE(records_in(root_).size(), 16u);
+  store->close();
+}
+
+TEST_F(FsMisleading, a_copy_on_write_disk_that_stays_full_costs_a_few_records_and_not_the_whole_cache) {
+  CopyOnWriteDisk disk;
+  const auto store = open(disk);
+  for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(write(*store, i));
+  disk.fill(true);
+  for (std::uint32_t i = 100; i < 150; ++i) {
+    const Status status = write(*store, i);
+    EXPECT_EQ(status.kind(), StatusKind::kNoSpace) << status.to_string();
+    EXPECT_EQ(status.error_number(), ENOSPC);
+  }
+  // Two writes evict, in two attempts each.
+  constexpr std::size_t kAttemptsThatEvict = 2 * 2, kRecordsAnAttempt = 2;
+  EXPECT_LT(records_in(root_).size(), 20u);
+  EXPECT_GE(records_in(root_).size(), 20 - kAttemptsThatEvict * kRecordsAnAttempt);
+  EXPECT_TRUE(temporaries_in(root_).empty());
+  const std::size_t left = records_in(root_).size();
+  for (int i = 0; i < 60; ++i) tick(*store);
+  EXPECT_FALSE(write(*store, 150));
+  EXPECT_LT(records_in(root_).size(), left) << "eviction is tried again, although no poll reads the ledger";
+  disk.empty();
+  for (int i = 0; i < 60; ++i) tick(*store);
+  EXPECT_TRUE(write(*store, 200));
+  EXPECT_EQ(stats_of(*store).bytes, du(root_));
+  store->close();
+}
+
 // Each server adds the growth to the ledger, so the total is too high, but no other program removed anything.
 TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_reported_as_lost_records) {
   GrowingDirectories ops;

@@ -4,9 +4,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 
+#include <limits>
 #include <set>
 
+#include "backends/fs/root_files.h"
 #include "backends/fs/store.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -96,6 +99,21 @@ TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_causes_one_warning_and_n
   }
 }
 
+TEST_F(FsOpenTest, any_damage_of_the_description_causes_one_warning_and_no_failure) {
+  const std::string whole = content(namespace_file_);
+  std::string two_bits = whole, word = whole;
+  two_bits[3] = static_cast<char>(two_bits[3] ^ 1);
+  two_bits[20] = static_cast<char>(two_bits[20] ^ 64);
+  word.replace(word.find("bf16"), 4, "fp16");
+  for (const std::string& damaged :
+       {two_bits, word, whole + "\n", std::string("{}\n"), std::string(2 << 20, 'x')}) {
+    put(namespace_file_, damaged);
+    EXPECT_EQ(start(), "") << damaged.substr(0, 80);
+    EXPECT_EQ(warnings_.size(), 1u) << damaged.substr(0, 80);
+    EXPECT_EQ(content(namespace_file_), whole);
+  }
+}
+
 TEST_F(FsOpenTest, the_ledger_distinguishes_a_damaged_format_number_from_another_format) {
   std::string three = content(root_file_);
   three[three.find('2')] = '3';
@@ -158,6 +176,44 @@ TEST_F(FsOpenTest, files_created_by_a_reset_are_in_the_total) {
   store.figures(&stats);
   EXPECT_EQ(stats.bytes, du(root_));
   store.close();
+}
+
+// Another process holds the lock of the namespace until it was asked for `refusals` times.
+class NamespaceBeingRemoved : public FaultyFileOps {
+ public:
+  explicit NamespaceBeingRemoved(int refusals) : refusals_(refusals) {}
+  int flock(int fd, int operation) override {
+    if (operation == LOCK_SH) {
+      ADD_FAILURE() << "waits without a limit";
+      return -EIO;
+    }
+    if (operation == (LOCK_SH | LOCK_NB) && refusals_-- > 0) return -EWOULDBLOCK;
+    return FaultyFileOps::flock(fd, operation);
+  }
+
+ private:
+  int refusals_;
+};
+
+TEST_F(FsOpenTest, a_start_waits_for_a_process_that_removes_the_namespace) {
+  NamespaceBeingRemoved ops(3);
+  options_.file_ops = &ops;
+  EXPECT_EQ(start(), "");
+}
+
+TEST_F(FsOpenTest, a_start_does_not_wait_forever_for_a_stopped_process_that_removes_the_namespace) {
+  NamespaceBeingRemoved ops(std::numeric_limits<int>::max());
+  OpenRoot open(ops);
+  open.path = root_;
+  open.namespace_name = std::string(64, '1');
+  open.directory = open_root_directory(options_, ops);
+  std::string message;
+  try {
+    (void)open_namespace(options_, ops, open, std::chrono::milliseconds(20));
+  } catch (const ResourceError& error) {
+    message = error.what();
+  }
+  EXPECT_NE(message.find("/open is locked: another process removes"), std::string::npos) << message;
 }
 
 class FullDisk final : public FaultyFileOps {

@@ -158,9 +158,11 @@ TEST_F(FsRootTest, a_directory_that_cannot_be_listed_is_not_reported_as_good) {
     const auto is_reported = [&] {
       fs::permissions(directory, fs::perms::none);
       const std::vector<DamagedRecord> found = FsRoot(root_).verify(true, {});
+      const RootInfo shown = FsRoot(root_).stat();
       fs::permissions(directory, fs::perms::owner_all);
       return found.size() == 1 && found[0].path == directory && found[0].kind == StatusKind::kIo &&
-             !found[0].removed;
+             !found[0].removed && shown.unreadable.size() == 1 && shown.unreadable[0].path == directory &&
+             shown.namespaces.size() == 2 && shown.records < 7;
     };
     EXPECT_TRUE(without_privileges(root_, is_reported)) << directory;
   }
@@ -254,6 +256,121 @@ TEST_F(FsRootTest, a_probe_measures_and_leaves_no_files) {
   EXPECT_GT(probe.read_bytes_per_second, 0);
   EXPECT_EQ(std::distance(fs::directory_iterator(dir_.path()), {}), 1);
   EXPECT_THROW(probe_disk(dir_.path(), 1 << 20, 1000), InvalidArgument);
+}
+
+class FsProbeTest : public ::testing::Test {
+ protected:
+  static constexpr std::uint64_t kBound = std::uint64_t{4} << 20, kRecord = 65536;
+
+  // Leaves what a killed run leaves in `directory`: of a temporary root, the raw speed, and a root.
+  static void leave_probes(const std::string& directory) {
+    { EXPECT_TRUE(TierUser(options_for(directory + "/.kv_offload_probe_1")).write(1)); }
+    std::ofstream(directory + "/.kv_offload_raw_1") << std::string(100000, 'x');
+    FsTierOptions options = options_for(directory);
+    options.namespace_id = layout::probe_namespace(1);
+    options.namespace_json.clear();
+    const fs::path from = directory + "/elsewhere";
+    options.root_dir = from.string();
+    { EXPECT_TRUE(TierUser(options).write(1)); }
+    const std::string name = layout::namespace_name(options.namespace_id);
+    fs::rename(from / name, fs::path(directory) / name);
+    fs::remove_all(from);
+  }
+  static std::size_t entries(const std::string& directory) {
+    return static_cast<std::size_t>(std::distance(fs::directory_iterator(directory), {}));
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FsTierOptions options_ = options_for(root_, kBound);
+};
+
+TEST_F(FsProbeTest, a_probe_of_a_root_in_use_measures_within_the_bound_and_leaves_no_records) {
+  TierUser user(options_);
+  user.wait_for_scan();
+  for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, {kRecord}));
+  const std::optional<DiskProbe> probe = probe_root(root_, kBound, 1 << 20, kRecord);
+  ASSERT_TRUE(probe);
+  EXPECT_GT(probe->write_bytes_per_second, 0);
+  EXPECT_GT(probe->read_bytes_per_second, 0);
+  EXPECT_EQ(records_in(root_).size(), 10u);
+  EXPECT_EQ(FsRoot(root_).stat().namespaces.size(), 1u);
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+  EXPECT_THROW(probe_root(root_, kBound, 1 << 20, 1000), InvalidArgument);
+}
+
+TEST_F(FsProbeTest, a_probe_of_a_full_root_evicts_nothing) {
+  TierUser user(options_);
+  user.wait_for_scan();
+  std::uint32_t count = 0;
+  while (user.tier().stats().evicted_bytes == 0) ASSERT_TRUE(user.write(count++, {kRecord}));
+  const std::vector<fs::path> before = records_in(root_);
+  EXPECT_FALSE(probe_root(root_, kBound, 1 << 20, kRecord));
+  EXPECT_EQ(records_in(root_), before);
+  EXPECT_THROW(ReservedSpace(root_, kBound, 1 << 20), ResourceError);
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+  user.tier().close();
+  EXPECT_FALSE(probe_root(root_, kBound, 1 << 20, kRecord)) << "no server has it open";
+  EXPECT_EQ(records_in(root_), before);
+}
+
+TEST_F(FsProbeTest, a_root_that_was_not_counted_yet_is_measured_after_a_count) {
+  {
+    TierUser user(options_);
+    for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, {kRecord}));
+  }
+  fs::remove(root_ + "/ledger");
+  EXPECT_TRUE(probe_root(root_, kBound, 1 << 20, kRecord));
+  EXPECT_EQ(directory_usage(root_), du(root_));
+  EXPECT_FALSE(probe_root(root_, std::uint64_t{1} << 20, 1 << 20, kRecord));
+}
+
+TEST_F(FsProbeTest, reserved_space_is_used_by_no_other_process) {
+  TierUser user(options_);
+  user.wait_for_scan();
+  for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, {kRecord}));
+  {
+    const ReservedSpace reserved(root_, kBound, std::uint64_t{3} << 20);
+    for (std::uint32_t i = 100; i < 150; ++i) ASSERT_TRUE(user.write(i, {kRecord}));
+    EXPECT_LE(du(root_), kBound - (std::uint64_t{3} << 20));
+  }
+  const std::size_t before = records_in(root_).size();
+  for (std::uint32_t i = 200; i < 250; ++i) ASSERT_TRUE(user.write(i, {kRecord}));
+  EXPECT_GT(records_in(root_).size(), before + 20) << "it is free again";
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+}
+
+TEST_F(FsProbeTest, a_start_and_the_next_probe_remove_what_killed_probes_left) {
+  { ASSERT_TRUE(TierUser(options_).write(1)); }
+  const std::size_t clean = entries(root_);
+  leave_probes(root_);
+  ASSERT_EQ(entries(root_), clean + 3);
+  TierUser user(options_);
+  EXPECT_EQ(entries(root_), clean + 1) << "and the presence of the server";
+  user.wait_for_scan();
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+  leave_probes(root_);
+  (void)probe_root(root_, kBound, 1 << 20, kRecord);
+  EXPECT_EQ(entries(root_), clean + 1);
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
+
+  const std::string plain = dir_.path() + "/plain";
+  fs::create_directory(plain);
+  leave_probes(plain);
+  (void)probe_disk(plain, 1 << 20, kRecord);
+  EXPECT_EQ(entries(plain), 0u);
+}
+
+TEST_F(FsProbeTest, a_probe_in_progress_is_not_removed) {
+  { ASSERT_TRUE(TierUser(options_).write(1)); }
+  TierUser elsewhere(options_for(root_ + "/.kv_offload_probe_2"));
+  FsTierOptions options = options_;
+  options.namespace_id = layout::probe_namespace(2);
+  TierUser in_root(options);
+  ASSERT_TRUE(elsewhere.write(1));
+  ASSERT_TRUE(in_root.write(1));
+  TierUser user(options_);
+  EXPECT_TRUE(elsewhere.read(1));
+  EXPECT_TRUE(in_root.read(1));
 }
 
 // A complete record of another version is reported and never removed.

@@ -223,8 +223,8 @@ TEST_F(FsTierFaults, an_unreadable_record_stays_if_it_cannot_be_replaced) {
   user.wait_for_scan();
   ASSERT_TRUE(user.write(1));
   fail_to_read(user, 1);
-  ops_.fail_all(Call::kPwritev, ENOSPC);
-  EXPECT_EQ(user.write(1).kind(), StatusKind::kNoSpace);
+  ops_.fail_all(Call::kPwritev, EIO);
+  EXPECT_EQ(user.write(1).kind(), StatusKind::kIo);
   ops_.clear();
   EXPECT_EQ(records_in(root_).size(), 1u);
   clock_.advance(std::chrono::seconds(61));

@@ -131,8 +131,8 @@ TEST_F(FsTierHostile, a_record_of_a_terabyte_is_damage_and_takes_no_memory) {
 TEST_F(FsTierHostile, a_description_file_of_a_gigabyte_is_not_read_completely) {
   make_root();
   fs::resize_file(space_ + "/namespace.json", std::uint64_t{1} << 30);
-  EXPECT_NE(refusal(options_for(root_)), "");
   EXPECT_EQ(FsRoot(root_).stat().namespaces.size(), 1u);
+  EXPECT_EQ(refusal(options_for(root_)), "") << "it is written again";
 }
 
 TEST_F(FsTierHostile, a_tree_of_a_thousand_levels_does_not_hold_a_thousand_descriptors) {
