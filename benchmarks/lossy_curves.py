@@ -596,7 +596,14 @@ def codec_rows(program: Path, model: Model, prefix: int) -> list[dict[str, Any]]
 
 
 # (keys, values)
-CODEC_BOUNDS = ((0.02, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.125), (0.05, 0.15), (0.1, 0.1))
+CODEC_BOUNDS: tuple[tuple[float, float], ...] = (
+    (0.02, 0.02),
+    (0.05, 0.05),
+    (0.05, 0.1),
+    (0.05, 0.125),
+    (0.05, 0.15),
+    (0.1, 0.1),
+)
 
 
 def codec_restores(
@@ -638,12 +645,13 @@ def codec_quality(
     segments: int,
     texts: Sequence[str],
     element: str = "bf16",
+    codec_bounds: Sequence[tuple[float, float]] = CODEC_BOUNDS,
 ) -> list[dict[str, Any]]:
     """Returns the loss and the quality with the C++ codec, on all segments of each text together.
 
     With fp8, the first row of a text compares the exact cache in fp8 with one in bfloat16; its bounds are 0.
     """
-    bounds_of_rows = CODEC_BOUNDS if element == "bf16" else ((0.0, 0.0), *CODEC_BOUNDS)
+    bounds_of_rows = codec_bounds if element == "bf16" else ((0.0, 0.0), *codec_bounds)
     rows = []
     for text in texts:
         ids = model.encode(text_of(*TEXTS[text]), segments * (prefix + tokens))
@@ -667,7 +675,7 @@ def codec_quality(
                 in_bf16, exact = exact, model.log_probabilities(rest, cache)
                 figures = {"ratio": 2.0, "lossless_ratio": 2.0, "in": 0.0, "out": 0.0}
                 add(totals[0.0, 0.0], in_bf16, exact, wider, cache, figures)
-            for bounds in CODEC_BOUNDS:
+            for bounds in codec_bounds:
                 restored, figures = codec_restores(program, cache, *bounds, element)
                 add(totals[bounds], exact, model.log_probabilities(rest, restored), cache, restored, figures)
         for (keys, values), parts in totals.items():
@@ -740,6 +748,11 @@ def main() -> None:
         default="bf16",
         help="of the exact cache, for the C++ codec; fp8 needs --codec-only",
     )
+    parser.add_argument(
+        "--codec-bounds",
+        default="",
+        help="for the C++ codec: KEYS:VALUES, comma-separated; default: six pairs",
+    )
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
@@ -760,8 +773,16 @@ def main() -> None:
             if options.element == "bf16":
                 codecs = codec_rows(program, model, options.prefix)
             texts = options.codec_texts.split(",")
+            pairs = [pair.partition(":") for pair in filter(None, options.codec_bounds.split(","))]
             quality = codec_quality(
-                program, model, options.prefix, options.tokens, options.segments, texts, options.element
+                program,
+                model,
+                options.prefix,
+                options.tokens,
+                options.segments,
+                texts,
+                options.element,
+                [(float(keys), float(values or keys)) for keys, _, values in pairs] or CODEC_BOUNDS,
             )
         if options.try_out:
             continue
