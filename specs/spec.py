@@ -100,7 +100,9 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
-        identity = identity.with_error_bounds(options.error_bounds(), merged["kv_runs"])
+        identity = identity.with_error_bounds(
+            options.error_bounds(), merged["kv_runs"], _fp8_elements(merged)
+        )
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
@@ -306,8 +308,10 @@ class KVOffloadSpec(OffloadingSpec):
             )
         mixed = [
             position
-            for position, (runs, is_exact) in enumerate(zip(kv_runs, exact_groups, strict=True))
-            if not is_exact and all(runs) and share_of_values(runs) == 0
+            for position, (runs, is_exact, element) in enumerate(
+                zip(kv_runs, exact_groups, merged["elements"], strict=True)
+            )
+            if not is_exact and all(runs) and share_of_values(runs, element) == 0
         ]
         if bounds is not None and bounds.values != bounds.keys and mixed:
             logger.warning(
@@ -412,6 +416,12 @@ def _exact_groups(merged: Mapping[str, Any]) -> list[bool]:
     """Returns for each group whether a lossy tier stores it without loss."""
     pairs = zip(merged["elements"], merged["may_lose"], strict=True)
     return [name == "bytes" or not may_lose for name, may_lose in pairs]
+
+
+def _fp8_elements(merged: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the element types of the fp8 cache groups that a lossy tier stores with loss, by position."""
+    pairs = enumerate(zip(merged["elements"], _exact_groups(merged), strict=True))
+    return {at: name for at, (name, is_exact) in pairs if name.startswith("float8") and not is_exact}
 
 
 def _log_layout(merged: Mapping[str, Any]) -> None:

@@ -62,6 +62,10 @@ const char* name_of(Element element) {
       return "bfloat16";
     case Element::kFp16:
       return "float16";
+    case Element::kE4m3:
+      return "float8_e4m3fn";
+    case Element::kE5m2:
+      return "float8_e5m2";
   }
   return "unknown";
 }
@@ -172,7 +176,9 @@ void bind_tier(py::module_& module) {
               elements.push_back(one_of<Element>("elements", name,
                                                  {{name_of(Element::kBytes), Element::kBytes},
                                                   {name_of(Element::kBf16), Element::kBf16},
-                                                  {name_of(Element::kFp16), Element::kFp16}}));
+                                                  {name_of(Element::kFp16), Element::kFp16},
+                                                  {name_of(Element::kE4m3), Element::kE4m3},
+                                                  {name_of(Element::kE5m2), Element::kE5m2}}));
             }
             self.elements = std::move(elements);
           });

@@ -40,7 +40,7 @@ double CompressionChoice::Moved::seconds_per_stored_byte() const {
 bool CompressionChoice::next_is_encoded(std::uint32_t group) {
   if (options_.compress == Compress::kNone) return false;
   const MutexLock lock(mutex_);
-  if (options_.compress == Compress::kAuto && (!on_ || !is_float(group))) return false;
+  if (options_.compress == Compress::kAuto && (!on_ || !is_16_bit_float(group))) return false;
   if (group >= groups_.size()) return true;
   Group& known = groups_[group];
   if (known.tried < kMinRecords || known.ratio >= PayloadCodec::kMinRatio) return true;
@@ -152,7 +152,7 @@ std::string CompressionChoice::reason() const {
   }
   // Auto encodes only floating-point groups.
   if (std::none_of(options_.elements.begin(), options_.elements.end(),
-                   [](Element element) { return element != Element::kBytes; })) {
+                   [](Element element) { return is_16_bit(element); })) {
     return "off: the KV cache is neither bfloat16 nor float16";
   }
   const MutexLock lock(mutex_);

@@ -87,8 +87,14 @@ class CompressionChoice {
     return options_.compress == Compress::kLossy && !exact ? options_.bounds : ErrorBounds{};
   }
   const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
-  Element element(std::uint32_t group) const {
-    return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;
+  // Returns the element for the lossless codec, to which fp8 is bytes.
+  Element lossless_element(std::uint32_t group) const {
+    const Element found = element(group);
+    return is_16_bit(found) ? found : Element::kBytes;
+  }
+  // Returns the element for the lossy codec; kBytes: records of this group must not lose anything.
+  Element lossy_element(std::uint32_t group) const {
+    return bounds(group).keys > 0 ? element(group) : Element::kBytes;
   }
   // Returns whether to encode the next record of the group. Call once before each write.
   bool next_is_encoded(std::uint32_t group) EXCLUDES(mutex_);
@@ -126,7 +132,10 @@ class CompressionChoice {
     double gain() const { return encoded > 0 ? raw / encoded : 0; }
   };
 
-  bool is_float(std::uint32_t group) const { return element(group) != Element::kBytes; }
+  Element element(std::uint32_t group) const {
+    return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;
+  }
+  bool is_16_bit_float(std::uint32_t group) const { return is_16_bit(element(group)); }
   Times times(OpKind kind) const REQUIRES(mutex_);
   bool is_decision_due() REQUIRES(mutex_);
   void decide(double idle_cores) REQUIRES(mutex_);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #if !defined(__clang__)
@@ -60,38 +61,76 @@ KV_OFFLOAD_INLINE std::uint32_t chosen(bool condition, std::uint32_t yes, std::u
   return (yes & mask) | (no & ~mask);
 }
 
-// No operand or result is a subnormal float32: a thread may treat those as zeros (DAZ and FTZ, which some
-// libraries set).
-KV_OFFLOAD_INLINE float of_fp16(std::uint32_t bits) {
-  const std::uint32_t magnitude = bits & 0x7FFF;
-  const std::uint32_t normal = (magnitude << 13) + (112U << 23);
-  const std::uint32_t small =
-      std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24F);
-  const std::uint32_t finite = chosen(magnitude < 0x0400, small, normal);
-  const std::uint32_t found = chosen(magnitude >= 0x7C00, magnitude << 13 | 0x7F800000, finite);
-  return std::bit_cast<float>(found | (bits & 0x8000) << 16);
-}
-
-KV_OFFLOAD_INLINE std::uint32_t to_fp16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t magnitude = bits & 0x7FFFFFFF;
-  // Adding 0.5 rounds numbers below 2^-14 to multiples of 2^-24, in the lowest bits of the sum.
-  const std::uint32_t small = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) -
-                              std::bit_cast<std::uint32_t>(0.5F);
-  const std::uint32_t normal = (magnitude - (112U << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-  constexpr std::uint32_t kInfinity = 0x7C00, kFromHere = 0x477FF000;  // 65520 rounds to infinity
-  const std::uint32_t finite = chosen(magnitude < 0x38800000, small, normal);
-  return chosen(magnitude >= kFromHere, kInfinity, finite) | (bits >> 16 & 0x8000);
-}
+// A format with fewer bits of exponent than float32.
+template <std::uint32_t kMantissaBits, std::uint32_t kBias, std::uint32_t kFirstSpecialCode,
+          std::uint32_t kLargestCode>
+struct SmallFloat {
+  static constexpr std::uint32_t kShift = 23 - kMantissaBits;        // to the mantissa of float32
+  static constexpr std::uint32_t kRebias = (127 - kBias) << 23;      // to the exponent of float32
+  static constexpr std::uint32_t kFirstSpecial = kFirstSpecialCode;  // infinity, or NaN if there is none
+  static constexpr std::uint32_t kLargest = kLargestCode;            // of the numbers that rounding gives
+  static constexpr std::uint32_t kFirstNormal = 1U << kMantissaBits;
+  static constexpr float kSmallestNormal = std::bit_cast<float>((128 - kBias) << 23);
+  static constexpr float kUnit = std::bit_cast<float>((128 - kBias - kMantissaBits) << 23);  // of subnormals
+};
 
 template <Element kElement>
+struct FormatOf;
+// Numbers beyond the largest one round to infinity in fp16, and to 448 in e4m3. No product of a step and an
+// integer is that large in e5m2.
+template <>
+struct FormatOf<Element::kFp16> : SmallFloat<10, 15, 0x7C00, 0x7C00> {};
+template <>
+struct FormatOf<Element::kE4m3> : SmallFloat<3, 7, 0x7F, 0x7E> {};
+template <>
+struct FormatOf<Element::kE5m2> : SmallFloat<2, 15, 0x7C, 0x7B> {};
+
+template <Element kElement>
+using Bits = std::conditional_t<is_16_bit(kElement), std::uint16_t, std::uint8_t>;
+template <Element kElement>
+constexpr std::uint32_t kMagnitude = is_16_bit(kElement) ? 0x7FFF : 0x7F;  // all bits but the sign
+template <Element kElement>
+constexpr std::uint32_t kSignShift = is_16_bit(kElement) ? 16 : 24;  // to the sign of float32
+
+// No operand or result is a subnormal float32: a thread may treat those as zeros (DAZ and FTZ, which some
+// libraries set).
+template <Element kElement>
 KV_OFFLOAD_INLINE float value_of(std::uint32_t bits) {
-  return kElement == Element::kBf16 ? of_bf16(bits) : of_fp16(bits);
+  if constexpr (kElement == Element::kBf16) {
+    return of_bf16(bits);
+  } else {
+    using Format = FormatOf<kElement>;
+    const std::uint32_t magnitude = bits & kMagnitude<kElement>;
+    const std::uint32_t normal = (magnitude << Format::kShift) + Format::kRebias;
+    const std::uint32_t small = std::bit_cast<std::uint32_t>(
+        static_cast<float>(static_cast<std::int32_t>(magnitude)) * Format::kUnit);
+    const std::uint32_t finite = chosen(magnitude < Format::kFirstNormal, small, normal);
+    const std::uint32_t found =
+        chosen(magnitude >= Format::kFirstSpecial, magnitude << Format::kShift | 0x7F800000, finite);
+    return std::bit_cast<float>(found | (bits & (kMagnitude<kElement> + 1)) << kSignShift<kElement>);
+  }
 }
 
 template <Element kElement>
 KV_OFFLOAD_INLINE std::uint32_t number_of(float value) {
-  return kElement == Element::kBf16 ? to_bf16(value) : to_fp16(value);
+  if constexpr (kElement == Element::kBf16) {
+    return to_bf16(value);
+  } else {
+    using Format = FormatOf<kElement>;
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+    // The sum's lowest bit is the unit of subnormal numbers, so it rounds to multiples of that.
+    constexpr float kRounds = Format::kUnit * 0x1p23F;
+    const std::uint32_t small = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + kRounds) -
+                                std::bit_cast<std::uint32_t>(kRounds);
+    constexpr std::uint32_t kBelowHalf = (1U << (Format::kShift - 1)) - 1;
+    const std::uint32_t normal =
+        (magnitude - Format::kRebias + kBelowHalf + (magnitude >> Format::kShift & 1)) >> Format::kShift;
+    const std::uint32_t rounded =
+        chosen(magnitude < std::bit_cast<std::uint32_t>(Format::kSmallestNormal), small, normal);
+    return chosen(rounded > Format::kLargest, Format::kLargest, rounded) |
+           (bits >> kSignShift<kElement> & (kMagnitude<kElement> + 1));
+  }
 }
 
 // 2^(i/8), rounded to float32: part of the format.
@@ -166,12 +205,12 @@ struct PlainGroup {
   float largest = 0;
 
   KV_OFFLOAD_INLINE explicit PlainGroup(const std::byte* numbers) {
-    std::array<std::uint16_t, kQuantizedGroup> bits;
+    std::array<Bits<kElement>, kQuantizedGroup> bits;
     std::memcpy(bits.data(), numbers, sizeof(bits));
     // The order of magnitudes is that of their bits.
-    std::uint16_t most = 0;
-    for (const std::uint16_t each : bits) {
-      const auto magnitude = static_cast<std::uint16_t>(each & 0x7FFF);
+    Bits<kElement> most = 0;
+    for (const Bits<kElement> each : bits) {
+      const auto magnitude = static_cast<Bits<kElement>>(each & kMagnitude<kElement>);
       most = magnitude > most ? magnitude : most;
     }
     largest = value_of<kElement>(most);
@@ -214,6 +253,15 @@ struct PlainGroup {
 
 #if defined(__x86_64__)
 
+// For rounding to fp8 by an addition. REQUIRES: the product is less than 2^40.
+constexpr int kExponentBits = 0x7F800000;
+template <Element kElement>
+constexpr float kRoundsFp8 = 1.5F * static_cast<float>(1U << FormatOf<kElement>::kShift);
+template <Element kElement>
+constexpr float kLargestFp8 = std::bit_cast<float>((FormatOf<kElement>::kLargest
+                                                    << FormatOf<kElement>::kShift) +
+                                                   FormatOf<kElement>::kRebias);
+
 // These sum in the order of sum_of_8().
 KV_OFFLOAD_AVX2 inline double sum_of_lanes(__m256d low, __m256d high) {
   const __m256d four = _mm256_add_pd(low, high);
@@ -242,6 +290,17 @@ struct Avx2Group {
   KV_OFFLOAD_AVX2 static __m256 rounded(__m256 value) {
     if constexpr (kElement == Element::kFp16)
       return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    if constexpr (is_fp8(kElement)) {
+      // The sum's lowest bit is the unit of numbers with this exponent.
+      const __m256 exponent =
+          _mm256_max_ps(_mm256_and_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(kExponentBits))),
+                        _mm256_set1_ps(FormatOf<kElement>::kSmallestNormal));
+      const __m256 rounds = _mm256_mul_ps(exponent, _mm256_set1_ps(kRoundsFp8<kElement>));
+      const __m256 nearest = _mm256_sub_ps(_mm256_add_ps(value, rounds), rounds);
+      const __m256 largest_number = _mm256_set1_ps(kLargestFp8<kElement>);
+      return _mm256_max_ps(_mm256_min_ps(nearest, largest_number),
+                           _mm256_sub_ps(_mm256_setzero_ps(), largest_number));
+    }
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
@@ -257,12 +316,25 @@ struct Avx2Group {
     largest = _mm256_setzero_ps();
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
-      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + 16 * i));
-      values[i] = kElement == Element::kFp16
-                      ? _mm256_cvtph_ps(bits)
-                      : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+      values[i] = loaded(numbers + element_bytes(kElement) * 8 * i);
       largest = _mm256_max_ps(largest, absolute(values[i]));
     }
+  }
+  KV_OFFLOAD_AVX2 static __m256 loaded(const std::byte* numbers) {
+    if constexpr (is_16_bit(kElement)) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
+      return kElement == Element::kFp16
+                 ? _mm256_cvtph_ps(bits)
+                 : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+    const __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers)));
+    if constexpr (kElement == Element::kE5m2) return _mm256_cvtph_ps(_mm_slli_epi16(bits, 8));
+    // The same bits in fp16 are a number with the exponent less 8.
+    const __m128i magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x7F));
+    const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
+    const __m128i sign = _mm_slli_epi16(_mm_xor_si128(bits, magnitude), 8);
+    const __m128i number = _mm_or_si128(_mm_slli_epi16(magnitude, 7), _mm_srli_epi16(nan, 1));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, number)), _mm256_set1_ps(0x1p8F));
   }
   KV_OFFLOAD_AVX2 float norm() const {
     __m256 squares[kVectors];
@@ -331,6 +403,16 @@ struct Avx512Group {
   KV_OFFLOAD_AVX512 static __m512 rounded(__m512 value) {
     if constexpr (kElement == Element::kFp16)
       return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    if constexpr (is_fp8(kElement)) {
+      const __m512 exponent =
+          _mm512_max_ps(_mm512_and_ps(value, _mm512_castsi512_ps(_mm512_set1_epi32(kExponentBits))),
+                        _mm512_set1_ps(FormatOf<kElement>::kSmallestNormal));
+      const __m512 rounds = _mm512_mul_ps(exponent, _mm512_set1_ps(kRoundsFp8<kElement>));
+      const __m512 nearest = _mm512_sub_ps(_mm512_add_ps(value, rounds), rounds);
+      const __m512 largest_number = _mm512_set1_ps(kLargestFp8<kElement>);
+      return _mm512_max_ps(_mm512_min_ps(nearest, largest_number),
+                           _mm512_sub_ps(_mm512_setzero_ps(), largest_number));
+    }
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
@@ -345,12 +427,24 @@ struct Avx512Group {
     largest = _mm512_setzero_ps();
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
-      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers + 32 * i));
-      values[i] = kElement == Element::kFp16
-                      ? _mm512_cvtph_ps(bits)
-                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+      values[i] = loaded(numbers + element_bytes(kElement) * 16 * i);
       largest = _mm512_max_ps(largest, _mm512_abs_ps(values[i]));
     }
+  }
+  KV_OFFLOAD_AVX512 static __m512 loaded(const std::byte* numbers) {
+    if constexpr (is_16_bit(kElement)) {
+      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
+      return kElement == Element::kFp16
+                 ? _mm512_cvtph_ps(bits)
+                 : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+    const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+    if constexpr (kElement == Element::kE5m2) return _mm512_cvtph_ps(_mm256_slli_epi16(bits, 8));
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7F));
+    const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F));
+    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(bits, magnitude), 8);
+    const __m256i number = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), _mm256_srli_epi16(nan, 1));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, number)), _mm512_set1_ps(0x1p8F));
   }
   KV_OFFLOAD_AVX512 float norm() const {
     __m512 squares[kVectors];
@@ -403,10 +497,12 @@ struct Avx512Group {
 
 #endif
 
+template <Element kElement>
 bool all_zeros(const std::byte* numbers) {
-  std::array<std::uint16_t, kQuantizedGroup> bits;
+  std::array<Bits<kElement>, kQuantizedGroup> bits;
   std::memcpy(bits.data(), numbers, sizeof(bits));
-  return std::all_of(bits.begin(), bits.end(), [](std::uint16_t each) { return (each & 0x7FFF) == 0; });
+  return std::all_of(bits.begin(), bits.end(),
+                     [](Bits<kElement> each) { return (each & kMagnitude<kElement>) == 0; });
 }
 
 template <template <Element> typename Group, Element kElement>
@@ -419,7 +515,7 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
   if (!(nominal >= kSteps[1] / 16 && nominal < kSteps[255] && norm > 0)) {  // NaN and infinity, too
     std::memset(q, 0, kQuantizedGroup);
     // Squares of tiny numbers are zero, too: only zeros are coded as zeros.
-    return all_zeros(numbers) ? 1 : kExactGroup;
+    return all_zeros<kElement>(numbers) ? 1 : kExactGroup;
   }
   const int guess = code_near(nominal);
   const auto error_of = [&](int code) __attribute__((always_inline)) {
@@ -451,34 +547,44 @@ KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* co
                                     std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
     const float step = kSteps[codes[row]];
-    std::array<std::uint16_t, kQuantizedGroup> bits;
+    std::array<Bits<kElement>, kQuantizedGroup> bits;
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
-      bits[i] = static_cast<std::uint16_t>(
+      bits[i] = static_cast<Bits<kElement>>(
           number_of<kElement>(static_cast<float>(q[kQuantizedGroup * row + i]) * step));
     std::memcpy(numbers + row * stride, bits.data(), sizeof(bits));
   }
 }
 
 // A variant: restoring is the same C++, compiled for these instructions.
-#define KV_OFFLOAD_VARIANT(name, Group, attributes)                                                   \
-  attributes std::uint8_t quantize_##name(const std::byte* numbers, Element element, float max_error, \
-                                          std::int8_t* q) {                                           \
-    return element == Element::kBf16 ? quantize_group<Group, Element::kBf16>(numbers, max_error, q)   \
-                                     : quantize_group<Group, Element::kFp16>(numbers, max_error, q);  \
-  }                                                                                                   \
-  attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,   \
-                                 Element element, std::byte* numbers, std::size_t stride) {           \
-    if (element == Element::kBf16) {                                                                  \
-      restore_rows<Element::kBf16>(q, codes, rows, numbers, stride);                                  \
-    } else {                                                                                          \
-      restore_rows<Element::kFp16>(q, codes, rows, numbers, stride);                                  \
-    }                                                                                                 \
-  }                                                                                                   \
-  attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,           \
-                                       Element element) {                                             \
-    return element == Element::kBf16                                                                  \
-               ? Group<Element::kBf16>(numbers).error_of(Group<Element::kBf16>(restored))             \
-               : Group<Element::kFp16>(numbers).error_of(Group<Element::kFp16>(restored));            \
+#define KV_OFFLOAD_VARIANT(name, Group, attributes)                                                     \
+  attributes std::uint8_t quantize_##name(const std::byte* numbers, Element element, float max_error,   \
+                                          std::int8_t* q) {                                             \
+    if (element == Element::kE4m3) return quantize_group<Group, Element::kE4m3>(numbers, max_error, q); \
+    if (element == Element::kE5m2) return quantize_group<Group, Element::kE5m2>(numbers, max_error, q); \
+    return element == Element::kBf16 ? quantize_group<Group, Element::kBf16>(numbers, max_error, q)     \
+                                     : quantize_group<Group, Element::kFp16>(numbers, max_error, q);    \
+  }                                                                                                     \
+  attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,     \
+                                 Element element, std::byte* numbers, std::size_t stride) {             \
+    if (element == Element::kBf16) {                                                                    \
+      restore_rows<Element::kBf16>(q, codes, rows, numbers, stride);                                    \
+    } else if (element == Element::kE4m3) {                                                             \
+      restore_rows<Element::kE4m3>(q, codes, rows, numbers, stride);                                    \
+    } else if (element == Element::kE5m2) {                                                             \
+      restore_rows<Element::kE5m2>(q, codes, rows, numbers, stride);                                    \
+    } else {                                                                                            \
+      restore_rows<Element::kFp16>(q, codes, rows, numbers, stride);                                    \
+    }                                                                                                   \
+  }                                                                                                     \
+  attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,             \
+                                       Element element) {                                               \
+    if (element == Element::kE4m3)                                                                      \
+      return Group<Element::kE4m3>(numbers).error_of(Group<Element::kE4m3>(restored));                  \
+    if (element == Element::kE5m2)                                                                      \
+      return Group<Element::kE5m2>(numbers).error_of(Group<Element::kE5m2>(restored));                  \
+    return element == Element::kBf16                                                                    \
+               ? Group<Element::kBf16>(numbers).error_of(Group<Element::kBf16>(restored))               \
+               : Group<Element::kFp16>(numbers).error_of(Group<Element::kFp16>(restored));              \
   }
 
 KV_OFFLOAD_VARIANT(plain, PlainGroup, )
@@ -523,19 +629,19 @@ std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers])
   return known;
 }
 
-void GroupLosses::add(const std::byte* numbers, const std::byte* restored, const GroupError& error) {
-  constexpr std::size_t kBytes = 2 * kQuantizedGroup;
+void GroupLosses::add(const std::byte* numbers, const std::byte* restored, Element element,
+                      const GroupError& error) {
+  const std::size_t size = element_bytes(element), bytes = kQuantizedGroup * size;
   if (!(error.squared_error > 0)) {  // NaN, too
-    if (std::memcmp(numbers, restored, kBytes) == 0) {
+    if (std::memcmp(numbers, restored, bytes) == 0) {
       if (std::isfinite(error.squared_norm)) squared_norm += error.squared_norm;
       return;
     }
     bool all_zero = true;
-    for (std::size_t i = 0; i < kBytes; i += 2) {
-      std::uint16_t before, after;
-      std::memcpy(&before, numbers + i, 2);
-      std::memcpy(&after, restored + i, 2);
-      all_zero = all_zero && ((before | after) & 0x7FFF) == 0;
+    for (std::size_t i = 0; i < bytes; ++i) {
+      // The last byte of a number has its sign.
+      const auto sign = static_cast<std::byte>(i % size == size - 1 ? 0x80 : 0);
+      all_zero = all_zero && ((numbers[i] | restored[i]) & ~sign) == std::byte{0};
     }
     if (all_zero) return;  // the signs of zeros
   }

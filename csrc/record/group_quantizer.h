@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantizes groups of 64 neighbouring 16-bit floating-point numbers to integers of 8 bits with a common step,
-// and restores them. The step of a group is a power of 2^(1/8), stored as a code of one byte.
+// Quantizes groups of 64 neighbouring floating-point numbers of 16 or 8 bits to integers of 8 bits with a
+// common step, and restores them. The step of a group is a power of 2^(1/8), stored as a code of one byte.
 //
 // Restoring multiplies once in float32 and rounds to the element type. It therefore gives the same bits on
 // every machine; how the encoder chose the integers does not matter to it. REQUIRES: the calling thread
@@ -30,7 +30,10 @@ struct GroupError {
   double squared_error = 0, squared_norm = 0;
 };
 
-// numbers: kQuantizedGroup elements, little-endian, unaligned. element: kBf16 or kFp16.
+// Returns the bytes of a group.
+constexpr std::size_t group_bytes_of(Element element) { return kQuantizedGroup * element_bytes(element); }
+
+// numbers: kQuantizedGroup elements, little-endian, unaligned. element: not kBytes.
 struct GroupQuantizer {
   // Chooses a step for which the Euclidean norm of the difference is at most max_error times that of the
   // group, the largest near the predicted step, and fills q. Returns its code;
@@ -61,7 +64,7 @@ struct GroupLosses {
   double squared_error = 0, squared_norm = 0;
   // Adds a group, its restored form and the error between them. A group with NaN or infinity that changed has
   // an infinite loss.
-  void add(const std::byte* numbers, const std::byte* restored, const GroupError& error);
+  void add(const std::byte* numbers, const std::byte* restored, Element element, const GroupError& error);
 };
 
 }  // namespace kv_offload

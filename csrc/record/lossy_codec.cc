@@ -103,22 +103,23 @@ LossyCodec::~LossyCodec() = default;
 
 std::uint64_t LossyCodec::encoded_bytes_at_most(std::span<const Shard> shards) {
   const std::uint64_t bytes = unpadded_bytes(shards);
-  // A byte for each section, which has at least half of the possible groups unless it is the last one.
-  return bytes + bytes / (kLossySectionBytes / 2) + 1 + LossySection::kMostNeeded;
+  // A byte for each section, which has at least half of the possible groups unless it is the last one. The
+  // sections of fp8 are the shortest.
+  return bytes + bytes / (lossy_section_bytes_at_most(Element::kE4m3) / 2) + 1 + LossySection::kMostNeeded;
 }
 
 std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, ShardBlocks& blocks,
                                                         Element element, const GroupBounds& bounds,
                                                         std::size_t* period, std::byte* out,
                                                         Losses* losses) const {
-  blocks.limit(kLossySectionBytes);
+  blocks.limit(lossy_section_bytes_at_most(element));
   blocks.gather();
   std::span<const std::byte> raw(blocks.place(), blocks.bytes());
   section.quantize(kernels.quantizer, raw, element, bounds);
-  if (*period == 0) *period = section.find_period(raw.size() / kLossyGroupBytes);
+  if (*period == 0) *period = section.find_period(raw.size() / bounds.group_bytes);
   const std::size_t used_period = std::max(*period, std::size_t{1});
-  const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), used_period));
-  const auto encoded = section.encode(kernels, whole_tiles, used_period, out);
+  const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), used_period, element));
+  const auto encoded = section.encode(kernels, whole_tiles, element, used_period, out);
   if (!encoded) return std::nullopt;
   std::size_t used = *encoded;
   if (used > 0) {
@@ -141,14 +142,14 @@ void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::b
   const auto period = std::to_integer<std::size_t>(encoded[0]);
   std::uint64_t read = 1;
   const char* const wrong = section.decode(kernels, period, encoded.subspan(1), element, restored, &read);
-  const std::size_t groups = raw.size() / kLossyGroupBytes * kLossyGroupBytes;
+  const std::size_t group = bounds.group_bytes, groups = raw.size() / group * group;
   if (wrong != nullptr || read != encoded.size() ||
       std::memcmp(raw.data() + groups, restored.data() + groups, raw.size() - groups) != 0)
     losses->of_keys.largest = std::numeric_limits<double>::infinity();
-  for (std::size_t at = 0; at < groups; at += kLossyGroupBytes) {
+  for (std::size_t at = 0; at < groups; at += group) {
     GroupLosses& of_its_bound = bounds.is_values(at) ? losses->of_values : losses->of_keys;
     const GroupError error = kernels.quantizer.compare(raw.data() + at, restored.data() + at, element);
-    of_its_bound.add(raw.data() + at, restored.data() + at, error);
+    of_its_bound.add(raw.data() + at, restored.data() + at, element, error);
   }
 }
 
@@ -163,9 +164,10 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, const 
   std::size_t period = 0;
   Losses losses;
   Status status;
-  ShardBlocks blocks(shards, kLossySectionBytes, section->block.data());
+  ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   const std::uint64_t payload = blocks.left();
-  GroupBounds of_groups{static_cast<float>(bounds.keys), static_cast<float>(bounds.values), runs.in(shards)};
+  GroupBounds of_groups{static_cast<float>(bounds.keys), static_cast<float>(bounds.values), runs.in(shards),
+                        group_bytes_of(element)};
   while (status && blocks.left() > 0) {
     of_groups.begin = payload - blocks.left();
     const auto encoded =
@@ -195,7 +197,8 @@ Status LossyCodec::Contexts::decode(LossySection& section, ShardBlocks& blocks, 
   if (begin == in.size()) return damaged_section(begin, "it is missing");
   const auto period = std::to_integer<std::size_t>(in[begin]);
   if (period > kMostLossyPeriod) return damaged_section(begin, "an impossible period");
-  blocks.limit(period == 0 ? kLossySectionBytes : lossy_section_bytes(blocks.left(), period));
+  blocks.limit(period == 0 ? lossy_section_bytes_at_most(element)
+                           : lossy_section_bytes(blocks.left(), period, element));
   const std::span<std::byte> raw(blocks.place(), blocks.bytes());
   *at += 1;
   if (period != 0) {
@@ -217,7 +220,7 @@ Status LossyCodec::decode(std::span<const std::byte> in, Element element, std::s
   if (section == nullptr || !section->frames.can_decode()) return no_memory_for_section();
   std::uint64_t at = 0;
   Status status;
-  ShardBlocks blocks(shards, kLossySectionBytes, section->block.data());
+  ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   while (status && blocks.left() > 0) status = contexts_->decode(*section, blocks, element, in, &at);
   contexts_->pool.give_back(std::move(section));
   if (status && at != in.size()) return damaged_section(at, "extra bytes after the last section");

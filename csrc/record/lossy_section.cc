@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kGroup = kQuantizedGroup, kGroupBytes = kLossyGroupBytes, kRows = kLossyTileRows;
+constexpr std::size_t kGroup = kQuantizedGroup, kRows = kLossyTileRows;
 
 // Periods that the encoder tries: groups of a token in the usual cache layouts, such as 2 (a head of 64
 // channels, K and V) and 32 (8 heads of 128 channels).
@@ -43,9 +43,9 @@ Magnitudes magnitudes_of(const std::int8_t* q, const Tile& tile, std::size_t per
 
 }  // namespace
 
-std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period) {
-  if (left <= kLossySectionBytes) return static_cast<std::size_t>(left);
-  return kLossyGroups / (kRows * period) * kRows * period * kGroupBytes;
+std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period, Element element) {
+  if (left <= lossy_section_bytes_at_most(element)) return static_cast<std::size_t>(left);
+  return kLossyGroups / (kRows * period) * kRows * period * group_bytes_of(element);
 }
 
 // The tiles of a section: blocks of kRows * period groups with one tile for each group of a token. The last
@@ -72,8 +72,8 @@ class LossySection::Tiles {
 
 void LossySection::quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
                             const GroupBounds& bounds) {
-  for (std::size_t group = 0; group < raw.size() / kGroupBytes; ++group) {
-    const std::size_t at = group * kGroupBytes;
+  for (std::size_t group = 0; group < raw.size() / bounds.group_bytes; ++group) {
+    const std::size_t at = group * bounds.group_bytes;
     codes_[group] = static_cast<std::byte>(
         quantizer.quantize(raw.data() + at, element, bounds.of(at), q_.data() + group * kGroup));
   }
@@ -132,8 +132,8 @@ std::span<const std::byte> LossySection::encode_integers(const LossyKernels& ker
 }
 
 std::optional<std::size_t> LossySection::encode(const LossyKernels& kernels, std::span<const std::byte> raw,
-                                                std::size_t period, std::byte* out) {
-  const std::size_t groups = raw.size() / kGroupBytes;
+                                                Element element, std::size_t period, std::byte* out) {
+  const std::size_t group_bytes = group_bytes_of(element), groups = raw.size() / group_bytes;
   const Tiles tiles(groups, period);
   classify(tiles);
   out[0] = static_cast<std::byte>(period);
@@ -163,9 +163,9 @@ std::optional<std::size_t> LossySection::encode(const LossyKernels& kernels, std
   keep(integers);
   for (std::size_t group = 0; group < groups; ++group) {
     if (codes[group] == static_cast<std::byte>(kExactGroup))
-      keep(raw.subspan(group * kGroupBytes, kGroupBytes));
+      keep(raw.subspan(group * group_bytes, group_bytes));
   }
-  keep(raw.subspan(groups * kGroupBytes));
+  keep(raw.subspan(groups * group_bytes));
   return used <= raw.size() ? used : 0;
 }
 
@@ -185,6 +185,7 @@ const char* LossySection::decode_integers(const LossyKernels& kernels, const Til
   if (stored < kLossyStateBytes || stored > kMostIntegerBytes) return "wrong length of the integers";
   // The end is checked once per tile, so a tile may read past it.
   constexpr std::size_t kMostRead = RowCoder::most_read(kRows);
+  const std::size_t group_bytes = group_bytes_of(element);
   const std::byte* at = in.data();
   if (in.size() - stored < kMostRead) {
     std::memcpy(integers_.data(), at, stored);
@@ -203,8 +204,8 @@ const char* LossySection::decode_integers(const LossyKernels& kernels, const Til
     std::array<std::uint8_t, kRows> codes;
     for (std::size_t row = 0; row < tile.rows; ++row)
       codes[row] = std::to_integer<std::uint8_t>(codes_[tile.base + row * tiles.period()]);
-    kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, raw + tile.base * kGroupBytes,
-                              tiles.period() * kGroupBytes);
+    kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, raw + tile.base * group_bytes,
+                              tiles.period() * group_bytes);
   }
   const bool all_first =
       std::all_of(states.begin(), states.end(), [](std::uint32_t state) { return state == kFirstRowState; });
@@ -214,7 +215,8 @@ const char* LossySection::decode_integers(const LossyKernels& kernels, const Til
 const char* LossySection::decode(const LossyKernels& kernels, std::size_t period,
                                  std::span<const std::byte> in, Element element, std::span<std::byte> raw,
                                  std::uint64_t* at) {
-  const std::size_t groups = raw.size() / kGroupBytes, tail = raw.size() % kGroupBytes;
+  const std::size_t group_bytes = group_bytes_of(element);
+  const std::size_t groups = raw.size() / group_bytes, tail = raw.size() % group_bytes;
   const Tiles tiles(groups, period);
   // Lengths of the parts, the parts, the groups that are stored exactly, the tail. Each number is checked
   // before it is used: a record with a valid checksum can still be wrong.
@@ -237,7 +239,7 @@ const char* LossySection::decode(const LossyKernels& kernels, std::size_t period
   if (largest >= kRowClasses) return "an unknown class";
   const auto exact =
       static_cast<std::size_t>(std::count(codes.begin(), codes.end(), static_cast<std::byte>(kExactGroup)));
-  if (in.size() - used < exact * kGroupBytes + tail) return "truncated in its exact groups";
+  if (in.size() - used < exact * group_bytes + tail) return "truncated in its exact groups";
   const auto integers = in.subspan(used - lengths[2]);
   if (const char* wrong = decode_integers(kernels, tiles, integers, lengths[2], element, raw.data()))
     return wrong;
@@ -246,9 +248,9 @@ const char* LossySection::decode(const LossyKernels& kernels, std::size_t period
     used += bytes;
   };
   for (std::size_t group = 0; exact > 0 && group < groups; ++group) {
-    if (codes[group] == static_cast<std::byte>(kExactGroup)) keep(group * kGroupBytes, kGroupBytes);
+    if (codes[group] == static_cast<std::byte>(kExactGroup)) keep(group * group_bytes, group_bytes);
   }
-  keep(groups * kGroupBytes, tail);
+  keep(groups * group_bytes, tail);
   *at += used;
   return nullptr;
 }

@@ -20,27 +20,31 @@
 namespace kv_offload {
 
 // All of these are part of the format.
-inline constexpr std::size_t kLossyGroupBytes = 2 * kQuantizedGroup;
 inline constexpr std::size_t kLossyGroups = 4096;  // of a section; its working set stays in the L2 cache
-inline constexpr std::size_t kLossySectionBytes = kLossyGroups * kLossyGroupBytes;
+inline constexpr std::size_t kMostLossySectionBytes = kLossyGroups * 2 * kQuantizedGroup;
 inline constexpr std::size_t kMostLossyPeriod = 128;
 inline constexpr std::size_t kLossyTileRows = 16;  // groups of a tile
 inline constexpr std::size_t kLossyParts = 3;      // step codes, classes, integers
 inline constexpr std::size_t kLossySectionHead = 1 + 4 * kLossyParts;
 inline constexpr std::size_t kLossyStateBytes = sizeof(RowStates);  // at the start of the integers
 
+// Returns the most bytes of a section with numbers of this type.
+constexpr std::size_t lossy_section_bytes_at_most(Element element) {
+  return kLossyGroups * group_bytes_of(element);
+}
 // Returns the bytes of a section at the start of `left` bytes of payload: whole tiles, so that a section
 // begins where a block of the cache does. REQUIRES: period is 1..kMostLossyPeriod.
-std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period);
+std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period, Element element);
 
 // The bounds of the groups of a section.
 struct GroupBounds {
   float keys = 0, values = 0;
   KvRuns runs;
+  std::size_t group_bytes = 0;
   std::uint64_t begin = 0;  // of the section in the payload
 
   // at: where a group begins, from the start of the section.
-  bool is_values(std::size_t at) const { return runs.all_values(begin + at, kLossyGroupBytes); }
+  bool is_values(std::size_t at) const { return runs.all_values(begin + at, group_bytes); }
   float of(std::size_t at) const { return is_values(at) ? values : keys; }
 };
 
@@ -56,11 +60,11 @@ class LossySection {
   static constexpr std::size_t kMostIntegerBytes = kLossyStateBytes + 2 * kLossyGroups * kQuantizedGroup;
   // Room that encode() may need.
   static constexpr std::size_t kMostNeeded =
-      kLossySectionHead + kLossyGroups * (1 + kQuantizedGroup) + kMostIntegerBytes + kLossySectionBytes;
+      kLossySectionHead + kLossyGroups * (1 + kQuantizedGroup) + kMostIntegerBytes + kMostLossySectionBytes;
 
   ZstdFrames frames;
-  std::unique_ptr<LossySection> next;                         // for ContextPool
-  std::array<std::byte, kLossySectionBytes> block, restored;  // scratch of the codec
+  std::unique_ptr<LossySection> next;                             // for ContextPool
+  std::array<std::byte, kMostLossySectionBytes> block, restored;  // scratch of the codec
 
   // Quantizes the groups of these bytes, for find_period() and encode().
   void quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
@@ -71,7 +75,7 @@ class LossySection {
   // Encodes these bytes, the first of those that were quantized. `out` has room for kMostNeeded. Returns the
   // bytes used; 0: they would not become smaller; nullopt: the library failed.
   std::optional<std::size_t> encode(const LossyKernels& kernels, std::span<const std::byte> raw,
-                                    std::size_t period, std::byte* out);
+                                    Element element, std::size_t period, std::byte* out);
   // Decodes a section of raw.size() bytes; `in` begins after its period. Adds the bytes read to *at. Returns
   // null, or what is wrong; raw then holds garbage.
   const char* decode(const LossyKernels& kernels, std::size_t period, std::span<const std::byte> in,

@@ -21,7 +21,7 @@ constexpr std::size_t kLengthBytes = 4;
 
 // Returns how many bytes of a block are entropy-coded; the rest is stored unchanged.
 std::size_t coded_bytes(Element element, std::size_t block_bytes) {
-  return element == Element::kBytes ? block_bytes : block_bytes / 2;
+  return is_16_bit(element) ? block_bytes / 2 : block_bytes;
 }
 
 bool gains(std::uint64_t raw, std::uint64_t encoded) {
@@ -55,7 +55,7 @@ std::size_t Context::encode(const SplitPlanes& planes, Element element, std::spa
   const std::size_t kept = raw.size() - coded;
   std::byte* const rest = out + kLengthBytes;
   const std::byte* plane = raw.data();
-  if (element != Element::kBytes) {
+  if (is_16_bit(element)) {
     planes.split(raw.data(), coded, upper.data(), rest);
     if (raw.size() % 2 != 0) rest[kept - 1] = raw.back();
     plane = upper.data();
@@ -80,9 +80,9 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
   const std::size_t plane_bytes = coded_bytes(element, raw.size());
   const std::size_t kept = raw.size() - plane_bytes;
   const auto frame = coded.last(frame_bytes);
-  std::byte* const plane = element == Element::kBytes ? raw.data() : upper.data();
+  std::byte* const plane = is_16_bit(element) ? upper.data() : raw.data();
   if (const char* wrong = frames.decode(frame, {plane, plane_bytes})) return wrong;
-  if (element != Element::kBytes) {
+  if (is_16_bit(element)) {
     planes.join(plane, coded.data(), plane_bytes, raw.data());
     if (raw.size() % 2 != 0) raw.back() = coded[kept - 1];
   }

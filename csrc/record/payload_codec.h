@@ -9,6 +9,7 @@
 // Threads: any, several at once; the library's contexts are kept for later calls.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -20,8 +21,13 @@ namespace kv_offload {
 // Values of the record header: never reuse a number.
 // 2 was a lossy codec that was never published.
 enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 3 };
-// Number format of the payload.
-enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2 };
+// Number format of the payload. kE4m3 has no infinity (torch's float8_e4m3fn); kE5m2 has.
+enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2, kE4m3 = 3, kE5m2 = 4 };
+
+// True for numbers of 16 bits. All other elements are bytes to PayloadCodec.
+constexpr bool is_16_bit(Element element) { return element == Element::kBf16 || element == Element::kFp16; }
+constexpr bool is_fp8(Element element) { return element == Element::kE4m3 || element == Element::kE5m2; }
+constexpr std::size_t element_bytes(Element element) { return is_16_bit(element) ? 2 : 1; }
 
 class PayloadCodec {
  public:

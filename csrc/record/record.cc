@@ -117,7 +117,7 @@ Status check_loss(std::span<const std::byte> page, Codec codec, Element element)
   if (codec != Codec::kLossy)
     return all_zero(page.subspan(kLossAt, kEnd - kLossAt)) ? Status::ok() : wrong("loss", "set", "zero");
   if (!LossyCodec::handles(element))
-    return wrong("element of a lossy record", static_cast<std::uint32_t>(element), "1..2");
+    return wrong("element of a lossy record", static_cast<std::uint32_t>(element), "1..4");
   const Loss loss = loss_in(page);
   // Also false for NaN.
   for (const float largest : {loss.keys, loss.values}) {
@@ -135,7 +135,10 @@ Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   if (codec == 2 || codec > static_cast<std::uint32_t>(Codec::kLossy))
     return wrong("codec", codec, "0, 1 or 3");
   const auto element = get<std::uint32_t>(page, kElementAt);
-  if (element > static_cast<std::uint32_t>(Element::kFp16)) return wrong("element", element, "0..2");
+  // Without loss, fp8 is stored as bytes.
+  const Element last = static_cast<Codec>(codec) == Codec::kLossy ? Element::kE5m2 : Element::kFp16;
+  if (element > static_cast<std::uint32_t>(last))
+    return wrong("element", element, fmt::format("0..{}", static_cast<std::uint32_t>(last)));
   if (Status status = check_loss(page, static_cast<Codec>(codec), static_cast<Element>(element)); !status)
     return status;
   const auto stored = get<std::uint64_t>(page, kStoredAt), stored_padded = get<std::uint64_t>(page, 112);

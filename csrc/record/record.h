@@ -16,7 +16,7 @@
 //      120    8  checksum (XXH3-64 of the padded stored bytes)
 //      128    8  creation time, unix nanoseconds
 //      136  8*64 bytes of each shard, unpadded
-//      648    4  element: number format of the payload
+//      648    4  element: number format of the payload; fp8 only in lossy records
 //      652    4  encryption (0: none, 1: AES-256-GCM)
 //      656    8  stored bytes, unpadded
 //      664   16  id of the encryption key      680   32  salt      712   16  tag

@@ -48,7 +48,7 @@ OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id
   }
   header_ = make_header(namespace_id, op.key, op.group, op.shards);
   header_.tenant = op.tenant;
-  if (form.compression() != nullptr) header_.element = form.compression()->element(op.group);
+  if (form.compression() != nullptr) header_.element = form.compression()->lossless_element(op.group);
   zero_padding(op.shards);
 }
 
@@ -76,7 +76,7 @@ Status OutgoingRecord::encode() {
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
   // A payload that cannot be encoded is stored raw, also when memory runs out.
-  const bool may_lose = choice->bounds(op_.group).keys > 0 && LossyCodec::handles(header_.element);
+  const bool may_lose = LossyCodec::handles(choice->lossy_element(op_.group));
   const std::uint64_t room = std::max(PayloadCodec::encoded_bytes_at_most(op_.shards),
                                       may_lose ? LossyCodec::encoded_bytes_at_most(op_.shards) : 0) +
                              kPageBytes;
@@ -90,6 +90,7 @@ Status OutgoingRecord::encode() {
   if (bytes) attempt_ = EncodeAttempt{gains ? pages : header_.payload_bytes, seconds};
   if (!gains) {
     header_.codec = Codec::kRaw;
+    header_.element = choice->lossless_element(op_.group);
     header_.loss = {};
     return Status::ok();
   }
@@ -99,17 +100,19 @@ Status OutgoingRecord::encode() {
 }
 
 std::optional<std::uint64_t> OutgoingRecord::encode_into(std::span<std::byte> out) {
-  const ErrorBounds bounds = form_.compression()->bounds(op_.group);
+  const CompressionChoice& choice = *form_.compression();
   std::uint64_t bytes = 0;
-  if (bounds.keys > 0 && LossyCodec::handles(header_.element)) {
+  if (const Element element = choice.lossy_element(op_.group); LossyCodec::handles(element)) {
     header_.codec = Codec::kLossy;
-    if (form_.lossy_codec().encode(op_.shards, header_.element, bounds, form_.runs(op_.group), out, &bytes,
-                                   &header_.loss) &&
+    header_.element = element;
+    if (form_.lossy_codec().encode(op_.shards, element, choice.bounds(op_.group), form_.runs(op_.group), out,
+                                   &bytes, &header_.loss) &&
         bytes > 0)
       return bytes;
     header_.loss = {};
   }
   header_.codec = Codec::kSplitZstd;
+  header_.element = choice.lossless_element(op_.group);
   if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return std::nullopt;
   return bytes;
 }

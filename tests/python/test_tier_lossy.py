@@ -95,6 +95,15 @@ def test_core_and_settings_have_the_same_limits(tmp_path):
             spec.compress = f"lossy:{error}"
 
 
+def test_the_core_has_all_element_types(tmp_path):
+    spec = tier_of(tmp_path, "zstd").spec("tier", 1 << 30, FACTS)
+    names = ["bytes", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+    spec.elements = names
+    assert spec.elements == names
+    with pytest.raises(ValueError, match="float8_e4m3fnuz"):
+        spec.elements = ["float8_e4m3fnuz"]
+
+
 def test_a_server_with_a_lossy_tier_has_another_namespace_for_each_bound(tmp_path):
     pairs = ((0.02, 0.02), (0.05, 0.05), (0.02, 0.05), (0.02, 0.1), (0.05, 0.1))
     bounds = (None, *(ErrorBounds(*pair) for pair in pairs))
@@ -195,7 +204,7 @@ def noise(size: int) -> bytes:
     return struct.pack(f"<{len(numbers)}H", *numbers)
 
 
-def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
+def write_records(root: Path, shm: Path, compress: str, numbers: int, element: str = "bfloat16") -> None:
     """Stores chunks of the small cache in a directory, in the namespace of the setting."""
     region, workers = attach(shm)
     area = memoryview(workers[0].area(0))
@@ -209,9 +218,11 @@ def write_records(root: Path, shm: Path, compress: str, numbers: int) -> None:
         op_timeout_seconds=240.0,
     )
     tier.compress = compress
-    tier.elements = ["bfloat16"]
-    tier.kv_runs = [(128, 128)]
-    assert tier.kv_runs == [(128, 128)]
+    tier.elements = [element]
+    assert tier.elements == [element]
+    run_bytes = 128 if element == "bfloat16" else 64
+    tier.kv_runs = [(run_bytes, run_bytes)]
+    assert tier.kv_runs == [(run_bytes, run_bytes)]
     cache = make_cache(region, _core.Metrics(), tiers=[tier])
     store(cache, workers[0], cache.begin_request("r"), keys(numbers))
     pause, deadline = threading.Event(), time.monotonic() + 240
@@ -228,14 +239,19 @@ def run(*arguments: Any) -> str:
     return result.stdout
 
 
-def test_stat_and_verify_report_the_loss_of_a_directory(tmp_path):
+# A record of 8 KiB must become half as large, which needs larger errors in fp8.
+@pytest.mark.parametrize(
+    ("element", "keys", "values"),
+    [("bfloat16", 0.05, 0.1), ("float8_e4m3fn", 0.15, 0.3)],
+)
+def test_stat_and_verify_report_the_loss_of_a_directory(tmp_path, element, keys, values):
     root = tmp_path / "root"
-    write_records(root, tmp_path, "lossy:0.05:0.1", 3)
+    write_records(root, tmp_path, f"lossy:{keys}:{values}", 3, element)
     loss = json.loads(run("stat", root, "--loss", "--json"))["loss"]
     assert loss["lossy_records"] == 3
     assert loss["exact_records"] == 0
-    assert 0.02 < loss["largest_key_error"] <= 0.0500001
-    assert 0.0500001 < loss["largest_value_error"] <= 0.1000001
+    assert keys / 2.5 < loss["largest_key_error"] <= keys + 1e-7
+    assert keys + 1e-7 < loss["largest_value_error"] <= values + 1e-7
     assert loss["largest_error"] == loss["largest_value_error"]
     assert loss["largest_key_error"] < loss["rms_error"] < loss["largest_error"]
     assert loss["ratio"] > 1.1

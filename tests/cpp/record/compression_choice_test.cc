@@ -294,8 +294,26 @@ TEST(CompressionChoice, counts_cost_and_savings) {
 }
 
 TEST(CompressionChoice, reports_that_there_is_nothing_to_encode) {
-  const CompressionChoice choice({.compress = Compress::kAuto, .elements = {Element::kBytes}});
-  EXPECT_EQ(choice.reason(), "off: the KV cache is neither bfloat16 nor float16");
+  for (const Element element : {Element::kBytes, Element::kE4m3, Element::kE5m2}) {
+    const CompressionChoice choice({.compress = Compress::kAuto, .elements = {element}});
+    EXPECT_EQ(choice.reason(), "off: the KV cache is neither bfloat16 nor float16");
+  }
+}
+
+TEST(CompressionChoice, fp8_is_bytes_without_loss) {
+  CompressionOptions options{.compress = Compress::kZstd, .bounds = {0.05, 0.05}};
+  options.elements = {Element::kE4m3, Element::kBf16};
+  const CompressionChoice without(options);
+  EXPECT_EQ(without.lossless_element(0), Element::kBytes);
+  EXPECT_EQ(without.lossless_element(1), Element::kBf16);
+  EXPECT_EQ(without.lossy_element(0), Element::kBytes);
+  options.compress = Compress::kLossy;
+  options.exact = {false, true};
+  const CompressionChoice with(options);
+  EXPECT_EQ(with.lossless_element(0), Element::kBytes);
+  EXPECT_EQ(with.lossy_element(0), Element::kE4m3);
+  EXPECT_EQ(with.lossy_element(1), Element::kBytes);
+  EXPECT_EQ(with.lossy_element(2), Element::kBytes);
 }
 
 }  // namespace

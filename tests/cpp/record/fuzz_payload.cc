@@ -4,6 +4,7 @@
 // unchanged, or with the lossy codec within the bound of each group. Clang only (CMake: fuzz_payload). The
 // first bytes of an input choose the codec, the element and the lengths of two shards.
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdlib>
@@ -30,7 +31,8 @@ KvRuns runs_of(std::span<const std::byte> in) {
   return {1 + byte(0), 1 + 4 * byte(1)};
 }
 
-// Repeats the input, or fills the shards with numbers between 2^-7 and 2^-5 (bfloat16) or 1 and 2 (float16).
+// Repeats the input, or fills the shards with numbers between 2^-7 and 2^-5 (bfloat16), 1 and 2 (float16), or
+// any of fp8.
 void fill(std::span<const std::byte> in, bool is_noise, std::span<const Shard> shards) {
   std::uint32_t state = in.empty() ? 1 : std::to_integer<std::uint32_t>(in[0]) + 1;
   std::size_t number = 0;
@@ -54,7 +56,21 @@ std::vector<std::byte> joined(std::span<const Shard> shards) {
   return bytes;
 }
 
+std::size_t size_of(Element element) {
+  return element == Element::kBf16 || element == Element::kFp16 ? 2 : 1;
+}
+
 double number_at(const std::byte* at, Element element) {
+  if (size_of(element) == 1) {
+    const unsigned byte = std::to_integer<unsigned>(*at), fp8 = byte & 0x7F;
+    // The upper byte of a float16 is an e5m2. An e4m3 has one bit of exponent less.
+    const bool is_e4m3 = element == Element::kE4m3;
+    const std::uint16_t half = static_cast<std::uint16_t>(is_e4m3 ? fp8 << 7 : fp8 << 8);
+    std::array<std::byte, 2> half_bytes;
+    std::memcpy(half_bytes.data(), &half, sizeof half);
+    const double size = is_e4m3 && fp8 == 0x7F ? NAN : number_at(half_bytes.data(), Element::kFp16);
+    return (byte >= 0x80 ? -1 : 1) * size * (is_e4m3 ? 256 : 1);
+  }
   std::uint16_t bits = 0;
   std::memcpy(&bits, at, sizeof bits);
   if (element == Element::kBf16) return std::bit_cast<float>(std::uint32_t{bits} << 16);
@@ -69,16 +85,16 @@ double number_at(const std::byte* at, Element element) {
 // each byte of a group and shares no code with the codec.
 void check_groups(const std::vector<std::byte>& before, const std::vector<std::byte>& after, Element element,
                   const ErrorBounds& bounds, const KvRuns& runs, bool is_known, const Loss& stated) {
-  constexpr std::size_t kGroup = 128;
+  const std::size_t size = size_of(element), group = 64 * size;
   const std::size_t period = std::size_t{runs.key_bytes} + runs.value_bytes;
   double of_keys = 0, of_values = 0;
   std::size_t at = 0;
-  for (; at + kGroup <= before.size(); at += kGroup) {
-    if (std::memcmp(&before[at], &after[at], kGroup) == 0) continue;
+  for (; at + group <= before.size(); at += group) {
+    if (std::memcmp(&before[at], &after[at], group) == 0) continue;
     bool has_keys = !is_known;
-    for (std::size_t i = at; i < at + kGroup; ++i) has_keys = has_keys || i % period < runs.key_bytes;
+    for (std::size_t i = at; i < at + group; ++i) has_keys = has_keys || i % period < runs.key_bytes;
     double error = 0, norm = 0;
-    for (std::size_t i = at; i < at + kGroup; i += 2) {
+    for (std::size_t i = at; i < at + group; i += size) {
       const double old = number_at(&before[i], element), now = number_at(&after[i], element);
       error += (old - now) * (old - now);
       norm += old * old;
@@ -147,7 +163,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   constexpr std::size_t kHead = 6;
   if (size < kHead) return 0;
   static PayloadCodec codec;
-  const auto element = static_cast<Element>(data[0] % 3);
+  const auto element = static_cast<Element>(data[0] % 5);
   const unsigned flags = data[5];
   const auto bytes = std::make_unique<std::byte[]>(size - kHead);
   std::memcpy(bytes.get(), data + kHead, size - kHead);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -44,11 +45,10 @@ TierOp op_on(const Row& row) {
   return op;
 }
 
-void fill(const Row& row, Payload kind) {
+void fill(const Row& row, Payload kind, Element element = Element::kBf16) {
   std::size_t seed = 0;
   for (const Shard& shard : row.shards()) {
-    const Bytes bytes =
-        testing::make_payload(kind, Element::kBf16, shard.size(), static_cast<unsigned>(++seed));
+    const Bytes bytes = testing::make_payload(kind, element, shard.size(), static_cast<unsigned>(++seed));
     std::copy(bytes.begin(), bytes.end(), shard.begin());
   }
 }
@@ -109,6 +109,57 @@ TEST_F(LossyRecord, a_payload_that_the_lossy_codec_refuses_is_stored_without_los
   EXPECT_NE(header_of(bytes).codec, Codec::kLossy);
   EXPECT_EQ(header_of(bytes).loss, Loss{});
   ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes));
+  EXPECT_TRUE(same());
+}
+
+TEST_F(LossyRecord, fp8_is_stored_with_loss_and_states_its_type) {
+  for (const Element element : {Element::kE4m3, Element::kE5m2}) {
+    RecordForm form(lossy_form(0.1, element));
+    fill(row_, Payload::kKv, element);
+    const Bytes bytes = bytes_of(form, op_on(row_));
+    const RecordHeader header = header_of(bytes);
+    EXPECT_EQ(header.codec, Codec::kLossy);
+    EXPECT_EQ(header.element, element);
+    EXPECT_GT(header.loss.keys, 0.05F);
+    EXPECT_LE(header.loss.keys, LossyCodec::rounded_up(0.1));
+    EXPECT_LT(static_cast<double>(bytes.size()), (150000 + 4096 + 70001) / 1.8);
+    // The type is in the header: a reader need not be configured for it.
+    RecordForm reader(lossy_form(0.1, Element::kBytes));
+    ASSERT_TRUE(read_bytes(reader, op_on(other_), bytes));
+    EXPECT_FALSE(same());
+    double error = 0, norm = 0;
+    const auto ours = row_.shards(), theirs = other_.shards();
+    for (std::size_t shard = 0; shard < ours.size(); ++shard) {
+      for (std::size_t i = 0; i < ours[shard].size(); ++i) {
+        const double before = testing::fp8_value(std::to_integer<std::uint8_t>(ours[shard][i]), element);
+        const double after = testing::fp8_value(std::to_integer<std::uint8_t>(theirs[shard][i]), element);
+        error += (after - before) * (after - before);
+        norm += before * before;
+      }
+    }
+    EXPECT_NEAR(header.loss.rms, std::sqrt(error / norm), 1e-4);
+  }
+}
+
+TEST_F(LossyRecord, fp8_that_the_lossy_codec_refuses_is_stored_as_bytes) {
+  RecordForm form(lossy_form(0.1, Element::kE5m2));
+  for (const Payload kind : {Payload::kNan, Payload::kNoise}) {
+    fill(row_, kind, Element::kE5m2);
+    const Bytes bytes = bytes_of(form, op_on(row_));
+    EXPECT_EQ(header_of(bytes).codec, kind == Payload::kNan ? Codec::kSplitZstd : Codec::kRaw);
+    EXPECT_EQ(header_of(bytes).element, Element::kBytes);
+    ASSERT_TRUE(read_bytes(form, op_on(other_), bytes));
+    EXPECT_TRUE(same());
+  }
+}
+
+TEST_F(LossyRecord, fp8_is_bytes_for_a_form_without_loss) {
+  CompressionOptions options{.compress = Compress::kZstd, .elements = {Element::kE4m3}};
+  RecordForm form({.compression = std::make_shared<CompressionChoice>(options)});
+  fill(row_, Payload::kKv, Element::kE4m3);
+  const Bytes bytes = bytes_of(form, op_on(row_));
+  EXPECT_EQ(header_of(bytes).element, Element::kBytes);
+  ASSERT_TRUE(read_bytes(form, op_on(other_), bytes));
   EXPECT_TRUE(same());
 }
 

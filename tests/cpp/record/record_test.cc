@@ -205,6 +205,24 @@ TEST(Record, an_impossible_loss_is_rejected) {
   }
 }
 
+TEST(Record, fp8_is_an_element_of_lossy_records_only) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  for (const Element element : {Element::kE4m3, Element::kE5m2}) {
+    RecordHeader header = lossy_header(), found;
+    header.element = element;
+    encode_header(header, page.span());
+    ASSERT_TRUE(decode_header(page.span(), &found));
+    EXPECT_EQ(found.element, element);
+    header.element = static_cast<Element>(5);
+    encode_header(header, page.span());
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "unknown";
+    header = some_header();
+    header.element = element;
+    encode_header(header, page.span());
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "without loss";
+  }
+}
+
 TEST(Record, an_encoded_record_that_saves_no_page_is_rejected) {
   const AlignedBuffer page(kRecordHeaderBytes);
   RecordHeader header = some_header(), found;

@@ -19,6 +19,7 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import KVOffloadSpec, compat, identity, packing, worker  # noqa: E402
+from kv_offload.specs import spec as spec_module  # noqa: E402
 from kv_offload.specs.identity_table import CONFIGURATION  # noqa: E402
 from kv_offload.specs.resolved_settings import configured, environment  # noqa: E402
 from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
@@ -26,7 +27,8 @@ from vllm import envs  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
-from kv_offload.namespace import setting_text  # noqa: E402
+from kv_offload.losses import ErrorBounds  # noqa: E402
+from kv_offload.namespace import NamespaceIdentity, setting_text  # noqa: E402
 
 Change = Callable[[Any], None]
 
@@ -303,11 +305,20 @@ def test_the_instruction_set_that_pages_are_packed_for_is_in_the_namespace(
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(("backend", "in_it"), [("FLASH_ATTN", False), ("FLASHINFER_MLA", True)])
+@pytest.mark.parametrize(
+    ("backend", "element", "in_it"),
+    [
+        ("FLASH_ATTN", "bfloat16", False),
+        ("FLASH_ATTN", "float8_e4m3fn", True),
+        ("FLASHINFER_MLA", "bfloat16", True),
+    ],
+)
 def test_the_compute_capability_is_in_the_namespace_where_it_may_matter(
-    resolved: Any, monkeypatch: pytest.MonkeyPatch, backend: str, in_it: bool
+    resolved: Any, monkeypatch: pytest.MonkeyPatch, backend: str, element: str, in_it: bool
 ) -> None:
     from vllm.platforms import current_platform
+
+    monkeypatch.setattr(compat, "layer_element", lambda *_: element)
 
     layer = resolved.compilation_config.static_forward_context["layer.0"]
     layer.attn_backend = SimpleNamespace(get_name=lambda: backend)
@@ -374,11 +385,23 @@ def test_the_flag_for_mistaken_session_blocks_matches_vllms_behaviour() -> None:
     assert compat.misplaces_session_blocks() is not next(iter(yield_req_data(output)))[2]
 
 
-def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_config: Any) -> None:
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MLAAttentionSpec
+def test_only_keys_and_values_per_head_in_16_bits_or_fp8_may_lose_precision(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import (
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        get_kv_quant_mode,
+    )
 
-    def may_lose(spec: Any) -> bool:
-        return compat.layer_may_lose(SimpleNamespace(get_kv_cache_spec=lambda _: spec), vllm_config)
+    def layer_of(spec: Any, name: str = "auto") -> Any:
+        return SimpleNamespace(get_kv_cache_spec=lambda _: spec, kv_cache_dtype=name)
+
+    def may_lose(spec: Any, name: str = "auto") -> bool:
+        return compat.layer_may_lose(layer_of(spec, name), vllm_config)
 
     shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 64}
     assert may_lose(FullAttentionSpec(**shape, dtype=torch.bfloat16))
@@ -386,6 +409,41 @@ def test_only_unquantized_keys_and_values_per_head_may_lose_precision(vllm_confi
     assert not may_lose(FullAttentionSpec(**shape, dtype=torch.float32))
     assert not may_lose(MLAAttentionSpec(**shape, dtype=torch.bfloat16)), "a latent cache"
     assert not may_lose(CrossAttentionSpec(**shape, dtype=torch.bfloat16)), "a kind that was not measured"
+
+    def quantized(name: str, kind: Any = FullAttentionSpec) -> Any:
+        return kind(**shape, dtype=STR_DTYPE_TO_TORCH_DTYPE[name], kv_quant_mode=get_kv_quant_mode(name))
+
+    def element(name: str) -> str:
+        return compat.layer_element(layer_of(quantized(name), name), vllm_config)
+
+    elements = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+    for name, found in elements.items():
+        assert element(name) == found
+        assert may_lose(quantized(name), name)
+        assert not may_lose(quantized(name, MLAAttentionSpec), name), "a latent cache"
+    for name in ("fp8_per_token_head", "int8_per_token_head", "nvfp4", "fp8_ds_mla", "fp8_inc"):
+        assert element(name) == "bytes", "scales among the elements, or another format"
+        assert not may_lose(quantized(name), name)
+    for name in ("nvfp4", "fp8_inc"):
+        layer = layer_of(quantized(name), "fp8")
+        assert compat.layer_element(layer, vllm_config) == "bytes", "the cache is not what the name says"
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+    assert element("fp8") == "bytes", "the numbers of some AMD GPUs"
+    assert element("fp8_e5m2") == "float8_e5m2"
+
+
+def test_fp8_elements_that_lose_precision_change_the_namespace_of_lossy_servers() -> None:
+    merged = {"elements": ["float8_e4m3fn", "float8_e5m2", "bfloat16"], "may_lose": [True, False, True]}
+    found = spec_module._fp8_elements(merged)
+    assert found == {0: "float8_e4m3fn"}
+    facts = NamespaceIdentity({}, "fp8", "LBNHC", (), 1, 16, "sha256", "00")
+    bounds = ErrorBounds(0.05, 0.05)
+    names = {
+        facts.with_error_bounds(bounds, (), each).namespace_id() for each in ({}, found, {0: "float8_e5m2"})
+    }
+    assert len(names) == 3
+    assert facts.with_error_bounds(bounds, (), {}) == facts.with_error_bounds(bounds)
+    assert facts.with_error_bounds(None, (), found) is facts
 
 
 def test_a_lossy_tier_gives_all_tiers_a_namespace_of_their_own(resolved: Any, tmp_path: Path) -> None:

@@ -15,13 +15,17 @@ adapter.use_specs()
 
 from kv_offload.specs import compat, identity  # noqa: E402
 from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of, share_of_values  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    get_kv_quant_mode,
+)
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import offloading_config  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, WIDTH = 5, 3, 32, 64
-NO_PAIRS = "not keys and values per head in bfloat16 or float16"
+NO_PAIRS = "not keys and values per head in bfloat16, float16 or fp8"
 LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
 
 
@@ -56,7 +60,10 @@ class Group:
         for name, cache, spec in zip(names, caches, specs or [spec_of()] * len(caches), strict=True):
             page = cache.numel() // BLOCKS * cache.element_size()
             pages = torch.tensor([], dtype=torch.int8).set_(
-                cache.untyped_storage(), 2 * cache.storage_offset(), (BLOCKS, page), (page, 1)
+                cache.untyped_storage(),
+                cache.element_size() * cache.storage_offset(),
+                (BLOCKS, page),
+                (page, 1),
             )
             refs.append(base.CanonicalKVCacheRef(len(tensors), page))
             tensors.append(base.CanonicalKVCacheTensor(pages, page))
@@ -64,6 +71,7 @@ class Group:
                 kv_cache=cache,
                 attn_backend=SimpleNamespace(get_name=lambda: backend, customize_spec=lambda spec: spec),
                 get_kv_cache_spec=lambda _, spec=spec: spec,
+                kv_cache_dtype="fp8_e5m2" if spec.dtype == torch.uint8 else "auto",
             )
         self.kv_caches = base.CanonicalKVCaches(tensors, [refs])
         vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=self.layers))
@@ -73,9 +81,9 @@ class Group:
         (found,) = kv_runs_of(self.config, self.kv_caches)
         return found
 
-    def first_pages(self) -> torch.Tensor:
+    def first_pages(self, dtype: torch.dtype) -> torch.Tensor:
         """All blocks of the first layer as numbers."""
-        found: torch.Tensor = self.kv_caches.tensors[0].tensor.reshape(-1).view(torch.bfloat16)
+        found: torch.Tensor = self.kv_caches.tensors[0].tensor.reshape(-1).view(dtype)
         return found
 
 
@@ -98,21 +106,26 @@ def values_of_cpu(cache: torch.Tensor) -> torch.Tensor:
         ("CPU_ATTN", "LBHNC", values_of_cpu),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_the_runs_of_values_are_where_the_backend_puts_values(
     backend: str,
     layout: str,
     values: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = cache_of(layout)
+    size = dtype.itemsize
+    cache = cache_of(layout, dtype=dtype)
     values(cache).fill_(1)
-    group = Group(monkeypatch, [cache, cache_of(layout)], backend)
-    keys, after = (int(size) for size in group.runs())
+    mode = get_kv_quant_mode("fp8_e5m2" if size == 1 else "auto")
+    specs = [spec_of(dtype=dtype, kv_quant_mode=mode)] * 2
+    group = Group(monkeypatch, [cache, cache_of(layout, dtype=dtype)], backend, specs)
+    keys, after = (int(each) for each in group.runs())
     assert keys > 0
-    period = (keys + after) // 2
-    runs = group.first_pages().reshape(-1, period)
-    assert (runs[:, : keys // 2] == 0).all()
-    assert (runs[:, keys // 2 :] == 1).all()
+    period = (keys + after) // size
+    runs = group.first_pages(dtype).reshape(-1, period)
+    assert (runs[:, : keys // size] == 0).all()
+    assert (runs[:, keys // size :] == 1).all()
 
 
 def test_the_backends_of_this_release_split_keys_and_values_as_assumed() -> None:
@@ -231,3 +244,4 @@ def test_ranks_that_do_not_agree_make_the_runs_unknown(vllm_config: Any) -> None
 )
 def test_only_values_in_groups_without_a_key_have_their_own_bound(head: int, share: float) -> None:
     assert share_of_values((2 * head, 2 * head)) == pytest.approx(share)
+    assert share_of_values((head, head), "float8_e4m3fn") == pytest.approx(share)
