@@ -455,13 +455,16 @@ def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
 # vLLM's names of fp8 caches with one scale per tensor or head, which is stored outside of the cache. Their
 # tensors are uint8.
 _FP8_ELEMENTS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# Backends that store e5m2 in a cache of that name. Others accept the name and store e4m3 (TRITON_ATTN).
+_E5M2_BACKENDS = ("CPU_ATTN", "FLASHINFER")
 
 
 def layer_element(layer: Any, vllm_config: Any) -> str:
     """Returns the element type of a layer's cache, in torch's words: "bfloat16" or "float16" if it is not
     quantized, "float8_e4m3fn" or "float8_e5m2" with scales per tensor or head, and otherwise "bytes".
 
-    Passes on vLLM's exceptions for unusual layers.
+    A cache called fp8_e5m2 is "bytes" unless the attention backend is known to store e5m2. Passes on vLLM's
+    exceptions for unusual layers.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -475,6 +478,9 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
     if mode != 1 or name != "uint8":  # KVQuantMode.FP8_PER_TENSOR
         return "bytes"
     found = _FP8_ELEMENTS.get(getattr(layer, "kv_cache_dtype", ""), "bytes")
+    if found == "float8_e5m2":
+        backend = getattr(layer, "attn_backend", None)
+        return found if backend is not None and backend.get_name() in _E5M2_BACKENDS else "bytes"
     return "bytes" if found == "float8_e4m3fn" and _has_fnuz() else found
 
 

@@ -397,8 +397,12 @@ def test_only_keys_and_values_per_head_in_16_bits_or_fp8_may_lose_precision(
         get_kv_quant_mode,
     )
 
-    def layer_of(spec: Any, name: str = "auto") -> Any:
-        return SimpleNamespace(get_kv_cache_spec=lambda _: spec, kv_cache_dtype=name)
+    def layer_of(spec: Any, name: str = "auto", backend: str = "FLASHINFER") -> Any:
+        return SimpleNamespace(
+            get_kv_cache_spec=lambda _: spec,
+            kv_cache_dtype=name,
+            attn_backend=SimpleNamespace(get_name=lambda: backend, customize_spec=lambda spec: spec),
+        )
 
     def may_lose(spec: Any, name: str = "auto") -> bool:
         return compat.layer_may_lose(layer_of(spec, name), vllm_config)
@@ -413,8 +417,8 @@ def test_only_keys_and_values_per_head_in_16_bits_or_fp8_may_lose_precision(
     def quantized(name: str, kind: Any = FullAttentionSpec) -> Any:
         return kind(**shape, dtype=STR_DTYPE_TO_TORCH_DTYPE[name], kv_quant_mode=get_kv_quant_mode(name))
 
-    def element(name: str) -> str:
-        return compat.layer_element(layer_of(quantized(name), name), vllm_config)
+    def element(name: str, backend: str = "FLASHINFER") -> str:
+        return compat.layer_element(layer_of(quantized(name), name, backend), vllm_config)
 
     elements = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
     for name, found in elements.items():
@@ -427,9 +431,43 @@ def test_only_keys_and_values_per_head_in_16_bits_or_fp8_may_lose_precision(
     for name in ("nvfp4", "fp8_inc"):
         layer = layer_of(quantized(name), "fp8")
         assert compat.layer_element(layer, vllm_config) == "bytes", "the cache is not what the name says"
+    assert element("fp8_e5m2", "CPU_ATTN") == "float8_e5m2"
+    for backend in ("TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN"):
+        assert element("fp8_e5m2", backend) == "bytes", "the backend stores e4m3 under this name"
+    unknown = SimpleNamespace(get_kv_cache_spec=lambda _: quantized("fp8_e5m2"), kv_cache_dtype="fp8_e5m2")
+    assert compat.layer_element(unknown, vllm_config) == "bytes", "the backend is not known"
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
     assert element("fp8") == "bytes", "the numbers of some AMD GPUs"
     assert element("fp8_e5m2") == "float8_e5m2"
+
+
+def test_the_backends_that_count_as_e5m2_store_e5m2() -> None:
+    """CPU_ATTN is tried. The source of the others is compared, because their kernels need a GPU."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends import cpu_attn
+
+    assert set(compat._E5M2_BACKENDS) == {"CPU_ATTN", "FLASHINFER"}
+    folder = Path(cpu_attn.__file__).parent
+    view = 'elifself.kv_cache_dtypein("fp8_e5m2",torch.float8_e5m2):fp8_view_dtype=torch.float8_e5m2'
+    assert view in "".join((folder / "flashinfer.py").read_text().split())
+    # This one stores what is the platform's type, whatever the name.
+    triton = "".join((folder / "triton_attn.py").read_text().split())
+    assert "self.fp8_dtype=current_platform.fp8_dtype()" in triton
+    assert "key_cache=key_cache.view(self.fp8_dtype)" in triton
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache") or not torch.cpu._is_avx512_supported():
+        pytest.skip("needs the kernels of vLLM for CPUs with AVX-512")
+    kinds = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    powers = torch.tensor([2.0**power for power in range(-6, 8)]).repeat(32 * 64)[: 32 * 64]
+    keys = powers.reshape(32, 1, 64).to(torch.bfloat16)
+    for name, kind in kinds.items():
+        cache = torch.zeros(2, 1, 2 * 32, 64, dtype=torch.uint8)
+        slots = torch.arange(32) + 32  # of the second block
+        _custom_ops.cpu_attn_reshape_and_cache(
+            keys, -keys, *cache.chunk(2, dim=2), slots, "vec", kv_cache_dtype=name
+        )
+        stored = cache[1].reshape(2, -1).view(kind).float().sort(dim=1).values
+        assert torch.equal(stored[0], powers.sort().values), name
+        assert torch.equal(stored[1], (-powers).sort().values), name
 
 
 def test_fp8_elements_that_lose_precision_change_the_namespace_of_lossy_servers() -> None:

@@ -71,7 +71,7 @@ class Group:
                 kv_cache=cache,
                 attn_backend=SimpleNamespace(get_name=lambda: backend, customize_spec=lambda spec: spec),
                 get_kv_cache_spec=lambda _, spec=spec: spec,
-                kv_cache_dtype="fp8_e5m2" if spec.dtype == torch.uint8 else "auto",
+                kv_cache_dtype="fp8" if spec.dtype == torch.uint8 else "auto",
             )
         self.kv_caches = base.CanonicalKVCaches(tensors, [refs])
         vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=self.layers))
@@ -117,7 +117,7 @@ def test_the_runs_of_values_are_where_the_backend_puts_values(
     size = dtype.itemsize
     cache = cache_of(layout, dtype=dtype)
     values(cache).fill_(1)
-    mode = get_kv_quant_mode("fp8_e5m2" if size == 1 else "auto")
+    mode = get_kv_quant_mode("fp8" if size == 1 else "auto")
     specs = [spec_of(dtype=dtype, kv_quant_mode=mode)] * 2
     group = Group(monkeypatch, [cache, cache_of(layout, dtype=dtype)], backend, specs)
     keys, after = (int(each) for each in group.runs())
