@@ -831,9 +831,11 @@ def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str,
     {o_direct, write_bytes_per_second, read_bytes_per_second}."""
 
 def probe_root(root_dir: str, max_bytes: int, total_bytes: int, record_bytes: int) -> dict[str, Any] | None:
-    """The same within ``max_bytes`` of a root, without eviction. None if the records do not fit, or if the
-    root takes more than a minute to count. If this process is killed, the next start of a server removes
-    them."""
+    """Writes and reads temporary records within ``max_bytes`` of a root, without eviction.
+
+    Returns the same as probe_disk, or None if the records do not fit, or if the root takes more than a minute
+    to count. If this process is killed, the next start of a server removes them.
+    """
 
 class ReservedSpace:
     """Keeps bytes of a root free while it exists, for files without a name, without eviction."""

@@ -28,7 +28,7 @@ def raw_disk(directory: str, total_bytes: int) -> dict[str, float | bool]:
     blocks = max(IN_FLIGHT, total_bytes // BLOCK_BYTES)
     handle, path = tempfile.mkstemp(prefix=".kv_offload_raw_", dir=directory)  # kRawPrefix in layout.h
     try:
-        with contextlib.suppress(FileNotFoundError):  # a server that started in this instant removed it
+        with contextlib.suppress(FileNotFoundError):  # a server that starts now may have removed it
             os.unlink(path)
         fd, direct = _open_direct(f"/proc/self/fd/{handle}")
         try:

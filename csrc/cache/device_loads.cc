@@ -141,7 +141,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
   return begun;
 }
 
-// Checks the last chunk of each load, which is the least likely one that others use, too.
+// Checks only the last chunk of each load: other requests are least likely to use it.
 bool DeviceLoads::frees_rows() const {
   const auto frees = [&](const Job& job) { return chunks_.at(job.slots.back()).pins == 1; };
   return std::any_of(running_.begin(), running_.end(), [&](const auto& one) { return frees(one.second); }) ||

@@ -363,7 +363,7 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
   std::optional<TenantShares::Request> request;
   if (shares_) request.emplace(*shares_, by.tenant, row_bytes(group));
   const std::uint64_t pages = row_unit_ / kPageBytes;
-  // For no request: a chunk that something is expected of, or was until a moment ago.
+  // For prefetches: true if a use of the chunk is expected, or is overdue by at most kOverdue.
   const auto is_awaited = [&](const ChunkEntry& entry) {
     return std::isfinite(entry.returns_at) && entry.returns_at > 0 && entry.returns_at + kOverdue > now_;
   };

@@ -180,7 +180,7 @@ class Planner::Tail {
   std::vector<Slot> evicted_;
 };
 
-// Time in which vLLM does not ask is no wait for rows: the request would not be computed then.
+// Time in which vLLM does not look up the request does not count: it would not be computed then.
 bool Planner::may_wait_for_rows(RequestHandle handle) {
   const RequestState& request = context_.requests.at(handle);
   const Nanos most = std::max(request.load_budget, to_nanos(request.report.compute_seconds));

@@ -11,8 +11,8 @@
 // Rows that other requests hold become free when those have loaded their chunks. A request waits for them
 // until its deadline, and no longer than computing takes. Until it has all of them it keeps those that it
 // got, and requests that arrived later get none. It waits only while another request holds rows and does not
-// wait for rows itself. Otherwise the request takes what there is: requests that hold parts of what they need
-// do not wait for each other.
+// wait for rows itself. Otherwise the request takes the rows that are free: requests that hold parts of
+// what they need do not wait for each other.
 //
 // For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
 // the rows available; read; hold the chunks that it already hit. The first group (in lookup order) that has

@@ -229,7 +229,7 @@ void RequestTable::end_row_wait(RequestHandle handle) {
   restart_load_budget(handle);
 }
 
-// The last chunk of a prompt is the least likely one that other requests use, too.
+// Checks only the last chunks: other requests are least likely to use them.
 bool RequestTable::uses_rows_alone(const RequestState& request) const {
   if (!request.awaited.empty() && ops_.waiters(request.awaited.rbegin()->second) == 1) return true;
   return !request.held.empty() && chunks_.at(request.held.back()).pins == 1;

@@ -98,9 +98,9 @@ class RequestTable {
   void set_load_tokens(RequestHandle request, std::uint64_t tokens) {
     requests_[request].load_tokens = tokens;
   }
-  // The request waits for rows, also before this call if it did at its last plan.
+  // Starts or continues the wait of the request for rows.
   void await_rows(RequestHandle request);
-  // It has all rows that it needs. If it waited for them, restarts the time for its reads.
+  // Ends the wait for rows, if any, and then restarts the time for the reads.
   void end_row_wait(RequestHandle request);
   // True if another request will soon hold fewer rows: it loads, or waits for reads or for vLLM, and not for
   // rows. Rows that this request uses too do not count. Checks at most `*most` requests, and decrements it.

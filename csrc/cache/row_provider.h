@@ -41,8 +41,8 @@ class RowProvider {
     return take(group, by, evicted, returns_at, true);
   }
   // Same for a chunk that no request needs yet: cancels no writes, and evicts no chunk that an on_evict tier
-  // lacks and cannot take now. (Where whole slabs are emptied, only chunks are spared of which a use is
-  // expected.)
+  // lacks and cannot take now. (Where whole slabs are emptied, it spares only chunks with an expected
+  // use.)
   RowId take_spare(std::uint32_t group, TenantId tenant, double returns_at) {
     return take(group, {0, tenant}, nullptr, returns_at, false);
   }

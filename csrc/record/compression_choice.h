@@ -92,7 +92,7 @@ class CompressionChoice {
     const Element found = element(group);
     return is_16_bit(found) ? found : Element::kBytes;
   }
-  // Returns the element for the lossy codec; kBytes: records of this group must not lose anything.
+  // Returns the element for the lossy codec; kBytes: records of this group are stored without loss.
   Element lossy_element(std::uint32_t group) const {
     return bounds(group).keys > 0 ? element(group) : Element::kBytes;
   }

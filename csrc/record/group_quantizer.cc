@@ -329,7 +329,7 @@ struct Avx2Group {
     }
     const __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers)));
     if constexpr (kElement == Element::kE5m2) return _mm256_cvtph_ps(_mm_slli_epi16(bits, 8));
-    // The same bits in fp16 are a number with the exponent less 8.
+    // Read as fp16, these bits are the number times 2^-8.
     const __m128i magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x7F));
     const __m128i nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
     const __m128i sign = _mm_slli_epi16(_mm_xor_si128(bits, magnitude), 8);

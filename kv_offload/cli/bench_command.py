@@ -68,10 +68,10 @@ def bench(
 
     The raw speeds are those of plain system calls in the same place, and of memcpy. Writes temporary files
     below ROOT, or its nearest parent that exists, and removes them. In a directory with records it stays
-    within the limit of the directory and evicts nothing: measure another directory of the same file system if
-    it is full, or open in a server. The plan shows, for several sizes of a
-    token, how many tokens per second a request loads. It is an estimate: load_policy auto measures the real
-    speed while it serves. With --prefill the plan also shows whether a tier there pays off, and whether it
+    within the limit of the directory and evicts nothing. If the directory is full, or a server has it open,
+    measure another directory on the same file system. The plan shows, for several sizes of a token, how many
+    tokens per second a request loads. It is an estimate: load_policy auto measures the real speed while it
+    serves. With --prefill the plan also shows whether a tier there pays off, and whether it
     can write everything that is computed or should write chunks at their second request (write_policy
     reuse:2).
 

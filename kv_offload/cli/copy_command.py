@@ -325,12 +325,12 @@ class Command:
 
 
 def _unread(source: "Root", plan: "Plan") -> str:
-    """Returns what the plan lacks because it cannot be read; "" if it lacks nothing."""
+    """Returns a message about unreadable directories of the source; "" if there are none."""
     if not plan.unreadable:
         return ""
     return (
-        f"{source.where}: records not copied because their directories cannot be read: "
-        f"{len(plan.unreadable):,} of them. The first one: {plan.unreadable[0]}"
+        f"{source.where}: {len(plan.unreadable):,} directories cannot be read, so their records are not "
+        f"copied. The first error: {plan.unreadable[0]}"
     )
 
 

@@ -87,7 +87,7 @@ def stat(
       kv-offload stat "redis://cache.internal:6379/0?password_env=REDIS_PASSWORD"
       kv-offload stat "s3://kv-cache/kv_offload?region=eu-west-1"
 
-    Exit status: 0 shown; 1 ROOT cannot be read, or not completely; 2 ROOT is not a root.
+    Exit status: 0 shown; 1 ROOT or a part of it cannot be read; 2 ROOT is not a root.
     """
 
     opened = open_root(root)
@@ -109,7 +109,7 @@ def stat(
 
 
 def _end(unreadable: list[str]) -> None:
-    """Ends a command that shows records: with an error if a part of the root cannot be read."""
+    """Ends a command: names the unreadable directories, and exits with 1 if there are any."""
     if not unreadable:
         return
     for each in unreadable[:_MOST_UNREADABLE]:
@@ -227,7 +227,7 @@ def ls(
       kv-offload ls /var/cache/kv --by largest -l 10
       kv-offload ls /var/cache/kv -n 3fa2 --by hits --json
 
-    Exit status: 0 listed; 1 ROOT cannot be read, or not completely; 2 ROOT is not a root, or has no such
+    Exit status: 0 listed; 1 ROOT or a part of it cannot be read; 2 ROOT is not a root, or has no such
     namespace.
     """
     from kv_offload.sizes import format_bytes

@@ -20,8 +20,7 @@ inline constexpr std::string_view kLedgerFile = "ledger";  // LedgerPage
 inline constexpr std::string_view kNamespaceFile = "namespace.json";
 inline constexpr std::string_view kOpenFile = "open";  // shared flock: a process has the namespace open
 
-// The temporary root of probe_disk(), and the file of kv_offload/raw_speed.py, which has its name for an
-// instant only.
+// The temporary root of probe_disk(), and the file of kv_offload/raw_speed.py, which is unlinked at once.
 inline constexpr std::string_view kProbePrefix = ".kv_offload_probe_", kRawPrefix = ".kv_offload_raw_";
 NamespaceId probe_namespace(std::uint64_t random);  // of one run of probe_root()
 bool is_probe_namespace(std::string_view name);

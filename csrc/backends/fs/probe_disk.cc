@@ -85,7 +85,7 @@ std::optional<DiskProbe> probe(const FsTierOptions& options, std::uint64_t total
   Rows rows;
   for (std::size_t i = 0; i < kInFlight; ++i) rows.emplace_back(record_bytes);
   const std::unique_ptr<Tier> tier = make_fs_tier(options);
-  // A root that was not counted since the machine started accepts no record before.
+  // A root that was not counted since the machine started accepts no record before its count ends.
   const auto give_up = std::chrono::steady_clock::now() + kCountWait;
   while (run(*tier, OpKind::kWrite, count, 1, rows).kind() == StatusKind::kUnavailable) {
     if (std::chrono::steady_clock::now() >= give_up) return std::nullopt;

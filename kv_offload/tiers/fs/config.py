@@ -26,8 +26,8 @@ _PROBE_RECORD = 2 << 20
 _SMALLEST_PROBE = 8 * _PROBE_RECORD
 _MARGIN = 4 << 20  # for directories and headers of a probe
 _ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/backends/fs/layout.h
-_MEASURE_ELSEWHERE = "measure another directory of its file system with kv-offload bench"
-_IN_USE = f"it is open in other processes, which limit it, and max_bytes is not given; {_MEASURE_ELSEWHERE}"
+_MEASURE_ELSEWHERE = "measure another directory on its file system with kv-offload bench"
+_IN_USE = f"it is open in other processes, and max_bytes is not given; {_MEASURE_ELSEWHERE}"
 
 
 def existing_part(path: str) -> Path:
@@ -207,7 +207,7 @@ class FsTierConfig(EncryptedTierConfig):
         if self._is_root():
             measured = _core.probe_root(self.root_dir, bound, total, _PROBE_RECORD)
             if measured is None:
-                text = "speed not measured: its servers use the space up to max_bytes, or it is still counted"
+                text = "speed not measured: max_bytes is reserved, or its bytes are still being counted"
                 return Answer("note", f"{text}; {_MEASURE_ELSEWHERE}")
             figures = measured
         else:
@@ -237,7 +237,7 @@ class FsTierConfig(EncryptedTierConfig):
         total = max(min(total_bytes, room), _SMALLEST_PROBE)
         reserved = _core.ReservedSpace(self.root_dir, bound, total + _MARGIN) if self._is_root() else None
         speeds = raw_disk(str(existing_part(self.root_dir)), total)
-        del reserved  # only now
+        del reserved  # after the measurement
         return speeds
 
     def _is_root(self) -> bool:

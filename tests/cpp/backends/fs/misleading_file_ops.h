@@ -128,7 +128,7 @@ class SmallDisk : public FaultyFileOps {
 };
 
 // A file system that copies on write: an overwrite needs as much room as new bytes, for the ledger too. Full
-// from fill() on, except for what is removed.
+// from fill() on, except for bytes that are freed.
 class CopyOnWriteDisk : public FaultyFileOps {
  public:
   // taken: another program uses removed bytes at once.

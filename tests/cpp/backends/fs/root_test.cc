@@ -262,7 +262,7 @@ class FsProbeTest : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kBound = std::uint64_t{4} << 20, kRecord = 65536;
 
-  // Leaves what a killed run leaves in `directory`: of a temporary root, the raw speed, and a root.
+  // Creates the files that killed probes of a directory, of its raw speed and of a root leave in `directory`.
   static void leave_probes(const std::string& directory) {
     { EXPECT_TRUE(TierUser(options_for(directory + "/.kv_offload_probe_1")).write(1)); }
     std::ofstream(directory + "/.kv_offload_raw_1") << std::string(100000, 'x');
