@@ -375,8 +375,8 @@ Status RedisStore::fetch_startup_epoch(const std::string& if_none, std::string* 
     if (epochs_.has_ended(if_none))
       return Status::error(StatusKind::kUnavailable, "the tier was reset meanwhile");
     if (start.kind != Reply::Kind::kNil) {
-      // No process uses a value that is not an epoch name, so it may be replaced; but not the name of a reset
-      // that has just replaced it.
+      // No process uses a value that is not an epoch name, so it may be replaced. A name that a reset
+      // has just written must stay.
       if (Status status = replace_startup_epoch(start.text, if_none); !status) return status;
       continue;
     }

@@ -103,7 +103,7 @@ class DirectoryRoot:
                 record = next(found)
             except StopIteration:
                 return
-            except RuntimeError as error:  # the next call continues behind the directory
+            except RuntimeError as error:  # the next call continues after the directory
                 if failures is None:
                     raise
                 failures.append(str(error))

@@ -305,7 +305,8 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
   EXPECT_NE(medium_.server.call({"GET", name}).text, before);
 }
 
-// As above, of this engine or of another one. Servers that start later would find records from before it.
+// The reset of this or of another engine happens as above. Otherwise servers that start later would find
+// records from before the reset.
 TEST_F(RedisTierTest, an_invalid_epoch_value_that_a_reset_has_replaced_is_not_replaced) {
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   for (const bool is_own : {true, false}) {
