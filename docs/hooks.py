@@ -13,6 +13,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "tests/README.md": "tests.md",
 }
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 

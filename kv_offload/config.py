@@ -272,6 +272,7 @@ class OffloadConfig(BaseModel):
                 + json.dumps([config_compat.example_tier()])
             )
             tiers = []
+        # Tiers are checked one by one, so that the problems of all of them are reported at once.
         ours["secondary_tiers"] = []
         for index, given in enumerate(tiers):
             tier = _tier(index, given, notes, problems)

@@ -86,6 +86,7 @@ def own_keys(
         elif key not in VLLM_KEYS:
             _unknown_key(key, value, (*known, *VLLM_KEYS), "", notes, problems)
     problems += _chunk_problems(extra)
+    # vLLM's arc, and policies of a module of the user.
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
@@ -93,7 +94,7 @@ def own_keys(
         notes.append(
             f"eviction_policy {policy!r} is not available; prefix is used and learns which chunks are reused"
         )
-    for key in ("eviction_policy", "secondary_tiers"):
+    for key in ("eviction_policy", "secondary_tiers"):  # null means the default
         if ours.get(key, ...) is None:
             del ours[key]
     return ours

@@ -325,9 +325,10 @@ class Copier:
         self._end(pool)
         if isinstance(failure, OSError | RuntimeError) and not isinstance(failure, CopyError):
             failure = CopyError("failed", str(failure))
+        # Asked after all threads have ended, whatever the result: a reset makes every copy useless or wrong.
         try:
             reset = self._reset_tier()
-        except CopyError as error:
+        except CopyError as error:  # it cannot be found out: report both failures
             if isinstance(failure, CopyError) and failure.ended != "reset" and str(failure) != str(error):
                 raise CopyError(failure.ended, f"{failure}. {error}") from None
             raise
@@ -430,7 +431,7 @@ class Copier:
         if self._stop.is_set():
             return Outcome(entry, "skipped")
         self._limit.wait(entry.bytes)
-        if self._stop.is_set():
+        if self._stop.is_set():  # while it waited
             return Outcome(entry, "skipped")
         kind, message, record = self._read(entry)
         if record is None:

@@ -86,7 +86,7 @@ REASONS = {
 
 
 # Remedy for each kind in kv_offload_failures_total.
-_FAILURES = {
+FAILURE_KINDS = {
     "corrupt": "run kv-offload verify on the root, and check the device or the server",
     "io": "check the device and the permissions of the root; for a server, run kv-offload doctor",
     "no_space": "free space on the file system, or lower max_bytes; on a Redis server, set maxmemory-policy",
@@ -224,7 +224,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
         }
         if kinds:
             counted = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-            advice = dict.fromkeys(_FAILURES.get(kind, "see the server's log") for kind in kinds)
+            advice = dict.fromkeys(FAILURE_KINDS.get(kind, "see the server's log") for kind in kinds)
             yield Finding("failures", f"operations of tier {tier} failed: {counted}", "; ".join(advice))
         oldest = page.max("kv_offload_oldest_op_seconds", tier=tier)
         if oldest > _STUCK_SECONDS:
@@ -382,6 +382,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
         line = line.rstrip()
         ours = ours or _PLUGIN_LINE.search(line) is not None
         booted = booted or _BOOT.search(line) is not None
+        # A list of problems has one per line, until a line that is none.
         if in_problems and (listed := re.search(r"^\s*(?:\S+ )*?\s*- (.+)$", line)):
             finding = Finding(
                 "refused", listed.group(1), "correct the configuration: kv-offload doctor checks it"
@@ -399,7 +400,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
             for tokens, reason in _REQUEST_MISSED.findall(line):
                 missed[reason] += int(tokens)
             continue
-        findings.setdefault((finding.cause, finding.text), finding)
+        findings.setdefault((finding.cause, finding.text), finding)  # the first of equal lines
     found = [*findings.values(), *_missed(missed, "", 0)]
     if not ours:
         found.insert(0, _plugin_not_found())

@@ -255,12 +255,13 @@ def has_one_set_of_safetensors(
         folder = None
     else:
         folder = hub_snapshot(name, environ, revision=revision, cache_dir=cache_dir)
+    # ModelScope's cache is not searched: its files are not known.
     names = {file.name for file in folder.glob("*.safetensors")} if folder else set()
     if folder is None or not names or any(each.startswith("consolidated") for each in names):
         return False
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return True
+        return True  # no reader can choose among the files
     try:
         return names == set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

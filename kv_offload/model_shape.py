@@ -212,7 +212,7 @@ def _listed_layers(text: Mapping[str, Any], count: int) -> list[str]:
     for key in ("layer_types", "layers_block_type", "block_types"):
         if text.get(key):
             return [str(kind) for kind in text[key]]
-    if text.get("hybrid_override_pattern"):
+    if text.get("hybrid_override_pattern"):  # a character for each layer
         return list(str(text["hybrid_override_pattern"]))
     if text.get("attn_layer_period"):
         period, offset = int(text["attn_layer_period"]), int(text.get("attn_layer_offset") or 0)
@@ -221,6 +221,7 @@ def _listed_layers(text: Mapping[str, Any], count: int) -> list[str]:
         return ["attention" if n in text["full_attn_idxs"] else "conv" for n in range(count)]
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return ["full_attention"] * count
+    # Without a pattern, all layers have the window. Gemma 2 alternates, and its config does not say so.
     every = int(text.get("sliding_window_pattern") or (2 if text.get("model_type") == "gemma2" else 0))
     whole = {n for n in range(count) if every and (n + 1) % every == 0}
     return ["full_attention" if n in whole else "sliding_attention" for n in range(count)]

@@ -57,6 +57,7 @@ def record_shards(heads: int) -> int:
 
 
 def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
+    # Ranks may split KV heads only, and all pages must have one layout that vLLM certifies.
     parallel = config.parallel
     if parallel.world_size != parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
         raise _NotCanonicalError("the ranks split layers or tokens, not only KV heads")

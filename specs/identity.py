@@ -274,27 +274,37 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["numbered_images"] = any(fingerprint.get("numbered_images") for fingerprint in ranks)
     merged["cache_blocks"] = min(fingerprint.get("cache_blocks", 0) for fingerprint in ranks)
     merged["shards"] = _digest(setting_text([fingerprint["shard"] for fingerprint in ranks]))
+    return merged | _merged_groups(ranks)
+
+
+def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the values that fingerprints have for each cache group.
+
+    A window of any rank counts. Where ranks differ, no codec may assume an element type or a layout. A group
+    may lose precision only if it may on all ranks.
+    """
     windowed = [fingerprint["windowed"] for fingerprint in ranks if fingerprint.get("windowed") is not None]
-    merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None
-    elements = [fingerprint["elements"] for fingerprint in ranks if "elements" in fingerprint]
-    merged["elements"] = [
-        names[0] if len(set(names)) == 1 else "bytes" for names in zip(*elements, strict=True)
-    ]
-    flags = [fingerprint["may_lose"] for fingerprint in ranks if "may_lose" in fingerprint]
-    merged["may_lose"] = [all(each) for each in zip(*flags, strict=True)]
-    runs = [fingerprint["kv_runs"] for fingerprint in ranks if "kv_runs" in fingerprint]
-    by_group = list(zip(*runs, strict=True))
-    merged["kv_runs"] = [
-        tuple(each[0])
-        if all(isinstance(other, list) and other == each[0] for other in each)
-        else UNKNOWN_RUNS
-        for each in by_group
-    ]
-    merged["kv_runs_unknown"] = [
-        next((reason for reason in each if isinstance(reason, str)), "the ranks have different layouts")
-        for each in by_group
-    ]
-    return merged
+
+    def by_group(key: str) -> list[tuple[Any, ...]]:
+        return list(zip(*(fingerprint[key] for fingerprint in ranks if key in fingerprint), strict=True))
+
+    return {
+        "windowed": [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None,
+        "elements": [names[0] if len(set(names)) == 1 else "bytes" for names in by_group("elements")],
+        "may_lose": [all(flags) for flags in by_group("may_lose")],
+        "kv_runs": [_merged_runs(runs) for runs in by_group("kv_runs")],
+        # A rank that does not know the layout of a group gives the reason instead.
+        "kv_runs_unknown": [
+            next((reason for reason in runs if isinstance(reason, str)), "the ranks have different layouts")
+            for runs in by_group("kv_runs")
+        ],
+    }
+
+
+def _merged_runs(runs: Sequence[Any]) -> tuple[int, int]:
+    """Returns the layout of a group that all ranks have; UNKNOWN_RUNS if they differ or do not know it."""
+    alike = isinstance(runs[0], list) and all(other == runs[0] for other in runs)
+    return (runs[0][0], runs[0][1]) if alike else UNKNOWN_RUNS
 
 
 def keep_for(config: Any, options: OffloadConfig) -> str:
@@ -335,6 +345,7 @@ def namespace_identity(
     parallel = config.parallel
     canonical = merged.get("canonical")
     settings = dict(merged["settings"]) | {"shards": canonical["pages"] if canonical else merged["shards"]}
+    # The canonical layout is equal for all numbers of ranks, so nothing that depends on it is included.
     if canonical:
         shard_bytes = [shards[:1] * canonical["shards"] for shards in map(tuple, shard_bytes)]
     identity = NamespaceIdentity(

@@ -107,7 +107,9 @@ def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
     ):
         raise _unusual(cache)
     backend = packing.layer_backend(layer)
+    # The stride of an axis with one element has no meaning.
     steps = [cache.stride(axis) for axis in range(3) if cache.shape[axis] > 1]
+    # vLLM's CPU backend stores all keys of a head before its values; the others, each key before its value.
     if backend == "CPU_ATTN" and key == value and cache[0, 0].is_contiguous():
         key = value = cache.shape[2] * key
         steps = [cache.stride(axis) for axis in range(2) if cache.shape[axis] > 1]

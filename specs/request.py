@@ -87,7 +87,7 @@ class HintReader:
         if self._flag(params, _SKIP_LOAD):
             hints |= {"load_from_cpu": False, "load_tiers": 0}
         priority = params.get(_PRIORITY)
-        if type(priority) is int:
+        if type(priority) is int:  # True is an int too, and no priority
             hints["priority"] = max(-1, min(1, priority))
         elif priority is not None:
             self._ignored(_PRIORITY, priority, "an integer")

@@ -267,6 +267,7 @@ class KVOffloadSpec(OffloadingSpec):
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
         merged = merge_fingerprints([text for _, text in ranks])
+        # In other layouts the ranks of pipeline stages may differ in size.
         alike = self.replicated_layout or merged.get("canonical")
         for rank, (shards, _) in enumerate(ranks):
             if len(shards) != len(self.config.groups) or (alike and shards != per_area[0]):
@@ -281,6 +282,7 @@ class KVOffloadSpec(OffloadingSpec):
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
     def _tier_plan(self, identity: NamespaceIdentity, merged: Mapping[str, Any]) -> TierPlan:
+        # Each warning is about groups for which a part of the setting has no effect.
         exact_groups = _exact_groups(merged)
         exact = [position for position, is_exact in enumerate(exact_groups) if is_exact]
         bounds = self._options.error_bounds()

@@ -248,6 +248,7 @@ class HitWatch:
 
     def _cause(self, reason: str, misses: Mapping[str, float]) -> str:
         """Returns the most specific matching cause; otherwise the meaning of the most frequent reason."""
+        # From the causes that exclude every hit to the general ones.
         around = self._surroundings
         veto = self._vetoing_groups()
         if veto:

@@ -148,7 +148,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
         log_long_chunks(config, windows)
-    if parallel.rank == (0 if hosts is None else hosts.first_rank):
+    if parallel.rank == (0 if hosts is None else hosts.first_rank):  # once per host
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
         config.engine_id if hosts is None else hosts.region_id(config.engine_id),
@@ -176,7 +176,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         local_ranks=0 if hosts is None else hosts.ranks_each,
     )
     agent = connect_rank(hosts, region, config)
-    if hosts is not None and agent is not None:  # without tiers of its own too: it then refuses
+    if hosts is not None and agent is not None:  # also without tiers: it then refuses the scheduler's order
         serve_tiers(agent, hosts, options)
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)

@@ -30,7 +30,7 @@ adapter() {
   ninja -C build/cpp -j "$jobs" --quiet _core
   local contract=tests/python/test_contract.py::test_manager_worker_and_spec_keep_vllms_contract
   [ $# -gt 0 ] || set -- tests/python --deselect tests/python/test_oracle.py --deselect tests/python/test_monitoring.py \
-    --deselect "$contract[0.31]" --deselect "$contract[0.33]"
+    --deselect "${contract}[0.31]" --deselect "${contract}[0.33]"
   .venv/bin/python -m pytest -q --durations=5 "$@"
 }
 

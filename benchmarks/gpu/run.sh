@@ -16,7 +16,7 @@
 #
 # Not racecheck, nor synccheck: they look at shared memory and at barriers, and the kernels have neither.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 on_threads='' named='' parts=() folder=build/gpu
 for word in "$@"; do
   case $word in

@@ -30,7 +30,7 @@ struct TierSpec {
   ErrorBounds bounds;                  // of kLossy
   ErrorBounds accepted;                // of records that are read: RecordFormOptions::bounds
   std::vector<Element> elements;       // by group position
-  std::vector<bool> exact_groups;      // by group position: stored without loss all the same
+  std::vector<bool> exact_groups;      // by group position: always stored without loss
   std::vector<KvRuns> runs;            // by group position
   bool memory_outlives = false;        // see FsTierOptions
   bool watch_removals = false;         // see ThreadPoolTierOptions; only fs and redis

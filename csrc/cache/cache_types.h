@@ -118,7 +118,7 @@ struct RequestReport {
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
   static constexpr std::size_t kNeighbourNumbers = 64;  // as many as shared regions can have
-  // Of the hit tokens, by the neighbour's number.
+  // Hit tokens in memory of neighbours, by the neighbour's number.
   std::array<std::uint64_t, kNeighbourNumbers> neighbour_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};
   std::string_view choice{};  // last decision; empty: no decision was needed

@@ -372,9 +372,10 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
     const Slot slot = owners_[row / pages];
     if (slot == kNoOwner) return false;
     const ChunkEntry& entry = index_.at(slot);
+    // A transfer may still access the bytes, or another engine reads them.
     if (entry.state != ChunkState::kResident || quarantine_.holds(row)) return false;
     if (lent_ && lent_->is_read(row)) return false;
-    if (index_.is_forgotten(slot)) return true;
+    if (index_.is_forgotten(slot)) return true;  // no request can find it any more
     const bool is_spared = by.request == 0 ? is_awaited(entry) : entry.holder == by.request;
     return entry.pins == 0 && !is_spared && (!shares_ || shares_->may_take_from(entry.tenant));
   };

@@ -30,7 +30,7 @@ class LentRows {
   void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }
   // The row's bytes are complete.
   void publish(const SharedRows::Row& row) { rows_.publish(row); }
-  // Call before a row is reused. False: a neighbour reads it; poll() reports when it does not any more.
+  // Call before a row is reused. False: a neighbour reads it; poll() reports the end of that read.
   bool withdraw(RowId row);
   bool is_read(RowId row) const { return rows_.is_pinned(row); }
   // True if a neighbour has used the row since the last call.

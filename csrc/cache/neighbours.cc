@@ -142,7 +142,7 @@ void Neighbours::leave_ended(const std::vector<const NeighbourRegion*>& ended_fo
       number.is_reported = true;
     }
     if (!neighbour.has_ended && !stopped_) continue;
-    if (neighbour.held_bytes > 0 || neighbour.is_filter_read) continue;
+    if (neighbour.held_bytes > 0 || neighbour.is_filter_read) continue;  // in use: left in a later call
     region_.dismiss_neighbour(slot);
     number.is_known = false;
     ended.push_back(std::move(neighbour.region));

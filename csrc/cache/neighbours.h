@@ -71,7 +71,7 @@ class Neighbours {
   std::optional<Borrowed> borrow(const ChunkKey& key, std::uint32_t group);
   // True if a neighbour has this chunk now. Its owner's eviction then counts a use.
   bool use(const ChunkKey& key, std::uint32_t group);
-  // Adds a hold, ends one. The last one unpins the row. REQUIRES: the row is held.
+  // Adds or ends a hold. The end of the last one unpins the row. REQUIRES: the row is held.
   void hold(RowId row) noexcept;
   void release(RowId row) noexcept;
   bool owns(RowId row) const { return row >= first_row_; }

@@ -104,6 +104,7 @@ void Prefetcher::add_due(Nanos now, bool is_idle, std::size_t most) {
   const Nanos end = now + (is_idle ? kIdleHorizon : kMaxLead);
   for (const bool is_earliest : {true, false}) {
     auto next = is_earliest || is_idle ? scheduled_.begin() : scheduled_.upper_bound(last_);
+    // All prompts up to the horizon have been checked: start again.
     if (next == scheduled_.end() || next->first > end) next = scheduled_.begin();
     for (std::size_t left = most / 2; left > 0 && next != scheduled_.end() && next->first <= end; --left) {
       count_steps(1);
@@ -295,6 +296,7 @@ int Prefetcher::tier_of(Task& task, const Chunk& chunk) {
     const Presence presence = with_.ops.contains(tier, chunk.key);
     if (presence == Presence::kPresent) return static_cast<int>(tier);
     if (presence == Presence::kAbsent || presence == Presence::kLookupFailed) continue;
+    // The prompt has asked already: a stale miss is the answer, or it would ask forever.
     if (presence == Presence::kStaleMiss && was_asked) continue;
     found = kUnknownTier;
     if (!was_asked) ask(tier, task);

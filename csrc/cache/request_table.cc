@@ -382,7 +382,8 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
     if (begin == end) continue;
     const ChunkKey& last = keys[end - 1];
     request.offers.set_last(group, last, chunks_.find(last)->depth);
-    if (request.options.family == 0) continue;
+    if (request.options.family == 0) continue;  // without hints about its session
+    // A chain is found from its last chunk; the chunks of a window are held one by one.
     const bool is_chain = groups_[group].full_attention;
     for (std::size_t i = is_chain ? end - 1 : begin; i < end; ++i)
       request.offers.hold(group, chunk_id(keys[i]));
@@ -409,6 +410,7 @@ void RequestTable::admit_load(RequestHandle handle, std::span<const ChunkKey> ke
                  static_cast<double>(tokens));
   }
   admit(handle);
+  // The report has times of the first loads only, but counts all of them.
   RequestReport& report = request.report;
   if (report.load_count < RequestReport::kLoads) report.loads[report.load_count].begin = clock_.now();
   ++report.load_count;

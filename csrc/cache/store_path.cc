@@ -169,7 +169,7 @@ void StorePath::complete(std::span<const ChunkKey> keys, bool success) {
   try {
     finish(keys, success);
   } catch (...) {
-    // vLLM does not repeat the call: what has not become resident never would.
+    // vLLM does not repeat the call: chunks that are not resident yet would never be.
     for (const ChunkKey& key : keys) {
       const ChunkEntry* entry = context_.chunks.find(key);
       if (entry != nullptr && entry->state == ChunkState::kFilling)
@@ -194,6 +194,8 @@ void StorePath::finish(std::span<const ChunkKey> keys, bool success) {
       result = context_.tickets.store_result(known, &failed_groups);
     }
     const Slot slot = context_.chunks.slot_of(entry);
+    // A rank of another host may report after vLLM has completed the store. Otherwise a chunk is stored only
+    // if vLLM and all ranks succeeded; a rank can refuse the chunks of single groups.
     if (success && result == TicketResult::kPending && context_.tickets.may_be_late()) {
       finish_later(known, key);
     } else if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {

@@ -385,6 +385,7 @@ bool TierIo::shed_writes(const Requester& by) {
     int passed = 0;
     for (auto at = queued_writes_.begin(); shed < kShedAtOnce && at != queued_writes_.end();) {
       const OpId op = *at;
+      // A write that stays keeps its place in the queue, and the search for others is bounded.
       if (chunks_.tenants() != nullptr) {
         const Slot slot = ops_.at(op).slot;
         const bool is_own = chunks_.at(slot).tenant == by.tenant;
@@ -398,9 +399,11 @@ bool TierIo::shed_writes(const Requester& by) {
       if (drop_write(op, "pressure")) ++shed;
     }
   };
+  // A tenant takes from the others before it drops writes of its own chunks.
   if (chunks_.tenants() != nullptr) shed_some(true);
   if (shed == 0) shed_some(false);
   if (shed == 0) return false;
+  // The pins end when the tier reports the cancelled writes.
   const std::size_t pinned = chunks_.pinned();
   poll();
   return chunks_.pinned() < pinned;

@@ -372,7 +372,7 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
   if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
     const StatusKind kind = ended.status.kind();
-    // Tiers that are read_only remove nothing. That is no failure.
+    // Tiers that are read_only remove nothing, which does not count as a failure.
     if (kind != StatusKind::kDeclined || ended.status.error_number() != EROFS)
       ++counts_[part].removals[static_cast<std::size_t>(kind)];
     if (kind == StatusKind::kUnavailable) postpone_removal(removal->second.part, removal->second.key);
@@ -601,6 +601,8 @@ Status AllHostsTier::reset(std::uint64_t startup_id) {
 }
 
 TierStats AllHostsTier::stats() const {
+  // Bytes, ops and failures add up. A chunk needs its part on each host: the number of chunks and the
+  // abilities are those of the host with the least, queues and ages those of the host with the most.
   TierStats all = parts_.front().tier->stats();
   for (std::size_t part = 1; part < parts_.size(); ++part) {
     const TierStats stats = parts_[part].tier->stats();

@@ -93,6 +93,7 @@ std::string to_text(const HostEndpoint& endpoint) {
 }
 
 std::optional<HostEndpoint> parse_endpoint(std::string_view text) {
+  // ADDRESS PORT SECRET, as to_text() writes them. Numeric addresses only, so that no name is looked up.
   const std::size_t first = text.find(' ');
   const std::size_t second = first == std::string_view::npos ? first : text.find(' ', first + 1);
   if (second == std::string_view::npos) return std::nullopt;

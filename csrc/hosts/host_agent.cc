@@ -136,9 +136,11 @@ void HostAgent::Impl::serve() {
 void HostAgent::Impl::serve_once() {
   const bool accepts = clock.now() >= accept_from;
   std::vector<pollfd> watched{{wake.get(), POLLIN, 0}, {accepts ? listener.get() : -1, POLLIN, 0}};
+  // A client that is not authenticated yet sends or receives, never both at once.
   for (const Stranger& one : strangers)
     watched.push_back({one.socket.get(), static_cast<short>(one.unsent.empty() ? POLLIN : POLLOUT), 0});
   if (connection != nullptr) {
+    // While too many orders wait, the scheduler's frames stay in the socket.
     const int reads = tiers.is_full() ? 0 : POLLIN, writes = connection->unsent.empty() ? 0 : POLLOUT;
     watched.push_back({connection->socket.get(), static_cast<short>(reads | writes), 0});
   }
@@ -159,7 +161,7 @@ void HostAgent::Impl::end_connection() {
   connection.reset();
 }
 
-// False: the connection has ended, nothing arrived for too long, or what arrived is no part of the protocol.
+// False: the connection has ended, nothing arrived for too long, or the bytes violate the protocol.
 bool HostAgent::Impl::read_frames(Nanos now) {
   if (tiers.is_full()) {
     connection->last_arrived = now;  // what has arrived is not read

@@ -23,7 +23,7 @@ constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
 constexpr Nanos kOpenTurn = std::chrono::milliseconds(20);  // the wait for one host while several open tiers
-constexpr std::size_t kMostEvents = 64;  // that nobody has taken yet; later ones are dropped
+constexpr std::size_t kMostEvents = 64;                     // that were not taken yet; later ones are dropped
 constexpr std::size_t kMostUnsentOrders = std::size_t{256} << 10;  // bytes of frames that wait for the socket
 
 enum class State : std::uint8_t {
@@ -179,6 +179,7 @@ void HostLinks::Impl::run_once() {
     else if (link.state != State::kUnfit)
       until = std::min(until, link.deadline);
     if (!is_live(link)) continue;
+    // An idle link sends a keep-alive frame; orders that did not fit follow as soon as there is space.
     if (link.writer != nullptr && link.unsent.empty())
       until = std::min(until, link.last_sent + options.alive_interval);
     if (link.orders_wait && link.unsent.size() < kMostUnsentOrders) until = before;
@@ -206,6 +207,7 @@ void HostLinks::Impl::step(Link& link, Nanos now) {
       if (now >= link.deadline) connect(link, now);
       return;
     case State::kConnecting: {
+      // Writable: connected or failed. Before that, wait until the deadline.
       pollfd writable{link.socket.get(), POLLOUT, 0};
       if (::poll(&writable, 1, 0) == 1) {
         if (const int error = connect_error(link.socket); error != 0)

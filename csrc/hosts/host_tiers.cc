@@ -175,7 +175,7 @@ void HostTiers::Impl::run() {
   begin_thread("kvo-host-tiers", CpuShare::kFull);
   bool goes_on = true;
   while (goes_on) {
-    // An exception that leaves the thread would end the process. What was lost ends with the connection: the
+    // An exception that leaves the thread would end the process. Lost results end with the connection: the
     // scheduler then learns that no op is running any more.
     try {
       std::deque<Order> taken;
@@ -211,7 +211,7 @@ void HostTiers::Impl::turn(std::deque<Order> taken) {
   for (Order& order : taken) {
     try {
       std::visit([this](auto& one) { execute(one); }, order);
-    } catch (const std::exception&) {  // the others are executed all the same
+    } catch (const std::exception&) {  // the others are still executed
       fail();
     }
   }
@@ -383,7 +383,7 @@ void HostTiers::Impl::poll(std::uint8_t tier) {
     make(FrameType::kRemovals, removed);
     removed.removals.clear();
   }
-  // Before the results: a record that was read as damaged is gone when its read ends.
+  // Before the results: a record that was read as damaged is removed before its read ends.
   if (!removed.removals.empty()) make(FrameType::kRemovals, removed);
   TierResults results{tier, {}};
   for (const Completion& ended : completions) {

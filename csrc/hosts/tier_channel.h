@@ -46,7 +46,7 @@ class TierChannel {
   // ---- the thread of the connections
   // Repeats the order to open the tiers if it was not answered.
   void begin_connection() EXCLUDES(mutex_);
-  // Forgets all events that nobody has taken. Needs no memory. `is_final`: there will be no other connection.
+  // Drops all events that were not taken. Needs no memory. `is_final`: there will be no other connection.
   // If not connected, only updates the reported problem.
   void end_connection(const std::string& problem, bool is_final = false) noexcept EXCLUDES(mutex_);
   // Takes a frame of the host.

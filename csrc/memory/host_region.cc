@@ -155,6 +155,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
                   options.num_areas, options.num_workers);
   }
   std::uint64_t area_bytes = options.bytes / options.num_areas;
+  // Large areas consist of whole huge pages, small ones of pages.
   area_bytes = round_down(area_bytes, area_bytes >= kLargeArea ? kHugePageBytes : kPageBytes);
   if (area_bytes == 0 || options.bytes > std::uint64_t{1} << 60) {
     throw_invalid(
@@ -167,7 +168,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
                            .num_workers = options.num_workers,
                            .first_rank = 0,
                            .local_ranks = options.num_workers};
-  if (options.local_ranks == 0) return sizes;
+  if (options.local_ranks == 0) return sizes;  // all ranks are on this host
   if (options.first_rank >= options.num_workers ||
       options.local_ranks > options.num_workers - options.first_rank) {
     throw_invalid("{} ranks of this host from rank {} on were given; the engine has ranks 0 to {}",
@@ -176,6 +177,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   sizes.first_rank = options.first_rank;
   sizes.local_ranks = options.local_ranks;
   if (options.local_ranks == options.num_workers) return sizes;
+  // Other ranks are on other hosts, and so are their areas.
   if (options.num_areas != options.num_workers)
     throw_invalid("one area for all ranks was given; ranks on several hosts need one area each");
   if (!options.keep_for.empty() || !options.share_for.empty())
@@ -673,8 +675,8 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
       mapped.generation = wanted->generation;
       if (wanted->area.inode == 0) impl.control.set_done(slot, impl.rank, wanted->generation);
     }
-    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;
-    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;
+    if (wanted->area.inode == 0 || mapped.fd >= 0) continue;         // dismissed, or mapped already
+    if (mapped.calls_left > 0 && --mapped.calls_left > 0) continue;  // pausing after a refusal
     std::string problem = impl.map_neighbour(slot, wanted->area);
     if (problem.empty() && change) {
       if (const Status status = change(memory, true); !status.is_ok()) {
@@ -689,6 +691,7 @@ std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& chang
     impl.control.set_refused(slot, impl.rank, wanted->generation);
     mapped.pause = mapped.pause == 0 ? kFirstPause : std::min(2 * mapped.pause, kMostPause);
     mapped.calls_left = mapped.pause;
+    // Reported when it changes, not in each try.
     if (problem != mapped.problem) problems.push_back(problem);
     mapped.problem = std::move(problem);
   }

@@ -108,8 +108,8 @@ void SharedRows::publish(const Row& row) {
   const std::uint32_t index = index_of(row.row);
   auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
   Entry& entry = entries[index];
-  // A reader that sees one of the new words also sees that the old version is gone: each word is stored with
-  // release and loaded with acquire (ThreadSanitizer does not support fences).
+  // A reader that sees one of the new words also sees that the old version was cleared: each word is stored
+  // with release and loaded with acquire (ThreadSanitizer does not support fences).
   const auto words = words_of(row.key);
   for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(words[i], std::memory_order_release);
   entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_release);
@@ -264,23 +264,25 @@ std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) c
   const std::uint64_t hash = ChunkKey::Hash{}(key);
   const std::uint64_t chain = bucket_of(hash).load(std::memory_order_acquire);
   const std::uint64_t bits = SharedRowsFilter::bits_of(hash);
-  if ((chain & bits) != bits || !is_open()) return std::nullopt;
+  if ((chain & bits) != bits || !is_open()) return std::nullopt;  // the filter excludes the key
   const auto words = words_of(key);
   auto link = static_cast<std::uint32_t>(chain);
   for (unsigned step = 0; link != 0 && step < kMostSteps; ++step) {
     const std::uint32_t index = link - 1;
-    if (index >= layout_.capacity) return std::nullopt;
+    if (index >= layout_.capacity) return std::nullopt;  // damaged
     const SharedRows::Entry& found = entry(index);
     link = found.next.load(std::memory_order_acquire);
     const std::uint64_t version = found.version.load(std::memory_order_acquire);
-    if (version == 0) continue;
+    if (version == 0) continue;  // withdrawn
     bool is_equal = true;
     for (std::size_t i = 0; i < kKeyWords && is_equal; ++i)
       is_equal = found.key[i].load(std::memory_order_acquire) == words[i];
     if (!is_equal) continue;
     const std::uint64_t place = found.place.load(std::memory_order_acquire);
     const std::uint32_t group = found.group.load(std::memory_order_acquire);
+    // The owner has changed the entry meanwhile, so its parts may not belong together.
     if (found.version.load(std::memory_order_relaxed) != version) continue;
+    // Each entry has its own row: another number is damage, and may be outside of the rows.
     const auto row = static_cast<RowId>(place);
     if (row / row_pages_ != index || group > 0xFF) return std::nullopt;
     return Found{row, static_cast<std::uint32_t>(place >> 32), static_cast<std::uint8_t>(group), version};

@@ -70,8 +70,8 @@ class SharedRows {
   bool is_pinned(RowId row) const;
   // True if a reader has used the row since the last call.
   bool take_use(RowId row);
-  // Withdraws all rows, in O(1), for good. Pins stay. A row needs withdraw() before it is reused all the
-  // same.
+  // Withdraws all rows, in O(1), for good. Pins stay. A row still needs withdraw() before it is
+  // reused.
   void close();
   std::uint32_t capacity() const { return layout_.capacity; }
   // Returns bits of the readers that pin any of the rows with the indices [first, first + count). REQUIRES,
@@ -148,8 +148,8 @@ class SharedRowsView {
   std::optional<Found> find(const ChunkKey& key) const;
   // True if the row still holds the key. It then stays unchanged until unpin().
   bool pin(unsigned reader, const Found& found);
-  void unpin(unsigned reader, RowId row);  // also tells the owner's eviction of the use
-  void mark_used(RowId row);               // tells it without a pin
+  void unpin(unsigned reader, RowId row);  // also reports the use to the owner's eviction
+  void mark_used(RowId row);               // reports it without a pin
   bool is_open() const;                    // false: the owner has closed the table
   // Clears what an earlier, dead reader of this number left. REQUIRES: the number belongs to this process.
   void clear_pins(unsigned reader);

@@ -15,6 +15,10 @@ constexpr float kPriorOfFactor = 20;
 constexpr float kPriorReturns = 0.01f;
 constexpr float kFirstPriorReturns = 0.025f;
 
+// Ages that rate() computes together.
+constexpr unsigned kLanes = 8;
+static_assert(ReusePredictor::kBuckets % kLanes == 0);
+
 constexpr auto kWidths = [] {
   std::array<float, ReusePredictor::kBuckets> widths{};
   for (unsigned b = 0; b < widths.size(); ++b) {
@@ -95,13 +99,15 @@ void ReusePredictor::rate(unsigned of_class) {
     const float left = 1 - hazard[b], cost = kWidths[b] * (1 - hazard[b] / 2);
     present[b] = 1;
     kept[b] = -cost / 2;  // an entry is in the middle of its own bucket
-    for (unsigned from = 0; from < kBuckets; ++from) {
-      kept[from] += present[from] * cost;
-      gained[from] += present[from] * hazard[b];
-      present[from] *= left;
-      const bool better = gained[from] * best_kept[from] > best_gained[from] * kept[from];
-      best_gained[from] = better ? gained[from] : best_gained[from];
-      best_kept[from] = better ? kept[from] : best_kept[from];
+    for (unsigned lanes = 0; lanes <= b; lanes += kLanes) {  // later ages are not present yet
+      for (unsigned from = lanes; from < lanes + kLanes; ++from) {
+        kept[from] += present[from] * cost;
+        gained[from] += present[from] * hazard[b];
+        present[from] *= left;
+        const bool better = gained[from] * best_kept[from] > best_gained[from] * kept[from];
+        best_gained[from] = better ? gained[from] : best_gained[from];
+        best_kept[from] = better ? kept[from] : best_kept[from];
+      }
     }
   }
   for (unsigned from = 0; from < kBuckets; ++from)

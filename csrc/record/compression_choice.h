@@ -39,7 +39,7 @@ struct CompressionOptions {
   // kLossy only: the bounds of LossyCodec. Records of other elements, and records over a bound, are encoded
   // without loss.
   ErrorBounds bounds{};
-  // By position of the group: encoded without loss all the same. False for a group without an entry.
+  // By position of the group: always encoded without loss. False for a group without an entry.
   std::vector<bool> exact{};
   // By position of the group; kBytes for a group without an entry.
   std::vector<Element> elements{};

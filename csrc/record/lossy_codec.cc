@@ -27,8 +27,8 @@ Status no_memory_for_section() {
                        "cannot compress or decompress a lossy record: out of memory");
 }
 
-// The floating-point environment of a program's start while it lives, then that of before. Threads may have
-// another one: libraries set the rounding mode, or flush subnormal numbers to zero.
+// Sets the floating-point environment of a program's start, and restores the previous one at its end. Threads
+// may have another one: libraries set the rounding mode, or flush subnormal numbers to zero.
 class DefaultFloats {
  public:
   DefaultFloats() {

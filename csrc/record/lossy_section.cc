@@ -216,6 +216,8 @@ const char* LossySection::decode(const LossyKernels& kernels, std::size_t period
                                  std::uint64_t* at) {
   const std::size_t groups = raw.size() / kGroupBytes, tail = raw.size() % kGroupBytes;
   const Tiles tiles(groups, period);
+  // Lengths of the parts, the parts, the groups that are stored exactly, the tail. Each number is checked
+  // before it is used: a record with a valid checksum can still be wrong.
   constexpr std::size_t kLengths = 4 * kLossyParts;
   if (in.size() < kLengths) return "truncated in its lengths";
   std::size_t lengths[kLossyParts], used = kLengths;

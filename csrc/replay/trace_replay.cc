@@ -262,6 +262,7 @@ class Replayer {
         if (entry->state == ChunkState::kResident) use(slot);
         continue;
       }
+      // The rest of the prompt is worthless without this chunk.
       if (!make_room(number, options_.tier_chunks > 0 ? 0 : own_return_)) {
         result_.declined += keys_.size() - i;
         break;

@@ -113,7 +113,7 @@ def copy(
       kv-offload copy /var/cache/kv s3://kv-cache/kv_offload -n 3fa2 --dry-run
 
     Exit status: 0 all selected records are in DST, or were evicted from SRC meanwhile; 1 some were not
-    copied, DST is full, a tier was reset or failed, or the copy was interrupted; 2 wrong use.
+    copied (DST is full, a tier failed or was reset, interrupted); 2 wrong use.
     """
     from kv_offload.config import tier_at
 
@@ -344,6 +344,7 @@ def _chosen(source: "Root", prefix: str | None) -> "CopiedNamespace":
         chosen = held[0]
     else:
         chosen = full_id(report, prefix) or ""
+    # Servers and buckets store no description; a damaged one is not copied.
     text = (spaces.get(chosen) or {}).get("json") or ""
     return CopiedNamespace(chosen, text if text and described_id(text) == chosen else "")
 

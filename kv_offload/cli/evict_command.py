@@ -94,8 +94,8 @@ def evict(
       kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
-    Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not (the rest
-    are not records), or was refused; 2 wrong use, or ROOT is not a root.
+    Exit status: 0 the root is below its bound, or a signal ended --watch; 1 too few bytes are records, or
+    it was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
     from kv_offload.tiers.registry import kind_of_tier, refuse_address

@@ -364,6 +364,7 @@ def purge(
     opened = open_root(root, changes=True)
     if as_json and not yes:
         fail("--json cannot ask for confirmation; give --yes as well", USAGE)
+    # Counting takes a pass over all records, and is needed for the question and for a prefix only.
     report = {} if yes and namespace is None else opened.stat()
     chosen = full_id(report, namespace)
     if not yes:

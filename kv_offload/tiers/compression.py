@@ -60,10 +60,10 @@ class CompressedTierConfig(TierConfig):
     compress: Annotated[str, BeforeValidator(_known_compression)] = Field(
         default="auto",
         description='"zstd": compress without loss the records that become at least a tenth smaller '
-        '(bfloat16: about 1.45 times); "auto": compress bfloat16 and float16 without loss while that makes '
-        'reads faster, by the measured speeds of the tier and the codec; "none": store raw bytes; '
+        '(bfloat16: about 1.45 times). "auto": compress bfloat16 and float16 without loss while that makes '
+        'reads faster, by the measured speeds of the tier and the codec. "none": store raw bytes. '
         '"lossy:E": compress bfloat16 and float16 WITH LOSS, with a relative error of at most E '
-        f"({LEAST_ERROR} to {MOST_ERROR}) for each 64 neighbouring elements, and everything else like zstd; "
+        f"({LEAST_ERROR} to {MOST_ERROR}) for each 64 neighbouring elements, and everything else like zstd. "
         '"lossy:KEYS:VALUES", such as "lossy:0.05:0.1": the same with a larger error for values. '
         "Records state their codec, so the lossless settings can be changed at any time. A server with a "
         "lossy tier uses a separate namespace on all its tiers",

@@ -84,7 +84,7 @@ class RemoteRoot:
                     if len(report["other_names"]) < _MOST_OTHERS:
                         report["other_names"].append(shown_name(record.name))
                     continue
-                if record.key:
+                if record.key:  # otherwise a key that names an epoch
                     report["bytes"] += record.size
                     report["records"] += 1
                 space = spaces.get(record.namespace_id)

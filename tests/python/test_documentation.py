@@ -20,7 +20,7 @@ import tomllib
 from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import own_extra_config
-from kv_offload.diagnosis import REASONS
+from kv_offload.diagnosis import FAILURE_KINDS, REASONS
 from kv_offload.metrics import metric_definitions
 from kv_offload.tiers.registry import kinds
 from kv_offload.vllm_versions import RELEASES
@@ -219,8 +219,16 @@ def test_every_label_of_several_metrics_is_explained():
 
 def test_the_tier_label_lists_every_kind_of_tier():
     row = next(row for row in rows(page("reference/metrics.md")) if row.get("label") == "`tier`")
-    for name in ("cpu", *kinds()):
+    for name in ("cpu", *kinds(), "neighbour"):
         assert f"`{name}`" in row["values"]
+
+
+def test_the_kind_label_lists_every_kind_of_failure():
+    row = next(row for row in rows(page("reference/metrics.md")) if row.get("label") == "`kind`")
+    explained = next(part for part in TROUBLESHOOTING.split("### ") if part.startswith("io_error"))
+    for kind in FAILURE_KINDS:
+        assert f"`{kind}`" in row["values"]
+        assert f"| `{kind}` |" in explained
 
 
 def test_every_command_is_described():
@@ -418,6 +426,31 @@ def test_pictures_are_drawn_from_the_committed_results():
     text = "".join(path.read_text() for path in shown)
     for name, *_ in figures.PICTURES:
         assert f"figures/{name}.png" in text
+
+
+def test_diagrams_are_svg_files_of_one_style_with_a_description():
+    """Diagrams are no Mermaid: the site would load a script from elsewhere to draw it."""
+    styles = {}
+    paths = sorted((DOCS / "figures").glob("*.svg"))
+    assert len(paths) >= 5
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+    for path in paths:
+        drawing = path.read_text()
+        assert f"figures/{path.name})" in text, path.name
+        assert re.search(r"<title [^>]*>.+</title>", drawing), path.name
+        assert re.search(r"<desc [^>]*>.+</desc>", drawing, re.DOTALL), path.name
+        for name, style in re.findall(r"(?m)^ +(\.?\w+) (\{.*\})$", drawing):
+            assert styles.setdefault(name, style) == style, (path.name, name)
+    assert "```mermaid" not in text
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_pages_of_all_types_of_tiers_have_the_same_structure(kind):
+    name = {"fs": "bounds"}.get(kind, kind)
+    common = ["Set up", "Security", "Administration", "Failure modes"]
+    headings = re.findall(r"(?m)^## (.+)$", page(f"operations/{name}.md"))
+    assert [heading for heading in headings if heading in common] == common
+    assert headings[0] == common[0]
 
 
 BENCHMARKS = sorted(path.stem for path in (DOCS / "benchmarks").glob("*.md"))

@@ -30,7 +30,7 @@ std::uint64_t copy_and_sum(std::span<const Shard> shards, std::byte* to) {
 
 FasterPath::Path FasterPath::pick() {
   const std::uint64_t number = picked_++;
-  if (number < 2 * kTries) return number < kTries ? Path::kInPlace : Path::kBounced;
+  if (number < std::uint64_t{2} * kTries) return number < kTries ? Path::kInPlace : Path::kBounced;
   const Seen& in_place = seen_[0];
   const Seen& bounced = seen_[1];
   const bool bounced_wins =

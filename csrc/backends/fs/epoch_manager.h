@@ -54,8 +54,8 @@ class EpochManager {
   FileOps& ops_;
   RecordIndex& records_;
   Mutex making_;
-  // Of the epoch that was removed; its replacement gets the same, because it holds records of the same
-  // weights.
+  // The ID of the epoch that was removed. Its replacement gets the same ID, because it holds records of the
+  // same weights.
   std::atomic<std::uint64_t> removed_id_{0};
 };
 

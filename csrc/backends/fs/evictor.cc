@@ -88,7 +88,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservat
   Status failure;
   bool has_more = ordered;
   while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
-    const Status status = evict_own(pending, reservation, &own);
+    Status status = evict_own(pending, reservation, &own);
     if (status.kind() == StatusKind::kDeclined) return status;
     has_more = status.kind() != StatusKind::kNotFound;
     if (has_more && !status) failure = status;
@@ -129,6 +129,7 @@ Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Prog
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const FsEpoch& epoch = *victim->epoch;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);
+  // The new record can take over the file of one of the same epoch and size.
   const bool usable = may_recycle(pending) && pending->epoch == victim->epoch &&
                       pending->file_bytes == victim->record.file_bytes;
   const SpaceLedger::Finished before = root_.space->finished();
@@ -136,8 +137,8 @@ Status Evictor::evict_own(PendingRecord* pending, Reservation* reservation, Prog
   const std::string leaf = path.substr(0, path.rfind('/') + 1);
   int rc = usable ? recycle({epoch.directory.get(), path}, leaf, pending, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, epoch.directory.get(), path, &bytes);
-  if (rc == -EISDIR) rc = 0;  // a directory has that name, so it is not a record
-  if (rc == 0 && bytes == 0) {
+  if (rc == -EISDIR) rc = 0;    // a directory has that name, so it is not a record
+  if (rc == 0 && bytes == 0) {  // the file was already missing
     root_.changes->add_missing();
     ++progress->missing;
   }
@@ -239,10 +240,10 @@ std::uint64_t Evictor::remove_empty_epochs(const std::vector<OldestRecords::Sour
     if (source.namespace_name == last || stop_.load()) continue;
     last = source.namespace_name;
     if (last != root_.namespace_name) {
-      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, on_removed);
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllBytes, false, stop_, on_removed);
     } else if (const std::shared_ptr<FsEpoch> own = records_.epoch()) {
-      freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number,
-                                                 kAllUnused, stop_, on_removed);
+      freed += kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(), own->number, stop_,
+                                                 on_removed);
     }
   }
   return freed;
@@ -321,8 +322,8 @@ std::uint64_t Evictor::evict_peer_records(std::uint64_t enough, bool any, Reserv
 void Evictor::reclaim_unused_epochs() {
   const std::shared_ptr<FsEpoch> own = records_.epoch();
   if (!own) return;
-  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_epochs(
-      ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_epochs(ops_, root_.namespace_directory.get(),
+                                                             own->number, stop_, root_.each_removed()));
 }
 
 // ---- live sharers

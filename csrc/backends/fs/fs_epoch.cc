@@ -142,11 +142,13 @@ int open_epoch(FileOps& ops, int namespace_directory, const std::string& namespa
 
 int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                       const EpochChoice& choice, std::shared_ptr<FsEpoch>* epoch) {
+  // Other processes create and remove epochs at the same time: list them again after each lost race.
   for (int attempt = 0; attempt < 100; ++attempt) {
     std::vector<std::uint64_t> numbers;
     const Status status = list_epochs(ops, namespace_directory, &numbers);
     if (!status) return -status.error_number();
     const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
+    // An epoch made by a reset is for the process that was reset only.
     const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest) ||
                       (choice.is_new && id_of(ops, namespace_directory, newest) != choice.id);
     const int rc = open_epoch(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
@@ -182,16 +184,14 @@ std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory) {
 }
 
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
-                                    std::uint64_t enough, const std::atomic<bool>& stop,
+                                    const std::atomic<bool>& stop,
                                     const std::function<void(std::uint64_t)>& on_removed) {
   std::vector<std::uint64_t> numbers;
   if (!list_epochs(ops, namespace_directory, &numbers) || numbers.empty()) return 0;
   std::uint64_t freed = 0;
   each_unused(ops, namespace_directory, numbers, own, [&](std::uint64_t number, bool all) {
-    if (freed < enough)
-      freed += reclaim_epoch(ops, namespace_directory, number, enough - freed, all, stop, on_removed);
+    freed += reclaim_epoch(ops, namespace_directory, number, kAllBytes, all, stop, on_removed);
   });
-  if (freed >= enough) return freed;
   // Marks of epoch directories that were removed by hand. Only numbers below the newest are safe: a process
   // creates an epoch above the newest.
   std::vector<std::vector<Fd>> held;

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -70,12 +69,11 @@ bool epoch_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
 std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory);
 
 // Removes what no process can hit any more: all epochs that are neither in use, nor `own`, nor the newest.
-// Also removes the records of the newest if a reset created it and its process has ended. Ends once `enough`
-// bytes are freed. Returns the bytes freed on disk; calls `on_removed` with the bytes of each removed file.
+// Also removes the records of the newest if a reset created it and its process has ended. Returns the bytes
+// freed on disk; calls `on_removed` with the bytes of each removed file.
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
-                                    std::uint64_t enough, const std::atomic<bool>& stop,
+                                    const std::atomic<bool>& stop,
                                     const std::function<void(std::uint64_t)>& on_removed);
-inline constexpr std::uint64_t kAllUnused = std::numeric_limits<std::uint64_t>::max();
 // Returns the bytes that reclaim_unused_epochs() would remove.
 std::uint64_t count_unused_epochs(FileOps& ops, int namespace_directory);
 // Removes the marks that `which` selects; for marks without an epoch. Returns the bytes freed.

@@ -78,7 +78,8 @@ Status SpaceLedger::poll(Nanos now, SpaceFigures* figures) {
            (!seen.second.folded || now - seen.second.moved > kSeenLifetime);
   });
   if (!dead.empty()) {
-    const Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) {
+    Status status = change_and_read([&](LedgerPage& current, LedgerSlot*) {
+      // A slot that changed since the check belongs to a live process, or was folded by another one.
       for (const auto& [slot, presence] : dead) {
         LedgerSlot* current_slot = current.find(slot.writer);
         if (current_slot != nullptr && current_slot->version == slot.version)

@@ -74,9 +74,9 @@ bool OldestRecords::begin_pass(const Request& request, std::uint64_t needed, con
   std::vector<Candidate> sample;
   std::uint64_t bytes = 0;
   while (next_leaf_ < leaves_.size() && sample.size() < kSample && !stop.load()) {
-    for (Candidate& found : list_next()) {
+    for (const Candidate& found : list_next()) {
       bytes += found.record.charge();
-      sample.push_back(std::move(found));
+      sample.push_back(found);
     }
   }
   if (sample.empty()) {
@@ -123,7 +123,7 @@ void OldestRecords::queue(std::vector<Candidate> found) {
 
 // Returns 0 if the record was already removed, was used since it was listed, or cannot be removed.
 std::uint64_t OldestRecords::remove_next(const Request& request) {
-  const Candidate candidate = std::move(candidates_.back());
+  const Candidate candidate = candidates_.back();
   candidates_.pop_back();
   const int directory = opened_[candidate.source].directory.get();
   const std::string path = layout::record_path(candidate.record.key, candidate.record.file_bytes);

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "backends/fs/fs_epoch.h"
@@ -20,8 +19,6 @@
 
 namespace kv_offload {
 namespace {
-
-constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
 
 Fd open_directory(int at, const std::string& path, Status* status = nullptr) {
   int error = 0;
@@ -65,7 +62,7 @@ std::uint64_t reclaim_ended_epochs(FileOps& ops, int root, const std::string& na
   const Fd directory = open_directory(root, name);
   if (!directory) return 0;
   return dry_run ? count_unused_epochs(ops, directory.get())
-                 : reclaim_unused_epochs(ops, directory.get(), std::nullopt, kAllUnused, stop, on_removed);
+                 : reclaim_unused_epochs(ops, directory.get(), std::nullopt, stop, on_removed);
 }
 
 }  // namespace
@@ -286,7 +283,7 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
       bytes += freed;
       ++records_removed;
     }
-    bytes += reclaim_namespace(ops, impl_->root.get(), name, kNoLimit, true, stop,
+    bytes += reclaim_namespace(ops, impl_->root.get(), name, kAllBytes, true, stop,
                                [&](std::uint64_t freed) { space->remove(freed, space->finished()); });
   }
   if (!failure.empty())

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -68,6 +69,7 @@ inline constexpr int kDeepestTree = 32;
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
                          const std::atomic<bool>& stop, int levels = kDeepestTree);
 
+inline constexpr std::uint64_t kAllBytes = std::numeric_limits<std::uint64_t>::max();
 // Removes our files (records, temporaries of dead processes) below an epoch until `enough` bytes are freed.
 // With remove_directories, also removes emptied directories, and finally the epoch directory and its marks.
 // Returns the bytes freed on disk. Calls `on_removed` with the bytes of each removed file.

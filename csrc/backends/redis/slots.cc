@@ -63,8 +63,8 @@ std::optional<Endpoint> endpoint_of(const Reply& reply) {
   if (endpoint.host == "?") endpoint.host = address;  // the node prefers host names and has none
   if (parts[0].text == "?" && address.empty()) return std::nullopt;
   if (!is_host(endpoint.host)) return std::nullopt;
-  const bool beside = !name.empty() && !endpoint.host.empty() && is_address(endpoint.host);
-  if (beside) endpoint.tls_name = name;
+  // The connection goes to the address; the certificate contains the name.
+  if (!name.empty() && !endpoint.host.empty() && is_address(endpoint.host)) endpoint.tls_name = name;
   const long long port = parts[1].integer;
   if (port < 0 || port > 65535 || (port == 0 && !endpoint.host.empty())) return std::nullopt;
   endpoint.port = static_cast<std::uint16_t>(port);

@@ -68,6 +68,7 @@ Status in_transaction(Connection& connection, const Connection::Command& command
   const auto refused = std::find_if(done.begin(), done.end(),
                                     [](const Reply& one) { return one.kind == Reply::Kind::kError; });
   if (refused != done.end() && !is_configuration_error(refused->text)) *reply = *refused;
+  // EXEC returns an array with the command's reply, or nil if the watched key has changed.
   const Reply& result = done.back();
   const bool is_executed = result.kind == Reply::Kind::kArray && result.elements.size() == 1 &&
                            result.elements[0].kind != Reply::Kind::kError;

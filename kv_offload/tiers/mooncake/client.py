@@ -238,6 +238,7 @@ def answer(store: Store, records: Records, memory: Memory, header: bytes) -> int
     verb, count, names_bytes, object_bytes = CALL_HEADER.unpack(header)
     names = memory.map[:names_bytes].decode().split("\n")[:-1]
     at = memory.address + NAMES_BYTES
+    # The engine's counts are checked: a wrong one would make Mooncake access other memory.
     if len(names) != count or count == 0 or object_bytes > memory.room:
         return FAILED
     if memory.registered != 0:

@@ -334,6 +334,7 @@ class RedisTierConfig(EncryptedTierConfig):
             return Answer("note", f"does not answer: {error}")
 
     def _described(self, found: Mapping[str, Any]) -> str:
+        # Only nodes that answered count. One without maxmemory makes the whole cluster unbounded.
         nodes = [node for node in found["nodes"] if not node["failure"]]
         used, bounds = sum(node["used_bytes"] for node in nodes), [node["max_bytes"] for node in nodes]
         bounded = bool(bounds) and all(bounds)

@@ -76,7 +76,7 @@ def explain_bucket(prefix: str, lifecycle: BucketReply, versioning: BucketReply)
         try:
             rules = [rule for rule in rules_of(text) if rule.covers(folder)]
         except ValueError:
-            status = 0
+            status = 0  # unreadable: neither rules nor their absence is known
     days = [rule.days for rule in rules if rule.days is not None]
     removes = f"a lifecycle rule removes objects under {folder}"
     if days:

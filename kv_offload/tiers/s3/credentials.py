@@ -59,6 +59,7 @@ def find_credentials(profile: str | None) -> Found:
     if from_environment is not None:
         return Found(from_environment)
     name = profile or os.environ.get("AWS_PROFILE") or "default"
+    # A profile that gets its keys in another way does not use those of the credentials file.
     way = _external_key_setting(name)
     _refuse_codes(name)
     from_file = _from_file(name) if way is None else None

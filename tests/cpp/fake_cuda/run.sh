@@ -8,7 +8,7 @@
 #   bash tests/cpp/fake_cuda/run.sh --seeds 20 'Order*' more seeds, some tests
 #   ... --mutant                                              exit 0 if it does not compile: not detected
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.." || exit
 seeds=3 kinds='' mutant='' filter='*'
 while [ $# -gt 0 ]; do
   case $1 in

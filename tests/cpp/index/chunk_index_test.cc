@@ -413,6 +413,15 @@ TEST_P(SharedHeadTest, the_head_of_the_own_prompt_is_spared_after_other_uses) {
   EXPECT_TRUE(index_.victim(9).has_value());
 }
 
+TEST_P(SharedHeadTest, a_head_is_spared_no_longer_once_the_own_chunks_are_gone) {
+  const Slot head = store("head", "", 7), own = store("own", "head", 7);
+  index_.access(head, 8, 0);
+  ASSERT_EQ(index_.victim(7), std::nullopt);
+  ASSERT_EQ(index_.victim(8), own);
+  index_.erase(own);
+  EXPECT_EQ(index_.victim(7), head);
+}
+
 TEST_P(SharedHeadTest, a_head_that_is_pinned_during_a_look_ahead_is_spared_after_it) {
   const Slot head = store("head", "", 7);
   store("own", "head", 7);

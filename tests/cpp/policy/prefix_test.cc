@@ -44,6 +44,16 @@ class PrefixPolicyTest : public testing::Test {
     parent_of_.erase(victim);
     return victim;
   }
+  // Entries that the policy would evict, one after the other. They all stay.
+  std::size_t evictable() {
+    std::vector<Slot> aside;
+    for (auto victim = policy_.victim(); victim; victim = policy_.victim()) {
+      policy_.set_aside(*victim);
+      aside.push_back(*victim);
+    }
+    for (std::size_t i = aside.size(); i-- > 0;) policy_.put_back(aside[i]);
+    return aside.size();
+  }
   bool has_children(Slot slot) const {
     for (const auto& [child, parent] : parent_of_) {
       if (parent == slot && child != slot) return true;
@@ -67,7 +77,7 @@ TEST_F(PrefixPolicyTest, a_use_that_finds_no_memory_loses_no_chunk) {
     const auto slot = static_cast<Slot>(random() % (2 * kPrompts));
     ++request_;
     const EntryInfo use = info(slot, parent_of_.at(slot));
-    const auto check = [&] { EXPECT_TRUE(policy_.victim()); };
+    const auto check = [&] { EXPECT_EQ(evictable(), std::size_t{2 * kPrompts}); };
     failures += testing::fail_each_allocation([&] { policy_.access(slot, use); }, check);
     failures += testing::fail_each_allocation([&] { policy_.refresh(slot, use); }, check);
   }
@@ -75,6 +85,18 @@ TEST_F(PrefixPolicyTest, a_use_that_finds_no_memory_loses_no_chunk) {
   std::set<Slot> evicted;
   while (policy_.victim()) evicted.insert(evict());
   EXPECT_EQ(evicted.size(), std::size_t{2 * kPrompts});
+}
+
+TEST_F(PrefixPolicyTest, an_entry_that_finds_no_memory_is_no_child) {
+  for (const Slot first : {0, 10, 20}) serve(prompt(first, 2));
+  ASSERT_EQ(policy_.victim(), 1u);
+  ++request_;
+  const EntryInfo child = info(2, 1);
+  const auto check = [&] { EXPECT_EQ(policy_.victim(), 1u); };
+  EXPECT_GT(testing::fail_each_allocation([&] { policy_.insert(2, child); }, check), 0u);
+  EXPECT_NE(policy_.victim(), 1u) << "the control: it has a child";
+  policy_.erase(2);
+  EXPECT_EQ(policy_.victim(), 1u);
 }
 
 // The victims are hidden one after the other and put back, as ChunkIndex::next_victims() does.

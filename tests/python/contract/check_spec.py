@@ -377,6 +377,22 @@ def test_ranks_with_different_chunks_are_refused() -> None:
         identity.merge_fingerprints(texts)
 
 
+def test_a_group_has_only_what_holds_on_all_ranks() -> None:
+    fingerprint = json.loads(
+        identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100, None, [(128, 128)])
+    )
+    kinds = ({"elements": ["bfloat16"], "may_lose": [True]}, {"elements": ["float16"], "may_lose": [False]})
+    first, second = (
+        json.dumps(fingerprint | kind | {"windowed": [windowed]})
+        for kind, windowed in zip(kinds, (False, True), strict=True)
+    )
+    for texts in ((first, second), (second, first)):
+        merged = identity.merge_fingerprints(texts)
+        assert (merged["elements"], merged["may_lose"], merged["windowed"]) == (["bytes"], [False], [True])
+    alike = identity.merge_fingerprints([first, first])
+    assert (alike["elements"], alike["may_lose"], alike["windowed"]) == (["bfloat16"], [True], [False])
+
+
 def test_ranks_with_different_hash_algorithms_are_refused(vllm_config: Any) -> None:
     first = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"

@@ -154,6 +154,33 @@ TEST(EvictorTest, a_new_server_can_write_to_a_root_full_of_reset_records) {
   store.close();
 }
 
+// The other server does nothing: it does not even give up what is above its share.
+TEST(EvictorTest, a_reset_server_evicts_from_epochs_of_others) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  const FsTierOptions options = options_for(root, std::uint64_t{1} << 20);
+  FsStore idle(options, posix_file_ops(), clock), store(options, posix_file_ops(), clock);
+  Row row({16384});
+  std::uint64_t moved = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  const auto write = [&](FsStore& by, std::uint32_t key) {
+    op.key = key_of(key);
+    return by.write(op, by.epoch(), &moved);
+  };
+  for (std::uint32_t i = 0; i < 80; ++i) (void)write(idle, i);
+  ASSERT_GT(records_in(root).size(), 20u);
+  store.forget(0);
+  ASSERT_TRUE(store.begin_epoch());
+  const Status status = write(store, 1000);
+  EXPECT_TRUE(status) << status.to_string();
+  EXPECT_LE(du(root), options.max_bytes);
+  store.close();
+  idle.close();
+}
+
 // Makes some records unremovable.
 class UnremovableRecords : public FaultyFileOps {
  public:

@@ -151,6 +151,9 @@ TEST_F(RedisRemovals, a_record_that_is_removed_before_its_write_is_known_is_repo
   store_record(store, 1);
   write(store, known_, 2);
   store.watch(&known_);
+  // All records are checked once more when the results from before this run are known. That must be over.
+  const auto over = std::chrono::steady_clock::now() + kSoonKnown + std::chrono::milliseconds(500);
+  while (std::chrono::steady_clock::now() < over) store.watch(&known_);
   server_.call({"DEL", name_of(1)});
   server_.call({"DEL", name_of(2)});  // sent after the notice of the first one
   EXPECT_TRUE(reports(store, known_, 1));
@@ -239,6 +242,33 @@ TEST_F(RedisRemovals, a_connection_that_is_lost_again_and_again_is_not_opened_ea
   }
   EXPECT_LE(calls_of("subscribe") - before, 4);
   EXPECT_TRUE(reports(store, known_, kMany - 1));
+}
+
+TEST_F(RedisRemovals, missed_changes_do_not_restart_the_check_of_all_records) {
+  std::string prefix;
+  {
+    redis::RedisStore earlier(options());
+    store_record(earlier, 1);
+    const std::string name = name_of(1);
+    prefix = name.substr(0, name.rfind(':') + 1);
+  }
+  constexpr std::uint32_t kMany = 3 * RemovalWatch::kKeysPerRun, kGone = 64;
+  std::vector<std::string> words{"MSET"};
+  for (std::uint32_t number = 1; number <= kMany; ++number) {
+    known_.written(key_of(number), 0);
+    if (number % (kMany / kGone) == 0) continue;  // gone, and no notice names it
+    words.push_back(prefix + key_of(number).hex());
+    words.emplace_back("x");
+  }
+  ASSERT_EQ(server_.call(std::vector<std::string_view>(words.begin(), words.end())).text, "OK");
+  redis::RedisStore store(options());
+  for (int i = 0; i < 12; ++i) {
+    // The notice of a flush names no key, and no database either.
+    server_.call({"EVAL", "redis.call('SELECT', 1) return redis.call('FLUSHDB')", "0"});
+    store.watch(&known_);
+    known_.take_removals(&removals_);
+  }
+  EXPECT_EQ(removals_.size(), kGone);
 }
 
 TEST_F(RedisRemovals, a_notice_with_more_names_than_are_accepted_loses_nothing) {

@@ -337,6 +337,7 @@ TEST_F(RedisTierTest, an_ended_epoch_that_returns_is_replaced_again) {
   store.forget(0);
   ASSERT_TRUE(store.begin_epoch());
   const std::string after = medium_.server.call({"GET", name}).text;
+  EXPECT_NE(after, before) << "the server has the new epoch before any upkeep";
   medium_.server.call({"SET", name, before});
   store.maintain();
   EXPECT_EQ(medium_.server.call({"GET", name}).text, after);
