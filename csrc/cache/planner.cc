@@ -15,7 +15,7 @@ constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue, to sep
 constexpr double kDeadlineShare = 0.8;     // share of the remaining time that a plan may use
 constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
 constexpr std::size_t kChecksPerStep = 4096;
-// vLLM looks up all chunks of requests that wait in each step: 65,536 take about 20 ms.
+// vLLM looks up all chunks of requests that wait in each step: this many take some tens of milliseconds.
 constexpr std::size_t kMostLookups = 65536;
 
 std::string_view to_string(Decision::Choice choice) {
