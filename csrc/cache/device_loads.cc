@@ -9,6 +9,7 @@
 
 #include "base/make_room.h"
 #include "base/status.h"
+#include "base/steps.h"
 #include "cache/key_history.h"
 
 namespace kv_offload {
@@ -142,8 +143,11 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
 }
 
 // Checks only the last chunk of each load: other requests are least likely to use it.
-bool DeviceLoads::frees_rows() const {
-  const auto frees = [&](const Job& job) { return chunks_.at(job.slots.back()).pins == 1; };
+bool DeviceLoads::frees_rows(const Requester& by) const {
+  const auto frees = [&](const Job& job) {
+    count_steps(1);
+    return chunks_.frees_row(by, job.slots.back());
+  };
   return std::any_of(running_.begin(), running_.end(), [&](const auto& one) { return frees(one.second); }) ||
          std::any_of(completed_.begin(), completed_.end(), frees);
 }

@@ -82,8 +82,8 @@ class DeviceLoads {
   // reported.
   void abandon();
 
-  // True if the end of some load leaves a chunk without pins.
-  bool frees_rows() const;
+  // True if the end of some load leaves rows that the requester may take.
+  bool frees_rows(const Requester& by) const;
   // True if a load of a request that ends at `last_end` must wait until other loads have ended.
   bool must_wait(std::uint32_t last_end) const;
 

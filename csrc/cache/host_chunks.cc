@@ -2,6 +2,7 @@
 #include "cache/host_chunks.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "base/make_room.h"
@@ -386,6 +387,12 @@ std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, const Requester
 bool HostChunks::may_take(const Requester& by, Slot slot) const {
   const TenantShares::Request request(*shares_, by.tenant, row_bytes(at(slot).group));
   return shares_->may_take_from(at(slot).tenant);
+}
+
+bool HostChunks::frees_row(const Requester& by, Slot slot) const {
+  const ChunkEntry& entry = at(slot);
+  if (is_borrowed(slot) || (shares_ && !may_take(by, slot))) return false;
+  return entry.pins == 1u + static_cast<unsigned>(std::popcount(entry.writes));
 }
 
 bool HostChunks::has_free(std::uint64_t share) const {

@@ -223,6 +223,9 @@ class HostChunks {
   // True unless the tenant of the chunk is closer to its share than the requester's tenant would be. The
   // chunk may be pinned. REQUIRES: tenants are configured.
   bool may_take(const Requester& by, Slot slot) const;
+  // True if the requester may take the row of this chunk once its last pin is gone, apart from those of
+  // writes.
+  bool frees_row(const Requester& by, Slot slot) const;
   bool has_one_row_size() const { return one_row_size_; }
   // True if more than 1 / `share` of the area is neither in use by rows nor wasted.
   bool has_free(std::uint64_t share) const;

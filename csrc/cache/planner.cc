@@ -15,6 +15,8 @@ constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue, to sep
 constexpr double kDeadlineShare = 0.8;     // share of the remaining time that a plan may use
 constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
 constexpr std::size_t kChecksPerStep = 4096;
+// vLLM looks up all chunks of requests that wait in each step: this many take some tens of milliseconds.
+constexpr std::size_t kMostLookups = 65536;
 
 std::string_view to_string(Decision::Choice choice) {
   switch (choice) {
@@ -37,9 +39,15 @@ Nanos to_nanos(double seconds) {
 void Planner::plan_step(Nanos now) {
   const std::vector<RequestHandle>& waiting = context_.requests.waiting();
   for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most this one
-  rows_are_awaited_ = false;
+  rows_are_awaited_.reset();
   checks_ = kChecksPerStep;
-  for (const RequestHandle handle : context_.requests.take_pending()) plan(handle);
+  lookups_ = 0;
+  std::vector<RequestHandle> pending = context_.requests.take_pending();
+  if (const TenantShares* shares = context_.chunks.tenants()) {
+    std::stable_partition(pending.begin(), pending.end(),
+                          [&](RequestHandle handle) { return shares->excess(tenant_of(handle)) < 0; });
+  }
+  for (const RequestHandle handle : pending) plan(handle);
 }
 
 // ---- expired waits
@@ -108,7 +116,10 @@ void Planner::plan(RequestHandle handle) {
   if (most > 0) keep_first(&chosen, most, request.pass, context_.groups);
   bool has_rows = true;
   for (const Scan& scan : chosen) has_rows &= fetch(handle, scan);
-  if (!has_rows) return context_.requests.await_rows(handle);
+  if (!has_rows) {
+    lookups_ += request.pass.lookups.size();
+    return context_.requests.await_rows(handle);
+  }
   context_.requests.end_row_wait(handle);
   if (most == 0) return;
   for (const Scan& scan : chosen) {
@@ -186,14 +197,15 @@ bool Planner::may_wait_for_rows(RequestHandle handle) {
   const Nanos most = std::max(request.load_budget, to_nanos(request.report.compute_seconds));
   if (request.rows_since && request.load_budget > Nanos(0) && request.pass.time - *request.rows_since >= most)
     return false;
-  return rows_are_awaited_ || context_.requests.rows_become_free(handle, &checks_);
+  if (lookups_ > 0 && lookups_ + request.pass.lookups.size() > kMostLookups) return false;
+  return rows_are_awaited_[tenant_of(handle)] || context_.requests.rows_become_free(handle, &checks_);
 }
 
 bool Planner::fetch(RequestHandle handle, const Scan& scan) {
   const RequestState& request = context_.requests.at(handle);
   Tail tail(context_, handle);
   PlannedReads planned(context_.chunks, context_.ops, scan.candidates.size());
-  bool rows_are_short = false, waits = false;
+  bool rows_are_short = false, waits = false, may_wait = true;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step has begun to fetch it.
     if (const ChunkEntry* entry = context_.chunks.find(request.pass.keys[candidate.key].key)) {
@@ -201,8 +213,8 @@ bool Planner::fetch(RequestHandle handle, const Scan& scan) {
       continue;
     }
     std::optional<TierIo::Read> read;
-    if (!rows_are_awaited_) read = make_fetch(request, scan.group, candidate);
-    waits = !read && may_wait_for_rows(handle);
+    if (!rows_are_awaited_[tenant_of(handle)]) read = make_fetch(request, scan.group, candidate);
+    if (!read && may_wait) waits = may_wait = may_wait_for_rows(handle);
     while (!read && !waits && tail.evict_last_hit(scan, candidate))
       read = make_fetch(request, scan.group, candidate);
     rows_are_short = !read;
@@ -210,7 +222,7 @@ bool Planner::fetch(RequestHandle handle, const Scan& scan) {
     planned.add(*read);
   }
   if (rows_are_short) {
-    rows_are_awaited_ |= waits;
+    if (waits) rows_are_awaited_.set(tenant_of(handle));
     if (!waits) context_.requests.close_group(handle, scan.group, MissReason::kPressure);
     // Leave rows for the windows of the other groups: without them these reads are useless.
     const std::size_t before = request.rows_since ? scan.hits.size() + scan.fetching.size() : 0;
@@ -226,7 +238,11 @@ bool Planner::fetch(RequestHandle handle, const Scan& scan) {
 
 void Planner::decide(RequestHandle handle, Scans& scans) {
   const RequestState& request = context_.requests.at(handle);
-  if (request.decided) return;
+  // The next request to get rows, which has read nothing: since its decision, tiers may have become slower,
+  // and less time is left.
+  const bool is_next =
+      request.awaits_rows() && request.fetched_for == 0 && !rows_are_awaited_[tenant_of(handle)];
+  if (request.decided && !is_next) return;
   if (request.load_policy != LoadPolicy::kAuto) {
     if (context_.requests.set_decided(handle, "load"))
       context_.metrics.add("kv_offload_decisions_total", {"load"});
@@ -246,11 +262,10 @@ void Planner::decide(RequestHandle handle, Scans& scans) {
   } else {
     set_load_budget(handle, decision);
   }
-  if (decision.choice == Decision::Choice::kPartial) {
-    const std::uint64_t chunks = std::uint64_t{loadable.hits_before} + decision.chunks;
-    context_.requests.set_load_tokens(handle, chunks * context_.groups[first.group].tokens);
-  }
-  if (!rows_are_awaited_) probe(request, first);
+  const bool is_partial = decision.choice == Decision::Choice::kPartial;
+  const std::uint64_t chunks = std::uint64_t{loadable.hits_before} + decision.chunks;
+  context_.requests.set_load_tokens(handle, is_partial ? chunks * context_.groups[first.group].tokens : 0);
+  if (!rows_are_awaited_[tenant_of(handle)]) probe(request, first);
 }
 
 Decision Planner::decide_by_cost(const RequestState& request, const Scans& scans, const Loadable& loadable) {

@@ -10,14 +10,15 @@
 //
 // Rows that other requests hold become free when those have loaded their chunks. A request waits for them
 // until its deadline, and no longer than computing takes. Until it has all of them it keeps those that it
-// got, and requests that arrived later get none. It waits only while another request holds rows and does not
-// wait for rows itself. Otherwise the request takes the rows that are free: requests that hold parts of
-// what they need do not wait for each other.
+// got, and requests of its tenant that arrived later get none. It waits only while another request holds rows
+// that its tenant may take, and does not wait for rows itself. Otherwise the request takes the rows that are
+// free: requests that hold parts of what they need do not wait for each other. The requests that wait for
+// rows have a bounded number of lookups together, because vLLM repeats them in each step.
 //
-// For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
-// the rows available; read; hold the chunks that it already hit. The first group (in lookup order) that has
-// to wait is read; later groups are not read in this step, so that nothing is read beyond the agreed prefix.
-// Groups with full attention are read together.
+// For each request, first those of tenants below their shares, in order of arrival: decide once per wait;
+// take rows for the reads, or trim the plan to the rows available; read; hold the chunks that it already hit.
+// The first group (in lookup order) that has to wait is read; later groups are not read in this step, so that
+// nothing is read beyond the agreed prefix. Groups with full attention are read together.
 //
 // A request waits until its deadline, or until its load budget is spent. Then recomputing is cheaper than
 // waiting longer, unless the reads that have arrived indicate otherwise.
@@ -25,6 +26,7 @@
 // Threads: one (the scheduler's).
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <optional>
 
@@ -75,6 +77,7 @@ class Planner {
   // False: the request waits for rows.
   bool fetch(RequestHandle handle, const Scan& scan);
   bool may_wait_for_rows(RequestHandle handle);
+  TenantId tenant_of(RequestHandle handle) const { return context_.requests.at(handle).options.tenant; }
   // The request's own hits after a candidate in its prefix, which may be evicted to free rows.
   class Tail;
   // Takes a row for a chunk to fetch; nullopt if there is none.
@@ -83,8 +86,10 @@ class Planner {
 
   const Context context_;
   // Of this step:
-  bool rows_are_awaited_ = false;  // by a request that was planned before
-  std::size_t checks_ = 0;         // requests that may still be checked for rows that become free
+  // By tenant: by a request that was planned before.
+  std::bitset<TenantShares::kMaxTenants> rows_are_awaited_;
+  std::size_t checks_ = 0;   // requests that may still be checked for rows that become free
+  std::size_t lookups_ = 0;  // of the requests that wait for rows
 };
 
 }  // namespace kv_offload

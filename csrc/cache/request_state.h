@@ -141,10 +141,10 @@ struct RequestState {
   std::string_view counted_choice;  // the last decision since the last admission
   Nanos waits_since{0};
   Nanos deadline{0};
-  Nanos reads_since{0};             // waits_since, or the last pass that found chunks not written yet
+  Nanos reads_since{0};             // waits_since, or when the time for them began again
   Nanos load_budget{0};             // time allowed for the reads
   Nanos load_budget_end{0};         // recomputing is cheaper than waiting past this; 0 = no limit
-  std::uint32_t fetched_for = 0;    // fetches awaited in this wait so far
+  std::uint32_t fetched_for = 0;    // fetches awaited since reads_since
   std::vector<Slot> held;           // resident; each pinned once for this request
   std::map<OpId, Slot> awaited;     // reads in flight that it awaits, oldest first
   std::uint64_t waiter = 0;         // its TierIo::Waiter number for these reads

@@ -8,6 +8,7 @@
 
 #include "base/make_room.h"
 #include "base/status.h"
+#include "base/steps.h"
 
 namespace kv_offload {
 
@@ -230,17 +231,22 @@ void RequestTable::end_row_wait(RequestHandle handle) {
 }
 
 // Checks only the last chunks: other requests are least likely to use them.
-bool RequestTable::uses_rows_alone(const RequestState& request) const {
-  if (!request.awaited.empty() && ops_.waiters(request.awaited.rbegin()->second) == 1) return true;
-  return !request.held.empty() && chunks_.at(request.held.back()).pins == 1;
+bool RequestTable::frees_rows(const RequestState& request, const Requester& by) const {
+  if (!request.awaited.empty()) {
+    const Slot last = request.awaited.rbegin()->second;
+    if (ops_.waiters(last) == 1 && chunks_.frees_row(by, last)) return true;
+  }
+  return !request.held.empty() && chunks_.frees_row(by, request.held.back());
 }
 
 bool RequestTable::rows_become_free(RequestHandle handle, std::size_t* most) const {
-  if (device_loads_.frees_rows()) return true;
+  const Requester by = requests_[handle].requester();
+  if (device_loads_.frees_rows(by)) return true;
   return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle other) {
     if (*most == 0) return false;
     --*most;
-    return other != handle && !requests_[other].awaits_rows() && uses_rows_alone(requests_[other]);
+    count_steps(1);
+    return other != handle && !requests_[other].awaits_rows() && frees_rows(requests_[other], by);
   });
 }
 
@@ -265,6 +271,7 @@ void RequestTable::set_load_budget(RequestHandle handle, Nanos budget, Nanos end
 void RequestTable::restart_load_budget(RequestHandle handle) {
   RequestState& request = requests_[handle];
   request.reads_since = request.pass.time;
+  request.fetched_for = static_cast<std::uint32_t>(request.awaited.size());
   if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
 }
 

@@ -103,7 +103,8 @@ class RequestTable {
   // Ends the wait for rows, if any, and then restarts the time for the reads.
   void end_row_wait(RequestHandle request);
   // True if another request will soon hold fewer rows: it loads, or waits for reads or for vLLM, and not for
-  // rows. Rows that this request uses too do not count. Checks at most `*most` requests, and decrements it.
+  // rows. Rows that this request uses too, that its tenant may not take or that are a neighbour's do not
+  // count. Checks at most `*most` requests, and decrements it.
   bool rows_become_free(RequestHandle request, std::size_t* most) const;
   void report_decision(RequestHandle request, std::string_view choice, const Decision& decision);
   // The request waits for its reads until `end` at the latest. `budget`: the time that the decision allowed.
@@ -151,7 +152,8 @@ class RequestTable {
   void start_waiting(RequestHandle handle, RequestState& request);
   void release(RequestHandle handle);
   void stop_waiting(RequestState& request);  // releases pins and reads; allocates nothing
-  bool uses_rows_alone(const RequestState& request) const;
+  // True if the end of its wait leaves rows that the requester may take.
+  bool frees_rows(const RequestState& request, const Requester& by) const;
   // Call when vLLM looks up a request that is waiting or has expired. Begins another wait if the last one is
   // over and vLLM had no room for the request: see expire().
   void continue_wait(RequestState& request);

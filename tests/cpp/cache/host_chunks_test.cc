@@ -273,6 +273,31 @@ TEST(HostChunksOfSeveralSizesTest, a_slab_is_evicted_when_none_of_its_chunks_is_
   EXPECT_NE(parts.chunks.allocate(1), kNoRow);
 }
 
+TEST_F(HostChunksTest, the_last_pin_keeps_a_row_and_a_write_only_delays_it) {
+  const Slot slot = parts_.resident("a");
+  chunks_.pin(slot);
+  EXPECT_TRUE(chunks_.frees_row({}, slot));
+  chunks_.begin_write(slot, 0);
+  chunks_.begin_write(slot, 5);
+  EXPECT_TRUE(chunks_.frees_row({}, slot));
+  chunks_.pin(slot);
+  EXPECT_FALSE(chunks_.frees_row({}, slot));
+  EXPECT_TRUE(chunks_.frees_row({}, parts_.fetching("b")));
+}
+
+TEST(HostChunksOfNeighboursTest, a_borrowed_chunk_frees_no_row) {
+  ChunkParts parts({.share_for = "model"});
+  LendingEngine neighbour(parts);
+  neighbour.lend("a");
+  parts.chunks.share_in(*parts.region, "weights", Nanos(0));
+  parts.rank->map_neighbours();
+  parts.chunks.poll_neighbours(Nanos(0));
+  const ChunkEntry* borrowed = parts.chunks.borrow(key_of("a"), 0);
+  ASSERT_NE(borrowed, nullptr);
+  EXPECT_EQ(borrowed->pins, 1u);
+  EXPECT_FALSE(parts.chunks.frees_row({}, parts.chunks.slot_of(borrowed)));
+}
+
 // A prefetch takes no row of a chunk that is expected to be used, but one that no request has used yet.
 TEST(HostChunksOfSeveralSizesTest, a_slab_for_no_request_spares_the_chunks_that_are_expected_back) {
   ChunkParts parts({.rows = 64, .shard_bytes = {4096, 65536}});

@@ -2,6 +2,7 @@
 #include "cache/planner.h"
 
 #include "cache/parts.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
@@ -12,8 +13,9 @@ using ::testing::SizeIs;
 
 class PlannerTest : public ::testing::Test {
  protected:
-  PlannerTest()
-      : planner_({parts_.groups, parts_.chunks, parts_.costs, parts_.ops, parts_.row_provider,
+  explicit PlannerTest(const PartsOptions& options = {})
+      : parts_(options),
+        planner_({parts_.groups, parts_.chunks, parts_.costs, parts_.ops, parts_.row_provider,
                   parts_.requests, parts_.metrics}) {}
   void SetUp() override {
     for (const char* name : {"a", "b", "c", "d", "e", "f"}) parts_.record(name);
@@ -257,6 +259,175 @@ TEST_F(PlannerTest, a_request_that_waits_for_rows_keeps_its_tail) {
   plan();
   EXPECT_TRUE(parts_.has("f"));
   EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("d")));
+}
+
+// Teaches that a token is computed in 1 ms and that the tier reads 1 byte per second.
+void make_tier_slow(OpParts& parts) {
+  Nanos now = parts.clock.now();
+  parts.costs.prefill.observe(1000, 500);
+  for (const int second : {0, 1, 1, 1}) parts.costs.prefill.end_step(now += std::chrono::seconds(second));
+  for (int i = 1; i <= 32; ++i) parts.costs.on_read(0, 10.0 * i, 10.0 * i, now);
+}
+
+// What arrived before does not show how fast the tier reads now.
+TEST_F(PlannerTest, the_reads_after_a_wait_for_rows_are_judged_by_themselves) {
+  const Nanos budget = std::chrono::milliseconds(10);
+  const RequestHandle other = parts_.requests.begin({});
+  step_both(other, {"a", "b"}, {"c", "d", "e"});
+  parts_.finish();
+  parts_.requests.set_load_budget(other, budget, parts_.clock.now() + budget);
+  parts_.requests.admit(request_);
+  EXPECT_EQ(look(other, {"c", "d", "e"}), "HHP");
+  plan();
+  ASSERT_EQ(parts_.tier->queued_reads(), 1u);
+  make_tier_slow(parts_);
+  ASSERT_GT(parts_.costs.prefill.seconds(16, 0), to_seconds(budget) / 2) << "the rest, at the earlier rate";
+  parts_.clock.advance(budget);
+  plan();
+  EXPECT_EQ(parts_.requests.at(other).expired_for, MissReason::kRecomputeCheaper);
+}
+
+TEST_F(PlannerTest, a_request_decides_again_after_a_wait_for_rows) {
+  for (const bool is_slow : {false, true}) {
+    const RequestHandle first = parts_.requests.begin({}), other = parts_.requests.begin({});
+    look(first, {"a", "b", "c", "d"});
+    look(other, {"e"});
+    plan();
+    ASSERT_TRUE(parts_.requests.at(other).awaits_rows());
+    if (is_slow) make_tier_slow(parts_);
+    parts_.finish();
+    parts_.requests.admit(first);
+    look(other, {"e"});
+    plan();
+    EXPECT_EQ(parts_.requests.at(other).awaited.size(), is_slow ? 0u : 1u);
+    EXPECT_EQ(decisions("recompute"), is_slow ? 1 : 0);
+    EXPECT_EQ(decisions("load"), is_slow ? 4 : 2);
+    parts_.requests.end(other);
+    parts_.requests.end(first);
+    parts_.finish();
+    for (const char* name : {"a", "b", "c", "d", "e"}) {
+      if (const ChunkEntry* entry = parts_.chunks.find(key_of(name)))
+        parts_.chunks.discard(parts_.chunks.slot_of(entry));
+    }
+  }
+}
+
+TEST_F(PlannerTest, a_cut_is_decided_again_after_a_wait_for_rows) {
+  const RequestHandle other = parts_.requests.begin({});
+  step_both(other, {"a", "b", "c", "d"}, {"e", "f"});
+  parts_.requests.set_load_tokens(other, ChunkParts::kTokens);
+  parts_.finish();
+  parts_.requests.admit(request_);
+  look(other, {"e", "f"});
+  plan();
+  EXPECT_EQ(parts_.tier->queued_reads(), 2u);
+}
+
+TEST_F(PlannerTest, a_request_asks_once_in_a_step_whether_rows_become_free) {
+  constexpr std::uint64_t kOthers = 20;
+  const Slot filling = parts_.filling("filling", kNoTicket);
+  for (const char* name : {"x", "y", "z"}) parts_.resident(name);
+  ASSERT_EQ(parts_.chunks.at(filling).state, ChunkState::kFilling);
+  for (std::uint64_t i = 0; i < kOthers; ++i) EXPECT_EQ(look(parts_.requests.begin({}), {"filling"}), "P");
+  EXPECT_EQ(look(request_, {"a", "b", "c", "x", "y", "z"}), "PPPHHH");
+  const std::uint64_t steps = testing::steps_of([&] { planner_.plan_step(parts_.clock.now()); });
+  EXPECT_EQ(parts_.tier->queued_reads(), 3u) << "in the rows of its tail";
+  EXPECT_GE(steps, kOthers);
+  EXPECT_LT(steps, 2 * kOthers);
+}
+
+// The oldest ones wait. The rest is computed.
+TEST_F(PlannerTest, requests_that_wait_for_rows_do_not_make_a_step_long) {
+  constexpr std::size_t kChunks = 16384;
+  Names prompt;
+  for (std::size_t i = 0; i < kChunks; ++i) prompt.push_back(fmt::format("p{}", i));
+  for (const auto& name : prompt) parts_.record(name);
+  pin({"x", "y", "z"});
+  look(request_, {"a"});
+  plan();
+  std::vector<RequestHandle> others;
+  for (int i = 0; i < 5; ++i) {
+    others.push_back(parts_.requests.begin({}));
+    look(others.back(), prompt);
+  }
+  plan();
+  for (std::size_t i = 0; i < others.size(); ++i)
+    EXPECT_EQ(parts_.requests.at(others[i]).awaits_rows(), i < 4) << i;
+  EXPECT_EQ(parts_.requests.at(others[4]).closed[0], MissReason::kPressure);
+}
+
+// ---- tenants
+
+class TenantPlannerTest : public PlannerTest {
+ protected:
+  static constexpr TenantId kQuiet = 1, kFlood = 2;
+  TenantPlannerTest() : PlannerTest(with_tenants()) {}
+  static PartsOptions with_tenants() {
+    PartsOptions options;
+    options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0}};
+    return options;
+  }
+  RequestHandle begin(TenantId tenant) {
+    RequestOptions options;
+    options.tenant = tenant;
+    return parts_.requests.begin(options);
+  }
+  Slot resident_of(TenantId tenant, const std::string& name) {
+    const EntryInfo info{0, 0, 0, 99, 0, 0, tenant};
+    const Slot slot = parts_.chunks.insert_filling(key_of(name), 0, parts_.take(0), info, kNoTicket);
+    parts_.chunks.finish_store(slot);
+    return slot;
+  }
+};
+
+TEST_F(TenantPlannerTest, a_tenant_below_its_share_does_not_wait_behind_others) {
+  const RequestHandle loading = begin(kFlood), flood = begin(kFlood), quiet = begin(kQuiet);
+  pin({"x", "y", "z"});
+  look(loading, {"a"});
+  plan();
+  const auto look_both = [&] {
+    look(flood, {"b"});
+    look(quiet, {"c"});
+  };
+  look_both();
+  plan();
+  EXPECT_TRUE(parts_.requests.at(flood).awaits_rows());
+  EXPECT_TRUE(parts_.requests.at(quiet).awaits_rows());
+  parts_.finish();
+  parts_.requests.admit(loading);
+  look_both();
+  plan();
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("c")));
+  EXPECT_EQ(parts_.requests.at(flood).closed[0], MissReason::kPressure) << "it may not take that row";
+}
+
+// It may take a row that the older request may not take.
+TEST_F(TenantPlannerTest, a_tenant_does_not_wait_behind_another_for_its_own_rows) {
+  const RequestHandle loading = begin(kFlood), flood = begin(kFlood), quiet = begin(kQuiet);
+  resident_of(kQuiet, "x");
+  resident_of(kQuiet, "y");
+  look(loading, {"a", "b"});
+  plan();
+  look(flood, {"c"});
+  look(quiet, {"d"});
+  plan();
+  EXPECT_TRUE(parts_.requests.at(flood).awaits_rows());
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("a"), key_of("b"), key_of("d")));
+}
+
+TEST_F(TenantPlannerTest, a_request_does_not_wait_for_rows_that_its_tenant_may_not_take) {
+  resident_of(kQuiet, "x");
+  const std::vector<Slot> held{resident_of(kQuiet, "y")};
+  pin({"u", "v"});
+  const RequestHandle flood = begin(kFlood), waiting = begin(kQuiet);
+  const std::vector<ChunkKey> keys{key_of("x")};
+  parts_.device_loads.begin(keys, {.tenant = kQuiet});
+  parts_.requests.hold(waiting, held);
+  look(waiting, {"f"});
+  look(flood, {"a"});
+  plan();
+  EXPECT_EQ(parts_.requests.at(flood).closed[0], MissReason::kPressure);
+  EXPECT_TRUE(parts_.requests.at(waiting).awaits_rows());
 }
 
 // A partial chunk loads only the tokens that it has.
