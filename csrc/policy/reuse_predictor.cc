@@ -98,7 +98,7 @@ void ReusePredictor::rate(unsigned of_class) {
   for (unsigned b = 0; b < kBuckets; ++b) {
     const float left = 1 - hazard[b], cost = kWidths[b] * (1 - hazard[b] / 2);
     present[b] = 1;
-    kept[b] = -cost / 2;  // an entry is in the middle of its own bucket
+    kept[b] = -cost / 2;                                     // an entry is in the middle of its own bucket
     for (unsigned lanes = 0; lanes <= b; lanes += kLanes) {  // later ages are not present yet
       for (unsigned from = lanes; from < lanes + kLanes; ++from) {
         kept[from] += present[from] * cost;

@@ -53,6 +53,13 @@ def test_stat_shows_a_root_whose_description_is_damaged(root, description):
     assert FACTS.short_id() in run("stat", root)
 
 
+@pytest.mark.parametrize("command", ["stat", "ls"])
+def test_a_root_that_cannot_be_read_is_not_reported_as_wrong_use(root, command):
+    with hidden(root / "kv_offload.json"):
+        result = CliRunner().invoke(app, [command, str(root)])
+    assert (result.exit_code, "cannot be read" in result.output) == (1, True), result.output
+
+
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_a_directory_that_cannot_be_read_is_named_and_the_other_records_are_shown(tmp_path, levels):
     root = write_root(tmp_path / "root")

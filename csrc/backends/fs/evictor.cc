@@ -345,15 +345,16 @@ void Evictor::trade() {
 // Returns false if it could not evict that much; the requester's request then keeps the rest.
 bool Evictor::evict_for_peer(const LedgerRequest& request) {
   Reservation evicted(*root_.space);
-  const std::uint64_t freed = evict_by_policy(request.bytes, clock_.now() + kLongestEviction, &evicted);
+  const std::uint64_t freed = evict_by_policy(request.bytes, &evicted);
   const bool enough = freed >= request.bytes;
   root_.space->grant(request, enough ? 0 : request.bytes - freed, &evicted);
   return enough;
 }
 
-// Evicts by our own policy, until `give_up`: only it knows the chunk order within prompts and the latest
-// uses. Returns the bytes freed.
-std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Nanos give_up, Reservation* evicted) {
+// Evicts by our own policy for up to kLongestEviction: only it knows the chunk order within prompts and the
+// latest uses. Returns the bytes freed.
+std::uint64_t Evictor::evict_by_policy(std::uint64_t bytes, Reservation* evicted) {
+  const Nanos give_up = clock_.now() + kLongestEviction;
   Progress own;
   while (own.freed < bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing && !stop_.load() &&
          clock_.now() < give_up) {
@@ -372,14 +373,17 @@ void Evictor::trim() {
     if (shares_.is_below() && !shares_.sharers_above().empty()) return;  // they trim it
     Reservation evicted(*root_.space);  // settled after each part: other sharers see the rest
     std::uint64_t missing = 0, freed = 0;
-    if (evicted.grow_to(kPageBytes, &missing) || missing == 0) return;
+    const Status grown = evicted.grow_to(kPageBytes, &missing);
+    // Without room for the ledger the sum does not fall, and this would evict the whole cache.
+    if (grown || missing == 0 || is_full(grown)) return;
     const std::uint64_t part = std::min(missing, kMostAtOnce);
     {
       const MutexLock lock(mutex_);
       freed = evict_unused_epochs(part, nullptr, &evicted);
     }
-    if (freed < part) freed += evict_by_policy(part - freed, give_up, &evicted);
-    if (freed < part) return;
+    // With its own limit of time, because the search for unused epochs may take longer than the whole one.
+    if (freed < part) freed += evict_by_policy(part - freed, &evicted);
+    if (freed < part || clock_.now() >= give_up) return;
     trimmed += freed;
   }
 }

@@ -78,8 +78,8 @@ class Evictor {
   void trade() EXCLUDES(mutex_);
   // Evicts while the root holds more than max_bytes: after a start with a smaller bound, or if another
   // program added files. After kMostTrimmed bytes or kLongestEviction, leaves the rest to the next call. Does
-  // nothing without FsTierOptions::may_evict and may_trim, or while this process is below its share and
-  // others are above theirs.
+  // nothing without FsTierOptions::may_evict and may_trim, while this process is below its share and others
+  // are above theirs, or while the file system has no room for the ledger.
   void trim() EXCLUDES(mutex_);
   // True if nothing was left to evict although the root is full, or if too many records were missing. The sum
   // may be too high then.
@@ -110,7 +110,7 @@ class Evictor {
   std::vector<OldestRecords::Source> unused_epochs();
   std::vector<OldestRecords::Source> other_epochs();
   bool evict_for_peer(const LedgerRequest& request) EXCLUDES(mutex_);
-  std::uint64_t evict_by_policy(std::uint64_t bytes, Nanos give_up, Reservation* evicted) EXCLUDES(mutex_);
+  std::uint64_t evict_by_policy(std::uint64_t bytes, Reservation* evicted) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;

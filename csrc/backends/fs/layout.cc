@@ -28,6 +28,22 @@ std::optional<std::uint64_t> parse_number(std::string_view text) {
 
 }  // namespace
 
+bool is_probe_root(std::string_view name) {
+  constexpr std::size_t kMostDigits = 20;
+  if (!name.starts_with(kProbePrefix)) return false;
+  name.remove_prefix(kProbePrefix.size());
+  return !name.empty() && name.size() <= kMostDigits &&
+         std::all_of(name.begin(), name.end(), [](char c) { return hex_digit(c) >= 0; });
+}
+
+bool is_raw_file(std::string_view name) {
+  constexpr std::size_t kCharacters = 8;
+  if (!name.starts_with(kRawPrefix)) return false;
+  name.remove_prefix(kRawPrefix.size());
+  return name.size() == kCharacters &&
+         name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == name.npos;
+}
+
 // The first bytes are random, because sharers are identified by them.
 NamespaceId probe_namespace(std::uint64_t random) {
   constexpr std::string_view kText = "kv_offload speed probe..";

@@ -160,6 +160,8 @@ Status SpaceLedger::update_locked(const Change& change) {
       const PageLock held{ops_, fd_.get()};
       status = read_page(&page);
       if (status) {
+        // Known even if the file system has no room for the change: a start needs it.
+        total_.store(page.total, std::memory_order_relaxed);
         before = {page.writes, page.removals};
         LedgerSlot* own = claim_slot(&page);
         apply_pending(&page);

@@ -124,9 +124,11 @@ void remove_old_probes(FileOps& ops, int directory, const OnRemoved& on_removed)
     if (layout::is_probe_namespace(name)) {
       (void)reclaim_namespace(ops, directory, name, std::numeric_limits<std::uint64_t>::max(), false, stop,
                               on_removed);
-    } else if (name.starts_with(layout::kRawPrefix) && !may_be_directory(entry)) {
-      remove_tree(ops, directory, name, 0, on_removed);
-    } else if (name.starts_with(layout::kProbePrefix) && is_old_probe(ops, directory, name)) {
+    } else if (layout::is_raw_file(name)) {
+      FileInfo info;
+      if (ops.stat(directory, name, &info) == 0 && info.is_regular() && ops.unlink(directory, name) == 0)
+        on_removed(info.charge());
+    } else if (layout::is_probe_root(name) && is_old_probe(ops, directory, name)) {
       remove_tree(ops, directory, name, kDeepestTree, on_removed);
     }
   }

@@ -168,6 +168,9 @@ FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
   if (impl_->root) {
     error = -read_text(posix_file_ops(), impl_->root.get(), std::string(layout::kRootFile), &text);
   }
+  if (error == EACCES || error == EPERM || error == EIO || error == ESTALE || error == EMFILE ||
+      error == ENFILE)
+    throw_resource("{} cannot be read: {}", impl_->path, std::strerror(error));
   if (error != 0) {
     throw_invalid("{} is not a kv_offload root: {} (a root contains {})", impl_->path, std::strerror(error),
                   layout::kRootFile);

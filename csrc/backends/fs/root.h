@@ -74,7 +74,8 @@ struct EvictReport {
 
 class FsRoot {
  public:
-  // Throws InvalidArgument if the directory is not a root of this project.
+  // Throws InvalidArgument if the directory is not a root of this project, ResourceError if it cannot be
+  // read.
   explicit FsRoot(std::string root_dir);
   ~FsRoot();
 

@@ -29,8 +29,8 @@ class ForeignRootError(RuntimeError):
 def open_root(path: str, *, changes: bool = False) -> "FsRoot":
     """Opens the root at ``path``; ``changes``: the command removes records.
 
-    Raises ValueError naming what exists there instead, OSError if it cannot be read, ForeignRootError if
-    ``changes`` is set and it belongs to another user.
+    Raises ValueError naming what exists there instead, OSError or RuntimeError if it cannot be read,
+    ForeignRootError if ``changes`` is set and it belongs to another user.
     """
     from kv_offload import _core
 

@@ -85,6 +85,30 @@ class SlowRemovals : public FaultyFileOps {
   FakeClock& clock_;
 };
 
+// Each listing takes longer than a trim.
+class SlowLists : public FaultyFileOps {
+ public:
+  explicit SlowLists(FakeClock& clock) : clock_(clock) {}
+  int list(int fd, std::vector<DirEntry>* entries) override {
+    clock_.advance(2 * Evictor::kLongestEviction);
+    return FaultyFileOps::list(fd, entries);
+  }
+
+ private:
+  FakeClock& clock_;
+};
+
+// Makes records of epoch 1 in the namespace of 64 times `digit`. They count their size, and take no blocks.
+void make_sparse(const std::string& root, char digit, std::uint32_t count, std::uint64_t bytes) {
+  const fs::path epoch = fs::path(root) / std::string(64, digit) / "g1";
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const fs::path path = epoch / layout::record_path(key_of(1000 + i), bytes);
+    fs::create_directories(path.parent_path());
+    std::ofstream(path).close();
+    fs::resize_file(path, bytes);
+  }
+}
+
 TEST(EvictorTest, a_root_above_its_bound_on_a_slow_file_system_is_trimmed_in_parts_of_a_second) {
   constexpr std::uint64_t kBytes = std::uint64_t{1} << 20, kBound = 16 * kBytes;
   constexpr std::uint32_t kRecords = 60;
@@ -103,6 +127,73 @@ TEST(EvictorTest, a_root_above_its_bound_on_a_slow_file_system_is_trimmed_in_par
   FsStore store(options_for(root, kBound), ops, clock);
   store.start();
   for (std::size_t left = kRecords; left > kBound / kBytes;) {
+    const std::size_t before = left;
+    store.maintain();
+    left = records_in(root).size();
+    ASSERT_LT(left, before);
+    EXPECT_LE(before - left, static_cast<std::size_t>(Evictor::kLongestEviction / SlowRemovals::kTime));
+  }
+  store.close();
+}
+
+// Without this, the sum stays above the bound, and each tick would evict for it.
+TEST(EvictorTest, a_root_above_its_bound_without_room_for_the_ledger_keeps_its_records) {
+  constexpr std::uint64_t kBytes = std::uint64_t{1} << 20, kBound = 16 * kBytes;
+  constexpr std::uint32_t kRecords = 60;
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  { FsStore(options_for(root, kBound), posix_file_ops(), clock).close(); }
+  make_sparse(root, '1', kRecords, kBytes);
+  SlowRemovals ops(clock);
+  FsStore store(options_for(root, kBound), ops, clock);
+  store.start();
+  store.maintain();
+  const std::size_t left = records_in(root).size();
+  ASSERT_LT(left, kRecords);
+  ASSERT_GT(left, kBound / kBytes);
+  ops.fail_all(Call::kPwritev, ENOSPC);
+  for (int tick = 0; tick < 5; ++tick) store.maintain();
+  EXPECT_EQ(records_in(root).size(), left);
+  ops.clear();
+  for (int tick = 0; tick < 10; ++tick) store.maintain();
+  EXPECT_LE(records_in(root).size(), kBound / kBytes);
+  store.close();
+}
+
+// The search for records that nothing can hit lists each namespace, on a network file system for seconds.
+TEST(EvictorTest, a_slow_search_for_unused_epochs_does_not_stop_the_trim) {
+  constexpr std::uint64_t kBytes = std::uint64_t{1} << 20, kBound = 16 * kBytes;
+  constexpr std::uint32_t kRecords = 60;
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  { FsStore(options_for(root, kBound), posix_file_ops(), clock).close(); }
+  make_sparse(root, '1', kRecords, kBytes);
+  SlowLists ops(clock);
+  FsStore store(options_for(root, kBound), ops, clock);
+  store.start();
+  for (int tick = 0; tick < 10; ++tick) store.maintain();
+  EXPECT_LE(records_in(root).size(), kBound / kBytes);
+  EXPECT_GE(records_in(root).size(), kBound / kBytes - 1);
+  store.close();
+}
+
+// Each part removes 64 MiB that nothing can hit.
+TEST(EvictorTest, a_trim_of_unused_epochs_on_a_slow_file_system_ends_after_a_second) {
+  constexpr std::uint64_t kBytes = Evictor::kMostAtOnce, kBound = 2 * kBytes;
+  constexpr std::uint32_t kRecords = 30;
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  FsTierOptions other = options_for(root, kBound);
+  other.namespace_id.fill(0x22);
+  { FsStore(other, posix_file_ops(), clock).close(); }
+  make_sparse(root, '2', kRecords, kBytes);
+  SlowRemovals ops(clock);
+  FsStore store(options_for(root, kBound), ops, clock);
+  store.start();
+  for (std::size_t left = kRecords; left > 1;) {
     const std::size_t before = left;
     store.maintain();
     left = records_in(root).size();

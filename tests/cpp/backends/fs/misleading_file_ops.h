@@ -155,6 +155,12 @@ class CopyOnWriteDisk : public FaultyFileOps {
     }
     return FaultyFileOps::pwritev(fd, parts, count, offset);
   }
+  int statvfs(int fd, SpaceInfo* info) override {
+    const int rc = FaultyFileOps::statvfs(fd, info);
+    const std::lock_guard lock(mutex_);
+    if (rc == 0 && room_ != kAll) info->free_bytes = room_;
+    return rc;
+  }
   int unlink(int directory, const std::string& path) override {
     FileInfo info;
     const bool known = posix_file_ops().stat(directory, path, &info) == 0;

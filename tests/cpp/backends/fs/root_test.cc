@@ -265,7 +265,7 @@ class FsProbeTest : public ::testing::Test {
   // Creates the files that killed probes of a directory, of its raw speed and of a root leave in `directory`.
   static void leave_probes(const std::string& directory) {
     { EXPECT_TRUE(TierUser(options_for(directory + "/.kv_offload_probe_1")).write(1)); }
-    std::ofstream(directory + "/.kv_offload_raw_1") << std::string(100000, 'x');
+    std::ofstream(directory + "/.kv_offload_raw_a_1bcdef") << std::string(100000, 'x');
     FsTierOptions options = options_for(directory);
     options.namespace_id = layout::probe_namespace(1);
     options.namespace_json.clear();
@@ -358,6 +358,26 @@ TEST_F(FsProbeTest, a_start_and_the_next_probe_remove_what_killed_probes_left) {
   leave_probes(plain);
   (void)probe_disk(plain, 1 << 20, kRecord);
   EXPECT_EQ(entries(plain), 0u);
+}
+
+TEST_F(FsProbeTest, other_files_with_similar_names_stay) {
+  { ASSERT_TRUE(TierUser(options_).write(1)); }
+  const fs::path root(root_), outside(dir_.path() + "/outside");
+  { ASSERT_TRUE(TierUser(options_for(outside.string())).write(1)); }
+  std::ofstream(outside / "file") << "x";
+  fs::copy(outside, root / ".kv_offload_probe_backup", fs::copy_options::recursive);
+  std::ofstream(root / ".kv_offload_raw_a_1bcdef.txt") << "x";
+  fs::create_directory(root / ".kv_offload_raw_a_1bcdeg");
+  fs::create_directory_symlink(outside, root / ".kv_offload_probe_3");
+  fs::create_symlink(outside / "file", root / ".kv_offload_raw_a_1bcdeh");
+  const std::size_t before = entries(root_), records = records_in(dir_.path()).size();
+  // The link below goes with the probe, and what it names stays.
+  { ASSERT_TRUE(TierUser(options_for(root_ + "/.kv_offload_probe_4")).write(1)); }
+  fs::create_directory_symlink(outside, root / ".kv_offload_probe_4" / "link");
+  TierUser user(options_);
+  EXPECT_EQ(entries(root_), before + 1) << "and the presence of the server";
+  EXPECT_EQ(records_in(dir_.path()).size(), records);
+  EXPECT_TRUE(fs::exists(outside / "file"));
 }
 
 TEST_F(FsProbeTest, a_probe_in_progress_is_not_removed) {
