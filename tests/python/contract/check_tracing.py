@@ -490,12 +490,15 @@ def test_a_forked_process_neither_hangs_nor_exports(traced: Traced) -> None:
 # ---- on and off
 
 
-def test_tracing_is_off_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_is_off_without_an_endpoint(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv(tracing.ENDPOINT, raising=False)
     assert make_tracer(_core.Metrics(), [], "m") is None
     monkeypatch.setenv(tracing.ENDPOINT, "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert make_tracer(_core.Metrics(), [], "m") is None
+    assert caplog.messages == [], "nobody asked for tracing"
 
 
 def test_a_missing_library_is_a_warning_that_says_what_to_install(
