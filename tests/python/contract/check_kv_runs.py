@@ -18,6 +18,7 @@ from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of, share_of_values  # noq
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     get_kv_quant_mode,
 )
 from vllm.v1.kv_offload import base  # noqa: E402
@@ -245,3 +246,13 @@ def test_ranks_that_do_not_agree_make_the_runs_unknown(vllm_config: Any) -> None
 def test_only_values_in_groups_without_a_key_have_their_own_bound(head: int, share: float) -> None:
     assert share_of_values((2 * head, 2 * head)) == pytest.approx(share)
     assert share_of_values((head, head), "float8_e4m3fn") == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("lookahead", "kept"), [(None, 100), (0, 100), (1, 100), (4, 103)])
+def test_a_window_includes_the_tokens_that_vllm_keeps_for_drafts(lookahead: int | None, kept: int) -> None:
+    spec = object.__new__(SlidingWindowSpec)  # the fields of the releases differ
+    object.__setattr__(spec, "sliding_window", 100)
+    config = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
+    if lookahead is None:
+        del config.num_prefill_lookahead_tokens
+    assert compat.layer_window(SimpleNamespace(get_kv_cache_spec=lambda _: spec), config) == kept
