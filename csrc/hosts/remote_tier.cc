@@ -30,6 +30,10 @@ class RemoteTier final : public Tier {
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
+  TierAvailability availability() const override {
+    const TierStats& host = state_.stats;
+    return {host.readable && is_usable(), host.writable && is_usable(), host.is_shared};
+  }
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
 
@@ -397,8 +401,8 @@ Status RemoteTier::reset(std::uint64_t startup_id) {
 
 TierStats RemoteTier::stats() const {
   TierStats stats = state_.stats;
-  stats.readable = stats.readable && is_usable();
-  stats.writable = stats.writable && is_usable();
+  stats.readable = availability().readable;
+  stats.writable = availability().writable;
   stats.queued_reads = reads_;  // the host's own figures are older
   stats.queued_writes = static_cast<std::uint32_t>(ops_.size()) - reads_;
   return stats;

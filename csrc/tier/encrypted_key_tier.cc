@@ -68,6 +68,7 @@ class EncryptedKeyTier final : public Tier {
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
   TierStats stats() const override { return tier_->stats(); }
+  TierAvailability availability() const override { return tier_->availability(); }
   std::vector<TierPart> parts() const override { return tier_->parts(); }
   std::string epoch_problem() const override { return tier_->epoch_problem(); }
   std::string codec_reason() const override { return tier_->codec_reason(); }
