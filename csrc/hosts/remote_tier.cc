@@ -88,6 +88,7 @@ class RemoteTier final : public Tier {
   std::size_t next_event_ = 0;
   std::vector<Completion> completions_;  // not polled yet
   std::vector<TierRemoval> removals_;
+  std::vector<TierRemoval> forgotten_;  // scratch of poll()
   std::vector<TierUse> touched_;
   TierState state_;
   bool closed_ = false;
@@ -220,7 +221,7 @@ void RemoteTier::send_uses(std::span<const TierUse> uses, bool is_touch) {
   std::vector<TierChannel::Frame> frames;
   for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
     const std::span<const TierUse> some = uses.subspan(at, std::min(kMostUses, uses.size() - at));
-    frames.push_back(framed(FrameType::kUses, TierUsesFrame{index_, is_touch, {some.begin(), some.end()}}));
+    frames.emplace_back(FrameType::kUses, encode_uses(index_, is_touch, some));
   }
   (void)channel_->send(connection_, std::move(frames), true);  // only the order of eviction depends on them
 }
@@ -241,14 +242,16 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   touched_.clear();
   take_events();
   completions->reserve(completions->size() + completions_.size());  // passing them on must not throw
-  const bool is_late = clock_.now() - reset_sent_ >= options_.reset_timeout;
-  if (needs_reset_ && is_late && connection_ != 0 && !closed_) send_reset();
-  std::vector<TierRemoval> forgotten;
-  presence_.take_removals(&forgotten);
+  if (needs_reset_ && connection_ != 0 && !closed_ &&
+      clock_.now() - reset_sent_ >= options_.reset_timeout) {
+    send_reset();
+  }
+  presence_.take_removals(&forgotten_);
   // The others are in removals_: the host reports them, also for keys that presence_ does not know.
-  for (const TierRemoval& removal : forgotten) {
+  for (const TierRemoval& removal : forgotten_) {
     if (removal.reason == TierRemoval::Reason::kReset) removals_.push_back(removal);
   }
+  forgotten_.clear();
   removals->insert(removals->end(), removals_.begin(), removals_.end());
   removals_.clear();
   std::move(completions_.begin(), completions_.end(), std::back_inserter(*completions));

@@ -10,7 +10,8 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMuch = std::size_t{4} << 20;  // bytes of frames that wait to be sent
+// Bytes of frames that wait to be sent.
+constexpr std::size_t kFew = std::size_t{64} << 10, kMuch = std::size_t{4} << 20;
 
 }  // namespace
 
@@ -130,6 +131,7 @@ std::vector<TierChannel::Frame> TierChannel::take_frames() {
 }
 
 bool TierChannel::send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop) {
+  bool wakes = !may_drop;
   {
     const MutexLock lock(mutex_);
     if (!connected_ || connection != connection_) return false;
@@ -139,8 +141,9 @@ bool TierChannel::send(ConnectionNumber connection, std::vector<Frame> frames, b
       outbox_bytes_ += frame.second.size();
       outbox_.push_back(std::move(frame));
     }
+    wakes = wakes || outbox_bytes_ > kFew;
   }
-  wake_();
+  if (wakes) wake_();
   return true;
 }
 

@@ -55,7 +55,8 @@ class TierChannel {
 
   // ---- the scheduler's thread
   // Queues all frames for this connection, or none: false if it has ended. `may_drop`: also none if much
-  // waits to be sent. If memory runs out, throws and queues none.
+  // waits to be sent, and the thread is not woken for a few of them: it sends them in its next turn, at the
+  // latest before the next order. If memory runs out, throws and queues none.
   bool send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop = false) EXCLUDES(mutex_);
   std::vector<Event> take_events(std::uint8_t tier) EXCLUDES(mutex_);
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
