@@ -67,7 +67,7 @@ class RemoteTier final : public Tier {
   // REQUIRES: the op is in ops_.
   void end(OpId id, Status status, std::uint64_t bytes = 0, double seconds = 0, double queued = 0);
   void send_reset();
-  void send_uses(std::span<const TierUse> uses, bool is_touch);
+  void send_touches();
 
   const std::shared_ptr<TierChannel> channel_;
   const std::uint8_t index_;
@@ -216,34 +216,32 @@ void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   presence_.cancel_lookup(started, epoch);
 }
 
-void RemoteTier::send_uses(std::span<const TierUse> uses, bool is_touch) {
-  if (!is_usable()) return;
-  std::vector<TierChannel::Frame> frames;
-  for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
-    const std::span<const TierUse> some = uses.subspan(at, std::min(kMostUses, uses.size() - at));
-    frames.emplace_back(FrameType::kUses, encode_uses(index_, is_touch, some));
-  }
-  (void)channel_->send(connection_, std::move(frames), true);  // only the order of eviction depends on them
+void RemoteTier::touch(const ChunkKey& key) {
+  if (touched_.size() == kMostUses) send_touches();
+  touched_.push_back({key, {}});
 }
 
-void RemoteTier::touch(const ChunkKey& key) {
-  touched_.push_back({key, {}});
-  if (touched_.size() < kMostUses) return;
-  send_uses(touched_, true);
+// Only the order of eviction depends on touches and uses.
+void RemoteTier::send_touches() {
+  if (is_usable()) {
+    std::vector<TierChannel::Frame> frames;
+    frames.emplace_back(FrameType::kUses, encode_uses(index_, true, touched_));
+    (void)channel_->send(connection_, std::move(frames), true);
+  }
   touched_.clear();
 }
 
-void RemoteTier::used(const TierUses& uses) { send_uses(*uses, false); }
+void RemoteTier::used(const TierUses& uses) {
+  if (is_usable()) channel_->send_uses(connection_, index_, uses);
+}
 
 // ---- events
 
 void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
-  if (!touched_.empty()) send_uses(touched_, true);
-  touched_.clear();
+  if (!touched_.empty()) send_touches();
   take_events();
   completions->reserve(completions->size() + completions_.size());  // passing them on must not throw
-  if (needs_reset_ && connection_ != 0 && !closed_ &&
-      clock_.now() - reset_sent_ >= options_.reset_timeout) {
+  if (needs_reset_ && connection_ != 0 && !closed_ && clock_.now() - reset_sent_ >= options_.reset_timeout) {
     send_reset();
   }
   presence_.take_removals(&forgotten_);
