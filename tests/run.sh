@@ -11,8 +11,8 @@
 # GPU. All created files are inside the checkout: .venv, .cache, build. Stages, in order; * needs --all or its name:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the core's tests that start threads, under ThreadSanitizer of g++ (Python does not start with clang's
-#            preloaded); without --long, not the files in not_under_tsan
+#   tsan     the core's tests that start threads, under ThreadSanitizer; without --long, not the files in
+#            not_under_tsan
 #   fuzz     * libFuzzer on the parsers of files, for a bounded time
 #   lint     clang-format, ruff, mypy --strict; the mutants still fit the code; source files name their licence
 #   cpp      core tests that are shorter under a sanitizer, without one (--long: all); the benchmarks compile
@@ -204,14 +204,14 @@ stage_cpp() { # configured by setup
 stage_oracle() {
   local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
     "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
-  local kinds=(asan ${KV_OFFLOAD_LONG:+tsan})
+  local kinds=(asan ${KV_OFFLOAD_LONG:+tsan-python})
   for kind in "${kinds[@]}"; do build "$kind" _core "${python[@]}" || return; done
-  local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan]=$(g++ -print-file-name=libtsan.so)) running=()
+  local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan-python]=$(g++ -print-file-name=libtsan.so)) running=()
   for kind in "${kinds[@]}"; do
     LD_PRELOAD="$(realpath "${runtime[$kind]}") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
       ASAN_OPTIONS=detect_leaks=0:symbolize=0 UBSAN_OPTIONS=print_stacktrace=1:symbolize=0 \
       TSAN_OPTIONS=halt_on_error=1:symbolize=0 \
-      KV_OFFLOAD_TEST_SANITIZER=$kind KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$kind"/_core*.so) \
+      KV_OFFLOAD_TEST_SANITIZER=${kind%-python} KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$kind"/_core*.so) \
       KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
       VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=tests/python:. \
       .venv/bin/python -m pytest -q --capture=sys -p no:cacheprovider -o python_files='check_*.py' \

@@ -16,9 +16,17 @@ if(KV_OFFLOAD_SANITIZE)
   endif()
   # False positives of g++ 12 in its own <regex> and <functional>: sanitizers keep it from inlining them.
   add_compile_options($<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
-  # Python loads the module, so clang's sanitizer runtime must be a shared library, as g++'s is by default.
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND KV_OFFLOAD_PYTHON)
-    add_link_options(-shared-libsan)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    # Python loads the module, so clang's sanitizer runtime must be a shared library, as g++'s is by default.
+    if(KV_OFFLOAD_PYTHON)
+      add_link_options(-shared-libsan)
+    endif()
+    # The tests have their own operator new. ThreadSanitizer's runtime for C++ defines it, too, and nothing else; clang
+    # does not link it in this mode.
+    if("thread" IN_LIST kinds)
+      add_link_options(--driver-mode=gcc)
+      string(APPEND CMAKE_CXX_STANDARD_LIBRARIES " -lstdc++ -lm")
+    endif()
   endif()
   add_link_options(-fsanitize=${KV_OFFLOAD_SANITIZE})
 endif()

@@ -82,6 +82,7 @@ class AllHostsTier final : public Tier {
     for (const PartOfTier& part : parts_) part.tier->used(uses);
   }
   Status reset(std::uint64_t startup_id) override;
+  void begin_reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   TierAvailability availability() const override;
   std::vector<TierPart> parts() const override;
@@ -109,6 +110,9 @@ class AllHostsTier final : public Tier {
   using RemovalOps = std::unordered_map<OpId, Removal>;
 
   void compare_epochs(const std::vector<std::uint64_t>& ids);
+  void replace_epochs(const std::vector<std::uint64_t>& ids);
+  void forget_ops();
+  void end_wait_by_reset();
   std::vector<std::uint64_t> epoch_ids() const;
   void for_all_at_once(const std::function<void(std::size_t part)>& call) const;
   void submit_parts(std::vector<TierOp> ops);
@@ -206,13 +210,22 @@ void AllHostsTier::compare_epochs(const std::vector<std::uint64_t>& ids) {
   if (epochs_differ_) {
     return warn_(
         fmt::format("tier {} stays out of service: the stores of hosts {} respond, but have different "
-                    "epochs. Restart this engine when all stores respond, or reset it (POST "
-                    "/reset_prefix_cache?reset_external=true)",
+                    "epochs. When the stores of all hosts take writes, the hosts begin a new, empty epoch",
                     name(), fmt::join(hosts, ", ")));
   }
   if (!has_all) return;
   awaits_epoch_ = false;
   warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
+}
+
+// Begins an empty epoch, as a start does if the stores differ. Does not wait: poll() may not delay requests.
+// If this host may not write (`read_only`), no other one may: all have one configuration.
+void AllHostsTier::replace_epochs(const std::vector<std::uint64_t>& ids) {
+  if (!parts_.front().tier->can_reset()) return;
+  for (std::size_t part = 0; part < ids.size(); ++part)
+    if (ids[part] == 0 || !parts_[part].tier->stats().writable) return;
+  warn_(fmt::format("tier {}: the hosts replace their different epochs by a new, empty one", name()));
+  begin_reset(EpochRegistry::new_id());
 }
 
 void AllHostsTier::submit(std::vector<TierOp> ops) {
@@ -317,7 +330,11 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     parts_[part].tier->poll(&ended_, &removed_[part]);
     ended_by_.resize(ended_.size(), part);
   }
-  if (awaits_epoch_) compare_epochs(epoch_ids());
+  if (awaits_epoch_) {
+    const std::vector<std::uint64_t> ids = epoch_ids();
+    compare_epochs(ids);
+    if (epochs_differ_) replace_epochs(ids);
+  }
   if (reset_ended_wait_ && is_in_service(*this)) {
     reset_ended_wait_ = false;
     warn_(fmt::format("tier {} is in service after a reset", name()));
@@ -589,16 +606,31 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
   parts_.front().tier->prefetch_presence(std::move(keys), order);
 }
 
-Status AllHostsTier::reset(std::uint64_t startup_id) {
-  // One id for all hosts, so that engines that start later find equal epochs.
-  if (startup_id == 0) startup_id = EpochRegistry::new_id();
+void AllHostsTier::forget_ops() {
   cancel_held();  // an op belongs to the epoch in which it was submitted
   missing_.clear();
   postponed_.clear();
+}
+
+// After all parts were reset: each host begins an epoch of this engine alone.
+void AllHostsTier::end_wait_by_reset() {
+  reset_ended_wait_ |= awaits_epoch_;
+  awaits_epoch_ = epochs_differ_ = false;
+}
+
+void AllHostsTier::begin_reset(std::uint64_t startup_id) {
+  forget_ops();
+  for (const PartOfTier& part : parts_) part.tier->begin_reset(startup_id);
+  end_wait_by_reset();
+}
+
+Status AllHostsTier::reset(std::uint64_t startup_id) {
+  // One id for all hosts, so that engines that start later find equal epochs.
+  if (startup_id == 0) startup_id = EpochRegistry::new_id();
+  forget_ops();
   std::vector<Status> ended(parts_.size());
   for_all_at_once([&](std::size_t part) { ended[part] = parts_[part].tier->reset(startup_id); });
-  reset_ended_wait_ |= awaits_epoch_;
-  awaits_epoch_ = epochs_differ_ = false;  // each host begins an epoch of this engine alone
+  end_wait_by_reset();
   return *std::max_element(ended.begin(), ended.end(), [](const Status& a, const Status& b) {
     return weight_of(a.kind()) < weight_of(b.kind());
   });

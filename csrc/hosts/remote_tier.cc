@@ -29,6 +29,7 @@ class RemoteTier final : public Tier {
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override;
+  void begin_reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   TierAvailability availability() const override {
     const TierStats& host = state_.stats;
@@ -377,15 +378,19 @@ void RemoteTier::send_reset() {
   (void)channel_->send(connection_, std::move(frames));
 }
 
-Status RemoteTier::reset(std::uint64_t startup_id) {
+void RemoteTier::begin_reset(std::uint64_t startup_id) {
   take_events();
   end_waiting(Status::error(StatusKind::kCancelled, "the tier was reset"));
   presence_.reset();
   ++epoch_;
   startup_id_ = startup_id;
   needs_reset_ = true;
+  if (!closed_ && connection_ != 0) send_reset();
+}
+
+Status RemoteTier::reset(std::uint64_t startup_id) {
+  begin_reset(startup_id);
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
-  if (connection_ != 0) send_reset();
   const Nanos end = clock_.now() + options_.reset_timeout;
   while (needs_reset_) {
     if (connection_ == 0) {

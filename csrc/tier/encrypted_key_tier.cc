@@ -67,6 +67,8 @@ class EncryptedKeyTier final : public Tier {
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
+  void begin_reset(std::uint64_t startup_id) override { tier_->begin_reset(startup_id); }
+  bool can_reset() const override { return tier_->can_reset(); }
   TierStats stats() const override { return tier_->stats(); }
   TierAvailability availability() const override { return tier_->availability(); }
   std::vector<TierPart> parts() const override { return tier_->parts(); }

@@ -73,7 +73,9 @@ class ThreadPoolTier final : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalog().touch(key); }
   void used(const TierUses& uses) override { shared_->catalog().used(uses); }
-  Status reset(std::uint64_t startup_id) override;
+  Status reset(std::uint64_t startup_id) override { return reset_within(options_.op_timeout, startup_id); }
+  void begin_reset(std::uint64_t startup_id) override { (void)reset_within(Nanos(0), startup_id); }
+  bool can_reset() const override { return shared_->store->can_reset(); }
   TierStats stats() const override;
   TierAvailability availability() const override;
   std::string epoch_problem() const override { return shared_->store->epoch_problem(); }
@@ -86,6 +88,7 @@ class ThreadPoolTier final : public Tier {
  private:
   IoPool::Op make_op(std::shared_ptr<OpInFlight> in_flight) const;
   void submit_upkeep(Lane lane, std::function<void(TierRuntime&)> work);
+  Status reset_within(Nanos wait, std::uint64_t startup_id);
   // Runs on upkeep's fast lane. Returns kTimeout if the work did not end in time (it keeps running).
   Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
@@ -296,7 +299,7 @@ Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(Reco
   return answer->status;
 }
 
-Status ThreadPoolTier::reset(std::uint64_t startup_id) {
+Status ThreadPoolTier::reset_within(Nanos wait, std::uint64_t startup_id) {
   was_reset_ = true;
   Status status;
   {
@@ -312,7 +315,7 @@ Status ThreadPoolTier::reset(std::uint64_t startup_id) {
     // Waits, unlike everything else here: after a change of weights the caller must know that no older record
     // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
     // until upkeep, or the call that timed out, has begun one.
-    status = run_upkeep_and_wait(options_.op_timeout, [](RecordStore& store) { return store.begin_epoch(); });
+    status = run_upkeep_and_wait(wait, [](RecordStore& store) { return store.begin_epoch(); });
   }
   submit_upkeep(Lane::kWrite, upkeep);  // reclaims in the background
   update_in_epoch();

@@ -215,6 +215,11 @@ class Tier {
   // hosts of the engine (EpochChoice); 0: the tier chooses one. Tiers whose epoch is made by the next process
   // that starts ignore it. Never pass the same id to two resets of a tier.
   virtual Status reset(std::uint64_t startup_id = 0) = 0;
+  // Like reset(), but does not wait for the storage. If it has not confirmed yet, this is as if reset() had
+  // failed. A tier whose reset() waits overrides it.
+  virtual void begin_reset(std::uint64_t startup_id) { (void)reset(startup_id); }
+  // Returns whether a reset can succeed. A tier that other processes fill (`read_only`) may be unable to.
+  virtual bool can_reset() const { return true; }
   virtual TierStats stats() const = 0;
   // Returns what the scheduler needs of stats() in each step.
   virtual TierAvailability availability() const {

@@ -43,9 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    environment = dict(os.environ)
-    environment.pop("PYTHONPATH", None)
-    with Zygote(tmp_path_factory.mktemp("zygote") / "log", environment) as zygote:
+    with Zygote(tmp_path_factory.mktemp("zygote") / "log", dict(os.environ)) as zygote:
         yield zygote
 
 

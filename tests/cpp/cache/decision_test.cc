@@ -171,7 +171,7 @@ TEST_F(DecisionTest, awaited_chunks_are_loaded_in_any_write_order) {
   warm_up();
   for (int i = 0; i < 3; ++i) served();
   TieredCache& cache = *engine().cache;
-  for (const int steps : {5, 400}) {  // steps of 1 ms until the other records exist; computing takes 0.5 s
+  for (const int steps : {5, 700}) {  // steps of 1 ms until the other records exist; computing takes 0.5 s
     const auto prompt = engine().new_prompt(kChunks);
     const RequestHandle request = cache.begin_request("r", {.remote_wait = std::chrono::seconds(2)});
     cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);

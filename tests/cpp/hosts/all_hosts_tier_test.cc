@@ -22,10 +22,12 @@
 namespace kv_offload {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::key_of;
+using ::testing::Ne;
 
 class PlayedTier final : public Tier {
  public:
@@ -57,6 +59,10 @@ class PlayedTier final : public Tier {
     if (on_reset) on_reset();
     return reset_status;
   }
+  void begin_reset(std::uint64_t startup_id) override {
+    if (on_begin_reset) on_begin_reset();
+    begun_ids.push_back(startup_id);
+  }
   TierStats stats() const override { return figures; }
   void close() override {
     if (on_close) on_close();
@@ -87,12 +93,13 @@ class PlayedTier final : public Tier {
   std::map<ChunkKey, Presence> presence;
   std::vector<ChunkKey> asked;
   std::vector<std::uint64_t> startup_ids;  // of the resets
+  std::vector<std::uint64_t> begun_ids;    // of those that do not wait
   TierStats figures;
   Status reset_status;
   double seconds_per_byte = 0;
   bool can_cancel = true, throws = false;
   int cancelled = 0;  // calls of cancel()
-  std::function<void()> on_close, on_reset;
+  std::function<void()> on_close, on_reset, on_begin_reset;
 };
 
 class AllHostsTierTest : public ::testing::Test {
@@ -843,18 +850,56 @@ TEST_F(ThreeHosts, different_epochs_are_reported_at_once_although_a_store_does_n
                              "the stores of hosts {} respond, but have different", fmt::join(hosts, ", ")))));
     EXPECT_EQ(differing(), silent == 0 ? "011" : silent == 1 ? "101" : "110");
     for (const TierPart& part : tier_->parts()) EXPECT_FALSE(part.stats.readable || part.stats.writable);
+    part_[silent]->figures.writable = false;
     part_[silent]->figures.epoch_id = 7;
     poll();
     EXPECT_EQ(events_.size(), 1u) << "it is known already";
     EXPECT_EQ(differing(), "111");
     EXPECT_FALSE(is_usable());
     EXPECT_TRUE(tier_->reset().is_ok());
+    part_[silent]->figures.writable = true;
     EXPECT_EQ(differing(), "000");
     EXPECT_TRUE(is_usable());
     poll();
     EXPECT_THAT(events_,
                 ElementsAre(HasSubstr("stays out of service"), HasSubstr("in service after a reset")));
   }
+}
+
+TEST_F(ThreeHosts, different_epochs_are_replaced_once_when_all_stores_take_writes) {
+  open({7, 8, 0});
+  poll();
+  for (PlayedTier* part : part_) EXPECT_THAT(part->begun_ids, IsEmpty()) << "a store does not respond";
+  part_[2]->figures.epoch_id = 7;
+  part_[2]->figures.writable = false;
+  poll();
+  for (PlayedTier* part : part_) EXPECT_THAT(part->begun_ids, IsEmpty()) << "a store takes no writes";
+  EXPECT_FALSE(is_usable());
+  part_[2]->figures.writable = true;
+  poll();
+  poll();
+  const std::vector<std::uint64_t> ids = part_[0]->begun_ids;
+  EXPECT_THAT(ids, ElementsAre(AllOf(Ne(0u), Ne(7u), Ne(8u))));
+  for (PlayedTier* part : part_) {
+    EXPECT_EQ(part->begun_ids, ids) << "engines that start later need one epoch";
+    EXPECT_THAT(part->startup_ids, IsEmpty()) << "it may not wait";
+  }
+  EXPECT_EQ(differing(), "000");
+  EXPECT_TRUE(is_usable());
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("stays out of service"), HasSubstr("replace their different"),
+                                   HasSubstr("in service after a reset")));
+}
+
+TEST_F(ThreeHosts, different_epochs_stay_out_of_service_until_all_hosts_began_the_next_one) {
+  open({7, 8, 9});
+  part_[2]->on_begin_reset = [] { throw std::bad_alloc(); };
+  EXPECT_THROW(poll(), std::bad_alloc);
+  EXPECT_FALSE(is_usable());
+  part_[2]->on_begin_reset = nullptr;
+  poll();
+  EXPECT_EQ(part_[2]->begun_ids.size(), 1u);
+  EXPECT_THAT(part_[0]->begun_ids, ElementsAre(Ne(part_[2]->begun_ids[0]), part_[2]->begun_ids[0]));
+  EXPECT_TRUE(is_usable());
 }
 
 TEST_F(ThreeHosts, an_epoch_that_differs_is_reported_when_its_store_responds) {

@@ -407,6 +407,21 @@ TEST_F(HostTiersTest, a_reset_that_a_host_does_not_confirm_in_time_is_repeated) 
   EXPECT_TRUE(write(1).is_ok());
 }
 
+TEST_F(HostTiersTest, a_reset_can_begin_without_waiting_for_any_host) {
+  remote_.reset_timeout = std::chrono::hours(1);
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  for (FaultyFileOps& ops : ops_) ops.block(Call::kMkdir);  // of the next epoch
+  tier_->begin_reset(77);
+  EXPECT_FALSE(has(1));
+  EXPECT_FALSE(tier_->stats().writable);
+  EXPECT_FALSE(write(2).is_ok());
+  for (FaultyFileOps& ops : ops_) ops.release();
+  wait_until_usable();
+  EXPECT_FALSE(has(1));
+  EXPECT_TRUE(write(1).is_ok());
+}
+
 TEST_F(HostTiersTest, a_part_from_before_a_reset_that_missed_its_host_is_never_used) {
   for (const std::uint32_t missed : {1u, 0u}) {
     start();

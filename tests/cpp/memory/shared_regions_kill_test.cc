@@ -24,6 +24,8 @@ using testing::SharingEngine;
 constexpr std::uint32_t kSharingEngines = 4;
 constexpr std::uint32_t kSharedKeys = 200;  // fewer than the rows of all engines
 constexpr int kSharedOperations = 100'000;  // of all engines
+// At most so many operations until the next kill: about 100 ms on two cores, also in a long run.
+constexpr std::uint64_t kOperationsPerLife = 2'000;
 
 struct SharedCounts {
   std::atomic<std::uint64_t> operations{0}, reads{0}, wrong{0}, lent{0};
@@ -94,13 +96,14 @@ TEST_F(SharedRegionsKill, four_processes_that_are_killed_read_no_wrong_byte_and_
   while (counts_->operations < operations && std::chrono::steady_clock::now() < give_up) {
     // The moment of the kill follows the work, so that a slow machine kills as often.
     const std::uint64_t next =
-        counts_->operations + random() % std::min<std::uint64_t>(operations / 20 + 1, 10'000);
+        counts_->operations + random() % std::min<std::uint64_t>(operations / 20 + 1, kOperationsPerLife);
     while (counts_->operations < next && std::chrono::steady_clock::now() < give_up)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const auto victim = static_cast<std::uint32_t>(random() % kSharingEngines);
     if (random() % 4 == 0) {  // the others must go on while it is stopped
       engines[victim]->stop();
-      const std::uint64_t then = counts_->operations + operations / 100;
+      const std::uint64_t then =
+          counts_->operations + std::min<std::uint64_t>(operations / 100, kOperationsPerLife);
       while (counts_->operations < then && std::chrono::steady_clock::now() < give_up)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (random() % 2 == 0) {

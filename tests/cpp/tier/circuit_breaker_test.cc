@@ -140,6 +140,11 @@ TEST_F(CircuitBreakerTest, lookups_and_transfers_fail_separately_and_a_transfer_
   breaker_.failed(pass(Kind::kLookup), now_);
   breaker_.failed(pass(), now_);
   EXPECT_TRUE(breaker_.closed());
+  for (unsigned i = 1; i < CircuitBreaker::kFailuresToTrip; ++i) {
+    breaker_.succeeded(pass(Kind::kLookup));
+    breaker_.failed(pass(), now_);
+  }
+  EXPECT_FALSE(breaker_.closed()) << "a lookup does not end a run of failed transfers";
 }
 
 TEST_F(CircuitBreakerTest, a_successful_lookup_ends_a_cool_down_that_lookups_began_and_no_other) {

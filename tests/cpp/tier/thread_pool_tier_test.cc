@@ -770,6 +770,23 @@ TEST_F(ThreadPoolTierTest, upkeep_does_not_begin_the_epoch_that_a_reset_begins) 
   EXPECT_TRUE(tier->stats().writable);
 }
 
+TEST_F(ThreadPoolTierTest, a_reset_can_begin_without_waiting_for_the_storage) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  server_->block(Verb::kEpoch);
+  user.tier().begin_reset(77);
+  server_->wait_for_blocked();
+  EXPECT_FALSE(user.has(1));
+  EXPECT_FALSE(user.tier().stats().writable);
+  server_->release();
+  EXPECT_TRUE(user.until([&] {
+    user.poll();
+    return user.tier().stats().writable;
+  }));
+  EXPECT_FALSE(user.has(1));
+  EXPECT_TRUE(user.write(1));
+}
+
 TEST_F(ThreadPoolTierTest, upkeep_begins_the_epoch_that_a_reset_could_not_begin) {
   TierDriver user(open());
   server_->fail(Verb::kEpoch, StatusKind::kIo);

@@ -509,12 +509,13 @@ def test_stores_with_different_epochs_are_reported_while_another_one_is_down(
             assert "the stores of hosts 0 (rank 0), 1 (rank 1) respond" in found["different_epochs"]
             assert epochs_usable(engine) == [0, 0, 1]
             with redis_server(homes[2]):
-                assert engine.reset(running=True)
                 step_until(engine, lambda: engine.manager._cache.tier_stats(0)["writable"])
-                assert ask_again(engine, asked) == [0, 0], "records from before the reset"
+                assert ask_again(engine, asked) == [WHOLE, WHOLE], "chunks in host memory stay"
+                assert ask_again(engine, prompts(2, seed=6)) == [0, 0]
                 settle(engine)
                 assert epochs_usable(engine) == [1, 1, 1]
-                assert ask_again(engine, asked) == [WHOLE, WHOLE]
+                assert value(engine, "kv_offload_write_bytes_total", "redis") > 0
+                assert value(engine, "kv_offload_hit_tokens_total", "redis") == 0, "of earlier epochs"
         finally:
             engine.shutdown()
 

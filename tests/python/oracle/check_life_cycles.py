@@ -131,10 +131,10 @@ def test_every_byte_is_right_over_many_resets_that_keep_the_cache(
 def test_kept_and_invalidated_chunks_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for setup, kept in ((FULL, False), (fixed(FULL), True)):
         engine = boot(setup)
-        ask_again(engine, prompts(1))
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="vllm.kv_offload"):
             for _ in range(2):
+                ask_again(engine, prompts(1))
                 assert engine.reset(running=True)
                 engine.drain()
         lines = [line for line in caplog.messages if "reset the KV cache" in line]
