@@ -277,13 +277,30 @@ void HostChunks::discard_stores() {
 }
 
 void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant) {
-  const std::int8_t before = index_.at(slot).priority;
-  const TenantId charged = index_.at(slot).tenant;
-  const std::uint64_t bytes = row_bytes(index_.at(slot).group);
+  const ChunkEntry& entry = index_.at(slot);
+  const std::int8_t priority_before = entry.priority;
+  const TenantId tenant_before = entry.tenant;
+  if (shares_) {
+    access_as(slot, request, priority, tenant);
+  } else {
+    index_.access(slot, request, priority, tenant_before);
+  }
+  if (!table_ || entry.state != ChunkState::kResident) return;
+  if (entry.priority != priority_before || entry.tenant != tenant_before) {
+    update_table(entry);
+  } else {
+    table_->use(entry.row);
+  }
+}
+
+void HostChunks::access_as(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant) {
+  const ChunkEntry& entry = index_.at(slot);
+  const TenantId charged = entry.tenant;
+  const std::uint64_t bytes = row_bytes(entry.group);
   // A neighbour's row takes none of this engine's memory.
-  const bool moves = shares_ && !is_borrowed(slot) && shares_->should_move(charged, tenant, bytes);
+  const bool moves = !is_borrowed(slot) && shares_->should_move(charged, tenant, bytes);
   const auto move_charge = [&] {
-    if (index_.at(slot).tenant == charged) return;
+    if (entry.tenant == charged) return;
     shares_->refund(charged, bytes);
     shares_->charge(tenant, bytes);
   };
@@ -294,18 +311,9 @@ void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority, 
     throw;
   }
   move_charge();
-  const ChunkEntry& entry = index_.at(slot);
-  if (!table_ || entry.state != ChunkState::kResident) return;
-  if (entry.priority != before || moves) {
-    update_table(entry);
-  } else {
-    table_->use(entry.row);
-  }
 }
 
-void HostChunks::claim(Slot slot, std::uint32_t family, bool is_new) {
-  has_families_ |= family != 0;
-  if (!has_families_) return;
+void HostChunks::claim_now(Slot slot, std::uint32_t family, bool is_new) {
   std::optional<Slot> other = slot;
   if (is_new) {
     index_.at(slot).family = family;

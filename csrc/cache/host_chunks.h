@@ -170,7 +170,10 @@ class HostChunks {
   // only family that used it since it is here; a chunk used by several families, or by one and by requests
   // without a session, belongs to none, like the chunks before it. `is_new`: the chunk was inserted for this
   // request.
-  void claim(Slot slot, std::uint32_t family, bool is_new = false);
+  void claim(Slot slot, std::uint32_t family, bool is_new = false) {
+    has_families_ |= family != 0;
+    if (has_families_) claim_now(slot, family, is_new);
+  }
   bool belongs_to(Slot slot, std::uint32_t family) const { return family != 0 && at(slot).family == family; }
   static std::uint32_t valid_family(std::uint32_t family) { return family == kShared ? 1 : family; }
   std::optional<Slot> find(ChunkId id) const { return index_.find(id); }
@@ -276,6 +279,8 @@ class HostChunks {
   void free_or_lend(RowId row);
   const ChunkEntry* borrow_now(const ChunkKey& key, std::uint32_t group);
   void drop_borrowed(Slot slot);
+  void access_as(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant);
+  void claim_now(Slot slot, std::uint32_t family, bool is_new);
   bool take_over(const RowTable::Row& row);
   static constexpr std::uint32_t kShared = 0xFFFFFFFFu;
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }

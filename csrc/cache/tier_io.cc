@@ -423,10 +423,10 @@ void TierIo::poll() {
     }
     TierSlot& slot = slots_[tier];
     if (slot.needs_reset && clock_.now() >= slot.next_reset) reset(tier);
-    const TierStats stats = tiers_[tier]->stats();
-    slot.readable = stats.readable && !slot.needs_reset;
-    slot.writable = stats.writable && !slot.needs_reset;
-    slot.is_shared = stats.is_shared && !slot.needs_reset;
+    const TierAvailability now = tiers_[tier]->availability();
+    slot.readable = now.readable && !slot.needs_reset;
+    slot.writable = now.writable && !slot.needs_reset;
+    slot.is_shared = now.is_shared && !slot.needs_reset;
     if (slot.failed_reset.empty()) continue;
     metrics_.add("kv_offload_failures_total", {slot.name, "reset", slot.failed_reset});
     slot.failed_reset = {};

@@ -49,7 +49,10 @@ int weight_of(StatusKind kind) {
   return 7;
 }
 
-bool is_in_service(const TierStats& stats) { return stats.readable && stats.writable; }
+bool is_in_service(const Tier& tier) {
+  const TierAvailability now = tier.availability();
+  return now.readable && now.writable;
+}
 
 class AllHostsTier final : public Tier {
  public:
@@ -81,6 +84,7 @@ class AllHostsTier final : public Tier {
   Status reset(std::uint64_t startup_id) override;
   void begin_reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
+  TierAvailability availability() const override;
   std::vector<TierPart> parts() const override;
   std::string codec_reason() const override { return parts_.front().tier->codec_reason(); }
   void close() override;
@@ -331,7 +335,7 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     compare_epochs(ids);
     if (epochs_differ_) replace_epochs(ids);
   }
-  if (reset_ended_wait_ && is_in_service(stats())) {
+  if (reset_ended_wait_ && is_in_service(*this)) {
     reset_ended_wait_ = false;
     warn_(fmt::format("tier {} is in service after a reset", name()));
   }
@@ -478,7 +482,7 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
     const Tier& tier = *parts_[other].tier;
     const Presence presence = tier.contains(key);
     const bool is_not_known = presence == Presence::kAbsent || presence == Presence::kLookupFailed;
-    if (may_remove_unknown && is_not_known && !is_in_service(tier.stats())) {
+    if (may_remove_unknown && is_not_known && !is_in_service(tier)) {
       postpone_removal(other, key);
     } else if (presence == Presence::kPresent || (presence != Presence::kAbsent && may_remove_unknown)) {
       useless.push_back(other);
@@ -536,7 +540,7 @@ void AllHostsTier::postpone_removal(std::size_t part, const ChunkKey& key) {
 
 void AllHostsTier::queue_postponed() {
   // A host that is in service may refuse single keys: those of a node of a cluster that is down.
-  if (postponed_.empty() || clock_.now() < postponed_until_ || !is_in_service(stats())) return;
+  if (postponed_.empty() || clock_.now() < postponed_until_ || !is_in_service(*this)) return;
   postponed_until_ = clock_.now() + kPostponedInterval;
   for (const Removal& removal : std::exchange(postponed_, {})) {
     bool is_whole = !removing_.contains(removal.key);
@@ -653,9 +657,6 @@ TierStats AllHostsTier::stats() const {
     all.oldest_write_seconds = std::max(all.oldest_write_seconds, stats.oldest_write_seconds);
     all.names_complete = all.names_complete && stats.names_complete;
     all.scan_complete = all.scan_complete && stats.scan_complete;
-    all.readable = all.readable && stats.readable;
-    all.writable = all.writable && stats.writable;
-    all.is_shared = all.is_shared && stats.is_shared;
     all.diverged = all.diverged || stats.diverged;
     all.rebuilds += stats.rebuilds;
     all.lost_bytes += stats.lost_bytes;
@@ -674,8 +675,21 @@ TierStats AllHostsTier::stats() const {
     all.largest_value_error = std::max(all.largest_value_error, stats.largest_value_error);
   }
   all.queued_writes += static_cast<std::uint32_t>(held_.size());
-  all.readable = all.readable && !awaits_epoch_;
-  all.writable = all.writable && !awaits_epoch_;
+  const TierAvailability now = availability();
+  all.readable = now.readable;
+  all.writable = now.writable;
+  all.is_shared = now.is_shared;
+  return all;
+}
+
+TierAvailability AllHostsTier::availability() const {
+  TierAvailability all{!awaits_epoch_, !awaits_epoch_, true};
+  for (const PartOfTier& part : parts_) {
+    const TierAvailability one = part.tier->availability();
+    all.readable = all.readable && one.readable;
+    all.writable = all.writable && one.writable;
+    all.is_shared = all.is_shared && one.is_shared;
+  }
   return all;
 }
 

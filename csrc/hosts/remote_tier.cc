@@ -31,6 +31,10 @@ class RemoteTier final : public Tier {
   Status reset(std::uint64_t startup_id) override;
   void begin_reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
+  TierAvailability availability() const override {
+    const TierStats& host = state_.stats;
+    return {host.readable && is_usable(), host.writable && is_usable(), host.is_shared};
+  }
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
 
@@ -64,7 +68,7 @@ class RemoteTier final : public Tier {
   // REQUIRES: the op is in ops_.
   void end(OpId id, Status status, std::uint64_t bytes = 0, double seconds = 0, double queued = 0);
   void send_reset();
-  void send_uses(std::span<const TierUse> uses, bool is_touch);
+  void send_touches();
 
   const std::shared_ptr<TierChannel> channel_;
   const std::uint8_t index_;
@@ -85,6 +89,7 @@ class RemoteTier final : public Tier {
   std::size_t next_event_ = 0;
   std::vector<Completion> completions_;  // not polled yet
   std::vector<TierRemoval> removals_;
+  std::vector<TierRemoval> forgotten_;  // scratch of poll()
   std::vector<TierUse> touched_;
   TierState state_;
   bool closed_ = false;
@@ -212,40 +217,40 @@ void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   presence_.cancel_lookup(started, epoch);
 }
 
-void RemoteTier::send_uses(std::span<const TierUse> uses, bool is_touch) {
-  if (!is_usable()) return;
-  std::vector<TierChannel::Frame> frames;
-  for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
-    const std::span<const TierUse> some = uses.subspan(at, std::min(kMostUses, uses.size() - at));
-    frames.push_back(framed(FrameType::kUses, TierUsesFrame{index_, is_touch, {some.begin(), some.end()}}));
-  }
-  (void)channel_->send(connection_, std::move(frames), true);  // only the order of eviction depends on them
+void RemoteTier::touch(const ChunkKey& key) {
+  if (touched_.size() == kMostUses) send_touches();
+  touched_.push_back({key, {}});
 }
 
-void RemoteTier::touch(const ChunkKey& key) {
-  touched_.push_back({key, {}});
-  if (touched_.size() < kMostUses) return;
-  send_uses(touched_, true);
+// Only the order of eviction depends on touches and uses.
+void RemoteTier::send_touches() {
+  if (is_usable()) {
+    std::vector<TierChannel::Frame> frames;
+    frames.emplace_back(FrameType::kUses, encode_uses(index_, true, touched_));
+    (void)channel_->send(connection_, std::move(frames), true);
+  }
   touched_.clear();
 }
 
-void RemoteTier::used(const TierUses& uses) { send_uses(*uses, false); }
+void RemoteTier::used(const TierUses& uses) {
+  if (is_usable()) channel_->send_uses(connection_, index_, uses);
+}
 
 // ---- events
 
 void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
-  if (!touched_.empty()) send_uses(touched_, true);
-  touched_.clear();
+  if (!touched_.empty()) send_touches();
   take_events();
   completions->reserve(completions->size() + completions_.size());  // passing them on must not throw
-  const bool is_late = clock_.now() - reset_sent_ >= options_.reset_timeout;
-  if (needs_reset_ && is_late && connection_ != 0 && !closed_) send_reset();
-  std::vector<TierRemoval> forgotten;
-  presence_.take_removals(&forgotten);
+  if (needs_reset_ && connection_ != 0 && !closed_ && clock_.now() - reset_sent_ >= options_.reset_timeout) {
+    send_reset();
+  }
+  presence_.take_removals(&forgotten_);
   // The others are in removals_: the host reports them, also for keys that presence_ does not know.
-  for (const TierRemoval& removal : forgotten) {
+  for (const TierRemoval& removal : forgotten_) {
     if (removal.reason == TierRemoval::Reason::kReset) removals_.push_back(removal);
   }
+  forgotten_.clear();
   removals->insert(removals->end(), removals_.begin(), removals_.end());
   removals_.clear();
   std::move(completions_.begin(), completions_.end(), std::back_inserter(*completions));
@@ -402,8 +407,8 @@ Status RemoteTier::reset(std::uint64_t startup_id) {
 
 TierStats RemoteTier::stats() const {
   TierStats stats = state_.stats;
-  stats.readable = stats.readable && is_usable();
-  stats.writable = stats.writable && is_usable();
+  stats.readable = availability().readable;
+  stats.writable = availability().writable;
   stats.queued_reads = reads_;  // the host's own figures are older
   stats.queued_writes = static_cast<std::uint32_t>(ops_.size()) - reads_;
   return stats;

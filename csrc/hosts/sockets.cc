@@ -147,6 +147,7 @@ WakeUp::WakeUp() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
 }
 
 void WakeUp::signal() const {
+  if (is_signalled_.exchange(true)) return;
   const std::uint64_t one = 1;
   (void)!::write(event_.get(), &one, sizeof one);
 }
@@ -154,6 +155,8 @@ void WakeUp::signal() const {
 void WakeUp::clear() const {
   std::uint64_t count = 0;
   (void)!::read(event_.get(), &count, sizeof count);
+  // After the read: a signal in between is either seen here, or makes the descriptor readable again.
+  (void)is_signalled_.exchange(false);
 }
 
 }  // namespace kv_offload

@@ -2,6 +2,7 @@
 // TCP sockets with numeric addresses. All of them are non-blocking and closed on exec.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -47,16 +48,20 @@ bool receive(const Descriptor& socket, std::size_t most, std::vector<std::uint8_
 // Sends what the socket takes now and removes it from the front of *from. False: the connection has ended.
 bool send_some(const Descriptor& socket, std::vector<std::uint8_t>* from);
 
-// Wakes a thread that polls the descriptor.
+// Wakes a thread that polls the descriptor. Only the first signal() after clear() makes a system call: the
+// scheduler's thread signals once for each of many hosts.
 class WakeUp {
  public:
   WakeUp();  // throws ResourceError
   void signal() const;
+  // Call it before the work: what a thread did before signal() is visible after clear(), or wakes the next
+  // poll.
   void clear() const;
   int get() const { return event_.get(); }
 
  private:
   Descriptor event_;
+  mutable std::atomic<bool> is_signalled_{false};  // the descriptor is readable, or clear() is running
 };
 
 }  // namespace kv_offload

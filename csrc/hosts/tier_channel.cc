@@ -7,10 +7,13 @@
 #include <new>
 #include <type_traits>
 
+#include "base/make_room.h"
+
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMuch = std::size_t{4} << 20;  // bytes of frames that wait to be sent
+// Bytes of frames that wait to be sent.
+constexpr std::size_t kFew = std::size_t{64} << 10, kMuch = std::size_t{4} << 20;
 
 }  // namespace
 
@@ -124,24 +127,59 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
 }
 
 std::vector<TierChannel::Frame> TierChannel::take_frames() {
-  const MutexLock lock(mutex_);
-  outbox_bytes_ = 0;
-  return std::exchange(outbox_, {});
+  std::vector<Queued> taken;
+  {
+    const MutexLock lock(mutex_);
+    outbox_bytes_ = 0;
+    taken.swap(outbox_);
+  }
+  std::vector<Frame> frames;
+  frames.reserve(taken.size());
+  for (Queued& queued : taken) {
+    if (!queued.uses) {
+      frames.push_back(std::move(queued.frame));
+      continue;
+    }
+    const std::span<const TierUse> uses(*queued.uses);
+    for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
+      const std::size_t count = std::min(kMostUses, uses.size() - at);
+      frames.emplace_back(FrameType::kUses, encode_uses(queued.tier, false, uses.subspan(at, count)));
+    }
+  }
+  return frames;
+}
+
+bool TierChannel::takes(ConnectionNumber connection, bool may_drop) const {
+  return connected_ && connection == connection_ && !(may_drop && outbox_bytes_ > kMuch);
 }
 
 bool TierChannel::send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop) {
+  bool wakes = !may_drop;
   {
     const MutexLock lock(mutex_);
-    if (!connected_ || connection != connection_) return false;
-    if (may_drop && outbox_bytes_ > kMuch) return false;
-    outbox_.reserve(outbox_.size() + frames.size());  // nothing from here on can fail
+    if (!takes(connection, may_drop)) return false;
+    make_room(outbox_, frames.size());  // nothing from here on can fail
     for (Frame& frame : frames) {
       outbox_bytes_ += frame.second.size();
-      outbox_.push_back(std::move(frame));
+      outbox_.push_back({std::move(frame), 0, nullptr});
     }
+    wakes = wakes || outbox_bytes_ > kFew;
   }
-  wake_();
+  if (wakes) wake_();
   return true;
+}
+
+void TierChannel::send_uses(ConnectionNumber connection, std::uint8_t tier, TierUses uses) {
+  const std::size_t bytes = uses->size() * sizeof(TierUse);
+  bool wakes = false;
+  {
+    const MutexLock lock(mutex_);
+    if (!takes(connection, true)) return;
+    outbox_.push_back({{FrameType::kUses, {}}, tier, std::move(uses)});
+    outbox_bytes_ += bytes;
+    wakes = outbox_bytes_ > kFew;
+  }
+  if (wakes) wake_();
 }
 
 std::vector<TierChannel::Event> TierChannel::take_events(std::uint8_t tier) {
@@ -170,7 +208,7 @@ void TierChannel::wait(std::uint8_t tier, Nanos timeout) {
 // tiers when it executes this order.
 void TierChannel::send_request() {
   ++request_.round;
-  outbox_.emplace_back(FrameType::kOpenTiers, encode(request_));
+  outbox_.push_back({{FrameType::kOpenTiers, encode(request_)}, 0, nullptr});
 }
 
 void TierChannel::begin_open(std::vector<EpochChoice> epochs, std::string text) {

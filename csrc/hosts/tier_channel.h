@@ -51,12 +51,16 @@ class TierChannel {
   void end_connection(const std::string& problem, bool is_final = false) noexcept EXCLUDES(mutex_);
   // Takes a frame of the host.
   Delivery deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
+  // Also encodes the uses, which would take longer than all the rest of a step on the scheduler's thread.
   std::vector<Frame> take_frames() EXCLUDES(mutex_);
 
   // ---- the scheduler's thread
   // Queues all frames for this connection, or none: false if it has ended. `may_drop`: also none if much
-  // waits to be sent. If memory runs out, throws and queues none.
+  // waits to be sent, and the thread is not woken for a few of them: it sends them in its next turn, at the
+  // latest before the next order. If memory runs out, throws and queues none.
   bool send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop = false) EXCLUDES(mutex_);
+  // The same for uses that take_frames() encodes. `may_drop` is true.
+  void send_uses(ConnectionNumber connection, std::uint8_t tier, TierUses uses) EXCLUDES(mutex_);
   std::vector<Event> take_events(std::uint8_t tier) EXCLUDES(mutex_);
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
   // Orders the host to open its tiers, one for each of `epochs`.
@@ -65,7 +69,14 @@ class TierChannel {
   Status wait_until_open(Nanos timeout, std::vector<OpenedTier>* tiers) EXCLUDES(mutex_);
 
  private:
+  struct Queued {
+    Frame frame;  // without bytes if there are uses
+    std::uint8_t tier = 0;
+    TierUses uses;
+  };
   void send_request() REQUIRES(mutex_);
+  // False: the connection has ended, or the frames are dropped.
+  bool takes(ConnectionNumber connection, bool may_drop) const REQUIRES(mutex_);
   struct Waiting {         // for take_events()
     bool is_lost = false;  // a connection has ended, before all of `events`
     std::vector<Event> events;
@@ -80,7 +91,7 @@ class TierChannel {
   std::string problem_ GUARDED_BY(mutex_) = "it is not connected yet";
   ConnectionNumber connection_ GUARDED_BY(mutex_) = 0;  // the last one
   bool is_ready_ GUARDED_BY(mutex_) = false;            // kOpsEnded arrived on it
-  std::vector<Frame> outbox_ GUARDED_BY(mutex_);
+  std::vector<Queued> outbox_ GUARDED_BY(mutex_);
   std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // by tier; empty before begin_open()
   OpenTiers request_ GUARDED_BY(mutex_);             // the last order; each transmission has a new round

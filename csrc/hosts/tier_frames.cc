@@ -15,6 +15,7 @@ using wire::put_bool;
 using wire::put_bytes;
 using wire::put_double;
 
+constexpr std::size_t kMostUseBytes = 80;  // of one use in its frame
 constexpr std::size_t kMostTenant = 255, kMostTenants = 64;
 constexpr std::uint64_t kMostNanos = std::uint64_t{1} << 60;  // added to a clock
 
@@ -222,11 +223,14 @@ std::optional<TierLookup> decode_lookup(ByteSpan body) {
   return unless_bad(input, std::move(frame));
 }
 
-Bytes encode(const TierUsesFrame& frame) {
+Bytes encode(const TierUsesFrame& frame) { return encode_uses(frame.tier, frame.is_touch, frame.uses); }
+
+Bytes encode_uses(std::uint8_t tier, bool is_touch, std::span<const TierUse> uses) {
   Bytes body;
-  put(&body, frame.tier);
-  put_bool(&body, frame.is_touch);
-  put_list(&body, frame.uses, kMostUses, [](Bytes* to, const TierUse& use) {
+  body.reserve(kMostUseBytes * (uses.size() + 1));
+  put(&body, tier);
+  put_bool(&body, is_touch);
+  put_list(&body, uses, kMostUses, [](Bytes* to, const TierUse& use) {
     put_key(to, use.key);
     put_info(to, use.entry_info);
   });

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -123,6 +124,8 @@ Bytes encode(const TierOps& frame);
 Bytes encode(const TierCancel& frame);
 Bytes encode(const TierLookup& frame);
 Bytes encode(const TierUsesFrame& frame);
+// The same without a copy of the uses. At most kMostUses.
+Bytes encode_uses(std::uint8_t tier, bool is_touch, std::span<const TierUse> uses);
 Bytes encode(const TierReset& frame);
 Bytes encode(const TiersOpened& frame);
 Bytes encode(const TierResults& frame);

@@ -4,6 +4,7 @@
 // Threads: none; an object belongs to one thread.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -19,7 +20,9 @@ using ByteSpan = std::span<const std::uint8_t>;
 
 template <typename Number>
 void put(Bytes* to, Number value) {
-  for (std::size_t i = 0; i < sizeof value; ++i) to->push_back(static_cast<std::uint8_t>(value >> 8 * i));
+  std::array<std::uint8_t, sizeof value> bytes;
+  for (std::size_t i = 0; i < sizeof value; ++i) bytes[i] = static_cast<std::uint8_t>(value >> 8 * i);
+  to->insert(to->end(), bytes.begin(), bytes.end());
 }
 inline void put_double(Bytes* to, double value) { put(to, std::bit_cast<std::uint64_t>(value)); }
 inline void put_bool(Bytes* to, bool value) { to->push_back(value ? 1 : 0); }

@@ -222,7 +222,7 @@ struct ChunkIndex::Impl {
 };
 
 ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity)
-    : impl_(std::make_unique<Impl>()) {
+    : impl_(std::make_unique<Impl>()), entries_(&impl_->entries) {
   impl_->policy = std::move(policy);
   impl_->entries.reserve(capacity);
   impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity)));
@@ -294,14 +294,6 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   impl.lowest_priority = std::min(impl.lowest_priority, entry_info.priority);
   return slot;
 }
-
-Slot ChunkIndex::slot_of(const ChunkEntry* entry) const {
-  return static_cast<Slot>(entry - impl_->entries.data());
-}
-
-ChunkEntry& ChunkIndex::at(Slot slot) { return impl_->entries[slot]; }
-
-const ChunkEntry& ChunkIndex::at(Slot slot) const { return impl_->entries[slot]; }
 
 void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   ChunkEntry& entry = impl_->entries[slot];

@@ -35,6 +35,7 @@
 #include <span>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "base/types.h"
 #include "policy/eviction_policy.h"
 
@@ -97,9 +98,9 @@ class ChunkIndex {
   // follows from the key.
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& entry_info,
               ChunkState state);
-  Slot slot_of(const ChunkEntry* entry) const;
-  ChunkEntry& at(Slot slot);
-  const ChunkEntry& at(Slot slot) const;
+  Slot slot_of(const ChunkEntry* entry) const { return static_cast<Slot>(entry - entries_->data()); }
+  ChunkEntry& at(Slot slot) { return (*entries_)[slot]; }
+  const ChunkEntry& at(Slot slot) const { return (*entries_)[slot]; }
 
   // filling/fetching -> resident. Drops the first pin and adds the entry to the policy.
   void make_resident(Slot slot, ChunkOrigin origin);
@@ -162,6 +163,7 @@ class ChunkIndex {
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
+  TableVector<ChunkEntry>* entries_;  // of impl_
 };
 
 }  // namespace kv_offload

@@ -5,34 +5,29 @@
 
 namespace kv_offload {
 
-ExpectedReturns::State& ExpectedReturns::state_of(Slot slot) {
-  states_.grow_to(std::size_t{slot} + 1);
-  return states_[slot];
-}
-
 void ExpectedReturns::insert(Slot slot, const EntryInfo& info) {
-  if (has_clock()) state_of(slot) = {};
+  State* const state = state_of(slot);
+  if (state != nullptr) *state = {};
   others_->insert(slot, info);  // the last call that may throw
-  on_used(slot, info);
+  if (state != nullptr) on_used(*state, slot, info);
 }
 
 void ExpectedReturns::access(Slot slot, const EntryInfo& info) {
-  if (has_clock()) (void)state_of(slot);
+  State* const state = state_of(slot);
   others_->access(slot, info);  // the last call that may throw
-  on_used(slot, info);
+  if (state != nullptr) on_used(*state, slot, info);
 }
 
 void ExpectedReturns::refresh(Slot slot, const EntryInfo& info) {
-  if (has_clock()) (void)state_of(slot);
+  State* const state = state_of(slot);
   others_->refresh(slot, info);  // the last call that may throw
-  on_used(slot, info);
+  if (state != nullptr) on_used(*state, slot, info);
 }
 
-void ExpectedReturns::on_used(Slot slot, const EntryInfo& info) {
-  if (!has_clock()) return;
-  drop_hint(slot);
-  states_[slot].used = static_cast<float>(now_);
-  states_[slot].depth = info.depth;
+void ExpectedReturns::on_used(State& state, Slot slot, const EntryInfo& info) {
+  if (state.returns_at != 0) drop_hint(slot);
+  state.used = static_cast<float>(now_);
+  state.depth = info.depth;
   if (info.returns_at != 0) set_return(slot, info.returns_at, info.id);
 }
 
@@ -44,7 +39,7 @@ void ExpectedReturns::set_now(double seconds) {
 void ExpectedReturns::set_return(Slot slot, double returns_at, ChunkId) {
   if (!has_clock()) return;
   try {
-    State& state = state_of(slot);
+    State& state = *state_of(slot);
     drop_hint(slot);
     if (!(returns_at > now_)) return;  // or not a number
     const auto rounded = static_cast<float>(returns_at);
@@ -75,22 +70,24 @@ void ExpectedReturns::erase(Slot slot) {
 }
 
 void ExpectedReturns::pin(Slot slot) {
-  if (has_hint(slot)) {
+  State* const state = state_of(slot);
+  if (state != nullptr) state->pinned = true;
+  if (state != nullptr && state->returns_at != 0) {
     by_return_.erase(place_of(slot));
   } else {
     others_->pin(slot);
   }
-  if (has_clock()) state_of(slot).pinned = true;
 }
 
 void ExpectedReturns::unpin(Slot slot) {
-  if (slot < states_.size()) states_[slot].pinned = false;
-  if (has_hint(slot)) {
+  State* const state = slot < states_.size() ? &states_[slot] : nullptr;
+  if (state != nullptr) state->pinned = false;
+  if (state != nullptr && state->returns_at != 0) {
     try {
       by_return_.insert(place_of(slot));
       return;
     } catch (const std::bad_alloc&) {
-      states_[slot].returns_at = 0;
+      state->returns_at = 0;
     }
   }
   others_->unpin(slot);

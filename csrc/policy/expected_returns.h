@@ -66,10 +66,15 @@ class ExpectedReturns final : public EvictionPolicy {
   };
 
   bool has_clock() const { return now_ >= 0; }
-  State& state_of(Slot slot);
+  // Returns null without a clock: then there are no states. Throws std::bad_alloc.
+  State* state_of(Slot slot) {
+    if (!has_clock()) return nullptr;
+    if (slot >= states_.size()) states_.grow_to(std::size_t{slot} + 1);
+    return &states_[slot];
+  }
   bool has_hint(Slot slot) const { return slot < states_.size() && states_[slot].returns_at != 0; }
   Place place_of(Slot slot) const { return {states_[slot].returns_at, states_[slot].depth, slot}; }
-  void on_used(Slot slot, const EntryInfo& info);
+  void on_used(State& state, Slot slot, const EntryInfo& info);
   void drop_hint(Slot slot);
 
   const std::unique_ptr<EvictionPolicy> others_;

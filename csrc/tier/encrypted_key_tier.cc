@@ -70,6 +70,7 @@ class EncryptedKeyTier final : public Tier {
   void begin_reset(std::uint64_t startup_id) override { tier_->begin_reset(startup_id); }
   bool can_reset() const override { return tier_->can_reset(); }
   TierStats stats() const override { return tier_->stats(); }
+  TierAvailability availability() const override { return tier_->availability(); }
   std::vector<TierPart> parts() const override { return tier_->parts(); }
   std::string epoch_problem() const override { return tier_->epoch_problem(); }
   std::string codec_reason() const override { return tier_->codec_reason(); }

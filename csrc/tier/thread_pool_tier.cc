@@ -77,6 +77,7 @@ class ThreadPoolTier final : public Tier {
   void begin_reset(std::uint64_t startup_id) override { (void)reset_within(Nanos(0), startup_id); }
   bool can_reset() const override { return shared_->store->can_reset(); }
   TierStats stats() const override;
+  TierAvailability availability() const override;
   std::string epoch_problem() const override { return shared_->store->epoch_problem(); }
   std::string codec_reason() const override {
     return shared_->compression ? shared_->compression->reason() : std::string();
@@ -321,6 +322,11 @@ Status ThreadPoolTier::reset_within(Nanos wait, std::uint64_t startup_id) {
   return status;
 }
 
+TierAvailability ThreadPoolTier::availability() const {
+  const bool in_epoch = shared_->store->epoch() != nullptr;
+  return {in_epoch && takes(Lane::kRead), in_epoch && takes(Lane::kWrite), !was_reset_};
+}
+
 TierStats ThreadPoolTier::stats() const {
   TierStats stats;
   shared_->store->figures(&stats);
@@ -331,10 +337,10 @@ TierStats ThreadPoolTier::stats() const {
   stats.oldest_write_seconds = writes.oldest_seconds;
   stats.read_timeouts = watched(Lane::kRead).timeouts;
   stats.write_timeouts = watched(Lane::kWrite).timeouts;
-  const bool in_epoch = shared_->store->epoch() != nullptr;
-  stats.readable = in_epoch && takes(Lane::kRead);
-  stats.writable = in_epoch && takes(Lane::kWrite);
-  stats.is_shared = !was_reset_;
+  const TierAvailability now = availability();
+  stats.readable = now.readable;
+  stats.writable = now.writable;
+  stats.is_shared = now.is_shared;
   for (const CircuitBreaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
   stats.read_record_bytes = options_.form.traffic->read_bytes;
   stats.written_record_bytes = options_.form.traffic->written_bytes;

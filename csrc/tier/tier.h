@@ -8,8 +8,8 @@
 // No callback ever runs on a tier's thread: the caller's thread polls for results.
 //
 // Threads: only one thread (the scheduler's) may call submit, cancel, poll, contains, prefetch_presence,
-// touch, used, reset and stats. Any thread may call has_removals, until close(). The tier's own threads are
-// internal.
+// touch, used, reset, stats and availability. Any thread may call has_removals, until close(). The tier's own
+// threads are internal.
 //
 // tests/cpp/tier/tier_conformance_test.cc checks this contract for every kind of tier.
 #pragma once
@@ -151,6 +151,11 @@ struct TierStats {
   double largest_key_error = 0, largest_value_error = 0;          // see CompressionStats
 };
 
+// The members of TierStats with the same names.
+struct TierAvailability {
+  bool readable = true, writable = true, is_shared = true;
+};
+
 // One host's part of a tier, in an engine on several hosts. Totals count from the start of the scheduler.
 struct TierPart {
   TierStats stats;
@@ -216,6 +221,11 @@ class Tier {
   // Returns whether a reset can succeed. A tier that other processes fill (`read_only`) may be unable to.
   virtual bool can_reset() const { return true; }
   virtual TierStats stats() const = 0;
+  // Returns what the scheduler needs of stats() in each step.
+  virtual TierAvailability availability() const {
+    const TierStats all = stats();
+    return {all.readable, all.writable, all.is_shared};
+  }
   // Returns the tiers of all hosts, the scheduler's first; empty for the tier of one host.
   virtual std::vector<TierPart> parts() const { return {}; }
   // Returns why the tier has had no epoch since it was opened, as text for people: how its store failed. Else

@@ -44,7 +44,22 @@ class TierChannelTest : public ::testing::Test {
               Delivery::kTaken);
   }
 
-  TierChannel channel_{[] {}};
+  // Uses of chunks with the depths 0, 1, and so on.
+  static TierUses uses(std::size_t count) {
+    const std::string key(32, 'k');
+    std::vector<TierUse> all(count, {ChunkKey::unchecked(key.data(), key.size()), {}});
+    for (std::size_t i = 0; i < count; ++i) all[i].entry_info.depth = static_cast<std::uint32_t>(i);
+    return std::make_shared<const std::vector<TierUse>>(std::move(all));
+  }
+  // Queues a frame of `bytes` for the connection.
+  bool send(FrameType type, std::size_t bytes, bool may_drop) {
+    std::vector<TierChannel::Frame> frames;
+    frames.emplace_back(type, Bytes(bytes));
+    return channel_.send(1, std::move(frames), may_drop);
+  }
+
+  int wakes_ = 0;  // of the thread of the connections
+  TierChannel channel_{[this] { ++wakes_; }};
 };
 
 TEST_F(TierChannelTest, keeps_only_the_last_state_of_a_tier_while_nobody_takes_events) {
@@ -149,6 +164,44 @@ TEST_F(TierChannelTest, orders_the_tiers_again_on_the_next_connection_and_ignore
   channel_.end_connection("cut");
   channel_.begin_connection();
   EXPECT_TRUE(channel_.take_frames().empty()) << "open tiers stay open";
+}
+
+// A system call for each host in each step, and a thread that competes for the scheduler's cores.
+TEST_F(TierChannelTest, a_few_uses_do_not_wake_the_thread_and_precede_the_next_order) {
+  EXPECT_TRUE(send(FrameType::kUses, 1000, true));
+  channel_.send_uses(1, 3, uses(kMostUses + 1));
+  channel_.send_uses(2, 3, uses(1));  // another connection
+  EXPECT_EQ(wakes_, 0);
+  EXPECT_TRUE(send(FrameType::kOps, 1, false));
+  EXPECT_EQ(wakes_, 1);
+  const auto frames = channel_.take_frames();
+  ASSERT_EQ(frames.size(), 4u);
+  EXPECT_EQ(frames[3].first, FrameType::kOps);
+  std::uint32_t next = 0;
+  for (const std::size_t i : {1u, 2u}) {
+    EXPECT_EQ(frames[i].first, FrameType::kUses);
+    const auto frame = decode_uses(frames[i].second).value();
+    EXPECT_EQ(frame.tier, 3u);
+    EXPECT_FALSE(frame.is_touch);
+    for (const TierUse& use : frame.uses) EXPECT_EQ(use.entry_info.depth, next++);
+  }
+  EXPECT_EQ(next, kMostUses + 1);
+}
+
+TEST_F(TierChannelTest, many_uses_wake_the_thread_and_too_many_are_dropped) {
+  constexpr std::size_t kBytes = std::size_t{1} << 20;
+  EXPECT_TRUE(send(FrameType::kUses, kBytes, true));
+  EXPECT_EQ(wakes_, 1);
+  channel_.send_uses(1, 0, uses(1));
+  EXPECT_EQ(wakes_, 2);
+  std::size_t sent = 2;
+  while (sent < 100 && send(FrameType::kUses, kBytes, true)) ++sent;
+  EXPECT_LT(sent, 100u);
+  channel_.send_uses(1, 0, uses(1));
+  EXPECT_TRUE(send(FrameType::kOps, 1, false)) << "orders are never dropped";
+  EXPECT_EQ(channel_.take_frames().size(), sent + 1);
+  EXPECT_TRUE(send(FrameType::kUses, 1, true));
+  EXPECT_EQ(wakes_, static_cast<int>(sent) + 1) << "a thread that has taken all is not woken for a few";
 }
 
 TEST_F(TierChannelTest, does_not_wait_for_a_host_that_will_not_be_connected_again) {
