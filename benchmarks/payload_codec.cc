@@ -2,10 +2,12 @@
 // How fast is the codec of payloads beside what its parts take at best, and what does it gain?
 //
 //   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)
-//   payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT]
+//   payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT [FACTORS]]
 //
 // The second form encodes a file with these bounds for keys and values, which alternate in runs of RUN bytes,
-// and writes the decoded bytes to OUT. ELEMENT is bf16 (the default), e4m3 or e5m2.
+// and writes the decoded bytes to OUT. ELEMENT is bf16 (the default), e4m3 or e5m2. FACTORS is a file of
+// float32 numbers that lower the bounds, one for each 64 elements of a block; chunks then have whole blocks,
+// and the end of FILE may be left out.
 //
 // The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
 // cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
@@ -36,6 +38,7 @@
 
 #include "bench.h"
 #include "kv_chunks.h"
+#include "record/group_quantizer.h"
 #include "record/lossy_codec.h"
 #include "record/payload_codec.h"
 #include "record/split_planes.h"
@@ -179,20 +182,22 @@ ZSTD_CCtx* context(int level, bool codes) {
 // The bounds of lossy ways. Their encoder measures the loss and stops if a chunk exceeds the bound.
 constexpr ErrorBounds kBounds[] = {{0.02, 0.02}, {0.05, 0.05}, {0.1, 0.1}, {0.2, 0.2}};
 
+// factors: null, or outlive the way.
 Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs,
-              Element element = Element::kBf16) {
+              Element element = Element::kBf16, const BoundFactors* factors = nullptr,
+              std::size_t chunk_bytes = kChunk) {
   return {fmt::format("lossy:{} {}", bounds.keys, codec.instructions()),
-          [&codec, bounds, runs, element](std::byte* chunk, Bytes& out) {
-            const Shard shard(chunk, kChunk);
+          [&codec, bounds, runs, element, factors, chunk_bytes](std::byte* chunk, Bytes& out) {
+            const Shard shard(chunk, chunk_bytes);
             std::uint64_t used = 0;
             Loss loss;
             if (LossyCodec::encoded_bytes_at_most({&shard, 1}) > out.size() ||
-                !codec.encode({&shard, 1}, element, bounds, runs, out, &used, &loss) || used == 0)
+                !codec.encode({&shard, 1}, element, bounds, runs, factors, out, &used, &loss) || used == 0)
               die("it does not encode with loss");
             return static_cast<std::size_t>(used);
           },
-          [&codec, element](const Bytes& in, std::size_t bytes, std::byte* chunk) {
-            const Shard shard(chunk, kChunk);
+          [&codec, element, chunk_bytes](const Bytes& in, std::size_t bytes, std::byte* chunk) {
+            const Shard shard(chunk, chunk_bytes);
             return codec.decode({in.data(), bytes}, element, {&shard, 1}).is_ok();
           },
           true};
@@ -275,15 +280,20 @@ int run(int rounds, const std::vector<std::string>& files) {
 
 // Encodes a file in chunks and writes the decoded bytes. Prints the ratio, that of the lossless codec, and
 // the speeds: each chunk is coded three times, and the fastest counts.
-int restore(const ErrorBounds& bounds, const KvRuns& runs, Element element, const char* file,
-            const char* out) {
+int restore(const ErrorBounds& bounds, const KvRuns& runs, Element element, const std::vector<float>& factors,
+            const char* file, const char* out) {
   LossyCodec codec;
   PayloadCodec lossless;
-  const Way way = lossy_way(codec, bounds, runs, element);
+  std::optional<BoundFactors> lowered;
+  if (!factors.empty()) lowered.emplace(factors, 1);
+  const std::size_t block = std::max<std::size_t>(factors.size(), 1) * group_bytes_of(element);
+  const std::size_t chunk = kChunk / block * block;
+  const Way way = lossy_way(codec, bounds, runs, element, lowered ? &*lowered : nullptr, chunk);
   Bytes data = bench::whole_chunks(file), back(data.size()), encoded(3 * kChunk);
   std::size_t stored = 0, stored_lossless = 0;
   double in = 0, decoding = 0;
-  for (std::size_t at = 0; at < data.size(); at += kChunk) {
+  std::size_t at = 0;
+  for (; at + chunk <= data.size(); at += chunk) {
     std::size_t used = 0;
     double encode_seconds = HUGE_VAL, decode_seconds = HUGE_VAL;
     for (int round = 0; round < 3; ++round) {
@@ -296,20 +306,30 @@ int restore(const ErrorBounds& bounds, const KvRuns& runs, Element element, cons
     in += encode_seconds;
     decoding += decode_seconds;
     stored += used;
-    const Shard shard(data.data() + at, kChunk);
+    const Shard shard(data.data() + at, chunk);
     std::uint64_t bytes = 0;
     if (!lossless.encode({&shard, 1}, element, encoded, &bytes)) die("it does not encode");
-    stored_lossless += bytes == 0 ? kChunk : bytes;
+    stored_lossless += bytes == 0 ? chunk : bytes;
   }
   std::FILE* const to = std::fopen(out, "wb");
   if (to == nullptr || std::fwrite(back.data(), 1, back.size(), to) != back.size() || std::fclose(to) != 0)
     die(fmt::format("{} cannot be written", out));
-  const double bytes = static_cast<double>(data.size());
+  const auto bytes = static_cast<double>(at);
   fmt::print(R"({{"bytes": {}, "ratio": {:.4f}, "lossless_ratio": {:.4f}, "in": {:.4g}, "out": {:.4g}}})"
              "\n",
-             data.size(), bytes / static_cast<double>(stored), bytes / static_cast<double>(stored_lossless),
+             at, bytes / static_cast<double>(stored), bytes / static_cast<double>(stored_lossless),
              bytes / in, bytes / decoding);
   return 0;
+}
+
+// Returns the float32 numbers in a file.
+std::vector<float> factors_in(const char* path) {
+  std::vector<float> factors;
+  std::FILE* const file = std::fopen(path, "rb");
+  if (file == nullptr) bench::die(fmt::format("{} cannot be read", path));
+  for (float factor = 0; std::fread(&factor, sizeof(factor), 1, file) == 1;) factors.push_back(factor);
+  std::fclose(file);
+  return factors;
 }
 
 // Returns nullopt unless the whole word is a number.
@@ -327,10 +347,11 @@ int main(int count, char** words) {
   using namespace kv_offload;
   if (count < 3) {
     fmt::print(stderr,
-               "payload_codec ROUNDS FILE... | payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT]\n");
+               "payload_codec ROUNDS FILE... | payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT "
+               "[FACTORS]]\n");
     return 2;
   }
-  if ((count == 7 || count == 8) && std::string_view(words[1]) == "restore") {
+  if (count >= 7 && count <= 9 && std::string_view(words[1]) == "restore") {
     const auto keys = number_of<double>(words[2]), values = number_of<double>(words[3]);
     const auto run = number_of<std::uint32_t>(words[4]);
     const auto is_bound = [](const std::optional<double>& error) {
@@ -340,13 +361,14 @@ int main(int count, char** words) {
       bench::die(fmt::format("restore {} {} {}: expected bounds from {} to {} and a number of bytes above 0",
                              words[2], words[3], words[4], double{LossyCodec::kLeastError},
                              double{LossyCodec::kMostError}));
-    const std::string_view name = count == 8 ? words[7] : "bf16";
+    const std::string_view name = count >= 8 ? words[7] : "bf16";
     const Element element = name == "e4m3"   ? Element::kE4m3
                             : name == "e5m2" ? Element::kE5m2
                             : name == "bf16" ? Element::kBf16
                                              : Element::kBytes;
     if (element == Element::kBytes) bench::die(fmt::format("{}: expected bf16, e4m3 or e5m2", name));
-    return restore({*keys, *values}, {*run, *run}, element, words[5], words[6]);
+    const std::vector<float> factors = count == 9 ? factors_in(words[8]) : std::vector<float>();
+    return restore({*keys, *values}, {*run, *run}, element, factors, words[5], words[6]);
   }
   return run(std::atoi(words[1]), {words + 2, words + count});
 }

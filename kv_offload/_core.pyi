@@ -193,6 +193,14 @@ class TierSpec:
     # bfloat16 | float16 | float8_e4m3fn | float8_e5m2 | bytes, by group position; default: bytes
     elements: Sequence[str]
     exact_groups: Sequence[bool]  # by group position: always stored without loss; default: False
+
+    def set_bound_factors(self, factors: Sequence[Sequence[float]], shards: int) -> None:
+        """Lowers the bounds of ``lossy:...``, but not below 0.02.
+
+        ``factors``: by group position, and in it by shard and by 64 neighbouring elements of a block; empty:
+        none. Records that do not have this number of shards, or shards of whole blocks, are stored without
+        loss. Raises ValueError unless each factor is above 0 and at most 1.
+        """
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
     watch_removals: bool  # looks for removals by other servers all the time (fs). Default: False
 

@@ -315,6 +315,17 @@ class OffloadConfig(BaseModel):
         """Returns the largest relative errors that records of any tier may have; None: all are exact."""
         return next((bounds for tier in self.secondary_tiers if (bounds := tier.error_bounds())), None)
 
+    def calibration_file(self) -> str | None:
+        """Returns the calibration of the lossy tier; None: it has none."""
+        return next(
+            (
+                tier.calibration
+                for tier in self.secondary_tiers
+                if isinstance(tier, CompressedTierConfig) and tier.calibration is not None
+            ),
+            None,
+        )
+
     def lossy_tiers(self) -> list[str]:
         """Returns the labels of the tiers whose records may lose precision."""
         named = zip(self.tier_names(), self.secondary_tiers, strict=True)

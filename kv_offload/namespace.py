@@ -57,12 +57,14 @@ class NamespaceIdentity:
         bounds: ErrorBounds | None,
         kv_runs: Sequence[Sequence[int]] = (),
         fp8_elements: Mapping[int, str] | None = None,
+        calibration: str = "",
     ) -> "NamespaceIdentity":
         """Returns the namespace of records with relative errors within ``bounds``; None: this one.
 
         ``kv_runs``: (bytes of keys, bytes of values) per group position, by which the bounds are applied.
         ``fp8_elements``: the element types of groups in fp8 that are stored with loss, by position. Earlier
-        versions stored them without loss, and cannot read such records.
+        versions stored them without loss, and cannot read such records. ``calibration``: the digest of the
+        calibration that lowers the bounds; "": none.
 
         A server with a lossy tier uses it for all its tiers and its host memory: what it loads with loss and
         computes from that is never found by a server without loss.
@@ -74,6 +76,8 @@ class NamespaceIdentity:
             errors["kv_runs"] = setting_text([list(runs) for runs in kv_runs])
         if fp8_elements:
             errors["fp8_elements"] = setting_text({str(at): name for at, name in fp8_elements.items()})
+        if calibration:
+            errors["calibration"] = calibration
         return replace(self, settings={**self.settings, **errors})
 
     def with_part(self, part: str) -> "NamespaceIdentity":

@@ -36,12 +36,13 @@ def worker_fingerprint(
     cache_blocks: int,
     canonical: CanonicalPages | str | None = None,
     kv_runs: Sequence[tuple[int, int] | str] = (),
+    head_orders: Sequence[tuple[int, bool, int] | str] = (),
 ) -> str:
     """Returns one rank's part of the identity.
 
     ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: the number of blocks in
     its cache. ``canonical``: the canonical layout, or the reason why there is none; None if not requested.
-    ``kv_runs``: the result of kv_runs_of; empty: unknown for all groups.
+    ``kv_runs``, ``head_orders``: the results of kv_runs_of and head_orders_of; empty: unknown for all groups.
     Long values are replaced by their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
@@ -71,6 +72,7 @@ def worker_fingerprint(
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["may_lose"] = _may_lose(vllm_config, config)
         fingerprint["kv_runs"] = kv_runs or ["the worker reports no layout"] * len(config.groups)
+        fingerprint["head_orders"] = head_orders or ["the worker reports no layout"] * len(config.groups)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     # Only the size of the settings decides, because the other fields differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
@@ -298,6 +300,7 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             next((reason for reason in runs if isinstance(reason, str)), "the ranks have different layouts")
             for runs in by_group("kv_runs")
         ],
+        "head_orders": [_merged_order(orders) for orders in by_group("head_orders")],
     }
 
 
@@ -305,6 +308,15 @@ def _merged_runs(runs: Sequence[Any]) -> tuple[int, int]:
     """Returns the layout of a group that all ranks have; UNKNOWN_RUNS if they differ or do not know it."""
     alike = isinstance(runs[0], list) and all(other == runs[0] for other in runs)
     return (runs[0][0], runs[0][1]) if alike else UNKNOWN_RUNS
+
+
+def _merged_order(orders: Sequence[Any]) -> tuple[int, bool, int] | str:
+    """Returns the order of a group that all ranks have, or the reason why there is none."""
+    reason = next((order for order in orders if isinstance(order, str)), None)
+    if reason is not None:
+        return reason
+    alike = all(other == orders[0] for other in orders)
+    return (orders[0][0], orders[0][1], orders[0][2]) if alike else "the ranks have different layouts"
 
 
 def keep_for(config: Any, options: OffloadConfig) -> str:

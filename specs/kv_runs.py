@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates keys and values in the pages of a cache group, for lossy records with two bounds.
+"""Locates keys, values and heads in the pages of a cache group, for the bounds of lossy records.
 
 The logical page of a layer is [head, token, content] in vLLM 0.31, 0.32 and 0.33. The backends below put the
 key of a head and token before its value in the content, in every layout (``kv_cache.split(head_size,
@@ -47,6 +47,25 @@ def kv_runs_of(config: Any, kv_caches: Any) -> list[tuple[int, int] | str]:
     return found
 
 
+def head_orders_of(config: Any, kv_caches: Any) -> list[tuple[int, bool, int] | str]:
+    """Returns (KV heads of a page, whether all tokens of its first head are first, its bytes) per group
+    position, or the reason why a calibration cannot be used with this group. Called in the workers."""
+    vllm_config = compat.current_vllm_config()
+    if vllm_config is None:
+        return ["vLLM's configuration is not set"] * len(config.groups)
+    known = vllm_config.compilation_config.static_forward_context
+    found: list[tuple[int, bool, int] | str] = []
+    for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
+        try:
+            layers = [known[name] for name in group.layer_names]
+            found.append(_group_order(layers, refs, kv_caches.tensors, vllm_config))
+        except _UnknownError as reason:
+            found.append(str(reason)[:_MOST_REASON])
+        except Exception as error:  # an unusual layer
+            found.append(f"{type(error).__name__}: {error}"[:_MOST_REASON])
+    return found
+
+
 def share_of_values(runs: tuple[int, int], element: str = "bfloat16") -> float:
     """Returns the share of values in groups of 64 elements without a key, to which the values' bound applies.
 
@@ -55,13 +74,14 @@ def share_of_values(runs: tuple[int, int], element: str = "bfloat16") -> float:
     """
     key, value = runs
     period = key + value
-    size = _GROUP * _bytes_of(element)
+    size = _GROUP * bytes_of(element)
     cycle = math.lcm(period, size)
     groups = sum(at % period >= key and at % period + size <= period for at in range(0, cycle, size))
     return groups * size / (cycle // period * value)
 
 
-def _bytes_of(element: str) -> int:
+def bytes_of(element: str) -> int:
+    """Returns the bytes of an element. ``element``: the result of compat.layer_element."""
     return 1 if element.startswith("float8") else 2
 
 
@@ -90,6 +110,37 @@ def _group_runs(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) ->
     return found
 
 
+def _group_order(layers: list[Any], refs: Any, tensors: Any, vllm_config: Any) -> tuple[int, bool, int]:
+    """Raises _UnknownError."""
+    runs = _group_runs(layers, refs, tensors, vllm_config)
+    if len(refs) != len(layers):
+        raise _UnknownError("the layers of a block share one page")
+    orders = {
+        _layer_order(compat.layer_cache(layer), ref, tensors[ref.tensor_idx].tensor, sum(runs))
+        for layer, ref in zip(layers, refs, strict=True)
+    }
+    if len(orders) != 1:
+        raise _UnknownError("the layers differ in their heads or in the order of their pages")
+    return orders.pop()
+
+
+def _layer_order(cache: Any, ref: Any, tensor: Any, period: int) -> tuple[int, bool, int]:
+    """Raises _UnknownError unless a page is all runs of keys and values of a block, without gaps."""
+    heads, tokens, width = cache.shape[1:]
+    by_head = heads == 1 or cache.stride(1) == tokens * width
+    by_token = cache.stride(1) == width and (tokens == 1 or cache.stride(2) == heads * width)
+    content = heads * tokens * width * cache.element_size()
+    if (
+        ref.page_size_bytes != content
+        or content % period
+        or cache.data_ptr() != tensor.data_ptr()
+        or cache.stride(0) * cache.element_size() != tensor.stride(0) * tensor.element_size()
+        or not (by_head or by_token)
+    ):
+        raise _unusual(cache)
+    return heads, by_head, content
+
+
 def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
     """Raises _UnknownError."""
     if not compat.layer_may_lose(layer, vllm_config):
@@ -100,7 +151,7 @@ def _layer_runs(layer: Any, vllm_config: Any) -> tuple[int, int]:
         raise _UnknownError("a layer has no single cache tensor")
     if getattr(spec, "num_head_slots", None) is not None:
         raise _UnknownError("the attention backend packs its pages in its own layout")
-    size = _bytes_of(compat.layer_element(layer, vllm_config))
+    size = bytes_of(compat.layer_element(layer, vllm_config))
     key, value = spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size
     if (
         cache.dim() != 4

@@ -5,6 +5,7 @@ Importing this module starts nothing and loads no extension, because the API ser
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_offload import __version__
@@ -17,6 +18,7 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
+from .bound_factors import calibration_for, factors_by_group
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
@@ -100,8 +102,12 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
+        calibration = calibration_for(options, identity, hosts is not None)
         identity = identity.with_error_bounds(
-            options.error_bounds(), merged["kv_runs"], _fp8_elements(merged)
+            options.error_bounds(),
+            merged["kv_runs"],
+            _fp8_elements(merged),
+            "" if calibration is None else calibration.digest,
         )
         # Check before any tier is opened: records without a complete identity must never be written.
         refuse_unknown_identity(options, merged)
@@ -116,6 +122,11 @@ class KVOffloadSpec(OffloadingSpec):
             logger.warning(caution)
         metrics = _core.Metrics()
         plan = self._tier_plan(identity, merged)
+        if calibration is not None:
+            factors = factors_by_group(
+                calibration, self.config.groups, identity, merged, plan.exact_groups, self.config.parallel
+            )
+            plan = replace(plan, bound_factors=factors)
         part = "" if hosts is None else hosts.part
         tiers = plan.specs(options, bounds, part)
         watches = self._watch_removals(tiers, hosts)

@@ -43,6 +43,8 @@ class TierPlan:
     exact_groups: tuple[bool, ...]
     kv_runs: tuple[tuple[int, int], ...]  # (bytes of keys, bytes of values) by group position
     settings: dict[str, Any] = field(default_factory=dict)  # common_settings() of the scheduler's host
+    # By group position, for TierSpec.set_bound_factors; empty: none. Not for engines on several hosts.
+    bound_factors: tuple[list[float], ...] = ()
 
     def to_text(self) -> str:
         """Returns JSON for ``of_text``."""
@@ -91,6 +93,8 @@ class TierPlan:
             tier.elements = self.elements
             tier.exact_groups = self.exact_groups
             tier.kv_runs = self.kv_runs
+            if self.bound_factors:
+                tier.set_bound_factors(self.bound_factors, len(identity.groups[0].shard_bytes))
             tier.accepted_errors = options.error_bounds() or (0.0, 0.0)
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory

@@ -17,7 +17,7 @@ from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
 from .hosts import connect_rank, hosts_of, refuse_on_several_hosts, serve_tiers
 from .identity import groups_of_states, keep_for, share_for, worker_fingerprint
-from .kv_runs import kv_runs_of
+from .kv_runs import head_orders_of, kv_runs_of
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
 from .windows import log_long_chunks, windows_of
@@ -168,6 +168,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
             min(tensor.shape[0] for tensor in tensors),
             canonical,
             kv_runs_of(config, kv_caches),
+            head_orders=head_orders_of(config, kv_caches),
         ),
         huge_pages=options.huge_pages,
         keep_for=keep_for(config, options),

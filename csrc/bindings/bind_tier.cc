@@ -78,8 +78,11 @@ RecordFormOptions TierSpec::form() const {
       .bounds = {std::max(accepted.keys, bounds.keys), std::max(accepted.values, bounds.values)},
       .runs = runs};
   if (compress == Compress::kNone) return form;
-  CompressionOptions options{
-      .compress = compress, .bounds = bounds, .exact = exact_groups, .elements = elements};
+  CompressionOptions options{.compress = compress,
+                             .bounds = bounds,
+                             .factors = factors,
+                             .exact = exact_groups,
+                             .elements = elements};
   // Called by I/O threads, one at a time: CompressionChoice serialises the calls.
   struct Cores {
     SteadyClock clock;
@@ -162,6 +165,16 @@ void bind_tier(py::module_& module) {
             self.runs.clear();
             for (const auto& [keys, values] : found) self.runs.push_back({keys, values});
           })
+      .def(
+          "set_bound_factors",
+          [](TierSpec& self, const std::vector<std::vector<float>>& by_group, std::size_t shards) {
+            std::vector<std::shared_ptr<const BoundFactors>> made;
+            for (const std::vector<float>& factors : by_group)
+              made.push_back(factors.empty() ? nullptr
+                                             : std::make_shared<const BoundFactors>(factors, shards));
+            self.factors = std::move(made);
+          },
+          py::arg("factors"), py::arg("shards"))
       .def_readwrite("exact_groups", &TierSpec::exact_groups)
       .def_property(
           "elements",

@@ -27,14 +27,15 @@ struct TierSpec {
   std::vector<std::string> encryption_key_files;           // empty: no encryption
   std::vector<std::vector<std::string>> tenant_key_files;  // by tenant; see EncryptionKeys
   Compress compress = Compress::kNone;
-  ErrorBounds bounds;                  // of kLossy
-  ErrorBounds accepted;                // of records that are read: RecordFormOptions::bounds
-  std::vector<Element> elements;       // by group position
-  std::vector<bool> exact_groups;      // by group position: always stored without loss
-  std::vector<KvRuns> runs;            // by group position
-  bool memory_outlives = false;        // see FsTierOptions
-  bool watch_removals = false;         // see ThreadPoolTierOptions; only fs and redis
-  EpochChoice epoch{};                 // kinds whose epochs have no id ignore it
+  ErrorBounds bounds;              // of kLossy
+  ErrorBounds accepted;            // of records that are read: RecordFormOptions::bounds
+  std::vector<Element> elements;   // by group position
+  std::vector<bool> exact_groups;  // by group position: always stored without loss
+  std::vector<KvRuns> runs;        // by group position
+  std::vector<std::shared_ptr<const BoundFactors>> factors;  // by group position; of kLossy
+  bool memory_outlives = false;                              // see FsTierOptions
+  bool watch_removals = false;                               // see ThreadPoolTierOptions; only fs and redis
+  EpochChoice epoch{};                                       // kinds whose epochs have no id ignore it
   std::vector<TenantOptions> tenants;  // of the cache that opens the tier, which sets them
   virtual ~TierSpec() = default;
   // Called without the GIL. Throws InvalidArgument or ResourceError.

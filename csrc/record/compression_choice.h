@@ -16,6 +16,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,8 @@ struct CompressionOptions {
   // kLossy only: the bounds of LossyCodec. Records of other elements, and records over a bound, are encoded
   // without loss.
   ErrorBounds bounds{};
+  // By position of the group: lower the bounds of a calibrated tier. Null for a group without an entry.
+  std::vector<std::shared_ptr<const BoundFactors>> factors{};
   // By position of the group: always encoded without loss. False for a group without an entry.
   std::vector<bool> exact{};
   // By position of the group; kBytes for a group without an entry.
@@ -85,6 +88,10 @@ class CompressionChoice {
   ErrorBounds bounds(std::uint32_t group) const {
     const bool exact = group < options_.exact.size() && options_.exact[group];
     return options_.compress == Compress::kLossy && !exact ? options_.bounds : ErrorBounds{};
+  }
+  // Null: none.
+  const BoundFactors* factors(std::uint32_t group) const {
+    return group < options_.factors.size() ? options_.factors[group].get() : nullptr;
   }
   const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
   // Returns the element for the lossless codec, to which fp8 is bytes.

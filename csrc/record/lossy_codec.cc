@@ -150,12 +150,19 @@ void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::b
     GroupLosses& of_its_bound = bounds.is_values(at) ? losses->of_values : losses->of_keys;
     const GroupError error = kernels.quantizer.compare(raw.data() + at, restored.data() + at, element);
     of_its_bound.add(raw.data() + at, restored.data() + at, element, error);
+    const double bound = bounds.factors != nullptr ? bounds.of(at) : 1;
+    if (error.squared_error > bound * bound * error.squared_norm)
+      of_its_bound.largest = std::numeric_limits<double>::infinity();
   }
 }
 
 Status LossyCodec::encode(std::span<const Shard> shards, Element element, const ErrorBounds& bounds,
-                          const KvRuns& runs, std::span<std::byte> out, std::uint64_t* bytes, Loss* loss) {
+                          const KvRuns& runs, const BoundFactors* factors, std::span<std::byte> out,
+                          std::uint64_t* bytes, Loss* loss) {
   *bytes = 0;
+  const std::size_t group_bytes = group_bytes_of(element);
+  const std::size_t groups_of_shard = factors != nullptr ? factors->groups_of_each(shards, group_bytes) : 0;
+  if (factors != nullptr && groups_of_shard == 0) return {};
   const DefaultFloats while_encoding;
   auto section = contexts_->pool.take();
   if (section == nullptr || !section->frames.can_encode() || !section->frames.can_decode())
@@ -166,8 +173,13 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, const 
   Status status;
   ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   const std::uint64_t payload = blocks.left();
-  GroupBounds of_groups{static_cast<float>(bounds.keys), static_cast<float>(bounds.values), runs.in(shards),
-                        group_bytes_of(element)};
+  GroupBounds of_groups{.keys = static_cast<float>(bounds.keys),
+                        .values = static_cast<float>(bounds.values),
+                        .runs = runs.in(shards),
+                        .group_bytes = group_bytes,
+                        .factors = factors,
+                        .groups_of_shard = groups_of_shard,
+                        .least = static_cast<float>(kLeastError)};
   while (status && blocks.left() > 0) {
     of_groups.begin = payload - blocks.left();
     const auto encoded =

@@ -10,7 +10,8 @@
 //
 // A bound holds for each group: the Euclidean norm of the difference is at most the bound times the norm of
 // the group. The keys' bound applies to groups that contain a key, and to all groups if the layout is
-// unknown. Groups of values only have the values' bound. A group for which no step keeps the bound is stored
+// unknown. Groups of values only have the values' bound. A calibration lowers the bounds of sensitive groups
+// (bound_factors.h); a decoder does not need it. A group for which no step keeps the bound is stored
 // unchanged. After encoding, the encoder decodes the payload and measures the loss of every group; a payload
 // over a bound is not encoded.
 //
@@ -27,6 +28,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "record/bound_factors.h"
 #include "record/kv_runs.h"
 #include "record/payload_codec.h"
 
@@ -69,11 +71,12 @@ class LossyCodec {
 
   // Returns how much room encode() may need for these shards.
   static std::uint64_t encoded_bytes_at_most(std::span<const Shard> shards);
-  // Encodes the unpadded shards in order and measures the loss. *bytes: used bytes of `out`; 0: the loss
-  // exceeds a bound, or the ratio is below PayloadCodec::kMinRatio: encode without loss. REQUIRES:
+  // Encodes the unpadded shards in order and measures the loss. factors: lower the bounds of groups, but not
+  // below kLeastError; null: none. *bytes: used bytes of `out`; 0: the loss exceeds a bound, the ratio is
+  // below PayloadCodec::kMinRatio, or the factors do not fit the shards: encode without loss. REQUIRES:
   // handles(element), kLeastError <= bounds <= kMostError, out.size() >= encoded_bytes_at_most(shards).
   Status encode(std::span<const Shard> shards, Element element, const ErrorBounds& bounds, const KvRuns& runs,
-                std::span<std::byte> out, std::uint64_t* bytes, Loss* loss);
+                const BoundFactors* factors, std::span<std::byte> out, std::uint64_t* bytes, Loss* loss);
   // Fills the unpadded shards. kCorrupt: `in` does not encode exactly that many bytes; the shards then hold
   // garbage. REQUIRES: handles(element).
   Status decode(std::span<const std::byte> in, Element element, std::span<const Shard> shards);

@@ -5,6 +5,7 @@
 // One thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <optional>
 #include <span>
 
+#include "record/bound_factors.h"
 #include "record/group_quantizer.h"
 #include "record/kv_runs.h"
 #include "record/row_coder.h"
@@ -41,11 +43,18 @@ struct GroupBounds {
   float keys = 0, values = 0;
   KvRuns runs;
   std::size_t group_bytes = 0;
-  std::uint64_t begin = 0;  // of the section in the payload
+  const BoundFactors* factors = nullptr;  // null: none
+  std::size_t groups_of_shard = 0;        // with factors
+  float least = 0;                        // with factors: no bound becomes lower
+  std::uint64_t begin = 0;                // of the section in the payload
 
   // at: where a group begins, from the start of the section.
   bool is_values(std::size_t at) const { return runs.all_values(begin + at, group_bytes); }
-  float of(std::size_t at) const { return is_values(at) ? values : keys; }
+  float of(std::size_t at) const {
+    const float bound = is_values(at) ? values : keys;
+    if (factors == nullptr) return bound;
+    return std::max(least, bound * factors->of((begin + at) / group_bytes, groups_of_shard));
+  }
 };
 
 // One variant of the kernels of both kinds.

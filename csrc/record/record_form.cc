@@ -105,8 +105,8 @@ std::optional<std::uint64_t> OutgoingRecord::encode_into(std::span<std::byte> ou
   if (const Element element = choice.lossy_element(op_.group); LossyCodec::handles(element)) {
     header_.codec = Codec::kLossy;
     header_.element = element;
-    if (form_.lossy_codec().encode(op_.shards, element, choice.bounds(op_.group), form_.runs(op_.group), out,
-                                   &bytes, &header_.loss) &&
+    if (form_.lossy_codec().encode(op_.shards, element, choice.bounds(op_.group), form_.runs(op_.group),
+                                   choice.factors(op_.group), out, &bytes, &header_.loss) &&
         bytes > 0)
       return bytes;
     header_.loss = {};

@@ -20,6 +20,7 @@ COMMANDS = (
     ("doctor", "doctor_command", "Check whether this machine can serve, or how a server is doing."),
     ("size", "size_command", "Show how large a model's KV cache is, and when loading pays off."),
     ("bench", "bench_command", "Measure a tier and memory copies against their raw speed."),
+    ("calibrate", "calibrate_command", "Calibrate lossy compression for a model; needs torch."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
     ("why", "why_command", "Explain why little or nothing is loaded, from metrics or a log."),
     ("warm", "warm_command", "Load prompts into a running server's cache before they are needed."),

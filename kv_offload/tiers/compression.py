@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The setting ``compress``, for kinds that can compress records."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from kv_offload.losses import ErrorBounds
 from kv_offload.tiers.base import Answer, TierConfig
@@ -54,6 +56,14 @@ def _known_compression(value: object) -> object:
     )
 
 
+def _absolute(given: object) -> object:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.strip():
+        raise ValueError("give the path of a file that `kv-offload calibrate` wrote, or leave it out")
+    return os.path.abspath(os.path.expanduser(given))
+
+
 class CompressedTierConfig(TierConfig):
     """A tier whose records may be compressed."""
 
@@ -69,15 +79,54 @@ class CompressedTierConfig(TierConfig):
         "lossy tier uses a separate namespace on all its tiers",
     )
 
+    calibration: Annotated[str | None, BeforeValidator(_absolute)] = Field(
+        default=None,
+        description='file that `kv-offload calibrate MODEL` wrote; only with "lossy:E". E is then the bound '
+        "of the layers and heads that tolerate most; the others have lower bounds. Servers with another "
+        "calibration have another namespace",
+    )
+
+    @field_validator("calibration")
+    @classmethod
+    def _for_one_bound(cls, value: str | None, info: ValidationInfo) -> str | None:
+        compress = info.data.get("compress")  # missing if it is invalid
+        if value is None or compress is None:
+            return value
+        bounds = _bounds_of(compress) if compress.startswith(_LOSSY) else None
+        if bounds is None or bounds.keys != bounds.values:
+            raise ValueError(
+                f"is set, but compress is {compress!r}; a calibration needs lossy:E, for example lossy:0.3"
+            )
+        return value
+
     def error_bounds(self) -> ErrorBounds | None:
         """Returns the bounds of "lossy:E" or "lossy:KEYS:VALUES"; None for the other settings."""
         return _bounds_of(self.compress) if self.compress.startswith(_LOSSY) else None
+
+    def findings(self) -> list[Answer]:
+        """Adds what the calibration is of, or why it cannot be used."""
+        from kv_offload.calibration import Calibration, CalibrationError
+
+        if self.calibration is None:
+            return super().findings()
+        try:
+            found = Calibration.read(Path(self.calibration))
+        except CalibrationError as error:
+            return [*super().findings(), Answer("refused", str(error))]
+        text = f"calibration {self.calibration} has {len(found.layers)} layers, digest {found.digest[:12]}"
+        return [*super().findings(), Answer("ok", text)]
+
+    def portable(self) -> dict[str, Any]:
+        """Adds the absolute path of the calibration, because the server may start in another directory."""
+        path = self.calibration
+        return super().portable() | ({} if path is None else {"calibration": path})
 
     def traits(self) -> list[str]:
         """Adds the compression."""
         bounds = self.error_bounds()
         if bounds is not None:
-            return [*super().traits(), f"LOSSY, relative error up to {bounds.text()}"]
+            calibrated = "" if self.calibration is None else ", calibrated"
+            return [*super().traits(), f"LOSSY, relative error up to {bounds.text()}{calibrated}"]
         return [*super().traits(), *([] if self.compress == "none" else [f"compress {self.compress}"])]
 
     def measured(self, figures: Mapping[str, Any]) -> list[Answer]:

@@ -81,8 +81,8 @@ class EncryptedTierConfig(CompressedTierConfig):
         return []
 
     def findings(self) -> list[Answer]:
-        """Returns the key that encrypts and the other keys that decrypt; nothing without encryption."""
-        return key_findings(self.encryption_key_file)
+        """Adds the key that encrypts and the other keys that decrypt; nothing without encryption."""
+        return [*super().findings(), *key_findings(self.encryption_key_file)]
 
     def traits(self) -> list[str]:
         """Adds whether records are encrypted."""

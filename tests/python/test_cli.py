@@ -87,7 +87,7 @@ def test_each_command_has_a_help_text(command):
 
 def test_the_list_of_commands_is_complete():
     assert {command.name for command in app.registered_commands} == set(COMMANDS)
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
 
 
 def test_the_command_list_shows_the_first_sentence_of_each_help_text():

@@ -137,13 +137,13 @@ int decode_and_encode_with_loss(std::span<const std::byte> in, Element element, 
   Loss loss;
   constexpr ErrorBounds kBounds{0.05, 0.1};
   const KvRuns runs = runs_of(in);
-  if (!codec.encode(shards, element, kBounds, runs, {out.get(), room}, &used, &loss) || used > room)
+  if (!codec.encode(shards, element, kBounds, runs, nullptr, {out.get(), room}, &used, &loss) || used > room)
     std::abort();
   for (LossyCodec& other : others) {
     const auto same = std::make_unique<std::byte[]>(room);
     std::uint64_t used_too = 0;
     Loss same_loss;
-    if (!other.encode(shards, element, kBounds, runs, {same.get(), room}, &used_too, &same_loss) ||
+    if (!other.encode(shards, element, kBounds, runs, nullptr, {same.get(), room}, &used_too, &same_loss) ||
         used_too != used || !(same_loss == loss) || std::memcmp(same.get(), out.get(), used) != 0)
       std::abort();
   }

@@ -151,13 +151,13 @@ struct LossyCodecTest : ::testing::Test {
     return encoded(shards, element, {max_error, max_error}, {});
   }
   Encoded encoded(const std::vector<Bytes>& shards, Element element, const ErrorBounds& bounds,
-                  const KvRuns& runs) {
+                  const KvRuns& runs, const BoundFactors* factors = nullptr) {
     std::vector<Shard> spans;
     for (const Bytes& shard : shards) spans.emplace_back(const_cast<std::byte*>(shard.data()), shard.size());
     Bytes out(LossyCodec::encoded_bytes_at_most(spans));
     std::uint64_t used = 99;
     Encoded made;
-    const Status status = codec.encode(spans, element, bounds, runs, out, &used, &made.loss);
+    const Status status = codec.encode(spans, element, bounds, runs, factors, out, &used, &made.loss);
     EXPECT_TRUE(status) << status.to_string();
     EXPECT_LE(used, out.size());
     out.resize(used);
@@ -280,6 +280,73 @@ TEST_F(LossyCodecTest, an_unknown_layout_keeps_the_bound_of_keys) {
   }
 }
 
+// Returns the relative error of each group.
+std::vector<double> losses_of_groups(const Bytes& before, const Bytes& after, Element element) {
+  std::vector<double> losses;
+  const auto bytes = static_cast<std::ptrdiff_t>(group_of(element));
+  for (auto at = before.begin(); at != before.end(); at += bytes) {
+    const auto same = after.begin() + (at - before.begin());
+    losses.push_back(loss_between(Bytes(at, at + bytes), Bytes(same, same + bytes), element).keys);
+  }
+  return losses;
+}
+
+TEST_F(LossyCodecTest, factors_lower_the_bounds_of_their_groups) {
+  // Blocks of one token with six groups, in two shards with factors of their own. The last factor of the
+  // first shard asks for less than the least bound.
+  const std::vector<float> factors = {1, 0.5F, 0.25F, 0.75F, 0.3F, 0.001F, 0.2F, 1, 0.6F, 0.15F, 0.4F, 0.9F};
+  const BoundFactors of_two(factors, 2);
+  const ErrorBounds bounds{0.2, 0.4};
+  for (const Element element : kNumbers) {
+    const Bytes first = kv_of(700, 3, element), second = kv_of(700, 3, element, 2);  // several sections
+    Bytes payload = first;
+    payload.insert(payload.end(), second.begin(), second.end());
+    const auto run = static_cast<std::uint32_t>(group_of(element));
+    const KvRuns runs = element == Element::kFp16 || element == Element::kE5m2 ? KvRuns{} : KvRuns{run, run};
+    const Encoded made = encoded({first, second}, element, bounds, runs, &of_two);
+    ASSERT_FALSE(made.bytes.empty());
+    const std::vector<double> losses =
+        losses_of_groups(payload, decoded(made.bytes, element, payload.size()), element);
+    std::array<double, 12> largest{};
+    for (std::size_t group = 0; group < losses.size(); ++group) {
+      double& known = largest[group / (losses.size() / 2) * 6 + group % 6];
+      known = std::max(known, losses[group]);
+    }
+    for (std::size_t at = 0; at < largest.size(); ++at) {
+      const double asked = (runs.known() && at % 2 == 1 ? bounds.values : bounds.keys) * double{factors[at]};
+      const double bound = std::max(asked, LossyCodec::kLeastError);
+      EXPECT_LE(largest[at], bound) << at;
+      EXPECT_GT(largest[at], 0.7 * bound) << "the bound is used, " << at;
+    }
+    EXPECT_GT(made.bytes.size(), encoded({first, second}, element, bounds, runs).bytes.size());
+  }
+}
+
+TEST_F(LossyCodecTest, a_payload_that_does_not_fit_the_factors_is_not_encoded) {
+  const BoundFactors of_two(std::vector<float>(12, 0.5F), 2);
+  const Bytes shard = kv_of(80, 3, Element::kBf16);  // 480 groups
+  const auto cut = [&shard](std::size_t groups) {
+    return Bytes(shard.begin(), shard.begin() + static_cast<std::ptrdiff_t>(groups * kGroupBytes));
+  };
+  const ErrorBounds bounds{0.1, 0.1};
+  EXPECT_FALSE(encoded({shard, shard}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_FALSE(encoded({cut(474), cut(474)}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_TRUE(encoded({cut(475), cut(475)}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_TRUE(encoded({cut(474), cut(480)}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_TRUE(encoded({shard}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_TRUE(encoded({shard, shard, shard}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+  EXPECT_TRUE(encoded({{}, {}}, Element::kBf16, bounds, {}, &of_two).bytes.empty());
+}
+
+TEST(BoundFactors, impossible_factors_are_rejected) {
+  EXPECT_NO_THROW(BoundFactors({1, 0.5F}, 2));
+  for (const float wrong : {0.0F, -0.5F, 1.001F, std::numeric_limits<float>::quiet_NaN()})
+    EXPECT_THROW(BoundFactors({1, wrong}, 2), InvalidArgument) << wrong;
+  EXPECT_THROW(BoundFactors({1, 1, 1}, 2), InvalidArgument);
+  EXPECT_THROW(BoundFactors({}, 2), InvalidArgument);
+  EXPECT_THROW(BoundFactors({1}, 0), InvalidArgument);
+}
+
 TEST_F(LossyCodecTest, the_error_of_the_payload_is_never_above_that_of_its_groups) {
   // All groups have the same relative error, so only rounding decides.
   for (int low = -17; low <= -9; ++low) {
@@ -318,7 +385,8 @@ TEST_F(LossyCodecTest, the_bytes_do_not_depend_on_the_floating_point_mode_of_the
         Loss loss;
         const unsigned before = _mm_getcsr();
         _mm_setcsr(before | mode);
-        const Status encoding = other.encode({&shard, 1}, element, {0.05, 0.05}, {}, out, &used, &loss);
+        const Status encoding =
+            other.encode({&shard, 1}, element, {0.05, 0.05}, {}, nullptr, out, &used, &loss);
         const unsigned after_encoding = _mm_getcsr();
         const Status decoding = other.decode(expected.bytes, element, {&to, 1});
         const unsigned after_decoding = _mm_getcsr();
@@ -841,7 +909,7 @@ TEST_F(LossyCodecTest, all_variants_encode_and_decode_the_same_bytes) {
       Bytes out(LossyCodec::encoded_bytes_at_most({&shard, 1})), back(payload.size());
       std::uint64_t used = 0;
       Loss loss;
-      ASSERT_TRUE(other.encode({&shard, 1}, element, {0.05, 0.1}, {run, run}, out, &used, &loss));
+      ASSERT_TRUE(other.encode({&shard, 1}, element, {0.05, 0.1}, {run, run}, nullptr, out, &used, &loss));
       out.resize(used);
       if (variant == 0) {
         first = out;

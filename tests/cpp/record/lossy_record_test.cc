@@ -6,6 +6,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "record/lossy_codec.h"
 #include "record/numbers_for_tests.h"
@@ -28,9 +31,10 @@ using testing::ShardSizes;
 
 const ShardSizes kSizes = {150000, 0, 4096, 70001};
 
-RecordFormOptions lossy_form(const ErrorBounds& bounds, const KvRuns& runs,
-                             Element element = Element::kBf16) {
-  CompressionOptions options{.compress = Compress::kLossy, .bounds = bounds, .elements = {element}};
+RecordFormOptions lossy_form(const ErrorBounds& bounds, const KvRuns& runs, Element element = Element::kBf16,
+                             std::shared_ptr<const BoundFactors> factors = nullptr) {
+  CompressionOptions options{
+      .compress = Compress::kLossy, .bounds = bounds, .factors = {std::move(factors)}, .elements = {element}};
   return {.compression = std::make_shared<CompressionChoice>(options), .bounds = bounds, .runs = {runs}};
 }
 
@@ -110,6 +114,26 @@ TEST_F(LossyRecord, a_payload_that_the_lossy_codec_refuses_is_stored_without_los
   EXPECT_EQ(header_of(bytes).loss, Loss{});
   ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes));
   EXPECT_TRUE(same());
+}
+
+TEST_F(LossyRecord, a_calibration_lowers_the_loss_and_is_not_needed_to_read) {
+  const ShardSizes sizes = {1 << 17, 1 << 17};
+  Row row(sizes), other(sizes);
+  fill(row, Payload::kKv);
+  const auto calibrated = [](std::size_t shards) {
+    return lossy_form({0.2, 0.2}, {}, Element::kBf16,
+                      std::make_shared<const BoundFactors>(std::vector<float>(8 * shards, 0.25F), shards));
+  };
+  RecordForm form(calibrated(2)), plain(lossy_form(0.2)), other_shards(calibrated(1));
+  const Bytes bytes = bytes_of(form, op_on(row));
+  const RecordHeader header = header_of(bytes);
+  EXPECT_EQ(header.codec, Codec::kLossy);
+  EXPECT_GT(header.loss.keys, 0.025F);
+  EXPECT_LE(header.loss.keys, 0.05F);
+  EXPECT_GT(bytes.size(), bytes_of(plain, op_on(row)).size());
+  EXPECT_TRUE(read_bytes(plain, op_on(other), bytes));
+  // Never more loss than the calibration allows: a record that it does not fit is exact.
+  EXPECT_EQ(header_of(bytes_of(other_shards, op_on(row))).codec, Codec::kSplitZstd);
 }
 
 TEST_F(LossyRecord, fp8_is_stored_with_loss_and_states_its_type) {

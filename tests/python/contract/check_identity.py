@@ -27,6 +27,7 @@ from vllm import envs  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
+from kv_offload.calibration import Calibration, CalibrationError, LayerFactors  # noqa: E402
 from kv_offload.losses import ErrorBounds  # noqa: E402
 from kv_offload.namespace import NamespaceIdentity, setting_text  # noqa: E402
 
@@ -544,3 +545,46 @@ def test_a_group_whose_values_always_lie_beside_keys_is_named(
     spec.get_manager().shutdown()
     made.shutdown()
     assert "cache groups [0]: every 64 neighbouring elements contain a key" in caplog.text
+
+
+def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(resolved: Any, tmp_path: Path) -> None:
+    def started(name: str, calibration: Path | None) -> dict[str, Any]:
+        """Returns what namespace.json says of a server with a new root."""
+        caches = kv_caches()
+        layer = resolved.compilation_config.static_forward_context["layer.0"]
+        layer.kv_cache = caches.tensors[0].tensor.view(torch.bfloat16).view(8, 2, 16, 64)
+        tier = {"type": "fs", "root_dir": str(tmp_path / name), "max_bytes": "16MiB", "compress": "lossy:0.2"}
+        if calibration is not None:
+            tier["calibration"] = str(calibration)
+        spec = KVOffloadSpec(offloading_config(model_id="m", secondary_tiers=[tier]))
+        made = spec.get_worker(caches)
+        try:
+            spec.get_manager().shutdown()
+        finally:
+            made.shutdown()
+        (space,) = (tmp_path / name).glob("*/namespace.json")
+        described: dict[str, Any] = json.loads(space.read_text())
+        return described
+
+    plain = started("plain", None)
+    assert "calibration" not in plain["settings"]
+    heads = ((0.5,), (0.25,))
+    model = {name: value for name, value in plain["model"].items() if name != "model_id"}
+    calibration = Calibration(model, (LayerFactors(32, 32, heads, heads),), {})
+    path = tmp_path / "calibration.json"
+    calibration.write(path)
+    calibrated = started("calibrated", path)
+    assert calibrated["settings"].pop("calibration") == calibration.digest
+    assert calibrated["settings"] == plain["settings"]
+    # Each is refused before any record could be written.
+    for of_model, layers, reason in (
+        ({**model, "name": "other"}, calibration.layers, "of another model: name differ"),
+        (model, (LayerFactors(32, 32, heads * 2, heads * 2),), "has 4 KV heads, the cache 2"),
+    ):
+        Calibration(of_model, layers, {}).write(path)
+        with pytest.raises(CalibrationError, match=reason):
+            started("refused", path)
+    path.write_text("{}")
+    with pytest.raises(CalibrationError, match="is not a calibration"):
+        started("refused", path)
+    assert not list((tmp_path / "refused").glob("*/namespace.json"))

@@ -14,7 +14,8 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import compat, identity  # noqa: E402
-from kv_offload.specs.kv_runs import UNKNOWN, kv_runs_of, share_of_values  # noqa: E402
+from kv_offload.specs.bound_factors import factors_by_group  # noqa: E402
+from kv_offload.specs.kv_runs import UNKNOWN, head_orders_of, kv_runs_of, share_of_values  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import offloading_config  # noqa: E402
+from kv_offload.calibration import Calibration, CalibrationError, LayerFactors  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, WIDTH = 5, 3, 32, 64
 NO_PAIRS = "not keys and values per head in bfloat16, float16 or fp8"
@@ -80,6 +82,24 @@ class Group:
 
     def runs(self) -> tuple[int, int] | str:
         (found,) = kv_runs_of(self.config, self.kv_caches)
+        return found
+
+    def factors(
+        self, calibration: Calibration, shards: int = 1, parts: int = 1, ranks: int = 1
+    ) -> list[float]:
+        """``parts``: shards of a rank's page, 1 without the canonical layout."""
+        page = self.kv_caches.group_data_refs[0][0].page_size_bytes // parts
+        merged = {
+            "kv_runs": kv_runs_of(self.config, self.kv_caches),
+            "head_orders": head_orders_of(self.config, self.kv_caches),
+            "elements": ["bfloat16"],
+            "canonical": {"shards_per_area": parts} if parts > 1 else None,
+        }
+        identity = SimpleNamespace(
+            groups=[SimpleNamespace(shard_bytes=(2 * len(self.layers) * page,) * shards)]
+        )
+        parallel = SimpleNamespace(world_size=ranks, tp_size=ranks, dcp_size=1)
+        (found,) = factors_by_group(calibration, self.config.groups, identity, merged, [False], parallel)
         return found
 
     def first_pages(self, dtype: torch.dtype) -> torch.Tensor:
@@ -256,3 +276,99 @@ def test_a_window_includes_the_tokens_that_vllm_keeps_for_drafts(lookahead: int 
     if lookahead is None:
         del config.num_prefill_lookahead_tokens
     assert compat.layer_window(SimpleNamespace(get_kv_cache_spec=lambda _: spec), config) == kept
+
+
+def calibration_of(heads: int, layers: int = 1, size: int = WIDTH) -> Calibration:
+    """Each head has a factor of its own for keys, and one for values."""
+
+    def factors(layer: int, kind: int) -> tuple[tuple[float, ...], ...]:
+        return tuple((factor(layer, kind, head),) * -(-size // 64) for head in range(heads))
+
+    made = (LayerFactors(size, size, factors(layer, 0), factors(layer, 1)) for layer in range(layers))
+    return Calibration({}, tuple(made), {})
+
+
+def factor(layer: int, kind: int, head: int) -> float:
+    return (1 + 16 * layer + 8 * kind + head) / 64  # exact in bfloat16
+
+
+def marked(layout: str, backend: str, layer: int, heads: range) -> torch.Tensor:
+    """A cache whose elements are the factors of their heads."""
+    cache = cache_of(layout)
+    runs = cache.view(BLOCKS, HEADS, 2 * TOKENS, -1) if backend == "CPU_ATTN" else None
+    for at, head in enumerate(heads):
+        for kind in (0, 1):
+            place = (
+                cache[:, at, :, kind * WIDTH : (kind + 1) * WIDTH]
+                if runs is None
+                else runs[:, at, kind * TOKENS : (kind + 1) * TOKENS]
+            )
+            place.fill_(factor(layer, kind, head))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("FLASH_ATTN", "LBHNC"), ("FLASH_ATTN", "LBNHC"), ("CPU_ATTN", "LBHNC")]
+)
+def test_the_factors_of_a_calibration_follow_the_bytes_of_a_record(
+    backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [marked(layout, backend, layer, range(HEADS)) for layer in (0, 1)]
+    group = Group(monkeypatch, caches, backend)
+    pages = [cache.tensor[0].view(torch.bfloat16) for cache in group.kv_caches.tensors]
+    groups = torch.cat(pages).view(-1, 64)
+    assert (groups == groups[:, :1]).all()
+    assert group.factors(calibration_of(HEADS, layers=2)) == groups[:, 0].tolist()
+    # Two ranks: the second one has the next heads.
+    others = [marked(layout, backend, layer, range(HEADS, 2 * HEADS)) for layer in (0, 1)]
+    second = Group(monkeypatch, others, backend)
+    pages += [cache.tensor[0].view(torch.bfloat16) for cache in second.kv_caches.tensors]
+    both = torch.cat(pages).view(-1, 64)[:, 0].tolist()
+    assert second.factors(calibration_of(2 * HEADS, layers=2), shards=2, ranks=2) == both
+
+
+def test_a_shard_of_the_canonical_layout_has_the_factors_of_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = [marked("LBHNC", "FLASH_ATTN", layer, range(HEADS)) for layer in (0, 1)]
+    group = Group(monkeypatch, caches)
+    pages = [cache.tensor[0].view(torch.bfloat16).view(HEADS, -1, 64) for cache in group.kv_caches.tensors]
+    by_head = torch.cat([page[head] for head in range(HEADS) for page in pages])
+    calibration = calibration_of(HEADS, layers=2)
+    assert group.factors(calibration, shards=HEADS, parts=HEADS) == by_head[:, 0].tolist()
+
+
+def test_ranks_with_the_same_head_have_the_same_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = torch.zeros(BLOCKS, 1, TOKENS, 2 * WIDTH, dtype=torch.bfloat16)
+    group = Group(monkeypatch, [cache], specs=[spec_of(num_kv_heads=1)])
+    found = group.factors(calibration_of(2), shards=4, ranks=4)
+    quarter = len(found) // 4
+    assert found[:quarter] == found[quarter : 2 * quarter] == [factor(0, 0, 0), factor(0, 1, 0)] * TOKENS
+    assert (
+        found[2 * quarter : 3 * quarter]
+        == found[3 * quarter :]
+        == [factor(0, 0, 1), factor(0, 1, 1)] * TOKENS
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "calibration", "reason"),
+    [
+        ("LHBNC", calibration_of(HEADS), "not possible with this cache layout (a cache of shape"),
+        ("LBHNC", calibration_of(HEADS + 1), "the calibration has 4 KV heads, the cache 3"),
+        ("LBHNC", calibration_of(HEADS, layers=0), "has no layer 0"),
+        ("LBHNC", calibration_of(HEADS, size=96), "heads of 96 and 96 channels in the calibration"),
+    ],
+)
+def test_a_calibration_that_does_not_fit_the_cache_is_refused(
+    layout: str, calibration: Calibration, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, [cache_of(layout)])
+    with pytest.raises(CalibrationError, match="cache group 0: ") as refused:
+        group.factors(calibration)
+    assert reason in str(refused.value)
+
+
+def test_a_calibration_is_refused_if_ranks_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, [cache_of("LBHNC")])
+    parallel = SimpleNamespace(world_size=2, tp_size=1, dcp_size=1)
+    with pytest.raises(CalibrationError, match="ranks that split KV heads only"):
+        factors_by_group(calibration_of(HEADS), group.config.groups, SimpleNamespace(), {}, [False], parallel)

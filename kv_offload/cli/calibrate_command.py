@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv-offload calibrate MODEL``: measures how sensitive a model's KV heads are to lossy records."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kv_offload.cli.terminal import PROBLEM, USAGE, echo, fail, plain_errors, print_json
+
+if TYPE_CHECKING:
+    from kv_offload.calibration import Calibration
+
+PREFIX, EVALUATED = 512, 256  # tokens of a segment
+_FEWEST_SEGMENTS = 2
+_CHARACTERS_PER_TOKEN = 8  # at most, of nearly all texts
+
+
+@plain_errors
+def calibrate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model directory, or a name on the Hugging Face hub.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Where to write the calibration."),
+    ] = Path("calibration.json"),
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text like that of your requests, in UTF-8. Default: this package's source code.",
+            show_default=False,
+        ),
+    ] = None,
+    segments: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=_FEWEST_SEGMENTS,
+            max=1000,
+            help=f"Parts of {PREFIX + EVALUATED} tokens to use; fewer if the text is shorter.",
+        ),
+    ] = 6,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="REVISION", help="Same as vLLM's --revision.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of the computation: float32, bfloat16 or float16.")
+    ] = "float32",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Same as vLLM's option of this name.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
+) -> None:
+    """Calibrate lossy compression for a model; needs torch.
+
+    Measures how much errors in the keys and values of each layer and KV head change the model's next-token
+    probabilities, and writes factors for the error bound of "compress": "lossy:E". Set "calibration" of the
+    lossy tier to the file. Runs the model with transformers on the CPU, forwards and backwards; this takes
+    minutes, and the memory of the weights in --dtype. The file is valid for these weights only.
+
+    \b
+    Examples:
+      kv-offload calibrate /models/Llama-3.1-8B --dtype bfloat16 -o llama.calibration.json
+      kv-offload calibrate Qwen/Qwen3-0.6B --text prompts.txt
+
+    Exit status: 0 written; 1 the model or the text cannot be used; 2 wrong use.
+    """
+    if dtype not in ("float32", "bfloat16", "float16"):
+        fail(f"--dtype is {dtype!r}; possible: float32, bfloat16 or float16", USAGE)
+    if not output.absolute().parent.is_dir():
+        fail(f"--output {output}: the directory does not exist", USAGE)
+    from kv_offload.model_identity import model_identity, weights_problem
+
+    content = _own_source() if text is None else _text_of(text)
+    identity = model_identity(model, revision)
+    began = time.monotonic()
+    loaded, tokenizer = _loaded(model, revision, dtype, trust_remote_code)
+    # Loading may have downloaded the model: then its revision is known only now.
+    if weights_problem(identity) is not None:
+        identity = model_identity(model, revision)
+    if problem := weights_problem(identity):
+        fail(f"the weights cannot be identified: {problem}", PROBLEM)
+    parts = _segments(tokenizer, content, segments)
+    made_of = {
+        "text": "built-in" if text is None else text.name,
+        "text_sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "tokens": len(parts) * (PREFIX + EVALUATED),
+        "dtype": dtype,
+    }
+    try:
+        calibration = _measured(loaded, parts, identity, made_of, quiet=as_json)
+    except ValueError as error:
+        fail(f"{model} cannot be calibrated: {error}", PROBLEM)
+    calibration.write(output)
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json(
+            {"path": str(output), "digest": calibration.digest, "seconds": round(seconds, 1), **made_of}
+        )
+        return
+    factors = sorted(
+        each
+        for layer in calibration.layers
+        for kind in (layer.keys, layer.values)
+        for head in kind
+        for each in head
+    )
+    echo(
+        f"{output}: {len(calibration.layers)} layers, factors of the bound from {factors[0]:.2f} to "
+        f"{factors[-1]:.2f} (median {factors[len(factors) // 2]:.2f}), in {seconds:.0f} s. Set "
+        f'"compress": "lossy:0.16" and "calibration": "{output.absolute()}" of one tier'
+    )
+
+
+def _own_source() -> str:
+    """Returns code and English text that every installation has."""
+    root = Path(__file__).parent.parent
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(root.glob("*.py")))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        fail(f"--text {path}: {error.strerror}", USAGE)
+    except UnicodeDecodeError:
+        fail(f"--text {path}: it is not UTF-8", USAGE)
+
+
+def _loaded(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Returns the model and its tokenizer."""
+    from kv_offload.sensitivity import load_model
+
+    try:
+        return load_model(name, revision, dtype, trust_remote_code)
+    except ImportError as error:
+        fail(f"{error.name} is not installed; it comes with vLLM: run this command where vLLM is", PROBLEM)
+    except ValueError as error:
+        fail(str(error), PROBLEM)
+
+
+def _segments(tokenizer: Any, content: str, most: int) -> list[list[int]]:
+    """Returns the tokens of parts of the text, evenly distributed over it."""
+    size = PREFIX + EVALUATED
+    # Parts of a long text, so that tokenizing all of it is not needed.
+    wanted = size * _CHARACTERS_PER_TOKEN
+    count = min(most, max(1, len(content) // wanted))
+    parts = []
+    for number in range(count):
+        begin = (len(content) - wanted) * number // max(1, count - 1) if count > 1 else 0
+        ids = tokenizer(content[begin : begin + wanted])["input_ids"][:size]
+        if len(ids) == size:
+            parts.append(ids)
+    if len(parts) < _FEWEST_SEGMENTS:
+        fail(
+            f"the text has {len(content):,} characters; {_FEWEST_SEGMENTS} parts of {size} tokens need about "
+            f"{_FEWEST_SEGMENTS * wanted:,}",
+            USAGE,
+        )
+    return parts
+
+
+def _measured(
+    loaded: Any, parts: list[list[int]], identity: dict[str, Any], made_of: dict[str, Any], quiet: bool
+) -> "Calibration":
+    """Raises ValueError if the model has no cache of keys and values per head."""
+    from kv_offload import __version__
+    from kv_offload.calibration import Calibration
+    from kv_offload.sensitivity import sensitivities
+
+    def show(done: int) -> None:
+        if not quiet:
+            echo(f"part {done} of {len(parts)}")
+
+    found, sizes = sensitivities(loaded, parts, PREFIX, progress=show)
+    return Calibration.of_sensitivities(identity, found, sizes, {**made_of, "kv_offload": __version__})

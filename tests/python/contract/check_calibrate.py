@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_contract.py under each vLLM release, because it needs torch and transformers:
+``kv-offload calibrate``, and the sensitivities that it computes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+adapter.use_specs()
+
+from kv_offload.calibration import Calibration  # noqa: E402
+from kv_offload.cli import app, calibrate_command  # noqa: E402
+from kv_offload.sensitivity import sensitivities  # noqa: E402
+
+MODEL = {"name": "org/model", "revision": "abc"}
+SEGMENT = calibrate_command.PREFIX + calibrate_command.EVALUATED
+
+
+def tiny_model() -> Any:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:  # attention that depends on its keys
+        layer.self_attn.q_proj.weight.data *= 8
+        layer.self_attn.k_proj.weight.data *= 8
+        layer.self_attn.v_proj.weight.data *= 4
+        layer.self_attn.o_proj.weight.data *= 8
+    model.lm_head.weight.data *= 20
+    return model
+
+
+def test_sensitivities_predict_the_divergence() -> None:
+    model = tiny_model()
+    ids = torch.randint(0, 64, (1, 160), generator=torch.Generator().manual_seed(5))
+    found, sizes = sensitivities(model, ids.tolist(), 96, draws=16)
+    assert sizes == [(64, 64)] * 2
+    assert [len(heads) for layer in found for heads in layer] == [2] * 4
+
+    def log_probabilities(layer: int, kind: int, head: int, error: float, seed: int) -> Any:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :96], past_key_values=cache)
+            numbers = (cache.layers[layer].keys, cache.layers[layer].values)[kind][0, head]
+            noise = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(seed))
+            numbers += error * noise * numbers.norm(dim=-1, keepdim=True) / 8
+            return torch.log_softmax(model(ids[:, 96:], past_key_values=cache).logits[0], -1)
+
+    exact = log_probabilities(0, 0, 0, 0, 0)
+    for layer, kind, head in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        error = 0.02
+        divergences = [
+            float((exact.exp() * (exact - log_probabilities(layer, kind, head, error, seed))).sum(-1).mean())
+            for seed in range(6)
+        ]
+        (expected,) = found[layer][kind][head]
+        ratio = sum(divergences) / len(divergences) / error**2 / expected
+        assert 0.6 < ratio < 1.6, (layer, kind, head, ratio)
+
+
+class Tokenizer:
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(each) % 64 for each in text]}
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["calibrate", *words])
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model instead of one that transformers loads."""
+    monkeypatch.setattr(calibrate_command, "_loaded", lambda *_: (tiny_model(), Tokenizer()))
+    monkeypatch.setattr("kv_offload.model_identity.model_identity", lambda *_: dict(MODEL))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_command_writes_a_calibration_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    result = run("org/model", "-o", str(path), "--segments", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = Calibration.read(path)
+    assert found.model == MODEL
+    assert json.loads(result.output)["digest"] == found.digest
+    assert [(layer.key_size, len(layer.keys)) for layer in found.layers] == [(64, 2)] * 2
+    assert found.made_of["tokens"] == 2 * SEGMENT
+    assert len({each for layer in found.layers for head in layer.keys for each in head}) > 1
+
+
+@pytest.mark.usefixtures("loaded")
+def test_wrong_use_is_explained_and_writes_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "calibration.json"
+    short, binary = tmp_path / "short.txt", tmp_path / "binary"
+    short.write_text("too short " * 100)
+    binary.write_bytes(b"\xff\xfe")
+    for words, status, reason in (
+        (["--text", str(short)], 2, "the text has 1,000 characters; 2 parts of 768 tokens need about 12,288"),
+        (["--text", str(binary)], 2, "it is not UTF-8"),
+        (["--text", str(tmp_path / "missing")], 2, "No such file or directory"),
+        (["--dtype", "int8"], 2, "possible: float32, bfloat16 or float16"),
+    ):
+        result = run("org/model", "-o", str(output), *words)
+        assert result.exit_code == status, result.output
+        assert reason in " ".join(result.output.split())
+    result = run("org/model", "-o", str(tmp_path / "no" / "file"))
+    assert result.exit_code == 2
+    assert "the directory does not exist" in " ".join(result.output.split())
+    assert not output.exists()
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    result = run(str(model), "-o", str(tmp_path / "calibration.json"))
+    assert result.exit_code == 1
+    assert f"transformers cannot load {model}" in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_weights_without_an_identity_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": "unknown"}
+    )
+    result = run("x", "-o", str(tmp_path / "calibration.json"))
+    assert result.exit_code == 1
+    assert "the weights cannot be identified" in " ".join(result.output.split())
+
+
+def test_a_model_without_keys_and_values_per_head_is_refused() -> None:
+    class Stateful:
+        def parameters(self) -> list[Any]:
+            return []
+
+        def __call__(self, ids: Any, past_key_values: Any, **_: Any) -> None:
+            past_key_values.layers.append(SimpleNamespace(keys=None, values=None))
+
+    with pytest.raises(ValueError, match="no keys and values per head and token"):
+        sensitivities(Stateful(), [[0] * 8], 4)
