@@ -168,6 +168,13 @@ class HostLinks:
     ) -> None: ...
     def wait_until_connected(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the hosts that are missing or do not fit, and why."""
+    def keep_memory(self, timeout_seconds: float) -> tuple[str, list[str], list[str]]:
+        """Lets the regions of the other hosts outlive the engine. Call it once, before the cache is made.
+
+        Returns (text that identifies the regions of all hosts, for TieredCache's keep_identity; hosts without
+        their part of the earlier engine's memory, and why; hosts whose region ends with the engine). Raises
+        ResourceError naming the hosts that have not confirmed it. The regions need keep_for.
+        """
     @property
     def num_hosts(self) -> int:
         """Returns the number of other hosts."""

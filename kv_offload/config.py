@@ -44,7 +44,7 @@ MAX_REMOTE_WAIT_MS = 3_600_000  # lookup_timeout_ms ends a wait sooner
 REQUEST_SETTINGS = ("load_policy", "priority", "skip_load", "skip_store", "remote_wait_ms")
 
 # Settings that need all ranks of an engine on one host.
-ONE_HOST_SETTINGS = ("keep_host_memory", "share_host_memory")
+ONE_HOST_SETTINGS = ("share_host_memory",)
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload import __version__
 from kv_offload.config import OffloadConfig, several_hosts_problem
 from kv_offload.log import get_logger
-from kv_offload.machine import cautions, tier_bounds
+from kv_offload.machine import KEPT_REGIONS, cautions, tier_bounds
 
 from . import compat
 from .tier_specs import TierPlan
@@ -206,6 +206,32 @@ def connect_scheduler(hosts: Hosts | None, region: "HostRegion") -> "HostLinks |
         links.close()
         raise _core.ResourceError(f"not all hosts of this engine joined: {error}") from error
     return links
+
+
+def keep_on_all_hosts(links: "HostLinks | None") -> str:
+    """Lets the memory of the other hosts outlive this engine. Returns text that identifies the memory of all.
+
+    The text is the same as that of an earlier engine only if every host still has its part of that engine's
+    memory; "" on one host. Logs which hosts do not. Raises ResourceError naming hosts that do not confirm.
+    """
+    if links is None:
+        return ""
+    identity, missing, ending = links.keep_memory(HOSTS_DEADLINE_SECONDS)
+    if missing:
+        logger.warning(
+            "keep_host_memory: all chunks of the previous server (0 kept) are dropped on all hosts, because "
+            "not every host has its part of them: %s",
+            "; ".join(missing),
+        )
+    if ending:
+        logger.warning(
+            "keep_host_memory: all 64 names for regions of this model (%s) are taken on %s, so its memory is "
+            "freed when this server ends, and the next server finds no chunks; stop servers that you do not "
+            "need",
+            KEPT_REGIONS,
+            "; ".join(ending),
+        )
+    return f" {identity}"
 
 
 def _rendezvous_store() -> Any:

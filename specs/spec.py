@@ -20,7 +20,7 @@ from kv_offload.sizing import Geometry, startup_summary
 
 from .bound_factors import calibration_for, factors_by_group
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
-from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, scheduler_hosts
+from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, keep_on_all_hosts, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
 from .kv_runs import share_of_values
 from .tier_specs import TierPlan, common_settings
@@ -348,6 +348,9 @@ class KVOffloadSpec(OffloadingSpec):
 
         windowed = merged["windowed"]
         tenants = self._options.tenant_table()
+        keep_identity = ""
+        if self._options.keep_host_memory:
+            keep_identity = identity.namespace_id().hex() + keep_on_all_hosts(over_hosts.get("hosts"))
         return _core.TieredCache(
             region,
             metrics,
@@ -363,7 +366,7 @@ class KVOffloadSpec(OffloadingSpec):
             cache_blocks=merged["cache_blocks"],
             blocks_per_chunk=self.config.cache.blocks_per_chunk,
             shards_per_area=_shards_per_area(merged),
-            keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
+            keep_identity=keep_identity,
             max_pinned_bytes=self._options.pinned_bytes,
             tenants=() if tenants is None else tenants.shares,
             share_identity=identity.namespace_id().hex() if self._options.share_host_memory else "",

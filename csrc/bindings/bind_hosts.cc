@@ -52,6 +52,13 @@ void wait_until_connected(const HostLinks& links, double timeout_seconds) {
   }
 }
 
+std::tuple<std::string, std::vector<std::string>, std::vector<std::string>> keep_memory(
+    HostLinks& links, double timeout_seconds) {
+  const py::gil_scoped_release release;
+  KeptMemory memory = links.keep_memory(to_nanos(timeout_seconds, "timeout_seconds"));
+  return {std::move(memory.identity), std::move(memory.missing), std::move(memory.ending)};
+}
+
 using EpochArgument = std::tuple<std::uint64_t, bool, std::uint64_t>;  // EpochChoice
 using OpenRequest = std::tuple<std::uint32_t, std::vector<EpochArgument>, std::string>;
 
@@ -112,6 +119,7 @@ void bind_hosts(py::module_& module) {
       .def(py::init(&make_links), py::arg("region").none(false), py::arg("hosts"), py::kw_only(),
            py::arg("version"), py::arg("silence_seconds") = to_seconds(HostLinks::Options{}.silence))
       .def("wait_until_connected", &wait_until_connected, py::arg("timeout_seconds"))
+      .def("keep_memory", &keep_memory, py::arg("timeout_seconds"))
       .def_property_readonly("num_hosts", &HostLinks::num_hosts)
       .def_property_readonly("lost_hosts", &HostLinks::lost_hosts)
       .def("take_events", &HostLinks::take_events)

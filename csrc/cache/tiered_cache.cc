@@ -246,8 +246,10 @@ void TieredCache::end_step() {
 
 bool TieredCache::has_pending_work() const {
   if (impl_->closed) return false;
-  // An idle engine makes no steps, and the chunks would not reach the tiers before it ends.
-  return impl_->requests.has_pending_work() || (impl_->ops.size() > 0 && impl_->stores.awaits_reports());
+  // An idle engine makes no steps, and the chunks would not reach the tiers, or the table of memory that
+  // outlives the engine, before it ends.
+  const bool outlives = impl_->ops.size() > 0 || impl_->is_kept;
+  return impl_->requests.has_pending_work() || (outlives && impl_->stores.awaits_reports());
 }
 
 bool TieredCache::has_removals() const {

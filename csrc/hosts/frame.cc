@@ -65,6 +65,15 @@ bool read_head(Input* input, std::uint32_t* version) {
   return input->is_good();
 }
 
+void put_set(Bytes* body, const RegionSet& set) {
+  for (const std::uint64_t half : set) put(body, half);
+}
+RegionSet read_set(Input* input) {
+  RegionSet set;
+  for (std::uint64_t& half : set) half = input->number<std::uint64_t>();
+  return set;
+}
+
 HostNonce nonce_of(ByteSpan bytes) {
   HostNonce nonce{};
   std::copy(bytes.begin(), bytes.end(), nonce.begin());
@@ -176,6 +185,9 @@ Bytes encode(const HostJoin& join) {
   const std::string_view version = std::string_view(join.version).substr(0, kMostVersion);
   put(&body, static_cast<std::uint8_t>(version.size()));
   put_bytes(&body, as_bytes(version));
+  wire::put_bool(&body, join.keeps_memory);
+  put(&body, static_cast<std::uint8_t>(join.kept.origin));
+  put_set(&body, join.kept.set);
   return body;
 }
 
@@ -189,6 +201,9 @@ std::optional<HostJoin> decode_join(ByteSpan body) {
   join.first_rank = input.number<std::uint32_t>();
   join.local_ranks = input.number<std::uint32_t>();
   join.version = input.text(input.number<std::uint8_t>());
+  join.keeps_memory = input.boolean();
+  join.kept.origin = static_cast<RegionOrigin>(input.at_most(static_cast<std::uint8_t>(kLastOrigin)));
+  join.kept.set = read_set(&input);
   if (!input.ended_well()) return std::nullopt;
   return join;
 }
@@ -240,6 +255,35 @@ std::optional<std::vector<RankReport>> decode_reports(ByteSpan body) {
     report.failed_groups = input.number<std::uint64_t>();
   }
   return reports;
+}
+
+Bytes encode(const RegionSet& set) {
+  assert(is_set(set));
+  Bytes body;
+  put_set(&body, set);
+  return body;
+}
+
+std::optional<RegionSet> decode_keep_memory(ByteSpan body) {
+  Input input(body);
+  const RegionSet set = read_set(&input);
+  if (!input.ended_well() || !is_set(set)) return std::nullopt;
+  return set;
+}
+
+Bytes encode(const MemoryKept& kept) {
+  Bytes body = encode(kept.set);
+  wire::put_bool(&body, kept.is_kept);
+  return body;
+}
+
+std::optional<MemoryKept> decode_memory_kept(ByteSpan body) {
+  Input input(body);
+  MemoryKept kept;
+  kept.set = read_set(&input);
+  kept.is_kept = input.boolean();
+  if (!input.ended_well() || !is_set(kept.set)) return std::nullopt;
+  return kept;
 }
 
 // ---- frames

@@ -35,7 +35,7 @@ using ByteSpan = std::span<const std::uint8_t>;
 using HostSecret = std::array<std::uint8_t, 32>;
 using HostNonce = std::array<std::uint8_t, 32>;
 
-inline constexpr std::uint32_t kHostProtocol = 4;
+inline constexpr std::uint32_t kHostProtocol = 5;
 inline constexpr std::size_t kGreetingBytes = 44, kAnswerBytes = 76;
 inline constexpr std::size_t kMostPayload = 32768;  // of a frame: type and body
 inline constexpr std::size_t kMostReports = 1024;   // in a frame
@@ -72,6 +72,7 @@ enum class FrameType : std::uint8_t {
   kReady,     // everything known so far has been sent
   kAlive,     // sent when there is nothing else to send
   kLeaving,   // the last one: the host shuts down
+  kMemoryKept,
   // ---- about tiers, from the host (tier_frames.h)
   kTiersOpened,
   kOpsEnded,  // no op of an earlier connection is running: ops may be sent
@@ -80,13 +81,15 @@ enum class FrameType : std::uint8_t {
   kRemovals,
   kResetDone,
   kState,
-  // ---- about tiers, from the scheduler
+  // ---- from the scheduler, about tiers
   kOpenTiers,
   kOps,
   kCancel,
   kLookup,
   kUses,
   kReset,
+  // ---- from the scheduler, about other things
+  kKeepMemory,      // let the region outlive the engine, in this set
   kSchedulerAlive,  // sent when there is nothing else to send
   kLast = kSchedulerAlive,
 };
@@ -96,7 +99,15 @@ struct HostJoin {
   std::uint64_t bytes = 0, area_bytes = 0;  // as in RegionOptions and HostRegion
   std::uint32_t num_areas = 0, num_workers = 0, first_rank = 0, local_ranks = 0;
   std::string version;  // of this package, at most 255 bytes
+  bool keeps_memory = false;
+  KeptRegion kept{};  // keeps_memory: what the host has of an earlier engine
   bool operator==(const HostJoin&) const = default;
+};
+// The answer to kKeepMemory, whose body is the set.
+struct MemoryKept {
+  RegionSet set{};
+  bool is_kept = false;  // false: the region ends with the engine (HostRegion::keep)
+  bool operator==(const MemoryKept&) const = default;
 };
 struct GeometryFrame {
   std::uint32_t rank = 0;
@@ -106,10 +117,14 @@ struct GeometryFrame {
 Bytes encode(const HostJoin& join);
 Bytes encode(const GeometryFrame& geometry);
 Bytes encode(std::span<const RankReport> reports);  // at most kMostReports
+Bytes encode(const RegionSet& set);                 // REQUIRES: is_set(set)
+Bytes encode(const MemoryKept& kept);               // REQUIRES: is_set(kept.set)
 // Return nothing for bytes that encode() does not produce.
 std::optional<HostJoin> decode_join(ByteSpan body);
 std::optional<GeometryFrame> decode_geometry(ByteSpan body);
 std::optional<std::vector<RankReport>> decode_reports(ByteSpan body);
+std::optional<RegionSet> decode_keep_memory(ByteSpan body);
+std::optional<MemoryKept> decode_memory_kept(ByteSpan body);
 
 class FrameWriter {
  public:

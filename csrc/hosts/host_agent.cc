@@ -7,6 +7,7 @@
 #include <atomic>
 #include <deque>
 #include <exception>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -53,7 +54,7 @@ struct Connection {
 }  // namespace
 
 struct HostAgent::Impl {
-  Impl(std::shared_ptr<const HostRegion> host_region, Options given)
+  Impl(std::shared_ptr<HostRegion> host_region, Options given)
       : region(std::move(host_region)), options(std::move(given)), tiers(region, [this] { wake.signal(); }) {
     if (!has_encryption()) {
       throw_resource(
@@ -66,7 +67,7 @@ struct HostAgent::Impl {
     endpoint.secret = random_bytes();
   }
 
-  const std::shared_ptr<const HostRegion> region;
+  const std::shared_ptr<HostRegion> region;
   const Options options;
   const SteadyClock clock;
   HostEndpoint endpoint;
@@ -79,7 +80,8 @@ struct HostAgent::Impl {
   // ---- the server's
   std::vector<Stranger> strangers;
   std::unique_ptr<Connection> connection;
-  Nanos accept_from{0};  // after a failure to accept, e.g. because there are too many open files
+  Nanos accept_from{0};            // after a failure to accept, e.g. because there are too many open files
+  std::optional<MemoryKept> kept;  // the answer to the scheduler's first order to keep the region
 
   void watch();
   void serve();
@@ -89,6 +91,8 @@ struct HostAgent::Impl {
   void greet(Nanos now);
   bool keep_greeting(Stranger& stranger, Nanos now);
   bool read_frames(Nanos now);
+  bool take_frame(FrameType type, ByteSpan body, Nanos now);
+  bool keep_memory(ByteSpan body, Nanos now);
   void end_connection();
   void write_frames(Nanos now);
   void append_tier_frames(Nanos now);
@@ -180,12 +184,30 @@ bool HostAgent::Impl::read_frames(Nanos now) {
     if (result == FrameReader::Result::kIncomplete) break;
     connection->last_arrived = now;
     taken += used;
-    if (type == FrameType::kSchedulerAlive && body.empty()) continue;
-    // Orders name rows and groups, which are known once all ranks have published them.
-    if (!is_of_scheduler(type) || !connection->joined || !tiers.take(type, body)) return false;
+    if (!take_frame(type, body, now)) return false;
   }
   arrived.erase(arrived.begin(), arrived.begin() + static_cast<std::ptrdiff_t>(taken));
   return now - connection->last_arrived < options.silence;
+}
+
+bool HostAgent::Impl::take_frame(FrameType type, ByteSpan body, Nanos now) {
+  if (type == FrameType::kSchedulerAlive && body.empty()) return true;
+  // Orders name rows and groups, which are known once all ranks have published them.
+  if (!is_of_scheduler(type) || !connection->joined) return false;
+  return type == FrameType::kKeepMemory ? keep_memory(body, now) : tiers.take(type, body);
+}
+
+// Repeats its answer on a new connection: the scheduler may not have received the first one.
+bool HostAgent::Impl::keep_memory(ByteSpan body, Nanos now) {
+  const auto set = decode_keep_memory(body);
+  if (connection->unsent.size() >= kMostUnsent) return false;  // it orders, and does not read the answers
+  if (!set || region->options().keep_for.empty() || (kept && kept->set != *set)) return false;
+  if (!kept) {
+    region->set_region_set(*set);
+    kept = {*set, region->keep()};
+  }
+  append(FrameType::kMemoryKept, encode(*kept), now);
+  return true;
 }
 
 Nanos HostAgent::Impl::next_wait(Nanos now) const {
@@ -271,6 +293,8 @@ void HostAgent::Impl::append_geometry(Nanos now) {
   join.first_rank = region->first_rank();
   join.local_ranks = region->local_ranks();
   join.version = options.version;
+  join.keeps_memory = !region->options().keep_for.empty();
+  join.kept = region->kept();
   append(FrameType::kJoin, encode(join), now);
   for (std::uint32_t i = 0; i < region->local_ranks(); ++i) {
     const std::uint32_t rank = region->first_rank() + i;
@@ -324,7 +348,7 @@ void HostAgent::Impl::say_goodbye() {
   }
 }
 
-HostAgent::HostAgent(std::shared_ptr<const HostRegion> region, Options options)
+HostAgent::HostAgent(std::shared_ptr<HostRegion> region, Options options)
     : impl_(std::make_unique<Impl>(std::move(region), std::move(options))) {
   try {
     impl_->watcher = std::thread([this] { impl_->watch(); });

@@ -38,7 +38,7 @@ class HostAgent {
 
   // Listens on a free port. Throws ResourceError. REQUIRES: the region is that of a worker on a host without
   // the scheduler.
-  HostAgent(std::shared_ptr<const HostRegion> region, Options options);
+  HostAgent(std::shared_ptr<HostRegion> region, Options options);
   ~HostAgent();  // calls close()
 
   // For HostRegion::set_endpoint on the scheduler's host. Contains the secret: do not log it.

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -38,6 +39,7 @@ enum class State : std::uint8_t {
 
 struct Link {
   RemoteHost host;
+  std::size_t number = 0;  // in Impl::links
   State state = State::kNoEndpoint;
   std::optional<HostEndpoint> endpoint;
   // Why the host is not connected. Keeps the last failure until the first authenticated message of a new
@@ -54,8 +56,34 @@ struct Link {
   std::unique_ptr<FrameWriter> writer;
   std::shared_ptr<TierChannel> channel;
   bool joined = false;
+  bool keep_ordered = false;  // on this connection
   bool was_connected = false;
 };
+
+// Why a host has no part of the memory of the earlier engine.
+std::string_view reason_of(const KeptRegion& kept) {
+  switch (kept.origin) {
+    case RegionOrigin::kNew:
+      return "it has no host memory of an earlier engine: was it restarted, or did another start need the "
+             "memory?";
+    case RegionOrigin::kReplaced:
+      return "its host memory had other sizes or another version, or was damaged, and was removed";
+    case RegionOrigin::kInUse:
+      return "other processes still use its host memory";
+    case RegionOrigin::kAdopted:
+      break;
+  }
+  return is_set(kept.set) ? "its host memory was last used by another engine, or with other hosts"
+                          : "its host memory is of an engine whose start failed";
+}
+
+RegionSet new_region_set() {
+  const auto random = random_bytes();
+  RegionSet set;
+  std::memcpy(set.data(), random.data(), sizeof set);
+  set[0] |= 1;  // never 0
+  return set;
+}
 
 std::string describe(const RankGeometry& geometry) {
   return fmt::format("chunks of {} bytes and the layout {}", fmt::join(geometry.shard_bytes, ", "),
@@ -98,6 +126,10 @@ struct HostLinks::Impl {
   std::vector<std::string> missing GUARDED_BY(mutex);  // hosts that are not connected, and why
   std::vector<std::uint32_t> lost GUARDED_BY(mutex);   // their numbers
   std::string unfit GUARDED_BY(mutex);                 // the first host that does not fit, and why
+  // ---- by link
+  std::vector<std::optional<KeptRegion>> kept GUARDED_BY(mutex);  // as in the host's first join
+  std::optional<RegionSet> keep_order GUARDED_BY(mutex);          // of all links
+  std::vector<std::optional<bool>> keep_answers GUARDED_BY(mutex);
 
   void run();
   void run_once();
@@ -109,6 +141,8 @@ struct HostLinks::Impl {
   void take_frames(Link& link, Nanos now);
   void take_frame(Link& link, FrameType type, ByteSpan body, Nanos now);
   void join(Link& link, ByteSpan body);
+  void order_keep(Link& link, Nanos now);
+  void enter_kept(Link& link, ByteSpan body);
   void publish(Link& link, ByteSpan body);
   void enter_reports(Link& link, ByteSpan body);
   void set_connected(Link& link);
@@ -139,10 +173,16 @@ HostLinks::Impl::Impl(std::shared_ptr<HostRegion> host_region, std::vector<Remot
     next += host.ranks;
     Link& link = links.emplace_back();
     link.host = host;
+    link.number = links.size() - 1;
     link.channel = std::make_shared<TierChannel>([wake = wake] { wake->signal(); });
   }
   if (next != region->options().num_workers)
     throw_invalid("hosts for {} ranks were given; the engine has {}", next, region->options().num_workers);
+  {
+    const MutexLock lock(mutex);
+    kept.resize(links.size());
+    keep_answers.resize(links.size());
+  }
   region->set_cut_off(true);
   publish_state();
 }
@@ -271,12 +311,29 @@ void HostLinks::Impl::append_frames(Link& link, Nanos now) {
     link.writer->append(type, body, &link.unsent);
     link.last_sent = now;
   };
+  if (link.state == State::kConnected && !link.keep_ordered) order_keep(link, now);
   link.orders_wait = link.unsent.size() >= kMostUnsentOrders;
   if (link.state == State::kConnected && !link.orders_wait) {
     for (const TierChannel::Frame& frame : link.channel->take_frames()) append(frame.first, frame.second);
   }
   if (link.unsent.empty() && now - link.last_sent >= options.alive_interval)
     append(FrameType::kSchedulerAlive, {});
+}
+
+void HostLinks::Impl::order_keep(Link& link, Nanos now) {
+  const MutexLock lock(mutex);
+  if (!keep_order || keep_answers[link.number]) return;
+  link.writer->append(FrameType::kKeepMemory, encode(*keep_order), &link.unsent);
+  link.last_sent = now;
+  link.keep_ordered = true;
+}
+
+void HostLinks::Impl::enter_kept(Link& link, ByteSpan body) {
+  const auto given = decode_memory_kept(body);
+  const MutexLock lock(mutex);
+  if (!given || !link.keep_ordered || given->set != *keep_order)
+    throw_invalid("a message about its host memory is malformed");
+  keep_answers[link.number] = given->is_kept;
 }
 
 void HostLinks::Impl::read(Link& link, Nanos now) {
@@ -333,6 +390,8 @@ void HostLinks::Impl::take_frame(Link& link, FrameType type, ByteSpan body, Nano
       return enter_reports(link, body);
     case FrameType::kReady:
       return set_connected(link);
+    case FrameType::kMemoryKept:
+      return enter_kept(link, body);
     case FrameType::kAlive:
       // A host joins when all of its ranks have published their layouts; until then it sends only this.
       if (!link.joined) link.problem = "it is reachable, but not all of its ranks have started";
@@ -373,6 +432,11 @@ void HostLinks::Impl::join(Link& link, ByteSpan body) {
     throw_invalid("it has {} ranks from rank {} on; {} from rank {} on were expected", given->local_ranks,
                   given->first_rank, link.host.ranks, link.host.first_rank);
   }
+  check("keep_host_memory", given->keeps_memory, !region->options().keep_for.empty());
+  {
+    const MutexLock lock(mutex);
+    if (!kept[link.number]) kept[link.number] = given->kept;
+  }
   link.joined = true;
   link.problem = "it has not sent the layouts of all of its ranks yet";
 }
@@ -406,6 +470,7 @@ void HostLinks::Impl::set_connected(Link& link) {
   if (link.state != State::kConnected) link.channel->begin_connection();
   link.state = State::kConnected;
   link.connected_at = clock.now();
+  wake->signal();  // an order to keep its memory may wait
   if (!link.was_connected) link.pause = Nanos(0);
   if (std::exchange(link.was_connected, true))
     events->add(fmt::format("{} is connected again; its chunks are used again", name_of(link)));
@@ -434,6 +499,7 @@ void HostLinks::Impl::drop(Link& link, Nanos now, bool is_final) {
   link.arrived.clear();
   link.reader.reset();
   link.writer.reset();
+  link.keep_ordered = false;
   link.pause = std::clamp(2 * link.pause, options.first_pause, options.last_pause);
   link.state = State::kPausing;
   link.deadline = now + link.pause;
@@ -528,6 +594,57 @@ std::vector<std::vector<OpenedTier>> HostLinks::open_tiers(
     }
     throw_resource("{}", fmt::join(missing, "; "));
   }
+}
+
+KeptMemory HostLinks::keep_memory(Nanos timeout) {
+  const Nanos end = impl_->clock.now() + timeout;
+  const auto name_of = [&](std::size_t host) {
+    if (host > 0) return Impl::name_of(impl_->links[host - 1]);
+    return fmt::format("the host of rank 0");
+  };
+  std::vector<KeptRegion> regions{impl_->region->kept()};  // by host
+  {
+    const MutexLock lock(impl_->mutex);
+    if (impl_->keep_order) throw std::logic_error("keep_memory() was called twice");
+    for (const auto& kept : impl_->kept) {
+      if (!kept) throw std::logic_error("keep_memory() was called before all hosts were connected");
+      regions.push_back(*kept);
+    }
+  }
+  RegionSet set{};
+  for (const KeptRegion& region : regions) {
+    if (!is_set(set)) set = region.set;
+  }
+  KeptMemory memory;
+  for (std::size_t host = 0; host < regions.size() && is_set(set); ++host) {
+    if (regions[host].set == set) continue;
+    memory.missing.push_back(fmt::format("{}: {}", name_of(host), reason_of(regions[host])));
+  }
+  if (!is_set(set) || !memory.missing.empty()) set = new_region_set();
+  impl_->region->set_region_set(set);
+  memory.identity = fmt::format("{:016x}{:016x}", set[0], set[1]);
+  const MutexLock lock(impl_->mutex);
+  impl_->keep_order = set;
+  impl_->wake->signal();
+  const auto has_answered = [](const auto& answer) { return answer.has_value(); };
+  while (!std::all_of(impl_->keep_answers.begin(), impl_->keep_answers.end(), has_answered)) {
+    const Nanos left = end - impl_->clock.now();
+    if (!impl_->unfit.empty()) throw_resource("not all hosts keep their host memory: {}", impl_->unfit);
+    if (left <= Nanos(0)) {
+      std::vector<std::string> silent;
+      for (std::size_t host = 1; host < regions.size(); ++host) {
+        if (!impl_->keep_answers[host - 1]) silent.push_back(name_of(host));
+      }
+      throw_resource("these hosts have not confirmed that they keep their host memory: {}{}{}",
+                     fmt::join(silent, ", "),
+                     impl_->missing.empty() ? "" : "; not connected: ", fmt::join(impl_->missing, "; "));
+    }
+    impl_->changed.wait_for(impl_->mutex, left);
+  }
+  for (std::size_t host = 1; host < regions.size(); ++host) {
+    if (!*impl_->keep_answers[host - 1]) memory.ending.push_back(name_of(host));
+  }
+  return memory;
 }
 
 std::size_t HostLinks::num_hosts() const { return impl_->links.size(); }

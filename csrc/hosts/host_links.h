@@ -11,6 +11,11 @@
 //
 // A host that does not fit (another package version, other sizes) is not tried again.
 //
+// MEMORY THAT OUTLIVES THE ENGINE. The table of rows in the scheduler's region describes the rows of all
+// hosts (see HostRegion). keep_memory() reads which set each host's region belongs to. If all are equal, the
+// table describes this memory. Otherwise all regions get one new id, and the table of another id is cleared.
+// No row may be written before keep_memory() returns: until then a region may still have an earlier id.
+//
 // One thread polls all sockets. Other calls: any thread.
 #pragma once
 
@@ -31,6 +36,13 @@ namespace kv_offload {
 // Another host of the engine. Its endpoint appears in the control page of its first rank.
 struct RemoteHost {
   std::uint32_t first_rank = 0, ranks = 0;
+};
+
+// The memory of all hosts of an engine. Hosts are named by their ranks, for an operator.
+struct KeptMemory {
+  std::string identity;                // of the region set, for CacheOptions::keep_identity
+  std::vector<std::string> missing{};  // hosts without their part of the earlier engine's memory, and why
+  std::vector<std::string> ending{};   // hosts whose region ends with the engine (HostRegion::keep)
 };
 
 class HostLinks {
@@ -68,6 +80,11 @@ class HostLinks {
   std::vector<std::vector<OpenedTier>> open_tiers(const std::string& text,
                                                   const std::vector<std::vector<EpochChoice>>& epochs,
                                                   Nanos timeout);
+  // Lets the regions of all other hosts outlive the engine. `missing` is empty if all regions belong to one
+  // set, and if no region belongs to any. Throws ResourceError that names the hosts that have not confirmed
+  // it by the timeout, and why. Call it once. REQUIRES: wait_until_connected() succeeded; the region has
+  // keep_for.
+  KeptMemory keep_memory(Nanos timeout);
   std::size_t num_hosts() const;  // other hosts
   RemoteHost host(std::size_t host) const;
   // Returns the tier of another host. It may outlive this object. REQUIRES: open_tiers().

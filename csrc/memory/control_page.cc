@@ -58,6 +58,8 @@ struct ControlPage::Header {
     std::atomic<std::uint64_t> numbers;     // of the name, and of the reader << 8
   };
   std::array<Neighbour, HostRegion::kMostNeighbours> neighbours;
+  std::atomic<RegionOrigin> origin;
+  std::array<std::atomic<std::uint64_t>, 2> region_set;  // outlives the engine
 };
 
 struct ControlPage::Worker {
@@ -234,6 +236,20 @@ void ControlPage::set_fetching(bool fetching) {
 }
 
 bool ControlPage::is_fetching() const { return header().fetching.load(std::memory_order_relaxed) != 0; }
+
+KeptRegion ControlPage::kept() const {
+  return {header().origin.load(), {header().region_set[0].load(), header().region_set[1].load()}};
+}
+
+void ControlPage::set_origin(RegionOrigin origin) { header().origin.store(origin); }
+
+void ControlPage::set_region_set(const RegionSet& set) {
+  if (kept().set == set) return;
+  // A kill between two of these stores leaves no set, or half of two random ones.
+  header().region_set[0].store(0);
+  header().region_set[1].store(set[1]);
+  header().region_set[0].store(set[0]);
+}
 
 void ControlPage::set_shared_rows(std::uint64_t offset) {
   header().shared_rows.store(offset, std::memory_order_release);

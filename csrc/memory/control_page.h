@@ -48,8 +48,8 @@ class ControlPage {
   static std::uint32_t local_ranks_of(std::byte* base, const Sizes& sizes);
   // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
-  // Resets the page to its initial state. For a process that adopts a region of the same sizes that no other
-  // process holds. May be interrupted and repeated.
+  // Resets the page to its initial state, except for the region set. For a process that adopts a region of
+  // the same sizes that no other process holds. May be interrupted and repeated.
   void forget();
 
   ControlPage() = default;
@@ -91,6 +91,11 @@ class ControlPage {
   std::optional<NeighbourRequest> neighbour(std::uint32_t slot) const;
   void set_done(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
   void set_refused(std::uint32_t slot, std::uint32_t rank, std::uint64_t generation);
+
+  // See HostRegion::kept. The first rank of the host sets the origin before it publishes its geometry.
+  KeptRegion kept() const;
+  void set_origin(RegionOrigin origin);
+  void set_region_set(const RegionSet& set);
 
   // Where the first rank of another host listens (HostLinks). Rank 0 sets it once; empty until then. Throws
   // InvalidArgument if it is too long.

@@ -30,7 +30,7 @@ namespace {
 
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
-constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
+constexpr auto kFirstRankDeadline = std::chrono::minutes(2);
 constexpr auto kKilledEngineWait = std::chrono::seconds(2);  // an engine killed now has ended by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
@@ -180,8 +180,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   // Other ranks are on other hosts, and so are their areas.
   if (options.num_areas != options.num_workers)
     throw_invalid("one area for all ranks was given; ranks on several hosts need one area each");
-  if (!options.keep_for.empty() || !options.share_for.empty())
-    throw_invalid("host memory of ranks on several hosts cannot be kept or shared");
+  if (!options.share_for.empty()) throw_invalid("host memory of ranks on several hosts cannot be shared");
   return sizes;
 }
 
@@ -278,7 +277,8 @@ struct HostRegion::Impl {
   RegionOptions options;
   ControlPage::Sizes sizes;
   std::vector<std::string> swept;
-  SharedFile file;  // must outlive the mapping
+  RegionOrigin origin = RegionOrigin::kNew;  // set by open_file()
+  SharedFile file;                           // must outlive the mapping
   Mapping mapping;
   Mapping behind;  // after the areas
   ControlPage control;
@@ -293,8 +293,13 @@ struct HostRegion::Impl {
       if (neighbour.fd >= 0) ::close(neighbour.fd);
     }
   }
-  Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler);
-  SharedFile open_file(bool is_rank_0);
+  Impl(const RegionOptions& given, bool is_first_rank, bool is_scheduler);
+  SharedFile open_file(bool is_first_rank);
+  // Kept files have one name per host: hosts may be containers with one /dev/shm.
+  std::string kept_name() const {
+    return sizes.first_rank == 0 ? options.keep_for
+                                 : fmt::format("{} from rank {}", options.keep_for, sizes.first_rank);
+  }
   std::uint64_t bytes() const { return area_offset(first_area(sizes) + areas_here(sizes)); }
   std::uint64_t area_offset(std::uint32_t index) const {
     return ControlPage::padded_bytes(sizes.num_workers) + (index - first_area(sizes)) * sizes.area_bytes;
@@ -315,13 +320,13 @@ struct HostRegion::Impl {
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
-HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0, bool is_scheduler)
+HostRegion::Impl::Impl(const RegionOptions& given, bool is_first_rank, bool is_scheduler)
     : options(given), sizes(sizes_of(given)) {
   if (!options.keep_for.empty() && !options.share_for.empty()) {
     throw_invalid("host memory cannot be both kept and shared: give keep_for or share_for");
   }
   swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
-  file = open_file(is_rank_0);
+  file = open_file(is_first_rank);
   if (is_scheduler && options.local_ranks == 0 && file.size() >= kPageBytes) {
     const Mapping page(file.fd(), kPageBytes);
     options.local_ranks = ControlPage::local_ranks_of(page.start(), sizes);
@@ -330,21 +335,29 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0, bool is_sched
   check_agreement(file.fd(), bytes(), options, sizes);
   mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
+  if (is_first_rank && !options.keep_for.empty()) control.set_origin(origin);
   std::byte* const areas = mapping.start() + area_offset(first_area(sizes));
   const std::size_t areas_bytes = sizes.area_bytes * areas_here(sizes);
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
   if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
 
-SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
+SharedFile HostRegion::Impl::open_file(bool is_first_rank) {
   const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
   if (!options.keep_for.empty()) {
-    if (!is_rank_0) return SharedFile::wait_and_open(path, kRankZeroDeadline);
-    SharedFile kept = SharedFile::adopt(
-        options.shm_directory, options.keep_for, path,
-        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kKilledEngineWait);
+    if (!is_first_rank) return SharedFile::wait_and_open(path, kFirstRankDeadline);
+    bool is_held = false;
+    const auto adopt = [this](int fd) {
+      if (take_over(fd, bytes(), options, sizes)) return true;
+      origin = RegionOrigin::kReplaced;
+      return false;
+    };
+    SharedFile kept =
+        SharedFile::adopt(options.shm_directory, kept_name(), path, adopt, kKilledEngineWait, &is_held);
+    if (is_held) origin = RegionOrigin::kInUse;
     // An engine that was killed early has allocated only a part of its memory.
     if (kept.fd() >= 0) {
+      origin = RegionOrigin::kAdopted;
       const std::uint64_t all = memory_of(sizes);
       check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &swept);
       return kept;
@@ -400,7 +413,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
                   options.first_rank);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, rank == 0, false);
+  region->impl_ = std::make_unique<Impl>(options, rank == options.first_rank, false);
   region->impl_->open_window(rank);
   const bool is_last = region->impl_->control.attach_worker(rank, geometry);
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
@@ -567,7 +580,11 @@ std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes) {
   return {impl_->behind.start(), bytes};
 }
 
-bool HostRegion::keep() { return impl_->file.keep(impl_->options.shm_directory, impl_->options.keep_for); }
+bool HostRegion::keep() { return impl_->file.keep(impl_->options.shm_directory, impl_->kept_name()); }
+
+KeptRegion HostRegion::kept() const { return impl_->control.kept(); }
+
+void HostRegion::set_region_set(const RegionSet& set) { impl_->control.set_region_set(set); }
 
 // ---- with share_for
 

@@ -21,12 +21,19 @@
 // leftovers of an earlier crash; the next attach sweeps them. All sizes are checked against free shm and the
 // cgroup limit BEFORE anything is allocated.
 //
-// With keep_for the region may outlive its engine. Only rank 0 creates the object; the other processes wait
-// for it. Rank 0 adopts a region that an engine with the same keep_for and the same sizes left, contents
-// included. No process writes to the areas before the scheduler has called keep(). The scheduler calls it
-// once a table after the areas describes their rows (RowTable). From then on the object has only a name that
-// no sweep removes. Two kinds of start remove it: one with the same keep_for and other sizes, and any start
-// that would otherwise lack the memory.
+// With keep_for the region may outlive its engine. Only the first rank of each host creates the object; the
+// other processes wait for it. It adopts a region that an engine with the same keep_for and the same sizes
+// left on this host, contents included. No process writes to the areas before the scheduler has called
+// keep(). The scheduler calls it once a table after the areas describes their rows (RowTable). From then on
+// the object has only a name that no sweep removes. Two kinds of start remove it: one with the same keep_for
+// and other sizes, and any start that would otherwise lack the memory.
+//
+// On several hosts only the scheduler's region has that table. It describes the rows of all hosts: a row is
+// in it only after the ranks of all hosts have reported their copies, and is removed from it before any rank
+// is told to write the row. So the table is right about the memory of another host, whatever process was
+// killed when, if that memory is the one that the table was written for. A region set says that: one random
+// id in the regions of all hosts (see HostLinks::keep_memory). A region gets another id before other rows are
+// written.
 //
 // With share_for, other engines of the host read rows of this region (NeighbourRegion), and this engine's
 // workers map areas of neighbours read-only after their own:
@@ -45,6 +52,7 @@
 // rest: any thread.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -76,8 +84,8 @@ struct RegionOptions {
   // engine. Empty: the region is not shared. REQUIRES: keep_for is empty.
   std::string share_for{};
   // If the ranks span several hosts: those of this host are [first_rank, first_rank + local_ranks).
-  // local_ranks 0: all ranks are on this host. REQUIRES otherwise: num_areas == num_workers, and keep_for and
-  // share_for are empty.
+  // local_ranks 0: all ranks are on this host. REQUIRES otherwise: num_areas == num_workers, and share_for is
+  // empty.
   std::uint32_t first_rank = 0;
   std::uint32_t local_ranks = 0;
 };
@@ -87,6 +95,24 @@ struct NeighbourArea {
   std::uint64_t inode = 0;  // 0: none
   std::uint8_t number = 0;  // of its name
   std::uint8_t reader = 0;
+};
+
+// Names the regions of all hosts that one table of rows describes. The first number is 0: none.
+using RegionSet = std::array<std::uint64_t, 2>;
+inline bool is_set(const RegionSet& set) { return set[0] != 0; }
+
+// Where the memory of a region with keep_for is from.
+enum class RegionOrigin : std::uint8_t {
+  kNew,       // this host has no region of an earlier engine
+  kAdopted,   // of an earlier engine
+  kReplaced,  // new; one of an earlier engine had other sizes or another version and was removed
+  kInUse,     // new; other processes use those of earlier engines
+};
+inline constexpr RegionOrigin kLastOrigin = RegionOrigin::kInUse;
+struct KeptRegion {
+  RegionOrigin origin = RegionOrigin::kNew;
+  RegionSet set{};
+  bool operator==(const KeptRegion&) const = default;
 };
 
 // What one rank publishes when it attaches.
@@ -201,8 +227,14 @@ class HostRegion {
   // engine left, or zeros. Throws ResourceError. REQUIRES: wait_for_ranks succeeded.
   std::span<std::byte> memory_after_areas(std::uint64_t bytes);
   // Scheduler: from now on the table after the areas describes them, so the region may outlive its engine.
-  // False if 64 regions of this keep_for are kept here already: this one then ends with its engine.
+  // False if 64 regions of this keep_for are kept here already: this one then ends with its engine. Call it
+  // once. On a host without the scheduler: the process of its first rank, at the scheduler's order.
   bool keep();
+  // On several hosts: what this host has of an earlier engine, and the set that its region belongs to.
+  KeptRegion kept() const;
+  // The region belongs to this set from now on. REQUIRES: no row was written under the earlier one by this
+  // engine. A kill during the call leaves the region without a set, or with one that no other host has.
+  void set_region_set(const RegionSet& set);
 
   // ---- with share_for
   static constexpr std::uint32_t kMostNeighbours = 31;

@@ -148,12 +148,14 @@ SharedFile SharedFile::wait_and_open(const std::string& path, std::chrono::nanos
     std::this_thread::sleep_for(kPause);
   } while (std::chrono::steady_clock::now() < deadline);
   throw_resource(
-      "rank 0 of this engine has not created {} after {} s: did it fail, or does it have other settings?",
+      "the first rank of this host has not created {} after {} s: did it fail, or does it have other "
+      "settings?",
       path, std::chrono::duration_cast<std::chrono::seconds>(timeout).count());
 }
 
 SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
-                             const std::function<bool(int)>& take_over, std::chrono::nanoseconds timeout) {
+                             const std::function<bool(int)>& take_over, std::chrono::nanoseconds timeout,
+                             bool* is_held) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
     bool any_held = false;
@@ -175,6 +177,7 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep
       }
       any_held = true;
     }
+    if (is_held != nullptr) *is_held = any_held;
     if (!any_held || std::chrono::steady_clock::now() > deadline) return {};
     std::this_thread::sleep_for(kPause);
     (void)remove_unheld_files(directory, Unheld::kLeftovers);  // names left by processes that died

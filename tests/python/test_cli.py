@@ -281,7 +281,7 @@ def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
 
 @pytest.mark.parametrize(
     ("setting", "given"),
-    [("keep_host_memory", True), ("share_host_memory", True), ("canonical_layout", True)],
+    [("share_host_memory", True), ("canonical_layout", True)],
 )
 def test_doctor_refuses_settings_that_need_one_host(core, vllm, setting, given):
     ask = ("doctor", "--json", "--no-measure", "--config", config_text(**{setting: given}))
@@ -300,7 +300,10 @@ def test_doctor_names_tiers_that_an_engine_on_several_hosts_cannot_use(core, vll
     assert ("refused", text) in [
         (check.state, check.text) for check in place(tier_at("mooncake=127.0.0.1:1"), hosts=2)
     ]
-    config = config_text(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path), "max_bytes": "1GiB"}])
+    config = config_text(
+        secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path), "max_bytes": "1GiB"}],
+        keep_host_memory=True,
+    )
     answer = as_json("doctor", "--json", "--no-measure", "--config", config, "--hosts", "2")
     assert answer["ok"] is True
 

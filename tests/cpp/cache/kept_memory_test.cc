@@ -302,6 +302,7 @@ TEST_F(KeptMemory, memory_of_a_running_engine_is_not_reused) {
   {
     World beside(options());
     EXPECT_FALSE(hits(beside, "a"));
+    EXPECT_EQ(beside.region->kept().origin, RegionOrigin::kInUse);
     EXPECT_TRUE(beside.cache->stats().is_kept);
     store(beside, "b");
     EXPECT_EQ(names().size(), 2u);

@@ -110,8 +110,14 @@ TEST(Frames, an_unknown_type_is_refused) {
 }
 
 TEST(FrameBodies, are_decoded_as_they_were_encoded) {
-  const HostJoin join{1ull << 40, 1ull << 39, 2, 4, 2, 2, "0.1.0"};
+  HostJoin join{1ull << 40, 1ull << 39, 2, 4, 2, 2, "0.1.0", true, {RegionOrigin::kInUse, {5, 1ull << 63}}};
   EXPECT_EQ(decode_join(encode(join)), join);
+  join.kept = {};
+  EXPECT_EQ(decode_join(encode(join)), join);
+  const RegionSet set{1, ~std::uint64_t{0}};
+  EXPECT_EQ(decode_keep_memory(encode(set)), set);
+  for (const bool is_kept : {false, true})
+    EXPECT_EQ(decode_memory_kept(encode(MemoryKept{set, is_kept})), (MemoryKept{set, is_kept}));
   const GeometryFrame geometry{3, {{4096, 100}, "layout"}};
   const auto decoded = decode_geometry(encode(geometry));
   ASSERT_TRUE(decoded);
@@ -140,6 +146,30 @@ TEST(FrameBodies, a_body_that_is_too_short_or_too_long_is_refused) {
     EXPECT_FALSE(decode_join(longer));
     EXPECT_FALSE(decode_geometry(longer));
   }
+}
+
+TEST(FrameBodies, about_kept_memory_with_values_that_no_host_sends_are_refused) {
+  Bytes join = encode(HostJoin{1, 2, 3, 4, 5, 6, "7", true, {RegionOrigin::kAdopted, {8, 9}}});
+  const std::size_t origin = join.size() - sizeof(RegionSet) - 1;
+  join[origin] = static_cast<std::uint8_t>(kLastOrigin) + 1;
+  EXPECT_FALSE(decode_join(join));
+  join[origin] = 0;
+  EXPECT_TRUE(decode_join(join));
+  join[origin - 1] = 2;  // neither true nor false
+  EXPECT_FALSE(decode_join(join));
+  const Bytes set = encode(RegionSet{1, 2});
+  for (std::size_t size = 0; size < set.size(); ++size)
+    EXPECT_FALSE(decode_keep_memory(ByteSpan(set).first(size))) << size;
+  Bytes kept = encode(MemoryKept{{1, 2}, true});
+  EXPECT_FALSE(decode_keep_memory(kept)) << "longer";
+  for (std::size_t size = 0; size < kept.size(); ++size)
+    EXPECT_FALSE(decode_memory_kept(ByteSpan(kept).first(size))) << size;
+  kept.back() = 2;
+  EXPECT_FALSE(decode_memory_kept(kept));
+  kept.back() = 1;
+  kept[0] = 0;
+  EXPECT_FALSE(decode_memory_kept(kept)) << "no set";
+  EXPECT_FALSE(decode_keep_memory(Bytes(sizeof(RegionSet)))) << "no set";
 }
 
 TEST(FrameBodies, counts_beyond_the_bytes_that_arrived_allocate_nothing) {

@@ -23,6 +23,8 @@ void check_bodies(ByteSpan body) {
   if (const auto join = decode_join(body)) check(is_body(encode(*join)));
   if (const auto geometry = decode_geometry(body)) check(is_body(encode(*geometry)));
   if (const auto reports = decode_reports(body)) check(is_body(encode(*reports)));
+  if (const auto set = decode_keep_memory(body)) check(is_body(encode(*set)));
+  if (const auto kept = decode_memory_kept(body)) check(is_body(encode(*kept)));
   if (const auto frame = decode_open_tiers(body)) check(is_body(encode(*frame)));
   if (const auto frame = decode_ops(body)) check(is_body(encode(*frame)));
   if (const auto frame = decode_cancel(body)) check(is_body(encode(*frame)));

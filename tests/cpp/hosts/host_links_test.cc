@@ -9,8 +9,11 @@
 #include <sys/time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/refused_chunks.h"
@@ -79,21 +82,24 @@ class HostsTest : public ShmTest {
  protected:
   static constexpr std::uint32_t kRanks = 3;  // rank 0 here, ranks 1 and 2 on the other host
 
-  HostsTest() {
+  explicit HostsTest(std::string keep_for = {}) : keep_for_(std::move(keep_for)) {
     for (std::uint32_t number = 0; number < kRanks; ++number)
       ranks_[number] =
           HostRegion::attach_worker(number == 0 ? here() : there(), number, some_geometry(number));
+    scheduler_ = HostRegion::attach_scheduler(here());
   }
 
   RegionOptions here() const {
     RegionOptions made = options(6 * kMiB, kRanks);
     made.local_ranks = 1;
+    made.keep_for = keep_for_;
     return made;
   }
   RegionOptions there() const {
     RegionOptions made = options(6 * kMiB, kRanks, "engine host 1");
     made.first_rank = 1;
     made.local_ranks = 2;
+    made.keep_for = keep_for_;
     return made;
   }
   HostRegion& rank(std::uint32_t number) { return *ranks_[number]; }
@@ -125,7 +131,8 @@ class HostsTest : public ShmTest {
     return scheduler_->result(ticket, &failed) == TicketResult::kDone ? failed : std::uint64_t{1} << 62;
   }
 
-  std::shared_ptr<HostRegion> scheduler_ = HostRegion::attach_scheduler(here());
+  const std::string keep_for_;
+  std::shared_ptr<HostRegion> scheduler_;
   std::shared_ptr<HostRegion> ranks_[kRanks];
 };
 
@@ -327,7 +334,8 @@ TEST_F(HostsTest, hosts_must_have_the_ranks_that_are_not_here) {
 // The test plays the other host.
 class FakeHostTest : public HostsTest {
  protected:
-  FakeHostTest() : listener_(testing::loopback_listener(&port_)) {
+  explicit FakeHostTest(std::string keep_for = {})
+      : HostsTest(std::move(keep_for)), listener_(testing::loopback_listener(&port_)) {
     announce(to_text({"127.0.0.1", port_, secret_}));
   }
   ~FakeHostTest() override { ::close(listener_); }
@@ -343,6 +351,7 @@ class FakeHostTest : public HostsTest {
     const auto scheduler = check_answer(secret_, nonce, peer->read(kAnswerBytes));
     EXPECT_TRUE(scheduler) << "the scheduler did not prove that it has the secret";
     if (scheduler) writer_ = std::make_unique<FrameWriter>(session_key(secret_, nonce, *scheduler));
+    if (scheduler) reader_ = std::make_unique<FrameReader>(command_key(secret_, nonce, *scheduler));
     return peer;
   }
   Bytes frame(FrameType type, ByteSpan body = {}) {
@@ -350,7 +359,9 @@ class FakeHostTest : public HostsTest {
     writer_->append(type, body, &bytes);
     return bytes;
   }
-  HostJoin join() const { return {here().bytes, scheduler_->area_bytes(), kRanks, kRanks, 1, 2, kVersion}; }
+  HostJoin join() const {
+    return {here().bytes, scheduler_->area_bytes(), kRanks, kRanks, 1, 2, kVersion, !keep_for_.empty(), {}};
+  }
   void send_geometry(const Peer& peer, std::uint32_t rank) {
     peer.send(frame(FrameType::kGeometry, encode(GeometryFrame{rank, some_geometry(rank)})));
   }
@@ -404,6 +415,7 @@ class FakeHostTest : public HostsTest {
   std::uint16_t port_ = 0;
   const int listener_;
   std::unique_ptr<FrameWriter> writer_;
+  std::unique_ptr<FrameReader> reader_;
 };
 
 TEST_F(FakeHostTest, a_host_is_connected_when_it_has_sent_the_layout_of_all_its_ranks) {
@@ -648,6 +660,107 @@ TEST_F(FakeHostTest, a_layout_that_changes_is_refused) {
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, "and now has chunks of 1, 2 bytes"));
   EXPECT_THAT(links->take_events(), ::testing::Contains(HasSubstr("does not fit any more")))
       << "nobody waits for the connection any more, so a log line must say it";
+}
+
+// The test plays a host whose memory outlives the engine.
+class FakeKeptHostTest : public FakeHostTest {
+ protected:
+  FakeKeptHostTest() : FakeHostTest("model") {}
+
+  // Connects, and orders the host to keep its memory on another thread.
+  std::unique_ptr<Peer> connect() {
+    links_ = links();
+    auto peer = handshake();
+    send_all(*peer);
+    EXPECT_TRUE(links_->wait_until_connected(kPatience).is_ok());
+    keeper_ = std::thread([this] {
+      try {
+        memory_ = links_->keep_memory(kPatience);
+        has_returned_ = true;
+      } catch (const ResourceError& error) {
+        problem_ = error.what();
+      }
+    });
+    return peer;
+  }
+  RegionSet read_order(const Peer& peer) const {
+    Bytes bytes = peer.read(4);
+    const Bytes rest = peer.read(1 + sizeof(RegionSet) + sizeof(KeyedHash::Hash));
+    bytes.insert(bytes.end(), rest.begin(), rest.end());
+    FrameType type{};
+    ByteSpan body;
+    std::size_t used = 0;
+    EXPECT_EQ(reader_->next(bytes, &type, &body, &used), FrameReader::Result::kFrame);
+    EXPECT_EQ(type, FrameType::kKeepMemory);
+    return decode_keep_memory(body).value_or(RegionSet{});
+  }
+  ~FakeKeptHostTest() override {
+    if (keeper_.joinable()) keeper_.join();
+  }
+
+  std::unique_ptr<HostLinks> links_;
+  std::thread keeper_;
+  std::atomic<bool> has_returned_{false};
+  KeptMemory memory_;
+  std::string problem_;
+};
+
+TEST_F(FakeKeptHostTest, an_order_to_keep_memory_is_repeated_on_the_next_connection) {
+  RegionSet order;
+  { order = read_order(*connect()); }
+  EXPECT_TRUE(is_set(order));
+  EXPECT_EQ(scheduler_->kept().set, order);
+  const auto peer = handshake();
+  send_all(*peer);
+  EXPECT_EQ(read_order(*peer), order);
+  EXPECT_FALSE(has_returned_) << "the host has not confirmed it";
+  peer->send(frame(FrameType::kMemoryKept, encode(MemoryKept{order, true})));
+  keeper_.join();
+  EXPECT_TRUE(has_returned_);
+  EXPECT_THAT(memory_.ending, IsEmpty());
+}
+
+TEST_F(FakeKeptHostTest, a_host_whose_memory_ends_with_the_engine_is_named) {
+  const auto peer = connect();
+  peer->send(frame(FrameType::kMemoryKept, encode(MemoryKept{read_order(*peer), false})));
+  keeper_.join();
+  EXPECT_THAT(memory_.ending, ElementsAre("the host of ranks 1 to 2 at 127.0.0.1"));
+}
+
+TEST_F(FakeKeptHostTest, an_answer_that_fits_no_order_is_refused) {
+  RegionSet other;
+  {
+    const auto peer = connect();
+    other = read_order(*peer);
+    other[1] ^= 1;
+    peer->send(frame(FrameType::kMemoryKept, encode(MemoryKept{other, true})));
+    keeper_.join();
+    EXPECT_THAT(problem_, HasSubstr("a message about its host memory is malformed"));
+    links_.reset();
+  }
+  const char* const text = "a message about its host memory is malformed";
+  expect_refused(FrameType::kMemoryKept, encode(MemoryKept{other, true}), text);
+  expect_refused(FrameType::kMemoryKept, Bytes(16, 1), text);
+}
+
+TEST_F(FakeKeptHostTest, a_host_that_does_not_confirm_is_named) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  send_all(*peer);
+  ASSERT_TRUE(links->wait_until_connected(kPatience).is_ok());
+  EXPECT_EQ(message_of<ResourceError>([&] { (void)links->keep_memory(Nanos(1)); }),
+            "these hosts have not confirmed that they keep their host memory: the host of ranks 1 to 2 at "
+            "127.0.0.1");
+}
+
+TEST_F(FakeKeptHostTest, another_setting_is_refused_with_both_values) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  HostJoin other = join();
+  other.keeps_memory = false;
+  peer->send(frame(FrameType::kJoin, encode(other)));
+  EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable,
+                         "its keep_host_memory is false and that of this host is true"));
 }
 
 TEST_F(FakeHostTest, the_pause_grows_while_connections_do_not_last) {

@@ -103,7 +103,11 @@ TEST(TierFrames, arrive_as_they_were_sent) {
 std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   std::vector<std::pair<FrameType, Bytes>> frames;
   const auto add = [&](FrameType type, Bytes body) { frames.emplace_back(type, std::move(body)); };
-  add(FrameType::kJoin, encode(HostJoin{1ull << 40, 1ull << 39, 2, 4, 3, 5, "0.1.0"}));
+  for (const RegionOrigin origin :
+       {RegionOrigin::kNew, RegionOrigin::kAdopted, RegionOrigin::kReplaced, RegionOrigin::kInUse})
+    add(FrameType::kJoin, encode(HostJoin{1, 2, 3, 4, 5, 6, "0.1.0", true, {origin, {7, 8}}}));
+  add(FrameType::kKeepMemory, encode(RegionSet{1, 2}));
+  add(FrameType::kMemoryKept, encode(MemoryKept{{1, 2}, true}));
   add(FrameType::kGeometry, encode(GeometryFrame{3, {{4096, 100}, "layout"}}));
   add(FrameType::kReports, encode(std::vector<RankReport>{{1, 2, 3}, {4, ~std::uint64_t{0}, 0}}));
   for (const FrameType type : {FrameType::kReady, FrameType::kAlive, FrameType::kLeaving,
@@ -146,7 +150,8 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
 // Never change the digest of a number that a release has. A frame type without a sample fails
 // too: add one to sample_frames().
 TEST(TierFrames, another_encoding_has_another_protocol_number) {
-  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}};
+  const std::map<std::uint32_t, std::uint64_t> digests = {
+      {3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}, {5, 0x4b70a897350f2b09}};
   FrameWriter writer(KeyedHash::Hash{1});
   Bytes all = make_greeting(HostNonce{2});
   const Bytes answer = make_answer(HostSecret{3}, HostNonce{4}, HostNonce{5});

@@ -150,16 +150,50 @@ TEST_F(RanksOnHosts, ranks_outside_the_engine_or_the_host_are_refused) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(RanksOnHosts, shared_areas_and_kept_or_shared_memory_are_refused) {
-  RegionOptions one_area = host(0), kept = host(0), shared = host(0);
+TEST_F(RanksOnHosts, shared_areas_and_shared_memory_are_refused) {
+  RegionOptions one_area = host(0), shared = host(0);
   one_area.num_areas = 1;
-  kept.keep_for = shared.share_for = "model";
+  shared.share_for = "model";
   EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(one_area); }),
               HasSubstr("need one area each"));
-  for (const RegionOptions& made : {kept, shared}) {
-    EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(made); }),
-                HasSubstr("cannot be kept or shared"));
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(shared); }),
+              HasSubstr("cannot be shared"));
+}
+
+// The hosts may be containers with one /dev/shm.
+TEST_F(RanksOnHosts, each_host_adopts_its_own_kept_region_with_its_set) {
+  const auto kept = [&](std::uint32_t rank) {
+    RegionOptions made = host(rank / 2);
+    made.keep_for = "model";
+    return HostRegion::attach_worker(made, rank, some_geometry(rank));
+  };
+  for (const std::uint32_t first : {0u, 2u}) {
+    const auto rank = kept(first), second = kept(first + 1);
+    EXPECT_EQ(rank->kept(), (kv_offload::KeptRegion{RegionOrigin::kNew, {}}));
+    std::ranges::fill(second->area(first + 1), std::byte{static_cast<unsigned char>(first)});
+    rank->set_region_set({first + 1, 5});
+    EXPECT_TRUE(rank->keep());
   }
+  EXPECT_EQ(names().size(), 2u);
+  for (const std::uint32_t first : {2u, 0u}) {
+    const auto rank = kept(first), second = kept(first + 1);
+    EXPECT_EQ(second->kept(), (kv_offload::KeptRegion{RegionOrigin::kAdopted, {first + 1, 5}}));
+    EXPECT_EQ(second->area(first + 1).back(), std::byte{static_cast<unsigned char>(first)});
+    EXPECT_TRUE(rank->keep());
+  }
+}
+
+TEST_F(RanksOnHosts, a_kept_region_of_other_ranks_is_replaced) {
+  RegionOptions made = host(1);
+  made.keep_for = "model";
+  {
+    const auto rank = HostRegion::attach_worker(made, 2, some_geometry());
+    rank->set_region_set({1, 5});
+    EXPECT_TRUE(rank->keep());
+  }
+  made.local_ranks = 1;
+  const auto rank = HostRegion::attach_worker(made, 2, some_geometry());
+  EXPECT_EQ(rank->kept(), (kv_offload::KeptRegion{RegionOrigin::kReplaced, {}}));
 }
 
 TEST_F(RanksOnHosts, processes_of_one_host_must_agree_on_its_ranks) {

@@ -6,10 +6,12 @@ has a region with its own name; it reaches the scheduler over the loopback inter
 """
 
 import functools
+import gc
 import json
 import random
 import re
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -55,7 +57,7 @@ from oracle.check_oracle import (  # noqa: E402
     live,
 )
 from oracle.drive import Rates, total  # noqa: E402
-from oracle.engine import Engine  # noqa: E402
+from oracle.engine import Engine, make_model_dir  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
 
 PATIENCE_SECONDS = 300
@@ -318,13 +320,70 @@ def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None
             'a tier of type "mooncake"',
             {"secondary_tiers": [{"type": "mooncake", "master": "127.0.0.1:1"}]},
         ),
-        ("keep_host_memory", {"keep_host_memory": True}),
         ("share_host_memory", {"share_host_memory": True}),
     ],
 )
 def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"span 2 hosts, and it was given {setting}"):
         boot(replace(TWO, extra={**TWO.extra, **more}))
+
+
+# ---- host memory that outlives the engine
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The shared memory directories of two hosts with one rank each."""
+    original = _core.HostRegion
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as top:
+        found = [Path(top, f"host-{host}") for host in range(2)]
+        for directory in found:
+            directory.mkdir()
+
+        def attach_worker(*given: Any, **named: Any) -> Any:
+            return original.attach_worker(*given, **named, shm_directory=str(found[named["first_rank"]]))
+
+        def attach_scheduler(*given: Any, **named: Any) -> Any:
+            return original.attach_scheduler(*given, **named, shm_directory=str(found[0]))
+
+        elsewhere = SimpleNamespace(attach_worker=attach_worker, attach_scheduler=attach_scheduler)
+        monkeypatch.setattr(_core, "HostRegion", elsewhere)
+        yield found
+
+
+def test_kept_memory_of_all_hosts_is_used_unless_one_host_lost_it(
+    shm: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = prompts(2)
+    setup = replace(TWO, extra={**TWO.extra, "keep_host_memory": True})
+    model_dir = make_model_dir()
+
+    def found() -> list[list[int]]:
+        engine = boot(setup, model_dir)
+        try:
+            answers = [ask_again(engine, asked) for _ in range(2)]
+            settle(engine)
+        finally:
+            engine.shutdown()
+        return answers
+
+    caplog.set_level("WARNING", logger="vllm.kv_offload")
+    for first in (0, WHOLE):
+        assert found() == [[first, first], [WHOLE, WHOLE]]
+        gc.collect()  # ends the use of the region, as the end of the process does
+    assert "previous server" not in caplog.text
+    (lost,) = shm[1].glob("kv_offload-kept-*")
+    lost.unlink()
+    assert found() == [[0, 0], [WHOLE, WHOLE]]
+    assert "the host of rank 1 at 127.0.0.1: it has no host memory of an earlier engine" in caplog.text
+
+
+def test_a_host_whose_memory_ends_with_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    links = cast(Any, SimpleNamespace(keep_memory=lambda seconds: ("id", [], ["the host of rank 1"])))
+    assert specs_hosts.keep_on_all_hosts(None) == ""
+    with caplog.at_level("WARNING", logger="vllm.kv_offload"):
+        assert specs_hosts.keep_on_all_hosts(links) == " id"
+    assert "are taken on the host of rank 1, so its memory is freed" in caplog.text
 
 
 # ---- tiers: each host has a directory of its own
