@@ -354,6 +354,8 @@ void RemoteTier::take(Nanos, TierResetDone& frame) {
   reset_status_ = frame.kind == StatusKind::kOk
                       ? Status::ok()
                       : Status::error(frame.kind, "a host could not reset its tier yet; it tries again");
+  // The last state is from before the reset; the next one follows.
+  if (!reset_status_) state_.stats.readable = state_.stats.writable = false;
 }
 
 void RemoteTier::take(Nanos, TierState& frame) {

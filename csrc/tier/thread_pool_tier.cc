@@ -28,16 +28,21 @@ void upkeep(TierRuntime& shared) {
   store.maintain();
 }
 
-// Sets a flag while it lives.
-class Raised {
+// A reset that begins the next epoch. Moved to the call that begins it, which may end after the reset.
+class Resetting {
  public:
-  explicit Raised(std::atomic<bool>& flag) : flag_(flag) { flag_ = true; }
-  ~Raised() { flag_ = false; }
-  Raised(const Raised&) = delete;
-  Raised& operator=(const Raised&) = delete;
+  explicit Resetting(std::shared_ptr<TierRuntime> shared) : shared_(std::move(shared)) {
+    ++shared_->resetting;
+  }
+  Resetting(Resetting&&) noexcept = default;
+  Resetting& operator=(Resetting&&) = delete;
+  ~Resetting() { end(); }
+  void end() {
+    if (shared_ != nullptr) --std::exchange(shared_, nullptr)->resetting;
+  }
 
  private:
-  std::atomic<bool>& flag_;
+  std::shared_ptr<TierRuntime> shared_;
 };
 
 class ThreadPoolTier final : public Tier {
@@ -90,7 +95,9 @@ class ThreadPoolTier final : public Tier {
   void submit_upkeep(Lane lane, std::function<void(TierRuntime&)> work);
   Status reset_within(Nanos wait, std::uint64_t startup_id);
   // Runs on upkeep's fast lane. Returns kTimeout if the work did not end in time (it keeps running).
-  Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
+  // `resetting` ends with the work.
+  Status run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work,
+                             std::optional<Resetting> resetting = std::nullopt);
   // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void maintain_if_due();
   // Submits upkeep unless its last run is still queued or running. running: a flag of shared_.
@@ -274,16 +281,20 @@ void ThreadPoolTier::run_alone(std::atomic<bool>& running, void (*work)(TierRunt
   if (!queued) running.store(false);  // otherwise it would never run again
 }
 
-Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
+Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work,
+                                           std::optional<Resetting> resetting) {
   struct Answer {
+    explicit Answer(std::optional<Resetting> begun) : resetting(std::move(begun)) {}
+    std::optional<Resetting> resetting;  // the work's
     Mutex mutex;
     CondVar ready;
     bool done GUARDED_BY(mutex) = false;
     Status status GUARDED_BY(mutex);
   };
-  auto answer = std::make_shared<Answer>();
+  auto answer = std::make_shared<Answer>(std::move(resetting));
   submit_upkeep(Lane::kRead, [answer, work = std::move(work)](TierRuntime& shared) {
     Status status = catch_exceptions([&] { return work(*shared.store); });
+    if (answer->resetting) answer->resetting->end();
     const MutexLock lock(answer->mutex);
     answer->status = std::move(status);
     answer->done = true;
@@ -301,22 +312,20 @@ Status ThreadPoolTier::run_upkeep_and_wait(Nanos wait, std::function<Status(Reco
 
 Status ThreadPoolTier::reset_within(Nanos wait, std::uint64_t startup_id) {
   was_reset_ = true;
-  Status status;
-  {
-    const Raised resetting(shared_->resetting);  // before upkeep can find that there is no epoch
-    shared_->store->forget(startup_id);
-    in_epoch_ = false;
-    if (shared_->presence_cache) shared_->presence_cache->reset();
-    if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
-    if (!shared_->store->can_reset()) {
-      return Status::error(StatusKind::kUnavailable,
-                           "the tier cannot be reset: it is disabled until the next start");
-    }
-    // Waits, unlike everything else here: after a change of weights the caller must know that no older record
-    // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
-    // until upkeep, or the call that timed out, has begun one.
-    status = run_upkeep_and_wait(wait, [](RecordStore& store) { return store.begin_epoch(); });
+  Resetting resetting(shared_);  // before upkeep can find that there is no epoch
+  shared_->store->forget(startup_id);
+  in_epoch_ = false;
+  if (shared_->presence_cache) shared_->presence_cache->reset();
+  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (!shared_->store->can_reset()) {
+    return Status::error(StatusKind::kUnavailable,
+                         "the tier cannot be reset: it is disabled until the next start");
   }
+  // Waits, unlike everything else here: after a change of weights the caller must know that no older record
+  // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
+  // until upkeep, or the call that timed out, has begun one.
+  const Status status = run_upkeep_and_wait(
+      wait, [](RecordStore& store) { return store.begin_epoch(); }, std::move(resetting));
   submit_upkeep(Lane::kWrite, upkeep);  // reclaims in the background
   update_in_epoch();
   return status;

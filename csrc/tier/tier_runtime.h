@@ -66,7 +66,7 @@ struct TierRuntime {
   CircuitBreaker breakers[2];                             // by lane
   std::atomic<std::uint64_t> answers[2] = {};             // of the device, by lane
   std::atomic<bool> maintaining{false}, watching{false};  // queued or running
-  std::atomic<bool> resetting{false};                     // Tier::reset() begins the next epoch
+  std::atomic<int> resetting{0};                          // resets that begin the next epoch
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
   std::list<Completion> completions GUARDED_BY(mutex);

@@ -785,6 +785,30 @@ TEST(RemoteTierTest, what_a_host_had_is_unknown_after_its_connection_was_lost) {
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it may have removed the record meanwhile";
 }
 
+TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its_next_state) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+  };
+  deliver(FrameType::kOpsEnded, {});
+  deliver(FrameType::kState, encode(TierState{}));
+  EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
+  tier->begin_reset(7);
+  deliver(FrameType::kResetDone, encode(TierResetDone{0, 1, StatusKind::kIo}));
+  EXPECT_FALSE(tier->stats().readable || tier->stats().writable);
+  deliver(FrameType::kState, encode(TierState{}));
+  EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
+  tier->begin_reset(8);
+  deliver(FrameType::kResetDone, encode(TierResetDone{0, 2, StatusKind::kOk}));
+  EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
+}
+
 // ---- a tier that the test plays
 
 // Blocks the thread that passes it until the test lets it pass.

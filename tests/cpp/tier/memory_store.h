@@ -106,6 +106,10 @@ class MemoryServer {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ >= threads; });
   }
+  int blocked_threads() const {
+    const std::lock_guard lock(mutex_);
+    return waiting_;
+  }
   std::vector<std::vector<ChunkKey>> asked() const {  // keys by locate call
     const std::lock_guard lock(mutex_);
     return asked_;

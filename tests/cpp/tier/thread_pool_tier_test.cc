@@ -787,6 +787,24 @@ TEST_F(ThreadPoolTierTest, a_reset_can_begin_without_waiting_for_the_storage) {
   EXPECT_TRUE(user.write(1));
 }
 
+// A second name, with another ID than the other hosts have, could replace the first one in the store.
+TEST_F(ThreadPoolTierTest, upkeep_does_not_begin_the_epoch_that_a_reset_begins_without_waiting) {
+  const auto tier = open();
+  server_->block(Verb::kEpoch);
+  tier->begin_reset(77);
+  server_->wait_for_blocked();
+  const int maintained = server_->maintained();
+  EXPECT_TRUE(holds_soon([&] {
+    clock_.advance(seconds(1));
+    return server_->maintained() > maintained || server_->blocked_threads() > 1;
+  }));
+  EXPECT_EQ(server_->blocked_threads(), 1) << "upkeep begins an epoch too";
+  const std::uint64_t before = server_->epoch();
+  server_->release();
+  EXPECT_TRUE(holds_soon([&] { return tier->stats().writable; }));
+  EXPECT_EQ(server_->epoch(), before + 1);
+}
+
 TEST_F(ThreadPoolTierTest, upkeep_begins_the_epoch_that_a_reset_could_not_begin) {
   TierDriver user(open());
   server_->fail(Verb::kEpoch, StatusKind::kIo);
