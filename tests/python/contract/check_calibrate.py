@@ -3,6 +3,7 @@
 ``kv-offload calibrate``, and the sensitivities that it computes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,13 +143,36 @@ def test_weights_without_an_identity_are_refused(tmp_path: Path, monkeypatch: py
     assert "the weights cannot be identified" in " ".join(result.output.split())
 
 
-def test_a_model_without_keys_and_values_per_head_is_refused() -> None:
-    class Stateful:
+def without_states(cache: Any) -> None:
+    """A model that ignores the cache that it is given, such as Mamba."""
+
+
+def with_a_state(cache: Any) -> None:
+    cache.layers.append(SimpleNamespace(keys=None, values=None))
+
+
+def with_other_layers(cache: Any) -> None:
+    """A hybrid model: it expects layers of states in the cache."""
+    cache.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (without_states, "the model caches no keys and values"),
+        (with_a_state, "no keys and values per head and token"),
+        (with_other_layers, r"not run with a plain cache of keys and values \(list index out of range\)"),
+    ],
+)
+def test_a_model_without_keys_and_values_per_head_is_refused(
+    forward: Callable[[Any], None], reason: str
+) -> None:
+    class Model:
         def parameters(self) -> list[Any]:
             return []
 
         def __call__(self, ids: Any, past_key_values: Any, **_: Any) -> None:
-            past_key_values.layers.append(SimpleNamespace(keys=None, values=None))
+            forward(past_key_values)
 
-    with pytest.raises(ValueError, match="no keys and values per head and token"):
-        sensitivities(Stateful(), [[0] * 8], 4)
+    with pytest.raises(ValueError, match=reason):
+        sensitivities(Model(), [[0] * 8], 4)
