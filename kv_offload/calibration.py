@@ -139,9 +139,10 @@ class Calibration:
         try:
             layers = tuple(_layer(each) for each in fields["layers"])
             made = cls(dict(fields["model"]), layers, dict(fields["made_of"]))
-        except (KeyError, TypeError, ValueError) as error:
+            is_whole = made.digest == fields.get("digest")
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CalibrationError(f"calibration {path} is damaged ({error}); {remedy}") from error
-        if made.digest != fields.get("digest"):
+        if not is_whole:
             raise CalibrationError(f"calibration {path} is damaged: its digest does not match; {remedy}")
         return made
 
@@ -230,7 +231,7 @@ def _factor(sensitivity: float, mean: float) -> float:
 
 
 def _layer(fields: Mapping[str, Any]) -> LayerFactors:
-    """Raises KeyError, TypeError or ValueError for anything but factors of a layer."""
+    """Raises KeyError, TypeError, ValueError or OverflowError for anything but factors of a layer."""
     sizes = fields["key_size"], fields["value_size"]
     kinds = tuple(tuple(tuple(map(float, head)) for head in fields[kind]) for kind in ("keys", "values"))
     for size, kind in zip(sizes, kinds, strict=True):
