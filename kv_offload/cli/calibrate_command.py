@@ -2,6 +2,7 @@
 """``kv-offload calibrate MODEL``: measures how sensitive a model's KV heads are to lossy records."""
 
 import hashlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,17 +76,14 @@ def calibrate(
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         fail(f"--dtype is {dtype!r}; possible: float32, bfloat16 or float16", USAGE)
-    if not output.absolute().parent.is_dir():
-        fail(f"--output {output}: the directory does not exist", USAGE)
+    _check_output(output, model)
     from kv_offload.model_identity import model_identity, weights_problem
 
     content = _own_source() if text is None else _text_of(text)
-    identity = model_identity(model, revision)
     began = time.monotonic()
     loaded, tokenizer = _loaded(model, revision, dtype, trust_remote_code)
-    # Loading may have downloaded the model: then its revision is known only now.
-    if weights_problem(identity) is not None:
-        identity = model_identity(model, revision)
+    # After loading, which may download the model or a newer revision of it.
+    identity = model_identity(model, revision)
     if problem := weights_problem(identity):
         fail(f"the weights cannot be identified: {problem}", PROBLEM)
     parts = _segments(tokenizer, content, segments)
@@ -118,6 +116,23 @@ def calibrate(
         f"{factors[-1]:.2f} (median {factors[len(factors) // 2]:.2f}), in {seconds:.0f} s. Set "
         f'"compress": "lossy:0.16" and "calibration": "{output.absolute()}" of one tier'
     )
+
+
+def _check_output(output: Path, model: str) -> None:
+    directory = output.absolute().parent
+    if not directory.is_dir():
+        fail(f"--output {output}: the directory does not exist", USAGE)
+    if output.is_dir():
+        fail(f"--output {output}: is a directory; name a file", USAGE)
+    if not os.access(directory, os.W_OK):
+        fail(f"--output {output}: the directory is not writable", USAGE)
+    weights = Path(model).expanduser()
+    if weights.is_dir() and directory.resolve().is_relative_to(weights.resolve()):
+        fail(
+            f"--output {output}: is in the directory of the model, whose JSON files are part of the identity "
+            "of the weights; choose another directory",
+            USAGE,
+        )
 
 
 def _own_source() -> str:

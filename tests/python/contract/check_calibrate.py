@@ -121,7 +121,40 @@ def test_wrong_use_is_explained_and_writes_nothing(tmp_path: Path) -> None:
     result = run("org/model", "-o", str(tmp_path / "no" / "file"))
     assert result.exit_code == 2
     assert "the directory does not exist" in " ".join(result.output.split())
+    result = run("org/model", "-o", str(tmp_path))
+    assert result.exit_code == 2
+    assert "is a directory; name a file" in " ".join(result.output.split())
     assert not output.exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_calibration_in_the_directory_of_the_model_is_refused(tmp_path: Path) -> None:
+    # It would change the identity of the weights, and with it the namespace of all servers.
+    model, link = tmp_path / "model", tmp_path / "link"
+    (model / "inner").mkdir(parents=True)
+    link.symlink_to(model)
+    for directory in (model, model / "inner", link):
+        result = run(str(model), "-o", str(directory / "calibration.json"))
+        assert result.exit_code == 2, result.output
+        assert "is in the directory of the model" in " ".join(result.output.split())
+    assert not list(model.rglob("*.json"))
+
+
+def test_the_identity_is_that_of_the_loaded_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revisions = ["old"]
+
+    def load(*_: Any) -> tuple[Any, Any]:
+        revisions.append("new")  # loading downloads a newer revision
+        return tiny_model(), Tokenizer()
+
+    monkeypatch.setattr(calibrate_command, "_loaded", load)
+    monkeypatch.setattr(
+        "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": revisions[-1]}
+    )
+    path = tmp_path / "calibration.json"
+    result = run("x", "-o", str(path), "--segments", "2")
+    assert result.exit_code == 0, result.output
+    assert Calibration.read(path).model == {"name": "x", "revision": "new"}
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
