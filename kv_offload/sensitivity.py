@@ -17,7 +17,7 @@ Heads = list[list[float]]  # by head and 64 channels
 
 
 def load_model(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Returns a causal language model and its tokenizer: of a directory, or of the hub.
+    """Loads a causal language model and its tokenizer, from a directory or from the hub.
 
     Raises ImportError without torch or transformers, and ValueError if transformers cannot load them.
     """

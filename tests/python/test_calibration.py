@@ -183,7 +183,7 @@ def test_the_setting_needs_one_bound(tmp_path: Path) -> None:
             tier_of(compress=compress, calibration=str(path))
     with pytest.raises(ValidationError, match="a calibration needs lossy:E"):
         tier_of(calibration=str(path))
-    with pytest.raises(ValidationError, match="give the path of a file"):
+    with pytest.raises(ValidationError, match="expected the path of a file"):
         tier_of(compress="lossy:0.16", calibration=" ")
 
 

@@ -110,8 +110,12 @@ def test_wrong_use_is_explained_and_writes_nothing(tmp_path: Path) -> None:
     short.write_text("too short " * 100)
     binary.write_bytes(b"\xff\xfe")
     for words, status, reason in (
-        (["--text", str(short)], 2, "the text has 1,000 characters; 2 parts of 768 tokens need about 12,288"),
-        (["--text", str(binary)], 2, "it is not UTF-8"),
+        (
+            ["--text", str(short)],
+            2,
+            "1,000 characters; 2 segments of 768 tokens need about 12,288",
+        ),
+        (["--text", str(binary)], 2, "not UTF-8"),
         (["--text", str(tmp_path / "missing")], 2, "No such file or directory"),
         (["--dtype", "int8"], 2, "possible: float32, bfloat16 or float16"),
     ):
