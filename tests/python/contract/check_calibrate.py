@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 adapter.use_specs()
 
-from kv_offload.calibration import Calibration  # noqa: E402
+from kv_offload.calibration import Calibration, LayerFactors  # noqa: E402
 from kv_offload.cli import app, calibrate_command  # noqa: E402
 from kv_offload.sensitivity import sensitivities  # noqa: E402
 
@@ -149,9 +149,13 @@ def test_the_identity_is_that_of_the_loaded_revision(tmp_path: Path, monkeypatch
 
     def load(*_: Any) -> tuple[Any, Any]:
         revisions.append("new")  # loading downloads a newer revision
-        return tiny_model(), Tokenizer()
+        return None, Tokenizer()
+
+    def measured(_: Any, __: Any, identity: dict[str, Any], *___: Any, **____: Any) -> Calibration:
+        return Calibration(identity, (LayerFactors(64, 64, ((1.0,),), ((1.0,),)),), {})
 
     monkeypatch.setattr(calibrate_command, "_loaded", load)
+    monkeypatch.setattr(calibrate_command, "_measured", measured)
     monkeypatch.setattr(
         "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": revisions[-1]}
     )
