@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrations of ``lossy:E``: by which factor a model's layers and KV heads lower the error bound.
+"""Calibrations of ``lossy:E``: factors that lower the error bound of sensitive layers and KV heads.
 
 A calibration has one factor for each 64 channels of the keys and of the values of a KV head.
 ``kv-offload calibrate`` computes the factors (``kv_offload.sensitivity``); the encoder multiplies E by them.
@@ -71,7 +71,9 @@ class Calibration:
         sizes: Sequence[tuple[int, int]],
         made_of: Mapping[str, Any],
     ) -> "Calibration":
-        """``sensitivities``: of the keys and of the values, by layer, head and 64 channels: the expected KL
+        """Returns the factors for measured sensitivities.
+
+        ``sensitivities``: of the keys and of the values, by layer, head and 64 channels: the expected KL
         divergence at a relative error of 1. ``sizes``: channels of a key and of a value, by layer.
 
         At equal divergence the ratio is largest if all elements contribute alike, so the factors are
@@ -97,7 +99,7 @@ class Calibration:
 
     @cached_property
     def digest(self) -> str:
-        """Returns the sha256 of what the file says, in hex: part of the namespace."""
+        """Returns the sha256 of the fields, in hex: part of the namespace."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
@@ -116,7 +118,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """Raises CalibrationError, which names the file and what is wrong with it."""
+        """Reads a file. Raises CalibrationError, which names the file and the error."""
         try:
             with path.open("rb") as file:
                 content = file.read(_MOST_BYTES + 1)
@@ -139,9 +141,10 @@ class Calibration:
         try:
             layers = tuple(_layer(each) for each in fields["layers"])
             made = cls(dict(fields["model"]), layers, dict(fields["made_of"]))
-        except (KeyError, TypeError, ValueError) as error:
+            is_whole = made.digest == fields.get("digest")
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CalibrationError(f"calibration {path} is damaged ({error}); {remedy}") from error
-        if made.digest != fields.get("digest"):
+        if not is_whole:
             raise CalibrationError(f"calibration {path} is damaged: its digest does not match; {remedy}")
         return made
 
@@ -230,7 +233,7 @@ def _factor(sensitivity: float, mean: float) -> float:
 
 
 def _layer(fields: Mapping[str, Any]) -> LayerFactors:
-    """Raises KeyError, TypeError or ValueError for anything but factors of a layer."""
+    """Raises KeyError, TypeError, ValueError or OverflowError for anything but factors of a layer."""
     sizes = fields["key_size"], fields["value_size"]
     kinds = tuple(tuple(tuple(map(float, head)) for head in fields[kind]) for kind in ("keys", "values"))
     for size, kind in zip(sizes, kinds, strict=True):

@@ -17,7 +17,7 @@ Heads = list[list[float]]  # by head and 64 channels
 
 
 def load_model(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Returns a causal language model and its tokenizer: of a directory, or of the hub.
+    """Loads a causal language model and its tokenizer, from a directory or from the hub.
 
     Raises ImportError without torch or transformers, and ValueError if transformers cannot load them.
     """
@@ -31,8 +31,7 @@ def load_model(name: str, revision: str | None, dtype: str, trust_remote_code: b
         tokenizer = AutoTokenizer.from_pretrained(place, **common)
         model = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype), **common)
     except Exception as error:  # of any library that transformers uses
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"transformers cannot load {name}: {reason}") from error
+        raise ValueError(f"transformers cannot load {name}: {_reason(error)}") from error
     return model.eval(), tokenizer
 
 
@@ -61,8 +60,15 @@ def sensitivities(
     totals: list[tuple[Any, Any]] = []
     for done, tokens in enumerate(segments, 1):
         ids = torch.tensor([list(tokens)])
-        layers = _cache_of(model, ids[:, :prefix])
-        found = _of_segment(model, layers, ids[:, prefix:], draws, generator)
+        try:
+            layers = _cache_of(model, ids[:, :prefix])
+            found = _of_segment(model, layers, ids[:, prefix:], draws, generator)
+        except ValueError:
+            raise
+        except Exception as error:  # of the model's own code, for example with layers of states
+            raise ValueError(
+                f"it does not run with a plain cache of keys and values ({_reason(error)})"
+            ) from error
         totals = [
             (keys + more_keys, values + more_values)
             for (keys, values), (more_keys, more_values) in zip(
@@ -86,6 +92,8 @@ def _cache_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
     for keys, values in layers:
         if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != ids.shape[1]:
             raise ValueError("a layer has no keys and values per head and token")
+    if not layers:
+        raise ValueError("the model caches no keys and values")
     return layers
 
 
@@ -128,3 +136,7 @@ def _by_block(numbers: Any, information: Any) -> Any:
         variance = (part**2).sum(-1) / part.shape[-1]
         heads.append(0.5 * (variance * information[0, :, :, begin : begin + BLOCK].sum(-1)).sum(1))
     return torch.stack(heads, 1)
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -42,7 +42,8 @@ def worker_fingerprint(
 
     ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: the number of blocks in
     its cache. ``canonical``: the canonical layout, or the reason why there is none; None if not requested.
-    ``kv_runs``, ``head_orders``: the results of kv_runs_of and head_orders_of; empty: unknown for all groups.
+    ``kv_runs``, ``head_orders``: the results of kv_runs_of and head_orders_of; empty: unknown for all groups,
+    and without a calibration.
     Long values are replaced by their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
@@ -72,7 +73,7 @@ def worker_fingerprint(
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["may_lose"] = _may_lose(vllm_config, config)
         fingerprint["kv_runs"] = kv_runs or ["the worker reports no layout"] * len(config.groups)
-        fingerprint["head_orders"] = head_orders or ["the worker reports no layout"] * len(config.groups)
+        fingerprint["head_orders"] = list(head_orders)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     # Only the size of the settings decides, because the other fields differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:

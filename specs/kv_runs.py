@@ -11,10 +11,12 @@ The runs are known only if the cache's shape and strides match and all layers of
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from . import compat, packing
 
+_Found = TypeVar("_Found")
 UNKNOWN = (0, 0)
 _KEY_BEFORE_VALUE = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
@@ -31,34 +33,26 @@ class _UnknownError(Exception):
 def kv_runs_of(config: Any, kv_caches: Any) -> list[tuple[int, int] | str]:
     """Returns (bytes of a run of keys, bytes of the run of values after it) per group position, or the reason
     why the layout is unknown. Called in the workers."""
-    vllm_config = compat.current_vllm_config()
-    if vllm_config is None:
-        return ["vLLM's configuration is not set"] * len(config.groups)
-    known = vllm_config.compilation_config.static_forward_context
-    found: list[tuple[int, int] | str] = []
-    for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
-        try:
-            layers = [known[name] for name in group.layer_names]
-            found.append(_group_runs(layers, refs, kv_caches.tensors, vllm_config))
-        except _UnknownError as reason:
-            found.append(str(reason)[:_MOST_REASON])
-        except Exception as error:  # an unusual layer
-            found.append(f"{type(error).__name__}: {error}"[:_MOST_REASON])
-    return found
+    return _by_group(_group_runs, config, kv_caches)
 
 
 def head_orders_of(config: Any, kv_caches: Any) -> list[tuple[int, bool, int] | str]:
-    """Returns (KV heads of a page, whether all tokens of its first head are first, its bytes) per group
-    position, or the reason why a calibration cannot be used with this group. Called in the workers."""
+    """Returns (KV heads of a page, True if each head has all of its tokens in one piece, bytes of the page)
+    per group position, or the reason why the group cannot use a calibration. Called in the workers."""
+    return _by_group(_group_order, config, kv_caches)
+
+
+def _by_group(find: Callable[..., _Found], config: Any, kv_caches: Any) -> list[_Found | str]:
+    """Returns the results of ``find``, or the reasons of its errors."""
     vllm_config = compat.current_vllm_config()
     if vllm_config is None:
         return ["vLLM's configuration is not set"] * len(config.groups)
     known = vllm_config.compilation_config.static_forward_context
-    found: list[tuple[int, bool, int] | str] = []
+    found: list[_Found | str] = []
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
         try:
             layers = [known[name] for name in group.layer_names]
-            found.append(_group_order(layers, refs, kv_caches.tensors, vllm_config))
+            found.append(find(layers, refs, kv_caches.tensors, vllm_config))
         except _UnknownError as reason:
             found.append(str(reason)[:_MOST_REASON])
         except Exception as error:  # an unusual layer

@@ -168,7 +168,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
             min(tensor.shape[0] for tensor in tensors),
             canonical,
             kv_runs_of(config, kv_caches),
-            head_orders=head_orders_of(config, kv_caches),
+            # The control page has little room, so only if it is used.
+            head_orders=head_orders_of(config, kv_caches) if options.calibration_file() is not None else (),
         ),
         huge_pages=options.huge_pages,
         keep_for=keep_for(config, options),

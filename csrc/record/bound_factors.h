@@ -22,7 +22,7 @@ class BoundFactors {
   // and if their number is not a multiple of `shards`.
   BoundFactors(std::vector<float> factors, std::size_t shards);
 
-  // Returns the groups of one of these shards; 0: the factors are not those of such shards.
+  // Returns the number of groups of each shard; 0: the factors do not fit these shards.
   std::size_t groups_of_each(std::span<const Shard> shards, std::size_t group_bytes) const;
   // group: in the joined shards. REQUIRES: of_each is the result of groups_of_each() and not 0, and the
   // shards have this group.

@@ -2,6 +2,7 @@
 """``kv-offload calibrate MODEL``: measures how sensitive a model's KV heads are to lossy records."""
 
 import hashlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +45,7 @@ def calibrate(
             metavar="N",
             min=_FEWEST_SEGMENTS,
             max=1000,
-            help=f"Parts of {PREFIX + EVALUATED} tokens to use; fewer if the text is shorter.",
+            help=f"Number of segments of {PREFIX + EVALUATED} tokens; fewer if the text is shorter.",
         ),
     ] = 6,
     revision: Annotated[
@@ -52,7 +53,7 @@ def calibrate(
         typer.Option(metavar="REVISION", help="Same as vLLM's --revision.", show_default=False),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Of the computation: float32, bfloat16 or float16.")
+        str, typer.Option(metavar="DTYPE", help="Precision of the computation: float32, bfloat16 or float16.")
     ] = "float32",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Same as vLLM's option of this name.")
@@ -64,7 +65,7 @@ def calibrate(
     Measures how much errors in the keys and values of each layer and KV head change the model's next-token
     probabilities, and writes factors for the error bound of "compress": "lossy:E". Set "calibration" of the
     lossy tier to the file. Runs the model with transformers on the CPU, forwards and backwards; this takes
-    minutes, and the memory of the weights in --dtype. The file is valid for these weights only.
+    minutes, and as much memory as the weights in --dtype. The file is valid for these weights only.
 
     \b
     Examples:
@@ -75,17 +76,14 @@ def calibrate(
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         fail(f"--dtype is {dtype!r}; possible: float32, bfloat16 or float16", USAGE)
-    if not output.absolute().parent.is_dir():
-        fail(f"--output {output}: the directory does not exist", USAGE)
+    _check_output(output, model)
     from kv_offload.model_identity import model_identity, weights_problem
 
     content = _own_source() if text is None else _text_of(text)
-    identity = model_identity(model, revision)
     began = time.monotonic()
     loaded, tokenizer = _loaded(model, revision, dtype, trust_remote_code)
-    # Loading may have downloaded the model: then its revision is known only now.
-    if weights_problem(identity) is not None:
-        identity = model_identity(model, revision)
+    # After loading, which may download the model or a newer revision of it.
+    identity = model_identity(model, revision)
     if problem := weights_problem(identity):
         fail(f"the weights cannot be identified: {problem}", PROBLEM)
     parts = _segments(tokenizer, content, segments)
@@ -114,10 +112,27 @@ def calibrate(
         for each in head
     )
     echo(
-        f"{output}: {len(calibration.layers)} layers, factors of the bound from {factors[0]:.2f} to "
-        f"{factors[-1]:.2f} (median {factors[len(factors) // 2]:.2f}), in {seconds:.0f} s. Set "
-        f'"compress": "lossy:0.16" and "calibration": "{output.absolute()}" of one tier'
+        f"{output}: {len(calibration.layers)} layers, factors of the bound from {factors[0]:.3g} to "
+        f"{factors[-1]:.3g} (median {factors[len(factors) // 2]:.3g}), in {seconds:.0f} s. Set "
+        f'"compress": "lossy:0.16" and "calibration": "{output.absolute()}" for one tier'
     )
+
+
+def _check_output(output: Path, model: str) -> None:
+    directory = output.absolute().parent
+    if not directory.is_dir():
+        fail(f"--output {output}: the directory does not exist", USAGE)
+    if output.is_dir():
+        fail(f"--output {output}: is a directory; name a file", USAGE)
+    if not os.access(directory, os.W_OK):
+        fail(f"--output {output}: the directory is not writable", USAGE)
+    weights = Path(model).expanduser()
+    if weights.is_dir() and directory.resolve().is_relative_to(weights.resolve()):
+        fail(
+            f"--output {output}: is in the directory of the model, whose JSON files are part of the identity "
+            "of the weights; choose another directory",
+            USAGE,
+        )
 
 
 def _own_source() -> str:
@@ -132,7 +147,7 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         fail(f"--text {path}: {error.strerror}", USAGE)
     except UnicodeDecodeError:
-        fail(f"--text {path}: it is not UTF-8", USAGE)
+        fail(f"--text {path}: not UTF-8", USAGE)
 
 
 def _loaded(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -142,7 +157,7 @@ def _loaded(name: str, revision: str | None, dtype: str, trust_remote_code: bool
     try:
         return load_model(name, revision, dtype, trust_remote_code)
     except ImportError as error:
-        fail(f"{error.name} is not installed; it comes with vLLM: run this command where vLLM is", PROBLEM)
+        fail(f"{error.name} is not installed; run this command in the environment of vLLM", PROBLEM)
     except ValueError as error:
         fail(str(error), PROBLEM)
 
@@ -161,8 +176,8 @@ def _segments(tokenizer: Any, content: str, most: int) -> list[list[int]]:
             parts.append(ids)
     if len(parts) < _FEWEST_SEGMENTS:
         fail(
-            f"the text has {len(content):,} characters; {_FEWEST_SEGMENTS} parts of {size} tokens need about "
-            f"{_FEWEST_SEGMENTS * wanted:,}",
+            f"the text has {len(content):,} characters; {_FEWEST_SEGMENTS} segments of {size} tokens need "
+            f"about {_FEWEST_SEGMENTS * wanted:,}",
             USAGE,
         )
     return parts
@@ -178,7 +193,7 @@ def _measured(
 
     def show(done: int) -> None:
         if not quiet:
-            echo(f"part {done} of {len(parts)}")
+            echo(f"segment {done} of {len(parts)}")
 
     found, sizes = sensitivities(loaded, parts, PREFIX, progress=show)
     return Calibration.of_sensitivities(identity, found, sizes, {**made_of, "kv_offload": __version__})

@@ -60,7 +60,7 @@ def _absolute(given: object) -> object:
     if given is None:
         return None
     if not isinstance(given, str) or not given.strip():
-        raise ValueError("give the path of a file that `kv-offload calibrate` wrote, or leave it out")
+        raise ValueError("expected the path of a file that `kv-offload calibrate` wrote")
     return os.path.abspath(os.path.expanduser(given))
 
 
@@ -82,8 +82,8 @@ class CompressedTierConfig(TierConfig):
     calibration: Annotated[str | None, BeforeValidator(_absolute)] = Field(
         default=None,
         description='file that `kv-offload calibrate MODEL` wrote; only with "lossy:E". E is then the bound '
-        "of the layers and heads that tolerate most; the others have lower bounds. Servers with another "
-        "calibration have another namespace",
+        "of the layers and heads that tolerate the largest errors; the others have lower bounds. Servers "
+        "with another calibration have another namespace",
     )
 
     @field_validator("calibration")
@@ -104,7 +104,7 @@ class CompressedTierConfig(TierConfig):
         return _bounds_of(self.compress) if self.compress.startswith(_LOSSY) else None
 
     def findings(self) -> list[Answer]:
-        """Adds what the calibration is of, or why it cannot be used."""
+        """Adds the layers and the digest of the calibration, or why it cannot be used."""
         from kv_offload.calibration import Calibration, CalibrationError
 
         if self.calibration is None:

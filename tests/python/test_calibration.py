@@ -3,6 +3,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def test_every_changed_character_of_a_file_is_detected(tmp_path: Path) -> None:
         {"keys": [[0.5], [0.0]]},
         {"keys": [[0.5], [1.5]]},
         {"keys": [[0.5], ["x"]]},
+        {"keys": [[0.5], [10**400]]},
         {"key_size": 0},
         {"key_size": "64"},
         {"value_size": 65},
@@ -120,6 +122,16 @@ def test_impossible_factors_are_refused_under_a_valid_digest(
     monkeypatch.setattr(Calibration, "digest", fields["digest"])
     with pytest.raises(CalibrationError, match="is damaged"):
         Calibration.read(path)
+
+
+def test_a_deeply_nested_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibration().write(path)
+    content = path.read_text()
+    for depth in range(sys.getrecursionlimit() - 100, sys.getrecursionlimit() + 1):
+        path.write_text(content.replace('"built-in"', "[" * depth + "]" * depth))
+        with pytest.raises(CalibrationError):
+            Calibration.read(path)
 
 
 def test_another_model_is_refused_and_the_operators_name_does_not_count() -> None:
@@ -171,7 +183,7 @@ def test_the_setting_needs_one_bound(tmp_path: Path) -> None:
             tier_of(compress=compress, calibration=str(path))
     with pytest.raises(ValidationError, match="a calibration needs lossy:E"):
         tier_of(calibration=str(path))
-    with pytest.raises(ValidationError, match="give the path of a file"):
+    with pytest.raises(ValidationError, match="expected the path of a file"):
         tier_of(compress="lossy:0.16", calibration=" ")
 
 

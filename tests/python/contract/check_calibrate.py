@@ -3,6 +3,7 @@
 ``kv-offload calibrate``, and the sensitivities that it computes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 adapter.use_specs()
 
-from kv_offload.calibration import Calibration  # noqa: E402
+from kv_offload.calibration import Calibration, LayerFactors  # noqa: E402
 from kv_offload.cli import app, calibrate_command  # noqa: E402
 from kv_offload.sensitivity import sensitivities  # noqa: E402
 
@@ -109,8 +110,12 @@ def test_wrong_use_is_explained_and_writes_nothing(tmp_path: Path) -> None:
     short.write_text("too short " * 100)
     binary.write_bytes(b"\xff\xfe")
     for words, status, reason in (
-        (["--text", str(short)], 2, "the text has 1,000 characters; 2 parts of 768 tokens need about 12,288"),
-        (["--text", str(binary)], 2, "it is not UTF-8"),
+        (
+            ["--text", str(short)],
+            2,
+            "1,000 characters; 2 segments of 768 tokens need about 12,288",
+        ),
+        (["--text", str(binary)], 2, "not UTF-8"),
         (["--text", str(tmp_path / "missing")], 2, "No such file or directory"),
         (["--dtype", "int8"], 2, "possible: float32, bfloat16 or float16"),
     ):
@@ -120,7 +125,44 @@ def test_wrong_use_is_explained_and_writes_nothing(tmp_path: Path) -> None:
     result = run("org/model", "-o", str(tmp_path / "no" / "file"))
     assert result.exit_code == 2
     assert "the directory does not exist" in " ".join(result.output.split())
+    result = run("org/model", "-o", str(tmp_path))
+    assert result.exit_code == 2
+    assert "is a directory; name a file" in " ".join(result.output.split())
     assert not output.exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_calibration_in_the_directory_of_the_model_is_refused(tmp_path: Path) -> None:
+    # It would change the identity of the weights, and with it the namespace of all servers.
+    model, link = tmp_path / "model", tmp_path / "link"
+    (model / "inner").mkdir(parents=True)
+    link.symlink_to(model)
+    for directory in (model, model / "inner", link):
+        result = run(str(model), "-o", str(directory / "calibration.json"))
+        assert result.exit_code == 2, result.output
+        assert "is in the directory of the model" in " ".join(result.output.split())
+    assert not list(model.rglob("*.json"))
+
+
+def test_the_identity_is_that_of_the_loaded_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    revisions = ["old"]
+
+    def load(*_: Any) -> tuple[Any, Any]:
+        revisions.append("new")  # loading downloads a newer revision
+        return None, Tokenizer()
+
+    def measured(_: Any, __: Any, identity: dict[str, Any], *___: Any, **____: Any) -> Calibration:
+        return Calibration(identity, (LayerFactors(64, 64, ((1.0,),), ((1.0,),)),), {})
+
+    monkeypatch.setattr(calibrate_command, "_loaded", load)
+    monkeypatch.setattr(calibrate_command, "_measured", measured)
+    monkeypatch.setattr(
+        "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": revisions[-1]}
+    )
+    path = tmp_path / "calibration.json"
+    result = run("x", "-o", str(path), "--segments", "2")
+    assert result.exit_code == 0, result.output
+    assert Calibration.read(path).model == {"name": "x", "revision": "new"}
 
 
 def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +184,36 @@ def test_weights_without_an_identity_are_refused(tmp_path: Path, monkeypatch: py
     assert "the weights cannot be identified" in " ".join(result.output.split())
 
 
-def test_a_model_without_keys_and_values_per_head_is_refused() -> None:
-    class Stateful:
+def without_states(cache: Any) -> None:
+    """A model that ignores the cache that it is given, such as Mamba."""
+
+
+def with_a_state(cache: Any) -> None:
+    cache.layers.append(SimpleNamespace(keys=None, values=None))
+
+
+def with_other_layers(cache: Any) -> None:
+    """A hybrid model: it expects layers of states in the cache."""
+    cache.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (without_states, "the model caches no keys and values"),
+        (with_a_state, "no keys and values per head and token"),
+        (with_other_layers, r"not run with a plain cache of keys and values \(list index out of range\)"),
+    ],
+)
+def test_a_model_without_keys_and_values_per_head_is_refused(
+    forward: Callable[[Any], None], reason: str
+) -> None:
+    class Model:
         def parameters(self) -> list[Any]:
             return []
 
         def __call__(self, ids: Any, past_key_values: Any, **_: Any) -> None:
-            past_key_values.layers.append(SimpleNamespace(keys=None, values=None))
+            forward(past_key_values)
 
-    with pytest.raises(ValueError, match="no keys and values per head and token"):
-        sensitivities(Stateful(), [[0] * 8], 4)
+    with pytest.raises(ValueError, match=reason):
+        sensitivities(Model(), [[0] * 8], 4)

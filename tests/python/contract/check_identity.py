@@ -547,7 +547,18 @@ def test_a_group_whose_values_always_lie_beside_keys_is_named(
     assert "cache groups [0]: every 64 neighbouring elements contain a key" in caplog.text
 
 
-def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(resolved: Any, tmp_path: Path) -> None:
+def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(
+    resolved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[int] = []
+    of_worker = worker.head_orders_of
+
+    def head_orders_of(*given: Any) -> Any:
+        published.append(1)
+        return of_worker(*given)
+
+    monkeypatch.setattr(worker, "head_orders_of", head_orders_of)
+
     def started(name: str, calibration: Path | None) -> dict[str, Any]:
         """Returns what namespace.json says of a server with a new root."""
         caches = kv_caches()
@@ -568,6 +579,7 @@ def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(resolved: A
 
     plain = started("plain", None)
     assert "calibration" not in plain["settings"]
+    assert not published, "the control page has room for them only if they are used"
     heads = ((0.5,), (0.25,))
     model = {name: value for name, value in plain["model"].items() if name != "model_id"}
     calibration = Calibration(model, (LayerFactors(32, 32, heads, heads),), {})
