@@ -67,7 +67,8 @@ std::string_view reason_of(const KeptRegion& kept) {
       return "it has no host memory of an earlier engine: was it restarted, or did another start need the "
              "memory?";
     case RegionOrigin::kReplaced:
-      return "its host memory had other sizes or another version, or was damaged, and was removed";
+      return "its host memory had other sizes or another version, was damaged, or was from before a reboot, "
+             "and was removed";
     case RegionOrigin::kInUse:
       return "other processes still use its host memory";
     case RegionOrigin::kAdopted:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory/control_page.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "base/refused_chunks.h"
+#include "base/xxh3.h"
 
 namespace kv_offload {
 namespace {
@@ -29,6 +31,16 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 void wake_all(std::atomic<std::uint32_t>* futex) {
   (void)::syscall(SYS_futex, futex, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
+
+// Identifies this machine until it is restarted. 0: unknown.
+std::uint64_t this_boot() {
+  const int fd = ::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  std::array<char, 64> id{};
+  const ::ssize_t bytes = ::read(fd, id.data(), id.size());
+  ::close(fd);
+  return bytes <= 0 ? 0 : XXH3_64bits(id.data(), static_cast<std::size_t>(bytes));
 }
 
 void check_equal(const char* what, std::uint64_t mine, std::uint64_t other) {
@@ -60,6 +72,7 @@ struct ControlPage::Header {
   std::array<Neighbour, HostRegion::kMostNeighbours> neighbours;
   std::atomic<RegionOrigin> origin;
   std::array<std::atomic<std::uint64_t>, 2> region_set;  // outlives the engine
+  std::uint64_t boot;                                    // this_boot() of the process that created the file
 };
 
 struct ControlPage::Worker {
@@ -98,6 +111,7 @@ void ControlPage::initialise(std::byte* base, const Sizes& sizes) {
   auto* header = new (base) Header{};
   header->version = kVersion;
   header->sizes = sizes;
+  header->boot = this_boot();
   header->magic.store(kMagic, std::memory_order_release);
 }
 
@@ -114,6 +128,11 @@ void ControlPage::forget() {
     neighbour.inode.store(0);
     neighbour.numbers.store(0);
   }
+}
+
+bool ControlPage::is_of_this_boot() const {
+  const std::uint64_t boot = this_boot();
+  return boot != 0 && header().boot == boot;
 }
 
 ControlPage::ControlPage(std::byte* base, const Sizes& mine)

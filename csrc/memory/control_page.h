@@ -51,6 +51,9 @@ class ControlPage {
   // Resets the page to its initial state, except for the region set. For a process that adopts a region of
   // the same sizes that no other process holds. May be interrupted and repeated.
   void forget();
+  // True if the file was created on this machine since its last start. Otherwise pages may be older than
+  // others: a directory on a disk (a Kubernetes emptyDir without `medium: Memory`) outlives a power failure.
+  bool is_of_this_boot() const;
 
   ControlPage() = default;
   // REQUIRES: initialised. Throws ResourceError if it is not or if it has another version, InvalidArgument

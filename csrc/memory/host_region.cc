@@ -267,7 +267,9 @@ bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const 
     return false;
   }
   const Mapping page(fd, ControlPage::bytes(sizes.num_workers));
-  ControlPage(page.start(), sizes).forget();
+  ControlPage control(page.start(), sizes);
+  if (!control.is_of_this_boot()) return false;
+  control.forget();
   return true;
 }
 

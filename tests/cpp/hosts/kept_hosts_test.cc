@@ -158,7 +158,8 @@ class KeepingEngine {
   void settle() {
     EXPECT_TRUE(holds_soon([&] {
       cache->end_step();
-      return !cache->has_pending_work();
+      // A load pins its chunk until the reports of the other hosts have arrived.
+      return !cache->has_pending_work() && cache->stats().pinned_chunks == 0;
     }));
   }
 

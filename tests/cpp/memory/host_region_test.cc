@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/refused_chunks.h"
+#include "base/xxh3.h"
 #include "memory/child_process.h"
 #include "memory/shared_file.h"
 #include "memory/shm_fixture.h"
@@ -241,6 +242,31 @@ TEST_F(KeptRegion, a_region_of_another_size_or_version_is_removed) {
   std::fstream(directory_ + "/" + names()[0], std::ios::in | std::ios::out).write("older...", 8);
   Engine engine(kept("next", 16 * kMiB));
   EXPECT_EQ(engine.scheduler->area(0)[0], std::byte{0});
+  EXPECT_TRUE(engine.scheduler->keep());
+  EXPECT_EQ(names().size(), 1u);
+}
+
+// A directory on a disk outlives a power failure, which leaves some pages older than others.
+TEST_F(KeptRegion, a_region_from_before_a_reboot_is_removed) {
+  std::ifstream boot_id("/proc/sys/kernel/random/boot_id");
+  const std::string id{std::istreambuf_iterator<char>(boot_id), {}};
+  {
+    Engine engine(kept("first"));
+    engine.worker->area(0)[7] = std::byte{7};
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  {
+    std::fstream file(directory_ + "/" + names()[0], std::ios::in | std::ios::out);
+    std::string page(kPageBytes, 0);
+    file.read(page.data(), static_cast<std::streamsize>(page.size()));
+    const std::uint64_t boot = XXH3_64bits(id.data(), id.size());
+    const std::size_t at = page.find(std::string(reinterpret_cast<const char*>(&boot), sizeof boot));
+    ASSERT_NE(at, std::string::npos);
+    file.seekp(static_cast<std::streamoff>(at)).put(static_cast<char>(page[at] ^ 1));
+  }
+  Engine engine(kept("next"));
+  EXPECT_EQ(engine.scheduler->area(0)[7], std::byte{0});
+  EXPECT_EQ(engine.scheduler->kept().origin, RegionOrigin::kReplaced);
   EXPECT_TRUE(engine.scheduler->keep());
   EXPECT_EQ(names().size(), 1u);
 }
