@@ -447,7 +447,7 @@ TEST_F(FakeHostTest, a_host_that_sends_more_than_an_idle_engine_keeps_is_connect
       EXPECT_THAT(
           // The order waits for another connection, and this host makes none before the time is over.
           message_of<ResourceError>(
-              [&] { (void)links->open_tiers("", {{EpochChoice{}}}, std::chrono::seconds(15)); }),
+              [&] { (void)links->open_tiers("", {{EpochChoice{}}}, std::chrono::seconds(5)); }),
           HasSubstr("it sent more than an idle engine can keep"));
     });
     peer->read(45);  // the request to open
