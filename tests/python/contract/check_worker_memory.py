@@ -78,7 +78,7 @@ def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_
     monkeypatch.setattr(_core, "RankWorker", pin)
     monkeypatch.setattr(worker, "choose_copier", lambda tensors: ("cuda", rank))
     monkeypatch.setattr(worker, "groups_of_states", lambda config: [False])
-    monkeypatch.setattr(worker, "worker_fingerprint", lambda *_: "")
+    monkeypatch.setattr(worker, "worker_fingerprint", lambda *_, **__: "")
     tensor = torch.zeros(4, 8)
     config = SimpleNamespace(
         engine_id="engine",
@@ -98,6 +98,7 @@ def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_
         copy_threads=1,
         copy_kernel_blocks=8,
         metrics_address=lambda *_: None,
+        calibration_file=lambda: None,
     )
     caches = SimpleNamespace(
         tensors=[SimpleNamespace(tensor=tensor)],
