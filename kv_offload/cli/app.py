@@ -23,7 +23,7 @@ COMMANDS = (
     ("calibrate", "calibrate_command", "Calibrate lossy compression for a model; needs torch."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
     ("why", "why_command", "Explain why little or nothing is loaded, from metrics or a log."),
-    ("warm", "warm_command", "Load prompts into a running server's cache before they are needed."),
+    ("warm", "warm_command", "Load prompts into a running server's cache before requests do."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
     ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),

@@ -53,7 +53,7 @@ def warm(
     ] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
 ) -> None:
-    """Load prompts into a running server's cache before they are needed.
+    """Load prompts into a running server's cache before requests do.
 
     Sends each prompt with max_tokens 1. After a restart the server loads stored prompts from its tiers into
     host memory; it computes and stores all others. Works with any OpenAI-compatible server.
