@@ -409,6 +409,7 @@ TEST_F(HostTiersTest, a_reset_that_a_host_does_not_confirm_in_time_is_repeated) 
 
 TEST_F(HostTiersTest, a_reset_can_begin_without_waiting_for_any_host) {
   remote_.reset_timeout = std::chrono::hours(1);
+  for (FsTierOptions& options : options_) options.op_timeout = std::chrono::hours(1);
   start();
   ASSERT_TRUE(write(1).is_ok());
   for (FaultyFileOps& ops : ops_) ops.block(Call::kMkdir);  // of the next epoch

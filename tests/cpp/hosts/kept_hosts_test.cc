@@ -244,6 +244,24 @@ TEST_F(KeptOnHosts, the_next_engine_hits_the_chunks_of_all_hosts) {
   }
 }
 
+// Without steps, the chunk would not get into the table.
+TEST_F(KeptOnHosts, an_idle_engine_makes_steps_until_late_reports_have_arrived) {
+  const auto engine = start();
+  const std::vector<ChunkKey> keys{kv_offload::key_of("late")};
+  const RequestHandle request = engine->cache->begin_request("r", {});
+  const StoreGrant grant = engine->cache->prepare_store(request, keys);
+  ASSERT_EQ(grant.accepted.size(), 1u);
+  engine->regions[0]->report(0, grant.transfer.ticket, 0);
+  engine->cache->complete_store(keys);
+  engine->cache->end_request(request);
+  engine->cache->end_step();
+  EXPECT_TRUE(engine->cache->has_pending_work());
+  for (std::uint32_t host = 1; host < kEngineHosts; ++host)
+    engine->regions[host]->report(host, grant.transfer.ticket, 0);
+  engine->settle();
+  EXPECT_EQ(engine->cache->stats().resident_chunks, 1u);
+}
+
 TEST_F(KeptOnHosts, a_chunk_that_was_being_stored_or_was_evicted_is_a_miss) {
   {
     const auto engine = start();

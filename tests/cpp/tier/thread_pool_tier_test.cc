@@ -771,7 +771,9 @@ TEST_F(ThreadPoolTierTest, upkeep_does_not_begin_the_epoch_that_a_reset_begins) 
 }
 
 TEST_F(ThreadPoolTierTest, a_reset_can_begin_without_waiting_for_the_storage) {
-  TierDriver user(open());
+  ThreadPoolTierOptions patient = options();
+  patient.op_timeout = std::chrono::hours(1);
+  TierDriver user(open(patient));
   ASSERT_TRUE(user.write(1));
   server_->block(Verb::kEpoch);
   user.tier().begin_reset(77);
