@@ -193,3 +193,9 @@ def test_the_core_rejects_impossible_factors() -> None:
     for factors, shards in (([[0.5, 0.0]], 2), ([[0.5, 1.5]], 2), ([[0.5]], 2)):
         with pytest.raises(ValueError, match="bound factor"):
             tier.set_bound_factors(factors, shards)
+
+
+@pytest.mark.timeout(1800)  # as in test_oracle.py
+@pytest.mark.beside("oracle/check_calibrate.py", "0.32")
+def test_the_command_computes_sensitivities(beside: str) -> None:
+    print(beside)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_contract.py under each vLLM release, because it needs torch and transformers:
-``kv-offload calibrate``, and the sensitivities that it computes."""
+"""Run by test_calibration.py in a process that has imported torch and transformers: ``kv-offload calibrate``,
+and the sensitivities that it computes."""
 
 import json
 from collections.abc import Callable
