@@ -7,10 +7,12 @@ A decoder does not need them.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -120,8 +122,7 @@ class Calibration:
     def read(cls, path: Path) -> "Calibration":
         """Reads a file. Raises CalibrationError, which names the file and the error."""
         try:
-            with path.open("rb") as file:
-                content = file.read(_MOST_BYTES + 1)
+            content = _content(path)
         except OSError as error:
             raise CalibrationError(
                 f"calibration {path} cannot be read: {error.strerror}; make it with `kv-offload calibrate`"
@@ -203,6 +204,19 @@ class Calibration:
                 "a calibration is not possible for this cache: its blocks are not a multiple of 64 elements"
             )
         return factors
+
+
+def _content(path: Path) -> bytes:
+    """Returns at most _MOST_BYTES + 1 bytes of a regular file. Raises OSError."""
+    # O_NONBLOCK: a FIFO would block the start until another process writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
 
 
 def _extend(factors: list[float], filled: int, head: Blocks, head_bytes: int, run: int, block: int) -> int:

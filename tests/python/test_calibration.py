@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, content: bytes
 def test_a_missing_file_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"cannot be read: No such file.*`kv-offload calibrate`"):
         Calibration.read(tmp_path / "missing")
+
+
+def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path, Path("/dev/zero")):
+        with pytest.raises(
+            CalibrationError, match=f"calibration {path} cannot be read: it is not a regular file"
+        ):
+            Calibration.read(path)
 
 
 def test_every_changed_character_of_a_file_is_detected(tmp_path: Path) -> None:
