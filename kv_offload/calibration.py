@@ -29,6 +29,14 @@ _TYPICAL_FACTOR = 0.5
 _LEAST_FACTOR = 2.0**-10
 _DIGITS = 5  # of a factor
 
+# Parts of a server's identity that `kv-offload calibrate` does not have, and where they come from.
+_NOT_CALIBRATED = {
+    "adapters": "--default-mm-loras",
+    "address": "weights that vLLM reads from an address",
+    "configured_by": "--hf-config-path",
+    "draft": "a drafter",
+}
+
 Blocks = tuple[float, ...]  # by 64 channels; the last ones of a head may be fewer
 Heads = tuple[Blocks, ...]
 
@@ -165,11 +173,22 @@ class Calibration:
         """
         ours, theirs = ({**each, "model_id": None} for each in (self.model, identity))
         different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if different:
-            raise CalibrationError(
-                f"the calibration is of another model: {', '.join(different)} differ; make one for this "
-                "model with `kv-offload calibrate`"
+        if not different:
+            return
+        unknown = [setting for name, setting in _NOT_CALIBRATED.items() if name in different]
+        if unknown:
+            remedy = (
+                f'calibrations do not support {" and ".join(unknown)}: remove "calibration" from the tier'
             )
+        elif "code" in different:
+            remedy = (
+                "make one with `kv-offload calibrate --trust-remote-code`, and serve without --code-revision"
+            )
+        else:
+            remedy = "make one for this model with `kv-offload calibrate`"
+        raise CalibrationError(
+            f"the calibration is of another model: {', '.join(different)} differ; {remedy}"
+        )
 
     def block_factors(
         self, layers: Sequence[int], page: PageLayout, first_head: int, heads: int

@@ -149,8 +149,13 @@ def test_another_model_is_refused_and_the_operators_name_does_not_count() -> Non
     calibration().refuse_other_model({**MODEL, "model_id": "ours"})
     with pytest.raises(CalibrationError, match="another model: revision differ"):
         calibration().refuse_other_model({**MODEL, "revision": "abd"})
-    with pytest.raises(CalibrationError, match="another model: draft differ"):
-        calibration().refuse_other_model({**MODEL, "draft": {"name": "x"}})
+    for name, remedy in (
+        ("draft", 'do not support a drafter: remove "calibration" from the tier'),
+        ("code", "`kv-offload calibrate --trust-remote-code`, and serve without --code-revision"),
+        ("revision", "make one for this model with `kv-offload calibrate`"),
+    ):
+        with pytest.raises(CalibrationError, match=f"another model: {name} differ; .*{remedy}$"):
+            calibration().refuse_other_model({**MODEL, name: {"name": "x"}})
 
 
 def test_64_elements_with_several_factors_have_the_smallest() -> None:
