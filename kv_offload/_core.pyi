@@ -155,6 +155,9 @@ class HostAgent:
     def refuse_tiers(self, round: int, problem: str) -> None: ...
     def close(self) -> None: ...
 
+def hosts_problem() -> str:
+    """Returns why this build cannot connect the hosts of an engine (it has no OpenSSL); "" if it can."""
+
 class HostLinks:
     """The scheduler's connections to the other hosts of its engine."""
 

@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
+#include "hosts/frame.h"
 #include "hosts/host_agent.h"
 #include "hosts/host_links.h"
 
@@ -99,6 +100,7 @@ void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<EpochAr
 }  // namespace
 
 void bind_hosts(py::module_& module) {
+  module.def("hosts_problem", &hosts_problem);
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<HostAgent>(module, "HostAgent")
       .def(py::init(&make_agent), py::arg("region").none(false), py::kw_only(), py::arg("address"),

@@ -160,11 +160,7 @@ struct HostLinks::Impl {
 
 HostLinks::Impl::Impl(std::shared_ptr<HostRegion> host_region, std::vector<RemoteHost> hosts, Options given)
     : region(std::move(host_region)), options(std::move(given)) {
-  if (!has_encryption()) {
-    throw_resource(
-        "this build has no OpenSSL, which connections between the hosts of one engine need: install a build "
-        "with it");
-  }
+  if (const std::string problem = hosts_problem(); !problem.empty()) throw_resource("{}", problem);
   std::uint32_t next = region->local_ranks();
   for (const RemoteHost& host : hosts) {
     if (host.first_rank != next || host.ranks == 0 || host.ranks > region->options().num_workers - next) {
