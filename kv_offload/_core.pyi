@@ -176,7 +176,8 @@ class HostLinks:
 
         Returns (text that identifies the regions of all hosts, for TieredCache's keep_identity; hosts without
         their part of the earlier engine's memory, and why; hosts whose region ends with the engine). Raises
-        ResourceError naming the hosts that have not confirmed it. The regions need keep_for.
+        ResourceError naming the hosts that have not confirmed it. The regions need keep_for. Ctrl-C ends the
+        wait.
         """
     @property
     def num_hosts(self) -> int:

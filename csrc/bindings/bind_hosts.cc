@@ -30,6 +30,10 @@ std::unique_ptr<HostLinks> make_links(std::shared_ptr<HostRegion> region,
   options.silence = to_nanos(silence_seconds, "silence_seconds");
   std::vector<RemoteHost> remote;
   for (const auto& [first_rank, ranks] : hosts) remote.push_back({first_rank, ranks});
+  options.on_wait = [] {  // so that Ctrl-C ends a wait
+    const py::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
   const py::gil_scoped_release release;
   return std::make_unique<HostLinks>(std::move(region), std::move(remote), std::move(options));
 }
