@@ -155,6 +155,9 @@ class HostAgent:
     def refuse_tiers(self, round: int, problem: str) -> None: ...
     def close(self) -> None: ...
 
+def hosts_problem() -> str:
+    """Returns why this build cannot connect the hosts of an engine (it has no OpenSSL); "" if it can."""
+
 class HostLinks:
     """The scheduler's connections to the other hosts of its engine."""
 
@@ -173,7 +176,8 @@ class HostLinks:
 
         Returns (text that identifies the regions of all hosts, for TieredCache's keep_identity; hosts without
         their part of the earlier engine's memory, and why; hosts whose region ends with the engine). Raises
-        ResourceError naming the hosts that have not confirmed it. The regions need keep_for.
+        ResourceError naming the hosts that have not confirmed it. The regions need keep_for. Ctrl-C ends the
+        wait.
         """
     @property
     def num_hosts(self) -> int:

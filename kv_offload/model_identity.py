@@ -89,6 +89,14 @@ def model_identity(
     return identity
 
 
+def code_repositories(hf_config: Any) -> list[str]:
+    """Returns the hub repositories, other than the model's, whose code transformers runs for a
+    model with this configuration, if it trusts remote code."""
+    classes = getattr(hf_config, "auto_map", None) or {}
+    named = [name for value in classes.values() for name in (value if isinstance(value, list) else [value])]
+    return sorted({name.split("--")[0] for name in named if isinstance(name, str) and "--" in name})
+
+
 def weights_problem(identity: Mapping[str, Any]) -> str | None:
     """Returns why ``identity`` does not distinguish sets of weights; None if it does."""
     if identity.get("model_id"):

@@ -79,6 +79,14 @@ def device() -> Check:
     return Check("device", "note", f"host copier: {reason}")
 
 
+def connections() -> list[Check]:
+    """Checks that this build can connect the hosts of an engine; no check if it can."""
+    from kv_offload import _core
+
+    problem = _core.hosts_problem()
+    return [Check("hosts", "refused", problem)] if problem else []
+
+
 def memory(config: OffloadConfig | None, hosts: int = 1) -> Check:
     """Compares requested with available host memory. ``hosts``: number of hosts of the engine."""
     available, limited_by = host_memory()

@@ -162,6 +162,8 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
         ("memory", lambda: [checks.memory(parsed, options.hosts)]),
         ("host memory regions", checks.regions),
     ]
+    if options.hosts > 1:
+        planned_checks.append(("hosts", checks.connections))
     if parsed is not None:
         planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
         planned_checks.append(("tenants", partial(checks.tenants, parsed)))

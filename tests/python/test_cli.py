@@ -279,6 +279,14 @@ def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
     assert states(answer)["memory"] == "ok"
 
 
+def test_doctor_refuses_several_hosts_in_a_build_that_cannot_connect_them(core, vllm):
+    core.setattr(fake_core, "hosts_problem", lambda: "this build has no OpenSSL")
+    ask = ("doctor", "--json", "--no-measure")
+    assert "hosts" not in states(as_json(*ask))
+    (check,) = (each for each in as_json(*ask, "--hosts", "2", status=1)["checks"] if each["name"] == "hosts")
+    assert (check["state"], check["text"]) == ("refused", "this build has no OpenSSL")
+
+
 @pytest.mark.parametrize(
     ("setting", "given"),
     [("share_host_memory", True), ("canonical_layout", True)],

@@ -106,8 +106,9 @@ class FsRoot {
                  bool strict = false);
 
   // Opens every record and checks all of it. repair: removes records that are proven wrong (not those that
-  // cannot be read). Also reports each directory that cannot be read. progress(records done, records in all).
-  // With keys, decrypts encrypted records too.
+  // cannot be read). If a server replaces such a record in the microseconds between its last check and the
+  // removal, the new one is removed; that is a miss. Also reports each directory that cannot be read.
+  // progress(records done, records in all). With keys, decrypts encrypted records too.
   std::vector<DamagedRecord> verify(bool repair,
                                     const std::function<void(std::uint64_t, std::uint64_t)>& progress,
                                     const std::shared_ptr<const EncryptionKeys>& keys = nullptr);

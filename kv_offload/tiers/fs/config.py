@@ -197,6 +197,8 @@ class FsTierConfig(EncryptedTierConfig):
         eviction, elsewhere in a separate directory. The core removes them."""
         from kv_offload import _core
 
+        if problem := self._enclosed():
+            return Answer("note", f"speed not measured: {problem}")
         bound, room = self._room()
         if bound is None:
             return Answer("note", f"speed not measured: {_IN_USE}")
@@ -231,6 +233,8 @@ class FsTierConfig(EncryptedTierConfig):
         from kv_offload import _core
         from kv_offload.raw_speed import raw_disk
 
+        if problem := self._enclosed():
+            raise RuntimeError(f"{self.root_dir}: {problem}")
         bound, room = self._room()
         if bound is None:
             raise RuntimeError(f"{self.root_dir}: {_IN_USE}")
@@ -239,6 +243,16 @@ class FsTierConfig(EncryptedTierConfig):
         speeds = raw_disk(str(existing_part(self.root_dir)), total)
         del reserved  # after the measurement
         return speeds
+
+    def _enclosed(self) -> str:
+        """Returns why nothing may be written here, if it is inside another root; "" if it is in none."""
+        for outer in Path(self.root_dir).parents:
+            if os.path.exists(outer / _ROOT_FILE):
+                return (
+                    f"it is inside the tier directory {outer}, whose max_bytes includes it and could be "
+                    f"exceeded; {_MEASURE_ELSEWHERE}"
+                )
+        return ""
 
     def _is_root(self) -> bool:
         return os.path.exists(os.path.join(self.root_dir, _ROOT_FILE))

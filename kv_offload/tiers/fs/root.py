@@ -251,8 +251,15 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
         if not space["json"] or described_id(space["json"]) == space["id"]:
             continue
         path = os.path.join(root, space["id"], "namespace.json")
-        if repair:
-            os.unlink(path)
+        # stat() may take minutes, in which a server writes the file again or removes the namespace.
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                if described_id(file.read()) == space["id"]:
+                    continue
+            if repair:
+                os.unlink(path)
+        except FileNotFoundError:
+            continue
         message = "it describes a different namespace than its directory name"
         damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
     return damaged

@@ -753,6 +753,22 @@ TEST_F(FakeKeptHostTest, a_host_that_does_not_confirm_is_named) {
             "127.0.0.1");
 }
 
+TEST_F(FakeKeptHostTest, an_exception_of_the_caller_ends_the_waits_for_a_host) {
+  HostLinks::Options made = link_options();
+  int calls = 0;
+  made.on_wait = [&calls] {
+    if (++calls % 2 == 0) throw std::domain_error("Ctrl-C");
+  };
+  HostLinks links(scheduler_, {{1, 2}}, made);
+  const auto peer = handshake();
+  send_all(*peer);
+  ASSERT_TRUE(links.wait_until_connected(kPatience).is_ok());
+  EXPECT_THROW((void)links.keep_memory(std::chrono::seconds(20)), std::domain_error);
+  EXPECT_EQ(calls, 2);
+  EXPECT_THROW((void)links.open_tiers("", {{}}, std::chrono::seconds(20)), std::domain_error);
+  EXPECT_EQ(calls, 4);
+}
+
 TEST_F(FakeKeptHostTest, another_setting_is_refused_with_both_values) {
   const auto links = this->links();
   const auto peer = handshake();
