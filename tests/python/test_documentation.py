@@ -231,6 +231,13 @@ def test_the_kind_label_lists_every_kind_of_failure():
         assert f"| `{kind}` |" in explained
 
 
+def test_the_description_of_failures_names_each_kind_and_no_other():
+    (row,) = [
+        row for row in rows(page("reference/metrics.md")) if row.get("name") == "`kv_offload_failures_total`"
+    ]
+    assert set(re.findall(r"\w+", row["meaning"].partition("kind:")[2])) == set(FAILURE_KINDS)
+
+
 def test_every_command_is_described():
     text = page("reference/commands.md")
     for name, _, summary in COMMANDS:
