@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much faster a prompt is reloaded from a server or a bucket than recomputed.
 
-    python benchmarks/remote_reload.py --tier redis|s3|mooncake|KIND=PLACE|JSON [--tier ...] [--prompts 3]
+    python benchmarks/remote_reload.py --tier redis|s3|mooncake|TYPE=PLACE|JSON [--tier ...] [--prompts 3]
 
 Works like prompt_reload.py, with these tiers instead of the disk. For "redis", "s3" and "mooncake" alone it
 starts a server; JSON is a table of secondary_tiers. The same place is also measured with LMCache if it is

@@ -341,7 +341,7 @@ class RecordImporter:
 
     def __init__(self, spec: TierSpec) -> None:
         """May take minutes: a directory is counted. Raises like the tier, RuntimeError if there is no epoch,
-        ValueError if records cannot be copied into this kind of tier."""
+        ValueError if records cannot be copied into this type of tier."""
 
     @property
     def epoch(self) -> str: ...

@@ -48,8 +48,8 @@ def config(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KIND=PLACE|JSON",
-            help="A tier of any kind, slower than every --disk. May be repeated: fastest first.",
+            metavar="TYPE=PLACE|JSON",
+            help="A tier of any type, slower than every --disk. May be repeated: fastest first.",
         ),
     ] = None,
     write_policy: Annotated[
@@ -132,7 +132,7 @@ def config(
         fail("--shell and --json exclude each other", 2)
     bounds = disk_size or []
     if len(bounds) > len(disk or []):
-        fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each bound after its --disk", 2)
+        fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each size after its --disk", 2)
     _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
@@ -175,7 +175,7 @@ def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[
             name, equals, _ = text.partition("=")
             if not equals or name not in kinds():
                 known = ", ".join(kinds())
-                fail(f"--tier {name} is neither KIND=PLACE (kinds: {known}) nor a JSON object", 2)
+                fail(f"--tier {name} is neither TYPE=PLACE (types: {known}) nor a JSON object", 2)
             tiers.append(entry_at(text))
             continue
         try:

@@ -113,7 +113,7 @@ def copy(
       kv-offload copy /var/cache/kv s3://kv-cache/kv_offload -n 3fa2 --dry-run
 
     Exit status: 0 all selected records are in DST, or were evicted from SRC meanwhile; 1 some were not
-    copied (a directory cannot be listed, DST is full, a tier failed or was reset, interrupted); 2 wrong use.
+    copied, and a message gives the reason; 2 wrong usage.
     """
     from kv_offload.config import tier_at
 

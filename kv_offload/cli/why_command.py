@@ -44,7 +44,7 @@ def why(
       kv-offload why server.log
       kubectl logs deploy/vllm | kv-offload why - --json
 
-    Exit status: 0 tokens were loaded; 1 none were, or the server cannot be reached; 2 wrong use.
+    Exit status: 0 tokens were loaded; 1 none were, or the server cannot be reached; 2 wrong usage.
     """
     found = diagnose(source)
     if as_json:
