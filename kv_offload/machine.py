@@ -127,6 +127,7 @@ def cautions(config: OffloadConfig) -> list[str]:
             "namespace, which servers without loss never read"
         )
     for tier in config.secondary_tiers:
+        # A tier without its own limit cannot be compared. Other policies write fewer chunks twice.
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "write_through":
             texts += small_tier_notes(tier.label(), bound, config.cpu_bytes_to_use)

@@ -133,6 +133,7 @@ def config(
     bounds = disk_size or []
     if len(bounds) > len(disk or []):
         fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each size after its --disk", 2)
+    # The parser of the configuration checks the other values. Its errors name keys, these name options.
     _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
@@ -155,6 +156,7 @@ def config(
             extra[key] = value
     extra |= dict(_setting(text) for text in setting or [])
     parsed, notes = OffloadConfig.parse(extra)
+    # The printed configuration may be used in another directory: relative paths become absolute.
     for given, made in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
         given.update(made.portable())
     for note in notes:

@@ -423,6 +423,7 @@ def _print(report: dict[str, Any]) -> None:
 
     selected = describe_size(report["selected"], report["selected_bytes"])
     there = f"{report['present']:,} already in {report['destination']}"
+    # Reports what would be done, or what was done; then each group of records that was not simply copied.
     if report["dry_run"]:
         lines = [f"{selected} selected: {there}"]
         lines.append(f"{describe_size(report['to_copy'], report['to_copy_bytes'])} would be copied")
