@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How fast are records written, read back from a cold cache, written into a full
 // root, and found again at start? One JSON object per line on stdout. fs_bench.py
-// runs it beside fio, full_root.py runs `full` beside `replace`.
+// compares it with fio, full_root.py compares `full` with `replace`.
 //
 //   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 //   fs_bench full ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY

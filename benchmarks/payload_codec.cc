@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast is the codec of payloads beside what its parts take at best, and what does it gain?
+// How fast is the payload codec compared with the lower bound of its parts, and what does it gain?
 //
 //   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)
 //   payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT [FACTORS]]
@@ -9,10 +9,9 @@
 // float32 numbers that lower the bounds, one for each 64 elements of a block; chunks then have whole blocks,
 // and the end of FILE may be left out.
 //
-// The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
-// cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
-// same round, one after the other; seconds are those of the thread's processor time, as "per core" means. One
-// JSON object per line.
+// The lower bound: zstd alone on the separated exponents, in cache and in blocks of the codec's size, plus
+// one memcpy of the other bytes that the codec reads and writes. All are measured in the same round, one
+// after the other. Seconds are CPU time of the thread, so figures are per core. One JSON object per line.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -130,9 +130,9 @@ class Bench {
     }
   }
 
-  // What copies cost a model that decodes beside them, by what may be in flight.
-  // The copier is busy through the whole loop, and steps alone and steps beside
-  // copies take turns.
+  // The cost of concurrent copies for a model that decodes, by the copies in flight.
+  // The copier is busy through the whole loop. Steps with and without copies
+  // alternate.
   void decode() {
     struct Setting {
       const char* name;
