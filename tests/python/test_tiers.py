@@ -137,6 +137,6 @@ def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py
-@pytest.mark.beside("oracle/check_tiers.py", "0.32")
-def test_an_added_kind_works_under_vllms_scheduler(beside: str) -> None:
-    print(beside)
+@pytest.mark.release_check("oracle/check_tiers.py", "0.32")
+def test_an_added_kind_works_under_vllms_scheduler(check_output: str) -> None:
+    print(check_output)
