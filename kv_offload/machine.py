@@ -55,8 +55,8 @@ def check_machine(
 
 
 def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """Returns (bytes available to a start, what limits them). Counts regions that no server holds as free,
-    because a start frees them."""
+    """Returns (bytes available to a start, the limit that applies). Counts regions that no server holds as
+    free, because a start frees them."""
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)

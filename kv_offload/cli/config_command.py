@@ -11,7 +11,7 @@ from kv_offload.cli.terminal import PROBLEM, echo, fail, plain_errors
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's KV transfer configuration with ``extra`` as our part of it."""
+    """Returns vLLM's KV transfer configuration with ``extra`` as the part of this plugin."""
     from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
     return {
@@ -166,7 +166,7 @@ def config(
 
 
 def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
-    """The entries of secondary_tiers, the disks first."""
+    """Returns the entries of secondary_tiers, the disks first."""
     from kv_offload.tiers.registry import entry_at, kind_of_tier, kinds
 
     kind = kind_of_tier("disk")
@@ -188,7 +188,7 @@ def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[
 
 
 def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
-    """Each option to the tiers whose kind has it."""
+    """Adds each option to the tiers whose type has it."""
     from kv_offload.tiers.registry import kinds
 
     for key, value in given.items():
@@ -212,7 +212,7 @@ def _check_sizes(given: list[tuple[str, str | None]]) -> None:
 
 
 def _share_of_memory() -> str:
-    """A quarter of the host memory that is available here, in whole GiB or MiB."""
+    """Returns a quarter of the host memory that is available here, in whole GiB or MiB."""
     from kv_offload.machine import host_memory
     from kv_offload.sizes import format_bytes
 

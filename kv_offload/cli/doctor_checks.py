@@ -102,7 +102,7 @@ def tenants(config: OffloadConfig) -> list[Check]:
 
 
 def regions() -> list[Check]:
-    """Reports the memory of servers that share it, kept memory, and leftovers; no check for what does not
+    """Reports the memory of servers that share it, kept memory, and leftovers. Omits memory that does not
     exist."""
     found = machine.regions()
     checks = []

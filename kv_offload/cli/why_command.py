@@ -71,7 +71,7 @@ def diagnose(source: str) -> "Diagnosis":
 
 
 def _diagnose_text(lines: Iterable[str]) -> "Diagnosis":
-    """A saved metrics page or a log; a page is recognised by its first lines."""
+    """Returns the findings of a saved metrics page or a log. A page is recognised by its first lines."""
     from kv_offload.diagnosis import from_log, from_metrics
     from kv_offload.exposition import Page
 
