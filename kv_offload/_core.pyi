@@ -623,7 +623,7 @@ class TieredCache:
         chunk, 0 for a whole chunk. Call ``forget_context`` when a request ends.
         """
     def report(self, request: int) -> dict[str, Any]:
-        """Returns the outcome of a request, also after its end until another one begins.
+        """Returns the outcome of a request, even after its end until another one begins.
 
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.

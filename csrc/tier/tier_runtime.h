@@ -124,7 +124,7 @@ struct Submitted {
 };
 
 // An op with its breaker pass and its share of the waiting bytes of the tier. Releases both
-// however it ends, also if memory runs out before it was queued. A lost probe pass would keep the lane off
+// however it ends, even if memory runs out before it was queued. A lost probe pass would keep the lane off
 // for good.
 class OpInFlight {
  public:
