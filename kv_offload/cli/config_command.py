@@ -129,7 +129,7 @@ def config(
     from kv_offload.config import OffloadConfig
 
     if shell and as_json:
-        fail("--shell and --json exclude each other", 2)
+        fail("--shell and --json cannot be used together", 2)
     bounds = disk_size or []
     if len(bounds) > len(disk or []):
         fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each size after its --disk", 2)

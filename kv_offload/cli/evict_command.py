@@ -108,7 +108,7 @@ def evict(
     show = print_line if as_json else print_sentence
     if watch:
         if dry_run:
-            raise ValueError("--watch and --dry-run exclude each other")
+            raise ValueError("--watch and --dry-run cannot be used together")
         Watch(root, bound, interval, show).run()
         return
     report = evict_once(open_root(root, changes=not dry_run), bound, dry_run=dry_run)

@@ -186,7 +186,7 @@ def test_config_for_a_shell_is_quoted():
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
         (["--cpu", "1GiB", "--set", "lookup_timeout=1"], "did you mean 'lookup_timeout_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
-        (["--cpu", "1GiB", "--shell", "--json"], "exclude each other"),
+        (["--cpu", "1GiB", "--shell", "--json"], "cannot be used together"),
     ],
 )
 def test_an_invalid_config_command_is_refused(arguments, part):

@@ -116,7 +116,7 @@ def test_files_of_others_are_counted_but_not_removed(root):
         (["--max-bytes", "much"], "is not a size"),
         (["--max-bytes", "1GiB", "--high", 50, "--low", 60], "--low 60 is above --high 50"),
         (["--max-bytes", "1GiB", "--dead-after", "soon"], "is not a duration"),
-        (["--max-bytes", "1GiB", "--watch", "--dry-run"], "exclude each other"),
+        (["--max-bytes", "1GiB", "--watch", "--dry-run"], "cannot be used together"),
     ],
 )
 def test_wrong_usage_exits_with_2(root, arguments, part):
