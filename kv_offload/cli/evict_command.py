@@ -94,8 +94,8 @@ def evict(
       kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
-    Exit status: 0 the root is below its limit, or a signal ended --watch; 1 it is above its limit, because
-    the remaining files are not records, or the command was refused; 2 wrong usage, or ROOT is not a root.
+    Exit status: 0 the root is below its limit, or a signal ended --watch; 1 it is still above its limit, or
+    the command was refused; 2 wrong usage, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
     from kv_offload.tiers.registry import kind_of_tier, refuse_address
