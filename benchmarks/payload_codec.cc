@@ -64,7 +64,7 @@ double seconds_of(const std::function<void()>& work) {
   return cpu_now() - begin;
 }
 
-// A way to make chunks smaller: encode returns the bytes, or 0 for "as it is".
+// A compression method: encode returns the number of bytes, or 0 if the chunk stays raw.
 struct Way {
   std::string name;
   std::function<std::size_t(std::byte* chunk, Bytes& out)> encode;
@@ -73,7 +73,7 @@ struct Way {
 };
 
 struct Result {
-  std::vector<double> in, out;  // seconds of a round
+  std::vector<double> in, out;  // seconds per round
   double ratio = 1;
 };
 
@@ -133,7 +133,7 @@ class Bench {
     std::size_t coded = 0;
     double in = 0;
     for (std::size_t at = 0; at + kPlane <= upper_.size(); at += kPlane) {
-      std::memcpy(plane.data(), upper_.data() + at, kPlane);  // into cache, where the codec has it
+      std::memcpy(plane.data(), upper_.data() + at, kPlane);  // into the CPU cache, as in the codec
       in += seconds_of([&] {
         sizes.push_back(
             ZSTD_compress2(to_, frames.data() + coded, frames.size() - coded, plane.data(), kPlane));
@@ -147,7 +147,7 @@ class Bench {
         at += size;
       }
     });
-    // It reads the raw bytes and writes the stored ones, or the other way round.
+    // It reads the raw bytes and writes the stored ones, or the reverse.
     const std::size_t moved = (data_.size() + lower_.size() + coded) / 2;
     const double copied = seconds_of([&] { std::memcpy(back_.data(), data_.data(), moved); });
     Result& bound = results["bound"];
@@ -178,10 +178,10 @@ ZSTD_CCtx* context(int level, bool codes) {
   return made;
 }
 
-// The bounds of lossy ways. Their encoder measures the loss and stops if a chunk exceeds the bound.
+// The bounds of lossy methods. Their encoder measures the loss and stops if a chunk exceeds the bound.
 constexpr ErrorBounds kBounds[] = {{0.02, 0.02}, {0.05, 0.05}, {0.1, 0.1}, {0.2, 0.2}};
 
-// factors: null, or outlive the way.
+// factors: null, or must outlive the method.
 Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs,
               Element element = Element::kBf16, const BoundFactors* factors = nullptr,
               std::size_t chunk_bytes = kChunk) {
