@@ -345,7 +345,7 @@ class RecordImporter:
 
     def __init__(self, spec: TierSpec) -> None:
         """May take minutes: a directory is counted. Raises like the tier, RuntimeError if there is no epoch,
-        ValueError if records cannot be copied into this kind of tier."""
+        ValueError if records cannot be copied into this type of tier."""
 
     @property
     def epoch(self) -> str: ...
@@ -627,7 +627,7 @@ class TieredCache:
         chunk, 0 for a whole chunk. Call ``forget_context`` when a request ends.
         """
     def report(self, request: int) -> dict[str, Any]:
-        """Returns the outcome of a request, also after its end until another one begins.
+        """Returns the outcome of a request, even after its end until another one begins.
 
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.

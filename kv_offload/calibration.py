@@ -93,6 +93,7 @@ class Calibration:
         positive = [each for each in known if each > 0]
         if not positive or not all(math.isfinite(each) and each >= 0 for each in known):
             raise ValueError("the sensitivities are not finite, or all of them are zero")
+        # The geometric mean: sensitivities differ by orders of magnitude.
         mean = math.exp(math.fsum(map(math.log, positive)) / len(positive))
 
         def factors(kind: Sequence[Sequence[float]]) -> Heads:
@@ -270,9 +271,11 @@ def _layer(fields: Mapping[str, Any]) -> LayerFactors:
     sizes = fields["key_size"], fields["value_size"]
     kinds = tuple(tuple(tuple(map(float, head)) for head in fields[kind]) for kind in ("keys", "values"))
     for size, kind in zip(sizes, kinds, strict=True):
+        # Keys and values have the same number of heads.
         if not isinstance(size, int) or size < 1 or not kind or len(kind) != len(kinds[0]):
             raise ValueError("a layer without heads or channels")
         for head in kind:
+            # One factor per block of channels; the last block may be shorter.
             if len(head) != -(-size // BLOCK) or not all(0 < factor <= 1 for factor in head):
                 raise ValueError("factors that are not one for each 64 channels, above 0 and at most 1")
     return LayerFactors(*sizes, *kinds)

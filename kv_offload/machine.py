@@ -56,8 +56,8 @@ def check_machine(
 
 
 def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """Returns (bytes available to a start, what limits them). Counts regions that no server holds as free,
-    because a start frees them."""
+    """Returns (bytes available to a start, the limit that applies). Counts regions that no server holds as
+    free, because a start frees them."""
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)
@@ -141,6 +141,7 @@ def cautions(config: OffloadConfig) -> list[str]:
             "namespace, which servers without loss never read"
         )
     for tier in config.secondary_tiers:
+        # A tier without its own limit cannot be compared. Other policies write fewer chunks twice.
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "write_through":
             texts += small_tier_notes(tier.label(), bound, config.cpu_bytes_to_use)

@@ -67,6 +67,7 @@ def model_identity(
     """
     environ = os.environ if environ is None else environ
     identity = _found(name, revision, cache_dir, environ)
+    # A directory with only configs has no weights to sample.
     if configured_by:
         path = Path(configured_by).expanduser()
         identity["configured_by"] = (

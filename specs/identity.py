@@ -96,7 +96,7 @@ def _digest(text: str) -> str:
 def _weights_source(vllm_config: Any) -> dict[str, Any]:
     """Returns the sources of the weights, in addition to config.model.name.
 
-    For a model at a remote address (s3:// and similar) vLLM replaces the name by a temporary directory with
+    For a model at a remote address (s3:// and similar) vLLM replaces the name with a temporary directory with
     the model's configs, and keeps the address in model_weights.
     """
     return {

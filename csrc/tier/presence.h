@@ -128,7 +128,7 @@ class PresenceCache final : public Catalog {
     const Entry& operator[](std::size_t at) const { return entries_[at]; }
 
    private:
-    static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed in vain
+    static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed needlessly
     std::uint32_t place_of(ChunkId id) const;
     std::uint64_t& mark_word(std::size_t mark) const {
       return static_cast<std::uint64_t*>(marks_.data())[mark / 64];

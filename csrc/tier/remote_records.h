@@ -75,7 +75,7 @@ class RemoteRecords {
   virtual Status read(const RemoteRecord& record, WholeRecord* copy) = 0;
   // Reads the epoch that newly started processes of this namespace use; *name is empty if there is none.
   virtual Status read_startup_epoch(const std::string& namespace_id, std::string* name) = 0;
-  // Removes the records. Adds those removed to *removed, with their listed bytes, also if it fails midway.
+  // Removes the records. Adds those removed to *removed, with their listed bytes, even if it fails midway.
   virtual Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) = 0;
   // True if several threads may call this object concurrently: each call waits for one server round trip per
   // record.

@@ -72,7 +72,7 @@ def calibrate(
       kv-offload calibrate /models/Llama-3.1-8B --dtype bfloat16 -o llama.calibration.json
       kv-offload calibrate Qwen/Qwen3-0.6B --text prompts.txt
 
-    Exit status: 0 written; 1 the model or the text cannot be used; 2 wrong use.
+    Exit status: 0 written; 1 the model or the text cannot be used; 2 wrong usage.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         fail(f"--dtype is {dtype!r}; possible: float32, bfloat16 or float16", USAGE)

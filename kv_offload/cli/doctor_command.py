@@ -47,7 +47,7 @@ def doctor(
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROOT", help="Also check this directory, or KIND=PLACE. May be repeated."),
+        typer.Option(metavar="ROOT", help="Also check this directory, or TYPE=PLACE. May be repeated."),
     ] = None,
     kv_offloading_size: Annotated[
         float | None,
@@ -95,7 +95,7 @@ def doctor(
       kv-offload doctor http://gpu-7:8000
 
     Exit status: 0 the machine can serve, or the server serves; 1 something would be refused, or the server
-    cannot be reached; 2 the command was used wrongly.
+    cannot be reached; 2 wrong usage.
     """
     from kv_offload.sizes import parse_byte_size
 

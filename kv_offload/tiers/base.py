@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that every kind of tier has, and the interface that a kind implements.
+"""The settings that every type of tier has, and the interface that a type implements.
 
 This interface hides all differences between kinds: the adapter, the command line and the sizing name no kind.
 """
@@ -280,7 +280,7 @@ class TierConfig(BaseModel):
         if the place does not exist or the kind does not support these commands; OSError or RuntimeError if
         the records cannot be read or must not be changed.
         """
-        raise ValueError(f"{self.label()}: this command does not support this kind of tier")
+        raise ValueError(f"{self.label()}: this command does not support this type of tier")
 
     def is_unused(self) -> bool:
         """Returns True if the tier does not exist yet, or is an empty directory."""

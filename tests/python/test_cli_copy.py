@@ -332,7 +332,7 @@ def test_a_server_that_starts_after_the_copy_finds_every_record(
     assert (again["copied"], again["present"]) == (0, len(NUMBERS))
 
 
-def test_a_copy_names_what_it_cannot_read_and_fails(tmp_path: Path, shm: Path) -> None:
+def test_a_copy_names_unreadable_directories_and_fails(tmp_path: Path, shm: Path) -> None:
     source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
     source.fill(shm, NUMBERS)
     unreadable = source.file(3).parent
@@ -719,7 +719,7 @@ def test_the_newest_records_are_copied_first_and_keep_their_time(shm: Path, tmp_
         assert times[0] == pytest.approx(times[1], abs=1000)
 
 
-def test_max_bytes_limits_what_is_copied(shm: Path, tmp_path: Path) -> None:
+def test_max_bytes_limits_the_copied_bytes(shm: Path, tmp_path: Path) -> None:
     source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
     source.fill(shm, range(1, 91))
     report = copied(source, destination, "--max-bytes", "1MiB")

@@ -125,10 +125,10 @@ class FsRoot {
   // ResourceError if some cannot be removed; all others are removed.
   std::uint64_t remove(const std::vector<std::string>& paths);
 
-  // Makes space like the evictor of a tier, for all processes that share the root: first what no process can
-  // hit any more (epochs that a reset left behind, dead namespaces), then records of all namespaces by age.
-  // Running servers continue and use the freed space. on_removed(bytes freed so far) may throw to end it
-  // early.
+  // Makes space like the evictor of a tier, for all processes that share the root: first the files that no
+  // process can hit any more (epochs that a reset left behind, dead namespaces), then records of all
+  // namespaces by age. Running servers continue and use the freed space. on_removed(bytes freed so far) may
+  // throw to end it early.
   EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& on_removed);
 
  private:

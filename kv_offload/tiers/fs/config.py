@@ -202,10 +202,12 @@ class FsTierConfig(EncryptedTierConfig):
         bound, room = self._room()
         if bound is None:
             return Answer("note", f"speed not measured: {_IN_USE}")
+        # At most a quarter of the free space: other programs may need it meanwhile.
         total = min(total_bytes, free_bytes(self.root_dir) // 4, room) // _PROBE_RECORD * _PROBE_RECORD
         if total < _SMALLEST_PROBE:
             full = "max_bytes is reached" if room < _SMALLEST_PROBE else "too little free space"
             return Answer("note", f"speed not measured: {full}; {_MEASURE_ELSEWHERE}")
+        # In a root, the records count within max_bytes, as those of a server do.
         if self._is_root():
             measured = _core.probe_root(self.root_dir, bound, total, _PROBE_RECORD)
             if measured is None:

@@ -947,7 +947,7 @@ TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission
   }
 }
 
-TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_asked_for_on_others) {
+TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_looked_up_on_others) {
   part_[0]->presence[key_of(2)] = Presence::kUnknown;
   part_[0]->presence[key_of(3)] = Presence::kLookupFailed;
   tier_->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);

@@ -329,7 +329,7 @@ TEST_F(HostTiersTest, a_host_that_is_down_takes_no_ops) {
   })) << "the part of the failed write was kept, or that of the stored chunk was not";
 }
 
-TEST_F(HostTiersTest, records_that_a_host_loses_while_it_is_not_connected_are_not_believed) {
+TEST_F(HostTiersTest, records_that_a_host_loses_while_it_is_not_connected_are_not_hits) {
   start();
   ASSERT_TRUE(write(1).is_ok());
   ASSERT_TRUE(has(1));
@@ -759,7 +759,7 @@ TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
   EXPECT_EQ(ids, all);
 }
 
-TEST(RemoteTierTest, what_a_host_had_is_unknown_after_its_connection_was_lost) {
+TEST(RemoteTierTest, records_of_a_host_are_unknown_after_its_connection_was_lost) {
   const auto channel = std::make_shared<TierChannel>([] {});
   const auto deliver = [&](FrameType type, const Bytes& body) {
     EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);

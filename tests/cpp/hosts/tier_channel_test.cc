@@ -62,7 +62,7 @@ class TierChannelTest : public ::testing::Test {
   TierChannel channel_{[this] { ++wakes_; }};
 };
 
-TEST_F(TierChannelTest, keeps_only_the_last_state_of_a_tier_while_nobody_takes_events) {
+TEST_F(TierChannelTest, keeps_only_the_last_state_of_a_tier_until_events_are_taken) {
   open();
   for (int i = 0; i <= 1000; ++i) ASSERT_EQ(deliver_state(i), Delivery::kTaken);
   const auto events = channel_.take_events(0);
@@ -83,7 +83,7 @@ TEST_F(TierChannelTest, refuses_more_events_than_it_can_keep) {
   EXPECT_EQ(channel_.deliver(FrameType::kRemovals, frame, Nanos(0)), Delivery::kTaken);
 }
 
-TEST_F(TierChannelTest, ignores_what_a_host_says_about_its_tiers_before_they_are_opened) {
+TEST_F(TierChannelTest, ignores_messages_about_tiers_before_they_are_opened) {
   EXPECT_EQ(deliver_state(1), Delivery::kTaken);
   open();
   EXPECT_EQ(channel_.take_events(0).size(), 1u) << "more than Ready";

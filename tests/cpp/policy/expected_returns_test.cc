@@ -39,7 +39,7 @@ TEST_F(ExpectedReturnsTest, without_hints_the_order_is_that_of_the_other_policy)
   EXPECT_EQ(evicted(), (Order{0, 1, 2}));
 }
 
-TEST_F(ExpectedReturnsTest, what_returns_last_is_evicted_first) {
+TEST_F(ExpectedReturnsTest, the_chunk_that_returns_last_is_evicted_first) {
   insert(0, 1010);
   insert(1, kNever);
   insert(2, 1030);

@@ -229,7 +229,7 @@ TEST_F(PrefixPolicyTest, a_pinned_end_protects_the_chunks_before_it) {
 
 // All ends are pinned, as if they were being read or written. The head of the most recent prompt is evicted
 // last, even if the head was used first or its readers unpinned it first.
-TEST_F(PrefixPolicyTest, with_pinned_ends_the_least_recent_prompt_goes_deepest_first) {
+TEST_F(PrefixPolicyTest, with_pinned_ends_the_least_recent_prompt_is_evicted_from_its_end) {
   enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
   for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
     serve(prompt(10, 4));
