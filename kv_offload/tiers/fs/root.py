@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.losses import LossTotals, allows_loss
-from kv_offload.tenants import TenantTotals, stored_name
+from kv_offload.tenants import TenantTotals, stored_name, unknown_tenant
 from kv_offload.tiers.base import MissingNamespaceError
 
 if TYPE_CHECKING:
@@ -79,6 +79,16 @@ def refuse_other_user(path: str) -> None:
             f"{path} belongs to user {owner}, this process is user {os.geteuid()}: servers could not open "
             f"the files that it leaves there. Run it as that user: sudo -u '#{owner}' kv-offload ..."
         )
+
+
+def _tenant_in(path: str) -> str | None:
+    """Returns the tenant in a record's header; None if it is missing, or has no valid header."""
+    from kv_offload import _core
+
+    name = _core.record_tenant(path)
+    if name is None and os.path.lexists(path):  # evicted while it was read, and written again?
+        name = _core.record_tenant(path)
+    return name
 
 
 class DirectoryRoot:
@@ -172,20 +182,21 @@ class DirectoryRoot:
         self, stored: str, namespace: str | None, failures: list[str]
     ) -> Iterator[dict[str, Any]]:
         """Yields the records with this name of a tenant. Appends an error to ``failures`` for each record and
-        directory that cannot be read."""
-        from kv_offload import _core
+        directory that cannot be read, and for each record without a valid header: it may be the tenant's."""
 
         found = self._root.records(namespace, all_epochs=True, strict=True)
         while True:
             try:
                 record = next(found)
-                is_own = _core.record_tenant(record["path"]) == stored
+                name = _tenant_in(record["path"])
             except StopIteration:
                 return
             except RuntimeError as error:  # the next call continues behind it
                 failures.append(str(error))
                 continue
-            if is_own:
+            if name is None and os.path.lexists(record["path"]):
+                failures.append(unknown_tenant(record["path"]))
+            elif name == stored:
                 yield record
 
     def use_record_sizes(self) -> None:
