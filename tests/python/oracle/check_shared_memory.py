@@ -54,6 +54,13 @@ def hit_tokens(engine: Engine, place: str) -> float:
     return found
 
 
+def number_of(engine: Engine) -> str:
+    """Returns the number under which other engines know this one."""
+    info = "kv_offload_shared_memory_info"
+    (found,) = [str(n) for n in range(64) if engine.manager._metrics.value(info, [str(n)])]
+    return found
+
+
 @contextmanager
 def two_engines(setup: Setup) -> Iterator[tuple[Engine, Engine]]:
     """Two engines of one model that have found each other."""
@@ -86,6 +93,8 @@ def test_prompts_of_a_neighbour_are_loaded_with_their_bytes_and_not_stored_again
         found = hit_tokens(reader, "neighbour")
         assert found == hit_tokens(owner, "cpu") > 0
         assert hit_tokens(reader, "cpu") == 0
+        by_number = "kv_offload_neighbour_hit_tokens_total"
+        assert reader.manager._metrics.value(by_number, [number_of(owner)]) == found
         for engine in (owner, reader):
             _check_at_rest(engine)
             assert stats(engine)["borrowed_chunks"] == 0
