@@ -135,8 +135,6 @@ class KVOffloadSpec(OffloadingSpec):
         cache = self._make_cache(region, metrics, shard_bytes, merged, identity, tiers, over_hosts)
         if options.keep_host_memory:
             _log_kept(cache.stats())
-        if options.share_host_memory:
-            _publish_shared_number(metrics, region.shared_number)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         # max_bytes is that of each host; cpu_bytes_to_use and the chunks are those of the whole engine.
         count = 1 if hosts is None else hosts.count
@@ -145,7 +143,10 @@ class KVOffloadSpec(OffloadingSpec):
         manager = KVOffloadManager(
             cache,
             metrics,
-            self._manager_options(merged, identity, seed_is_random, capacity, watches),
+            replace(
+                self._manager_options(merged, identity, seed_is_random, capacity, watches),
+                shared_number=region.shared_number,
+            ),
             tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
             hosts=None if links is None else HostWatch(links, metrics),
         )
@@ -510,13 +511,6 @@ def _log_kept(stats: Mapping[str, int]) -> None:
         stats["taken_over_chunks"],
         format_bytes(stats["resident_bytes"]),
     )
-
-
-def _publish_shared_number(metrics: Any, number: int | None) -> None:
-    """``number``: None if all names were taken; the core reports that."""
-    if number is not None:
-        metrics.set("kv_offload_shared_memory_info", [str(number)], 1)
-        logger.info("share_host_memory: other engines of this host know this one as neighbour %d", number)
 
 
 def small_capacity_warning(capacity_tokens: int, max_model_len: int) -> str | None:

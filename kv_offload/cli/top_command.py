@@ -186,7 +186,11 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         "tiers": tiers,
         "neighbours": {
             "engines": total("neighbours"),
-            "own_numbers": page.values_of(PREFIX + "shared_memory_info", "neighbour"),
+            "own_numbers": [
+                number
+                for number in page.values_of(PREFIX + "shared_memory_info", "neighbour")
+                if total("shared_memory_info", neighbour=number)
+            ],
             "hit_tokens_per_second": per_second("hit_tokens_total", tier="neighbour"),
             "hit_tokens_per_second_by_number": {
                 number: per_second("neighbour_hit_tokens_total", neighbour=number)

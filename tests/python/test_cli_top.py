@@ -315,6 +315,7 @@ def test_neighbours_are_shown_if_there_are_any() -> None:
     assert "neighbours" not in shown(LATER)
     near += (
         'kv_offload_shared_memory_info{engine="0",model_name="tiny",neighbour="1"} 1.0\n'
+        'kv_offload_shared_memory_info{engine="1",model_name="tiny",neighbour="3"} 0.0\n'
         'kv_offload_neighbour_hit_tokens_total{engine="0",model_name="tiny",neighbour="0"} 30.0\n'
         'kv_offload_neighbour_hit_tokens_total{engine="0",model_name="tiny",neighbour="2"} 20.0\n'
     )

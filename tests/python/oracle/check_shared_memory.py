@@ -105,7 +105,9 @@ def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks()
     with two_engines(FULL) as (owner, reader):
         ask_again(owner, first)
         ask_again(reader, second)
+        number = number_of(owner)
         assert owner.reset(running=True)
+        assert owner.manager._metrics.value("kv_offload_shared_memory_info", [number]) == 0
         assert ask_again(reader, first) == [0] * 3, "bytes from before the reset of their engine"
         assert ask_again(owner, second) == [0] * 3, "bytes of an engine that was not reset"
         assert ask_again(reader, second) == [WHOLE] * 3
