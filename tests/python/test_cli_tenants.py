@@ -119,6 +119,19 @@ def test_purge_of_a_tenant_fails_if_a_record_has_no_valid_header(tmp_path: Path)
     assert json.loads(run("purge", root, "--tenant", "acme", "--yes", "--json"))["records"] == 0
 
 
+def test_purge_of_a_tenant_tells_of_temporary_files(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    unfinished = records_in(root)[0].parent / ".tmp-1-00000000000000ab-1"
+    unfinished.write_bytes(b"x")
+    told = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert told.exit_code == 0
+    assert "unfinished writes that are left: 1" in told.stderr
+    unfinished.unlink()
+    told = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert "temporary files" not in told.output
+
+
 def test_purge_of_a_tenant_passes_over_records_that_are_evicted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ class DirectoryRoot:
     def __init__(self, path: str, *, changes: bool) -> None:
         self._root = open_root(path, changes=changes)
         self._key_files: list[str] = []
+        self._temporaries = 0  # left by a purge of a tenant
         self.where = path
 
     def stat(self) -> dict[str, Any]:
@@ -176,6 +177,7 @@ class DirectoryRoot:
             size += sum(record["bytes"] for record in some) * removed // len(some)
         if failures:
             raise RuntimeError(f"others were removed, but records of the tenant may be left: {failures[0]}")
+        self._temporaries = self._root.stat()["temporaries"]
         return records, size
 
     def _records_of(
@@ -249,7 +251,12 @@ class DirectoryRoot:
         return self._root.remove([record["path"] for record in records])
 
     def notes(self) -> list[str]:
-        return []
+        if not self._temporaries:
+            return []
+        return [
+            f"temporary files of unfinished writes that are left: {self._temporaries:,}. They may have "
+            "bytes of the tenant. A running server removes those of killed servers"
+        ]
 
 
 def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
