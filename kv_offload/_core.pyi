@@ -104,6 +104,9 @@ class HostRegion:
     def cut_off(self) -> bool:
         """Scheduler: True while a host is not connected (HostLinks); nothing is loaded or stored then."""
     @property
+    def shared_number(self) -> int | None:
+        """The number under which other engines know this region; None if it is not shared (any more)."""
+    @property
     def swept(self) -> list[str]: ...
     def area(self, index: int) -> npt.NDArray[np.uint8]:
         """Returns the area's bytes: shape (area_bytes,), writable, not a copy. For tests and tools."""

@@ -115,6 +115,11 @@ def stored_name(tenant: str) -> str:
     return "" if tenant == OTHER else tenant
 
 
+def unknown_tenant(record: str) -> str:
+    """Returns why the tenant of a record is not known, and the remedy. ``record``: its path."""
+    return f"{record} has no valid header: kv-offload verify --repair removes damaged records"
+
+
 class TenantTotals:
     """Sums of records by the tenant that their headers name."""
 

@@ -58,6 +58,7 @@ class ManagerOptions:
     remote_wait_seconds: float = 0.0  # default for requests without this hint
     fixed_weights: bool = False  # a cache reset keeps the cache
     shares_host_memory: bool = False
+    shared_number: int | None = None  # under which other engines of this host know this one
     expects_neighbours: bool = False  # other replicas should run on this host
     describes_events: bool = (
         False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
@@ -99,6 +100,12 @@ class KVOffloadManager(OffloadingManager):
             if self._options.shares_host_memory
             else None
         )
+        if self._options.shared_number is not None:
+            logger.info(
+                "share_host_memory: other engines of this host know this one as neighbour %d",
+                self._options.shared_number,
+            )
+        self._publish_sharing(True)
         self._resets = ResetWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._epoch = 0
@@ -360,6 +367,7 @@ class KVOffloadManager(OffloadingManager):
             self._cache.abandon_jobs()
         else:
             self._resets.report_forgotten()
+            self._publish_sharing(False)
             self._cache.reset()
         self._cache.forget_context()
         self._unstored.clear()  # vLLM drops all payloads itself
@@ -367,6 +375,11 @@ class KVOffloadManager(OffloadingManager):
         self._loaded.clear()
         # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
         self._advertised.withdraw_all()
+
+    def _publish_sharing(self, shares: bool) -> None:
+        if self._options.shared_number is not None:
+            number = str(self._options.shared_number)
+            self._metrics.set("kv_offload_shared_memory_info", [number], int(shares))
 
     def on_reset_flushed(self) -> None:
         """Does nothing. vLLM 0.33 calls it when the jobs from before the reset have ended.

@@ -143,7 +143,10 @@ class KVOffloadSpec(OffloadingSpec):
         manager = KVOffloadManager(
             cache,
             metrics,
-            self._manager_options(merged, identity, seed_is_random, capacity, watches),
+            replace(
+                self._manager_options(merged, identity, seed_is_random, capacity, watches),
+                shared_number=region.shared_number,
+            ),
             tracer=make_tracer(metrics, options.tier_names(), self.config.model.name),
             hosts=None if links is None else HostWatch(links, metrics),
         )

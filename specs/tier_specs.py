@@ -31,6 +31,8 @@ def common_settings(options: OffloadConfig) -> dict[str, Any]:
         ],
         "largest errors of lossy records": None if bounds is None else list(bounds),
         "list of tenants and shares": [] if tenants is None else [list(share) for share in tenants.shares],
+        # Otherwise the records of a tenant would be under the key of the tier on some hosts.
+        "encryption of tenants": [] if tenants is None else [bool(files) for files in tenants.key_files],
     }
 
 

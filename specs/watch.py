@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches that log once: no hits at all; a cache reset; a reset of one replica only. Also codec decisions."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,12 +69,13 @@ class HostWatch:
 
 
 class NeighbourWatch:
-    """Logs which neighbours are not used (share_host_memory), and once if a replica finds none at all."""
+    """Logs which neighbours are not used (share_host_memory), and once if this server finds none at all."""
 
     def __init__(self, cache: "TieredCache", expects_any: bool) -> None:
-        """``expects_any``: other replicas should run on this host."""
+        """``expects_any``: other replicas should run on this host: finding none is a warning."""
         self._cache = cache
-        self._missing = expects_any
+        self._level = logging.WARNING if expects_any else logging.INFO
+        self._missing = True
         self._count = 0
         self._since: float | None = None
 
@@ -90,10 +92,11 @@ class NeighbourWatch:
             self._since = now
         if self._missing and now - self._since >= _NEIGHBOURS_SECONDS:
             self._missing = False
-            logger.warning(
-                "share_host_memory: this replica found no other one in /dev/shm. Replicas in other "
+            logger.log(
+                self._level,
+                "share_host_memory: this server found no other one in /dev/shm. Servers in other "
                 "containers are found only if these share /dev/shm (docker run --ipc, or one tmpfs "
-                "mounted in all), and replicas on other hosts never"
+                "mounted in all), and servers on other hosts never",
             )
 
 

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "memory/host_region.h"
+#include "memory/neighbour_region.h"
 
 namespace kv_offload::bindings {
 namespace {
@@ -116,6 +117,7 @@ void bind_region(py::module_& module) {
       .def("set_endpoint", &HostRegion::set_endpoint, py::arg("rank"), py::arg("endpoint"))
       .def_property_readonly("local_ranks", &HostRegion::local_ranks)
       .def_property_readonly("cut_off", &HostRegion::is_cut_off)
+      .def_property_readonly("shared_number", &shared_number)
       .def_property_readonly("swept", &HostRegion::swept)
       .def("area", &area, py::arg("index"))
       .def("prefault", &prefault, py::arg("index"), py::arg("threads"), py::arg("progress") = py::none())

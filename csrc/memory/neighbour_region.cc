@@ -107,6 +107,18 @@ bool NeighbourRegion::take_number() {
   return false;
 }
 
+std::optional<unsigned> shared_number(const HostRegion& own) {
+  const RegionOptions& options = own.options();
+  if (options.share_for.empty()) return std::nullopt;
+  const std::uint64_t inode = own.inode();
+  for (unsigned number = 0; number < kMostShared; ++number) {
+    struct stat named {};
+    const std::string path = SharedFile::shared_path_of(options.shm_directory, options.share_for, number);
+    if (::lstat(path.c_str(), &named) == 0 && named.st_ino == inode) return number;
+  }
+  return std::nullopt;
+}
+
 bool NeighbourRegion::is_alive() {
   if (!rows_->is_open()) return false;
   if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK || errno == EINTR;

@@ -60,4 +60,8 @@ class NeighbourRegion {
   std::optional<SharedRowsView> rows_;
 };
 
+// Returns the number of the own region: neighbours know this engine by it (NeighbourRegion::number). Nothing
+// if the region is not shared, or not any more.
+std::optional<unsigned> shared_number(const HostRegion& own);
+
 }  // namespace kv_offload

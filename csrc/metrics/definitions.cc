@@ -47,6 +47,12 @@ std::vector<MetricDefinition> make_definitions() {
           "(kv_offload-shared-*-NUMBER in /dev/shm). Part of kv_offload_hit_tokens_total.",
           {"neighbour"}),
       gauge("kv_offload_neighbours", "Engines of this host whose memory this engine reads."),
+      gauge(
+          "kv_offload_shared_memory_info",
+          "1 while other engines of this host may load from this engine's memory, 0 after a reset has ended "
+          "that. The label is the number by which they count hits in it "
+          "(kv_offload_neighbour_hit_tokens_total).",
+          {"neighbour"}),
       gauge("kv_offload_borrowed_chunks", "Chunks of neighbours that are pinned for this engine."),
       gauge("kv_offload_lost_hosts",
             "Hosts of this engine's ranks that are not connected. Unless it is 0, nothing is loaded or "

@@ -186,7 +186,16 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
         "tiers": tiers,
         "neighbours": {
             "engines": total("neighbours"),
+            "own_numbers": [
+                number
+                for number in page.values_of(PREFIX + "shared_memory_info", "neighbour")
+                if total("shared_memory_info", neighbour=number)
+            ],
             "hit_tokens_per_second": per_second("hit_tokens_total", tier="neighbour"),
+            "hit_tokens_per_second_by_number": {
+                number: per_second("neighbour_hit_tokens_total", neighbour=number)
+                for number in page.values_of(PREFIX + "neighbour_hit_tokens_total", "neighbour")
+            },
             "borrowed_chunks": total("borrowed_chunks"),
             "lent_chunks": total("lent_chunks"),
         },
@@ -260,9 +269,14 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
         if on_tiers.row_count:
             parts.append(on_tiers)
     if (near := figures["neighbours"])["engines"]:
+        own = f" (this engine is number {', '.join(near['own_numbers'])})" if near["own_numbers"] else ""
+        each = [
+            f"{rate:,.0f} from {number}" for number, rate in near["hit_tokens_per_second_by_number"].items()
+        ]
         parts.append(
             Text(
-                f"\nneighbours: {near['engines']:.0f}; {near['hit_tokens_per_second']:,.0f} hits/s, "
+                f"\nneighbours: {near['engines']:.0f}{own}; {near['hit_tokens_per_second']:,.0f} hits/s"
+                f"{' (' + ', '.join(each) + ')' if each else ''}, "
                 f"{near['borrowed_chunks']:,.0f} chunks borrowed, {near['lent_chunks']:,.0f} lent"
             )
         )

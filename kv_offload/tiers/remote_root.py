@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_offload.losses import LossTotals
 from kv_offload.printable import printable
-from kv_offload.tenants import TenantTotals, stored_name
+from kv_offload.tenants import TenantTotals, stored_name, unknown_tenant
 
 if TYPE_CHECKING:
     from kv_offload._core import RemoteRecord, RemoteRecords, WholeRecord
@@ -212,23 +212,41 @@ class RemoteRoot:
         return found.totals()
 
     def purge(self, namespace: str | None, tenant: str | None = None) -> tuple[int, int]:
-        """Bytes that older versions still occupy are not counted as freed."""
+        """Bytes that older versions still occupy are not counted as freed.
+
+        Raises RuntimeError if some cannot be read or removed. Records without a valid header may be those of
+        the tenant: all others are removed, then it raises RuntimeError.
+        """
         records = size = 0
+        unknown = ""
         try:
             for page in self._pages(namespace, True):
                 some = [record for record in page if record.key]
                 if tenant is not None:
-                    stored = stored_name(tenant)
-                    some = [record for record, name in self._with_tenants(some) if name == stored]
+                    named = list(self._with_tenants(some))
+                    some = [record for record, name in named if name == stored_name(tenant)]
+                    unknown = unknown or self._first_unknown(named)
                 removed, freed, error = self._remove_in_parts(some)
                 records, size = records + removed, size + freed
                 if error:
                     raise RuntimeError(f"{self.where}: {error}")
         except RuntimeError as failed:
             raise RuntimeError(f"{failed} ({records:,} records were removed before)") from None
+        if unknown:
+            raise RuntimeError(
+                f"{self.where}: {records:,} records were removed, but records of the tenant may be left: "
+                f"{unknown}"
+            )
         if self._records.keeps_versions:
             self._versions, size = size, 0
         return records, size
+
+    def _first_unknown(self, named: list[tuple["RemoteRecord", str | None]]) -> str:
+        """Returns why the tenant of a record is unknown, for the first one that still exists; "": of none."""
+        for record, name in named:
+            if name is None and self._records.verify(record, False)[0] != "not_found":
+                return unknown_tenant(self._path(record))
+        return ""
 
     # ---- copies
 

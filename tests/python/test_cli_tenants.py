@@ -102,6 +102,51 @@ def test_purge_of_a_tenant_fails_if_a_record_cannot_be_read(tmp_path: Path) -> N
     assert records_by_tenant(root) == {"other": 2}
 
 
+def test_purge_of_a_tenant_fails_if_a_record_has_no_valid_header(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    damaged = next(path for path in records_in(root) if _core.record_tenant(str(path)) == "acme")
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"\0" + whole[1:])
+    result = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert result.exit_code == 1
+    assert damaged.name in result.output
+    assert "verify --repair" in result.output
+    assert damaged.exists()
+    assert records_by_tenant(root) == {"other": 2}, "all others are removed"
+    CliRunner().invoke(app, ["verify", str(root), "--repair"])
+    assert not damaged.exists()
+    assert json.loads(run("purge", root, "--tenant", "acme", "--yes", "--json"))["records"] == 0
+
+
+def test_purge_of_a_tenant_tells_of_temporary_files(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    unfinished = records_in(root)[0].parent / ".tmp-1-00000000000000ab-1"
+    unfinished.write_bytes(b"x")
+    told = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert told.exit_code == 0
+    assert "unfinished writes that are left: 1" in told.stderr
+    unfinished.unlink()
+    told = CliRunner().invoke(app, ["purge", str(root), "--tenant", "acme", "--yes"])
+    assert "temporary files" not in told.output
+
+
+def test_purge_of_a_tenant_passes_over_records_that_are_evicted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+    read = _core.record_tenant
+
+    def evict_first(path: str) -> str | None:
+        Path(path).unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(_core, "record_tenant", evict_first)
+    assert json.loads(run("purge", root, "--tenant", "acme", "--yes", "--json"))["records"] == 0
+
+
 def test_purge_of_a_tenant_removes_the_others_if_a_record_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

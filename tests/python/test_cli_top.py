@@ -313,3 +313,10 @@ def test_neighbours_are_shown_if_there_are_any() -> None:
     )
     assert "neighbours: 3; 5 hits/s, 12 chunks borrowed, 4 lent" in shown(near)
     assert "neighbours" not in shown(LATER)
+    near += (
+        'kv_offload_shared_memory_info{engine="0",model_name="tiny",neighbour="1"} 1.0\n'
+        'kv_offload_shared_memory_info{engine="1",model_name="tiny",neighbour="3"} 0.0\n'
+        'kv_offload_neighbour_hit_tokens_total{engine="0",model_name="tiny",neighbour="0"} 30.0\n'
+        'kv_offload_neighbour_hit_tokens_total{engine="0",model_name="tiny",neighbour="2"} 20.0\n'
+    )
+    assert "neighbours: 3 (this engine is number 1); 5 hits/s (3 from 0, 2 from 2), 12 chunks" in shown(near)

@@ -318,6 +318,19 @@ def test_purge_of_a_tenant_leaves_the_records_of_others(filled: Any) -> None:
     assert as_json("stat", filled.address)["others"] == 1, "other keys must stay"
 
 
+def test_purge_of_a_tenant_fails_if_a_record_has_no_valid_header(filled: Any) -> None:
+    damaged = filled.names()[0]
+    filled.put(damaged, b"\0" + filled.get(damaged)[1:])
+    told = run("purge", filled.address, "--tenant", "acme", "--yes", status=1)
+    assert damaged in told.stderr
+    assert "verify --repair" in told.stderr
+    left = as_json("stat", filled.address, "--tenants")
+    assert "acme" not in left["tenants"], "all others are removed"
+    run("verify", filled.address, "--repair", status=1)
+    assert damaged not in filled.names()
+    assert as_json("purge", filled.address, "--tenant", "acme", "--yes")["records"] == 0
+
+
 def test_a_prefix_does_not_match_a_longer_prefix(filled: Any) -> None:
     address = filled.address.replace("kv_offload", "kv") if "s3" in filled.address else None
     address = address or f"{filled.address}?key_prefix=kv"

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.losses import LossTotals, allows_loss
-from kv_offload.tenants import TenantTotals, stored_name
+from kv_offload.tenants import TenantTotals, stored_name, unknown_tenant
 from kv_offload.tiers.base import MissingNamespaceError
 
 if TYPE_CHECKING:
@@ -81,6 +81,16 @@ def refuse_other_user(path: str) -> None:
         )
 
 
+def _tenant_in(path: str) -> str | None:
+    """Returns the tenant in a record's header; None if it is missing, or has no valid header."""
+    from kv_offload import _core
+
+    name = _core.record_tenant(path)
+    if name is None and os.path.lexists(path):  # evicted while it was read, and written again?
+        name = _core.record_tenant(path)
+    return name
+
+
 class DirectoryRoot:
     """A directory with the interface of all roots (``kv_offload.tiers.base.Root``)."""
 
@@ -89,6 +99,7 @@ class DirectoryRoot:
     def __init__(self, path: str, *, changes: bool) -> None:
         self._root = open_root(path, changes=changes)
         self._key_files: list[str] = []
+        self._temporaries = 0  # left by a purge of a tenant
         self.where = path
 
     def stat(self) -> dict[str, Any]:
@@ -166,26 +177,28 @@ class DirectoryRoot:
             size += sum(record["bytes"] for record in some) * removed // len(some)
         if failures:
             raise RuntimeError(f"others were removed, but records of the tenant may be left: {failures[0]}")
+        self._temporaries = self._root.stat()["temporaries"]
         return records, size
 
     def _records_of(
         self, stored: str, namespace: str | None, failures: list[str]
     ) -> Iterator[dict[str, Any]]:
         """Yields the records with this name of a tenant. Appends an error to ``failures`` for each record and
-        directory that cannot be read."""
-        from kv_offload import _core
+        directory that cannot be read, and for each record without a valid header: it may be the tenant's."""
 
         found = self._root.records(namespace, all_epochs=True, strict=True)
         while True:
             try:
                 record = next(found)
-                is_own = _core.record_tenant(record["path"]) == stored
+                name = _tenant_in(record["path"])
             except StopIteration:
                 return
             except RuntimeError as error:  # the next call continues behind it
                 failures.append(str(error))
                 continue
-            if is_own:
+            if name is None and os.path.lexists(record["path"]):
+                failures.append(unknown_tenant(record["path"]))
+            elif name == stored:
                 yield record
 
     def use_record_sizes(self) -> None:
@@ -238,7 +251,12 @@ class DirectoryRoot:
         return self._root.remove([record["path"] for record in records])
 
     def notes(self) -> list[str]:
-        return []
+        if not self._temporaries:
+            return []
+        return [
+            f"temporary files of unfinished writes that are left: {self._temporaries:,}. They may have "
+            "bytes of the tenant. A running server removes those of killed servers"
+        ]
 
 
 def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:

@@ -69,6 +69,20 @@ TEST_F(NeighbourRegionTest, three_engines_read_each_other) {
   }
 }
 
+TEST_F(NeighbourRegionTest, an_engine_knows_the_number_under_which_others_know_it) {
+  const auto a = engine("a"), b = engine("b");
+  a->look_around();
+  b->look_around();
+  const auto seen_by = [](const SharingEngine& one) { return one.neighbours.begin()->second->number(); };
+  EXPECT_EQ(shared_number(*a->scheduler), seen_by(*b));
+  EXPECT_EQ(shared_number(*b->scheduler), seen_by(*a));
+  EXPECT_EQ(shared_number(*b->worker), seen_by(*a));
+  b->scheduler->stop_sharing();
+  EXPECT_FALSE(shared_number(*b->scheduler));
+  const auto alone = HostRegion::attach_scheduler(options(kMiB, 1, "alone"));
+  EXPECT_FALSE(shared_number(*alone));
+}
+
 TEST_F(NeighbourRegionTest, two_readers_hold_a_row_until_both_have_released_it) {
   const auto owner = engine("owner"), a = engine("a"), b = engine("b");
   ASSERT_TRUE(owner->store(3, 5));

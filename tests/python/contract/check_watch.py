@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_contract.py: the one warning when no lookup ever hits."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,11 +205,15 @@ class Near:
         return problems
 
 
-@pytest.mark.parametrize(("expects", "found", "warnings"), [(True, 0, 1), (True, 1, 0), (False, 0, 0)])
-def test_a_replica_that_finds_no_other_one_warns_once(
-    expects: bool, found: int, warnings: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("expects", "found", "levels"),
+    [(True, 0, [logging.WARNING]), (True, 1, []), (False, 0, [logging.INFO]), (False, 1, [])],
+)
+def test_a_server_that_finds_no_other_one_logs_this_once(
+    expects: bool, found: int, levels: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     near = Near()
+    caplog.set_level(logging.INFO)
     watch = NeighbourWatch(near, expects)  # type: ignore[arg-type]
     watch.poll(5.0)
     near.neighbours = found
@@ -217,7 +222,8 @@ def test_a_replica_that_finds_no_other_one_warns_once(
     assert "found no other one" not in caplog.text
     for now in (125.0, 126.0, 300.0):
         watch.poll(now)
-    assert caplog.text.count("found no other one in /dev/shm") == warnings
+    told = [each.levelno for each in caplog.records if "found no other one in /dev/shm" in each.getMessage()]
+    assert told == levels
 
 
 def test_neighbours_that_are_not_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:

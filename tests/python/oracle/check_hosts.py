@@ -774,6 +774,26 @@ def test_a_host_with_other_settings_of_tiers_is_refused_with_both_values(tmp_pat
             plan.refuse_other_settings(options(other))
 
 
+def test_a_host_without_the_key_of_a_tenant_is_refused(tmp_path: Path) -> None:
+    tier = {
+        "type": "fs",
+        "root_dir": str(tmp_path),
+        "max_bytes": "1GiB",
+        "encryption_key_file": str(tmp_path / "key"),
+    }
+
+    def options(**tenant: str) -> OffloadConfig:
+        settings = {"cpu_bytes_to_use": "1GiB", "secondary_tiers": [tier]}
+        return OffloadConfig.parse({**settings, "tenants": {"a": {"share": 40, **tenant}}})[0]
+
+    own = options(encryption_key_file=str(tmp_path / "key of a"))
+    plan = TierPlan(cast(Any, None), (), (), (), common_settings(own))
+    plan.refuse_other_settings(own)
+    text = r"its encryption of tenants is \[False, False\] and that of .* host is \[False, True\]: start vLLM"
+    with pytest.raises(ValueError, match=text):
+        plan.refuse_other_settings(options())
+
+
 def test_a_host_that_cannot_open_its_tier_is_named(
     roots: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,13 @@ def hit_tokens(engine: Engine, place: str) -> float:
     return found
 
 
+def number_of(engine: Engine) -> str:
+    """Returns the number under which other engines know this one."""
+    info = "kv_offload_shared_memory_info"
+    (found,) = [str(n) for n in range(64) if engine.manager._metrics.value(info, [str(n)])]
+    return found
+
+
 @contextmanager
 def two_engines(setup: Setup) -> Iterator[tuple[Engine, Engine]]:
     """Two engines of one model that have found each other."""
@@ -86,6 +93,8 @@ def test_prompts_of_a_neighbour_are_loaded_with_their_bytes_and_not_stored_again
         found = hit_tokens(reader, "neighbour")
         assert found == hit_tokens(owner, "cpu") > 0
         assert hit_tokens(reader, "cpu") == 0
+        by_number = "kv_offload_neighbour_hit_tokens_total"
+        assert reader.manager._metrics.value(by_number, [number_of(owner)]) == found
         for engine in (owner, reader):
             _check_at_rest(engine)
             assert stats(engine)["borrowed_chunks"] == 0
@@ -96,7 +105,9 @@ def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks()
     with two_engines(FULL) as (owner, reader):
         ask_again(owner, first)
         ask_again(reader, second)
+        number = number_of(owner)
         assert owner.reset(running=True)
+        assert owner.manager._metrics.value("kv_offload_shared_memory_info", [number]) == 0
         assert ask_again(reader, first) == [0] * 3, "bytes from before the reset of their engine"
         assert ask_again(owner, second) == [0] * 3, "bytes of an engine that was not reset"
         assert ask_again(reader, second) == [WHOLE] * 3
