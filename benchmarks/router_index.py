@@ -397,7 +397,7 @@ class Counts:
         self.beyond_device += longest - scores.get("device", 0)
         if longest > found:
             self.less_than_a_chunk += longest - found < chunk
-            facts = {name: reply[name] for name in ("gpu", "held") if name in reply}
+            facts: dict[str, Any] = {name: reply[name] for name in ("gpu", "held") if name in reply}
             is_rule = bool(facts) and longest - found < chunk
             is_rule = is_rule and facts["gpu"] == found and facts["held"] >= longest
             self.by_rule += is_rule
