@@ -5,7 +5,7 @@
 
 Fills a directory, a Redis server and a bucket (SeaweedFS) on this machine with the same random records, and
 copies between them. Each round has three measurements per pair of tiers, in an order that changes, each in a
-new process with four threads:
+new process with eight threads:
 
 - "read": all records of the source are read and verified, as `copy` reads them, and not written.
 - "write": records in memory are written into an empty destination, as `copy` writes them.
@@ -56,7 +56,7 @@ from kv_offload.config import tier_at
 from kv_offload.copying import CopiedNamespace, open_importer, source_epoch
 
 NAMESPACE = CopiedNamespace(FACTS.namespace_id().hex(), FACTS.readable_json())
-JOBS = 4  # the default of kv-offload copy
+JOBS = 8  # the default of kv-offload copy
 AIM = 0.8
 BOUND = 64 << 30  # of destinations that are directories
 PAIRS = (
