@@ -202,7 +202,7 @@ def watch_lookups(engine: Any, options: dict[str, Any]) -> dict[str, dict[str, i
         ]
         return {bytes.fromhex(record.name.split(".")[0]) for record in records}
 
-    def get_num_new_matched_tokens(request: Any, computed: int, *more: Any) -> Any:
+    def get_num_new_matched_tokens(request: Any, computed: int, *more: Any, **named: Any) -> Any:
         if request.request_id not in found:
             status = connector._req_status[request.request_id]
             status.update_offload_keys()
@@ -211,7 +211,7 @@ def watch_lookups(engine: Any, options: dict[str, Any]) -> dict[str, dict[str, i
             held = next((at for at, key in enumerate(keys) if bytes(key) in missing), len(keys))
             size = BLOCK * options["extra"]["blocks_per_chunk"]
             found[request.request_id] = {"gpu": computed, "held": held * size}
-        return original(request, computed, *more)
+        return original(request, computed, *more, **named)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     return found
