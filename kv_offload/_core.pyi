@@ -386,9 +386,12 @@ class RemoteRecords:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
         removed)."""
 
-    def read(self, record: RemoteRecord) -> tuple[str, str, WholeRecord | None]:
+    def read(
+        self, record: RemoteRecord, into: WholeRecord | None = None
+    ) -> tuple[str, str, WholeRecord | None]:
         """Reads and verifies the whole record. Returns (ok | not_found | corrupt | ..., the problem, the
-        record); None unless it is ok."""
+        record); None unless it is ok. ``into``: the record to return, whose memory is used again; its bytes
+        are lost whatever the result."""
 
     def startup_epoch(self, namespace_id: str) -> str:
         """Returns the epoch that newly started processes use; "" if there is none."""
@@ -829,9 +832,13 @@ class FsRoot:
         be removed; all others are removed."""
 
 def read_record_file(
-    path: str, namespace: str, encryption_key_files: Sequence[str] = ()
+    path: str,
+    namespace: str,
+    encryption_key_files: Sequence[str] = (),
+    into: WholeRecord | None = None,
 ) -> tuple[str, str, WholeRecord | None]:
-    """Reads and verifies a record file. Returns (ok | not_found | corrupt | ..., the problem, the record)."""
+    """Reads and verifies a record file. Returns (ok | not_found | corrupt | ..., the problem, the record).
+    ``into``: as in RemoteRecords.read."""
 
 def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""

@@ -71,7 +71,7 @@ def copy(
         typer.Option(
             "--jobs", "-j", metavar="N", min=1, max=64, help="Number of records copied concurrently."
         ),
-    ] = 4,
+    ] = 8,
     dst_max_bytes: Annotated[
         str | None,
         typer.Option(

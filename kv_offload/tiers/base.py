@@ -129,10 +129,12 @@ class Root(Protocol):
     def handle(self, record: dict[str, Any]) -> object:
         """Returns the part of one of ``records`` that ``read`` needs."""
 
-    def read(self, namespace: str, handle: Any) -> "tuple[str, str, WholeRecord | None]":
+    def read(
+        self, namespace: str, handle: Any, into: "WholeRecord | None" = None
+    ) -> "tuple[str, str, WholeRecord | None]":
         """Reads and verifies a record. Returns (ok | not_found | corrupt | ..., the problem, the record).
 
-        For one thread at a time.
+        ``into``: a record that is no longer needed, whose memory is used again. For one thread at a time.
         """
 
     def use_keys(self, key_files: Sequence[str]) -> None:

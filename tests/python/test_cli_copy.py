@@ -26,6 +26,7 @@ from written_root import FACTS
 from kv_offload import _core, copying
 from kv_offload.cli import app
 from kv_offload.config import tier_at
+from kv_offload.tiers.fs.root import DirectoryRoot
 from kv_offload.tiers.remote_root import RemoteRoot
 
 NAMESPACE = FACTS.namespace_id()
@@ -427,6 +428,31 @@ def test_the_most_recent_record_gives_an_empty_destination_its_form(
         report = copied(source, destination, status=1)
         assert (report["copied"], report["present"]) == expected
         assert report["other_form"] == 3
+
+
+@pytest.mark.parametrize(("kind", "root"), [("fs", DirectoryRoot), ("redis", RemoteRoot)])
+def test_a_thread_reads_all_records_into_the_same_memory(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, root: Any
+) -> None:
+    source, destination = place(kind, "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    source.damage(11)
+    reads: list[tuple[Any, Any]] = []
+    original = root.read
+
+    def read(self: Any, namespace: str, handle: Any, into: Any = None) -> Any:
+        found = original(self, namespace, handle, into)
+        if threading.current_thread() is not threading.main_thread():
+            reads.append((into, found[2]))
+        return found
+
+    monkeypatch.setattr(root, "read", read)
+    assert copied(source, destination, "--jobs", 1, status=1)["failed"] == 1
+    assert len(reads) == len(NUMBERS)
+    memory = next(record for _, record in reads if record is not None)
+    assert all(record in (memory, None) for _, record in reads)
+    assert [into for into, _ in reads[2:]] == [memory] * (len(NUMBERS) - 2)
+    assert destination.found(shm, NUMBERS) == [number for number in NUMBERS if number != 11]
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
@@ -1020,7 +1046,11 @@ def test_a_write_without_an_answer_is_removed_too(
             assert write() == ("ok", "", True)
         late.clear()
 
+    def read(self: Any, namespace: str, handle: Any, into: Any = None) -> Any:
+        return self._records.read(handle)  # into new memory: the late write needs its record
+
     with_writes(monkeypatch, timed_out)
+    monkeypatch.setattr(RemoteRoot, "read", read)
     monkeypatch.setattr(copying, "_sleep", sleep)
     with source.engine(shm) as server:
         server.store(NUMBERS)

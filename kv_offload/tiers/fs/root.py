@@ -235,10 +235,12 @@ class DirectoryRoot:
     def handle(self, record: dict[str, Any]) -> str:
         return str(record["path"])
 
-    def read(self, namespace: str, handle: str) -> "tuple[str, str, WholeRecord | None]":
+    def read(
+        self, namespace: str, handle: str, into: "WholeRecord | None" = None
+    ) -> "tuple[str, str, WholeRecord | None]":
         from kv_offload import _core
 
-        return _core.read_record_file(handle, namespace, self._key_files)
+        return _core.read_record_file(handle, namespace, self._key_files, into)
 
     def use_keys(self, key_files: Sequence[str]) -> None:
         from kv_offload.tiers.encryption import key_ids
