@@ -158,7 +158,7 @@ std::vector<TierChannel::Frame> TierChannel::take_frames() {
   for (Queued& queued : taken_) append_frames(queued, &frames);
   // Without what it contained. The scheduler's thread allocates no list in each step.
   taken_.clear();
-  if (taken_.capacity() > kMostKept) taken_ = {};
+  if (taken_.capacity() > kMostKept) std::vector<Queued>().swap(taken_);
   return frames;
 }
 

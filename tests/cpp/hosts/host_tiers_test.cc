@@ -824,6 +824,26 @@ TEST(RemoteTierTest, a_poll_without_events_sends_touches_and_reports_the_rest_of
   EXPECT_EQ(removals.size(), kKeys);
 }
 
+TEST(RemoteTierTest, a_reset_that_is_not_confirmed_is_repeated_without_any_event) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.reset_timeout = Nanos(0);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  tier->begin_reset(7);
+  channel->take_frames();
+  for (int i = 0; i < 3; ++i) {
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+    const auto frames = channel->take_frames();
+    ASSERT_EQ(frames.size(), 1u);
+    EXPECT_EQ(frames[0].first, FrameType::kReset);
+  }
+}
+
 TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its_next_state) {
   const auto channel = std::make_shared<TierChannel>([] {});
   channel->begin_open({{}}, "settings");

@@ -263,6 +263,16 @@ TEST_F(TierChannelTest, the_uses_of_a_step_are_queued_without_an_allocation) {
   EXPECT_FALSE(none.came());
 }
 
+TEST_F(TierChannelTest, the_memory_of_a_burst_is_not_kept) {
+  for (int i = 0; i < 5000; ++i) channel_.send_uses(1, 0, uses(1));
+  EXPECT_EQ(channel_.take_frames().size(), 5000u);
+  EXPECT_TRUE(channel_.take_frames().empty());
+  const TierUses used = uses(1);
+  const testing::FailingAllocation one(0);
+  EXPECT_THROW(channel_.send_uses(1, 0, used), std::bad_alloc);
+  EXPECT_TRUE(one.came());
+}
+
 TEST_F(TierChannelTest, frames_that_memory_has_run_out_for_are_not_sent_later) {
   const auto queue_and_take = [&] {
     EXPECT_TRUE(send(FrameType::kCancel, 1, false));
