@@ -13,16 +13,16 @@
 namespace kv_offload {
 namespace {
 
-struct Op {
+struct NumberedOp {
   std::uint64_t number = 0;
   std::string text;
 };
-using Ops = OpTable<Op>;
+using NumberedOps = OpTable<NumberedOp>;
 
 TEST(OpTableTest, finds_an_op_until_it_is_erased) {
-  Ops ops;
+  NumberedOps ops;
   EXPECT_EQ(ops.find(1), nullptr);
-  Op& one = ops.add(1);
+  NumberedOp& one = ops.add(1);
   one.number = 7;
   EXPECT_EQ(ops.find(1), &one);
   EXPECT_EQ(&ops.add(1), &one) << "it was there already";
@@ -35,12 +35,12 @@ TEST(OpTableTest, finds_an_op_until_it_is_erased) {
 
 // A host may repeat a result, or make up the id of one.
 TEST(OpTableTest, the_id_of_an_op_that_has_ended_does_not_name_the_op_that_uses_its_slot) {
-  Ops ops;
-  Op* const before = &ops.add(1);
+  NumberedOps ops;
+  NumberedOp* const before = &ops.add(1);
   before->number = 7;
   before->text = "old";
   ops.erase(1);
-  Op* const after = &ops.add(2);
+  NumberedOp* const after = &ops.add(2);
   EXPECT_EQ(after, before);
   EXPECT_EQ(after->number, 0u);
   EXPECT_EQ(after->text, "");
@@ -48,7 +48,7 @@ TEST(OpTableTest, the_id_of_an_op_that_has_ended_does_not_name_the_op_that_uses_
 }
 
 TEST(OpTableTest, ids_that_differ_only_in_bits_without_effect_on_their_cell_are_different) {
-  Ops ops;
+  NumberedOps ops;
   // Equal tags: the product with the odd factor of the hash has only the lowest 32 bits changed.
   const std::uint64_t inverse = [] {
     std::uint64_t x = 1;
@@ -59,7 +59,7 @@ TEST(OpTableTest, ids_that_differ_only_in_bits_without_effect_on_their_cell_are_
   EXPECT_EQ(ops.size(), 100u);
   for (std::uint64_t i = 1; i <= 100; i += 2) ops.erase(i * inverse);
   for (std::uint64_t i = 1; i <= 100; ++i) {
-    const Op* const found = ops.find(i * inverse);
+    const NumberedOp* const found = ops.find(i * inverse);
     ASSERT_EQ(found != nullptr, i % 2 == 0) << i;
     if (found != nullptr) {
       EXPECT_EQ(found->number, i);
@@ -68,15 +68,15 @@ TEST(OpTableTest, ids_that_differ_only_in_bits_without_effect_on_their_cell_are_
 }
 
 TEST(OpTableTest, does_what_a_map_does) {
-  Ops ops;
-  std::map<OpId, Op*> expected;
+  NumberedOps ops;
+  std::map<OpId, NumberedOp*> expected;
   std::mt19937_64 random(1);
   OpId next = 0;
   for (int i = 0; i < 20'000; ++i) {
     // Grows to some thousand ops, and becomes empty, several times.
     const bool grows = i / 3000 % 2 == 0 ? random() % 8 != 0 : random() % 8 == 0;
     if (grows) {
-      Op& made = ops.add(++next);
+      NumberedOp& made = ops.add(++next);
       made.number = next;
       expected.emplace(next, &made);
     } else if (!expected.empty()) {
@@ -101,7 +101,7 @@ TEST(OpTableTest, does_what_a_map_does) {
 }
 
 TEST(OpTableTest, frees_the_slots_of_many_ops_when_none_is_left) {
-  Ops ops;
+  NumberedOps ops;
   const auto add_and_erase = [&](OpId count) {
     for (OpId id = 1; id <= count; ++id) ops.add(id);
     for (OpId id = 1; id <= count; ++id) ops.erase(id);
@@ -112,12 +112,12 @@ TEST(OpTableTest, frees_the_slots_of_many_ops_when_none_is_left) {
     ops.erase(1);
     return slots;
   };
-  EXPECT_EQ(add_and_erase(Ops::kMostKept), Ops::kMostKept);
-  EXPECT_EQ(add_and_erase(Ops::kMostKept + 1), 0u);
+  EXPECT_EQ(add_and_erase(NumberedOps::kMostKept), NumberedOps::kMostKept);
+  EXPECT_EQ(add_and_erase(NumberedOps::kMostKept + 1), 0u);
 }
 
 TEST(OpTableTest, ops_that_come_and_go_allocate_nothing) {
-  Ops ops;
+  NumberedOps ops;
   for (OpId id = 1; id <= 100; ++id) ops.add(id);
   for (OpId id = 1; id <= 100; ++id) ops.erase(id);
   const testing::FailingAllocation none(0);
@@ -129,7 +129,7 @@ TEST(OpTableTest, ops_that_come_and_go_allocate_nothing) {
 }
 
 TEST(OpTableTest, memory_that_runs_out_changes_nothing) {
-  Ops ops;
+  NumberedOps ops;
   for (OpId id = 1; id <= 5000; ++id) {
     const unsigned failed = testing::fail_each_allocation([&] { ops.add(id).number = id; },
                                                           [&] {
