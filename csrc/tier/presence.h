@@ -75,6 +75,8 @@ class PresenceCache final : public Catalog {
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
   bool has_removals() const override EXCLUDES(mutex_);
+  // True if take_removals() would append nothing, also after a reset.
+  bool has_reported_all() const EXCLUDES(mutex_);
 
   Nanos now() const { return clock_.now(); }
   EpochNumber epoch_number() const EXCLUDES(mutex_);

@@ -786,6 +786,64 @@ TEST(RemoteTierTest, records_of_a_host_are_unknown_after_its_connection_was_lost
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it may have removed the record meanwhile";
 }
 
+// A poll without events does nothing; these are the reasons for which it still has to do something.
+TEST(RemoteTierTest, a_poll_without_events_sends_touches_and_reports_the_rest_of_a_reset) {
+  constexpr std::uint32_t kKeys = 5000;  // more than one poll reports
+  const auto channel = std::make_shared<TierChannel>([] {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+  };
+  channel->begin_open({{}}, "settings");
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<TierRemoval> removals;
+  const auto poll = [&] {
+    std::vector<Completion> ended;
+    tier->poll(&ended, &removals);
+  };
+  channel->begin_connection();
+  deliver(FrameType::kOpsEnded, {});
+  poll();
+  poll();
+  channel->take_frames();
+  tier->touch(key_of(1));
+  poll();
+  const auto frames = channel->take_frames();
+  ASSERT_EQ(frames.size(), 1u);
+  EXPECT_TRUE(decode_uses(frames[0].second).value().is_touch);
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t number = 0; number < kKeys; ++number) keys.push_back(key_of(number));
+  tier->prefetch_presence(keys, KeyOrder::kNone);
+  for (std::uint32_t number = 0; number < kKeys; ++number)
+    deliver(FrameType::kAnswers, encode(TierAnswers{0, 0, {{keys[number], TierAnswers::Found::kPresent}}}));
+  poll();
+  EXPECT_TRUE(removals.empty());
+  channel->end_connection("it was lost");
+  poll();
+  EXPECT_LT(removals.size(), kKeys);
+  for (int i = 0; i < 10; ++i) poll();
+  EXPECT_EQ(removals.size(), kKeys);
+}
+
+TEST(RemoteTierTest, a_reset_that_is_not_confirmed_is_repeated_without_any_event) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.reset_timeout = Nanos(0);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  tier->begin_reset(7);
+  channel->take_frames();
+  for (int i = 0; i < 3; ++i) {
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+    const auto frames = channel->take_frames();
+    ASSERT_EQ(frames.size(), 1u);
+    EXPECT_EQ(frames[0].first, FrameType::kReset);
+  }
+}
+
 TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its_next_state) {
   const auto channel = std::make_shared<TierChannel>([] {});
   channel->begin_open({{}}, "settings");
