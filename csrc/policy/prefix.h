@@ -50,6 +50,7 @@ class PrefixPolicy final : public EvictionPolicy {
   std::optional<Slot> victim() override;
   void set_aside(Slot slot) override;
   void put_back(Slot slot) override;
+  bool is_pinned(Slot slot) const { return nodes_[slot].place == Place::kPinned; }
   std::string_view name() const override { return "prefix"; }
 
  private:
