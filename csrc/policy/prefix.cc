@@ -6,6 +6,8 @@
 #include <cassert>
 #include <new>
 
+#include "policy/expected_returns.h"
+
 namespace kv_offload {
 namespace {
 
@@ -316,5 +318,7 @@ void PrefixPolicy::cache_oldest(unsigned kind, unsigned bucket) {
   const auto& [use, slot] = *leaves_[kind][bucket].begin();
   oldest_[kind][bucket] = {use, nodes_[slot].time + ReusePredictor::edge(bucket + 1)};
 }
+
+template class ExpectedReturns<PrefixPolicy>;
 
 }  // namespace kv_offload
