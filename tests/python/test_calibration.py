@@ -212,6 +212,6 @@ def test_the_core_rejects_impossible_factors() -> None:
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py
-@pytest.mark.beside("oracle/check_calibrate.py", "0.32")
-def test_the_command_computes_sensitivities(beside: str) -> None:
-    print(beside)
+@pytest.mark.release_check("oracle/check_calibrate.py", "0.32")
+def test_the_command_computes_sensitivities(check_output: str) -> None:
+    print(check_output)
