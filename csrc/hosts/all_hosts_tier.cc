@@ -370,8 +370,13 @@ Completion AllHostsTier::ended_unstarted(const TierOp& op) {
   return {op.id, op.kind, op.key, Status::error(StatusKind::kCancelled, "it had not started"), 0, 0, 0};
 }
 
+// If memory runs out, throws and cancels none: an op that ended and stayed held would run later.
 void AllHostsTier::cancel_held() {
-  for (const TierOp& op : held_) ended_held_.push_back(ended_unstarted(op));
+  std::vector<Completion> ended;
+  ended.reserve(held_.size());
+  std::transform(held_.begin(), held_.end(), std::back_inserter(ended), ended_unstarted);
+  make_room(ended_held_, ended.size());
+  std::move(ended.begin(), ended.end(), std::back_inserter(ended_held_));
   held_.clear();
 }
 

@@ -48,7 +48,9 @@ class RemoteTier final : public Tier {
   };
 
   bool is_usable() const { return connection_ != 0 && !needs_reset_ && !closed_; }
-  Status refusal() const;  // the status of an op that cannot be sent
+  // The status of an op that cannot be sent. Short, like those for end_waiting(): a copy needs no memory, so
+  // that either all ops end or none.
+  Status refusal() const;
   template <typename Frame>
   static TierChannel::Frame framed(FrameType type, const Frame& frame) {
     return {type, encode(frame)};
@@ -116,9 +118,8 @@ HostOp RemoteTier::order_of(const TierOp& op, Nanos now) {
 }
 
 Status RemoteTier::refusal() const {
-  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
-  if (connection_ != 0 && needs_reset_)
-    return Status::error(StatusKind::kUnavailable, "the host has not confirmed a reset");
+  if (closed_) return Status::error(StatusKind::kUnavailable, "it is closed");
+  if (connection_ != 0 && needs_reset_) return Status::error(StatusKind::kUnavailable, "it is not reset");
   return host_lost_error();
 }
 
@@ -382,7 +383,7 @@ void RemoteTier::send_reset() {
 
 void RemoteTier::begin_reset(std::uint64_t startup_id) {
   take_events();
-  end_waiting(Status::error(StatusKind::kCancelled, "the tier was reset"));
+  end_waiting(Status::error(StatusKind::kCancelled, "it was reset"));
   presence_.reset();
   ++epoch_;
   startup_id_ = startup_id;
@@ -418,7 +419,7 @@ TierStats RemoteTier::stats() const {
 
 void RemoteTier::close() {
   if (std::exchange(closed_, true)) return;
-  end_waiting(Status::error(StatusKind::kCancelled, "the tier is closed"));
+  end_waiting(Status::error(StatusKind::kCancelled, "it is closed"));
   if (connection_ == 0) return;
   TierCancel cancel{index_, {}};
   std::vector<TierChannel::Frame> frames;

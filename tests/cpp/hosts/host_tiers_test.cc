@@ -759,6 +759,60 @@ TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
   EXPECT_EQ(ids, all);
 }
 
+// The caller counts this part as failed. If an op of it ended too, the op would end early, as above.
+TEST(RemoteTierTest, memory_that_runs_out_while_ops_are_refused_ends_all_or_none) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.reset_timeout = std::chrono::hours(1);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  tier->begin_reset(7);
+  const auto ended = [&] {
+    std::vector<Completion> completions;
+    std::vector<TierRemoval> removals;
+    tier->poll(&completions, &removals);
+    EXPECT_EQ(tier->stats().queued_reads, 0u);
+    return completions.size();
+  };
+  OpId next = 0;
+  const auto submit = [&] {
+    std::vector<TierOp> ops(3);
+    for (TierOp& op : ops) {
+      op.id = ++next;
+      op.key = key_of(static_cast<std::uint32_t>(next));
+    }
+    tier->submit(std::move(ops));
+  };
+  EXPECT_GT(fail_each_allocation(submit, [&] { EXPECT_EQ(ended(), 0u); }), 0u);
+  EXPECT_EQ(ended(), 3u);
+}
+
+TEST(RemoteTierTest, memory_that_runs_out_in_a_reset_loses_no_write_that_waits) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.most_writes = 1;
+  options.close_wait = Nanos(0);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  for (OpId id = 1; id <= 3; ++id) {
+    TierOp op;
+    op.id = id;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(static_cast<std::uint32_t>(id));
+    tier->submit({op});
+  }
+  EXPECT_GT(fail_each_allocation([&] { tier->begin_reset(7); }, [] {}), 0u);
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removals;
+  tier->poll(&ended, &removals);
+  EXPECT_EQ(ended.size(), 2u);
+  EXPECT_EQ(tier->stats().queued_writes, 1u) << "it was sent";
+}
+
 TEST(RemoteTierTest, records_of_a_host_are_unknown_after_its_connection_was_lost) {
   const auto channel = std::make_shared<TierChannel>([] {});
   const auto deliver = [&](FrameType type, const Bytes& body) {
