@@ -116,7 +116,13 @@ void PrefixPolicy::move_to(Slot slot, const Node& next) {
   node.tree = next.tree;
   node.record = next.record;
   node.used = next.used;
-  if (!pinned) put(slot, std::move(leaf));
+  if (pinned) return;
+  try {
+    put(slot, std::move(leaf));
+  } catch (const std::bad_alloc&) {  // an entry without children that was evicted like an inner one stays so
+    node.place = Place::kInner;
+    inner_.link_newest(nodes_, slot);
+  }
 }
 
 void PrefixPolicy::erase(Slot slot) {
