@@ -19,6 +19,8 @@ LBNHC. The baseline is the exact cache in bfloat16. Decoding is greedy; arithmet
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import random
 import time
@@ -89,6 +91,18 @@ class Agreement:
             differs = np.concatenate([tokens != found[0], np.ones((len(batch), 1), bool)], 1)
             self.alike[bounds] += differs.argmax(1).tolist()  # tokens before the first difference
 
+    def state(self) -> dict[str, Any]:
+        """Returns all results for ``restore``, as JSON can hold them."""
+        return {
+            f"{keys}:{values}": [self.alike[keys, values], self.ratios[keys, values]]
+            for keys, values in BOUNDS
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes the results of an interrupted run."""
+        for keys, values in BOUNDS:
+            self.alike[keys, values], self.ratios[keys, values] = state[f"{keys}:{values}"]
+
     def rows(self) -> list[dict[str, Any]]:
         """Returns the results for each pair of bounds."""
         rows = []
@@ -101,8 +115,11 @@ class Agreement:
         return rows
 
 
-def continuations(program: Path, model: Model, count: int) -> list[dict[str, Any]]:
-    """Returns the agreement with the exact cache for each text and pair of bounds."""
+def continuations(program: Path, model: Model, count: int, progress: Path | None) -> list[dict[str, Any]]:
+    """Returns the agreement with the exact cache for each text and pair of bounds.
+
+    ``progress`` receives the results after each batch. Begins after those that it has for the same prefixes.
+    """
     sequences = count // len(TEXTS)
     texts = {
         text: model.encode(text_of(*place), sequences * (PREFIX + 1)).reshape(sequences, PREFIX + 1)
@@ -111,7 +128,13 @@ def continuations(program: Path, model: Model, count: int) -> list[dict[str, Any
     for ids in texts.values():
         assert len({tuple(each) for each in ids.tolist()}) == sequences, "the prefixes are distinct"
     found = {text: Agreement(text) for text in texts}
-    for begin in range(0, sequences, BATCH):
+    prefixes = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in texts.values())).hexdigest()
+    saved = json.loads(progress.read_text()) if progress and progress.exists() else {}
+    done = saved["done"] if saved.get("prefixes") == prefixes else 0
+    for text, agreement in found.items():
+        if done:
+            agreement.restore(saved["found"][text])
+    for begin in range(done, sequences, BATCH):
         for text, ids in texts.items():
             found[text].add(program, model, ids[begin : begin + BATCH])
         for row in (row for agreement in found.values() for row in agreement.rows()):
@@ -120,6 +143,12 @@ def continuations(program: Path, model: Model, count: int) -> list[dict[str, Any
                 f"token {row['same_first']} of {row['prefixes']}, same {TOKENS} tokens {row['same_all']}, "
                 f"tokens before the first difference {row['same_tokens'] / row['prefixes'] / TOKENS:.3f}"
             )
+        if progress:
+            results = {text: agreement.state() for text, agreement in found.items()}
+            now = {"prefixes": prefixes, "done": begin + BATCH, "found": results}
+            written = progress.with_name(progress.name + ".new")
+            written.write_text(json.dumps(now))
+            written.replace(progress)
     return [row for agreement in found.values() for row in agreement.rows()]
 
 
@@ -180,6 +209,9 @@ def main() -> None:
     parser.add_argument(
         "--needles", default="2048:3,8192:1", help="tokens:numbers per depth, comma-separated; '': none"
     )
+    parser.add_argument(
+        "--progress", type=Path, help="a file from which an interrupted run of the continuations goes on"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
@@ -194,7 +226,7 @@ def main() -> None:
     for pair in filter(None, options.needles.split(",")):
         length, per_depth = map(int, pair.split(":"))
         hidden += needles(program, model, length, per_depth)
-    rows = continuations(program, model, options.prefixes) if options.prefixes else []
+    rows = continuations(program, model, options.prefixes, options.progress) if options.prefixes else []
     for keys, values in BOUNDS:
         total = [row for row in rows if (row["keys"], row["values"]) == (keys, values)]
         if total:
