@@ -187,25 +187,16 @@ struct RequestState {
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }
 
+  // REQUIRES: the state is new, or end() was called last. It stays so if memory runs out.
   void begin(std::uint32_t request_number, const RequestOptions& request_options, LoadPolicy policy,
              std::size_t groups) {
-    live = true;
+    offers.begin(groups);
+    closed.assign(groups, std::nullopt);
     number = request_number;
     options = request_options;
     load_policy = policy;
-    pass.clear();
-    pass.uncounted = false;
-    pass.step = 0;
-    clear_wait();
-    failed.clear();
-    tier_lookups.clear();
-    first_lookup.reset();
-    first_end = last_end = 0;
-    host_too_slow = host_lost = held_back = host_hits = has_span = false;
     report = {};
-    offers.begin(groups);
-    closed.assign(groups, std::nullopt);
-    counted_choice = {};
+    live = true;
   }
   // Keeps only the report, until the handle is reused, and frees all memory that grew with the prompt.
   // REQUIRES: held and awaited were released.
