@@ -448,20 +448,19 @@ class Copier:
         slot = self._memory.take(entry.bytes)
         if slot is None:
             return None
+        is_passed_on = False
         try:
-            if self._stop.is_set():
-                return None
             into, slot.record = slot.record, None  # a record that cannot be read keeps no memory
             kind, message, slot.record = self._read(entry, into)
             if slot.record is None:
                 return Outcome(entry, "vanished" if kind == "not_found" else "failed", 0, kind, message)
             if self._encrypted is not None and bool(slot.record.encryption_key_id) != self._encrypted:
                 return Outcome(entry, "other_form")
+            is_passed_on = True
             self._to_write.put((entry, slot))
-            slot = None
             return None
         finally:
-            if slot is not None:
+            if not is_passed_on:
                 self._memory.give_back(slot)
 
     def _read(self, entry: Entry, into: "WholeRecord | None") -> "tuple[str, str, WholeRecord | None]":
@@ -471,8 +470,8 @@ class Copier:
         return cast("Root", own.root).read(self._namespace, entry.handle, into)
 
     def _write_records(self) -> None:
-        while (next_one := self._to_write.get()) is not None:
-            entry, slot = next_one
+        while (read := self._to_write.get()) is not None:
+            entry, slot = read
             try:
                 outcome = self._write_one(entry, cast("WholeRecord", slot.record))
             except Exception as error:

@@ -624,6 +624,19 @@ def test_unused_memory_of_records_is_bounded(place: Any, shm: Path) -> None:
     assert memory.take(1) is None
 
 
+def test_a_slot_that_is_given_back_ends_its_share_of_the_memory() -> None:
+    class WithoutWaits(RecordMemory):
+        def _has_room(self, size: int) -> bool:
+            assert super()._has_room(size)
+            return True
+
+    memory = WithoutWaits(1, 2 * RECORD_BYTES)
+    for _ in range(3):
+        for slot in [memory.take(RECORD_BYTES), memory.take(RECORD_BYTES)]:
+            assert slot is not None
+            memory.give_back(slot)
+
+
 def test_a_full_destination_gets_no_record_that_was_read_ahead(
     place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -694,9 +707,20 @@ def test_a_thread_that_dies_does_not_leave_the_others_waiting(
     source, destination = place("fs", "from"), place("fs", "to")
     source.fill(shm, NUMBERS)
 
+    ahead, third = when_reads_wait(monkeypatch), threading.Event()
+
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        if number == 2:  # in the slot that the first write has given back
+            ahead.clear()
+            third.set()
+        return read()
+
     def settle(self: copying.Copier, outcome: copying.Outcome) -> None:
+        assert third.wait(PATIENCE_SECONDS)
+        assert ahead.wait(PATIENCE_SECONDS)
         raise RuntimeError("a defect")
 
+    with_reads(monkeypatch, read)
     monkeypatch.setattr(copying.Copier, "_settle", settle)
     report = copied(source, destination, "--jobs", 1, status=1)
     assert (report["ended"], report["message"]) == ("failed", "a defect")
@@ -1211,7 +1235,7 @@ def test_an_error_of_a_thread_ends_with_a_report(
     source.fill(shm, NUMBERS, keys=[secret])
     during_the_copy(monkeypatch, 5, secret.unlink)
     report = copied(source, destination, "--jobs", 1, "--encryption-key-file", secret, status=1)
-    assert report["ended"] == "failed"
+    assert (report["ended"], report["failed"]) == ("failed", 1)
     assert 6 <= report["copied"] == len(destination.files()) <= 7, "one may have been read before"
     assert str(secret) in report["message"]
 
