@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares `kv-offload copy` with the speed of its two ends.
 
-    python benchmarks/copy_tiers.py [--records 200] [--mib 2] [--rounds 5] [--link 100] [--directory DIR]
+    python benchmarks/copy_tiers.py [--records 400] [--mib 2] [--rounds 5] [--link 100]
+        [--link-rounds 3] [--directory DIR]
 
 Fills a directory, a Redis server and a bucket (SeaweedFS) on this machine with the same random records, and
 copies between them. Each round has three measurements per pair of tiers, in an order that changes, each in a
@@ -324,9 +325,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--records", type=int, default=200)
+    parser.add_argument("--records", type=int, default=400)
     parser.add_argument("--mib", type=int, default=2, help="size of a record")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--link-rounds", type=int, default=3)
     parser.add_argument("--link", type=int, default=100, help="MB/s of the link to the servers; 0: without")
     parser.add_argument("--directory", type=Path, help="a directory of the disk to be used")
     parser.add_argument("--part", nargs=3, metavar=("PART", "SRC", "DST"), help=argparse.SUPPRESS)
@@ -339,6 +341,7 @@ def main() -> None:
         "records": options.records,
         "record_mib": options.mib,
         "rounds": options.rounds,
+        "link_rounds": options.link_rounds,
         "load_average": [os.getloadavg()[0]],
     }
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
@@ -352,7 +355,8 @@ def main() -> None:
                 for pair in PAIRS:
                     if tiers is linked and pair == ("directory", "directory"):
                         continue
-                    found = run_pair(pair, tiers, filled, options.rounds)
+                    rounds = options.link_rounds if tiers is linked else options.rounds
+                    found = run_pair(pair, tiers, filled, rounds)
                     results.setdefault(name, {})[f"{pair[0]} to {pair[1]}"] = found
                     speeds = ", ".join(
                         f"{part} {speed:.0f} MB/s" for part, speed in found["megabytes_per_second"].items()
