@@ -8,20 +8,25 @@ Epochs: only records that a newly started server would find in the source are co
 newly started server uses in the destination. A reset of the source makes all of them invalid, so the records
 that this run has copied are removed again.
 
+Threads: reader threads run ahead of the writer threads, so that neither tier waits for the other one.
+``RecordMemory`` bounds the records between them.
+
 Memory use is about 0.6 KB per record of a source directory, 1.2 KB per record of a source server or bucket,
-and 0.2 KB per record of the destination.
+and 0.2 KB per record of the destination, plus the records between the threads.
 """
 
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
+from kv_offload.copy_limits import RateLimit, RecordMemory, Slot
 from kv_offload.interrupts import Interrupts
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import MissingNamespaceError
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 CHECK_SECONDS = 1.0  # interval between epoch checks
 _LOOK_PAUSES = (0.1, 0.5, 2.0)  # before each retry of a failed check
 _INTERRUPT_SECONDS = 0.2  # interval between checks for Ctrl-C
+_MEMORY_BYTES = 512 << 20  # of records between reader and writer threads; see RecordMemory
 _FAILURES_IN_A_ROW = 8  # then a tier is considered out of service
 _MOST_LISTED = 1_000  # failed records that a report lists
 _MOST_SAMPLES = 8  # records of a tier that are read to see whether they are encrypted
@@ -228,37 +234,10 @@ def open_importer(tier: "TierConfig", namespace: CopiedNamespace, bound: int | N
     return _core.RecordImporter(tier.make_spec("copy", bound, cast("NamespaceIdentity", namespace)))
 
 
-class RateLimit:
-    """Spreads bytes over time. Thread-safe."""
-
-    def __init__(
-        self,
-        bytes_per_second: int | None,
-        pause: Callable[[float], object] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._rate = bytes_per_second
-        self._pause = pause
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, count: int) -> None:
-        """Waits until ``count`` more bytes are within the rate."""
-        if self._rate is None:
-            return
-        with self._lock:
-            start = max(self._clock(), self._free_at)
-            self._free_at = start + count / self._rate
-        delay = start - self._clock()
-        if delay > 0:
-            self._pause(delay)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of copying one entry. status: copied, present, vanished, other_form, failed, or a reason to
-    stop: full, reset, error (unexpected), skipped (the copy has ended)."""
+    stop: full, reset, error (unexpected)."""
 
     entry: Entry
     status: str
@@ -287,8 +266,9 @@ class Copier:
         interrupts: Interrupts | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``is_counted``: the destination may be unavailable while another process counts its bytes.
-        ``op_timeout``: time limit of its operations, in seconds. ``notice`` shows a sentence."""
+        """``jobs``: number of reader threads, and of writer threads. ``is_counted``: the destination may be
+        unavailable while another process counts its bytes. ``op_timeout``: time limit of its
+        operations, in seconds. ``notice`` shows a sentence."""
         self._namespace = namespace
         self._open_source = open_source
         self._source = open_source()
@@ -298,7 +278,11 @@ class Copier:
         self._jobs = jobs
         self._encrypted = encrypted  # the records of the destination; None: unknown
         self._stop = threading.Event()
-        self._limit = RateLimit(rate, self._stop.wait)
+        # Two limits, because writes would exceed the rate after a wait for the destination.
+        self._read_limit = RateLimit(rate, self._stop.wait)
+        self._write_limit = RateLimit(rate, self._stop.wait)
+        self._memory = RecordMemory(jobs, _MEMORY_BYTES)
+        self._to_write: SimpleQueue[tuple[Entry, Slot] | None] = SimpleQueue()  # None: ends a thread
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._counting_ends = math.inf if is_counted else 0.0  # monotonic; inf: no write has been refused yet
@@ -307,8 +291,9 @@ class Copier:
         self._notice = notice
         self._attempted: set[bytes] = set()  # keys of records that this run may have written
         self._unsettled = 0  # attempts that ended without the destination's answer
-        self._asked: set[Future[Outcome]] = set()
         self._failures_in_a_row = 0
+        self._failure: CopyError | None = None  # the first one that ended the copy
+        self._next_check = time.monotonic() + CHECK_SECONDS
         self.totals = Totals()
 
     def run(self, entries: Iterable[Entry], progress: Callable[[Totals], None] = lambda _: None) -> None:
@@ -317,7 +302,7 @@ class Copier:
         No thread writes any more when it returns or raises. After a reset of the source, what was copied is
         removed again.
         """
-        pool = ThreadPoolExecutor(self._jobs)
+        pool = ThreadPoolExecutor(2 * self._jobs)
         failure: BaseException | None = None
         try:
             self._run(pool, iter(entries), progress)
@@ -363,33 +348,46 @@ class Copier:
         return ". ".join(problems)
 
     def _end(self, pool: ThreadPoolExecutor) -> None:
-        """Waits for the threads, and counts their results."""
-        self._stop.set()
+        """Waits for the threads. Records that were read and not yet written are left out."""
+        self._end_threads()
+        self._end_writers()
         pool.shutdown(cancel_futures=True)
-        for future in self._asked:
-            if not future.cancelled():
-                self._count(future.result())
+
+    def _end_threads(self) -> None:
+        """Lets the threads end after the read or write in progress."""
+        self._stop.set()
+        self._memory.close()
+
+    def _end_writers(self) -> None:
+        """Lets the writer threads end after the records that were read."""
+        for _ in range(self._jobs):
+            self._to_write.put(None)
 
     def _run(
         self, pool: ThreadPoolExecutor, entries: Iterator[Entry], progress: Callable[[Totals], None]
     ) -> None:
-        self._asked = {pool.submit(self._copy, entry) for entry in islice(entries, 2 * self._jobs)}
-        next_check = time.monotonic() + CHECK_SECONDS
-        while self._asked:
-            done, self._asked = wait(self._asked, _INTERRUPT_SECONDS, FIRST_COMPLETED)
-            outcomes = [future.result() for future in done]
-            for outcome in outcomes:
-                self._count(outcome)
-            for outcome in outcomes:
-                self._raise_if_ended(outcome)
-            self._asked |= {pool.submit(self._copy, entry) for entry in islice(entries, len(done))}
+        readers = {pool.submit(self._in_thread, self._read_entries, entries) for _ in range(self._jobs)}
+        writers = {pool.submit(self._in_thread, self._write_records) for _ in range(self._jobs)}
+        self._wait_for(readers, progress)
+        self._end_writers()
+        self._wait_for(writers, progress)
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait_for(self, threads: set[Future[None]], progress: Callable[[Totals], None]) -> None:
+        # It is not woken for each record: it would compete with the threads for the interpreter lock.
+        while threads:
+            until_check = max(self._next_check - time.monotonic(), 0.0)
+            done, threads = wait(threads, min(_INTERRUPT_SECONDS, until_check))
+            for thread in done:
+                thread.result()
             progress(self.totals)
             if self._interrupts.is_set():
                 raise KeyboardInterrupt
-            if time.monotonic() >= next_check:
+            if time.monotonic() >= self._next_check:
                 if self._reset_tier() is not None:
                     raise CopyError("reset", "")
-                next_check = time.monotonic() + CHECK_SECONDS
+                self._next_check = time.monotonic() + CHECK_SECONDS
 
     def _reset_tier(self) -> "Root | None":
         """Returns the tier that was reset since the copy began. Raises CopyError if that is unknown."""
@@ -424,23 +422,70 @@ class Copier:
 
     # ---- in the threads
 
-    def _copy(self, entry: Entry) -> Outcome:
+    def _in_thread(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
-            return self._copy_one(entry)
-        except Exception as error:
-            return Outcome(entry, "error", 0, "error", str(error))
+            work(*arguments)
+        except BaseException:
+            self._end_threads()  # the others may wait for this thread
+            raise
 
-    def _copy_one(self, entry: Entry) -> Outcome:
-        if self._stop.is_set():
-            return Outcome(entry, "skipped")
-        self._limit.wait(entry.bytes)
-        if self._stop.is_set():  # while it waited
-            return Outcome(entry, "skipped")
-        kind, message, record = self._read(entry)
-        if record is None:
-            return Outcome(entry, "vanished" if kind == "not_found" else "failed", 0, kind, message)
-        if self._encrypted is not None and bool(record.encryption_key_id) != self._encrypted:
-            return Outcome(entry, "other_form")
+    def _read_entries(self, entries: Iterator[Entry]) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                entry = next(entries, None)
+            if entry is None:
+                return
+            try:
+                outcome = self._read_one(entry)
+            except Exception as error:
+                outcome = Outcome(entry, "error", 0, "error", str(error))
+            if outcome is not None:
+                self._settle(outcome)
+
+    def _read_one(self, entry: Entry) -> Outcome | None:
+        """Returns None if the writers have the record now, or if the copy has ended."""
+        self._read_limit.wait(entry.bytes)
+        slot = self._memory.take(entry.bytes)
+        if slot is None:
+            return None
+        is_passed_on = False
+        try:
+            into, slot.record = slot.record, None  # a record that cannot be read keeps no memory
+            kind, message, slot.record = self._read(entry, into)
+            if slot.record is None:
+                return Outcome(entry, "vanished" if kind == "not_found" else "failed", 0, kind, message)
+            if self._encrypted is not None and bool(slot.record.encryption_key_id) != self._encrypted:
+                return Outcome(entry, "other_form")
+            is_passed_on = True
+            self._to_write.put((entry, slot))
+            return None
+        finally:
+            if not is_passed_on:
+                self._memory.give_back(slot)
+
+    def _read(self, entry: Entry, into: "WholeRecord | None") -> "tuple[str, str, WholeRecord | None]":
+        own = self._of_thread
+        if not hasattr(own, "root"):
+            own.root = self._open_source()
+        return cast("Root", own.root).read(self._namespace, entry.handle, into)
+
+    def _write_records(self) -> None:
+        while (read := self._to_write.get()) is not None:
+            entry, slot = read
+            try:
+                outcome = self._write_one(entry, cast("WholeRecord", slot.record))
+            except Exception as error:
+                outcome = Outcome(entry, "error", 0, "error", str(error))
+            finally:
+                self._memory.give_back(slot)
+            if outcome is not None:
+                self._settle(outcome)
+
+    def _write_one(self, entry: Entry, record: "WholeRecord") -> Outcome | None:
+        """Returns None if the copy has ended."""
+        self._write_limit.wait(record.size)
+        if self._stop.is_set():  # also while it waited
+            return None
         with self._lock:
             self._attempted.add(entry.key)
         kind, message, written = self._write(record, entry.used)
@@ -452,15 +497,6 @@ class Copier:
             return Outcome(entry, "copied" if written else "present", record.size)
         ended = {"no_space": "full", "cancelled": "reset"}.get(kind, "failed")
         return Outcome(entry, ended, 0, kind, message, at_source=False)
-
-    def _read(self, entry: Entry) -> "tuple[str, str, WholeRecord | None]":
-        own = self._of_thread
-        if not hasattr(own, "root"):
-            own.root, own.record = self._open_source(), None
-        kind, message, record = cast("Root", own.root).read(self._namespace, entry.handle, own.record)
-        if record is not None:
-            own.record = record  # the next read uses its memory again
-        return kind, message, record
 
     def _write(self, record: "WholeRecord", used: float) -> tuple[str, str, bool]:
         while True:
@@ -475,7 +511,17 @@ class Copier:
             self._counting_ends = min(self._counting_ends, now + _COUNTING_SECONDS)
             return now < self._counting_ends
 
-    # ---- in the thread of run()
+    def _settle(self, outcome: Outcome) -> None:
+        """Counts an outcome. Ends the copy if nothing more can be copied."""
+        with self._lock:
+            self._count(outcome)
+            failure = self._failure_of(outcome)
+            if failure is None or self._failure is not None:
+                return
+            self._failure = failure
+        self._end_threads()
+
+    # ---- with the lock
 
     def _count(self, outcome: Outcome) -> None:
         totals = self.totals
@@ -502,24 +548,27 @@ class Copier:
             return f"{self._destination.where}: {outcome.entry.key.hex()}"
         return handle if isinstance(handle, str) else handle.name.decode("ascii", "backslashreplace")
 
-    def _raise_if_ended(self, outcome: Outcome) -> None:
+    def _failure_of(self, outcome: Outcome) -> CopyError | None:
         where = self._destination.where
         if outcome.status == "full":
-            raise CopyError(
+            return CopyError(
                 "full",
                 f"{where} is full: {outcome.message}. Nothing is evicted for a copy: remove records there, "
                 "raise its limit, or copy less with --max-bytes",
             )
         if outcome.status == "reset":
-            raise CopyError("reset", outcome.message)
+            return CopyError("reset", outcome.message)
         if outcome.status == "error":
-            raise CopyError("failed", f"{self._shown(outcome)}: {outcome.message}")
+            return CopyError("failed", f"{self._shown(outcome)}: {outcome.message}")
         is_damaged = outcome.at_source and outcome.kind in _DAMAGED
         is_outage = outcome.status == "failed" and not is_damaged
         self._failures_in_a_row = self._failures_in_a_row + 1 if is_outage else 0
         if self._failures_in_a_row == _FAILURES_IN_A_ROW:
             place = self._source.where if outcome.at_source else where
-            raise CopyError("failed", f"{place}: {outcome.message}")
+            return CopyError("failed", f"{place}: {outcome.message}")
+        return None
+
+    # ---- after the threads have ended
 
     def _undo(self) -> str:
         """Removes what this run has copied; returns a sentence about it."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv-offload copy SRC DST``: copies the records of a namespace from one tier into another."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +70,12 @@ def copy(
     jobs: Annotated[
         int,
         typer.Option(
-            "--jobs", "-j", metavar="N", min=1, max=64, help="Number of records copied concurrently."
+            "--jobs",
+            "-j",
+            metavar="N",
+            min=1,
+            max=64,
+            help="Number of records read, and of records written, concurrently.",
         ),
     ] = 8,
     dst_max_bytes: Annotated[
@@ -393,6 +399,9 @@ def _figures(plan: "Plan | None", totals: "Totals | None", seconds: float) -> di
 @contextmanager
 def _progress(plan: "Plan") -> "Iterator[Callable[[Totals], None]]":
     """Shows a progress bar on a terminal."""
+    if not sys.stderr.isatty():  # importing rich takes as long as the copy of 100 MB
+        yield lambda _: None
+        return
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -402,16 +411,14 @@ def _progress(plan: "Plan") -> "Iterator[Callable[[Totals], None]]":
         TransferSpeedColumn,
     )
 
-    out = console(stderr=True)
     with Progress(
         TextColumn("copying"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=out,
+        console=console(stderr=True),
         transient=True,
-        disable=not out.is_terminal,
     ) as progress:
         bar = progress.add_task("", total=plan.bytes)
         yield lambda totals: progress.update(bar, completed=totals.copied_bytes)

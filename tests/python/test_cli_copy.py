@@ -26,7 +26,7 @@ from written_root import FACTS
 from kv_offload import _core, copying
 from kv_offload.cli import app
 from kv_offload.config import tier_at
-from kv_offload.tiers.fs.root import DirectoryRoot
+from kv_offload.copy_limits import RateLimit, RecordMemory
 from kv_offload.tiers.remote_root import RemoteRoot
 
 NAMESPACE = FACTS.namespace_id()
@@ -430,28 +430,25 @@ def test_the_most_recent_record_gives_an_empty_destination_its_form(
         assert report["other_form"] == 3
 
 
-@pytest.mark.parametrize(("kind", "root"), [("fs", DirectoryRoot), ("redis", RemoteRoot)])
-def test_a_thread_reads_all_records_into_the_same_memory(
-    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, root: Any
+@pytest.mark.parametrize("kind", ["fs", "redis"])
+def test_records_are_read_into_the_memory_of_earlier_ones(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     source, destination = place(kind, "from"), place("fs", "to")
     source.fill(shm, NUMBERS)
     source.damage(11)
-    reads: list[tuple[Any, Any]] = []
-    original = root.read
+    found: list[Any] = []
 
-    def read(self: Any, namespace: str, handle: Any, into: Any = None) -> Any:
-        found = original(self, namespace, handle, into)
-        if threading.current_thread() is not threading.main_thread():
-            reads.append((into, found[2]))
-        return found
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        answer = read()
+        if answer[2] is not None:
+            found.append(answer[2])
+        return answer
 
-    monkeypatch.setattr(root, "read", read)
+    with_reads(monkeypatch, read)
     assert copied(source, destination, "--jobs", 1, status=1)["failed"] == 1
-    assert len(reads) == len(NUMBERS)
-    memory = next(record for _, record in reads if record is not None)
-    assert all(record in (memory, None) for _, record in reads)
-    assert [into for into, _ in reads[2:]] == [memory] * (len(NUMBERS) - 2)
+    assert len(found) == len(NUMBERS) - 1
+    assert len({id(record) for record in found}) <= 3, "two at a time, and one after the damaged record"
     assert destination.found(shm, NUMBERS) == [number for number in NUMBERS if number != 11]
 
 
@@ -507,6 +504,17 @@ def with_writes(monkeypatch: pytest.MonkeyPatch, write: Callable[[int, Callable[
     monkeypatch.setattr(copying, "open_importer", lambda *given: FaultyImporter(original(*given), write))
 
 
+def with_reads(monkeypatch: pytest.MonkeyPatch, read: Callable[[int, Callable[[], Any]], Any]) -> None:
+    """``read`` gets the number of a read of the copy's threads, and the read itself."""
+    original = copying.Copier._read
+    numbers = iter(range(1 << 20))
+
+    def numbered(self: copying.Copier, entry: copying.Entry, into: Any) -> Any:
+        return read(next(numbers), lambda: original(self, entry, into))
+
+    monkeypatch.setattr(copying.Copier, "_read", numbered)
+
+
 def test_a_destination_that_stays_unavailable_ends_the_copy(
     place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,6 +548,182 @@ def test_all_records_wait_once_for_a_count_of_the_destination(
     destination = place("fs", "other")
     report = copied(source, destination, "--jobs", 1, status=1)
     assert (report["ended"], report["failed"], report["copied"]) == ("complete", 1, len(NUMBERS) - 1)
+
+
+# ---- reads run ahead of writes
+
+RECORD_BYTES = SHARD_BYTES + 4096
+
+
+def when_reads_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Returns an event that is set when a reader thread has to wait for memory."""
+    event = threading.Event()
+    original = copying.RecordMemory._has_room
+
+    def has_room(self: copying.RecordMemory, size: int) -> bool:
+        found = original(self, size)
+        if not found:
+            event.set()
+        return found
+
+    monkeypatch.setattr(copying.RecordMemory, "_has_room", has_room)
+    return event
+
+
+@pytest.mark.parametrize(
+    ("memory", "most"), [(1, 2), (3 * RECORD_BYTES, 3), (4 * RECORD_BYTES - 1, 3), (1 << 30, 4)]
+)
+def test_reads_run_ahead_within_the_memory(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, memory: int, most: int
+) -> None:
+    source, destination = place("fs", "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    monkeypatch.setattr(copying, "_MEMORY_BYTES", memory)
+    ahead, lock = when_reads_wait(monkeypatch), threading.Lock()
+    begun, ended, peak = 0, 0, 0
+
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        nonlocal begun, peak
+        with lock:
+            begun += 1
+            peak = max(peak, begun - ended)
+            if begun == len(NUMBERS):
+                ahead.set()
+        return read()
+
+    def write(number: int, write: Callable[[], Any]) -> Any:
+        nonlocal ended
+        if number < 2:
+            assert ahead.wait(PATIENCE_SECONDS)
+        found = write()
+        with lock:
+            ended += 1
+        return found
+
+    with_reads(monkeypatch, read)
+    with_writes(monkeypatch, write)
+    assert copied(source, destination, "--jobs", 2)["copied"] == len(NUMBERS)
+    assert peak == most
+    assert destination.found(shm, NUMBERS) == list(NUMBERS)
+
+
+def test_unused_memory_of_records_is_bounded(place: Any, shm: Path) -> None:
+    source = place("fs", "from")
+    source.fill(shm, [1])
+    root = source_root(source)
+    (handle,) = (root.handle(record) for record in root.records(NAMESPACE.hex()))
+    memory = RecordMemory(4, 2 * RECORD_BYTES)
+    slots = [memory.take(RECORD_BYTES) for _ in range(4)]
+    for slot in slots:
+        assert slot is not None
+        slot.record = root.read(NAMESPACE.hex(), handle)[2]
+        memory.give_back(slot)
+    again = [memory.take(RECORD_BYTES) for _ in range(4)]
+    assert sum(slot is not None and slot.record is not None for slot in again) == 2
+    memory.close()
+    assert memory.take(1) is None
+
+
+def test_a_slot_that_is_given_back_ends_its_share_of_the_memory() -> None:
+    class WithoutWaits(RecordMemory):
+        def _has_room(self, size: int) -> bool:
+            assert super()._has_room(size)
+            return True
+
+    memory = WithoutWaits(1, 2 * RECORD_BYTES)
+    for _ in range(3):
+        for slot in [memory.take(RECORD_BYTES), memory.take(RECORD_BYTES)]:
+            assert slot is not None
+            memory.give_back(slot)
+
+
+def test_a_full_destination_gets_no_record_that_was_read_ahead(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = place("fs", "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    ahead = when_reads_wait(monkeypatch)
+    writes: list[int] = []
+
+    def write(number: int, write: Callable[[], Any]) -> Any:
+        writes.append(number)
+        assert ahead.wait(PATIENCE_SECONDS)
+        return "no_space", "no byte is left", False
+
+    with_writes(monkeypatch, write)
+    report = copied(source, destination, "--jobs", 1, status=1)
+    assert (report["ended"], report["copied"], report["failed"]) == ("full", 0, 0)
+    assert writes == [0]
+
+
+def test_a_failed_read_ahead_does_not_hide_or_lose_the_write_in_progress(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = place("redis", "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    writing, failed = threading.Event(), threading.Event()
+
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        if number != 1:
+            return read()
+        assert writing.wait(PATIENCE_SECONDS)
+        failed.set()
+        raise RuntimeError("the source cannot be opened")
+
+    def write(number: int, write: Callable[[], Any]) -> Any:
+        writing.set()
+        assert failed.wait(PATIENCE_SECONDS)
+        return write()
+
+    with_reads(monkeypatch, read)
+    with_writes(monkeypatch, write)
+    report = copied(source, destination, "--jobs", 1, status=1)
+    assert report["ended"] == "failed"
+    assert report["message"].endswith(": the source cannot be opened")
+    assert (report["copied"], report["failed"]) == (1, 1)
+    assert len(destination.files()) == 1
+
+
+def test_a_source_that_stays_unavailable_ends_the_copy(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = range(1, 41)
+    source, destination = place("fs", "from"), place("fs", "to")
+    source.fill(shm, many)
+
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        return read() if number < 3 else ("io", "no answer", None)
+
+    with_reads(monkeypatch, read)
+    report = copied(source, destination, "--jobs", 1, status=1)
+    assert (report["ended"], report["message"]) == ("failed", f"{source.address}: no answer")
+    assert report["copied"] == len(destination.files()) <= 3
+    assert 8 <= report["failed"] < len(many) - 3
+
+
+def test_a_thread_that_dies_does_not_leave_the_others_waiting(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = place("fs", "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+
+    ahead, third = when_reads_wait(monkeypatch), threading.Event()
+
+    def read(number: int, read: Callable[[], Any]) -> Any:
+        if number == 2:  # in the slot that the first write has given back
+            ahead.clear()
+            third.set()
+        return read()
+
+    def settle(self: copying.Copier, outcome: copying.Outcome) -> None:
+        assert third.wait(PATIENCE_SECONDS)
+        assert ahead.wait(PATIENCE_SECONDS)
+        raise RuntimeError("a defect")
+
+    with_reads(monkeypatch, read)
+    monkeypatch.setattr(copying.Copier, "_settle", settle)
+    report = copied(source, destination, "--jobs", 1, status=1)
+    assert (report["ended"], report["message"]) == ("failed", "a defect")
 
 
 # ---- interruption
@@ -583,24 +767,47 @@ def test_a_copy_that_is_killed_leaves_whole_records_and_continues(
     other_command("verify", destination.address)
 
 
+def at_the_end(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Returns an event that is set when a copy begins to wait for its threads."""
+    ending = threading.Event()
+    original = copying.Copier._end
+
+    def end(self: copying.Copier, pool: Any) -> None:
+        ending.set()
+        original(self, pool)
+
+    monkeypatch.setattr(copying.Copier, "_end", end)
+    return ending
+
+
 def test_ctrl_c_ends_after_the_records_in_progress(
     place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, destination = place("fs", "from"), place("fs", "to")
     source.fill(shm, NUMBERS)
+    ahead, asked = when_reads_wait(monkeypatch), threading.Event()
 
-    def interrupt(totals: copying.Totals) -> None:
-        if totals.copied >= 3:
+    def write(number: int, write: Callable[[], Any]) -> Any:
+        if number == 3:
+            assert ahead.wait(PATIENCE_SECONDS)
+            asked.set()
+            assert ending.wait(PATIENCE_SECONDS)
+        ahead.clear()
+        return write()
+
+    def interrupt(_: copying.Totals) -> None:
+        if asked.is_set():
             raise KeyboardInterrupt
 
-    original = copying.Copier.run
-    monkeypatch.setattr(copying.Copier, "run", lambda self, entries, _: original(self, entries, interrupt))
-    report = copied(source, destination, "--jobs", 1, status=1)
+    with monkeypatch.context() as patch:
+        ending = at_the_end(patch)
+        with_writes(patch, write)
+        original = copying.Copier.run
+        patch.setattr(copying.Copier, "run", lambda self, entries, _: original(self, entries, interrupt))
+        report = copied(source, destination, "--jobs", 1, status=1)
     assert report["ended"] == "interrupted"
-    assert 3 <= report["copied"] < len(NUMBERS)
-    assert len(destination.files()) == report["copied"]
-    monkeypatch.undo()
-    assert copied(source, destination)["copied"] == len(NUMBERS) - report["copied"]
+    assert report["copied"] == len(destination.files()) == 4, "what was only read is left out"
+    assert copied(source, destination)["copied"] == len(NUMBERS) - 4
 
 
 def test_further_ctrl_c_waits_for_the_records_in_progress(
@@ -610,7 +817,7 @@ def test_further_ctrl_c_waits_for_the_records_in_progress(
     source.fill(shm, NUMBERS)
     main = threading.main_thread().ident
     assert main is not None
-    ending, closed = threading.Event(), threading.Event()
+    ending, closed = at_the_end(monkeypatch), threading.Event()
     running: set[int] = set()
     running_at_close: list[int] = []
 
@@ -630,13 +837,8 @@ def test_further_ctrl_c_waits_for_the_records_in_progress(
         closed.set()
         close(self)
 
-    def end(self: copying.Copier, pool: Any, end: Callable[..., None] = copying.Copier._end) -> None:
-        ending.set()
-        end(self, pool)
-
     with_writes(monkeypatch, write)
     monkeypatch.setattr(FaultyImporter, "close", close)
-    monkeypatch.setattr(copying.Copier, "_end", end)
     result = run(source.address, destination.address, "--dst-max-bytes", MAX_BYTES, "--json", status=1)
     report = json.loads(result.stdout)
     assert running_at_close[0] == 0
@@ -792,15 +994,29 @@ def test_the_rate_spreads_bytes_over_time() -> None:
         pauses.append(seconds)
         now[0] += seconds
 
-    limit = copying.RateLimit(1000, pause, lambda: now[0])
+    limit = RateLimit(1000, pause, lambda: now[0])
     for count in (500, 2000, 1000):
         limit.wait(count)
     assert pauses == [0.5, 2.0]
     now[0] += 10.0
     limit.wait(1000)
     assert pauses == [0.5, 2.0], "unused time is not made up for, and costs nothing"
-    copying.RateLimit(None, pause, lambda: now[0]).wait(1 << 40)
+    RateLimit(None, pause, lambda: now[0]).wait(1 << 40)
     assert pauses == [0.5, 2.0]
+
+
+def test_the_rate_limits_the_reads_and_the_writes(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = place("fs", "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    waits: dict[Any, int] = {}
+    monkeypatch.setattr(
+        RateLimit, "wait", lambda self, count: waits.update({self: waits.get(self, 0) + count})
+    )
+    size = copied(source, destination, "--jobs", 1, "--rate", "1GiB")["copied_bytes"]
+    assert list(waits.values()) == [size, size]
+    assert {limit._rate for limit in waits} == {1 << 30}
 
 
 def test_a_dry_run_changes_nothing(place: Any, shm: Path) -> None:
@@ -825,17 +1041,16 @@ def test_a_dry_run_changes_nothing(place: Any, shm: Path) -> None:
 
 
 def during_the_copy(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], None]) -> None:
-    """Calls ``act`` before the read of record number ``after``; needs --jobs 1."""
-    reads = iter(range(1 << 20))
-    original = copying.Copier._read
+    """Calls ``act`` before the write of record number ``after``; needs --jobs 1."""
+    writes = iter(range(1 << 20))
+    original = copying.Copier._write
 
-    def read(self: copying.Copier, entry: copying.Entry) -> Any:
-        found = original(self, entry)
-        if next(reads) == after:
+    def write(self: copying.Copier, record: Any, used: float) -> Any:
+        if next(writes) == after:
             act()
-        return found
+        return original(self, record, used)
 
-    monkeypatch.setattr(copying.Copier, "_read", read)
+    monkeypatch.setattr(copying.Copier, "_write", write)
 
 
 @pytest.mark.parametrize("checks", ["often", "at the end"])
@@ -1020,7 +1235,8 @@ def test_an_error_of_a_thread_ends_with_a_report(
     source.fill(shm, NUMBERS, keys=[secret])
     during_the_copy(monkeypatch, 5, secret.unlink)
     report = copied(source, destination, "--jobs", 1, "--encryption-key-file", secret, status=1)
-    assert (report["ended"], report["copied"]) == ("failed", 6)
+    assert (report["ended"], report["failed"]) == ("failed", 1)
+    assert 6 <= report["copied"] == len(destination.files()) <= 7, "one may have been read before"
     assert str(secret) in report["message"]
 
 
