@@ -313,7 +313,7 @@ void Prefetcher::ask(std::size_t tier, const Task& task) {
     count_steps(1);
     const Presence presence = with_.ops.contains(tier, prompt[i].key);
     if (presence == Presence::kUnknown || presence == Presence::kStaleMiss)
-      with_.ops.queue_lookup(tier, prompt[i].key, presence, {});
+      with_.ops.queue_lookup(tier, prompt[i].key, presence, task.prompt->tenant, {});
   }
 }
 

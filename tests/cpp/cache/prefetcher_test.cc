@@ -312,6 +312,19 @@ TEST_F(PrefetcherTest, unknown_chunks_are_looked_up_in_the_tier) {
   EXPECT_EQ(parts().prefetcher.size(), 0u);
 }
 
+TEST_F(PrefetcherTest, lookups_belong_to_the_tenant_of_the_prompt) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  make(64, 64, options);
+  parts().tier->forgotten.insert(key_of("a"));
+  auto of_tenant = std::make_shared<Prefetcher::Prompt>(*recorded({"a"}));
+  of_tenant->tenant = 2;
+  parts().prefetcher.expect(kSessionA, of_tenant, in(Nanos(0)));
+  run_all();
+  ASSERT_EQ(parts().tier->asked.size(), 1u);
+  EXPECT_EQ(parts().tier->asked[0].second, (LookupOptions{KeyOrder::kNone, 2, 0.5}));
+}
+
 TEST_F(PrefetcherTest, a_stale_miss_is_looked_up_once) {
   parts().tier->is_sure = false;
   parts().prefetcher.expect(kSessionA, prompt({"a"}), in(Nanos(0)));
