@@ -211,10 +211,10 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
 
 // The reason is looked up when the miss is counted: vLLM asks again in each step.
 LookupResult RequestTable::absent(RequestState& request, std::uint32_t group, std::uint64_t print) {
-  request.pass.lookups.push_back({static_cast<std::uint32_t>(request.pass.absent.size()),
-                                  static_cast<std::uint16_t>(group), Lookup::Kind::kMiss,
-                                  Lookup::kReasonLater});
-  request.pass.absent.push_back(print);
+  const auto at = static_cast<std::uint32_t>(request.pass.absent.size());
+  request.pass.absent.push_back(print);  // first, because either may throw
+  request.pass.lookups.push_back(
+      {at, static_cast<std::uint16_t>(group), Lookup::Kind::kMiss, Lookup::kReasonLater});
   return LookupResult::kMiss;
 }
 

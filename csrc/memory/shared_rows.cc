@@ -159,7 +159,9 @@ std::optional<std::uint64_t> SharedRows::filter_of(std::uint32_t link) const {
     if (entry == nullptr) return filter;
     std::array<std::uint64_t, kKeyWords> words;
     for (std::size_t i = 0; i < kKeyWords; ++i) words[i] = entry->key[i].load(std::memory_order_relaxed);
-    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(std::bit_cast<ChunkKey>(words)));
+    const auto key = std::bit_cast<ChunkKey>(words);
+    if (!ChunkKey::fits(key.size())) return std::nullopt;  // damaged: its hash would read outside of the key
+    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(key));
     link = entry->next.load(std::memory_order_relaxed);
   }
   return std::nullopt;

@@ -93,7 +93,7 @@ class SharedRows {
   std::uint32_t index_of(RowId row) const { return divide_(row); }
   Word& bucket_of(std::uint64_t hash) const { return buckets_[hash & (layout_.buckets - 1)]; }
   Entry* linked(std::uint32_t link) const;  // null: none, or no link of this table
-  // Returns the filter of a chain; nothing if the chain does not end.
+  // Returns the filter of a chain; nothing if the chain does not end or has a damaged key.
   std::optional<std::uint64_t> filter_of(std::uint32_t link) const;
   void unlink(std::uint32_t index);
   // Loads what unlink() writes into the CPU's cache.
