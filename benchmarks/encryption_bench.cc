@@ -188,7 +188,7 @@ class Nothing final : public Tier {
   Presence contains(const ChunkKey& key) const override {
     return key.size() > 0 ? Presence::kPresent : Presence::kAbsent;
   }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  void prefetch_presence(std::vector<ChunkKey>, const LookupOptions&) override {}
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t) override { return Status::ok(); }
   TierStats stats() const override { return {}; }

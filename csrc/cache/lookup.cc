@@ -80,7 +80,7 @@ LookupResult RequestTable::lookup_in_host(RequestHandle handle, RequestState& re
     const std::uint8_t tiers = request.options.load_tiers;
     // A chunk that came from a tier hits without further checks only if the request may load from all tiers.
     const bool is_allowed = is_from_tier && tiers == RequestOptions::kAllTiers;
-    if (needs_tier && !is_allowed && !ops_.is_recorded(entry.key, tiers)) {
+    if (needs_tier && !is_allowed && !ops_.is_recorded(entry.key, tiers, request.options.tenant)) {
       return miss(request, group, MissReason::kDisabled);
     }
     if (request.held_back) {
@@ -92,7 +92,8 @@ LookupResult RequestTable::lookup_in_host(RequestHandle handle, RequestState& re
   }
   if (const auto reason = refuse_wait(request, is_fetch)) return miss(request, group, *reason);
   const std::uint8_t tiers = request.options.load_tiers;
-  if (is_fetch && tiers != RequestOptions::kAllTiers && !ops_.is_recorded(entry.key, tiers)) {
+  if (is_fetch && tiers != RequestOptions::kAllTiers &&
+      !ops_.is_recorded(entry.key, tiers, request.options.tenant)) {
     return miss(request, group, MissReason::kDisabled);
   }
   return pending(handle, request, {slot, entry.group, is_fetch ? Kind::kFetching : Kind::kFilling, 0},
@@ -163,7 +164,8 @@ void RequestTable::queue_lookups(RequestState& request, std::uint32_t group, con
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     if (((results.unknown & ~results.lookup_pending) >> tier & 1) == 0) continue;
     const bool stale = (results.stale >> tier & 1) != 0;
-    ops_.queue_lookup(tier, key, stale ? Presence::kStaleMiss : Presence::kUnknown, run);
+    const Presence presence = stale ? Presence::kStaleMiss : Presence::kUnknown;
+    ops_.queue_lookup(tier, key, presence, request.options.tenant, run);
   }
   request.pass.awaits |= results.may_appear;
 }

@@ -68,21 +68,23 @@ void TierIo::publish() {
   }
 }
 
-bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
+bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers, TenantId tenant) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     if ((tiers >> tier & 1) == 0) continue;
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
     if (presence == Presence::kUnknown || presence == Presence::kStaleMiss)
-      queue_lookup(tier, key, presence, {});
+      queue_lookup(tier, key, presence, tenant, {});
   }
   return false;
 }
 
-void TierIo::queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, Run run) {
+void TierIo::queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, TenantId tenant,
+                          Run run) {
   if (presence == Presence::kStaleMiss) slots_[tier].stale_misses.push_back(key);
   std::vector<QueuedLookup>& unknown = slots_[tier].unknown;
-  if (unknown.empty() || unknown.back().run != run) unknown.push_back({run, {}});
+  if (unknown.empty() || unknown.back().tenant != tenant || unknown.back().run != run)
+    unknown.push_back({tenant, run, {}});
   unknown.back().keys.push_back(key);
 }
 
@@ -461,8 +463,9 @@ void TierIo::end_step() {
     // new one.
     for (const ChunkKey& key : std::exchange(slots_[tier].stale_misses, {})) tiers_[tier]->forget_miss(key);
     for (QueuedLookup& queued : std::exchange(slots_[tier].unknown, {})) {
-      const bool prefix = queued.run != Run{};
-      tiers_[tier]->prefetch_presence(std::move(queued.keys), prefix ? KeyOrder::kPrefix : KeyOrder::kNone);
+      const KeyOrder order = queued.run != Run{} ? KeyOrder::kPrefix : KeyOrder::kNone;
+      const Reader reader = chunks_.reader(queued.tenant);
+      tiers_[tier]->prefetch_presence(std::move(queued.keys), {order, reader.tenant, reader.weight});
     }
   }
 }

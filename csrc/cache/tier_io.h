@@ -96,8 +96,9 @@ class TierIo {
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
   }
-  // True if some tier in `tiers` (one bit each) has the key. Asks the tiers that do not know.
-  bool is_recorded(const ChunkKey& key, std::uint32_t tiers);
+  // True if some tier in `tiers` (one bit each) has the key. Queues a lookup for this tenant in the tiers
+  // that do not know.
+  bool is_recorded(const ChunkKey& key, std::uint32_t tiers, TenantId tenant);
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }
@@ -107,8 +108,9 @@ class TierIo {
     bool operator==(const Run&) const = default;
   };
   // Asks the tier whether it has the key, at the end of the step and together with all keys of the run, so
-  // that the answer is known soon. `presence`: the result of contains(), kUnknown or kStaleMiss.
-  void queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, Run run);
+  // that the answer is known soon. `presence`: the result of contains(), kUnknown or kStaleMiss. `tenant`: of
+  // the request; lookups of several tenants start in turn.
+  void queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, TenantId tenant, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
   // Reports uses in host memory to the tier. `uses` is never empty.
@@ -164,6 +166,7 @@ class TierIo {
 
  private:
   struct QueuedLookup {
+    TenantId tenant;
     Run run;
     std::vector<ChunkKey> keys;
   };

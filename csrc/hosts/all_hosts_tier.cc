@@ -76,7 +76,7 @@ class AllHostsTier final : public Tier {
   void forget_miss(const ChunkKey& key) override {
     for (const PartOfTier& part : parts_) part.tier->forget_miss(key);
   }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override;
   void touch(const ChunkKey& key) override {
     for (const PartOfTier& part : parts_) part.tier->touch(key);
   }
@@ -607,7 +607,7 @@ Presence AllHostsTier::contains(const ChunkKey& key) const {
 }
 
 // A key that this host does not have is not asked for elsewhere: most are chunks of new prompts.
-void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) {
   if (awaits_epoch_) return;
   const Tier& own = *parts_.front().tier;
   std::vector<ChunkKey> possible;
@@ -617,8 +617,8 @@ void AllHostsTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order)
     if (presence != Presence::kAbsent && presence != Presence::kLookupFailed) possible.push_back(key);
   }
   for (std::size_t part = 1; part < parts_.size(); ++part)
-    parts_[part].tier->prefetch_presence(possible, order);
-  parts_.front().tier->prefetch_presence(std::move(keys), order);
+    parts_[part].tier->prefetch_presence(possible, options);
+  parts_.front().tier->prefetch_presence(std::move(keys), options);
 }
 
 void AllHostsTier::forget_ops() {

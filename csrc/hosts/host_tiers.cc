@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <map>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <variant>
 
 #include "base/thread.h"
@@ -68,13 +70,17 @@ struct HostTiers::Impl {
   std::atomic<std::size_t> in_flight{0};
 
   // ---- the thread's
+  struct Lookup {
+    LookupOptions options;  // of the last frame with this key
+    unsigned turns = 0;     // since the lookup was last passed to the tier
+  };
   struct Slot {
     std::unique_ptr<Tier> tier;
-    std::uint64_t epoch = 0;                         // the last TierReset::epoch
-    std::optional<StatusKind> reset_kind;            // of that reset; none: it threw
-    std::unordered_map<OpId, bool> ops;              // in flight; true: of an earlier connection
-    std::unordered_map<ChunkKey, unsigned> lookups;  // not answered yet: turns since the tier was asked
-    bool was_reset = false;                          // its removals by the scheduler's reset are still coming
+    std::uint64_t epoch = 0;                       // the last TierReset::epoch
+    std::optional<StatusKind> reset_kind;          // of that reset; none: it threw
+    std::unordered_map<OpId, bool> ops;            // in flight; true: of an earlier connection
+    std::unordered_map<ChunkKey, Lookup> lookups;  // not answered yet
+    bool was_reset = false;                        // its removals by the scheduler's reset are still coming
     TierState sent;
     Nanos looked_at{0}, sent_at{0};
   };
@@ -325,12 +331,12 @@ void HostTiers::Impl::execute(TierLookup& order) {
   Slot& slot = slots[order.tier];
   std::vector<ChunkKey> unknown;
   for (const ChunkKey& key : order.keys) {
-    slot.lookups[key] = 0;
+    slot.lookups.insert_or_assign(key, Lookup{order.options});
     const Presence presence = slot.tier->contains(key);
     if (presence == Presence::kStaleMiss) slot.tier->forget_miss(key);
     if (presence == Presence::kStaleMiss || presence == Presence::kUnknown) unknown.push_back(key);
   }
-  slot.tier->prefetch_presence(std::move(unknown), order.order);
+  slot.tier->prefetch_presence(std::move(unknown), order.options);
 }
 
 void HostTiers::Impl::execute(TierUsesFrame& order) {
@@ -400,14 +406,17 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
   Slot& slot = slots[tier];
   if (slot.lookups.empty()) return;
   TierAnswers frame{tier, slot.epoch, {}};
-  std::vector<ChunkKey> unknown;
+  std::map<TenantId, std::pair<double, std::vector<ChunkKey>>> unknown;  // with the tenant's weight
   for (auto at = slot.lookups.begin(); at != slot.lookups.end();) {
     const Presence presence = slot.tier->contains(at->first);
     // Keys stay unknown until a thread of the tier begins their lookup. Until then, a lookup in each turn
     // would queue the same keys many times.
-    if (presence == Presence::kUnknown && ++at->second == kAskAgain) {
-      unknown.push_back(at->first);
-      at->second = 0;
+    Lookup& lookup = at->second;
+    if (presence == Presence::kUnknown && ++lookup.turns == kAskAgain) {
+      auto& [weight, keys] = unknown[lookup.options.tenant];
+      weight = lookup.options.weight;
+      keys.push_back(at->first);
+      lookup.turns = 0;
     }
     if (presence == Presence::kUnknown || presence == Presence::kLookupPending) {
       ++at;
@@ -423,7 +432,10 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
     frame.answers.clear();
   }
   if (!frame.answers.empty()) make(FrameType::kAnswers, frame);
-  if (!unknown.empty()) slot.tier->prefetch_presence(std::move(unknown), KeyOrder::kNone);
+  for (auto& [tenant, of_tenant] : unknown) {
+    auto& [weight, keys] = of_tenant;
+    slot.tier->prefetch_presence(std::move(keys), {KeyOrder::kNone, tenant, weight});
+  }
 }
 
 void HostTiers::Impl::report_state(std::uint8_t tier, bool force) {
@@ -517,8 +529,11 @@ bool HostTiers::take(FrameType type, ByteSpan body) {
     }
     case FrameType::kCancel:
       return pass_on(decode_cancel(body));
-    case FrameType::kLookup:
-      return pass_on(decode_lookup(body));
+    case FrameType::kLookup: {
+      auto frame = decode_lookup(body);
+      if (frame && frame->options.tenant >= impl_->tenant_count()) return false;
+      return pass_on(std::move(frame));
+    }
     case FrameType::kUses: {
       auto frame = decode_uses(body);
       if (!frame || !impl_->has_tier(frame->tier)) return false;

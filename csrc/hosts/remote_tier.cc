@@ -26,7 +26,7 @@ class RemoteTier final : public Tier {
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override { presence_.forget_miss(key); }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override;
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override;
@@ -192,7 +192,7 @@ bool RemoteTier::cancel(OpId id) {
   return false;  // it completes kCancelled if it had not started
 }
 
-void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) {
   if (keys.empty() || !is_usable() || !host_.readable) return;
   const PresenceCache::EpochNumber epoch = presence_.epoch_number();
   std::vector<ChunkKey> started;
@@ -204,7 +204,8 @@ void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
     for (std::size_t at = 0; at < started.size(); at += kMostKeys) {
       const auto begin = started.begin() + static_cast<std::ptrdiff_t>(at);
       const auto count = static_cast<std::ptrdiff_t>(std::min(kMostKeys, started.size() - at));
-      frames.push_back(framed(FrameType::kLookup, TierLookup{index_, order, epoch_, {begin, begin + count}}));
+      frames.push_back(
+          framed(FrameType::kLookup, TierLookup{index_, options, epoch_, {begin, begin + count}}));
     }
     if (channel_->send(connection_, std::move(frames))) return;
   } catch (...) {

@@ -60,6 +60,13 @@ EntryInfo info_of(Input* input) {
   return info;
 }
 
+// A divisor of costs.
+double weight_of(Input* input) {
+  const double weight = input->amount();
+  (void)input->check(weight >= 1e-6 && weight <= 1e6);
+  return weight;
+}
+
 // Lists: their length, 2 bytes, then the elements.
 template <typename List, typename Put>
 void put_list(Bytes* to, const List& list, std::size_t most, Put put_one) {
@@ -183,9 +190,7 @@ std::optional<TierOps> decode_ops(ByteSpan body) {
     op.group = from->number<std::uint32_t>();
     op.nanos_left = from->at_most(kMostNanos);
     op.entry_info = info_of(from);
-    op.weight = from->amount();
-    // A divisor of costs.
-    (void)from->check(op.weight >= 1e-6 && op.weight <= 1e6);
+    op.weight = weight_of(from);
     op.may_decline = from->boolean();
     op.tenant = text_of(from, kMostTenant);
     return op;
@@ -211,7 +216,9 @@ std::optional<TierCancel> decode_cancel(ByteSpan body) {
 Bytes encode(const TierLookup& frame) {
   Bytes body;
   put(&body, frame.tier);
-  put_enum(&body, frame.order);
+  put_enum(&body, frame.options.order);
+  put(&body, frame.options.tenant);
+  put_double(&body, frame.options.weight);
   put(&body, frame.epoch);
   put_list(&body, frame.keys, kMostKeys, put_key);
   return body;
@@ -221,7 +228,9 @@ std::optional<TierLookup> decode_lookup(ByteSpan body) {
   Input input(body);
   TierLookup frame;
   frame.tier = input.number<std::uint8_t>();
-  frame.order = enum_of(&input, KeyOrder::kPrefix);
+  frame.options.order = enum_of(&input, KeyOrder::kPrefix);
+  frame.options.tenant = input.number<TenantId>();
+  frame.options.weight = weight_of(&input);
   frame.epoch = input.number<std::uint64_t>();
   frame.keys = list_of<ChunkKey>(&input, kMostKeys, key_of);
   return unless_bad(input, std::move(frame));

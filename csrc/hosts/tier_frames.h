@@ -52,7 +52,7 @@ struct TierCancel {
 };
 struct TierLookup {
   std::uint8_t tier = 0;
-  KeyOrder order = KeyOrder::kNone;
+  LookupOptions options = KeyOrder::kNone;
   std::uint64_t epoch = 0;  // number of resets that the scheduler has sent
   std::vector<ChunkKey> keys{};
 };

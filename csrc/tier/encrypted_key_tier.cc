@@ -63,7 +63,7 @@ class EncryptedKeyTier final : public Tier {
     const DigestCache::Place place = names_.place_of(key);
     for (std::size_t i = 0; i < ways_; ++i) tier_->forget_miss(names_.name(place, i));
   }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override;
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
@@ -195,13 +195,14 @@ Presence EncryptedKeyTier::contains(const ChunkKey& key) const {
 
 // With several encryption keys, each may hold a part of the prompt: after a chunk that is missing under one
 // key, later chunks may still be present under it.
-void EncryptedKeyTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
-  if (ways_ > 1) order = KeyOrder::kNone;
+void EncryptedKeyTier::prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) {
+  LookupOptions each = options;
+  if (ways_ > 1) each.order = KeyOrder::kNone;
   for (std::size_t i = 0; i < ways_; ++i) {
     std::vector<ChunkKey> digests;
     digests.reserve(keys.size());
     for (const ChunkKey& key : keys) digests.push_back(names_.name(names_.place_of(key), i));
-    tier_->prefetch_presence(std::move(digests), order);
+    tier_->prefetch_presence(std::move(digests), each);
   }
 }
 

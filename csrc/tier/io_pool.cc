@@ -65,6 +65,10 @@ class FairTurns {
   double now_ = 0;                                           // virtual time of the last started op
   std::uint32_t waiting_ = 0;                                // tenants with ops at the last call, by bit
 };
+// Of one lane. The urgent ops that a tenant started do not delay its other ops.
+struct LaneTurns {
+  FairTurns urgent, normal;
+};
 
 // The waiting ops of one lane. Ops are indexed by tag and by deadline, so that no call searches the queues:
 // they hold an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
@@ -76,7 +80,7 @@ class LaneQueue {
   // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
     const bool urgent = op.urgent;
-    if (!urgent) number |= first_of(op.tenant);
+    number |= first_of(op.tenant);
     by_tag_.emplace(std::pair(op.tag, number), urgent);
     if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
     queue(urgent).emplace(number, Queued{std::move(op), submitted});
@@ -101,12 +105,12 @@ class LaneQueue {
     to->merge(normal_);
   }
   // REQUIRES: not empty.
-  Queue::node_type pop(FairTurns& turns) {
+  Queue::node_type pop(LaneTurns& turns) {
     const bool is_normal_turn =
         !normal_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerNormal);
     urgent_in_a_row_ = is_normal_turn || normal_.empty() ? 0 : urgent_in_a_row_ + 1;
-    if (!is_normal_turn) return extract(true, urgent_.begin()->first);
-    return extract(false, turns.next(normal_)->first);
+    if (!is_normal_turn) return extract(true, turns.urgent.next(urgent_)->first);
+    return extract(false, turns.normal.next(normal_)->first);
   }
   // Returns the oldest op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
@@ -119,17 +123,17 @@ class LaneQueue {
     if (by_deadline_.empty() || now < by_deadline_.begin()->first.first) return {};
     return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
   }
-  Nanos oldest(Nanos now) const {
-    if (!urgent_.empty()) now = std::min(now, urgent_.begin()->second.submitted);
-    for (auto at = normal_.begin(); at != normal_.end();) {
-      now = std::min(now, at->second.submitted);
-      at = normal_.lower_bound(first_of(static_cast<TenantId>(tenant_of(at->first) + 1)));
-    }
-    return now;
-  }
+  Nanos oldest(Nanos now) const { return oldest_of(urgent_, oldest_of(normal_, now)); }
 
  private:
   Queue& queue(bool urgent) { return urgent ? urgent_ : normal_; }
+  static Nanos oldest_of(const Queue& queue, Nanos now) {
+    for (auto at = queue.begin(); at != queue.end();) {
+      now = std::min(now, at->second.submitted);
+      at = queue.lower_bound(first_of(static_cast<TenantId>(tenant_of(at->first) + 1)));
+    }
+    return now;
+  }
   Queue::node_type extract(bool urgent, std::uint64_t number) {
     Queue::node_type node = queue(urgent).extract(number);
     const IoPool::Op& op = node.mapped().op;
@@ -173,7 +177,7 @@ struct IoPool::State {
   // `reads` wakes read threads for queued reads; `writes` wakes write threads for any op that they may take.
   CondVar reads, writes, left;
   Lanes queues GUARDED_BY(mutex);
-  std::array<FairTurns, 2> turns GUARDED_BY(mutex);
+  std::array<LaneTurns, 2> turns GUARDED_BY(mutex);
   std::atomic<std::uint64_t> last_queued{0};
   std::vector<Running> running GUARDED_BY(mutex);
   std::vector<std::thread> threads GUARDED_BY(mutex);

@@ -13,10 +13,11 @@
 // No call holds the pool's lock longer when more ops are queued: submit() and expire() move a bounded number
 // at a time, and cancel() finds its op by the tag.
 //
-// TENANTS: other ops that belong to several tenants start in weighted fair order (start-time fair queueing).
-// Each tenant with queued ops gets a part of the started costs in proportion to its weight, however many ops
-// the others have queued. Within a tenant they start in order. A tenant that was idle begins at the present
-// time: it gains nothing by waiting. Urgent ops have no tenant.
+// TENANTS: ops that belong to several tenants start in weighted fair order (start-time fair queueing). Each
+// tenant with queued ops gets a part of the started costs in proportion to its weight, however many ops the
+// others have queued. Within a tenant they start in order. A tenant that was idle begins at the present time:
+// it gains nothing by waiting. Tenants take turns in the urgent ops of a lane and, separately, in its other
+// ops: urgent ops start first, also those of a tenant that has started more than its part of the others.
 //
 // `run` must not throw. `done` runs on a pool thread (or on the caller's, for cancel, fail_queued, expire and
 // close) without any lock of the pool, and must not throw or block.
@@ -57,7 +58,9 @@ class IoPool {
     Nanos deadline{0};  // absolute; 0 = none
     bool urgent = false;
     TenantId tenant = 0;
-    double cost = 1;  // of the tenant's part: bytes divided by its weight. Above 0
+    // What the op takes of the tenant's part, divided by the tenant's weight: bytes, or 1 for each urgent op.
+    // Above 0.
+    double cost = 1;
     std::function<Status()> run;
     // Arguments: status, seconds running, seconds queued.
     std::function<void(const Status&, double, double)> done;

@@ -34,7 +34,7 @@ struct PresenceLookup::Window {
 struct PresenceLookup::Prompt {
   const std::shared_ptr<const Context> context;
   const std::vector<ChunkKey> keys;
-  const KeyOrder order;
+  const LookupOptions options;
   const Submitted submitted;
   // A thread will pick the keys from here on, or find that they are not needed. Only one thread at a time
   // changes it.
@@ -42,18 +42,18 @@ struct PresenceLookup::Prompt {
   Mutex mutex;
   WindowPtr window GUARDED_BY(mutex);  // the last one begun
 
-  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> lookup_keys, KeyOrder lookup_order,
-         Submitted now)
+  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> lookup_keys,
+         const LookupOptions& lookup_options, Submitted now)
       : context(std::move(in)),
         keys(std::move(lookup_keys)),
-        order(lookup_order),
+        options(lookup_options),
         submitted(std::move(now)) {}
 
   // True if a thread will look these keys up, or find that their lookups are pending. REQUIRES: both lists
   // end with the same key.
-  bool covers(const std::vector<ChunkKey>& others, KeyOrder other_order, const Submitted& now) const {
-    if (order != other_order || submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number)
-      return false;
+  bool covers(const std::vector<ChunkKey>& others, const LookupOptions& theirs, const Submitted& now) const {
+    if (options.order != theirs.order || options.tenant != theirs.tenant) return false;
+    if (submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number) return false;
     return others.size() <= keys.size() - next.load() &&
            std::equal(others.rbegin(), others.rend(), keys.rbegin());
   }
@@ -65,7 +65,7 @@ PresenceLookup::PresenceLookup(std::shared_ptr<TierRuntime> shared, const Thread
     : context_(std::make_shared<const Context>(
           Context{std::move(shared), &clock_of(options), options.op_timeout, std::move(submit)})) {}
 
-void PresenceLookup::start(std::vector<ChunkKey> keys, KeyOrder order) {
+void PresenceLookup::start(std::vector<ChunkKey> keys, const LookupOptions& options) {
   const Submitted now(*context_->shared);
   if (prompts_.size() >= most_prompts_) {
     std::erase_if(prompts_, [](const auto& prompt) { return prompt.second.expired(); });
@@ -74,9 +74,9 @@ void PresenceLookup::start(std::vector<ChunkKey> keys, KeyOrder order) {
   const auto [first, last] = prompts_.equal_range(keys.back());
   for (auto one = first; one != last; ++one) {
     const auto prompt = one->second.lock();
-    if (prompt && prompt->covers(keys, order, now)) return;
+    if (prompt && prompt->covers(keys, options, now)) return;
   }
-  const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
+  const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), options, now);
   prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
   ops.push_back(next_window_op(prompt));
@@ -102,12 +102,14 @@ void PresenceLookup::cancel_all() {
   }
 }
 
-IoPool::Op PresenceLookup::op_of(const Context& context, std::function<Status()> run,
+IoPool::Op PresenceLookup::op_of(const Prompt& prompt, std::function<Status()> run,
                                  std::function<void(const Status&)> end) {
   IoPool::Op op;
   op.tag = kTag;
   op.urgent = true;  // short, and the request may be waiting for nothing else
-  op.deadline = context.clock->now() + context.op_timeout;
+  op.tenant = prompt.options.tenant;
+  op.cost = 1 / prompt.options.weight;
+  op.deadline = prompt.context->clock->now() + prompt.context->op_timeout;
   op.run = std::move(run);
   op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };
   return op;
@@ -115,7 +117,7 @@ IoPool::Op PresenceLookup::op_of(const Context& context, std::function<Status()>
 
 IoPool::Op PresenceLookup::next_window_op(const PromptPtr& prompt) {
   return op_of(
-      *prompt->context,
+      *prompt,
       [prompt] {
         start_next_window(prompt);
         return Status::ok();
@@ -135,10 +137,11 @@ void PresenceLookup::start_next_window(const PromptPtr& prompt) {
         prompt->cancel_rest();
         return Status::ok();
       }
-      const std::size_t at_once = std::max<std::size_t>(shared.store->keys_per_locate(prompt->order), 1);
+      const std::size_t at_once =
+          std::max<std::size_t>(shared.store->keys_per_locate(prompt->options.order), 1);
       const std::size_t next = prompt->next.load(), all = prompt->keys.size();
       const std::size_t wanted = std::max({kFirstWindow, at_once, next});
-      const std::size_t end = prompt->order == KeyOrder::kPrefix ? std::min(all, next + wanted) : all;
+      const std::size_t end = prompt->options.order == KeyOrder::kPrefix ? std::min(all, next + wanted) : all;
       pick(*prompt, end, window.get());
       ops = divide(prompt, window, at_once);
       prompt->next.store(end);
@@ -227,7 +230,7 @@ std::vector<IoPool::Op> PresenceLookup::divide(const PromptPtr& prompt, const Wi
     const std::size_t part = window->parts.size();
     window->parts.push_back({first, std::min(at_once, window->unknown.size() - first), std::nullopt});
     ops.push_back(op_of(
-        *prompt->context, [prompt, window, part] { return run_part(*prompt, *window, part); },
+        *prompt, [prompt, window, part] { return run_part(*prompt, *window, part); },
         [prompt, window, part](const Status& status) { end_part(prompt, *window, part, status); }));
   }
   window->ended = std::vector<std::atomic<bool>>(window->parts.size());
@@ -239,7 +242,7 @@ Status PresenceLookup::run_part(Prompt& prompt, Window& window, std::size_t part
     TierRuntime& shared = *prompt.context->shared;
     // The device may have become stuck after the part was admitted.
     if (!shared.breaker(Lane::kRead).is_valid(*window.parts[part].pass)) return breaker_open_error();
-    return run_locate(shared, window.keys_of(part), prompt.order, prompt.submitted);
+    return run_locate(shared, window.keys_of(part), prompt.options.order, prompt.submitted);
   });
 }
 

@@ -12,6 +12,10 @@
 // The parts of a window are looked up concurrently. A prompt that is present takes one more round trip for
 // each doubling of its length.
 //
+// Store calls of several tenants start in turn: in proportion to the tenants' weights, each call counts 1
+// (IoPool). A prompt that one tenant has queued does not cover the same prompt of another tenant, which may
+// be due earlier. The keys that a thread has picked are not picked for another tenant.
+//
 // Threads: only the scheduler's. No call does I/O or waits for a thread that does.
 #pragma once
 
@@ -40,7 +44,7 @@ class PresenceLookup {
                  IoPool::Submitter submit);
 
   // REQUIRES: at least one key.
-  void start(std::vector<ChunkKey> keys, KeyOrder order);
+  void start(std::vector<ChunkKey> keys, const LookupOptions& options);
   // The device is stuck: gives pending lookups up, because their threads may never return.
   void cancel_all();
 
@@ -58,7 +62,7 @@ class PresenceLookup {
   using PromptPtr = std::shared_ptr<Prompt>;
   using WindowPtr = std::shared_ptr<Window>;
 
-  static IoPool::Op op_of(const Context& context, std::function<Status()> run,
+  static IoPool::Op op_of(const Prompt& prompt, std::function<Status()> run,
                           std::function<void(const Status&)> end);
   static IoPool::Op next_window_op(const PromptPtr& prompt);
   static void start_next_window(const PromptPtr& prompt);

@@ -75,7 +75,7 @@ class ThreadPoolTier final : public Tier {
   bool has_removals() const override { return options_.watch_removals && shared_->catalog().has_removals(); }
   Presence contains(const ChunkKey& key) const override;
   void forget_miss(const ChunkKey& key) override { shared_->catalog().forget_miss(key); }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override;
   void touch(const ChunkKey& key) override { shared_->catalog().touch(key); }
   void used(const TierUses& uses) override { shared_->catalog().used(uses); }
   Status reset(std::uint64_t startup_id) override { return reset_within(options_.op_timeout, startup_id); }
@@ -255,9 +255,9 @@ Presence ThreadPoolTier::contains(const ChunkKey& key) const {
   return was_reset_ && !in_epoch_ ? Presence::kAbsent : Presence::kLookupFailed;
 }
 
-void ThreadPoolTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+void ThreadPoolTier::prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) {
   if (keys.empty() || closed_ || !in_epoch_ || !takes(Lane::kRead)) return;
-  presence_lookup_.start(std::move(keys), order);
+  presence_lookup_.start(std::move(keys), options);
 }
 
 void ThreadPoolTier::maintain_if_due() {

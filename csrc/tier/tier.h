@@ -87,6 +87,16 @@ enum class KeyOrder : std::uint8_t {
   kPrefix,  // chunks of one prompt, from the left: a chunk is not stored or usable without those before it
 };
 
+// The order of the keys of a lookup, and for whom they are looked up.
+struct LookupOptions {
+  LookupOptions(KeyOrder key_order, TenantId by = 0, double part = 1)  // NOLINT: implicit
+      : order(key_order), tenant(by), weight(part) {}
+  KeyOrder order;
+  TenantId tenant;
+  double weight;  // see TierOp::weight. Above 0
+  bool operator==(const LookupOptions&) const = default;
+};
+
 enum class Presence : std::uint8_t {
   kAbsent,
   kPresent,
@@ -199,7 +209,9 @@ class Tier {
   virtual void forget_miss(const ChunkKey&) {}
   // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
   // kLookupPending once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
-  virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
+  // Lookups of several tenants start in turn. A key that several tenants look up at the same time may be
+  // looked up once, in the turn of the first of them.
+  virtual void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // The uses of one scheduler step, oldest first. O(1): applied in the background, before the next eviction.

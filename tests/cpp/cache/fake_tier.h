@@ -97,8 +97,8 @@ class FakeTier final : public ManualTier {
   const std::deque<TierOp>& reads() const override { return reads_; }
   const std::deque<TierOp>& writes() const override { return writes_; }
   std::vector<TierUse> told_used;
-  std::function<void()> on_touch;                                 // called first by touch()
-  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;  // arguments of prefetch_presence()
+  std::function<void()> on_touch;                                      // called first by touch()
+  std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;  // arguments of prefetch_presence()
 
   // ---- Tier
   std::string_view name() const override { return name_; }
@@ -146,11 +146,11 @@ class FakeTier final : public ManualTier {
     return is_sure ? Presence::kAbsent : Presence::kStaleMiss;
   }
   void forget_miss(const ChunkKey& key) override { forgotten.insert(key); }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
     for (const ChunkKey& key : keys) {
       if (answers) forgotten.erase(key);
     }
-    asked.emplace_back(std::move(keys), order);
+    asked.emplace_back(std::move(keys), options);
   }
   void touch(const ChunkKey& key) override {
     if (on_touch) on_touch();

@@ -756,10 +756,48 @@ TEST_F(HybridFakeTest, lookups_mark_keys_that_are_a_prefix) {
   EXPECT_EQ(look(first, {"x", "y"}, {"y", "x"}), "RRRR");
   EXPECT_EQ(look(second, {"z", "u"}, 0u), "RR");
   step();
-  using Asked = std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>>;
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
   EXPECT_EQ(fake().asked, (Asked{{{key_of("x", 0), key_of("y", 0)}, KeyOrder::kPrefix},
                                  {{key_of("y", 1), key_of("x", 1)}, KeyOrder::kNone},
                                  {{key_of("z", 0), key_of("u", 0)}, KeyOrder::kPrefix}}));
+}
+
+TEST_F(FetchFakeTest, lookups_belong_to_the_tenant_of_the_request) {
+  WorldOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.75}, {"flood", 0.25}};
+  make(options);
+  fake().knows = false;
+  const auto begin_for = [&](TenantId tenant) {
+    RequestOptions request_options;
+    request_options.tenant = tenant;
+    return begin(request_options);
+  };
+  const RequestHandle other = begin_for(0), quiet = begin_for(1), flood = begin_for(2);
+  EXPECT_EQ(scan(flood, {"a", "b"}), "RR");
+  EXPECT_EQ(scan(quiet, {"c"}), "R");
+  EXPECT_EQ(scan(other, {"d"}), "R");
+  step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
+  EXPECT_EQ(fake().asked, (Asked{{{key_of("a"), key_of("b")}, {KeyOrder::kPrefix, 2, 0.25}},
+                                 {{key_of("c")}, {KeyOrder::kPrefix, 1, 0.75}},
+                                 {{key_of("d")}, {KeyOrder::kPrefix, 0, TenantShares::kMinWeight}}}));
+}
+
+// Of a chunk in host memory, for a request that may not load it from there.
+TEST_F(FetchFakeTest, a_lookup_of_a_resident_chunk_belongs_to_the_tenant_of_the_request) {
+  WorldOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.75}, {"flood", 0.25}};
+  make(options);
+  RequestOptions flood, quiet;
+  flood.tenant = 2;
+  quiet.tenant = 1;
+  quiet.load_from_cpu = false;
+  EXPECT_EQ(store(begin(flood), {"a"}), Names{"a"});
+  fake().knows = false;
+  EXPECT_EQ(scan(begin(quiet), {"a"}), "M");
+  step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
+  EXPECT_EQ(fake().asked, (Asked{{{key_of("a")}, {KeyOrder::kNone, 1, 0.75}}}));
 }
 
 // vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.

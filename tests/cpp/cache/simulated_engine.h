@@ -77,7 +77,7 @@ class SimulatedTier final : public Tier {
   Presence contains(const ChunkKey& key) const override {
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  void prefetch_presence(std::vector<ChunkKey>, const LookupOptions&) override {}
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t) override {
     records.clear();

@@ -110,8 +110,8 @@ class SteppedStore final : public ManualTier {
   // The constructor waited for the scan, so no key is unknown.
   Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
   void forget_miss(const ChunkKey& key) override { tier_->forget_miss(key); }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
-    tier_->prefetch_presence(std::move(keys), order);
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
+    tier_->prefetch_presence(std::move(keys), options);
   }
   void touch(const ChunkKey& key) override { tier_->touch(key); }
   Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }

@@ -72,6 +72,20 @@ TEST(TierIoShardsTest, a_record_has_each_shard_of_a_row) {
   }
 }
 
+TEST(TierIoTenantsTest, unrelated_keys_of_two_tenants_are_looked_up_separately) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.75}, {"flood", 0.25}};
+  OpParts parts(options);
+  parts.tier->knows = false;
+  EXPECT_FALSE(parts.ops.is_recorded(key_of("a"), 1, 2));
+  EXPECT_FALSE(parts.ops.is_recorded(key_of("b"), 1, 2));
+  EXPECT_FALSE(parts.ops.is_recorded(key_of("c"), 1, 1));
+  parts.ops.end_step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
+  EXPECT_EQ(parts.tier->asked, (Asked{{{key_of("a"), key_of("b")}, {KeyOrder::kNone, 2, 0.25}},
+                                      {{key_of("c")}, {KeyOrder::kNone, 1, 0.75}}}));
+}
+
 TEST_F(TierIoTest, a_read_that_fails_makes_its_chunk_absent_with_the_reason_and_is_counted_once) {
   parts_.record("a");
   parts_.tier->fail(StatusKind::kIo);
@@ -138,7 +152,7 @@ TEST_F(TierIoTest, a_write_has_a_pin_until_it_ended) {
   parts_.finish();
   EXPECT_EQ(ops_.writes_in_flight(0), 0u);
   EXPECT_EQ(parts_.chunks.victim(), slot);
-  EXPECT_TRUE(ops_.is_recorded(key_of("a"), 1));
+  EXPECT_TRUE(ops_.is_recorded(key_of("a"), 1, 0));
   write(slot);
   EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "the record exists";
 }

@@ -50,7 +50,8 @@ class PlayedTier final : public Tier {
     const auto found = presence.find(key);
     return found == presence.end() ? Presence::kAbsent : found->second;
   }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder) override {
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
+    asked_for.push_back(options);
     asked.insert(asked.end(), keys.begin(), keys.end());
   }
   void touch(const ChunkKey&) override {}
@@ -92,6 +93,7 @@ class PlayedTier final : public Tier {
   std::vector<TierRemoval> removed;
   std::map<ChunkKey, Presence> presence;
   std::vector<ChunkKey> asked;
+  std::vector<LookupOptions> asked_for;
   std::vector<std::uint64_t> startup_ids;  // of the resets
   std::vector<std::uint64_t> begun_ids;    // of those that do not wait
   TierStats figures;
@@ -989,9 +991,11 @@ TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission
 TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_looked_up_on_others) {
   part_[0]->presence[key_of(2)] = Presence::kUnknown;
   part_[0]->presence[key_of(3)] = Presence::kLookupFailed;
-  tier_->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);
+  const LookupOptions options{KeyOrder::kNone, 2, 0.25};
+  tier_->prefetch_presence({key_of(1), key_of(2), key_of(3)}, options);
   EXPECT_EQ(part_[0]->asked.size(), 3u);
   EXPECT_EQ(part_[1]->asked, (std::vector<ChunkKey>{key_of(2)}));
+  for (const PlayedTier* part : part_) EXPECT_THAT(part->asked_for, ElementsAre(options));
 }
 
 TEST_F(AllHostsTierTest, an_op_counts_as_cancelled_only_if_all_parts_are) {

@@ -686,6 +686,7 @@ TEST_F(HostTiersTest, orders_that_do_not_fit_the_host_end_the_connection) {
   EXPECT_TRUE(ends(FrameType::kOps, encode(TierOps{1, {op}})));
   EXPECT_TRUE(ends(FrameType::kOps, Bytes{0, 1}));
   EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{3, KeyOrder::kNone, 0, {}})));
+  EXPECT_TRUE(ends(FrameType::kLookup, encode(TierLookup{0, {KeyOrder::kNone, 1}, 0, {op.key}})));
   EXPECT_TRUE(ends(FrameType::kReset, encode(TierReset{1, 1, 1})));
   EXPECT_TRUE(ends(FrameType::kState, encode(TierState{}))) << "a frame of the other direction";
 }
@@ -898,6 +899,26 @@ TEST(RemoteTierTest, a_reset_that_is_not_confirmed_is_repeated_without_any_event
   }
 }
 
+TEST(RemoteTierTest, lookups_are_sent_with_their_tenant) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removals;
+  tier->poll(&ended, &removals);
+  (void)channel->take_frames();
+  const LookupOptions options{KeyOrder::kPrefix, 2, 0.25};
+  tier->prefetch_presence({key_of(1)}, options);
+  const auto frames = channel->take_frames();
+  ASSERT_EQ(frames.size(), 1u);
+  ASSERT_EQ(frames[0].first, FrameType::kLookup);
+  const auto lookup = decode_lookup(frames[0].second);
+  ASSERT_TRUE(lookup);
+  EXPECT_EQ(lookup->options, options);
+}
+
 TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its_next_state) {
   const auto channel = std::make_shared<TierChannel>([] {});
   channel->begin_open({{}}, "settings");
@@ -975,8 +996,8 @@ class GatedTier : public Tier {
     batches.pop_front();
   }
   Presence contains(const ChunkKey&) const override { return presence; }
-  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
-    asked.emplace_back(std::move(keys), order);
+  void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
+    asked.emplace_back(std::move(keys), options);
   }
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t startup_id) override {
@@ -994,7 +1015,7 @@ class GatedTier : public Tier {
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
   Presence presence = Presence::kAbsent;
-  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;
+  std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
 };
@@ -1053,7 +1074,7 @@ class PlayedHostTiers : public TwoHosts {
     tiers_ = std::make_unique<HostTiers>(region_[1], [] {});
     pending_ = std::move(opened);
   }
-  void open() { tiers_->open(1, std::move(pending_)); }
+  void open(std::size_t tenants = 0) { tiers_->open(1, std::move(pending_), tenants); }
   std::size_t count_soon(FrameType wanted) {
     std::size_t count = 0;
     EXPECT_TRUE(holds_soon([&] {
@@ -1159,6 +1180,37 @@ TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn
   end_turns(1);
   ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have abandoned the lookup";
   EXPECT_THAT(played_->asked[1].first, UnorderedElementsAreArray(keys));
+  turns_.open();
+}
+
+TEST_F(PlayedHostTiers, lookups_belong_to_the_tenants_for_whom_the_scheduler_asks) {
+  played_->presence = Presence::kUnknown;
+  played_->on_poll = [&] { turns_.pass(); };
+  open(3);
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  const auto end_turns = [&](int turns) {
+    for (int turn = 0; turn < turns; ++turn) {
+      turns_.let_one_pass();
+      turns_.wait_until_blocked();
+    }
+  };
+  end_turns(1);
+  const LookupOptions first{KeyOrder::kPrefix, 1, 0.75}, second{KeyOrder::kNone, 2, 0.25};
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, first, 0, {key_of(1), key_of(2)}})));
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, second, 0, {key_of(3)}})));
+  EXPECT_FALSE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, {KeyOrder::kNone, 3}, 0, {key_of(4)}})))
+      << "there are three tenants";
+  end_turns(100);
+  ASSERT_EQ(played_->asked.size(), 2u);
+  EXPECT_EQ(played_->asked[0].second, first);
+  EXPECT_EQ(played_->asked[1].second, second);
+  end_turns(1);
+  ASSERT_EQ(played_->asked.size(), 4u) << "repeated";
+  EXPECT_THAT(played_->asked[2].first, UnorderedElementsAre(key_of(1), key_of(2)));
+  EXPECT_EQ(played_->asked[2].second, (LookupOptions{KeyOrder::kNone, 1, 0.75}));
+  EXPECT_EQ(played_->asked[3].first, std::vector<ChunkKey>{key_of(3)});
+  EXPECT_EQ(played_->asked[3].second, second);
   turns_.open();
 }
 

@@ -77,7 +77,11 @@ TEST(TierFrames, arrive_as_they_were_sent) {
   EXPECT_EQ(op.entry_info.priority, -5);
   EXPECT_EQ(op.tenant, "tenant");
   EXPECT_EQ(arrives(TierCancel{1, {4, 5}}, decode_cancel).ids, (std::vector<OpId>{4, 5}));
-  EXPECT_EQ(arrives(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}, decode_lookup).keys.at(0), key_of(1));
+  const LookupOptions options{KeyOrder::kPrefix, 2, 0.25};
+  const TierLookup lookup = arrives(TierLookup{1, options, 3, {key_of(1)}}, decode_lookup);
+  EXPECT_EQ(lookup.keys.at(0), key_of(1));
+  EXPECT_EQ(lookup.options, options);
+  EXPECT_EQ(lookup.epoch, 3u);
   EXPECT_EQ(arrives(TierUsesFrame{1, true, {{key_of(1), some_info()}}}, decode_uses).uses.at(0).key,
             key_of(1));
   EXPECT_EQ(arrives(TierReset{1, 2, 3}, decode_reset).startup_id, 3u);
@@ -137,7 +141,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   }
   add(FrameType::kOps, encode(ops));
   add(FrameType::kCancel, encode(TierCancel{1, {4, 5}}));
-  add(FrameType::kLookup, encode(TierLookup{1, KeyOrder::kPrefix, 3, {key_of(1)}}));
+  add(FrameType::kLookup, encode(TierLookup{1, {KeyOrder::kPrefix, 2, 0.25}, 3, {key_of(1)}}));
   add(FrameType::kUses, encode(TierUsesFrame{1, true, {{key_of(1), some_info()}}}));
   add(FrameType::kReset, encode(TierReset{1, 2, 3}));
   return frames;
@@ -151,7 +155,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
 // too: add one to sample_frames().
 TEST(TierFrames, another_encoding_has_another_protocol_number) {
   const std::map<std::uint32_t, std::uint64_t> digests = {
-      {3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}, {5, 0x4b70a897350f2b09}};
+      {3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}, {5, 0x4b70a897350f2b09}, {6, 0x96d861331db7b6a2}};
   FrameWriter writer(KeyedHash::Hash{1});
   Bytes all = make_greeting(HostNonce{2});
   const Bytes answer = make_answer(HostSecret{3}, HostNonce{4}, HostNonce{5});
@@ -176,7 +180,8 @@ TEST(TierFrames, as_many_elements_as_allowed_fit_into_a_frame) {
   op.key = longest;
   op.tenant = std::string(255, 't');
   EXPECT_LT(encode(TierOps{0, std::vector<HostOp>(kMostOps, op)}).size(), kMostPayload);
-  EXPECT_LT(encode(TierLookup{0, {}, 0, std::vector<ChunkKey>(kMostKeys, longest)}).size(), kMostPayload);
+  EXPECT_LT(encode(TierLookup{0, KeyOrder::kNone, 0, std::vector<ChunkKey>(kMostKeys, longest)}).size(),
+            kMostPayload);
   EXPECT_LT(encode(TierAnswers{0, 0, std::vector<TierAnswers::Answer>(kMostKeys, {longest, {}})}).size(),
             kMostPayload);
   EXPECT_LT(encode(TierRemovals{0, 0, std::vector<TierRemoval>(kMostKeys, {longest, {}})}).size(),
@@ -208,6 +213,8 @@ TEST(TierFrames, values_that_no_host_sends_are_refused) {
   for (const double weight : {0.0, 1e9, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
     bad.weight = weight;
     EXPECT_FALSE(decode_ops(encode(TierOps{0, {bad}}))) << weight;
+    EXPECT_FALSE(decode_lookup(encode(TierLookup{0, {KeyOrder::kNone, 1, weight}, 0, {key_of(1)}})))
+        << weight;
   }
   bad = some_op(1);
   bad.nanos_left = ~std::uint64_t{0};

@@ -151,8 +151,8 @@ TEST_F(EncryptedKeyTierTest, a_record_is_present_for_every_tenant_whatever_key_e
 class Recorder : public Tier {
  public:
   explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses,
-                    std::vector<KeyOrder>* orders = nullptr)
-      : ops_(ops), uses_(uses), orders_(orders) {}
+                    std::vector<LookupOptions>* lookups = nullptr)
+      : ops_(ops), uses_(uses), lookups_(lookups) {}
   std::string_view name() const override { return "recorder"; }
   void submit(std::vector<TierOp> ops) override {
     for (TierOp& op : ops) ops_->push_back(std::move(op));
@@ -162,8 +162,8 @@ class Recorder : public Tier {
     removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // not one of our digests
   }
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder order) override {
-    if (orders_ != nullptr) orders_->push_back(order);
+  void prefetch_presence(std::vector<ChunkKey>, const LookupOptions& options) override {
+    if (lookups_ != nullptr) lookups_->push_back(options);
   }
   void touch(const ChunkKey&) override {}
   void used(const TierUses& uses) override { *uses_ = *uses; }
@@ -176,7 +176,7 @@ class Recorder : public Tier {
  private:
   std::vector<TierOp>* ops_;
   std::vector<TierUse>* uses_;
-  std::vector<KeyOrder>* orders_;
+  std::vector<LookupOptions>* lookups_;
 };
 
 // Reports its record as removed, written and removed again.
@@ -292,13 +292,14 @@ TEST(EncryptedKeyTierOrderTest, the_codec_description_is_passed_through) {
 TEST(EncryptedKeyTierOrderTest, with_several_keys_lookups_do_not_assume_a_prefix) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
-  std::vector<KeyOrder> orders;
+  std::vector<LookupOptions> lookups;
   for (const auto& keys : {keys_of({1}), keys_of({2, 1})}) {
     const auto tier =
-        with_encrypted_keys(std::make_unique<Recorder>(&ops, &uses, &orders), keys, space_of(1));
-    tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kPrefix);
+        with_encrypted_keys(std::make_unique<Recorder>(&ops, &uses, &lookups), keys, space_of(1));
+    tier->prefetch_presence({key_of(1), key_of(2)}, {KeyOrder::kPrefix, 7, 0.25});
   }
-  EXPECT_EQ(orders, (std::vector{KeyOrder::kPrefix, KeyOrder::kNone, KeyOrder::kNone}));
+  const LookupOptions unordered{KeyOrder::kNone, 7, 0.25};
+  EXPECT_EQ(lookups, (std::vector{LookupOptions{KeyOrder::kPrefix, 7, 0.25}, unordered, unordered}));
 }
 
 // Returns one presence for one name, and another presence for all other names.
@@ -359,9 +360,9 @@ TEST(EncryptedKeyTierOrderTest, each_key_is_hashed_once_under_each_of_our_keys) 
   constexpr std::uint32_t kKeys = 1000;
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
-  std::vector<KeyOrder> orders;
+  std::vector<LookupOptions> lookups;
   const auto tier =
-      with_encrypted_keys(std::make_unique<Recorder>(&ops, &uses, &orders), keys_of({3, 2, 1}), space_of(1));
+      with_encrypted_keys(std::make_unique<Recorder>(&ops, &uses, &lookups), keys_of({3, 2, 1}), space_of(1));
   std::vector<ChunkKey> keys;
   auto used = std::make_shared<std::vector<TierUse>>();
   std::vector<TierOp> given(kKeys);

@@ -9,6 +9,7 @@
 #include <array>
 #include <latch>
 #include <mutex>
+#include <numeric>
 #include <string>
 
 #include "base/thread.h"
@@ -565,23 +566,89 @@ TEST_F(TenantTurns, urgent_ops_of_any_tenant_start_first) {
   EXPECT_EQ(run(3), (std::vector<std::uint64_t>{1000, 1001, 0}));
 }
 
-TEST_F(TenantTurns, a_queued_op_of_a_tenant_is_cancelled_and_counts_as_the_oldest) {
-  queue(2, 1000, 1);
-  clock_.advance(std::chrono::seconds(5));
-  queue(0, 0, 1);
-  EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 5);
+TEST_F(TenantTurns, a_long_queue_of_urgent_ops_delays_another_tenant_by_one_op) {
+  queue(2, 1000, 500, 1, true);
+  run(10);
+  queue(1, 0, 3, 1, true);
+  EXPECT_EQ(below(run(6), 1000), 3);
+  EXPECT_EQ(run(2), (std::vector<std::uint64_t>{1013, 1014})) << "the other's ops stay in order";
+}
+
+TEST_F(TenantTurns, tenants_start_urgent_ops_in_proportion_to_their_weights) {
+  queue(1, 0, 200, 1.0 / 0.75, true);
+  queue(2, 1000, 200, 1.0 / 0.25, true);
+  EXPECT_NEAR(static_cast<double>(below(run(200), 1000)), 150, 1);
+}
+
+TEST_F(TenantTurns, an_idle_tenant_gains_no_urgent_ops_by_waiting) {
+  queue(1, 0, 1, 1, true);
+  queue(2, 1000, 300, 1, true);
+  run(152);
+  queue(1, 1, 100, 1, true);
+  EXPECT_NEAR(static_cast<double>(below(run(40), 1000)), 20, 1);
+}
+
+TEST_F(TenantTurns, urgent_ops_of_one_tenant_start_in_order) {
+  queue(3, 0, 20, 1.0 / 0.3, true);
+  queue(3, 20, 20, 1.0 / 0.7, true);
+  std::vector<std::uint64_t> all(40);
+  std::iota(all.begin(), all.end(), 0);
+  EXPECT_EQ(run(40), all);
+}
+
+TEST_F(TenantTurns, urgent_ops_take_nothing_of_a_tenants_other_ops) {
+  queue(1, 10'000, 60, 1000, true);
+  queue(1, 0, 40);
+  queue(2, 1000, 40);
+  run(67);  // all urgent ops and seven others
+  EXPECT_NEAR(static_cast<double>(below(run(20), 1000)), 10, 1);
+}
+
+TEST_F(TenantTurns, another_op_starts_among_urgent_ops_of_several_tenants) {
+  queue(1, 0, 40, 1, true);
+  queue(2, 1000, 40, 1, true);
+  queue(3, 2000, 1);
+  const std::vector<std::uint64_t> tags = run(IoPool::kUrgentPerNormal + 1);
+  EXPECT_EQ(tags.back(), 2000u);
+}
+
+TEST_F(TenantTurns, a_cancelled_urgent_op_leaves_its_turn_to_the_next_one) {
+  queue(1, 0, 3, 1, true);
+  queue(2, 1000, 3, 1, true);
+  EXPECT_TRUE(pool_.cancel(0));
   EXPECT_TRUE(pool_.cancel(1000));
-  EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 0);
-  EXPECT_EQ(log_.endings().at(0), std::pair(std::uint64_t{1000}, StatusKind::kCancelled));
+  EXPECT_FALSE(pool_.cancel(1000));
+  EXPECT_EQ(run(4), (std::vector<std::uint64_t>{1, 1001, 2, 1002}));
+  queue(1, 3, 2, 1, true);
+  queue(2, 1003, 2, 1, true);
+  pool_.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
+  EXPECT_EQ(pool_.depth(Lane::kRead).queued, 0u);
+  EXPECT_EQ(log_.endings().size(), 10u);
+}
+
+TEST_F(TenantTurns, a_queued_op_of_a_tenant_is_cancelled_and_counts_as_the_oldest) {
+  for (const bool urgent : {false, true}) {
+    const std::uint64_t tag = urgent ? 1001 : 1000;
+    queue(2, tag, 1, 1, urgent);
+    clock_.advance(std::chrono::seconds(5));
+    queue(0, urgent, 1, 1, urgent);
+    EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 5);
+    EXPECT_TRUE(pool_.cancel(tag));
+    EXPECT_EQ(pool_.depth(Lane::kRead).oldest_seconds, 0);
+    run(1);
+    EXPECT_EQ(log_.endings().at(urgent ? 2 : 0), std::pair(tag, StatusKind::kCancelled));
+  }
 }
 
 TEST_F(TenantTurns, steps_of_a_start_do_not_grow_with_the_queues) {
-  std::uint64_t most[2] = {0, 0};
-  for (const bool large : {false, true}) {
-    for (const TenantId tenant : {0, 1, 2}) queue(tenant, 10'000u * tenant, large ? 5000 : 50);
-    for (int i = 0; i < 50; ++i) most[large] = std::max(most[large], testing::steps_of([&] { run(1); }));
+  for (const bool urgent : {false, true}) {
+    std::uint64_t most[2] = {0, 0};
+    for (const bool large : {false, true}) {
+      for (const TenantId tenant : {0, 1, 2}) queue(tenant, 10'000u * tenant, large ? 5000 : 50, 1, urgent);
+      for (int i = 0; i < 50; ++i) most[large] = std::max(most[large], testing::steps_of([&] { run(1); }));
+    }
+    EXPECT_EQ(most[true], most[false]);
   }
-  EXPECT_EQ(most[true], most[false]);
 }
 
 }  // namespace

@@ -1033,6 +1033,22 @@ class TenantOps : public ThreadPoolTierTest {
     tier.poll(&done, &removals);
     return std::count_if(done.begin(), done.end(), [](const Completion& end) { return end.id < 1000; });
   }
+  // The keys of a prompt.
+  static std::vector<ChunkKey> prompt(std::uint32_t first, std::uint32_t count) {
+    std::vector<ChunkKey> keys;
+    for (std::uint32_t i = 0; i < count; ++i) keys.push_back(key_of(first + i));
+    return keys;
+  }
+  static LookupOptions lookup_for(TenantId tenant, double weight = 0.5) {
+    return {KeyOrder::kNone, tenant, weight};
+  }
+  // Returns how many of the store calls so far were for some key of the prompt.
+  std::ptrdiff_t calls_for(const std::vector<ChunkKey>& prompt) const {
+    const auto asked = server_->asked();
+    return std::count_if(asked.begin(), asked.end(), [&](const std::vector<ChunkKey>& keys) {
+      return std::find(prompt.begin(), prompt.end(), keys.front()) != prompt.end();
+    });
+  }
   AlignedBuffer large_{16384};
 };
 
@@ -1050,6 +1066,103 @@ TEST_F(TenantOps, large_reads_of_a_tenant_start_less_often) {
   for (OpId id = 0; id < 40; ++id) read(*tier, 1000 + id, 2, 0.5, 3 * 4096);
   for (OpId id = 0; id < 40; ++id) read(*tier, id, 1, 0.5, 4096);
   EXPECT_NEAR(static_cast<double>(run(*tier, pool, 40)), 30, 1);
+}
+
+// As in a bucket in which tenants have keys of their own: one call takes one key, and 30 ms.
+TEST_F(TenantOps, a_long_queue_of_lookups_does_not_delay_those_of_another_tenant_until_they_are_given_up) {
+  constexpr Nanos kCall = std::chrono::milliseconds(30), kLookupTimeout = seconds(5);
+  constexpr std::int64_t kKeys = 4;
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  for (std::uint32_t i = 0; i < 10; ++i) tier->prefetch_presence(prompt(1000 + 100 * i, 30), lookup_for(2));
+  for (int i = 0; i < 10; ++i) pool->begin_next(Lane::kRead)();
+  ASSERT_GT(pool->depth(Lane::kRead).queued * kCall, kLookupTimeout);
+  tier->prefetch_presence(keys(kKeys), lookup_for(1));
+  const Nanos asked = clock_.now();
+  while (calls_for(keys(kKeys)) < kKeys && clock_.now() - asked < kLookupTimeout) {
+    pool->begin_next(Lane::kRead)();
+    clock_.advance(kCall);
+  }
+  EXPECT_EQ(tier->contains(key_of(kKeys - 1)), Presence::kAbsent) << "it was not looked up";
+  EXPECT_LE(clock_.now() - asked, 2 * kKeys * kCall) << "one call of the other tenant for each of its own";
+}
+
+TEST_F(TenantOps, lookups_of_tenants_start_in_proportion_to_their_weights) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  const auto first = prompt(0, 200), second = prompt(1000, 200);
+  tier->prefetch_presence(second, lookup_for(2, 0.25));
+  tier->prefetch_presence(first, lookup_for(1, 0.75));
+  for (int i = 0; i < 100; ++i) pool->begin_next(Lane::kRead)();
+  EXPECT_NEAR(static_cast<double>(calls_for(first)), 75, 1);
+  EXPECT_EQ(calls_for(first) + calls_for(second), 100);
+}
+
+TEST_F(TenantOps, a_tenant_that_had_no_lookups_for_a_while_gains_nothing_by_it) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(keys(1), lookup_for(1));
+  tier->prefetch_presence(prompt(1000, 200), lookup_for(2));
+  for (int i = 0; i < 100; ++i) pool->begin_next(Lane::kRead)();
+  const auto later = prompt(100, 100);
+  tier->prefetch_presence(later, lookup_for(1));
+  for (int i = 0; i < 40; ++i) pool->begin_next(Lane::kRead)();
+  EXPECT_NEAR(static_cast<double>(calls_for(later)), 20, 1);
+}
+
+TEST_F(TenantOps, lookups_of_one_tenant_keep_their_order_whatever_its_weight) {
+  for (const LookupOptions& lookup : {LookupOptions(KeyOrder::kNone), lookup_for(3, 0.01)}) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+    const std::size_t before = server_->asked().size();
+    tier->prefetch_presence(prompt(0, 3), lookup);
+    tier->prefetch_presence(prompt(10, 3), lookup);
+    run_reads(pool);
+    std::vector<ChunkKey> order;
+    for (std::size_t i = before; i < server_->asked().size(); ++i)
+      order.push_back(server_->asked()[i].front());
+    std::vector<ChunkKey> expected;
+    for (const std::uint32_t number : {0, 10, 1, 2, 11, 12}) expected.push_back(key_of(number));
+    EXPECT_EQ(order, expected);
+  }
+}
+
+TEST_F(TenantOps, a_prompt_that_another_tenant_has_queued_is_looked_up_in_the_turn_of_the_first_due) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
+  for (std::uint32_t i = 0; i < 50; ++i) tier->prefetch_presence(prompt(1000 + 10 * i, 4), lookup_for(2));
+  tier->prefetch_presence(keys(4), lookup_for(2));
+  const auto queued = pool->depth(Lane::kRead).queued;
+  for (int step = 0; step < 3; ++step) tier->prefetch_presence(keys(4), lookup_for(1));
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued + 1) << "once for each tenant";
+  for (int i = 0; i < 2; ++i) pool->begin_next(Lane::kRead)();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
+  run_reads(pool);
+  EXPECT_EQ(calls_for(keys(4)), 1) << "by one tenant";
+}
+
+TEST_F(TenantOps, lookups_of_all_tenants_are_given_up_when_the_device_is_stuck) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(prompt(1000, 50), lookup_for(2));
+  tier->prefetch_presence(keys(3), lookup_for(1));
+  for (int i = 0; i < 2; ++i) pool->begin_next(Lane::kRead)();
+  const auto stuck = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(stuck);
+  clock_.advance(options().op_timeout + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
+  clock_.advance(seconds(2));
+  for (const std::uint32_t number : {1u, 2u, 1001u, 1049u})
+    EXPECT_EQ(tier->contains(key_of(number)), Presence::kUnknown) << number;
+  for (const auto& [number, tenant] : {std::pair(1u, TenantId{1}), std::pair(1049u, TenantId{2})}) {
+    tier->prefetch_presence({key_of(number)}, lookup_for(tenant));
+    run_reads(pool);
+    EXPECT_EQ(tier->contains(key_of(number)), Presence::kAbsent) << number;
+  }
+  stuck();
 }
 
 }  // namespace
