@@ -159,6 +159,7 @@ class AllHostsTier final : public Tier {
   std::vector<Completion> ended_;      // polled; those before next_ended_ are done
   std::vector<std::size_t> ended_by_;  // the part of each
   std::size_t next_ended_ = 0;
+  std::size_t polled_last_ = 0;                                   // the part that poll() polled last
   std::vector<std::vector<TierRemoval>> removed_{parts_.size()};  // polled
   std::unordered_set<ChunkKey> reported_;                         // by this poll()
   std::vector<TierPart> counts_{parts_.size()};                   // all but `stats` and the speed
@@ -332,6 +333,9 @@ void AllHostsTier::add_failure(InFlight& op, Status status) {
 
 void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   for (std::size_t part = 0; part < parts_.size(); ++part) {
+    // First: what a part of an earlier call has ended must not count as this part's.
+    if (ended_by_.size() < ended_.size()) ended_by_.resize(ended_.size(), polled_last_);
+    polled_last_ = part;
     parts_[part].tier->poll(&ended_, &removed_[part]);
     ended_by_.resize(ended_.size(), part);
   }

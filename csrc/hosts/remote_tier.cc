@@ -2,6 +2,7 @@
 #include "hosts/remote_tier.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/make_room.h"
@@ -69,6 +70,7 @@ class RemoteTier final : public Tier {
   // REQUIRES: the op is in ops_.
   void end(OpId id, Status status, std::uint64_t bytes = 0, double seconds = 0, double queued = 0);
   void send_reset();
+  void cancel_all();
   void send_touches();
 
   // First what a step needs if nothing has happened, see TierChannel::has_events_.
@@ -420,7 +422,26 @@ TierStats RemoteTier::stats() const {
 
 void RemoteTier::close() {
   if (std::exchange(closed_, true)) return;
-  end_waiting(Status::error(StatusKind::kCancelled, "it is closed"));
+  // Steps that fail because memory runs out are left out. Ops may then stay in flight, as after a host that
+  // did not end them in time: see Tier::close.
+  const auto try_to = [](const auto& step) {
+    try {
+      step();
+    } catch (const std::exception&) {
+    }
+  };
+  try_to([this] { end_waiting(Status::error(StatusKind::kCancelled, "it is closed")); });
+  try_to([this] { cancel_all(); });
+  try_to([this] {
+    const Nanos end = clock_.now() + options_.close_wait;
+    while (!ops_.empty() && connection_ != 0 && clock_.now() < end) {
+      channel_->wait(index_, end - clock_.now());
+      take_events();
+    }
+  });
+}
+
+void RemoteTier::cancel_all() {
   if (connection_ == 0) return;
   TierCancel cancel{index_, {}};
   std::vector<TierChannel::Frame> frames;
@@ -432,11 +453,6 @@ void RemoteTier::close() {
   });
   if (!cancel.ids.empty()) frames.push_back(framed(FrameType::kCancel, cancel));
   (void)channel_->send(connection_, std::move(frames));
-  const Nanos end_of_wait = clock_.now() + options_.close_wait;
-  while (!ops_.empty() && connection_ != 0 && clock_.now() < end_of_wait) {
-    channel_->wait(index_, end_of_wait - clock_.now());
-    take_events();
-  }
 }
 
 double RemoteTier::estimate_read_seconds(std::uint64_t bytes) const {

@@ -802,6 +802,33 @@ TEST_F(AllHostsTierTest, a_part_whose_lookup_failed_is_removed_like_an_unknown_o
   }
 }
 
+TEST_F(AllHostsTierTest, an_op_counts_for_its_host_although_memory_ran_out) {
+  constexpr auto kOk = static_cast<std::size_t>(StatusKind::kOk);
+  bool threw = true;
+  for (unsigned allocation = 0; threw; ++allocation) {
+    ASSERT_LT(allocation, 100u);
+    open(false);
+    submit(OpKind::kWrite);
+    part_[1]->end();
+    threw = false;
+    {
+      const testing::FailingAllocation next(allocation);
+      try {
+        std::vector<Completion> completions;
+        tier_->poll(&completions, &removals_);
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+    }
+    poll();
+    const std::vector<TierPart> parts = tier_->parts();
+    EXPECT_EQ(parts[0].writes[kOk], 0u) << "allocation " << allocation;
+    EXPECT_EQ(parts[1].writes[kOk], 1u) << "allocation " << allocation;
+    part_[0]->end();
+    EXPECT_EQ(poll().size(), 1u);
+  }
+}
+
 TEST_F(AllHostsTierTest, a_part_that_cannot_be_looked_up_is_removed_after_a_failed_write_when_it_can) {
   submit(OpKind::kWrite);
   part_[0]->end();

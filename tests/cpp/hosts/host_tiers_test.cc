@@ -943,6 +943,36 @@ TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its
   EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
 }
 
+TEST(RemoteTierTest, closing_does_not_throw_if_memory_runs_out) {
+  bool failed = true;
+  for (unsigned allocation = 0; failed; ++allocation) {
+    ASSERT_LT(allocation, 200u);
+    const auto channel = std::make_shared<TierChannel>([] {});
+    channel->begin_open({{}}, "settings");
+    channel->begin_connection();
+    EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+    RemoteTierOptions options;
+    options.most_writes = 1;
+    options.close_wait = Nanos(0);
+    const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+    for (OpId id = 1; id <= 3; ++id) {
+      TierOp op;
+      op.id = id;
+      op.kind = OpKind::kWrite;
+      op.key = key_of(static_cast<std::uint32_t>(id));
+      tier->submit({op});
+    }
+    (void)channel->take_frames();
+    {
+      const FailingAllocation next(allocation);
+      EXPECT_NO_THROW(tier->close());
+      failed = next.came();
+    }
+    EXPECT_EQ(tier->stats().queued_writes == 1 && channel->take_frames().size() == 1, !failed)
+        << "the waiting writes have ended, and the one that was sent is cancelled";
+  }
+}
+
 // ---- a tier that the test plays
 
 // Blocks the thread that passes it until the test lets it pass.
