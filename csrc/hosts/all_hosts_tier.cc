@@ -51,6 +51,26 @@ int weight_of(StatusKind kind) {
   return 7;
 }
 
+// contains() returns the one with the highest rank among the parts, unless a part is absent or has failed.
+int rank_of(Presence presence) {
+  switch (presence) {
+    case Presence::kPresent:
+      return 0;
+    case Presence::kLookupPending:
+      return 1;
+    case Presence::kSkipped:
+      return 2;
+    case Presence::kStaleMiss:
+      return 3;
+    case Presence::kUnknown:
+      return 4;
+    case Presence::kAbsent:
+    case Presence::kLookupFailed:
+      break;
+  }
+  return 0;
+}
+
 bool is_in_service(const Tier& tier) {
   const TierAvailability now = tier.availability();
   return now.readable && now.writable;
@@ -464,7 +484,8 @@ void AllHostsTier::remove_useless_parts(const InFlight& failed) {
   for (std::size_t part = 0; part < parts_.size(); ++part) {
     const Presence presence = parts_[part].tier->contains(key);
     // A host may have stored its part before its connection was lost.
-    const bool may_be_stored = presence == Presence::kUnknown && failed.kind == OpKind::kWrite;
+    const bool is_not_known = presence == Presence::kUnknown || presence == Presence::kSkipped;
+    const bool may_be_stored = is_not_known && failed.kind == OpKind::kWrite;
     if (presence == Presence::kPresent || may_be_stored) queue_removal(part, key);
     if (presence == Presence::kLookupFailed) postpone_removal(part, key);
   }
@@ -603,9 +624,8 @@ Presence AllHostsTier::contains(const ChunkKey& key) const {
     const Presence presence = part.tier->contains(key);
     if (presence == Presence::kAbsent) return presence;
     has_failed |= presence == Presence::kLookupFailed;
-    if (presence == Presence::kPresent || all == Presence::kUnknown) continue;
-    // An unknown part has to be asked for first; then there is something to wait for.
-    if (presence == Presence::kUnknown || all != Presence::kStaleMiss) all = presence;
+    // A part that has to be asked for first; then there is something to wait for.
+    if (rank_of(presence) > rank_of(all)) all = presence;
   }
   return has_failed ? Presence::kLookupFailed : all;
 }

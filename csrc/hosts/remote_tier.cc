@@ -335,6 +335,10 @@ void RemoteTier::take(Nanos, TierAnswers& frame) {
       presence_.cancel_lookup(std::span(&answer.key, 1), epoch);
       continue;
     }
+    if (answer.found == TierAnswers::Found::kSkipped) {
+      presence_.skipped(std::span(&answer.key, 1), epoch);
+      continue;
+    }
     const bool was_asked = presence_.contains(answer.key) == Presence::kLookupPending;
     const bool is_present = answer.found == TierAnswers::Found::kPresent;
     presence_.answered(answer.key, is_present, epoch);

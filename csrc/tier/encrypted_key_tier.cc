@@ -31,10 +31,12 @@ int weight_of(Presence presence) {
       return 2;
     case Presence::kLookupPending:
       return 3;
-    case Presence::kUnknown:
+    case Presence::kSkipped:
       return 4;
-    case Presence::kPresent:
+    case Presence::kUnknown:
       return 5;
+    case Presence::kPresent:
+      return 6;
   }
   return 0;
 }

@@ -203,7 +203,9 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
     }
     step *= 2;
   }
-  std::fill_n(present->begin(), known, true);
+  present->assign(known, true);
+  // The keys after the missing one were not asked for: they may be stored if another tier has that one.
+  if (missing < keys.size()) present->push_back(false);
   return Status::ok();
 }
 

@@ -22,7 +22,8 @@ class S3Store final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
+  // For a prefix: sequential requests, twice the logarithm of its length, up to the first missing key.
+  // Otherwise one request per key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
   Status remove(const ChunkKey& key, const EpochPtr& epoch) override;

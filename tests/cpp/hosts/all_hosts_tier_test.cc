@@ -767,7 +767,8 @@ TEST_F(AllHostsTierTest, only_the_part_of_this_host_has_the_shards_and_owns_thei
 
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   using enum Presence;
-  for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kLookupFailed, kAbsent}) {
+  for (const Presence one :
+       {kPresent, kUnknown, kLookupPending, kStaleMiss, kSkipped, kLookupFailed, kAbsent}) {
     part_[0]->presence[key_] = kPresent;
     part_[1]->presence[key_] = one;
     EXPECT_EQ(tier_->contains(key_), one);
@@ -777,7 +778,14 @@ TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   part_[0]->presence[key_] = kLookupPending;
   part_[1]->presence[key_] = kUnknown;
   EXPECT_EQ(tier_->contains(key_), kUnknown) << "the caller would only wait";
-  for (const Presence one : {kUnknown, kLookupPending, kStaleMiss, kAbsent}) {
+  for (const Presence other : {kUnknown, kStaleMiss, kSkipped, kLookupPending}) {
+    part_[0]->presence[key_] = kSkipped;
+    part_[1]->presence[key_] = other;
+    EXPECT_EQ(tier_->contains(key_), other == kLookupPending ? kSkipped : other);
+    std::swap(part_[0]->presence, part_[1]->presence);
+    EXPECT_EQ(tier_->contains(key_), other == kLookupPending ? kSkipped : other);
+  }
+  for (const Presence one : {kUnknown, kLookupPending, kStaleMiss, kSkipped, kAbsent}) {
     part_[0]->presence[key_] = one;
     part_[1]->presence[key_] = kLookupFailed;
     const Presence all = one == kAbsent ? kAbsent : kLookupFailed;
@@ -800,6 +808,16 @@ TEST_F(AllHostsTierTest, a_part_whose_lookup_failed_is_removed_like_an_unknown_o
     part_[1]->end();
     poll();
   }
+}
+
+TEST_F(AllHostsTierTest, a_part_that_was_skipped_may_be_left_of_a_failed_write) {
+  part_[1]->presence[key_] = Presence::kSkipped;
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->end(StatusKind::kIo);
+  poll();
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+  EXPECT_TRUE(is_being_removed(*part_[1]));
 }
 
 TEST_F(AllHostsTierTest, an_op_counts_for_its_host_although_memory_ran_out) {

@@ -943,6 +943,31 @@ TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its
   EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
 }
 
+TEST(RemoteTierTest, a_key_that_a_host_skipped_is_not_missing_there) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<TierRemoval> removals;
+  const auto poll = [&] {
+    std::vector<Completion> ended;
+    tier->poll(&ended, &removals);
+  };
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  poll();
+  for (int i = 0; i < 2; ++i) {
+    (void)channel->take_frames();
+    tier->prefetch_presence({key_of(1)}, KeyOrder::kPrefix);
+    EXPECT_EQ(channel->take_frames().size(), 1u) << "it is asked again";
+    EXPECT_EQ(tier->contains(key_of(1)), Presence::kLookupPending);
+    const Bytes answer = encode(TierAnswers{0, 0, {{key_of(1), TierAnswers::Found::kSkipped}}});
+    EXPECT_EQ(channel->deliver(FrameType::kAnswers, answer, Nanos(0)), TierChannel::Delivery::kTaken);
+    poll();
+    EXPECT_EQ(tier->contains(key_of(1)), Presence::kSkipped);
+  }
+  EXPECT_TRUE(removals.empty()) << "the other parts of the chunk are not useless";
+}
+
 TEST(RemoteTierTest, closing_does_not_throw_if_memory_runs_out) {
   bool failed = true;
   for (unsigned allocation = 0; failed; ++allocation) {
@@ -1029,6 +1054,7 @@ class GatedTier : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
     asked.emplace_back(std::move(keys), options);
   }
+  void forget_miss(const ChunkKey& key) override { forgotten.push_back(key); }
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t startup_id) override {
     startup_ids.push_back(startup_id);
@@ -1045,6 +1071,7 @@ class GatedTier : public Tier {
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
   Presence presence = Presence::kAbsent;
+  std::vector<ChunkKey> forgotten;  // arguments of forget_miss()
   std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
@@ -1269,6 +1296,31 @@ TEST_F(PlayedHostTiers, a_repeated_reset_is_confirmed_again_and_not_executed_aga
   confirm({0, 1, 70});
   confirm({0, 2, 80});
   EXPECT_EQ(played_->startup_ids, (std::vector<std::uint64_t>{70, 80}));
+}
+
+TEST_F(PlayedHostTiers, a_key_that_the_tier_skipped_is_answered_at_once) {
+  played_->presence = Presence::kSkipped;
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kPrefix, 0, {key_of(1)}})));
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();
+  ASSERT_EQ(played_->asked.size(), 1u) << "an old result is no answer";
+  EXPECT_EQ(played_->forgotten, std::vector<ChunkKey>{key_of(1)});
+  (void)tiers_->frames();
+  turns_.open();
+  std::vector<TierAnswers::Answer> answers;
+  EXPECT_TRUE(holds_soon([&] {
+    for (const HostTiers::Frame& frame : tiers_->frames()) {
+      if (frame.first == FrameType::kAnswers) answers = decode_answers(frame.second)->answers;
+    }
+    return !answers.empty();
+  }));
+  EXPECT_EQ(answers.at(0).found, TierAnswers::Found::kSkipped);
 }
 
 TEST_F(PlayedHostTiers, a_reset_that_threw_is_executed_again_with_another_id) {
