@@ -161,9 +161,10 @@ class AllHostsTier final : public Tier {
   const SteadyClock steady_;
   const Clock& clock_;
   const std::function<void(std::string)> warn_;
-  bool awaits_epoch_;              // see AllHostsOptions
-  bool epochs_differ_ = false;     // while awaits_epoch_: of the stores that respond
-  bool reset_ended_wait_ = false;  // until the tier is in service
+  bool awaits_epoch_;           // see AllHostsOptions
+  bool epochs_differ_ = false;  // while awaits_epoch_: of the stores that respond
+  std::vector<bool> had_epoch_ = std::vector<bool>(parts_.size());  // when they were found to differ
+  bool reset_ended_wait_ = false;                                   // until the tier is in service
   OpTable<InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
@@ -219,25 +220,35 @@ std::vector<std::uint64_t> AllHostsTier::epoch_ids() const {
 }
 
 // Ends the wait for an epoch if all hosts have the same epoch. Each part keeps the epoch that it has once.
+// But if no host may write, another engine replaces the epochs, and all hosts read theirs until they are
+// equal.
 void AllHostsTier::compare_epochs(const std::vector<std::uint64_t>& ids) {
-  if (epochs_differ_) return;
+  const bool can_reset = parts_.front().tier->can_reset();
+  if (epochs_differ_ && can_reset) return;
   std::uint64_t first = 0;
-  bool has_all = true;
+  bool has_all = true, has_same = true;
   std::vector<std::string> hosts;  // with an epoch
   for (std::size_t part = 0; part < ids.size(); ++part) {
     has_all = has_all && ids[part] != 0;
     if (ids[part] == 0) continue;
     if (first == 0) first = ids[part];
-    epochs_differ_ = epochs_differ_ || ids[part] != first;
+    has_same = has_same && ids[part] == first;
     hosts.push_back(fmt::format("{} (rank {})", part, parts_[part].first_rank));
   }
-  if (epochs_differ_) {
-    return warn_(
-        fmt::format("tier {} stays out of service: the stores of hosts {} respond, but have different "
-                    "epochs. When the stores of all hosts take writes, the hosts begin a new, empty epoch",
-                    name(), fmt::join(hosts, ", ")));
+  if (!has_same) {
+    std::transform(ids.begin(), ids.end(), had_epoch_.begin(), [](std::uint64_t id) { return id != 0; });
+    // All of them: which host has the later epoch is not known.
+    for (std::size_t part = 0; !can_reset && part < parts_.size(); ++part) parts_[part].tier->refresh_epoch();
+    if (std::exchange(epochs_differ_, true)) return;
+    return warn_(fmt::format(
+        "tier {} stays out of service: the stores of hosts {} respond, but have different epochs. {}", name(),
+        fmt::join(hosts, ", "),
+        can_reset ? "When the stores of all hosts take writes, the hosts begin a new, empty epoch"
+                  : "This engine may not write (write_policy is read_only). It uses the tier when an engine "
+                    "that writes has begun a common epoch"));
   }
   if (!has_all) return;
+  epochs_differ_ = false;
   awaits_epoch_ = false;
   warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
 }
@@ -739,7 +750,8 @@ std::vector<TierPart> AllHostsTier::parts() const {
     const Tier& tier = *parts_[part].tier;
     TierStats& stats = parts[part].stats;
     stats = tier.stats();
-    parts[part].epoch_differs = epochs_differ_ && stats.epoch_id != 0;
+    // A host that reads its epoch again has none meanwhile.
+    parts[part].epoch_differs = epochs_differ_ && (stats.epoch_id != 0 || had_epoch_[part]);
     // The tier uses none of its stores, including those that respond.
     stats.readable = stats.readable && !epochs_differ_;
     stats.writable = stats.writable && !epochs_differ_;

@@ -358,7 +358,10 @@ void HostTiers::Impl::execute(TierReset& order) {
   }
   // A repeated order is only confirmed again, since the scheduler has sent no op meanwhile. A second reset
   // must not use the same id (EpochRegistry).
-  if (!slot.reset_kind) {
+  if (!slot.reset_kind && order.refreshes) {
+    slot.tier->refresh_epoch();
+    slot.reset_kind = StatusKind::kOk;
+  } else if (!slot.reset_kind) {
     slot.reset_kind = slot.tier->reset(is_repeated ? 0 : order.startup_id).kind();
     slot.was_reset = true;
   }

@@ -102,6 +102,8 @@ class RecordStore {
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
   // `startup_id`: see Tier::reset.
   virtual void forget(std::uint64_t startup_id) = 0;
+  // See Tier::refresh_epoch. maintain() reads the epoch again.
+  virtual void refresh_epoch() {}
   virtual std::string epoch_problem() const { return {}; }  // see Tier::epoch_problem
   virtual void stop() {}                                    // makes slow calls give up soon
   // Releases locks and connections. No op can arrive after this call.

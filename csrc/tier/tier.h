@@ -240,6 +240,11 @@ class Tier {
   virtual void begin_reset(std::uint64_t startup_id) { (void)reset(startup_id); }
   // Returns whether a reset can succeed. A tier that other processes fill (`read_only`) may be unable to.
   virtual bool can_reset() const { return true; }
+  // Forgets which epoch the tier uses, without ending it. The tier has none (TierStats::epoch_id is 0) until
+  // it has read the store's epoch for newly started processes again; it keeps that one. For a tier that
+  // cannot reset, on an engine whose hosts have opened different epochs. Never waits. No effect after a
+  // reset. REQUIRES: no op or lookup was submitted since the tier was opened.
+  virtual void refresh_epoch() {}
   virtual TierStats stats() const = 0;
   // Returns what the scheduler needs of stats() in each step.
   virtual TierAvailability availability() const {

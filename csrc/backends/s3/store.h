@@ -35,6 +35,7 @@ class S3Store final : public RecordStore {
   EpochPtr epoch() const override { return epochs_.current(); }
   std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
+  void refresh_epoch() override { epochs_.refresh(); }
   void stop() override;
   void close() override { client_.close(); }
   void figures(TierStats* stats) const override;

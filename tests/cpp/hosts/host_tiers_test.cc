@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <deque>
 #include <filesystem>
 #include <functional>
@@ -943,6 +944,39 @@ TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its
   EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
 }
 
+TEST(RemoteTierTest, an_epoch_from_before_a_refresh_is_not_reported) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+  };
+  const auto deliver_state = [&](std::uint64_t epoch_id) {
+    TierState state;
+    state.stats.epoch_id = epoch_id;
+    deliver(FrameType::kState, encode(state));
+    return tier->stats().epoch_id;
+  };
+  deliver(FrameType::kOpsEnded, {});
+  EXPECT_EQ(deliver_state(7), 7u);
+  (void)channel->take_frames();
+  tier->refresh_epoch();
+  const auto frames = channel->take_frames();
+  ASSERT_EQ(frames.size(), 1u);
+  const auto order = decode_reset(frames[0].second);
+  ASSERT_TRUE(order);
+  EXPECT_TRUE(order->refreshes);
+  EXPECT_EQ(tier->stats().epoch_id, 0u);
+  EXPECT_EQ(deliver_state(7), 0u) << "the host may have sent it before it received the order";
+  deliver(FrameType::kResetDone, encode(TierResetDone{0, order->epoch, StatusKind::kOk}));
+  EXPECT_EQ(tier->stats().epoch_id, 0u);
+  EXPECT_EQ(deliver_state(8), 8u);
+}
+
 TEST(RemoteTierTest, a_key_that_a_host_skipped_is_not_missing_there) {
   const auto channel = std::make_shared<TierChannel>([] {});
   channel->begin_open({{}}, "settings");
@@ -1062,6 +1096,7 @@ class GatedTier : public Tier {
     batches = std::move(after_reset);
     return reset_status;
   }
+  void refresh_epoch() override { ++refreshed; }
   TierStats stats() const override { return {}; }
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }
@@ -1075,6 +1110,7 @@ class GatedTier : public Tier {
   std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
+  std::atomic<int> refreshed{0};  // calls of refresh_epoch()
 };
 
 // A tier whose store does not respond.
@@ -1296,6 +1332,18 @@ TEST_F(PlayedHostTiers, a_repeated_reset_is_confirmed_again_and_not_executed_aga
   confirm({0, 1, 70});
   confirm({0, 2, 80});
   EXPECT_EQ(played_->startup_ids, (std::vector<std::uint64_t>{70, 80}));
+}
+
+TEST_F(PlayedHostTiers, an_order_to_read_the_epoch_again_is_executed_once_and_ends_no_epoch) {
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  for (int i = 0; i < 2; ++i) {  // repeated if it was not confirmed in time
+    ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1, 0, true})));
+    EXPECT_EQ(count_soon(FrameType::kResetDone), 1u);
+  }
+  EXPECT_EQ(played_->refreshed, 1);
+  EXPECT_TRUE(played_->startup_ids.empty());
 }
 
 TEST_F(PlayedHostTiers, a_key_that_the_tier_skipped_is_answered_at_once) {
