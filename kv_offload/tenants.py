@@ -125,18 +125,23 @@ class TenantTotals:
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, int]] = {}
+        self._unknown = {"bytes": 0, "records": 0}
 
     def add(self, stored: str | None, size: int) -> None:
-        """Adds a record. ``stored``: the name in its header; None, unreadable: does not count."""
-        if stored is None:
-            return
-        total = self._found.setdefault(stored or OTHER, {"bytes": 0, "records": 0})
+        """Adds a record. ``stored``: the name in its header; None: it has no valid header."""
+        total = self._unknown
+        if stored is not None:
+            total = self._found.setdefault(stored or OTHER, {"bytes": 0, "records": 0})
         total["bytes"] += size
         total["records"] += 1
 
-    def by_name(self) -> dict[str, dict[str, int]]:
-        """Returns {bytes, records} of each tenant, sorted by name."""
-        return dict(sorted(self._found.items()))
+    def totals(self) -> dict[str, Any]:
+        """Returns {tenants, unknown_tenant}.
+
+        tenants: {bytes, records} by name, sorted; ``other`` has the records that name none. unknown_tenant:
+        {bytes, records} of those without a valid header.
+        """
+        return {"tenants": dict(sorted(self._found.items())), "unknown_tenant": self._unknown}
 
 
 def client_of(params: Any, document: Any = None) -> str | None:

@@ -38,7 +38,8 @@ void Prefetcher::expect(const SessionId& session, std::shared_ptr<const Prompt> 
   if (earlier != tasks_.end() && earlier->second.prompt == prompt) begins_now |= earlier->second.begins_now;
   cancel(session);
   if (prompt == nullptr || prompt->chunks.empty()) return;
-  ClientUse& client = clients_[prompt->client];
+  Use& client = clients_[prompt->client];
+  Use& tenant = tenants_[prompt->tenant];
   try {
     Queue made;
     const Due at{begins_now ? Nanos(0) : returns_at, {session.high, session.low}};
@@ -47,6 +48,7 @@ void Prefetcher::expect(const SessionId& session, std::shared_ptr<const Prompt> 
     scheduled_.insert(std::move(place));
     task = {std::move(prompt), returns_at, begins_now, at, &scheduled_};
     ++client.prompts;
+    ++tenant.prompts;
   } catch (...) {
     remove_if_unused(prompt->client);
     throw;
@@ -58,6 +60,7 @@ void Prefetcher::cancel(const SessionId& session) {
   if (found == tasks_.end()) return;
   found->second.queue->erase(found->second.at);
   const std::uint64_t client = found->second.prompt->client;
+  --tenants_[found->second.prompt->tenant].prompts;
   tasks_.erase(found);
   --clients_.at(client).prompts;
   remove_if_unused(client);
@@ -78,6 +81,7 @@ void Prefetcher::forget() {
   present_.clear();
   prefetched_.clear();
   clients_.clear();
+  tenants_ = {};
   unused_bytes_ = 0;
 }
 
@@ -179,6 +183,7 @@ void Prefetcher::review_prefetched(Nanos now) {
       prefetched_.splice(prefetched_.end(), prefetched_, prefetched_.begin());
     } else {
       clients_.at(chunk.client).bytes -= chunk.bytes;
+      tenants_[chunk.tenant].bytes -= chunk.bytes;
       remove_if_unused(chunk.client);
       prefetched_.pop_front();
     }
@@ -229,12 +234,23 @@ void Prefetcher::count_forgotten() {
 bool Prefetcher::has_room(const Task& task, std::uint64_t bytes) const {
   const std::uint64_t its_bytes = clients_.at(task.prompt->client).bytes;
   const std::uint64_t its_limit = clients_.size() > 1 ? max_bytes_ / 2 : max_bytes_;
-  return unused_bytes_ + bytes <= max_bytes_ && its_bytes + bytes <= its_limit;
+  const TenantId tenant = task.prompt->tenant;
+  return unused_bytes_ + bytes <= max_bytes_ && its_bytes + bytes <= its_limit &&
+         tenants_[tenant].bytes + bytes <= limit_of(tenant);
+}
+
+std::uint64_t Prefetcher::limit_of(TenantId tenant) const {
+  const TenantShares* shares = with_.chunks.tenants();
+  for (std::size_t i = 0; shares != nullptr && i < shares->size(); ++i) {
+    if (i != tenant && !tenants_[i].is_none())
+      return static_cast<std::uint64_t>(shares->weight(tenant) * static_cast<double>(max_bytes_));
+  }
+  return max_bytes_;
 }
 
 void Prefetcher::remove_if_unused(std::uint64_t client) {
   const auto found = clients_.find(client);
-  if (found->second.bytes == 0 && found->second.prompts == 0) clients_.erase(found);
+  if (found->second.is_none()) clients_.erase(found);
 }
 
 // ---- reads
@@ -275,7 +291,8 @@ Prefetcher::Step Prefetcher::fetch(Task& task, const Chunk& chunk, PlannedReads*
   with_.chunks.claim(slot, task.prompt->family, true);
   with_.chunks.set_return(slot, to_seconds(task.returns_at));
   std::list<Prefetched> added;
-  added.push_back({chunk.key, task.prompt->client, group.bytes, task.returns_at + kGrace});
+  added.push_back(
+      {chunk.key, task.prompt->client, group.bytes, task.prompt->tenant, task.returns_at + kGrace});
   in_flight_.push_back(slot);
   try {
     present_.emplace(chunk.key, added.begin());  // the last call that may throw
@@ -286,6 +303,7 @@ Prefetcher::Step Prefetcher::fetch(Task& task, const Chunk& chunk, PlannedReads*
   prefetched_.splice(prefetched_.end(), added);
   unused_bytes_ += group.bytes;
   clients_.at(task.prompt->client).bytes += group.bytes;
+  tenants_[task.prompt->tenant].bytes += group.bytes;
   return Step::kNext;
 }
 

@@ -12,8 +12,9 @@
 // - A read takes a free row, or evicts a chunk that is expected later or of which nothing is expected. It
 //   never evicts a chunk that is expected sooner, and cancels no write.
 // - Unused prefetched chunks take at most max_bytes. One client gets half of that while other clients have
-//   prompts or chunks here. Chunks that are not used within kGrace of the expected return are evicted first,
-//   and count against the bound of their client for kPenalty.
+//   prompts or chunks here, and one tenant its share while other tenants do. Chunks that are not used within
+//   kGrace of the expected return are evicted first, and count against the bounds of their client and tenant
+//   for kPenalty.
 // - At most kReadsInFlight reads run while requests run, so that the reads of requests hardly wait for them.
 //   If a request arrives while more are queued, the others are cancelled and begin again when the prompt is
 //   due.
@@ -26,6 +27,7 @@
 // for it. Threads: one (the scheduler's).
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -124,13 +126,16 @@ class Prefetcher {
   struct Prefetched {
     ChunkKey key;
     std::uint64_t client = 0, bytes = 0;
+    TenantId tenant = 0;
     Nanos expires{0};
     End end = End::kNone;    // other: it has left host memory, or is_wasted
     bool is_wasted = false;  // it was not used in time
   };
-  struct ClientUse {
+  // Of a client or a tenant.
+  struct Use {
     std::uint64_t bytes = 0;    // of its chunks in `prefetched_`
     std::uint64_t prompts = 0;  // its tasks
+    bool is_none() const { return bytes == 0 && prompts == 0; }
   };
   enum class Step : std::uint8_t { kNext, kLater, kEnd };
 
@@ -150,6 +155,7 @@ class Prefetcher {
   void count(End end, std::uint64_t bytes);
   void count_forgotten();
   bool has_room(const Task& task, std::uint64_t bytes) const;
+  std::uint64_t limit_of(TenantId tenant) const;  // bytes
   void remove_if_unused(std::uint64_t client);
   // Reads the next chunks of the prompt, and decrements `*chunks` for each chunk examined. Returns kEnd if
   // the prompt is done, and kLater if its next chunk waits for room or for the answer of a tier.
@@ -174,7 +180,8 @@ class Prefetcher {
   std::unordered_map<ChunkKey, std::list<Prefetched>::iterator, ChunkKey::Hash> present_;
   std::uint64_t unused_bytes_ = 0;                           // without the wasted ones
   std::uint64_t uncounted_used_ = 0, uncounted_unused_ = 0;  // bytes of forgotten chunks
-  std::unordered_map<std::uint64_t, ClientUse> clients_;
+  std::unordered_map<std::uint64_t, Use> clients_;
+  std::array<Use, TenantShares::kMaxTenants> tenants_{};
 };
 
 }  // namespace kv_offload

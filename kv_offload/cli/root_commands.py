@@ -72,7 +72,8 @@ def stat(
     the open state are unknown: "-", or null with --json.
 
     With --tenants it also shows the records of each tenant, whether it is still configured or not. Records of
-    requests without a tenant belong to "other". In a bucket this sends a request for each record.
+    requests without a tenant belong to "other". Records without a valid header are counted separately, with
+    --json as "unknown_tenant". In a bucket this sends a request for each record.
 
     With --loss it also shows how many records are lossy (compress lossy:E or lossy:KEYS:VALUES), their
     ratio, and the relative errors that were measured when they were written. These are the root mean square
@@ -95,7 +96,7 @@ def stat(
     for space in report["namespaces"]:
         space["description"] = _description(space.pop("json"))
     if tenants:
-        report["tenants"] = opened.tenants()
+        report |= opened.tenants()
     if loss:
         report["loss"] = opened.losses()
     unreadable = [
@@ -150,6 +151,12 @@ def _print_stat(where: str, report: dict[str, Any], loss: bool) -> None:
         for name, total in report["tenants"].items():
             add_row(shown, name, format_bytes(total["bytes"]), f"{total['records']:,}")
         out.print(shown)
+    unknown = report.get("unknown_tenant", {"records": 0})
+    if unknown["records"]:
+        out.print(
+            f"unknown tenant (no valid header): {_count(unknown['records'], 'record')}, "
+            f"{format_bytes(unknown['bytes'])}; kv-offload verify --repair removes damaged records"
+        )
     if loss:
         out.print(losses.text_of(report["loss"]))
     for name in report.get("other_names", ()):

@@ -83,10 +83,10 @@ class Root(Protocol):
         ValueError if they cannot be used.
         """
 
-    def tenants(self) -> dict[str, dict[str, int]]:
-        """Returns {bytes, records} of each tenant; ``other`` has the records that name none.
+    def tenants(self) -> dict[str, Any]:
+        """Returns the totals of ``kv_offload.tenants.TenantTotals``. Reads the header of each record.
 
-        Reads the header of each record.
+        Records that are removed meanwhile do not count.
         """
 
     def allows_loss(self) -> bool:

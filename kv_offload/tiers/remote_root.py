@@ -184,13 +184,14 @@ class RemoteRoot:
             some = [record for record in page if record.key]
             yield from zip(some, self._each(verified, some), strict=True)
 
-    def tenants(self) -> dict[str, dict[str, int]]:
+    def tenants(self) -> dict[str, Any]:
         found = TenantTotals()
         for page in self._pages(None, True):
             some = [record for record in page if record.key]
             for record, tenant in self._with_tenants(some):
-                found.add(tenant, record.size)
-        return found.by_name()
+                if tenant is not None or self._exists(record):
+                    found.add(tenant, record.size)
+        return found.totals()
 
     def _with_tenants(self, records: list["RemoteRecord"]) -> Iterator[tuple["RemoteRecord", str | None]]:
         try:
@@ -244,9 +245,12 @@ class RemoteRoot:
     def _first_unknown(self, named: list[tuple["RemoteRecord", str | None]]) -> str:
         """Returns why the tenant of a record is unknown, for the first one that still exists; "": of none."""
         for record, name in named:
-            if name is None and self._records.verify(record, False)[0] != "not_found":
+            if name is None and self._exists(record):
                 return unknown_tenant(self._path(record))
         return ""
+
+    def _exists(self, record: "RemoteRecord") -> bool:
+        return self._records.verify(record, False)[0] != "not_found"
 
     # ---- copies
 

@@ -114,6 +114,10 @@ def test_purge_of_a_tenant_fails_if_a_record_has_no_valid_header(tmp_path: Path)
     assert "verify --repair" in result.output
     assert damaged.exists()
     assert records_by_tenant(root) == {"other": 2}, "all others are removed"
+    damage = {"bytes": len(whole), "records": 1}
+    assert json.loads(run("stat", root, "--tenants", "--json"))["unknown_tenant"] == damage
+    assert "unknown tenant (no valid header): 1 record, " in " ".join(run("stat", root, "--tenants").split())
+    assert "unknown tenant" not in run("stat", root)
     CliRunner().invoke(app, ["verify", str(root), "--repair"])
     assert not damaged.exists()
     assert json.loads(run("purge", root, "--tenant", "acme", "--yes", "--json"))["records"] == 0
@@ -145,6 +149,21 @@ def test_purge_of_a_tenant_passes_over_records_that_are_evicted_meanwhile(
 
     monkeypatch.setattr(_core, "record_tenant", evict_first)
     assert json.loads(run("purge", root, "--tenant", "acme", "--yes", "--json"))["records"] == 0
+
+
+def test_stat_counts_no_records_that_are_evicted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    write_for_tenants(root, tmp_path)
+
+    def evict(path: str) -> str | None:
+        Path(path).unlink()
+        return None
+
+    monkeypatch.setattr(_core, "record_tenant", evict)
+    report = json.loads(run("stat", root, "--tenants", "--json"))
+    assert (report["tenants"], report["unknown_tenant"]["records"]) == ({}, 0)
 
 
 def test_purge_of_a_tenant_removes_the_others_if_a_record_cannot_be_removed(

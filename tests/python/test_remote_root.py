@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kv_offload import _core
 from kv_offload.cli import app
+from kv_offload.tiers.remote_root import RemoteRoot
 
 PASSWORD = "hunter2-never-shown"
 FIRST, SECOND = bytes([0xAB]) * 32, bytes([0xCD]) * 32  # namespaces
@@ -326,9 +327,23 @@ def test_purge_of_a_tenant_fails_if_a_record_has_no_valid_header(filled: Any) ->
     assert "verify --repair" in told.stderr
     left = as_json("stat", filled.address, "--tenants")
     assert "acme" not in left["tenants"], "all others are removed"
+    assert left["unknown_tenant"]["records"] == 1
+    assert left["unknown_tenant"]["bytes"] + left["tenants"]["other"]["bytes"] == left["bytes"]
     run("verify", filled.address, "--repair", status=1)
     assert damaged not in filled.names()
     assert as_json("purge", filled.address, "--tenant", "acme", "--yes")["records"] == 0
+
+
+def test_stat_counts_no_records_that_are_removed_meanwhile(
+    filled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed_first(_: RemoteRoot, records: list[Any]) -> Iterator[tuple[Any, None]]:
+        run("purge", filled.address, "--yes")
+        yield from ((record, None) for record in records)
+
+    monkeypatch.setattr(RemoteRoot, "_with_tenants", removed_first)
+    report = as_json("stat", filled.address, "--tenants")
+    assert (report["tenants"], report["unknown_tenant"]["records"]) == ({}, 0)
 
 
 def test_a_prefix_does_not_match_a_longer_prefix(filled: Any) -> None:

@@ -137,13 +137,15 @@ class DirectoryRoot:
         damaged = self._root.verify(repair, progress, list(key_files))
         return damaged + damaged_descriptions(self.where, self._root, repair)
 
-    def tenants(self) -> dict[str, dict[str, int]]:
+    def tenants(self) -> dict[str, Any]:
         from kv_offload import _core
 
         found = TenantTotals()
         for record in self._root.records(None, all_epochs=True, strict=True):
-            found.add(_core.record_tenant(record["path"]), record["bytes"])
-        return found.by_name()
+            tenant = _core.record_tenant(record["path"])
+            if tenant is not None or os.path.lexists(record["path"]):
+                found.add(tenant, record["bytes"])
+        return found.totals()
 
     def allows_loss(self) -> bool:
         return any(allows_loss(space["json"] or "") for space in self._root.stat()["namespaces"])

@@ -853,6 +853,23 @@ TEST_F(FetchFakeTest, lookups_belong_to_the_tenant_of_the_request) {
                                  {{key_of("d")}, {KeyOrder::kPrefix, 0, TenantShares::kMinWeight}}}));
 }
 
+// Of a chunk in host memory, for a request that may not load it from there.
+TEST_F(FetchFakeTest, a_lookup_of_a_resident_chunk_belongs_to_the_tenant_of_the_request) {
+  WorldOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.75}, {"flood", 0.25}};
+  make(options);
+  RequestOptions flood, quiet;
+  flood.tenant = 2;
+  quiet.tenant = 1;
+  quiet.load_from_cpu = false;
+  EXPECT_EQ(store(begin(flood), {"a"}), Names{"a"});
+  fake().knows = false;
+  EXPECT_EQ(scan(begin(quiet), {"a"}), "M");
+  step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
+  EXPECT_EQ(fake().asked, (Asked{{{key_of("a")}, {KeyOrder::kNone, 1, 0.75}}}));
+}
+
 // vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.
 TEST_F(HybridFakeTest, parts_of_a_last_block_are_not_a_prefix) {
   make_hybrid({true, true});

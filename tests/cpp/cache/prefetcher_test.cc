@@ -565,6 +565,54 @@ TEST_F(PrefetcherTest, unused_chunks_of_all_clients_are_bounded) {
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 2 * kChunkBytes);
 }
 
+TEST_F(PrefetcherTest, clients_of_one_tenant_together_get_its_share_while_others_prefetch) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  make(64, 4, options);  // 8 chunks, 4 for each of the two tenants
+  const auto expect_for = [&](TenantId tenant, std::uint64_t client, const Names& names, Nanos time) {
+    auto made = std::make_shared<Prefetcher::Prompt>(*recorded(names, client));
+    made->tenant = tenant;
+    parts().prefetcher.expect({tenant, client}, made, in(time));
+  };
+  for (std::uint64_t client = 1; client <= 3; ++client) {
+    const std::string name = "f" + std::to_string(client);
+    expect_for(2, client, {name + "a", name + "b", name + "c"}, Nanos(0));
+  }
+  expect_for(1, 4, {"a", "b", "c", "d"}, seconds(1));
+  run_all();
+  for (const char* name : {"a", "b", "c", "d"}) EXPECT_TRUE(is_resident(name)) << name;
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 8 * kChunkBytes);
+  // Then the other tenant has no prompt and no chunk.
+  for (const char* name : {"a", "b", "c", "d"}) use(name);
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 8 * kChunkBytes) << "the idle share is lent";
+  parts().prefetcher.forget();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
+}
+
+TEST_F(PrefetcherTest, unused_chunks_count_against_their_tenant_for_a_while) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  make(64, 1, options);
+  const auto expect_for = [&](TenantId tenant, std::uint64_t client, const std::string& name, Nanos time) {
+    auto made = std::make_shared<Prefetcher::Prompt>(*recorded({name}, client));
+    made->tenant = tenant;
+    parts().prefetcher.expect({tenant, client}, made, in(time));
+  };
+  expect_for(1, 9, "later", 2 * Prefetcher::kPenalty);
+  expect_for(2, 1, "a", Nanos(0));
+  run_all();
+  parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("a"))));
+  expect_for(2, 2, "b", seconds(1));
+  run_all();
+  EXPECT_FALSE(parts().has("b")) << "of another client, but of the same tenant";
+  parts().clock.advance(Prefetcher::kPenalty + seconds(2));
+  step();
+  expect_for(2, 2, "b", Nanos(0));
+  run_all();
+  EXPECT_TRUE(is_resident("b"));
+}
+
 TEST_F(PrefetcherTest, the_prompts_of_a_client_without_room_do_not_block_others) {
   make(512, 1);
   expect({2, 1}, {"first"}, Nanos(0), 1);

@@ -90,6 +90,24 @@ TEST_F(PromotionTest, a_request_may_exclude_one_tier_of_two) {
   EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has the chunk";
 }
 
+// While it is being read from a tier that the request may not load from.
+TEST_F(PromotionTest, a_lookup_of_a_chunk_that_is_being_read_belongs_to_the_tenant_of_the_request) {
+  make({.rows = 2,
+        .cache = {.tiers = {{}, {}}, .tenants = {{"other", 0}, {"quiet", 0.75}, {"flood", 0.25}}},
+        .slower = &slower_});
+  keep_on_the_slower("a");
+  push_out();
+  const RequestHandle flood = begin({.load_from_cpu = false, .load_tiers = 2, .tenant = 2});
+  EXPECT_EQ(scan(flood, {"a"}), "P");
+  step();
+  ASSERT_EQ(slower_->reads().size(), 1u);
+  fake().knows = false;
+  EXPECT_EQ(scan(begin({.load_tiers = 1, .tenant = 1}), {"a"}), "M");
+  step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
+  EXPECT_EQ(fake().asked, (Asked{{{key_of("a")}, {KeyOrder::kNone, 1, 0.75}}}));
+}
+
 TEST_F(PromotionTest, a_chunk_fetched_from_the_faster_tier_is_not_written_to_the_slower_one) {
   make_with({});
   store({"a"});
