@@ -7,10 +7,14 @@
 // each, in the same run by turns, in an order that changes. All hosts are in this process, and each has its
 // own region, and with tiers its own directory in /dev/shm. A relay between each other host and the
 // scheduler counts the bytes, and delays what it reads for the scheduler by DELAY_US. Times are medians, of
-// CPU time of the calling thread for calls and of the wall clock for loads and results. A result is what a
-// rank reports.
+// CPU time of the calling thread for calls and of the wall clock for loads and results; "range" lines give
+// the shortest and the longest. A result is what a rank reports.
+//
+// Each rank copies on one CPU core, the same one in both engines. Otherwise the kernel sometimes runs the
+// threads of two ranks on one core at first, which adds milliseconds to a load at random.
 #include <fmt/format.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -48,6 +52,29 @@ constexpr const char* kVersion = "benchmark";
 [[noreturn]] void fail(const std::string& message) {
   fmt::print(stderr, "hosts_calls: {}\n", message);
   std::exit(1);
+}
+
+// Keeps the calling thread on one of the CPU cores that the program may use.
+void pin_to_core(std::uint32_t number) {
+  cpu_set_t usable;
+  if (::sched_getaffinity(0, sizeof usable, &usable) != 0) fail("cannot read the usable CPU cores");
+  std::uint32_t left = number % static_cast<std::uint32_t>(CPU_COUNT(&usable));
+  for (std::size_t core = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &usable) || left-- > 0) continue;
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(core, &own);
+    if (::sched_setaffinity(0, sizeof own, &own) != 0) fail("cannot keep a thread on a CPU core");
+    return;
+  }
+}
+
+void print_range(const std::vector<double>& baseline, const std::vector<double>& measured, double unit) {
+  const auto range = [unit](const std::vector<double>& of) {
+    const auto [least, most] = std::minmax_element(of.begin(), of.end());
+    return fmt::format("{:.1f} to {:.1f}", *least / unit, *most / unit);
+  };
+  fmt::print("{:<46} {:>15} {:>15}\n", "  range", range(baseline), range(measured));
 }
 
 // Forwards one connection of the scheduler to a host's agent, and counts the bytes in both directions.
@@ -184,7 +211,8 @@ class Engine {
     return bench::look_up(*cache_, {}, keys, expected);
   }
   // *wall: seconds of the wall clock, for the lookups, the calls, the copies of all ranks and their results.
-  double load(const std::vector<ChunkKey>& keys, double* wall) {
+  // *until_result: of these, those after the last rank began to report.
+  double load(const std::vector<ChunkKey>& keys, double* wall, double* until_result = nullptr) {
     const double begin = now();
     double before = thread_seconds();
     const RequestHandle request = cache_->begin_request("r", {});
@@ -210,7 +238,9 @@ class Engine {
     cache_->end_step();
     seconds += thread_seconds() - before;
     wait_for(transfer.ticket, TicketKind::kLoad);
-    *wall = now() - begin;
+    const double end = now();
+    *wall = end - begin;
+    if (until_result != nullptr) *until_result = end - last_report_;
     before = thread_seconds();
     cache_->end_step();  // releases the rows if the last result came late
     seconds += thread_seconds() - before;
@@ -297,6 +327,7 @@ class Engine {
     turn_.arrive_and_wait();
   }
   void copy_as(std::uint32_t rank) {
+    pin_to_core(rank);
     std::vector<std::byte> cache;
     while (true) {
       turn_.arrive_and_wait();
@@ -383,7 +414,7 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
     const std::uint64_t shard = kChunkTokens * kTokenBytes / hosts;
     Engine one(directory, hosts, false, shard, 2 * chunks, delay);
     Engine several(directory, hosts, true, shard, 2 * chunks, delay);
-    std::vector<double> load[2];
+    std::vector<double> load[2], result[2];
     const std::uint64_t before = several.relayed_bytes();
     for (int round = 0; round < rounds; ++round) {
       const auto keys = keys_from(static_cast<std::uint64_t>(round) * chunks, chunks);
@@ -392,12 +423,17 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
         Engine* engine = side == 0 ? &one : &several;
         double wall = 0;
         engine->store(keys);
-        engine->load(keys, &wall);
+        double until_result = 0;
+        engine->load(keys, &wall, &until_result);
         load[side].push_back(wall);
+        result[side].push_back(until_result);
       }
     }
     const auto bytes = static_cast<double>(several.relayed_bytes() - before);
     print_line("load of 8,192 tokens, until all results are known", load[0], load[1], 1e-3, "ms");
+    print_range(load[0], load[1], 1e-3);
+    print_line("its results known after", result[0], result[1], 1e-6, "us");
+    print_range(result[0], result[1], 1e-6);
     fmt::print("bytes between the hosts per stored and loaded token: {:.3f}\n",
                bytes / (2.0 * kPromptTokens * rounds));
   }
@@ -427,6 +463,7 @@ void run(std::uint32_t hosts, int rounds, std::chrono::microseconds delay) {
       }
     }
     print_line("load of 8,192 tokens from directories", load[0], load[1], 1e-3, "ms");
+    print_range(load[0], load[1], 1e-3);
     print_line("its prepare and complete, per chunk", calls[0], calls[1], 1e-9, "ns");
     fmt::print("bytes between the hosts per token that a tier stored or read: {:.3f}\n",
                static_cast<double>(relayed) / (4.0 * kPromptTokens * rounds));

@@ -23,7 +23,7 @@ _MANY_DROPPED = 0.05  # share of the bytes to be written
 HOST_MEMORY = "cpu"  # the label of host memory among the tiers
 _DIFFERENT_EPOCHS = (
     "start the stores that do not respond or refuse writes: the hosts then begin a new, empty epoch. If the "
-    "write_policy is read_only, restart a server that writes, then this server"
+    "write_policy is read_only, start or restart a server that writes"
 )
 _NOT_WRITTEN = (
     "the tier is full, or too slow for all new chunks: set write_policy reuse:2, or use a faster device"

@@ -104,7 +104,7 @@ LookupResult RequestTable::lookup_in_host(RequestHandle handle, RequestState& re
 struct RequestTable::TierResults {
   std::optional<std::uint8_t> first_tier;  // the first tier that has it; later tiers were not checked
   std::uint32_t unknown = 0;               // the request should wait for the answer
-  std::uint32_t stale = 0;                 // of these: the last answer was "absent" and is stale
+  std::uint32_t old_result = 0;            // of these: kStaleMiss or kSkipped
   std::uint32_t lookup_pending = 0;        // of these: a lookup is pending
   bool unreadable = false;                 // a tier has or may have the record, but cannot be read or queried
   bool disallowed = false;                 // a tier has it that this request may not load from
@@ -137,7 +137,8 @@ RequestTable::TierResults RequestTable::check_catalogs(const RequestState& reque
     }
     const bool may_appear_here = awaits && ops_.is_shared(tier);
     found.may_appear |= may_appear_here;
-    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending;
+    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kLookupPending ||
+                            presence == Presence::kSkipped;
     found.answered &= !is_unknown;
     found.unreadable |= presence == Presence::kLookupFailed || (is_unknown && had_failed);
     // A request asks once per key: asking again for each stale answer would never end. A request that waits
@@ -145,7 +146,7 @@ RequestTable::TierResults RequestTable::check_catalogs(const RequestState& reque
     if ((is_unknown && (may_appear_here || !was_answered)) ||
         (presence == Presence::kStaleMiss && (may_appear_here || !was_asked))) {
       found.unknown |= 1u << tier;
-      if (presence == Presence::kStaleMiss) found.stale |= 1u << tier;
+      if (must_ask(presence) && presence != Presence::kUnknown) found.old_result |= 1u << tier;
       if (presence == Presence::kLookupPending) found.lookup_pending |= 1u << tier;
     }
   }
@@ -160,11 +161,20 @@ void RequestTable::queue_lookups(RequestState& request, std::uint32_t group, con
   if (request.pass.lookups.empty() || request.pass.lookups.back().group != group) ++request.pass.scans;
   const TierIo::Run run =
       groups_[group].full_attention ? TierIo::Run{request.number, group, request.pass.scans} : TierIo::Run{};
-  request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), TierLookup::kAsked);
+  const bool is_first =
+      request.tier_lookups.try_emplace(KeyHistory::fingerprint(key), TierLookup::kAsked).second;
+  std::uint32_t asked = results.unknown & ~results.lookup_pending;
+  // A tier that has not answered for this key, though it was asked, ended its lookup at an earlier key. It is
+  // asked again when that key was found elsewhere: once, together with the keys after this one.
+  const bool follows = run != TierIo::Run{} && !request.pass.lookups.empty() &&
+                       request.pass.lookups.back().group == group &&
+                       request.pass.lookups.back().kind == Lookup::Kind::kUnknown;
+  if (!is_first && follows) asked &= request.pass.asked;
+  request.pass.asked = asked;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-    if (((results.unknown & ~results.lookup_pending) >> tier & 1) == 0) continue;
-    const bool stale = (results.stale >> tier & 1) != 0;
-    const Presence presence = stale ? Presence::kStaleMiss : Presence::kUnknown;
+    if ((asked >> tier & 1) == 0) continue;
+    const bool is_old = (results.old_result >> tier & 1) != 0;
+    const Presence presence = is_old ? Presence::kStaleMiss : Presence::kUnknown;
     ops_.queue_lookup(tier, key, presence, request.options.tenant, run);
   }
   request.pass.awaits |= results.may_appear;
@@ -202,6 +212,7 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
   } else if (results.may_appear) {
     request.pass.awaits = true;
+    request.pass.asked = 0;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
   if (results.unreadable) return miss(request, group, MissReason::kIoError);

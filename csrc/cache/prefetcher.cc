@@ -318,7 +318,11 @@ int Prefetcher::tier_of(Task& task, const Chunk& chunk) {
     // The prompt has asked already: a stale miss is the answer, or it would ask forever.
     if (presence == Presence::kStaleMiss && was_asked) continue;
     found = kUnknownTier;
-    if (!was_asked) ask(tier, task);
+    if (!was_asked) {
+      ask(tier, task);
+    } else if (presence == Presence::kSkipped) {  // by a request's lookup that had begun before
+      with_.ops.queue_lookup(tier, chunk.key, presence, task.prompt->tenant, {});
+    }
   }
   if (found == kUnknownTier && !was_asked) task.asked = task.next + kAskedAtOnce;
   return found;
@@ -330,8 +334,7 @@ void Prefetcher::ask(std::size_t tier, const Task& task) {
   for (std::size_t i = task.next; i < end; ++i) {
     count_steps(1);
     const Presence presence = with_.ops.contains(tier, prompt[i].key);
-    if (presence == Presence::kUnknown || presence == Presence::kStaleMiss)
-      with_.ops.queue_lookup(tier, prompt[i].key, presence, task.prompt->tenant, {});
+    if (must_ask(presence)) with_.ops.queue_lookup(tier, prompt[i].key, presence, task.prompt->tenant, {});
   }
 }
 

@@ -41,9 +41,10 @@ struct LookupPass {
   static constexpr auto kAllWhole = static_cast<std::size_t>(-1);
   std::uint64_t step = 0;
   Nanos time{0};
-  bool pending = false;    // some result was kPending or kRetry
-  bool uncounted = false;  // its misses are not counted yet
-  bool awaits = false;     // another server may be writing the kUnknown chunks
+  bool pending = false;     // some result was kPending or kRetry
+  bool uncounted = false;   // its misses are not counted yet
+  bool awaits = false;      // another server may be writing the kUnknown chunks
+  std::uint32_t asked = 0;  // tiers that are asked for the last kUnknown chunk, one bit each
   std::vector<Lookup> lookups;
   std::size_t whole = kAllWhole;      // number of lookups of whole chunks; parts of a chunk follow
   std::vector<Recorded> keys;         // for kRecorded
@@ -53,6 +54,7 @@ struct LookupPass {
 
   void clear() {
     pending = awaits = false;
+    asked = 0;
     scans = 0;
     whole = kAllWhole;
     lookups.clear();

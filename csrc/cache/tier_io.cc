@@ -73,15 +73,14 @@ bool TierIo::is_recorded(const ChunkKey& key, std::uint32_t tiers, TenantId tena
     if ((tiers >> tier & 1) == 0) continue;
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
-    if (presence == Presence::kUnknown || presence == Presence::kStaleMiss)
-      queue_lookup(tier, key, presence, tenant, {});
+    if (must_ask(presence)) queue_lookup(tier, key, presence, tenant, {});
   }
   return false;
 }
 
 void TierIo::queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, TenantId tenant,
                           Run run) {
-  if (presence == Presence::kStaleMiss) slots_[tier].stale_misses.push_back(key);
+  if (presence != Presence::kUnknown) slots_[tier].old_results.push_back(key);
   std::vector<QueuedLookup>& unknown = slots_[tier].unknown;
   if (unknown.empty() || unknown.back().tenant != tenant || unknown.back().run != run)
     unknown.push_back({tenant, run, {}});
@@ -461,7 +460,7 @@ void TierIo::end_step() {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     // Only at the end of the step: later lookups in this step that already have the answer do not wait for a
     // new one.
-    for (const ChunkKey& key : std::exchange(slots_[tier].stale_misses, {})) tiers_[tier]->forget_miss(key);
+    for (const ChunkKey& key : std::exchange(slots_[tier].old_results, {})) tiers_[tier]->forget_miss(key);
     for (QueuedLookup& queued : std::exchange(slots_[tier].unknown, {})) {
       const KeyOrder order = queued.run != Run{} ? KeyOrder::kPrefix : KeyOrder::kNone;
       const Reader reader = chunks_.reader(queued.tenant);

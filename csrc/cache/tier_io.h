@@ -108,8 +108,8 @@ class TierIo {
     bool operator==(const Run&) const = default;
   };
   // Asks the tier whether it has the key, at the end of the step and together with all keys of the run, so
-  // that the answer is known soon. `presence`: the result of contains(), kUnknown or kStaleMiss. `tenant`: of
-  // the request; lookups of several tenants start in turn.
+  // that the answer is known soon. `presence`: the result of contains(). `tenant`: of the request; lookups of
+  // several tenants start in turn. REQUIRES: must_ask(presence).
   void queue_lookup(std::size_t tier, const ChunkKey& key, Presence presence, TenantId tenant, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
@@ -180,7 +180,7 @@ class TierIo {
     Nanos next_reset{0};
     std::string_view failed_reset;  // kind of a failure that is not counted yet
     // At the end of the step, the tier forgets that these were absent, and is asked for the unknown ones.
-    std::vector<ChunkKey> stale_misses;
+    std::vector<ChunkKey> old_results;
     std::vector<QueuedLookup> unknown;
     TierFigures figures;
   };

@@ -51,6 +51,26 @@ int weight_of(StatusKind kind) {
   return 7;
 }
 
+// contains() returns the one with the highest rank among the parts, unless a part is absent or has failed.
+int rank_of(Presence presence) {
+  switch (presence) {
+    case Presence::kPresent:
+      return 0;
+    case Presence::kLookupPending:
+      return 1;
+    case Presence::kSkipped:
+      return 2;
+    case Presence::kStaleMiss:
+      return 3;
+    case Presence::kUnknown:
+      return 4;
+    case Presence::kAbsent:
+    case Presence::kLookupFailed:
+      break;
+  }
+  return 0;
+}
+
 bool is_in_service(const Tier& tier) {
   const TierAvailability now = tier.availability();
   return now.readable && now.writable;
@@ -141,9 +161,10 @@ class AllHostsTier final : public Tier {
   const SteadyClock steady_;
   const Clock& clock_;
   const std::function<void(std::string)> warn_;
-  bool awaits_epoch_;              // see AllHostsOptions
-  bool epochs_differ_ = false;     // while awaits_epoch_: of the stores that respond
-  bool reset_ended_wait_ = false;  // until the tier is in service
+  bool awaits_epoch_;           // see AllHostsOptions
+  bool epochs_differ_ = false;  // while awaits_epoch_: of the stores that respond
+  std::vector<bool> had_epoch_ = std::vector<bool>(parts_.size());  // when they were found to differ
+  bool reset_ended_wait_ = false;                                   // until the tier is in service
   OpTable<InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
@@ -159,6 +180,7 @@ class AllHostsTier final : public Tier {
   std::vector<Completion> ended_;      // polled; those before next_ended_ are done
   std::vector<std::size_t> ended_by_;  // the part of each
   std::size_t next_ended_ = 0;
+  std::size_t polled_last_ = 0;                                   // the part that poll() polled last
   std::vector<std::vector<TierRemoval>> removed_{parts_.size()};  // polled
   std::unordered_set<ChunkKey> reported_;                         // by this poll()
   std::vector<TierPart> counts_{parts_.size()};                   // all but `stats` and the speed
@@ -198,25 +220,35 @@ std::vector<std::uint64_t> AllHostsTier::epoch_ids() const {
 }
 
 // Ends the wait for an epoch if all hosts have the same epoch. Each part keeps the epoch that it has once.
+// But if no host may write, another engine replaces the epochs, and all hosts read theirs until they are
+// equal.
 void AllHostsTier::compare_epochs(const std::vector<std::uint64_t>& ids) {
-  if (epochs_differ_) return;
+  const bool can_reset = parts_.front().tier->can_reset();
+  if (epochs_differ_ && can_reset) return;
   std::uint64_t first = 0;
-  bool has_all = true;
+  bool has_all = true, has_same = true;
   std::vector<std::string> hosts;  // with an epoch
   for (std::size_t part = 0; part < ids.size(); ++part) {
     has_all = has_all && ids[part] != 0;
     if (ids[part] == 0) continue;
     if (first == 0) first = ids[part];
-    epochs_differ_ = epochs_differ_ || ids[part] != first;
+    has_same = has_same && ids[part] == first;
     hosts.push_back(fmt::format("{} (rank {})", part, parts_[part].first_rank));
   }
-  if (epochs_differ_) {
-    return warn_(
-        fmt::format("tier {} stays out of service: the stores of hosts {} respond, but have different "
-                    "epochs. When the stores of all hosts take writes, the hosts begin a new, empty epoch",
-                    name(), fmt::join(hosts, ", ")));
+  if (!has_same) {
+    std::transform(ids.begin(), ids.end(), had_epoch_.begin(), [](std::uint64_t id) { return id != 0; });
+    // All of them: which host has the later epoch is not known.
+    for (std::size_t part = 0; !can_reset && part < parts_.size(); ++part) parts_[part].tier->refresh_epoch();
+    if (std::exchange(epochs_differ_, true)) return;
+    return warn_(fmt::format(
+        "tier {} stays out of service: the stores of hosts {} respond, but have different epochs. {}", name(),
+        fmt::join(hosts, ", "),
+        can_reset ? "When the stores of all hosts take writes, the hosts begin a new, empty epoch"
+                  : "This engine may not write (write_policy is read_only). It uses the tier when an engine "
+                    "that writes has begun a common epoch"));
   }
   if (!has_all) return;
+  epochs_differ_ = false;
   awaits_epoch_ = false;
   warn_(fmt::format("tier {} is in service: all hosts have the same epoch", name()));
 }
@@ -332,6 +364,9 @@ void AllHostsTier::add_failure(InFlight& op, Status status) {
 
 void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   for (std::size_t part = 0; part < parts_.size(); ++part) {
+    // First: what a part of an earlier call has ended must not count as this part's.
+    if (ended_by_.size() < ended_.size()) ended_by_.resize(ended_.size(), polled_last_);
+    polled_last_ = part;
     parts_[part].tier->poll(&ended_, &removed_[part]);
     ended_by_.resize(ended_.size(), part);
   }
@@ -460,7 +495,8 @@ void AllHostsTier::remove_useless_parts(const InFlight& failed) {
   for (std::size_t part = 0; part < parts_.size(); ++part) {
     const Presence presence = parts_[part].tier->contains(key);
     // A host may have stored its part before its connection was lost.
-    const bool may_be_stored = presence == Presence::kUnknown && failed.kind == OpKind::kWrite;
+    const bool is_not_known = presence == Presence::kUnknown || presence == Presence::kSkipped;
+    const bool may_be_stored = is_not_known && failed.kind == OpKind::kWrite;
     if (presence == Presence::kPresent || may_be_stored) queue_removal(part, key);
     if (presence == Presence::kLookupFailed) postpone_removal(part, key);
   }
@@ -599,9 +635,8 @@ Presence AllHostsTier::contains(const ChunkKey& key) const {
     const Presence presence = part.tier->contains(key);
     if (presence == Presence::kAbsent) return presence;
     has_failed |= presence == Presence::kLookupFailed;
-    if (presence == Presence::kPresent || all == Presence::kUnknown) continue;
-    // An unknown part has to be asked for first; then there is something to wait for.
-    if (presence == Presence::kUnknown || all != Presence::kStaleMiss) all = presence;
+    // A part that has to be asked for first; then there is something to wait for.
+    if (rank_of(presence) > rank_of(all)) all = presence;
   }
   return has_failed ? Presence::kLookupFailed : all;
 }
@@ -715,7 +750,8 @@ std::vector<TierPart> AllHostsTier::parts() const {
     const Tier& tier = *parts_[part].tier;
     TierStats& stats = parts[part].stats;
     stats = tier.stats();
-    parts[part].epoch_differs = epochs_differ_ && stats.epoch_id != 0;
+    // A host that reads its epoch again has none meanwhile.
+    parts[part].epoch_differs = epochs_differ_ && (stats.epoch_id != 0 || had_epoch_[part]);
     // The tier uses none of its stores, including those that respond.
     stats.readable = stats.readable && !epochs_differ_;
     stats.writable = stats.writable && !epochs_differ_;

@@ -35,7 +35,7 @@ using ByteSpan = std::span<const std::uint8_t>;
 using HostSecret = std::array<std::uint8_t, 32>;
 using HostNonce = std::array<std::uint8_t, 32>;
 
-inline constexpr std::uint32_t kHostProtocol = 6;
+inline constexpr std::uint32_t kHostProtocol = 7;
 inline constexpr std::size_t kGreetingBytes = 44, kAnswerBytes = 76;
 inline constexpr std::size_t kMostPayload = 32768;  // of a frame: type and body
 inline constexpr std::size_t kMostReports = 1024;   // in a frame

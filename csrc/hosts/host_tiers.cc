@@ -333,8 +333,9 @@ void HostTiers::Impl::execute(TierLookup& order) {
   for (const ChunkKey& key : order.keys) {
     slot.lookups.insert_or_assign(key, Lookup{order.options});
     const Presence presence = slot.tier->contains(key);
-    if (presence == Presence::kStaleMiss) slot.tier->forget_miss(key);
-    if (presence == Presence::kStaleMiss || presence == Presence::kUnknown) unknown.push_back(key);
+    if (!must_ask(presence)) continue;
+    if (presence != Presence::kUnknown) slot.tier->forget_miss(key);
+    unknown.push_back(key);
   }
   slot.tier->prefetch_presence(std::move(unknown), order.options);
 }
@@ -357,7 +358,10 @@ void HostTiers::Impl::execute(TierReset& order) {
   }
   // A repeated order is only confirmed again, since the scheduler has sent no op meanwhile. A second reset
   // must not use the same id (EpochRegistry).
-  if (!slot.reset_kind) {
+  if (!slot.reset_kind && order.refreshes) {
+    slot.tier->refresh_epoch();
+    slot.reset_kind = StatusKind::kOk;
+  } else if (!slot.reset_kind) {
     slot.reset_kind = slot.tier->reset(is_repeated ? 0 : order.startup_id).kind();
     slot.was_reset = true;
   }
@@ -424,6 +428,7 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
     }
     const auto found = presence == Presence::kPresent        ? TierAnswers::Found::kPresent
                        : presence == Presence::kLookupFailed ? TierAnswers::Found::kUnknown
+                       : presence == Presence::kSkipped      ? TierAnswers::Found::kSkipped
                                                              : TierAnswers::Found::kAbsent;
     frame.answers.push_back({at->first, found});
     at = slot.lookups.erase(at);

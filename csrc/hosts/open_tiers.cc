@@ -77,6 +77,9 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       const bool is_same = std::all_of(hosts.begin(), hosts.end(), [&](const auto& of_host) {
         return of_host[tier].epoch_id != 0 && of_host[tier].epoch_id == own_id;
       });
+      // Hosts that may not write cannot replace their epochs: another engine does.
+      awaits_epoch[tier] = !is_same && !own[tier]->can_reset();
+      if (awaits_epoch[tier]) continue;
       // If all hosts agree on a tier, the next round opens the same epoch. If a store loses it meanwhile, it
       // gets an unused id.
       const std::uint64_t next = is_same ? EpochRegistry::new_id() : next_id(hosts, tier);
@@ -102,12 +105,14 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     remote.name = std::string(own[tier]->name());
     std::vector<PartOfTier> parts;
     std::vector<std::uint64_t> epoch_ids;
-    std::vector<std::string> silent;
+    std::vector<std::string> silent, empty;
+    const bool is_read_only = !own[tier]->can_reset();
     const auto add = [&](std::unique_ptr<Tier> part, std::uint32_t first_rank, std::uint32_t ranks,
                          const OpenedTier& state) {
       parts.push_back({std::move(part), share(first_rank, ranks), first_rank});
       epoch_ids.push_back(state.epoch_id);
-      if (state.awaits_epoch) silent.push_back(silent_host(first_rank, state));
+      const bool responds = is_read_only && state.epoch_problem.empty();
+      if (state.awaits_epoch) (responds ? empty : silent).push_back(silent_host(first_rank, state));
     };
     add(std::move(own[tier]), region.first_rank(), region.local_ranks(), hosts.back()[tier]);
     for (std::size_t host = 0; host < links.num_hosts(); ++host) {
@@ -119,10 +124,18 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     composed.warn = links.event_sink();
     if (awaits_epoch[tier]) {
       composed.epoch_ids = std::move(epoch_ids);
+    }
+    if (!silent.empty()) {
       composed.warn(
           fmt::format("tier {} is out of service: the store does not respond on {}. The tier is used when "
                       "the stores of all hosts respond and have the same epoch",
                       remote.name, fmt::join(silent, ", ")));
+    } else if (!empty.empty()) {
+      composed.warn(fmt::format(
+          "tier {} is out of service: there is no epoch in the store of {}, and this engine may "
+          "not begin one (write_policy is read_only). The tier is used when an engine that writes "
+          "has begun a common epoch",
+          remote.name, fmt::join(empty, ", ")));
     }
     opened.push_back(make_all_hosts_tier(std::move(parts), composed));
   }

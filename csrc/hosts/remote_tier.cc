@@ -2,6 +2,7 @@
 #include "hosts/remote_tier.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/make_room.h"
@@ -30,7 +31,8 @@ class RemoteTier final : public Tier {
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;
   Status reset(std::uint64_t startup_id) override;
-  void begin_reset(std::uint64_t startup_id) override;
+  void begin_reset(std::uint64_t startup_id) override { order_reset(startup_id, false); }
+  void refresh_epoch() override { order_reset(0, true); }
   TierStats stats() const override;
   TierAvailability availability() const override {
     return {host_.readable && is_usable(), host_.writable && is_usable(), host_.is_shared};
@@ -68,7 +70,9 @@ class RemoteTier final : public Tier {
   void end_waiting(const Status& status);
   // REQUIRES: the op is in ops_.
   void end(OpId id, Status status, std::uint64_t bytes = 0, double seconds = 0, double queued = 0);
+  void order_reset(std::uint64_t startup_id, bool refreshes);
   void send_reset();
+  void cancel_all();
   void send_touches();
 
   // First what a step needs if nothing has happened, see TierChannel::has_events_.
@@ -85,6 +89,7 @@ class RemoteTier final : public Tier {
   PresenceCache presence_;
   std::uint64_t epoch_ = 0;       // number of resets
   std::uint64_t startup_id_ = 0;  // of the last one
+  bool refreshes_ = false;        // the last one is a refresh_epoch()
   Nanos reset_sent_{0};
   Status reset_status_;
   OpTable<InFlight> ops_;
@@ -333,6 +338,10 @@ void RemoteTier::take(Nanos, TierAnswers& frame) {
       presence_.cancel_lookup(std::span(&answer.key, 1), epoch);
       continue;
     }
+    if (answer.found == TierAnswers::Found::kSkipped) {
+      presence_.skipped(std::span(&answer.key, 1), epoch);
+      continue;
+    }
     const bool was_asked = presence_.contains(answer.key) == Presence::kLookupPending;
     const bool is_present = answer.found == TierAnswers::Found::kPresent;
     presence_.answered(answer.key, is_present, epoch);
@@ -356,6 +365,7 @@ void RemoteTier::take(Nanos, TierResetDone& frame) {
                       ? Status::ok()
                       : Status::error(frame.kind, "a host could not reset its tier yet; it tries again");
   // The last state is from before the reset; the next one follows.
+  state_.stats.epoch_id = 0;
   if (!reset_status_) host_.readable = host_.writable = false;
 }
 
@@ -378,16 +388,17 @@ Presence RemoteTier::contains(const ChunkKey& key) const {
 void RemoteTier::send_reset() {
   reset_sent_ = clock_.now();
   std::vector<TierChannel::Frame> frames;
-  frames.push_back(framed(FrameType::kReset, TierReset{index_, epoch_, startup_id_}));
+  frames.push_back(framed(FrameType::kReset, TierReset{index_, epoch_, startup_id_, refreshes_}));
   (void)channel_->send(connection_, std::move(frames));
 }
 
-void RemoteTier::begin_reset(std::uint64_t startup_id) {
+void RemoteTier::order_reset(std::uint64_t startup_id, bool refreshes) {
   take_events();
   end_waiting(Status::error(StatusKind::kCancelled, "it was reset"));
   presence_.reset();
   ++epoch_;
   startup_id_ = startup_id;
+  refreshes_ = refreshes;
   needs_reset_ = true;
   if (!closed_ && connection_ != 0) send_reset();
 }
@@ -413,14 +424,34 @@ TierStats RemoteTier::stats() const {
   TierStats stats = state_.stats;
   stats.readable = availability().readable;
   stats.writable = availability().writable;
-  stats.queued_reads = reads_;  // the host's own figures are older
+  if (needs_reset_) stats.epoch_id = 0;  // a state from before the reset
+  stats.queued_reads = reads_;           // the host's own figures are older
   stats.queued_writes = static_cast<std::uint32_t>(ops_.size()) - reads_;
   return stats;
 }
 
 void RemoteTier::close() {
   if (std::exchange(closed_, true)) return;
-  end_waiting(Status::error(StatusKind::kCancelled, "it is closed"));
+  // Steps that fail because memory runs out are left out. Ops may then stay in flight, as after a host that
+  // did not end them in time: see Tier::close.
+  const auto try_to = [](const auto& step) {
+    try {
+      step();
+    } catch (const std::exception&) {
+    }
+  };
+  try_to([this] { end_waiting(Status::error(StatusKind::kCancelled, "it is closed")); });
+  try_to([this] { cancel_all(); });
+  try_to([this] {
+    const Nanos end = clock_.now() + options_.close_wait;
+    while (!ops_.empty() && connection_ != 0 && clock_.now() < end) {
+      channel_->wait(index_, end - clock_.now());
+      take_events();
+    }
+  });
+}
+
+void RemoteTier::cancel_all() {
   if (connection_ == 0) return;
   TierCancel cancel{index_, {}};
   std::vector<TierChannel::Frame> frames;
@@ -432,11 +463,6 @@ void RemoteTier::close() {
   });
   if (!cancel.ids.empty()) frames.push_back(framed(FrameType::kCancel, cancel));
   (void)channel_->send(connection_, std::move(frames));
-  const Nanos end_of_wait = clock_.now() + options_.close_wait;
-  while (!ops_.empty() && connection_ != 0 && clock_.now() < end_of_wait) {
-    channel_->wait(index_, end_of_wait - clock_.now());
-    take_events();
-  }
 }
 
 double RemoteTier::estimate_read_seconds(std::uint64_t bytes) const {

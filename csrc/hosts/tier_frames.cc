@@ -269,6 +269,7 @@ Bytes encode(const TierReset& frame) {
   put(&body, frame.tier);
   put(&body, frame.epoch);
   put(&body, frame.startup_id);
+  put_bool(&body, frame.refreshes);
   return body;
 }
 
@@ -278,6 +279,7 @@ std::optional<TierReset> decode_reset(ByteSpan body) {
   frame.tier = input.number<std::uint8_t>();
   frame.epoch = input.number<std::uint64_t>();
   frame.startup_id = input.number<std::uint64_t>();
+  frame.refreshes = input.boolean();
   return unless_bad(input, frame);
 }
 
@@ -365,7 +367,7 @@ std::optional<TierAnswers> decode_answers(ByteSpan body) {
   frame.answers = list_of<TierAnswers::Answer>(&input, kMostKeys, [](Input* from) {
     TierAnswers::Answer answer;
     answer.key = key_of(from);
-    answer.found = enum_of(from, TierAnswers::Found::kUnknown);
+    answer.found = enum_of(from, TierAnswers::Found::kSkipped);
     return answer;
   });
   return unless_bad(input, std::move(frame));

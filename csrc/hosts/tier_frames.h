@@ -65,6 +65,7 @@ struct TierReset {
   std::uint8_t tier = 0;
   std::uint64_t epoch = 0;       // number of resets that the scheduler has sent; never 0
   std::uint64_t startup_id = 0;  // see Tier::reset
+  bool refreshes = false;        // Tier::refresh_epoch instead, which counts as a reset here
 };
 
 // ---- from the host
@@ -93,7 +94,8 @@ struct TierResults {
   std::vector<HostResult> results{};
 };
 struct TierAnswers {
-  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown };  // kUnknown: the lookup failed
+  // kUnknown: the lookup failed. kSkipped: see Presence.
+  enum class Found : std::uint8_t { kAbsent, kPresent, kUnknown, kSkipped };
   struct Answer {
     ChunkKey key;
     Found found = Found::kAbsent;

@@ -31,10 +31,12 @@ int weight_of(Presence presence) {
       return 2;
     case Presence::kLookupPending:
       return 3;
-    case Presence::kUnknown:
+    case Presence::kSkipped:
       return 4;
-    case Presence::kPresent:
+    case Presence::kUnknown:
       return 5;
+    case Presence::kPresent:
+      return 6;
   }
   return 0;
 }
@@ -69,6 +71,7 @@ class EncryptedKeyTier final : public Tier {
   Status reset(std::uint64_t startup_id) override { return tier_->reset(startup_id); }
   void begin_reset(std::uint64_t startup_id) override { tier_->begin_reset(startup_id); }
   bool can_reset() const override { return tier_->can_reset(); }
+  void refresh_epoch() override { tier_->refresh_epoch(); }
   TierStats stats() const override { return tier_->stats(); }
   TierAvailability availability() const override { return tier_->availability(); }
   std::vector<TierPart> parts() const override { return tier_->parts(); }

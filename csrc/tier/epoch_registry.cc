@@ -65,8 +65,7 @@ std::string EpochRegistry::replacement_of(std::string_view stored, const EpochCh
   return name_of_id(choice.id);
 }
 
-Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& fetched,
-                                      std::string_view stored, bool read_only) {
+Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& fetched, bool read_only) {
   if (choice.id == 0) return Status::ok();
   if (fetched.kind() == StatusKind::kDeclined || fetched.kind() == StatusKind::kNoSpace) return fetched;
   if (!fetched && choice.is_new) {
@@ -77,11 +76,10 @@ Status EpochRegistry::startup_problem(const EpochChoice& choice, const Status& f
                     fetched.message()));
   }
   if (!fetched) return Status::ok();
-  if (read_only && (choice.is_new || stored.empty())) {
-    return Status::error(
-        StatusKind::kUnavailable,
-        "write_policy is read_only, and the stores of the hosts have no common epoch. Start an "
-        "engine that writes to them first, then restart this engine");
+  if (read_only && choice.is_new) {
+    return Status::error(StatusKind::kUnavailable,
+                         "write_policy is read_only on this host and not on the host of rank 0, which asks "
+                         "for a new epoch. Use the same write_policy on all hosts");
   }
   return Status::ok();
 }
@@ -169,6 +167,13 @@ Status EpochRegistry::begin(const std::function<Status(std::string* stored)>& as
 EpochRegistry::EpochPtr EpochRegistry::current() const {
   const MutexLock lock(mutex_);
   return epoch_;
+}
+
+void EpochRegistry::refresh() {
+  const MutexLock lock(mutex_);
+  epoch_.reset();
+  start_problem_.clear();
+  diverged_ = false;
 }
 
 void EpochRegistry::forget(std::uint64_t startup_id) {

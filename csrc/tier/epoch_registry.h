@@ -59,11 +59,11 @@ class EpochRegistry {
   // Returns the name that replaces `stored` when a process starts; empty if `stored` stays. `stored`: may be
   // empty.
   static std::string replacement_of(std::string_view stored, const EpochChoice& choice);
-  // Returns why an engine on several hosts cannot use the store; ok if it can, or if it does not respond and
-  // no epoch has to be replaced (open_tiers.h). `fetched`: status of the fetch of `stored`; kDeclined: the
+  // Returns why an engine on several hosts cannot use the store; ok if it can, if it does not respond and no
+  // epoch has to be replaced (open_tiers.h), or if it has no epoch and read_only is set: the tier then has
+  // none until another process makes one. `fetched`: status of the fetch of the stored name; kDeclined: the
   // store responds, but cannot replace an epoch; kNoSpace: it responds, but is full.
-  static Status startup_problem(const EpochChoice& choice, const Status& fetched, std::string_view stored,
-                                bool read_only);
+  static Status startup_problem(const EpochChoice& choice, const Status& fetched, bool read_only);
 
   // REQUIRES: an epoch of an EpochRegistry, not null.
   static const std::string& name_of(const EpochPtr& epoch);
@@ -94,6 +94,8 @@ class EpochRegistry {
   Status begin(const std::function<Status(std::string* stored)>& ask,
                const std::function<Status(const std::string& name)>& put) EXCLUDES(mutex_);
   EpochPtr current() const EXCLUDES(mutex_);
+  // See Tier::refresh_epoch. The next update_startup_epoch() joins the stored epoch. REQUIRES: read_only.
+  void refresh() EXCLUDES(mutex_);
   void forget(std::uint64_t startup_id = 0) EXCLUDES(mutex_);  // see Tier::reset
   bool diverged() const EXCLUDES(mutex_);  // the store keeps a name other than that of our epoch
   // True if one of our resets ended this epoch. A store that still keeps its name has lost later changes (a

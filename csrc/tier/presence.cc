@@ -65,6 +65,7 @@ Presence PresenceCache::presence_of(const Entry* entry) const {
   if (entry == nullptr || entry->state == State::kUnknown) return Presence::kUnknown;
   if (entry->state == State::kPending) return Presence::kLookupPending;
   if (entry->state == State::kPresent) return Presence::kPresent;
+  if (entry->state == State::kSkipped) return Presence::kSkipped;
   if (entry->state == State::kFailed)
     return clock_.now() < entry->time ? Presence::kLookupFailed : Presence::kUnknown;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kStaleMiss;
@@ -98,8 +99,7 @@ void PresenceCache::begin_lookup(std::span<const ChunkKey> keys, EpochNumber epo
       old_.prefetch(keys[i + kAhead]);
     }
     const ChunkKey& key = keys[i];
-    const Presence presence = presence_of(find(key));
-    if (presence != Presence::kUnknown && presence != Presence::kStaleMiss) continue;
+    if (!must_ask(presence_of(find(key)))) continue;
     put({key, now, State::kPending});
     started->push_back(key);
   }
@@ -107,17 +107,29 @@ void PresenceCache::begin_lookup(std::span<const ChunkKey> keys, EpochNumber epo
 
 void PresenceCache::forget_miss(const ChunkKey& key) {
   const MutexLock lock(mutex_);
-  if (presence_of(find(key)) == Presence::kStaleMiss) put({key, Nanos{0}, State::kUnknown});
+  const Presence presence = presence_of(find(key));
+  if (presence != Presence::kUnknown && must_ask(presence)) put({key, Nanos{0}, State::kUnknown});
 }
 
-void PresenceCache::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
-  const Nanos until = clock_.now() + absent_for_;
+void PresenceCache::end_lookups(std::span<const ChunkKey> keys, EpochNumber epoch_number, State state,
+                                Nanos time) {
   const MutexLock lock(mutex_);
   if (epoch_number != epoch_number_) return;  // the keys may have a new lookup by now
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
-    if (entry != nullptr && entry->state == State::kPending) *entry = {key, until, State::kFailed};
+    if (entry != nullptr && entry->state == State::kPending) *entry = {key, time, state};
+  }
+}
+
+void PresenceCache::cancel_lookup(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
+  end_lookups(keys, epoch_number, State::kFailed, clock_.now() + absent_for_);
+}
+
+void PresenceCache::skipped(std::span<const ChunkKey> keys, EpochNumber epoch_number) {
+  for (std::size_t first = 0; first < keys.size(); first += kSkippedPerLock) {
+    const std::size_t count = std::min(kSkippedPerLock, keys.size() - first);
+    end_lookups(keys.subspan(first, count), epoch_number, State::kSkipped, Nanos(0));
   }
 }
 
@@ -154,7 +166,10 @@ void PresenceCache::was_read(const ChunkKey& key, EpochNumber epoch_number) {
   spent.swap(spent_);
   if (epoch_number != epoch_number_) return;
   const Entry* entry = find(key);
-  if (entry != nullptr && (entry->state == State::kAbsent || entry->state == State::kPending)) return;
+  if (entry != nullptr && (entry->state == State::kAbsent || entry->state == State::kPending ||
+                           entry->state == State::kSkipped)) {
+    return;
+  }
   put({key, now, State::kPresent});
 }
 

@@ -82,9 +82,11 @@ class PresenceCache final : public Catalog {
   EpochNumber epoch_number() const EXCLUDES(mutex_);
   // Records the answer of locate(). The result of a write or a read since then is newer and wins.
   void answered(const ChunkKey& key, bool present, EpochNumber epoch_number) EXCLUDES(mutex_);
+  // Ends lookups of keys for which locate() has no answer (Presence::kSkipped). Allocates nothing.
+  void skipped(std::span<const ChunkKey> keys, EpochNumber epoch_number) EXCLUDES(mutex_);
   void written(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
-  // Records a successful read. Absent and pending keys keep their state. The key was present when the read
-  // was submitted, so its removal is newer.
+  // Records a successful read. Absent, skipped and pending keys keep their state. The key was present when
+  // the read was submitted, so its removal is newer.
   void was_read(const ChunkKey& key, EpochNumber epoch_number) EXCLUDES(mutex_);
   void removed(const ChunkKey& key, TierRemoval::Reason reason, EpochNumber epoch_number) EXCLUDES(mutex_);
   // Records that a present key had no record when the store was asked, at `asked` or later. False: the key
@@ -104,8 +106,9 @@ class PresenceCache final : public Catalog {
   static constexpr std::size_t kMostRemovals = 2048;
   static constexpr std::size_t kRemovalsPerLock = 64;
   static constexpr std::size_t kListedPerLock = 128;
+  static constexpr std::size_t kSkippedPerLock = 64;
   static_assert(kMostRemovals % kRemovalsPerLock == 0);
-  enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent, kFailed };
+  enum class State : std::uint8_t { kUnknown, kPending, kPresent, kAbsent, kSkipped, kFailed };
   struct Entry {
     ChunkKey key;
     Nanos time{0};  // kAbsent, kFailed: until then; kPending, kPresent: since then
@@ -157,6 +160,8 @@ class PresenceCache final : public Catalog {
     std::size_t reported = 0;  // entries reported so far: the young ones first, then the old ones
   };
   bool was_present(const DroppedEntries& dropped, const Entry& entry) const REQUIRES(mutex_);
+  void end_lookups(std::span<const ChunkKey> keys, EpochNumber epoch_number, State state, Nanos time)
+      EXCLUDES(mutex_);
   Presence presence_of(const Entry* entry) const;
 
   const Clock& clock_;

@@ -271,8 +271,8 @@ void PresenceLookup::end_window(const PromptPtr& prompt, const Window& window) {
   const std::size_t next = prompt->next.load();
   if (next >= prompt->keys.size()) return;
   const Presence last = prompt->context->shared->catalog().contains(prompt->keys[next - 1]);
-  const bool is_missing =
-      last == Presence::kAbsent || last == Presence::kStaleMiss || last == Presence::kLookupFailed;
+  const bool is_missing = last == Presence::kAbsent || last == Presence::kStaleMiss ||
+                          last == Presence::kSkipped || last == Presence::kLookupFailed;
   if (window.failed.load() || is_missing) return prompt->cancel_rest();
   const Status submitted = catch_exceptions([&] {
     std::vector<IoPool::Op> ops;

@@ -63,9 +63,9 @@ class RecordStore {
     return Status::error(StatusKind::kUnavailable, "this kind of store removes no single records");
   }
   // Finds which keys have a record. Sets (*present)[i] for every key when ok. With KeyOrder::kPrefix, a store
-  // may answer without checking each key: it assumes that keys before a present one are present, and keys
-  // after a missing one are missing. (Where that is wrong, a read finds no record, or an overlooked chunk is
-  // recomputed.)
+  // may answer without checking each key: it assumes that keys before a present one are present (where that
+  // is wrong, a read finds no record), and it may end at a missing one. Then it shortens *present to the keys
+  // with an answer, at least one; the others are Presence::kSkipped.
   virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
   // For a store of several parts: like locate(), but returns ok if at least one part answers. Sets
@@ -102,6 +102,8 @@ class RecordStore {
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
   // `startup_id`: see Tier::reset.
   virtual void forget(std::uint64_t startup_id) = 0;
+  // See Tier::refresh_epoch. maintain() reads the epoch again.
+  virtual void refresh_epoch() {}
   virtual std::string epoch_problem() const { return {}; }  // see Tier::epoch_problem
   virtual void stop() {}                                    // makes slow calls give up soon
   // Releases locks and connections. No op can arrive after this call.

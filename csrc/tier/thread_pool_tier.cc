@@ -81,6 +81,7 @@ class ThreadPoolTier final : public Tier {
   Status reset(std::uint64_t startup_id) override { return reset_within(options_.op_timeout, startup_id); }
   void begin_reset(std::uint64_t startup_id) override { (void)reset_within(Nanos(0), startup_id); }
   bool can_reset() const override { return shared_->store->can_reset(); }
+  void refresh_epoch() override;
   TierStats stats() const override;
   TierAvailability availability() const override;
   std::string epoch_problem() const override { return shared_->store->epoch_problem(); }
@@ -330,6 +331,11 @@ Status ThreadPoolTier::reset_within(Nanos wait, std::uint64_t startup_id) {
   submit_upkeep(Lane::kWrite, upkeep);  // reclaims in the background
   update_in_epoch();
   return status;
+}
+
+void ThreadPoolTier::refresh_epoch() {
+  shared_->store->refresh_epoch();
+  in_epoch_ = false;
 }
 
 TierAvailability ThreadPoolTier::availability() const {

@@ -104,9 +104,17 @@ enum class Presence : std::uint8_t {
   kLookupPending,  // a lookup is pending: the caller can only wait
   // Absent when last looked up, a while ago. A caller that has not asked yet should ask again.
   kStaleMiss,
+  // The last lookup was that of a prompt (KeyOrder::kPrefix), and ended at an earlier key without an answer
+  // for this one. To be looked up again if the earlier key is found elsewhere, else it is not needed.
+  kSkipped,
   // The last lookup failed, or no lookup is possible now. Counts as absent, but the record may exist.
   kLookupFailed,
 };
+
+// True if a lookup of the key has to be started to know more.
+inline bool must_ask(Presence presence) {
+  return presence == Presence::kUnknown || presence == Presence::kStaleMiss || presence == Presence::kSkipped;
+}
 
 // Why a tier no longer holds a key; for events and miss reasons.
 struct TierRemoval {
@@ -204,8 +212,8 @@ class Tier {
   // kUnknown or kLookupPending while reads are out of service, since a lookup would get no answer; keys that
   // it does not know are kLookupFailed then.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Turns kStaleMiss of a key into kUnknown before the key is looked up again, so that no caller takes the
-  // stale answer for the new one. O(1).
+  // Turns kStaleMiss or kSkipped of a key into kUnknown before the key is looked up again, so that no caller
+  // takes the old result for the new one. O(1).
   virtual void forget_miss(const ChunkKey&) {}
   // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
   // kLookupPending once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
@@ -232,6 +240,11 @@ class Tier {
   virtual void begin_reset(std::uint64_t startup_id) { (void)reset(startup_id); }
   // Returns whether a reset can succeed. A tier that other processes fill (`read_only`) may be unable to.
   virtual bool can_reset() const { return true; }
+  // Forgets which epoch the tier uses, without ending it. The tier has none (TierStats::epoch_id is 0) until
+  // it has read the store's epoch for newly started processes again; it keeps that one. For a tier that
+  // cannot reset, on an engine whose hosts have opened different epochs. Never waits. No effect after a
+  // reset. REQUIRES: no op or lookup was submitted since the tier was opened.
+  virtual void refresh_epoch() {}
   virtual TierStats stats() const = 0;
   // Returns what the scheduler needs of stats() in each step.
   virtual TierAvailability availability() const {

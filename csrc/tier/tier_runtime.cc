@@ -100,13 +100,15 @@ Status run_locate(TierRuntime& shared, std::span<const ChunkKey> keys, KeyOrder 
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return reset_error();
   std::vector<bool> present(keys.size()), failed(keys.size());
   Status status = shared.store->locate_in_parts(keys, order, submitted.epoch, &present, &failed);
-  for (std::size_t i = 0; status && shared.presence_cache && i < keys.size(); ++i) {
+  if (!status || !shared.presence_cache) return status;
+  for (std::size_t i = 0; i < present.size(); ++i) {
     if (failed[i]) {
       shared.presence_cache->cancel_lookup(keys.subspan(i, 1), submitted.epoch_number);
     } else {
       shared.presence_cache->answered(keys[i], present[i], submitted.epoch_number);
     }
   }
+  shared.presence_cache->skipped(keys.subspan(present.size()), submitted.epoch_number);
   return status;
 }
 

@@ -333,6 +333,10 @@ void RecordIndex::answered(std::span<const ChunkKey> keys) {
   for (const ChunkKey& key : keys) not_found_.answered(key, false, epoch_number);
 }
 
+void RecordIndex::skipped(std::span<const ChunkKey> keys) {
+  not_found_.skipped(keys, not_found_.epoch_number());
+}
+
 void RecordIndex::mark_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) {
   const std::uint64_t mark = declined_mark(chunk_id(key), request);
   const MutexLock lock(mutex_);

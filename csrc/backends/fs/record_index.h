@@ -143,6 +143,8 @@ class RecordIndex final : public Catalog {
   bool forget(const ChunkKey& key, const FsEpochPtr& epoch) EXCLUDES(mutex_);
   // Reports that these keys were looked up: keys that are still unknown were not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
+  // Reports that the lookup of these keys ended without looking for them.
+  void skipped(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
   // Records that the record was declined for this request. Later chunks of the same request are declined too,
   // because they are useless without this one. Chunks that a later request stores are decided again.
   void mark_declined(const ChunkKey& key, std::uint32_t request, const FsEpochPtr& epoch) EXCLUDES(mutex_);

@@ -99,12 +99,15 @@ Status Scanner::list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf) 
   return Status::ok();
 }
 
-Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order) {
+Status Scanner::find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order,
+                     std::size_t* looked_at) {
   const std::vector<std::uint64_t> file_bytes = records_.file_bytes_of(keys);
   std::vector<FoundRecord> found;
   Status first_failure;
+  *looked_at = 0;
   for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
     Status status;
+    *looked_at = i + 1;
     if (file_bytes[i] == 0) {  // the name is unknown: list the directory
       status = list(epoch, layout::leaf_of(keys[i]));
       if (status) continue;

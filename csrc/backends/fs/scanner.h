@@ -45,8 +45,10 @@ class Scanner {
   // Lists one leaf directory, names only.
   Status list(const std::shared_ptr<FsEpoch>& epoch, std::uint32_t leaf);
   // Looks for records of these keys that others wrote meanwhile, by their names. For a prefix, skips the keys
-  // after the first missing one. Returns an error if the directory does not answer.
-  Status find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order);
+  // after the first missing one. Returns an error if the directory does not answer. *looked_at: the number of
+  // keys that were not skipped, if ok.
+  Status find(const std::shared_ptr<FsEpoch>& epoch, std::span<const ChunkKey> keys, KeyOrder order,
+              std::size_t* looked_at);
   // Scans the whole epoch and sets its extent to kOrder. Adds its disk space to *counted. count (or null):
   // the process that counts, and how. Returns false if it gave up. A reset meanwhile ends it early with true:
   // nothing is left to learn then. unseen: errors that hid a part of the epoch, which is then neither counted

@@ -62,9 +62,12 @@ Status FsStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
 Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                        std::vector<bool>* present) {
   if (records_.extent() != RecordIndex::Extent::kSome) {
-    if (Status status = scanner_.find(fs_epoch_of(epoch), keys, order); !status) return status;
-    records_.answered(keys);
-    return records_.offered(keys, epoch, present);
+    std::size_t looked_at = 0;
+    if (Status status = scanner_.find(fs_epoch_of(epoch), keys, order, &looked_at); !status) return status;
+    records_.answered(keys.first(looked_at));
+    records_.skipped(keys.subspan(looked_at));
+    present->resize(looked_at);
+    return records_.offered(keys.first(looked_at), epoch, present);
   }
   for (const ChunkKey& key : keys) {
     if (Status status = scanner_.list(fs_epoch_of(epoch), layout::leaf_of(key)); !status) return status;

@@ -107,7 +107,7 @@ RedisStore::RedisStore(const RedisTierOptions& options)
                              "MULTI, EXEC and SET");
     }
   }
-  const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
+  const Status usable = EpochRegistry::startup_problem(options.epoch, status, options.read_only);
   if (refused || !usable) {
     throw_resource("redis tier at {}: {}", address_of(options.server),
                    refused ? status.message() : usable.message());

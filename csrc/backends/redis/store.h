@@ -40,6 +40,7 @@ class RedisStore final : public RecordStore {
   EpochPtr epoch() const override { return epochs_.current(); }
   std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
+  void refresh_epoch() override { epochs_.refresh(); }
   void stop() override { stopped_ = true; }
   void close() override {
     removal_watch_.close();

@@ -46,7 +46,7 @@ S3Store::S3Store(const S3TierOptions& options)
     // Another engine may have been faster.
     if (status) status = fetch_startup_epoch(EpochRegistry::new_name(), false, &found, &refused);
   }
-  const Status usable = EpochRegistry::startup_problem(options.epoch, status, found, options.read_only);
+  const Status usable = EpochRegistry::startup_problem(options.epoch, status, options.read_only);
   if (refused || !usable) {
     throw_resource("s3 tier {}: {}", address_of(options.bucket),
                    refused ? status.message() : usable.message());
@@ -203,7 +203,9 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
     }
     step *= 2;
   }
-  std::fill_n(present->begin(), known, true);
+  present->assign(known, true);
+  // The keys after the missing one were not asked for: they may be stored if another tier has that one.
+  if (missing < keys.size()) present->push_back(false);
   return Status::ok();
 }
 

@@ -22,7 +22,8 @@ class S3Store final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
+  // For a prefix: sequential requests, twice the logarithm of its length, up to the first missing key.
+  // Otherwise one request per key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
   Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
@@ -34,6 +35,7 @@ class S3Store final : public RecordStore {
   EpochPtr epoch() const override { return epochs_.current(); }
   std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
+  void refresh_epoch() override { epochs_.refresh(); }
   void stop() override;
   void close() override { client_.close(); }
   void figures(TierStats* stats) const override;

@@ -80,7 +80,8 @@ class FakeTier final : public ManualTier {
   bool host_is_lost = false;   // every op ends with host_lost_error()
   bool reset_throws = false;
   std::set<ChunkKey> forgotten;
-  double read_seconds = 0;  // reported by estimate_read_seconds() and read completions
+  std::set<ChunkKey> skipped;  // contains() returns kSkipped
+  double read_seconds = 0;     // reported by estimate_read_seconds() and read completions
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
 
@@ -141,11 +142,15 @@ class FakeTier final : public ManualTier {
   Presence contains(const ChunkKey& key) const override {
     if (!knows) return asks && !asked.empty() ? Presence::kLookupPending : Presence::kUnknown;
     if (forgotten.contains(key)) return Presence::kUnknown;
+    if (skipped.contains(key)) return Presence::kSkipped;
     if (records.contains(key)) return Presence::kPresent;
     if (fails_lookups) return Presence::kLookupFailed;
     return is_sure ? Presence::kAbsent : Presence::kStaleMiss;
   }
-  void forget_miss(const ChunkKey& key) override { forgotten.insert(key); }
+  void forget_miss(const ChunkKey& key) override {
+    skipped.erase(key);
+    forgotten.insert(key);
+  }
   void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
     for (const ChunkKey& key : keys) {
       if (answers) forgotten.erase(key);

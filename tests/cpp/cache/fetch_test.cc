@@ -344,6 +344,76 @@ TEST_F(FetchFakeTest, a_pending_lookup_is_awaited_and_not_sent_again) {
   EXPECT_EQ(scan(second, {"a"}), "M") << "the same reply answered this request's lookup";
 }
 
+// A tier that ends its lookup of a prompt at the first missing chunk, and another tier, which has that chunk.
+class SkippedChunks : public FetchFakeTest {
+ protected:
+  SkippedChunks() {
+    make({.cache = {.tiers = {TierSlotOptions{}, TierSlotOptions{}}}, .slower = &other_});
+    record({"a", "b", "c", "d"});
+    other_->records.insert(fake().records.extract(key_of("b")));
+    for (const char* name : {"a", "b", "c", "d"}) fake().forgotten.insert(key_of(name));
+    other_->forgotten.insert(key_of("b"));
+    fake().answers = other_->answers = false;
+    request_ = begin();
+    EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "RRRR");
+    step();
+    EXPECT_EQ(fake().asked.size(), 1u);
+    fake().forgotten.clear();
+    fake().skipped = {key_of("c"), key_of("d")};
+  }
+
+  FakeTier* other_ = nullptr;
+  RequestHandle request_{};
+};
+
+TEST_F(SkippedChunks, are_looked_up_again_together_if_another_tier_has_the_missing_one) {
+  other_->forgotten.clear();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "PPRR");
+    step();
+  }
+  ASSERT_GE(fake().asked.size(), 2u);
+  EXPECT_EQ(fake().asked[1].first, (std::vector<ChunkKey>{key_of("c"), key_of("d")}));
+  EXPECT_EQ(fake().asked[1].second, KeyOrder::kPrefix);
+  fake().forgotten.clear();
+  fake().finish();
+  other_->finish();
+  EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "HHPP");
+}
+
+TEST_F(SkippedChunks, are_looked_up_again_although_a_later_one_has_been_skipped_twice) {
+  other_->forgotten.clear();
+  EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "PPRR");
+  step();
+  fake().forgotten.clear();
+  fake().skipped = {key_of("d")};
+  EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "PPPR");
+  step();
+  ASSERT_EQ(fake().asked.size(), 3u);
+  EXPECT_EQ(fake().asked[2].first, (std::vector<ChunkKey>{key_of("d")}));
+}
+
+TEST_F(SkippedChunks, are_not_looked_up_while_the_other_tier_has_not_answered) {
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scan(request_, {"a", "b", "c", "d"}), "PRRR");
+    step();
+  }
+  EXPECT_EQ(fake().asked.size(), 1u);
+  other_->forgotten.clear();
+  other_->remove(key_of("b"), TierRemoval::Reason::kEvicted);
+  EXPECT_EQ(scan(request_, {"a", "b"}), "PM");
+  EXPECT_EQ(fake().asked.size(), 1u);
+}
+
+TEST_F(SkippedChunks, that_are_missing_everywhere_are_a_miss) {
+  other_->forgotten.clear();
+  fake().records.erase(key_of("c"));
+  EXPECT_EQ(scan(request_, {"a", "b", "c"}), "PPR");
+  step();
+  fake().forgotten.clear();
+  EXPECT_EQ(scan(request_, {"a", "b", "c"}), "PPM");
+}
+
 TEST_F(FetchFakeTest, each_request_looks_up_a_stale_miss_once) {
   record({"a"});
   fake().is_sure = false;

@@ -334,6 +334,23 @@ TEST_F(PrefetcherTest, a_stale_miss_is_looked_up_once) {
   EXPECT_EQ(parts().prefetcher.size(), 0u);
 }
 
+// By the lookup of a request, which had begun before and ended at an earlier chunk.
+TEST_F(PrefetcherTest, a_chunk_that_a_lookup_skipped_is_looked_up_again) {
+  parts().tier->answers = false;
+  parts().tier->forgotten.insert(key_of("a"));
+  parts().prefetcher.expect(kSessionA, recorded({"a"}), in(Nanos(0)));
+  step();
+  ASSERT_EQ(parts().tier->asked.size(), 1u);
+  parts().tier->forgotten.clear();
+  parts().tier->skipped.insert(key_of("a"));
+  step();
+  ASSERT_EQ(parts().tier->asked.size(), 2u);
+  EXPECT_EQ(parts().tier->asked[1].first, std::vector<ChunkKey>{key_of("a")});
+  parts().tier->forgotten.clear();
+  run_all();
+  EXPECT_TRUE(is_resident("a"));
+}
+
 TEST_F(PrefetcherTest, a_tier_that_is_out_of_service_is_not_read) {
   parts().tier->available = false;
   expect(kSessionA, {"a"}, Nanos(0));

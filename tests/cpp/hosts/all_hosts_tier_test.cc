@@ -60,6 +60,11 @@ class PlayedTier final : public Tier {
     if (on_reset) on_reset();
     return reset_status;
   }
+  bool can_reset() const override { return may_reset; }
+  void refresh_epoch() override {
+    ++refreshed;
+    figures.epoch_id = 0;
+  }
   void begin_reset(std::uint64_t startup_id) override {
     if (on_begin_reset) on_begin_reset();
     begun_ids.push_back(startup_id);
@@ -100,7 +105,9 @@ class PlayedTier final : public Tier {
   Status reset_status;
   double seconds_per_byte = 0;
   bool can_cancel = true, throws = false;
+  bool may_reset = true;
   int cancelled = 0;  // calls of cancel()
+  int refreshed = 0;  // calls of refresh_epoch()
   std::function<void()> on_close, on_reset, on_begin_reset;
 };
 
@@ -767,7 +774,8 @@ TEST_F(AllHostsTierTest, only_the_part_of_this_host_has_the_shards_and_owns_thei
 
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   using enum Presence;
-  for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kLookupFailed, kAbsent}) {
+  for (const Presence one :
+       {kPresent, kUnknown, kLookupPending, kStaleMiss, kSkipped, kLookupFailed, kAbsent}) {
     part_[0]->presence[key_] = kPresent;
     part_[1]->presence[key_] = one;
     EXPECT_EQ(tier_->contains(key_), one);
@@ -777,7 +785,14 @@ TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   part_[0]->presence[key_] = kLookupPending;
   part_[1]->presence[key_] = kUnknown;
   EXPECT_EQ(tier_->contains(key_), kUnknown) << "the caller would only wait";
-  for (const Presence one : {kUnknown, kLookupPending, kStaleMiss, kAbsent}) {
+  for (const Presence other : {kUnknown, kStaleMiss, kSkipped, kLookupPending}) {
+    part_[0]->presence[key_] = kSkipped;
+    part_[1]->presence[key_] = other;
+    EXPECT_EQ(tier_->contains(key_), other == kLookupPending ? kSkipped : other);
+    std::swap(part_[0]->presence, part_[1]->presence);
+    EXPECT_EQ(tier_->contains(key_), other == kLookupPending ? kSkipped : other);
+  }
+  for (const Presence one : {kUnknown, kLookupPending, kStaleMiss, kSkipped, kAbsent}) {
     part_[0]->presence[key_] = one;
     part_[1]->presence[key_] = kLookupFailed;
     const Presence all = one == kAbsent ? kAbsent : kLookupFailed;
@@ -799,6 +814,43 @@ TEST_F(AllHostsTierTest, a_part_whose_lookup_failed_is_removed_like_an_unknown_o
     ASSERT_TRUE(is_being_removed(*part_[1]));
     part_[1]->end();
     poll();
+  }
+}
+
+TEST_F(AllHostsTierTest, a_part_that_was_skipped_may_be_left_of_a_failed_write) {
+  part_[1]->presence[key_] = Presence::kSkipped;
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  part_[1]->end(StatusKind::kIo);
+  poll();
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+  EXPECT_TRUE(is_being_removed(*part_[1]));
+}
+
+TEST_F(AllHostsTierTest, an_op_counts_for_its_host_although_memory_ran_out) {
+  constexpr auto kOk = static_cast<std::size_t>(StatusKind::kOk);
+  bool threw = true;
+  for (unsigned allocation = 0; threw; ++allocation) {
+    ASSERT_LT(allocation, 100u);
+    open(false);
+    submit(OpKind::kWrite);
+    part_[1]->end();
+    threw = false;
+    {
+      const testing::FailingAllocation next(allocation);
+      try {
+        std::vector<Completion> completions;
+        tier_->poll(&completions, &removals_);
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+    }
+    poll();
+    const std::vector<TierPart> parts = tier_->parts();
+    EXPECT_EQ(parts[0].writes[kOk], 0u) << "allocation " << allocation;
+    EXPECT_EQ(parts[1].writes[kOk], 1u) << "allocation " << allocation;
+    part_[0]->end();
+    EXPECT_EQ(poll().size(), 1u);
   }
 }
 
@@ -847,12 +899,13 @@ TEST_F(AllHostsTierTest, a_reset_has_one_id_for_all_hosts_and_the_next_one_anoth
 
 class ThreeHosts : public ::testing::Test {
  protected:
-  void open(std::vector<std::uint64_t> epoch_ids) {
+  void open(std::vector<std::uint64_t> epoch_ids, bool may_write = true) {
     std::vector<PartOfTier> parts;
     for (std::uint32_t host = 0; host < 3; ++host) {
       auto made = std::make_unique<PlayedTier>();
       part_[host] = made.get();
       part_[host]->figures.epoch_id = epoch_ids.at(host);
+      part_[host]->may_reset = may_write;
       parts.push_back({std::move(made), 1.0 / 3, 2 * host});
     }
     AllHostsOptions options;
@@ -965,6 +1018,40 @@ TEST_F(ThreeHosts, a_tier_is_used_when_all_stores_have_the_same_epoch) {
   poll();
   EXPECT_THAT(events_, ElementsAre(HasSubstr("is in service: all hosts have the same epoch")));
   EXPECT_TRUE(is_usable());
+}
+
+// Another engine replaces them, in one store after the other.
+TEST_F(ThreeHosts, hosts_that_may_not_write_read_different_epochs_again_until_they_are_equal) {
+  const auto refreshed = [&](int times) {
+    return std::all_of(std::begin(part_), std::end(part_),
+                       [times](const PlayedTier* part) { return part->refreshed == times; });
+  };
+  open({7, 8, 0}, false);
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("write_policy is read_only")));
+  EXPECT_TRUE(refreshed(1));
+  EXPECT_EQ(differing(), "110");
+  part_[0]->figures.epoch_id = 9;
+  poll();
+  part_[2]->figures.epoch_id = 9;
+  poll();
+  EXPECT_TRUE(refreshed(1)) << "a host has not read its epoch yet";
+  EXPECT_FALSE(is_usable());
+  EXPECT_EQ(differing(), "111");
+  part_[1]->figures.epoch_id = 8;
+  poll();
+  EXPECT_TRUE(refreshed(2));
+  EXPECT_EQ(differing(), "111");
+  EXPECT_EQ(events_.size(), 1u) << "it is known already";
+  for (PlayedTier* part : part_) {
+    EXPECT_FALSE(is_usable());
+    part->figures.epoch_id = 9;
+    poll();
+  }
+  EXPECT_TRUE(is_usable());
+  EXPECT_EQ(differing(), "000");
+  EXPECT_TRUE(refreshed(2)) << "the epoch is in use";
+  EXPECT_THAT(events_, ElementsAre(HasSubstr("stays out of service"), HasSubstr("is in service")));
+  for (const PlayedTier* part : part_) EXPECT_THAT(part->begun_ids, IsEmpty());
 }
 
 TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission_did_not_throw) {

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <deque>
 #include <filesystem>
 #include <functional>
@@ -943,6 +944,94 @@ TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its
   EXPECT_TRUE(tier->stats().readable && tier->stats().writable);
 }
 
+TEST(RemoteTierTest, an_epoch_from_before_a_refresh_is_not_reported) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+  };
+  const auto deliver_state = [&](std::uint64_t epoch_id) {
+    TierState state;
+    state.stats.epoch_id = epoch_id;
+    deliver(FrameType::kState, encode(state));
+    return tier->stats().epoch_id;
+  };
+  deliver(FrameType::kOpsEnded, {});
+  EXPECT_EQ(deliver_state(7), 7u);
+  (void)channel->take_frames();
+  tier->refresh_epoch();
+  const auto frames = channel->take_frames();
+  ASSERT_EQ(frames.size(), 1u);
+  const auto order = decode_reset(frames[0].second);
+  ASSERT_TRUE(order);
+  EXPECT_TRUE(order->refreshes);
+  EXPECT_EQ(tier->stats().epoch_id, 0u);
+  EXPECT_EQ(deliver_state(7), 0u) << "the host may have sent it before it received the order";
+  deliver(FrameType::kResetDone, encode(TierResetDone{0, order->epoch, StatusKind::kOk}));
+  EXPECT_EQ(tier->stats().epoch_id, 0u);
+  EXPECT_EQ(deliver_state(8), 8u);
+}
+
+TEST(RemoteTierTest, a_key_that_a_host_skipped_is_not_missing_there) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<TierRemoval> removals;
+  const auto poll = [&] {
+    std::vector<Completion> ended;
+    tier->poll(&ended, &removals);
+  };
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  poll();
+  for (int i = 0; i < 2; ++i) {
+    (void)channel->take_frames();
+    tier->prefetch_presence({key_of(1)}, KeyOrder::kPrefix);
+    EXPECT_EQ(channel->take_frames().size(), 1u) << "it is asked again";
+    EXPECT_EQ(tier->contains(key_of(1)), Presence::kLookupPending);
+    const Bytes answer = encode(TierAnswers{0, 0, {{key_of(1), TierAnswers::Found::kSkipped}}});
+    EXPECT_EQ(channel->deliver(FrameType::kAnswers, answer, Nanos(0)), TierChannel::Delivery::kTaken);
+    poll();
+    EXPECT_EQ(tier->contains(key_of(1)), Presence::kSkipped);
+  }
+  EXPECT_TRUE(removals.empty()) << "the other parts of the chunk are not useless";
+}
+
+TEST(RemoteTierTest, closing_does_not_throw_if_memory_runs_out) {
+  bool failed = true;
+  for (unsigned allocation = 0; failed; ++allocation) {
+    ASSERT_LT(allocation, 200u);
+    const auto channel = std::make_shared<TierChannel>([] {});
+    channel->begin_open({{}}, "settings");
+    channel->begin_connection();
+    EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+    RemoteTierOptions options;
+    options.most_writes = 1;
+    options.close_wait = Nanos(0);
+    const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+    for (OpId id = 1; id <= 3; ++id) {
+      TierOp op;
+      op.id = id;
+      op.kind = OpKind::kWrite;
+      op.key = key_of(static_cast<std::uint32_t>(id));
+      tier->submit({op});
+    }
+    (void)channel->take_frames();
+    {
+      const FailingAllocation next(allocation);
+      EXPECT_NO_THROW(tier->close());
+      failed = next.came();
+    }
+    EXPECT_EQ(tier->stats().queued_writes == 1 && channel->take_frames().size() == 1, !failed)
+        << "the waiting writes have ended, and the one that was sent is cancelled";
+  }
+}
+
 // ---- a tier that the test plays
 
 // Blocks the thread that passes it until the test lets it pass.
@@ -999,6 +1088,7 @@ class GatedTier : public Tier {
   void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
     asked.emplace_back(std::move(keys), options);
   }
+  void forget_miss(const ChunkKey& key) override { forgotten.push_back(key); }
   void touch(const ChunkKey&) override {}
   Status reset(std::uint64_t startup_id) override {
     startup_ids.push_back(startup_id);
@@ -1006,6 +1096,7 @@ class GatedTier : public Tier {
     batches = std::move(after_reset);
     return reset_status;
   }
+  void refresh_epoch() override { ++refreshed; }
   TierStats stats() const override { return {}; }
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }
@@ -1015,9 +1106,11 @@ class GatedTier : public Tier {
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
   Presence presence = Presence::kAbsent;
+  std::vector<ChunkKey> forgotten;  // arguments of forget_miss()
   std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
+  std::atomic<int> refreshed{0};  // calls of refresh_epoch()
 };
 
 // A tier whose store does not respond.
@@ -1239,6 +1332,43 @@ TEST_F(PlayedHostTiers, a_repeated_reset_is_confirmed_again_and_not_executed_aga
   confirm({0, 1, 70});
   confirm({0, 2, 80});
   EXPECT_EQ(played_->startup_ids, (std::vector<std::uint64_t>{70, 80}));
+}
+
+TEST_F(PlayedHostTiers, an_order_to_read_the_epoch_again_is_executed_once_and_ends_no_epoch) {
+  open();
+  tiers_->begin_connection();
+  EXPECT_EQ(count_soon(FrameType::kOpsEnded), 1u);
+  for (int i = 0; i < 2; ++i) {  // repeated if it was not confirmed in time
+    ASSERT_TRUE(tiers_->take(FrameType::kReset, encode(TierReset{0, 1, 0, true})));
+    EXPECT_EQ(count_soon(FrameType::kResetDone), 1u);
+  }
+  EXPECT_EQ(played_->refreshed, 1);
+  EXPECT_TRUE(played_->startup_ids.empty());
+}
+
+TEST_F(PlayedHostTiers, a_key_that_the_tier_skipped_is_answered_at_once) {
+  played_->presence = Presence::kSkipped;
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kPrefix, 0, {key_of(1)}})));
+  turns_.let_one_pass();
+  turns_.wait_until_blocked();
+  ASSERT_EQ(played_->asked.size(), 1u) << "an old result is no answer";
+  EXPECT_EQ(played_->forgotten, std::vector<ChunkKey>{key_of(1)});
+  (void)tiers_->frames();
+  turns_.open();
+  std::vector<TierAnswers::Answer> answers;
+  EXPECT_TRUE(holds_soon([&] {
+    for (const HostTiers::Frame& frame : tiers_->frames()) {
+      if (frame.first == FrameType::kAnswers) answers = decode_answers(frame.second)->answers;
+    }
+    return !answers.empty();
+  }));
+  EXPECT_EQ(answers.at(0).found, TierAnswers::Found::kSkipped);
 }
 
 TEST_F(PlayedHostTiers, a_reset_that_threw_is_executed_again_with_another_id) {

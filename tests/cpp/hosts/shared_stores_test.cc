@@ -52,6 +52,7 @@ struct RedisStoreAccess : RedisMedium {
   void refuse_removals() { server.call({"ACL", "SETUSER", "default", "-del"}); }
   void refuse_replacements() { server.call({"ACL", "SETUSER", "default", "-multi"}); }
   void block_replacement() { proxy.faults.block(Verb::kMulti); }  // after WATCH and GET
+  std::size_t epochs_read() const { return proxy.faults.seen(Verb::kEpoch); }
 };
 struct S3StoreAccess : S3Medium {
   using Options = S3TierOptions;
@@ -72,6 +73,7 @@ struct S3StoreAccess : S3Medium {
   }
   void refuse_replacements() { server.ignore_conditions(true); }
   void block_replacement() { server.faults.block(Verb::kEpoch, 2); }  // after two GETs
+  std::size_t epochs_read() const { return server.faults.seen(Verb::kEpoch); }
 };
 
 template <typename Store>
@@ -108,6 +110,7 @@ class SharedStores : public TwoHosts {
   void set_epoch(std::uint32_t host, const std::string& name) {
     store(host).set_epoch(store_options(host), name);
   }
+  std::size_t epochs_read(std::uint32_t host) { return store(host).epochs_read(); }
   void remove_epoch(std::uint32_t host) { store(host).remove_epoch(store_options(host)); }
   std::size_t records_on(std::uint32_t host) {
     std::size_t count = 0;
@@ -444,13 +447,65 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_during_a_reset_gets_anoth
   this->stop();
   ++this->weights;
   this->is_read_only_ = true;
-  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
-              HasSubstr("the stores of the hosts have no common epoch"));
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  EXPECT_EQ(this->read(1).kind(), StatusKind::kUnavailable);
   this->stop();
   this->is_read_only_ = false;
   this->start();
   EXPECT_FALSE(this->has(1));
   this->expect_usable();
+}
+
+// The reset reached one host. Later an engine that writes replaces the epochs, in one store after the other.
+TYPED_TEST(SharedStores, a_read_only_engine_that_starts_after_a_missed_reset_waits_for_the_next_epoch) {
+  this->has_common_store_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  {
+    const auto reset = this->open_alone(0);
+    EXPECT_TRUE(reset->reset().is_ok());
+    reset->close();
+  }
+  const std::string left[] = {this->epoch(0), this->epoch(1)};
+  ++this->weights;
+  this->is_read_only_ = true;
+  this->start();
+  EXPECT_THAT(this->links_->take_events(),
+              ElementsAre(AllOf(HasSubstr("have different epochs"), HasSubstr("write_policy is read_only"))));
+  EXPECT_FALSE(this->has(1));
+  EXPECT_EQ(this->read(1).kind(), StatusKind::kUnavailable);
+  EXPECT_EQ(this->epoch(0), left[0]);
+  EXPECT_EQ(this->epoch(1), left[1]);
+  const std::uint64_t id = 77;
+  const auto reads_again = [&](std::uint32_t host) {  // the store of this host, twice
+    const std::size_t before = this->epochs_read(host);
+    EXPECT_TRUE(this->eventually([&] { return this->epochs_read(host) >= before + 2; }));
+  };
+  for (const std::uint32_t host : {1u, 0u}) {
+    reads_again(0);
+    reads_again(1);
+    EXPECT_FALSE(this->tier_->stats().readable) << "host " << host;
+    EXPECT_EQ(this->read(1).kind(), StatusKind::kUnavailable);
+    this->set_epoch(host, EpochRegistry::name_of_id(id));
+  }
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().readable; }));
+  EXPECT_THAT(this->links_->take_events(), ElementsAre(HasSubstr("is in service: all hosts have the same")));
+  EXPECT_FALSE(this->has(1)) << "from before the reset";
+  for (const TierPart& part : this->tier_->parts()) {
+    EXPECT_EQ(part.stats.epoch_id, id);
+    EXPECT_FALSE(part.epoch_differs);
+  }
+  this->stop();
+  this->is_read_only_ = false;
+  this->start();
+  ASSERT_TRUE(this->write(2).is_ok());
+  this->stop();
+  this->is_read_only_ = true;
+  this->start();
+  EXPECT_TRUE(this->has(2));
+  EXPECT_TRUE(this->read(2).is_ok());
 }
 
 TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
@@ -666,7 +721,7 @@ TYPED_TEST(SharedStores, hosts_replace_their_epochs_if_a_store_returns_with_anot
   this->expect_usable();
 }
 
-TYPED_TEST(SharedStores, a_read_only_tier_whose_store_returns_with_another_epoch_stays_out_of_service) {
+TYPED_TEST(SharedStores, a_read_only_tier_whose_store_returns_with_another_epoch_waits_for_a_common_one) {
   this->has_common_store_ = false;
   this->is_read_only_ = true;
   this->set_epoch(0, kFirst);
@@ -695,6 +750,9 @@ TYPED_TEST(SharedStores, a_read_only_tier_whose_store_returns_with_another_epoch
   EXPECT_EQ(this->write(1).kind(), StatusKind::kUnavailable);
   this->poll();
   EXPECT_THAT(this->links_->take_events(), IsEmpty()) << "it may not write";
+  this->set_epoch(0, kSecond);
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().readable; }));
+  for (const TierPart& part : this->tier_->parts()) EXPECT_FALSE(part.epoch_differs);
 }
 
 TYPED_TEST(SharedStores, a_store_that_does_not_respond_when_an_epoch_is_replaced_fails_the_start) {
@@ -734,9 +792,16 @@ TEST_F(S3SharedStores, an_epoch_without_an_etag_is_not_replaced) {
 
 TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {
   this->is_read_only_ = true;
-  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }), HasSubstr("write_policy is read_only"));
-  this->stop();
+  this->start();
+  EXPECT_THAT(this->links_->take_events(),
+              ElementsAre(HasSubstr("no epoch in the store of the host of rank 0, the host of rank 1, and")));
   EXPECT_EQ(this->epoch(0), "");
+  this->set_epoch(0, kFirst);
+  this->set_epoch(1, kFirst);
+  EXPECT_TRUE(this->eventually([&] { return this->tier_->stats().readable; }));
+  this->stop();
+  this->remove_epoch(0);
+  this->remove_epoch(1);
   this->is_read_only_ = false;
   this->start();
   ASSERT_TRUE(this->write(1).is_ok());
@@ -748,8 +813,9 @@ TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {
   this->stop();
   const std::string written = this->epoch(0);
   this->set_epoch(1, kSecond);
-  EXPECT_THAT(message_of<ResourceError>([&] { this->start(); }),
-              HasSubstr("the stores of the hosts have no common epoch"));
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  EXPECT_EQ(this->read(1).kind(), StatusKind::kUnavailable);
   EXPECT_EQ(this->epoch(0), written);
   EXPECT_EQ(this->epoch(1), kSecond);
 }

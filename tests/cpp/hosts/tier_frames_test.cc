@@ -89,10 +89,9 @@ TEST(TierFrames, arrive_as_they_were_sent) {
                 .results.at(0)
                 .error_number,
             -5);
-  EXPECT_EQ(arrives(TierAnswers{1, 2, {{key_of(1), TierAnswers::Found::kUnknown}}}, decode_answers)
-                .answers.at(0)
-                .found,
-            TierAnswers::Found::kUnknown);
+  for (const auto found : {TierAnswers::Found::kUnknown, TierAnswers::Found::kSkipped}) {
+    EXPECT_EQ(arrives(TierAnswers{1, 2, {{key_of(1), found}}}, decode_answers).answers.at(0).found, found);
+  }
   EXPECT_EQ(arrives(TierRemovals{1, 2, {{key_of(1), TierRemoval::Reason::kVanished}}}, decode_removals)
                 .removals.at(0)
                 .reason,
@@ -124,7 +123,10 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   add(FrameType::kResults, encode(results));
   using enum TierAnswers::Found;
   add(FrameType::kAnswers,
-      encode(TierAnswers{1, 2, {{key_of(1), kAbsent}, {key_of(2), kPresent}, {key_of(3), kUnknown}}}));
+      encode(TierAnswers{
+          1,
+          2,
+          {{key_of(1), kAbsent}, {key_of(2), kPresent}, {key_of(3), kUnknown}, {key_of(4), kSkipped}}}));
   using enum TierRemoval::Reason;
   add(FrameType::kRemovals,
       encode(TierRemovals{
@@ -143,7 +145,7 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
   add(FrameType::kCancel, encode(TierCancel{1, {4, 5}}));
   add(FrameType::kLookup, encode(TierLookup{1, {KeyOrder::kPrefix, 2, 0.25}, 3, {key_of(1)}}));
   add(FrameType::kUses, encode(TierUsesFrame{1, true, {{key_of(1), some_info()}}}));
-  add(FrameType::kReset, encode(TierReset{1, 2, 3}));
+  add(FrameType::kReset, encode(TierReset{1, 2, 3, true}));
   return frames;
 }
 
@@ -154,8 +156,11 @@ std::vector<std::pair<FrameType, Bytes>> sample_frames() {
 // Never change the digest of a number that a release has. A frame type without a sample fails
 // too: add one to sample_frames().
 TEST(TierFrames, another_encoding_has_another_protocol_number) {
-  const std::map<std::uint32_t, std::uint64_t> digests = {
-      {3, 0xa01ecd1b2abe57b8}, {4, 0xf7060b9a932fd528}, {5, 0x4b70a897350f2b09}, {6, 0x96d861331db7b6a2}};
+  const std::map<std::uint32_t, std::uint64_t> digests = {{3, 0xa01ecd1b2abe57b8},
+                                                          {4, 0xf7060b9a932fd528},
+                                                          {5, 0x4b70a897350f2b09},
+                                                          {6, 0x96d861331db7b6a2},
+                                                          {7, 0x519b2c67087630da}};
   FrameWriter writer(KeyedHash::Hash{1});
   Bytes all = make_greeting(HostNonce{2});
   const Bytes answer = make_answer(HostSecret{3}, HostNonce{4}, HostNonce{5});

@@ -209,18 +209,17 @@ TEST(EpochRegistryTest, a_name_that_was_returned_for_the_store_is_ended_by_the_n
 
 TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_needs_one_at_its_start) {
   const Status failed = Status::error(StatusKind::kTimeout, "no answer");
-  EXPECT_TRUE(EpochRegistry::startup_problem({}, failed, "", false));
-  EXPECT_TRUE(EpochRegistry::startup_problem({}, Status::ok(), "", true));
-  EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, failed, "", false));
-  EXPECT_THAT(EpochRegistry::startup_problem(kSecondRound, failed, "", false).message(),
+  EXPECT_TRUE(EpochRegistry::startup_problem({}, failed, false));
+  EXPECT_TRUE(EpochRegistry::startup_problem({}, Status::ok(), true));
+  EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, failed, false));
+  EXPECT_THAT(EpochRegistry::startup_problem(kSecondRound, failed, false).message(),
               ::testing::StartsWith("no answer. The hosts have different epochs"));
   const Status full = Status::error(StatusKind::kNoSpace, "it is full");
-  EXPECT_EQ(EpochRegistry::startup_problem(kFirstRound, full, "", false).message(), "it is full");
-  EXPECT_TRUE(EpochRegistry::startup_problem({}, full, "", false));
-  EXPECT_TRUE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, false));
-  EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), kFirst, true));
-  EXPECT_FALSE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), "", true));
-  EXPECT_FALSE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), kFirst, true));
+  EXPECT_EQ(EpochRegistry::startup_problem(kFirstRound, full, false).message(), "it is full");
+  EXPECT_TRUE(EpochRegistry::startup_problem({}, full, false));
+  EXPECT_TRUE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), false));
+  EXPECT_TRUE(EpochRegistry::startup_problem(kFirstRound, Status::ok(), true));
+  EXPECT_FALSE(EpochRegistry::startup_problem(kSecondRound, Status::ok(), true));
 }
 
 // The store may have accepted the name, and an engine may have joined it.

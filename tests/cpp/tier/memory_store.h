@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -73,6 +74,7 @@ class MemoryServer {
   }
 
   // ---- test controls
+  std::atomic<bool> ends_at_gaps{false};  // lookups of a prompt end at its first missing chunk
   void lose(const ChunkKey& key) {
     const std::lock_guard lock(mutex_);
     std::erase_if(records_, [&](const auto& entry) { return entry.first.second == key; });
@@ -212,9 +214,13 @@ class MemoryStore final : public RecordStore {
     return status;
   }
 
-  Status locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override {
-    return server_->exist(number(epoch), keys, present);
+    const Status status = server_->exist(number(epoch), keys, present);
+    const auto gap = std::find(present->begin(), present->end(), false);
+    if (status && order == KeyOrder::kPrefix && server_->ends_at_gaps && gap != present->end())
+      present->erase(gap + 1, present->end());
+    return status;
   }
   std::size_t keys_per_locate(KeyOrder) const override { return keys_per_locate_; }
 

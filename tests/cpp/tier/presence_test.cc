@@ -71,6 +71,30 @@ TEST_F(PresenceCacheTest, absence_expires_sooner_when_the_store_answers_fast) {
   }
 }
 
+TEST_F(PresenceCacheTest, a_key_that_its_lookup_skipped_is_neither_absent_nor_pending) {
+  const std::vector<ChunkKey> keys{key_of(1), key_of(2), key_of(3)};
+  ask(cache_, {key_of(1), key_of(2)});
+  cache_.written(key_of(2), 0);
+  cache_.skipped(keys, 1);
+  EXPECT_EQ(of(1), Presence::kLookupPending) << "the lookup of another epoch";
+  cache_.skipped(keys, 0);
+  EXPECT_EQ(of(1), Presence::kSkipped);
+  EXPECT_EQ(of(2), Presence::kPresent) << "it was written meanwhile";
+  EXPECT_EQ(of(3), Presence::kUnknown) << "it was not asked for";
+  clock_.advance(milliseconds(5000));
+  EXPECT_EQ(of(1), Presence::kSkipped);
+  cache_.was_read(key_of(1), 0);
+  EXPECT_EQ(of(1), Presence::kSkipped) << "the read may be older than the removal of the record";
+  EXPECT_EQ(ask(cache_, {key_of(1)}), std::vector<ChunkKey>{key_of(1)});
+  EXPECT_EQ(of(1), Presence::kLookupPending);
+  cache_.skipped(keys, 0);
+  cache_.forget_miss(key_of(1));
+  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_EQ(ask(cache_, {key_of(1)}), std::vector<ChunkKey>{key_of(1)});
+  cache_.answered(key_of(1), true, 0);
+  EXPECT_EQ(of(1), Presence::kPresent);
+}
+
 TEST_F(PresenceCacheTest, an_answer_that_is_older_than_a_write_does_not_count) {
   ask(cache_, {key_of(1)});
   cache_.written(key_of(1), 0);

@@ -928,6 +928,28 @@ TEST_F(ThreadPoolTierTest, a_long_stored_prompt_is_found_completely_and_submitte
   run_reads(pool);
 }
 
+TEST_F(ThreadPoolTierTest, a_lookup_that_ends_at_a_gap_leaves_the_later_keys_to_be_asked_for) {
+  {
+    TierDriver user(open());
+    for (const std::uint32_t number : {0u, 5u}) ASSERT_TRUE(user.write(number));
+  }
+  server_->ends_at_gaps = true;
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, PresenceLookup::kFirstWindow);
+  tier->prefetch_presence(keys(2000), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(server_->asked().size(), 1u) << "the second window is behind the gap";
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kPresent);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
+  for (const std::uint32_t number : {2u, 5u, 255u})
+    EXPECT_EQ(tier->contains(key_of(number)), Presence::kSkipped) << number;
+  tier->prefetch_presence({key_of(5), key_of(6)}, KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(5)), Presence::kPresent);
+  EXPECT_EQ(tier->contains(key_of(6)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(7)), Presence::kSkipped);
+}
+
 TEST_F(ThreadPoolTierTest, nothing_after_a_failed_window_is_looked_up) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   IoPool* pool = nullptr;

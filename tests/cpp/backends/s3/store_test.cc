@@ -238,6 +238,36 @@ TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_with_few_requests) {
   }
 }
 
+// Another tier may have the missing chunk.
+TEST_F(S3TierTest, a_chunk_after_the_first_missing_one_of_a_prompt_is_not_reported_absent) {
+  s3::S3Store store(options());
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t i = 0; i < 8; ++i) keys.push_back(key_of(i));
+  for (const std::uint32_t number : {0u, 1u, 3u, 7u}) ASSERT_TRUE(write(store, number));
+  std::vector<bool> present(keys.size());
+  ASSERT_TRUE(store.locate(keys, KeyOrder::kPrefix, store.epoch(), &present));
+  EXPECT_EQ(present, (std::vector<bool>{true, true, false}));
+  const auto tier = make_s3_tier(options());
+  const auto look_up = [&](const std::vector<ChunkKey>& wanted) {
+    tier->prefetch_presence(wanted, KeyOrder::kPrefix);
+    EXPECT_TRUE(holds_soon([&] {
+      return std::none_of(wanted.begin(), wanted.end(), [&](const ChunkKey& key) {
+        const Presence of = tier->contains(key);
+        return of == Presence::kUnknown || of == Presence::kLookupPending;
+      });
+    }));
+  };
+  look_up(keys);
+  EXPECT_EQ(tier->contains(keys[1]), Presence::kPresent);
+  EXPECT_EQ(tier->contains(keys[2]), Presence::kAbsent);
+  for (const std::uint32_t number : {3u, 4u, 7u}) EXPECT_EQ(tier->contains(keys[number]), Presence::kSkipped);
+  tier->forget_miss(keys[3]);
+  tier->forget_miss(keys[4]);
+  look_up({keys[3], keys[4]});
+  EXPECT_EQ(tier->contains(keys[3]), Presence::kPresent);
+  EXPECT_EQ(tier->contains(keys[4]), Presence::kAbsent);
+}
+
 TEST_F(S3TierTest, keys_without_prefix_order_are_each_looked_up) {
   s3::S3Store store(options());
   for (const std::uint32_t number : {1u, 3u}) ASSERT_TRUE(write(store, number));

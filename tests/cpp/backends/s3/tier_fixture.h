@@ -63,6 +63,7 @@ class S3TierTest : public ::testing::Test {
                                    KeyOrder order = KeyOrder::kPrefix) {
     std::vector<bool> present(keys.size());
     EXPECT_TRUE(store.locate(keys, order, store.epoch(), &present));
+    present.resize(keys.size());  // those without an answer
     return present;
   }
   std::string refused(const S3TierOptions& options) {
