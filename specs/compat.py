@@ -266,14 +266,13 @@ def make_event(
     ``locality``: LOCAL or REMOTE; None: unspecified. ``removal_expected``: vLLM keeps a chunk's payload until
     its removal is reported. The event names no tier (``ownership``): Dynamo drops events that do.
     """
-    if not on_storage:
-        return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    fields = {
+    fields: dict[str, Any] = {
         "locality": None if locality is None else Locality(locality),
         "removal_expected": removal_expected,
     }
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
-    return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
+    medium = Medium.STORAGE if on_storage else Medium.CPU
+    return OffloadingEvent(keys=keys, medium=medium, removed=removed, **known)
 
 
 ALL_TIERS = 255

@@ -37,19 +37,32 @@ class TierEvents:
 class AdvertisedChunks:
     """The chunks that subscribers believe to be in host memory and on storage. Used by one thread.
 
+    A chunk that host memory evicted and is being filled with again stays advertised until that store or read
+    has ended. vLLM has recorded the payload for it, and a removal would drop this payload: the next event of
+    the chunk would have no tokens. Requests for the chunk wait for it meanwhile.
+
     All tiers form one medium for subscribers, ``STORAGE``. A chunk is published as stored there when the
     first tier has it, and as removed when the last one lost it. If the tier whose attributes were published
     loses a chunk that another tier has, or was REMOTE and another one is not, the chunk is published as
     removed and stored again.
     """
 
-    def __init__(self, tiers: Mapping[str, TierEvents], max_unconfirmed: int = MAX_UNCONFIRMED) -> None:
-        """``tiers``: the tiers that publish events, by name."""
+    def __init__(
+        self,
+        tiers: Mapping[str, TierEvents],
+        absent: Callable[[Iterable[bytes]], list[bytes]],
+        max_unconfirmed: int = MAX_UNCONFIRMED,
+    ) -> None:
+        """``tiers``: the tiers that publish events, by name. ``absent``: returns the keys that are neither in
+        host memory nor being stored or read into it.
+        """
+        self._absent = absent
         self._tiers = tuple(tiers.values())
         self._number_of = {name: number for number, name in enumerate(tiers)}
         silent = any(tier.evicts_silently for tier in self._tiers)
         self._max_stored = max_unconfirmed if silent else None
         self._host: set[bytes] = set()
+        self._leaving: dict[bytes, None] = {}  # of _host: lost since, and neither absent nor regained
         # key -> bit mask of the tiers that have it, + 256 * number of the tier with the published attributes
         self._stored: dict[bytes, int] = {}
         self._withdrawn: list[Any] = []
@@ -60,19 +73,24 @@ class AdvertisedChunks:
         yield from withdrawn
         for keys, on_storage, removed, tier in changes:
             if not on_storage:
-                yield from self._host_changed(keys, removed)
+                if removed:
+                    self._leaving.update((key, None) for key in keys if key in self._host)
+                else:
+                    yield from self._host_gained(keys)
             elif (number := self._number_of.get(tier)) is not None:
                 yield from self._lost(keys, number) if removed else self._gained(keys, number)
+        yield from self._host_removals()
         yield from self._withdraw_oldest()
 
     def found(self, keys: Collection[bytes]) -> Iterator[Any]:
         """Yields the events for chunks that are in host memory and may not be advertised."""
-        yield from self._host_changed([key for key in keys if key not in self._host], False)
+        yield from self._host_gained(list(dict.fromkeys(key for key in keys if key not in self._host)))
 
     def withdraw_all(self) -> None:
         """Publishes the removal of every chunk with the next events, ahead of later changes."""
         self._withdrawn = list(self._removals())
         self._host.clear()
+        self._leaving.clear()
         self._stored.clear()
 
     def has_withdrawals(self) -> bool:
@@ -87,14 +105,19 @@ class AdvertisedChunks:
             if keys := [key for key, state in self._stored.items() if state >> 8 == number]:
                 yield self._on_storage(keys, number, removed=True)
 
-    def _host_changed(self, keys: list[bytes], removed: bool) -> Iterator[Any]:
-        changed = [key for key in keys if (key in self._host) is removed]
-        if removed:
-            self._host.difference_update(changed)
-        else:
-            self._host.update(changed)
-        if changed:
-            yield compat.make_event(changed, removed=removed)
+    def _host_gained(self, keys: list[bytes]) -> Iterator[Any]:
+        for key in keys:
+            self._leaving.pop(key, None)
+        if new := [key for key in keys if key not in self._host]:
+            self._host.update(new)
+            yield compat.make_event(new, removed=False)
+
+    def _host_removals(self) -> Iterator[Any]:
+        if gone := self._absent(self._leaving) if self._leaving else []:
+            for key in gone:
+                del self._leaving[key]
+            self._host.difference_update(gone)
+            yield compat.make_event(gone, removed=True)
 
     def _gained(self, keys: list[bytes], tier: int) -> Iterator[Any]:
         new: list[bytes] = []
