@@ -184,6 +184,10 @@ PrepareStoreOutput = base.PrepareStoreOutput
 RequestOffloadingContext = base.RequestOffloadingContext
 TransferResult = base.TransferResult
 
+make_key = base.make_offload_key
+group_of = base.get_offload_group_idx
+block_hash_of = base.get_offload_block_hash
+
 _EVENT_FIELDS = _field_names(OffloadingEvent)
 
 

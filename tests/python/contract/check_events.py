@@ -113,8 +113,11 @@ class Tracked:
         )
 
     def publish(self, *, removed: bool) -> Any:
-        (event,) = self.tracker.take_events([compat.make_event([self.key], removed=removed)])
+        (event,) = self.publish_all([compat.make_event([self.key], removed=removed)])
         return event
+
+    def publish_all(self, events: Iterable[Any]) -> list[Any]:
+        return list(self.tracker.take_events(events))
 
 
 def test_the_removal_of_a_reset_names_every_block_of_a_chunk() -> None:
@@ -134,6 +137,41 @@ def test_a_chunk_that_is_stored_again_with_the_removal_of_a_reset_keeps_its_toke
     tracked.store()
     assert tracked.publish(removed=True).block_hashes == stored.block_hashes
     assert tracked.publish(removed=False).token_ids == [7] * 32
+
+
+def test_a_second_reset_keeps_every_block_of_the_removals() -> None:
+    tracked = Tracked()
+    tracked.store()
+    stored = tracked.publish(removed=False)
+    tracked.tracker.reset()
+    tracked.tracker.reset()
+    assert tracked.publish(removed=True).block_hashes == stored.block_hashes
+    assert tracked.tracker._pending_event_metadata == {}
+
+
+def test_a_store_during_a_reset_does_not_outlive_the_removals_of_the_reset() -> None:
+    tracked = Tracked()
+    tracked.store()
+    tracked.tracker.reset()
+    assert list(tracked.tracker.take_events([])) == []
+    tracked.store()
+    tracked.publish(removed=False)
+    tracked.publish(removed=True)
+    assert tracked.tracker._pending_event_metadata == {}
+
+
+def test_the_removal_from_a_server_that_evicts_silently_names_every_block() -> None:
+    tracked, advertised = Tracked(), AdvertisedChunks(TIERS, list)
+    tracked.store()
+    for sign, tier in [("+", ""), ("+", "redis"), ("-", "")]:
+        (event,) = tracked.publish_all(advertised.translate([([tracked.key], tier != "", sign == "-", tier)]))
+        assert len(event.block_hashes) == 2, (sign, tier)
+    assert tracked.tracker._pending_event_metadata == {}
+    changes = [([tracked.key], True, True, "redis"), ([tracked.key], False, False, "")]
+    (event,) = tracked.publish_all(advertised.translate(changes))  # the read chunk has no tokens yet
+    assert isinstance(event, kv_events.BlockRemoved)
+    assert len(event.block_hashes) == 2
+    assert tracked.tracker._pending_event_metadata == {}
 
 
 # ---- vLLM's tracker on the events of our manager
@@ -273,10 +311,84 @@ def test_a_store_that_completed_before_a_reset_is_not_published_after_it(describ
     described.finish(*described.offer([0, 1]))
     described.engine.manager.reset_cache()
     described.tracker.reset()
-    assert described.publish() == []
+    assert list(described.engine.manager.take_events()) == []
     described.engine.end_step()
-    assert described.publish() == []
+    assert list(described.engine.manager.take_events()) == []
     described.check(0)
+
+
+class Reads:
+    """Events of chunks that host memory reads from a tier, without their payloads at first."""
+
+    def __init__(self, described: Described) -> None:
+        self.described, self.key = described, described.keys[1]
+
+    def events(
+        self, change: str = "", key: bytes | None = None, tier: str = ""
+    ) -> list[tuple[str, str, int]]:
+        """Publishes a change, "+" or "-"; returns (type, medium, number of tokens) of each event."""
+        events = []
+        if change:
+            events = [compat.make_event([key or self.key], removed=change == "-", on_storage=tier != "")]
+        return [
+            (type(event).__name__, event.medium, len(getattr(event, "token_ids", ())))
+            for event in self.described.tracker.take_events(events)
+        ]
+
+    def find(self, *, partial: bool = False) -> None:
+        """Records the payload, as vLLM does if a request finds the chunk; ``partial``: as a part of one."""
+        tracker, prompt, group = self.described.tracker, self.described.prompt, self.described.group
+        if partial:
+            tracker.record_partial_lookup(prompt, group, 2 * TOKENS_PER_BLOCK, self.key)
+        else:
+            tracker.record_lookup(prompt, group, 1, self.key)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_chunk_that_was_read_is_published_when_vllm_has_its_tokens(
+    described: Described, partial: bool
+) -> None:
+    reads = Reads(described)
+    assert reads.events("+") == []
+    assert reads.events("+", tier="fs") == []
+    reads.find(partial=partial)
+    assert reads.events() == [("BlockStored", "CPU", 16), ("BlockStored", "STORAGE", 16)]
+    assert reads.events() == []
+    assert reads.events("-") == [("BlockRemoved", "CPU", 0)]
+    assert reads.events("-", tier="fs") == [("BlockRemoved", "STORAGE", 0)]
+    assert described.tracker._pending_event_metadata == {}
+
+
+def test_the_removal_of_a_chunk_cancels_its_store_on_that_medium(described: Described) -> None:
+    reads = Reads(described)
+    assert reads.events("+") == []
+    assert reads.events("+", tier="fs") == []
+    assert reads.events("-") == []
+    reads.find()
+    assert reads.events("-", tier="fs") == [("BlockStored", "STORAGE", 16), ("BlockRemoved", "STORAGE", 0)]
+    assert reads.events() == []
+
+
+def test_a_reset_cancels_what_was_to_be_published(described: Described) -> None:
+    reads = Reads(described)
+    reads.events("+")
+    reads.find()
+    described.tracker.reset()
+    assert reads.events("-") == []
+    reads.find()
+    assert reads.events() == []
+
+
+def test_chunks_of_windows_are_published_without_tokens(described: Described) -> None:
+    reads = Reads(described)
+    (first, second) = keys(1, 2, group=4)
+    window = SimpleNamespace(**vars(described.group) | {"group_idx": 4, "sliding_window_size_in_chunks": 2})
+    assert reads.events("+", first) == []
+    described.tracker.record_store(described.prompt, window, 1, second)
+    assert reads.events() == [("BlockStored", "CPU", 0)]
+    assert reads.events("+", second) == [("BlockStored", "CPU", 0)]
+    assert reads.events("-", first) == [("BlockRemoved", "CPU", 0)]
+    assert reads.events("+") == []
 
 
 # ---- what subscribers believe
@@ -406,6 +518,6 @@ def test_a_chunk_that_returned_to_host_memory_keeps_its_tokens_after_its_tier_lo
     changes = [("+", ""), ("+", "fs"), ("-", ""), ("+", ""), ("-", "fs"), ("+", "fs"), ("-", ""), ("-", "fs")]
     for sign, tier in changes:
         events = advertised.translate([([tracked.key], tier != "", sign == "-", tier)])
-        (event,) = tracked.tracker.take_events(events)
+        (event,) = tracked.publish_all(events)
         assert len(event.block_hashes) == 2, (sign, tier)
     assert tracked.tracker._pending_event_metadata == {}
