@@ -246,15 +246,14 @@ def tracks_pending_hits() -> bool:
     return "metadata_only" in _EVENT_FIELDS
 
 
-def untrack_events(keys: list[bytes]) -> list[Any]:
-    """Returns events that make vLLM drop the payloads of chunks that never reached host memory.
-
-    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block.
-    The events therefore report a store and a removal of the chunks in one batch.
+def untrack_event(keys: list[bytes]) -> Any:
+    """Returns an event that makes vLLM drop the payloads of chunks that are not in host memory, unless they
+    are advertised on storage. Nothing is published: describe_chunks gives 0.33's ``metadata_only`` to older
+    releases.
     """
-    if tracks_pending_hits():
-        return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
-    return [make_event(keys, removed=False), make_event(keys, removed=True)]
+    event = OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True)
+    event.metadata_only = True
+    return event
 
 
 def make_event(

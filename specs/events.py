@@ -85,7 +85,11 @@ class AdvertisedChunks:
 
     def found(self, keys: Collection[bytes]) -> Iterator[Any]:
         """Yields the events for chunks that are in host memory and may not be advertised."""
-        yield from self._host_gained(list(dict.fromkeys(key for key in keys if key not in self._host)))
+        yield from self._host_gained(self.unknown(dict.fromkeys(keys)))
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Returns the keys of chunks that are not advertised in host memory."""
+        return [key for key in keys if key not in self._host]
 
     def withdraw_all(self) -> None:
         """Publishes the removal of every chunk with the next events, ahead of later changes."""
@@ -257,10 +261,12 @@ def describe_chunks(*, whole: bool) -> None:
         original(self)
 
     def removed(original: Any, self: Any, event: Any) -> Iterator[Any]:
-        if getattr(event, "metadata_only", False):
-            yield from original(self, event)
-            return
         state, payloads = _state_of(self), self._pending_event_metadata
+        if getattr(event, "metadata_only", False):
+            for key in event.keys:
+                if key in payloads:
+                    payloads[key].active_residencies.discard((event.medium, event.ownership))
+            return
         keys = [key for key in event.keys if not state.cancel(key, event.medium)]
         usual = {}  # what to restore: payloads that this removal does not end, or None
         for key in keys:

@@ -413,14 +413,20 @@ class KVOffloadManager(OffloadingManager):
             for keys, on_tier, removed, _ in changes:
                 if not on_tier and not removed:
                     self._unreported.difference_update(keys)
+        if self._options.describes_events:
+            for keys, on_tier, removed, _ in changes:
+                if not on_tier and removed:  # found by a request, but not loaded: no removal is published
+                    self._unstored += self._advertised.unknown(keys)
         yield from self._advertised.translate(changes)
-        if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
-            yield from compat.untrack_events(unstored)
-        self._unstored.clear()
         if self._loaded:
             missing = set(self._cache.absent(self._loaded))
             yield from self._advertised.found([key for key in self._loaded if key not in missing])
             self._loaded.clear()
+            if self._options.describes_events:
+                self._unstored += missing  # chunks of a neighbour, among others
+        if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
+            yield compat.untrack_event(unstored)
+        self._unstored.clear()
 
     def get_stats(self) -> Any | None:
         """Returns the changes of our metrics since the last call, or None. Called in every step."""

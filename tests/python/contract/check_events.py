@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,6 +316,29 @@ def test_a_store_that_completed_before_a_reset_is_not_published_after_it(describ
     described.engine.end_step()
     assert list(described.engine.manager.take_events()) == []
     described.check(0)
+
+
+def test_a_chunk_that_was_found_but_not_loaded_leaves_no_payload(described: Described) -> None:
+    manager = described.engine.manager
+    manager._options = replace(manager._options, fixed_weights=True)
+    described.store(range(described.rows))
+    manager.reset_cache()  # keeps the chunks; they are not advertised until they are loaded
+    described.tracker.reset()
+    described.publish()
+    described.tracker.record_lookup(described.prompt, described.group, 0, described.keys[0])
+    request = described.engine.request("next")
+    described.engine.lookup(described.keys, request)
+    described.store(range(described.rows, 2 * described.rows))
+    described.check(described.rows)
+
+
+def test_without_tokens_no_payload_is_dropped() -> None:
+    engine = Engine(events=True, model_id="model")
+    engine.store(keys(1), engine.request())
+    engine.manager._loaded += keys(1, 2)  # the second is in the memory of another engine
+    (event,) = engine.manager.take_events()
+    assert (event.keys, event.removed) == (keys(1), False)
+    engine.stop()
 
 
 class Reads:
