@@ -424,9 +424,12 @@ class KVOffloadManager(OffloadingManager):
             self._loaded.clear()
             if self._options.describes_events:
                 self._unstored += missing  # chunks of a neighbour, among others
-        if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
-            yield compat.untrack_event(unstored)
-        self._unstored.clear()
+        if self._unstored:
+            unstored = self._cache.absent(self._unstored)
+            if unstored:
+                yield compat.untrack_event(unstored)
+            # Those that are neither absent nor advertised are still being stored or read.
+            self._unstored = self._advertised.unknown(set(self._unstored).difference(unstored))
 
     def get_stats(self) -> Any | None:
         """Returns the changes of our metrics since the last call, or None. Called in every step."""

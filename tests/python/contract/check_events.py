@@ -332,6 +332,33 @@ def test_a_chunk_that_was_found_but_not_loaded_leaves_no_payload(described: Desc
     described.check(described.rows)
 
 
+def test_a_payload_is_dropped_when_the_read_of_an_ended_request_fails(
+    described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, reading = described.keys[0], {described.keys[0]}
+    core = SimpleNamespace(
+        take_events=list, absent=lambda keys: [each for each in keys if each not in reading]
+    )
+    described.tracker.record_lookup(described.prompt, described.group, 0, key)
+    with monkeypatch.context() as patch:
+        patch.setattr(described.engine.manager, "_cache", core)
+        described.engine.manager._unstored.append(key)  # the request has ended
+        assert described.publish() == []
+        assert list(described.tracker._pending_event_metadata) == [key]
+        reading.clear()
+        assert described.publish() == []
+        assert described.tracker._pending_event_metadata == {}
+        assert described.engine.manager._unstored == []
+
+
+def test_the_payload_of_an_advertised_chunk_is_kept_and_not_checked_again(described: Described) -> None:
+    described.store([0])
+    described.engine.manager._unstored.append(described.keys[0])  # a request that waited for it has ended
+    assert described.publish() == []
+    assert described.engine.manager._unstored == []
+    described.check(1)
+
+
 def test_without_tokens_no_payload_is_dropped() -> None:
     engine = Engine(events=True, model_id="model")
     engine.store(keys(1), engine.request())
