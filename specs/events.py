@@ -304,15 +304,12 @@ class _TrackerState:
     """
 
     def __init__(self) -> None:
-        self.withdrawn: dict[
-            bytes, Any
-        ] = {}  # payloads from before a reset, until its removals are published
-        # Hashes of the blocks of chunks that a server which evicts silently holds, joined; AdvertisedChunks
-        # limits their number.
+        # Payloads from before a reset, until its removals are published.
+        self.withdrawn: dict[bytes, Any] = {}
+        # The joined hashes of the blocks of chunks on servers that evict silently. As for _withheld,
+        # AdvertisedChunks limits the number of keys.
         self.blocks: dict[bytes, bytes] = {}
-        self._withheld: dict[
-            bytes, dict[Any, Any]
-        ] = {}  # key -> medium -> event; limited by AdvertisedChunks
+        self._withheld: dict[bytes, dict[Any, Any]] = {}  # key -> medium -> event
         self._described: dict[bytes, None] = {}  # of _withheld: they can be published
         self._without_payloads: set[int] = set()  # groups
 

@@ -373,7 +373,8 @@ class KVOffloadManager(OffloadingManager):
         self._unstored.clear()  # vLLM drops all payloads itself
         self._unreported.clear()
         self._loaded.clear()
-        # Of chunks whose payloads vLLM drops too. The removals are published with those of all chunks.
+        # Drops the changes that are not published yet: vLLM drops the payloads of the stored chunks, and the
+        # removals follow from withdraw_all.
         self._cache.take_events()
         # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
         self._advertised.withdraw_all()
