@@ -184,6 +184,10 @@ PrepareStoreOutput = base.PrepareStoreOutput
 RequestOffloadingContext = base.RequestOffloadingContext
 TransferResult = base.TransferResult
 
+make_key = base.make_offload_key
+group_of = base.get_offload_group_idx
+block_hash_of = base.get_offload_block_hash
+
 _EVENT_FIELDS = _field_names(OffloadingEvent)
 
 
@@ -242,15 +246,14 @@ def tracks_pending_hits() -> bool:
     return "metadata_only" in _EVENT_FIELDS
 
 
-def untrack_events(keys: list[bytes]) -> list[Any]:
-    """Returns events that make vLLM drop the payloads of chunks that never reached host memory.
-
-    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block.
-    The events therefore report a store and a removal of the chunks in one batch.
+def untrack_event(keys: list[bytes]) -> Any:
+    """Returns an event that makes vLLM drop the payloads of chunks that are not in host memory, unless they
+    are advertised on storage. Nothing is published: describe_chunks gives 0.33's ``metadata_only`` to older
+    releases.
     """
-    if tracks_pending_hits():
-        return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
-    return [make_event(keys, removed=False), make_event(keys, removed=True)]
+    event = OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True)
+    event.metadata_only = True
+    return event
 
 
 def make_event(
@@ -266,14 +269,13 @@ def make_event(
     ``locality``: LOCAL or REMOTE; None: unspecified. ``removal_expected``: vLLM keeps a chunk's payload until
     its removal is reported. The event names no tier (``ownership``): Dynamo drops events that do.
     """
-    if not on_storage:
-        return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    fields = {
+    fields: dict[str, Any] = {
         "locality": None if locality is None else Locality(locality),
         "removal_expected": removal_expected,
     }
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
-    return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
+    medium = Medium.STORAGE if on_storage else Medium.CPU
+    return OffloadingEvent(keys=keys, medium=medium, removed=removed, **known)
 
 
 ALL_TIERS = 255

@@ -9,7 +9,8 @@ many steps. AdvertisedChunks publishes only changes of the subscribers' view.
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from kv_offload.log import get_logger
@@ -37,19 +38,32 @@ class TierEvents:
 class AdvertisedChunks:
     """The chunks that subscribers believe to be in host memory and on storage. Used by one thread.
 
+    A chunk that host memory evicted and is being filled with again stays advertised until that store or read
+    has ended. vLLM has recorded the payload for it, and a removal would drop this payload: the next event of
+    the chunk would have no tokens. Requests for the chunk wait for it meanwhile.
+
     All tiers form one medium for subscribers, ``STORAGE``. A chunk is published as stored there when the
     first tier has it, and as removed when the last one lost it. If the tier whose attributes were published
     loses a chunk that another tier has, or was REMOTE and another one is not, the chunk is published as
     removed and stored again.
     """
 
-    def __init__(self, tiers: Mapping[str, TierEvents], max_unconfirmed: int = MAX_UNCONFIRMED) -> None:
-        """``tiers``: the tiers that publish events, by name."""
+    def __init__(
+        self,
+        tiers: Mapping[str, TierEvents],
+        absent: Callable[[Iterable[bytes]], list[bytes]],
+        max_unconfirmed: int = MAX_UNCONFIRMED,
+    ) -> None:
+        """``tiers``: the tiers that publish events, by name. ``absent``: returns the keys that are neither in
+        host memory nor being stored or read into it.
+        """
+        self._absent = absent
         self._tiers = tuple(tiers.values())
         self._number_of = {name: number for number, name in enumerate(tiers)}
         silent = any(tier.evicts_silently for tier in self._tiers)
         self._max_stored = max_unconfirmed if silent else None
         self._host: set[bytes] = set()
+        self._leaving: dict[bytes, None] = {}  # of _host: lost since, and neither absent nor regained
         # key -> bit mask of the tiers that have it, + 256 * number of the tier with the published attributes
         self._stored: dict[bytes, int] = {}
         self._withdrawn: list[Any] = []
@@ -60,19 +74,28 @@ class AdvertisedChunks:
         yield from withdrawn
         for keys, on_storage, removed, tier in changes:
             if not on_storage:
-                yield from self._host_changed(keys, removed)
+                if removed:
+                    self._leaving.update((key, None) for key in keys if key in self._host)
+                else:
+                    yield from self._host_gained(keys)
             elif (number := self._number_of.get(tier)) is not None:
                 yield from self._lost(keys, number) if removed else self._gained(keys, number)
+        yield from self._host_removals()
         yield from self._withdraw_oldest()
 
     def found(self, keys: Collection[bytes]) -> Iterator[Any]:
         """Yields the events for chunks that are in host memory and may not be advertised."""
-        yield from self._host_changed([key for key in keys if key not in self._host], False)
+        yield from self._host_gained(self.unknown(dict.fromkeys(keys)))
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Returns the keys of chunks that are not advertised in host memory."""
+        return [key for key in keys if key not in self._host]
 
     def withdraw_all(self) -> None:
         """Publishes the removal of every chunk with the next events, ahead of later changes."""
         self._withdrawn = list(self._removals())
         self._host.clear()
+        self._leaving.clear()
         self._stored.clear()
 
     def has_withdrawals(self) -> bool:
@@ -87,14 +110,19 @@ class AdvertisedChunks:
             if keys := [key for key, state in self._stored.items() if state >> 8 == number]:
                 yield self._on_storage(keys, number, removed=True)
 
-    def _host_changed(self, keys: list[bytes], removed: bool) -> Iterator[Any]:
-        changed = [key for key in keys if (key in self._host) is removed]
-        if removed:
-            self._host.difference_update(changed)
-        else:
-            self._host.update(changed)
-        if changed:
-            yield compat.make_event(changed, removed=removed)
+    def _host_gained(self, keys: list[bytes]) -> Iterator[Any]:
+        for key in keys:
+            self._leaving.pop(key, None)
+        if new := [key for key in keys if key not in self._host]:
+            self._host.update(new)
+            yield compat.make_event(new, removed=False)
+
+    def _host_removals(self) -> Iterator[Any]:
+        if gone := self._absent(self._leaving) if self._leaving else []:
+            for key in gone:
+                del self._leaving[key]
+            self._host.difference_update(gone)
+            yield compat.make_event(gone, removed=True)
 
     def _gained(self, keys: list[bytes], tier: int) -> Iterator[Any]:
         new: list[bytes] = []
@@ -196,27 +224,150 @@ def describe_chunks(*, whole: bool) -> None:
             kv_cache_utils.generate_block_hash_extra_keys(req, start, start + size, 0)[0] for start in starts
         )
         payload.extra_keys = extra_keys if any(extra_keys) else None
+        _state_of(self).recorded(compat.make_key(payload.block_hashes[-1], payload.group_idx))
         return payload
 
-    # vLLM drops all payloads at a reset, and would then name only the last hash of each removed chunk.
+    def tail(original: Any, self: Any, req: Any, group_config: Any, end: int, key: bytes) -> None:
+        original(self, req, group_config, end, key)
+        _state_of(self).recorded(key)
+
+    def store(original: Any, self: Any, req: Any, group_config: Any, chunk_idx: int, key: bytes) -> None:
+        original(self, req, group_config, chunk_idx, key)
+        if group_config.sliding_window_size_in_chunks is not None:
+            _state_of(self).never_described(group_config.group_idx)
+
+    def take(original: Any, self: Any, events: Iterable[Any]) -> Iterator[Any]:
+        state = _state_of(self)
+        for event in state.take_described():
+            yield from self._take_stored_event(event)
+        yield from original(self, events)
+        state.withdrawn.clear()
+
+    def stored(original: Any, self: Any, event: Any) -> Iterator[Any]:
+        if not self.self_describing_enabled:
+            yield from original(self, event)
+            return
+        state, payloads = _state_of(self), self._pending_event_metadata
+        keys = [key for key in event.keys if key in payloads or not state.withhold(key, event)]
+        if event.medium is compat.Medium.STORAGE and not event.removal_expected:
+            for key in keys:
+                if key in payloads and len(payloads[key].block_hashes) > 1:
+                    state.blocks[key] = b"".join(payloads[key].block_hashes)
+        if keys:
+            yield from original(self, replace(event, keys=keys))
+
     def reset(original: Any, self: Any) -> None:
-        self.kv_offload_withdrawn = dict(self._pending_event_metadata)
+        _state_of(self).withdrawn.update(self._pending_event_metadata)
         original(self)
 
     def removed(original: Any, self: Any, event: Any) -> Iterator[Any]:
-        withdrawn, payloads = getattr(self, "kv_offload_withdrawn", {}), self._pending_event_metadata
-        later: dict[bytes, Any] = {}  # payloads of stores after the reset, which this removal does not end
-        for key in event.keys:
-            if (payload := withdrawn.pop(key, None)) is not None:
+        state, payloads = _state_of(self), self._pending_event_metadata
+        if getattr(event, "metadata_only", False):
+            for key in event.keys:
                 if key in payloads:
-                    later[key] = payloads[key]
+                    payloads[key].active_residencies.discard((event.medium, event.ownership))
+            return
+        keys = [key for key in event.keys if not state.cancel(key, event.medium)]
+        usual = {}  # what to restore: payloads that this removal does not end, or None
+        for key in keys:
+            payload = state.payload_of(key, event.medium, key in payloads)
+            if payload is not None:
+                usual[key] = payloads.get(key)
                 payloads[key] = payload
-        yield from original(self, event)
-        payloads.update(later)
+        if keys:
+            yield from original(self, replace(event, keys=keys))
+        for key, payload in usual.items():
+            if payload is None:
+                del payloads[key]
+            else:
+                payloads[key] = payload
 
     _wrap(OffloadingEventsTracker, "_build_event_metadata", described)
+    _wrap(OffloadingEventsTracker, "_record_partial_tail", tail)
+    _wrap(OffloadingEventsTracker, "record_store", store)
+    _wrap(OffloadingEventsTracker, "take_events", take)
+    _wrap(OffloadingEventsTracker, "_take_stored_event", stored)
     _wrap(OffloadingEventsTracker, "reset", reset)
     _wrap(OffloadingEventsTracker, "_take_removed_event", removed)
+
+
+class _TrackerState:
+    """What one tracker of vLLM needs to know beyond its payloads, for events that describe every chunk.
+
+    An event without a payload has no tokens, and a router cannot place its blocks. Such a store is withheld
+    until vLLM records the payload: 0.31 and 0.32 record that of a chunk read from a tier only when a request
+    finds it, and no release records that of a prefetch. Groups whose chunks have no payload (windows, states)
+    are published as before, once a store has shown that they are such groups.
+
+    vLLM also drops payloads before the last removal of a chunk: all at a reset, and those of chunks on a
+    server that evicts silently. The removal would then name only the last hash of the chunk.
+    """
+
+    def __init__(self) -> None:
+        # Payloads from before a reset, until its removals are published.
+        self.withdrawn: dict[bytes, Any] = {}
+        # The joined hashes of the blocks of chunks on servers that evict silently. As for _withheld,
+        # AdvertisedChunks limits the number of keys.
+        self.blocks: dict[bytes, bytes] = {}
+        self._withheld: dict[bytes, dict[Any, Any]] = {}  # key -> medium -> event
+        self._described: dict[bytes, None] = {}  # of _withheld: they can be published
+        self._without_payloads: set[int] = set()  # groups
+
+    def withhold(self, key: bytes, event: Any) -> bool:
+        """Withholds the store of a chunk without a payload; returns False if its group never has one."""
+        if compat.group_of(key) in self._without_payloads:
+            return False
+        self._withheld.setdefault(key, {})[event.medium] = replace(event, keys=[key])
+        return True
+
+    def cancel(self, key: bytes, medium: Any) -> bool:
+        """Drops a withheld store, because the chunk was removed; returns False if there is none."""
+        by_medium = self._withheld.get(key)
+        if by_medium is None or by_medium.pop(medium, None) is None:
+            return False
+        if not by_medium:
+            del self._withheld[key]
+            self._described.pop(key, None)
+        return True
+
+    def recorded(self, key: bytes) -> None:
+        """Publishes the withheld stores of a chunk with the next events."""
+        if key in self._withheld:
+            self._described[key] = None
+
+    def never_described(self, group: int) -> None:
+        """Publishes the withheld stores of a group without payloads with the next events."""
+        if group not in self._without_payloads:
+            self._without_payloads.add(group)
+            self._described.update((key, None) for key in self._withheld if compat.group_of(key) == group)
+
+    def take_described(self) -> list[Any]:
+        """Returns the withheld stores that can be published."""
+        events = [event for key in self._described for event in self._withheld.pop(key).values()]
+        self._described.clear()
+        return events
+
+    def payload_of(self, key: bytes, medium: Any, is_known: bool) -> Any | None:
+        """Returns what to describe a removal with instead of vLLM's payload; None: with that. ``is_known``:
+        vLLM has one.
+        """
+        blocks = self.blocks.pop(key, None) if medium is compat.Medium.STORAGE else None
+        if key in self.withdrawn:
+            return self.withdrawn[key]
+        if blocks is None or is_known:
+            return None
+        size = len(compat.block_hash_of(key))
+        hashes = tuple(blocks[start : start + size] for start in range(0, len(blocks), size))
+        return SimpleNamespace(
+            block_hashes=hashes, group_idx=compat.group_of(key), active_residencies=set[Any]()
+        )
+
+
+def _state_of(tracker: Any) -> _TrackerState:
+    state: _TrackerState | None = getattr(tracker, "kv_offload_state", None)
+    if state is None:
+        state = tracker.kv_offload_state = _TrackerState()
+    return state
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

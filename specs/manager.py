@@ -122,7 +122,7 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
-        self._advertised = AdvertisedChunks(self._options.event_tiers)
+        self._advertised = AdvertisedChunks(self._options.event_tiers, cache.absent)
         self._waker = EngineWaker(cache, self) if self._options.publishes_while_idle else None
         if self._options.describes_events:
             # Kept host memory: vLLM has no payloads of these chunks. They are published when they are loaded.
@@ -373,6 +373,9 @@ class KVOffloadManager(OffloadingManager):
         self._unstored.clear()  # vLLM drops all payloads itself
         self._unreported.clear()
         self._loaded.clear()
+        # Drops the changes that are not published yet: vLLM drops the payloads of the stored chunks, and the
+        # removals follow from withdraw_all.
+        self._cache.take_events()
         # With fixed weights too: vLLM's own reset has cleared the routers' view of this server.
         self._advertised.withdraw_all()
 
@@ -406,19 +409,28 @@ class KVOffloadManager(OffloadingManager):
         """Yields the KV events of host memory and of every tier that publishes them."""
         if self._waker is not None:
             self._waker.end_wakeup()
-        if unstored := self._cache.absent(self._unstored):  # some may have been stored in the meantime
-            yield from compat.untrack_events(unstored)
-        self._unstored.clear()
         changes = self._cache.take_events()
         if self._unreported:
             for keys, on_tier, removed, _ in changes:
                 if not on_tier and not removed:
                     self._unreported.difference_update(keys)
+        if self._options.describes_events:
+            for keys, on_tier, removed, _ in changes:
+                if not on_tier and removed:  # found by a request, but not loaded: no removal is published
+                    self._unstored += self._advertised.unknown(keys)
         yield from self._advertised.translate(changes)
         if self._loaded:
             missing = set(self._cache.absent(self._loaded))
             yield from self._advertised.found([key for key in self._loaded if key not in missing])
             self._loaded.clear()
+            if self._options.describes_events:
+                self._unstored += missing  # chunks of a neighbour, among others
+        if self._unstored:
+            unstored = self._cache.absent(self._unstored)
+            if unstored:
+                yield compat.untrack_event(unstored)
+            # Those that are neither absent nor advertised are still being stored or read.
+            self._unstored = self._advertised.unknown(set(self._unstored).difference(unstored))
 
     def get_stats(self) -> Any | None:
         """Returns the changes of our metrics since the last call, or None. Called in every step."""

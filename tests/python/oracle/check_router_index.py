@@ -22,6 +22,7 @@ import pytest
 adapter.use_specs()
 
 import toy_tier  # noqa: E402
+from kv_offload.specs.events import _TrackerState  # noqa: E402
 from live_root import paths_in, records_in  # noqa: E402
 from redis_server import command as redis_command  # noqa: E402
 from redis_server import redis_server  # noqa: E402
@@ -73,6 +74,10 @@ class RouterIndex:
         self.children: dict[bytes | None, dict[Any, bytes]] = {}
         self.engine = engine
         engine.scheduler.kv_event_publisher = self
+        configs = engine.scheduler.connector.connector_scheduler.config.kv_group_configs
+        self.windows = {
+            group.group_idx for group in configs if group.sliding_window_size_in_chunks is not None
+        }
 
     def publish(self, batch: Any) -> None:
         for event in batch.events:
@@ -89,6 +94,7 @@ class RouterIndex:
                 continue
             assert not named & self.held[medium], "a block was stored twice"
             self.held[medium] |= named
+            assert event.token_ids or event.group_idx in self.windows, "a router cannot place the block"
             if event.token_ids:
                 (block,) = event.block_hashes
                 assert event.block_size == len(event.token_ids)
@@ -99,9 +105,15 @@ class RouterIndex:
         pass
 
     def keys(self, medium: str) -> set[bytes]:
-        """Returns the keys of the advertised chunks."""
+        """Returns the keys of the advertised chunks, and of those that are withheld until vLLM has their
+        tokens: prefetched ones.
+        """
         held = tuple(self.held[medium])  # another thread may change it
-        return {bytes(base.make_offload_key(block, group)) for group, block in held}
+        tracker = self.engine.scheduler.connector.connector_scheduler._events_tracker
+        withheld = tuple(getattr(tracker, "kv_offload_state", _TrackerState())._withheld.items())
+        return {bytes(base.make_offload_key(block, group)) for group, block in held} | {
+            key for key, media in withheld if base.Medium[medium] in media
+        }
 
     def advertised(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """Returns the length of the longest prefix of ``tokens`` that all groups have, in tokens."""
@@ -158,13 +170,13 @@ def check_listing(
         pause.wait(0.01)
         index.engine.step_idle()
     assert cache.absent(list(index.keys("CPU"))) == []
-    assert len(index.held["CPU"]) == cache.stats()["resident_chunks"]
+    assert len(index.keys("CPU")) == cache.stats()["resident_chunks"]
     if stored is not None:
         assert index.keys("STORAGE") == stored()
     if root is not None:
-        assert len(index.held["STORAGE"]) == cache.tier_stats(0)["chunks"]
+        assert len(index.keys("STORAGE")) == cache.tier_stats(0)["chunks"]
     if shelf is not None:
-        assert len(index.held["STORAGE"]) == toy_tier.extension().records(shelf["server"])
+        assert len(index.keys("STORAGE")) == toy_tier.extension().records(shelf["server"])
 
 
 def check_hits(index: RouterIndex, driver: Driver, requests: int) -> int:

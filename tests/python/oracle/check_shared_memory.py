@@ -17,6 +17,7 @@ import pytest
 
 adapter.use_specs()
 
+from oracle.check_life_cycles import DESCRIBING, Published, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
     FULL,
     HYBRID,
@@ -113,6 +114,17 @@ def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks()
         assert ask_again(reader, second) == [WHOLE] * 3
         assert ask_again(owner, second) == [WHOLE] * 3
         _check_at_rest(owner)
+
+
+def test_loaded_chunks_of_a_neighbour_leave_no_payload_and_no_event() -> None:
+    asked = prompts(3)
+    with two_engines(DESCRIBING) as (owner, reader):
+        ask_again(owner, asked)
+        published = Published(reader)
+        assert ask_again(reader, asked) == [WHOLE] * 3
+        assert hit_tokens(reader, "neighbour") > 0
+        assert payloads(reader) == []
+        assert not published.held
 
 
 def test_an_engine_continues_when_its_neighbour_has_ended() -> None:
