@@ -11,6 +11,8 @@ from kv_offload.namespace import NamespaceIdentity
 
 from .kv_runs import bytes_of
 
+_MOST_REASON = 200  # characters; the reasons of all groups are in the control page of a rank
+
 
 def calibration_for(
     options: OffloadConfig, identity: NamespaceIdentity, on_several_hosts: bool
@@ -27,37 +29,58 @@ def calibration_for(
     return calibration
 
 
+def layer_ranges_of(config: Any) -> list[list[tuple[int, int]] | str]:
+    """Returns the numbers of this rank's layers as ranges (first, last) in their order, per group position,
+    or the reason why they are not known. Called in the workers: the scheduler only has the layers of rank 0.
+    """
+    found: list[list[tuple[int, int]] | str] = []
+    for group in config.groups:
+        ranges: list[tuple[int, int]] = []
+        try:
+            for number in map(_number_of, group.layer_names):
+                if ranges and ranges[-1][1] + 1 == number:
+                    ranges[-1] = (ranges[-1][0], number)
+                else:
+                    ranges.append((number, number))
+            found.append(ranges)
+        except CalibrationError as reason:
+            found.append(str(reason)[:_MOST_REASON])
+    return found
+
+
 def factors_by_group(
     calibration: Calibration,
-    groups: Sequence[Any],
     identity: NamespaceIdentity,
     merged: Mapping[str, Any],
     exact: Sequence[bool],
     parallel: Any,
 ) -> tuple[list[float], ...]:
-    """Returns the factors of each group of the OffloadingConfig, for TierSpec.set_bound_factors; [] for
-    groups that are stored without loss.
+    """Returns the factors of each cache group, for TierSpec.set_bound_factors; [] for groups that are stored
+    without loss.
 
-    Raises CalibrationError if the layout of a group is not known, or differs from the calibration.
+    Raises CalibrationError if the layout or the layers of a group are not known, or differ from the
+    calibration.
     """
-    if parallel.world_size != parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
-        raise CalibrationError("a calibration needs ranks that split KV heads only, not layers or tokens")
+    if parallel.world_size % parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
+        raise CalibrationError("a calibration needs ranks that split layers or KV heads, not tokens")
     canonical = merged.get("canonical")
     parts = int(canonical["shards_per_area"]) if canonical else 1
+    seen: set[int] = set()
     found: list[list[float]] = []
-    for at, group in enumerate(groups):
-        if exact[at]:
+    for at, (group, is_exact) in enumerate(zip(identity.groups, exact, strict=True)):
+        if is_exact:
             found.append([])
             continue
         try:
+            stages = _layers_of_stages(merged["layers"][at], parallel, seen)
             found.append(
                 _group_factors(
                     calibration,
-                    [_number_of(name) for name in group.layer_names],
+                    stages,
                     merged["kv_runs"][at],
                     merged["head_orders"][at],
                     bytes_of(merged["elements"][at]),
-                    identity.groups[at].shard_bytes,
+                    group.shard_bytes,
                     parts,
                 )
             )
@@ -74,9 +97,38 @@ def _number_of(name: str) -> int:
     return found[0]
 
 
+def _layers_of_stages(reports: Sequence[Any], parallel: Any, seen: set[int]) -> list[list[int]]:
+    """Returns the layers of a cache group by pipeline stage, from the reports of all ranks, and adds them to
+    ``seen``.
+
+    vLLM numbers the tensor-parallel ranks of a stage consecutively. Raises CalibrationError unless the ranks
+    report exactly that.
+    """
+    reason = next((report for report in reports if isinstance(report, str)), None)
+    if reason is not None:
+        raise CalibrationError(reason)
+    ranks = [[number for first, last in report for number in range(first, last + 1)] for report in reports]
+    stages = ranks[:: parallel.tp_size]
+    if len(ranks) != parallel.world_size or any(
+        layers != stages[rank // parallel.tp_size] for rank, layers in enumerate(ranks)
+    ):
+        raise CalibrationError(f"the ranks of a pipeline stage have different layers: {reports}")
+    for layers in stages:
+        for number in layers:
+            if number in seen:
+                raise CalibrationError(f"layer {number} is in the cache more than once")
+            seen.add(number)
+    if len({len(layers) for layers in stages}) != 1:
+        raise CalibrationError(
+            f"a calibration needs the same number of layers in each pipeline stage, not "
+            f"{[len(layers) for layers in stages]}; set VLLM_PP_LAYER_PARTITION or another pipeline size"
+        )
+    return stages
+
+
 def _group_factors(
     calibration: Calibration,
-    layers: list[int],
+    stages: list[list[int]],
     runs: Sequence[int],
     order: tuple[int, bool, int] | str,
     element_bytes: int,
@@ -87,7 +139,10 @@ def _group_factors(
     if isinstance(order, str) or not all(runs):
         raise CalibrationError(f"a calibration is not possible with this cache layout ({order})")
     heads, by_head, page_bytes = order[0] // parts, order[1], order[2] // parts
-    shards = len(shard_bytes)
+    if len(shard_bytes) % len(stages) or len(set(shard_bytes)) != 1 or (parts != 1 and len(stages) != 1):
+        raise CalibrationError(f"{len(stages)} pipeline stages with shards of {list(shard_bytes)} bytes")
+    shards = len(shard_bytes) // len(stages)  # of a stage
+    layers = [number for stage in stages for number in stage]
     for number in layers:
         if number >= len(calibration.layers):
             raise CalibrationError(f"the calibration has no layer {number}")
@@ -100,10 +155,11 @@ def _group_factors(
         )
     page = PageLayout(runs[0], runs[1], by_head, element_bytes, page_bytes)
     factors: list[float] = []
-    for shard in range(shards):
-        first = shard * heads if is_split else shard * total // shards
-        factors += calibration.block_factors(layers, page, first, heads)
-    block_bytes = len(layers) * page_bytes
+    for stage in stages:
+        for shard in range(shards):
+            first = shard * heads if is_split else shard * total // shards
+            factors += calibration.block_factors(stage, page, first, heads)
+    block_bytes = len(stages[0]) * page_bytes
     if any(bytes_ % block_bytes for bytes_ in shard_bytes):
         raise CalibrationError(f"its shards of {shard_bytes} bytes are not whole blocks of {block_bytes}")
     return factors

@@ -37,13 +37,14 @@ def worker_fingerprint(
     canonical: CanonicalPages | str | None = None,
     kv_runs: Sequence[tuple[int, int] | str] = (),
     head_orders: Sequence[tuple[int, bool, int] | str] = (),
+    layers: Sequence[list[tuple[int, int]] | str] = (),
 ) -> str:
     """Returns one rank's part of the identity.
 
     ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: the number of blocks in
     its cache. ``canonical``: the canonical layout, or the reason why there is none; None if not requested.
-    ``kv_runs``, ``head_orders``: the results of kv_runs_of and head_orders_of; empty: unknown for all groups,
-    and without a calibration.
+    ``kv_runs``, ``head_orders``, ``layers``: the results of kv_runs_of, head_orders_of and layer_ranges_of;
+    empty: unknown for all groups, and without a calibration.
     Long values are replaced by their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
@@ -74,6 +75,7 @@ def worker_fingerprint(
         fingerprint["may_lose"] = _may_lose(vllm_config, config)
         fingerprint["kv_runs"] = kv_runs or ["the worker reports no layout"] * len(config.groups)
         fingerprint["head_orders"] = list(head_orders)
+        fingerprint["layers"] = list(layers)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     # Only the size of the settings decides, because the other fields differ between ranks and starts.
     if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
@@ -300,6 +302,7 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for runs in by_group("kv_runs")
         ],
         "head_orders": [_merged_order(orders) for orders in by_group("head_orders")],
+        "layers": [list(ranks) for ranks in by_group("layers")],  # a calibration needs those of each rank
     }
 
 

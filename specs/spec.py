@@ -123,9 +123,7 @@ class KVOffloadSpec(OffloadingSpec):
         metrics = _core.Metrics()
         plan = self._tier_plan(identity, merged)
         if calibration is not None:
-            factors = factors_by_group(
-                calibration, self.config.groups, identity, merged, plan.exact_groups, self.config.parallel
-            )
+            factors = factors_by_group(calibration, identity, merged, plan.exact_groups, self.config.parallel)
             plan = replace(plan, bound_factors=factors)
         part = "" if hosts is None else hosts.part
         tiers = plan.specs(options, bounds, part)

@@ -13,6 +13,7 @@ from kv_offload.machine import no_copier
 from kv_offload.sizes import format_bytes
 
 from . import compat
+from .bound_factors import layer_ranges_of
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
 from .hosts import connect_rank, hosts_of, refuse_on_several_hosts, serve_tiers
@@ -146,6 +147,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     )
     shards = canonical.shards_per_area if isinstance(canonical, CanonicalPages) else 1
     area = 0 if replicated else parallel.rank
+    is_calibrated = options.calibration_file() is not None
     if parallel.rank == 0:
         log_long_chunks(config, windows)
     if parallel.rank == (0 if hosts is None else hosts.first_rank):  # once per host
@@ -168,8 +170,9 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
             min(tensor.shape[0] for tensor in tensors),
             canonical,
             kv_runs_of(config, kv_caches),
-            # The control page has little room, so only if it is used.
-            head_orders=head_orders_of(config, kv_caches) if options.calibration_file() is not None else (),
+            # The control page has little room, so only if they are used.
+            head_orders=head_orders_of(config, kv_caches) if is_calibrated else (),
+            layers=layer_ranges_of(config) if is_calibrated else (),
         ),
         huge_pages=options.huge_pages,
         keep_for=keep_for(config, options),

@@ -50,13 +50,13 @@ constexpr float kSearchMargin = 0.9999F;
 
 KV_OFFLOAD_INLINE float of_bf16(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
-KV_OFFLOAD_INLINE std::uint32_t to_bf16(float value) {
+KV_OFFLOAD_INLINE constexpr std::uint32_t to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
 // Without a branch, so that loops are vectorized.
-KV_OFFLOAD_INLINE std::uint32_t chosen(bool condition, std::uint32_t yes, std::uint32_t no) {
+KV_OFFLOAD_INLINE constexpr std::uint32_t chosen(bool condition, std::uint32_t yes, std::uint32_t no) {
   const std::uint32_t mask = 0U - static_cast<std::uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
 }
@@ -112,7 +112,7 @@ KV_OFFLOAD_INLINE float value_of(std::uint32_t bits) {
 }
 
 template <Element kElement>
-KV_OFFLOAD_INLINE std::uint32_t number_of(float value) {
+KV_OFFLOAD_INLINE constexpr std::uint32_t number_of(float value) {
   if constexpr (kElement == Element::kBf16) {
     return to_bf16(value);
   } else {
@@ -147,6 +147,19 @@ constexpr std::array<float, 256> kSteps = [] {
     steps[static_cast<std::size_t>(code)] = step;
   }
   return steps;
+}();
+
+// The fp8 numbers of the integers 0..127, for each step code.
+using RestoredFp8 = std::array<std::uint8_t, 128>;
+template <Element kElement>
+alignas(64) constexpr std::array<RestoredFp8, 256> kRestoredFp8 = [] {
+  std::array<RestoredFp8, 256> all{};
+  for (std::size_t code = 0; code < all.size(); ++code) {
+    for (std::size_t integer = 0; integer < all[code].size(); ++integer)
+      all[code][integer] =
+          static_cast<std::uint8_t>(number_of<kElement>(static_cast<float>(integer) * kSteps[code]));
+  }
+  return all;
 }();
 
 using Values = std::array<float, kQuantizedGroup>;
@@ -248,6 +261,14 @@ struct PlainGroup {
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
       q[i] =
           static_cast<std::int8_t>(std::max(-127, static_cast<std::int32_t>(integer_of(values[i], inverse))));
+  }
+  // Looks up the numbers of a group of fp8 and adds the signs of the integers.
+  KV_OFFLOAD_INLINE static void restore(const RestoredFp8& table, const std::int8_t* q, std::byte* numbers) {
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
+      const int integer = q[i];
+      numbers[i] = static_cast<std::byte>(table[static_cast<std::size_t>(std::abs(integer)) % table.size()] |
+                                          (integer & 0x80));
+    }
   }
 };
 
@@ -388,6 +409,37 @@ struct Avx2Group {
                           _mm256_max_epi8(in_order, _mm256_set1_epi8(-127)));
     }
   }
+  // Shuffles look up 16 entries by bits 0..3 of an integer, and ignore bits 4..6: blends choose by those.
+  KV_OFFLOAD_AVX2 static void restore(const RestoredFp8& table, const std::int8_t* q, std::byte* numbers) {
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 32));
+    const __m256i magnitudes[2] = {_mm256_abs_epi8(low), _mm256_abs_epi8(high)};
+    const __m256i signs[2] = {_mm256_and_si256(low, _mm256_set1_epi8(-128)),
+                              _mm256_and_si256(high, _mm256_set1_epi8(-128))};
+    // Most groups have no integer above 31.
+    const bool is_small =
+        _mm256_testz_si256(_mm256_or_si256(magnitudes[0], magnitudes[1]), _mm256_set1_epi8(0x60)) != 0;
+    const auto pair = [&](std::size_t at, __m256i magnitude) KV_OFFLOAD_AVX2 {
+      const auto* const entries = reinterpret_cast<const __m128i*>(table.data() + at);
+      const __m256i first = _mm256_broadcastsi128_si256(_mm_load_si128(entries));
+      const __m256i second = _mm256_broadcastsi128_si256(_mm_load_si128(entries + 1));
+      return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, magnitude), _mm256_shuffle_epi8(second, magnitude),
+                                _mm256_slli_epi16(magnitude, 3));
+    };
+    KV_OFFLOAD_UNROLL
+    for (std::size_t half = 0; half < 2; ++half) {
+      const __m256i magnitude = magnitudes[half];
+      __m256i found = pair(0, magnitude);
+      if (!is_small) {
+        const __m256i bit5 = _mm256_slli_epi16(magnitude, 2), bit6 = _mm256_slli_epi16(magnitude, 1);
+        const __m256i below_64 = _mm256_blendv_epi8(found, pair(32, magnitude), bit5);
+        const __m256i above = _mm256_blendv_epi8(pair(64, magnitude), pair(96, magnitude), bit5);
+        found = _mm256_blendv_epi8(below_64, above, bit6);
+      }
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers + 32 * half),
+                          _mm256_or_si256(found, signs[half]));
+    }
+  }
 };
 
 template <Element kElement>
@@ -493,6 +545,26 @@ struct Avx512Group {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), bytes);
     }
   }
+  // As with AVX2.
+  KV_OFFLOAD_AVX512 static void restore(const RestoredFp8& table, const std::int8_t* q, std::byte* numbers) {
+    const __m512i integers = _mm512_loadu_si512(q), magnitude = _mm512_abs_epi8(integers);
+    const __mmask64 bit4 = _mm512_movepi8_mask(_mm512_slli_epi16(magnitude, 3));
+    const auto pair = [&](std::size_t at) KV_OFFLOAD_AVX512 {
+      const auto* const entries = reinterpret_cast<const __m128i*>(table.data() + at);
+      const __m512i first = _mm512_broadcast_i32x4(_mm_load_si128(entries));
+      const __m512i second = _mm512_broadcast_i32x4(_mm_load_si128(entries + 1));
+      return _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(first, magnitude), bit4, second, magnitude);
+    };
+    __m512i found = pair(0);
+    if (_mm512_test_epi8_mask(magnitude, _mm512_set1_epi8(0x60)) != 0) {
+      const __mmask64 bit5 = _mm512_movepi8_mask(_mm512_slli_epi16(magnitude, 2));
+      const __mmask64 bit6 = _mm512_movepi8_mask(_mm512_slli_epi16(magnitude, 1));
+      const __m512i above = _mm512_mask_mov_epi8(pair(64), bit5, pair(96));
+      found = _mm512_mask_mov_epi8(_mm512_mask_mov_epi8(found, bit5, pair(32)), bit6, above);
+    }
+    const __m512i sign = _mm512_and_si512(integers, _mm512_set1_epi8(-128));
+    _mm512_storeu_si512(numbers, _mm512_or_si512(found, sign));
+  }
 };
 
 #endif
@@ -542,10 +614,15 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
   return static_cast<std::uint8_t>(code);
 }
 
-template <Element kElement>
+template <template <Element> typename Group, Element kElement>
 KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
                                     std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
+    if constexpr (is_fp8(kElement)) {
+      Group<kElement>::restore(kRestoredFp8<kElement>[codes[row]], q + kQuantizedGroup * row,
+                               numbers + row * stride);
+      continue;
+    }
     const float step = kSteps[codes[row]];
     std::array<Bits<kElement>, kQuantizedGroup> bits;
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
@@ -567,13 +644,13 @@ KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* co
   attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,     \
                                  Element element, std::byte* numbers, std::size_t stride) {             \
     if (element == Element::kBf16) {                                                                    \
-      restore_rows<Element::kBf16>(q, codes, rows, numbers, stride);                                    \
+      restore_rows<Group, Element::kBf16>(q, codes, rows, numbers, stride);                             \
     } else if (element == Element::kE4m3) {                                                             \
-      restore_rows<Element::kE4m3>(q, codes, rows, numbers, stride);                                    \
+      restore_rows<Group, Element::kE4m3>(q, codes, rows, numbers, stride);                             \
     } else if (element == Element::kE5m2) {                                                             \
-      restore_rows<Element::kE5m2>(q, codes, rows, numbers, stride);                                    \
+      restore_rows<Group, Element::kE5m2>(q, codes, rows, numbers, stride);                             \
     } else {                                                                                            \
-      restore_rows<Element::kFp16>(q, codes, rows, numbers, stride);                                    \
+      restore_rows<Group, Element::kFp16>(q, codes, rows, numbers, stride);                             \
     }                                                                                                   \
   }                                                                                                     \
   attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,             \

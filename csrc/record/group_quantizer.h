@@ -3,8 +3,8 @@
 // common step, and restores them. The step of a group is a power of 2^(1/8), stored as a code of one byte.
 //
 // Restoring multiplies once in float32 and rounds to the element type. It therefore gives the same bits on
-// every machine; how the encoder chose the integers does not matter to it. REQUIRES: the calling thread
-// rounds to nearest. LossyCodec ensures that.
+// every machine; how the encoder chose the integers does not matter to it. The results for fp8 are constants
+// in tables. REQUIRES: the calling thread rounds to nearest. LossyCodec ensures that.
 //
 // Threads: any; stateless.
 #pragma once

@@ -51,8 +51,8 @@ constexpr std::array<std::uint32_t, 128> frequencies_of(std::size_t row_class) {
   return found;
 }
 
-// One entry for each remainder of a state: the integer in bits 0..7, its frequency in 8..19, and the
-// remainder's distance from the first one of the integer in 20..31.
+// One entry for each remainder of a state: the integer in bits 0..7, the remainder's distance from the first
+// one of the integer in 8..19, and the integer's frequency in 20..31.
 using DecodeTable = std::array<std::uint32_t, kOne>;
 
 // One entry for each integer, as a byte without sign: its frequency in bits 0..15, and the first remainder of
@@ -75,7 +75,7 @@ constexpr Tables kTables = [] {
       const auto byte = static_cast<std::uint8_t>(integer);
       tables.encode[row_class][byte] = frequency | begin << 16;
       for (std::uint32_t i = 0; i < frequency; ++i)
-        tables.decode[row_class][begin + i] = byte | frequency << 8 | i << 20;
+        tables.decode[row_class][begin + i] = byte | i << 8 | frequency << 20;
       begin += frequency;
     }
   }
@@ -88,7 +88,7 @@ const std::byte* decode_plain(RowStates& states, const std::uint8_t* classes, co
     for (std::size_t channel = 0; channel < kRowChannels; ++channel) {
       std::uint32_t state = states[channel];
       const std::uint32_t entry = kTables.decode[classes[channel]][state % kOne];
-      state = (entry >> 8 & 0xFFF) * (state >> kBits) + (entry >> 20);
+      state = (entry >> 20) * (state >> kBits) + (entry >> 8 & 0xFFF);
       std::uint16_t word;
       std::memcpy(&word, words, 2);
       const auto is_small = static_cast<std::uint32_t>(state < kFirstRowState);  // a branch is mispredicted
@@ -162,9 +162,9 @@ KV_OFFLOAD_AVX2 inline __m256i decode_8_channels(std::uint32_t* states, const st
   const __m256i at = _mm256_add_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(begins)),
                                       _mm256_and_si256(state, _mm256_set1_epi32(kOne - 1)));
   const __m256i entry = _mm256_i32gather_epi32(all, at, 4);
-  const __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(entry, 8), _mm256_set1_epi32(0xFFF));
-  state = _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, kBits)),
-                           _mm256_srli_epi32(entry, 20));
+  const __m256i distance = _mm256_and_si256(_mm256_srli_epi32(entry, 8), _mm256_set1_epi32(0xFFF));
+  state = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_srli_epi32(entry, 20), _mm256_srli_epi32(state, kBits)),
+                           distance);
   const __m256i is_small = _mm256_cmpeq_epi32(_mm256_srli_epi32(state, 16), _mm256_setzero_si256());
   const auto lanes = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(is_small)));
   const __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(*words)));
@@ -245,17 +245,27 @@ KV_OFFLOAD_AVX2 std::byte* encode_avx2(RowStates& states, const std::uint8_t* cl
   return end;
 }
 
+// Returns the entries of a table at these places. The source is zeros: _mm512_i32gather_epi32() leaves it
+// undefined, and g++ then uses a register for which the instruction waits.
+KV_OFFLOAD_AVX512 inline __m512i gathered_16(__m512i at, const void* table) {
+  __mmask16 all = 0xFFFF;
+  asm("" : "+Yk"(all));
+  return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), all, at, table, 4);
+}
+
 // Decodes the integers of 16 channels into q.
 KV_OFFLOAD_AVX512 inline __m512i decode_16_channels(__m512i state, __m512i begins, const std::byte** words,
                                                     std::int8_t* q) {
-  const __m512i at = _mm512_add_epi32(begins, _mm512_and_si512(state, _mm512_set1_epi32(kOne - 1)));
-  const __m512i entry = _mm512_i32gather_epi32(at, kTables.decode.data(), 4);
-  const __m512i frequency = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xFFF));
-  state = _mm512_add_epi32(_mm512_mullo_epi32(frequency, _mm512_srli_epi32(state, kBits)),
-                           _mm512_srli_epi32(entry, 20));
+  constexpr int kFirstOrSecondAndThird = 0xF8;
+  const __m512i at =
+      _mm512_ternarylogic_epi32(begins, state, _mm512_set1_epi32(kOne - 1), kFirstOrSecondAndThird);
+  const __m512i entry = gathered_16(at, kTables.decode.data());
+  const __m512i distance = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xFFF));
+  state = _mm512_add_epi32(_mm512_mullo_epi32(_mm512_srli_epi32(entry, 20), _mm512_srli_epi32(state, kBits)),
+                           distance);
   const __mmask16 is_small = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kFirstRowState));
   const __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(*words)));
-  *words += 2 * _mm_popcnt_u32(is_small);
+  *words += 2 * std::size_t{static_cast<unsigned>(_mm_popcnt_u32(is_small))};
   _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(entry));
   return _mm512_mask_or_epi32(state, is_small, _mm512_slli_epi32(state, 16),
                               _mm512_maskz_expand_epi32(is_small, next));
@@ -290,7 +300,7 @@ KV_OFFLOAD_AVX512 const std::byte* decode_avx512(RowStates& states, const std::u
 KV_OFFLOAD_AVX512 inline __m512i encode_16_channels(__m512i state, __m512i begins, const std::int8_t* q,
                                                     std::byte** end) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
-  const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(begins, bytes), kTables.encode.data(), 4);
+  const __m512i entry = gathered_16(_mm512_add_epi32(begins, bytes), kTables.encode.data());
   const __m512i frequency = _mm512_and_si512(entry, _mm512_set1_epi32(0xFFFF));
   const __m512i most = _mm512_sub_epi32(_mm512_slli_epi32(frequency, 32 - kBits), _mm512_set1_epi32(1));
   const __mmask16 is_large = _mm512_cmpgt_epu32_mask(state, most);

@@ -1213,19 +1213,25 @@ TEST(GroupQuantizer, all_variants_agree_on_groups_of_any_bits) {
 TEST(GroupQuantizer, every_step_and_integer_is_restored_to_the_nearest_number) {
   GroupQuantizer ways[kMostGroupQuantizers];
   const std::size_t known = group_quantizers_known(ways);
+  // All integers, then groups of small ones, in which fp8 is looked up in fewer entries: alone, and with a
+  // larger one at the first or the last place.
+  std::vector<std::int8_t> q(7 * 64);
+  for (int i = 0; i < 256; ++i)
+    q[static_cast<std::size_t>(i)] = static_cast<std::int8_t>(std::max(i - 128, -127));
+  for (std::size_t i = 256; i < q.size(); ++i) q[i] = static_cast<std::int8_t>(static_cast<int>(i % 64) - 31);
+  for (std::size_t i = 256 + 63; i < q.size(); i += 64) q[i] = -31;
+  q[256 + 64] = 32;
+  q.back() = -64;
   for (const Element element : kNumbers) {
     for (unsigned code = 1; code < 256; ++code) {
-      const std::vector<std::uint8_t> codes(4, static_cast<std::uint8_t>(code));
-      std::int8_t q[256];
+      const std::vector<std::uint8_t> codes(q.size() / 64, static_cast<std::uint8_t>(code));
       std::vector<std::uint16_t> numbers;
-      for (int i = 0; i < 256; ++i) {
-        q[i] = static_cast<std::int8_t>(std::max(i - 128, -127));
-        numbers.push_back(bits_of(restored_number(q[i], code, element), element));
-      }
+      for (const std::int8_t each : q)
+        numbers.push_back(bits_of(restored_number(each, code, element), element));
       const Bytes expected = bytes_in(numbers, element);
       for (std::size_t way = 0; way < known; ++way) {
         Bytes back(expected.size());
-        ways[way].restore(q, codes.data(), 4, element, back.data(), group_of(element));
+        ways[way].restore(q.data(), codes.data(), codes.size(), element, back.data(), group_of(element));
         ASSERT_EQ(back, expected) << ways[way].name << " " << code;
       }
     }

@@ -550,14 +550,19 @@ def test_a_group_in_which_every_64_elements_contain_a_key_is_named(
 def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(
     resolved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    published: list[int] = []
-    of_worker = worker.head_orders_of
+    published: list[str] = []
 
-    def head_orders_of(*given: Any) -> Any:
-        published.append(1)
-        return of_worker(*given)
+    def watch(name: str) -> None:
+        of_worker = getattr(worker, name)
 
-    monkeypatch.setattr(worker, "head_orders_of", head_orders_of)
+        def called(*given: Any) -> Any:
+            published.append(name)
+            return of_worker(*given)
+
+        monkeypatch.setattr(worker, name, called)
+
+    watch("head_orders_of")
+    watch("layer_ranges_of")
 
     def started(name: str, calibration: Path | None) -> dict[str, Any]:
         """Returns what namespace.json says of a server with a new root."""
@@ -586,6 +591,7 @@ def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(
     path = tmp_path / "calibration.json"
     calibration.write(path)
     calibrated = started("calibrated", path)
+    assert published == ["head_orders_of", "layer_ranges_of"]
     assert calibrated["settings"].pop("calibration") == calibration.digest
     assert calibrated["settings"] == plain["settings"]
     # Each is refused before any record could be written.

@@ -2,6 +2,7 @@
 """Run by test_contract.py under each vLLM release: which bytes of a cache group are keys or values."""
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import compat, identity  # noqa: E402
-from kv_offload.specs.bound_factors import factors_by_group  # noqa: E402
+from kv_offload.specs.bound_factors import factors_by_group, layer_ranges_of  # noqa: E402
 from kv_offload.specs.kv_runs import UNKNOWN, head_orders_of, kv_runs_of, share_of_values  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
@@ -54,8 +55,9 @@ class Group:
         caches: Sequence[torch.Tensor],
         backend: str = "FLASH_ATTN",
         specs: Sequence[Any] = (),
+        first_layer: int = 0,
     ) -> None:
-        names = tuple(f"layer.{number}" for number in range(len(caches)))
+        names = tuple(f"layer.{first_layer + number}" for number in range(len(caches)))
         config = offloading_config()
         self.config = replace(config, groups=(replace(config.groups[0], layer_names=names),))
         self.layers: dict[str, Any] = {}
@@ -85,21 +87,29 @@ class Group:
         return found
 
     def factors(
-        self, calibration: Calibration, shards: int = 1, parts: int = 1, ranks: int = 1
+        self,
+        calibration: Calibration,
+        shards: int = 1,
+        parts: int = 1,
+        ranks: int = 1,
+        stages: Sequence["Group"] = (),
     ) -> list[float]:
-        """``parts``: shards of a rank's page, 1 without the canonical layout."""
+        """``parts``: shards of a rank's page, 1 without the canonical layout. ``ranks``: of each pipeline
+        stage. ``stages``: their groups; one stage with this group if empty."""
+        reports = [layer_ranges_of(stage.config)[0] for stage in stages or [self] for _ in range(ranks)]
         page = self.kv_caches.group_data_refs[0][0].page_size_bytes // parts
         merged = {
             "kv_runs": kv_runs_of(self.config, self.kv_caches),
             "head_orders": head_orders_of(self.config, self.kv_caches),
             "elements": ["bfloat16"],
             "canonical": {"shards_per_area": parts} if parts > 1 else None,
+            "layers": [json.loads(json.dumps(reports))],
         }
         identity = SimpleNamespace(
             groups=[SimpleNamespace(shard_bytes=(2 * len(self.layers) * page,) * shards)]
         )
-        parallel = SimpleNamespace(world_size=ranks, tp_size=ranks, dcp_size=1)
-        (found,) = factors_by_group(calibration, self.config.groups, identity, merged, [False], parallel)
+        parallel = SimpleNamespace(world_size=len(reports), tp_size=ranks, dcp_size=1)
+        (found,) = factors_by_group(calibration, identity, merged, [False], parallel)
         return found
 
     def first_pages(self, dtype: torch.dtype) -> torch.Tensor:
@@ -367,8 +377,98 @@ def test_a_calibration_that_does_not_fit_the_cache_is_refused(
     assert reason in str(refused.value)
 
 
-def test_a_calibration_is_refused_if_ranks_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factors_of_pipeline_stages_are_those_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two stages of two layers, and two ranks for each, in the order of the ranks.
+    stages, pages = [], []
+    for stage in (0, 1):
+        for rank in (0, 1):
+            heads = range(rank * HEADS, (rank + 1) * HEADS)
+            caches = [marked("LBHNC", "FLASH_ATTN", layer, heads) for layer in (2 * stage, 2 * stage + 1)]
+            group = Group(monkeypatch, caches, first_layer=2 * stage)
+            pages += [cache.tensor[0].view(torch.bfloat16) for cache in group.kv_caches.tensors]
+        stages.append(group)
+    expected = torch.cat(pages).view(-1, 64)[:, 0].tolist()
+    assert len(set(expected)) == 2 * 2 * 2 * 2 * HEADS
+    calibration = calibration_of(2 * HEADS, layers=4)
+    assert group.factors(calibration, shards=4, ranks=2, stages=stages) == expected
+
+
+def test_layers_are_reported_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch, [cache_of("LBHNC")])
-    parallel = SimpleNamespace(world_size=2, tp_size=1, dcp_size=1)
-    with pytest.raises(CalibrationError, match="ranks that split KV heads only"):
-        factors_by_group(calibration_of(HEADS), group.config.groups, SimpleNamespace(), {}, [False], parallel)
+    (described,) = group.config.groups
+
+    def reported(*names: str) -> Any:
+        return layer_ranges_of(replace(group.config, groups=(replace(described, layer_names=names),)))
+
+    assert reported("model.layers.3.attn", "model.layers.4.attn", "model.layers.9.attn") == [[(3, 4), (9, 9)]]
+    assert reported("a.2", "a.1", "a.0") == [[(2, 2), (1, 1), (0, 0)]]
+    assert reported("a.2", "a.b") == ["the number of layer 'a.b' is not known"]
+    assert reported("a.2.3") == ["the number of layer 'a.2.3' is not known"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 2]]], "the ranks of a pipeline stage have different layers"),
+        ([[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]], "the ranks of a pipeline stage have different layers"),
+        ([[[0, 1]], [[0, 1]], [[2, 3]]], "the ranks of a pipeline stage have different layers"),
+        ([[[0, 1]], [[0, 1]], [[1, 2]], [[1, 2]]], "layer 1 is in the cache more than once"),
+        ([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]], "layer 0 is in the cache more than once"),
+        (
+            [[[0, 1]], [[0, 1]], [[2, 2]], [[2, 2]]],
+            "in each pipeline stage, not [2, 1]",
+        ),
+        ([[[0, 1]], [[0, 1]], [[2, 2], [4, 4]], [[2, 2], [4, 4]]], "the calibration has no layer 4"),
+        ([[[0, 1]], [[0, 1]], "the number of layer 'x' is not known", [[2, 3]]], "layer 'x' is not known"),
+    ],
+)
+def test_a_calibration_is_refused_unless_each_layer_has_a_known_place(
+    layers: list[Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(monkeypatch, [cache_of("LBHNC"), cache_of("LBHNC")])
+    page = group.kv_caches.group_data_refs[0][0].page_size_bytes
+    merged = {
+        "kv_runs": kv_runs_of(group.config, group.kv_caches),
+        "head_orders": head_orders_of(group.config, group.kv_caches),
+        "elements": ["bfloat16"],
+        "layers": [layers],
+    }
+    parallel = SimpleNamespace(world_size=4, tp_size=2, dcp_size=1)
+    calibration = calibration_of(2 * HEADS, layers=4)
+
+    def found(shard_bytes: Sequence[int]) -> Any:
+        identity = SimpleNamespace(groups=[SimpleNamespace(shard_bytes=tuple(shard_bytes))])
+        return factors_by_group(calibration, identity, merged, [False], parallel)
+
+    with pytest.raises(CalibrationError, match="cache group 0: ") as refused:
+        found([2 * page] * 4)
+    assert reason in str(refused.value)
+    # The same with layers in their places; then with shards that do not have the same blocks.
+    merged["layers"] = [[[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]]
+    assert len(found([2 * page] * 4)[0]) == 4 * 2 * page // 128
+    for shards in ([2 * page] * 3 + [4 * page], [2 * page] * 3):
+        with pytest.raises(CalibrationError, match="2 pipeline stages with shards of"):
+            found(shards)
+
+
+def test_a_layer_in_two_cache_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(monkeypatch, [cache_of("LBHNC")])
+    page = group.kv_caches.group_data_refs[0][0].page_size_bytes
+    merged = {
+        "kv_runs": 2 * kv_runs_of(group.config, group.kv_caches),
+        "head_orders": 2 * head_orders_of(group.config, group.kv_caches),
+        "elements": ["bfloat16"] * 2,
+        "layers": [[[[0, 0]]], [[[0, 0]]]],
+    }
+    identity = SimpleNamespace(groups=[SimpleNamespace(shard_bytes=(page,))] * 2)
+    parallel = SimpleNamespace(world_size=1, tp_size=1, dcp_size=1)
+    with pytest.raises(CalibrationError, match="cache group 1: layer 0 is in the cache more than once"):
+        factors_by_group(calibration_of(HEADS), identity, merged, [False, False], parallel)
+    assert factors_by_group(calibration_of(HEADS), identity, merged, [False, True], parallel)[1] == []
+
+
+@pytest.mark.parametrize(("world", "context"), [(3, 1), (2, 2)])
+def test_a_calibration_is_refused_if_ranks_split_tokens(world: int, context: int) -> None:
+    parallel = SimpleNamespace(world_size=world, tp_size=2, dcp_size=context)
+    with pytest.raises(CalibrationError, match="ranks that split layers or KV heads, not tokens"):
+        factors_by_group(calibration_of(HEADS), SimpleNamespace(groups=[]), {}, [], parallel)
