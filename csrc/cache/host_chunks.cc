@@ -82,7 +82,9 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
 }
 
 bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
-  const std::span<std::byte> memory = region.memory_after_areas(RowTable::bytes(area_bytes_, row_unit_));
+  const std::uint64_t offset = lent_ ? shared_layout().bytes : 0;
+  const std::span<std::byte> memory =
+      region.memory_after_areas(RowTable::bytes(area_bytes_, row_unit_), offset);
   std::string all(identity);
   for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
   RowTable table(memory, area_bytes_, row_unit_, all);
@@ -107,16 +109,34 @@ bool HostChunks::take_over(const RowTable::Row& row) {
   return true;
 }
 
-void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+SharedRowsLayout HostChunks::shared_layout() const {
+  SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
+  const std::string sizes = shared_identity("");
+  layout.row_sizes = XXH3_64bits(sizes.data(), sizes.size());
+  return layout;
+}
+
+std::string HostChunks::shared_identity(std::string_view identity) const {
   std::string all(identity);
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
+  return all;
+}
+
+void HostChunks::lend_in(HostRegion& region, std::string_view identity) {
+  lent_.emplace(region, shared_layout(), shared_identity(identity));
+}
+
+void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+  if (!lent_) lend_in(region, identity);
+  // A pin that holds is on a row that the earlier owner had in use: it is in use here, or can be claimed.
+  lent_->for_each_pinned([&](RowId row, std::uint32_t group) {
+    if (group < groups_.size() && rows_.claim(group, row)) free_or_lend(row);
+  });
+  lent_->share();
   std::vector<std::uint64_t> row_bytes;
-  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
-    row_bytes.push_back(rows_.row_bytes(g));
-    all += fmt::format(" {}", row_bytes.back());
-  }
-  const SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
-  lent_.emplace(region, layout, all);
-  neighbours_ = std::make_unique<Neighbours>(region, layout, all, std::move(row_bytes), interval);
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) row_bytes.push_back(rows_.row_bytes(g));
+  neighbours_ = std::make_unique<Neighbours>(region, shared_layout(), shared_identity(identity),
+                                             std::move(row_bytes), interval);
   if (!lent_->problem().empty()) neighbours_->add_problem(lent_->problem());
 }
 

@@ -22,9 +22,15 @@ namespace kv_offload {
 
 class LentRows {
  public:
-  // Publishes the table of `region` and lets neighbours find it. If they cannot, problem() says why. Throws
-  // ResourceError (no memory). The region must outlive this.
+  // Makes the table of `region`; neighbours do not find it yet. Throws ResourceError (no memory; a live
+  // process still reads the table of an earlier owner with other row sizes). The region must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
+  // Lets neighbours find the table. If they cannot, problem() says why.
+  void share();
+  // Visits the rows that neighbours read since the time of an earlier owner: see SharedRows.
+  void for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) const {
+    rows_.for_each_pinned(visit);
+  }
 
   // publish() of this row follows soon.
   void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }

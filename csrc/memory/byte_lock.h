@@ -15,10 +15,11 @@ namespace kv_offload {
 
 class ByteLock {
  public:
-  // Tries to lock the byte exclusively, until the end of this object.
-  ByteLock(int fd, unsigned byte) : fd_(fd), byte_(byte), is_held_(set(fd, byte, F_WRLCK)) {}
+  // Tries to lock the byte, or this byte and those after it, exclusively, until the end of this object.
+  ByteLock(int fd, unsigned byte, unsigned count = 1)
+      : fd_(fd), byte_(byte), count_(count), is_held_(set(fd, byte, F_WRLCK, count)) {}
   ~ByteLock() {
-    if (is_held_) (void)set(fd_, byte_, F_UNLCK);
+    if (is_held_) (void)set(fd_, byte_, F_UNLCK, count_);
   }
   ByteLock(const ByteLock&) = delete;
   ByteLock& operator=(const ByteLock&) = delete;
@@ -30,17 +31,17 @@ class ByteLock {
   static bool share(int fd, unsigned byte) { return set(fd, byte, F_RDLCK); }
 
  private:
-  static bool set(int fd, unsigned byte, short type) {
+  static bool set(int fd, unsigned byte, short type, unsigned count = 1) {
     struct flock lock {};
     lock.l_type = type;
     lock.l_whence = SEEK_SET;
     lock.l_start = byte;
-    lock.l_len = 1;
+    lock.l_len = count;
     return ::fcntl(fd, F_OFD_SETLK, &lock) == 0;
   }
 
   const int fd_;
-  const unsigned byte_;
+  const unsigned byte_, count_;
   const bool is_held_;
 };
 

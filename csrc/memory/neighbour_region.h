@@ -44,14 +44,19 @@ class NeighbourRegion {
   void unpin(RowId row) { rows_->unpin(area_.reader, row); }
   // Its owner's eviction counts a use of this row.
   void mark_used(RowId row) { rows_->mark_used(row); }
-  // False: the owner has closed its table, or all its processes have ended. Rows that are pinned stay valid.
-  // Removes the name of a region without processes.
+  // False: the owner has closed its table, all its processes have ended, or another engine has taken the
+  // region over (then attach() finds it again). Rows that are pinned stay valid. Removes the shared name of a
+  // region without processes.
   bool is_alive();
 
  private:
   NeighbourRegion() = default;
   void map(const SharedRowsLayout& layout, std::uint64_t offset, std::string_view identity);
+  // Locks a free reader number.
   bool take_number();
+  // False if the region has meanwhile ended or got another owner. REQUIRES: take_number().
+  bool begin_reading();
+  bool is_named() const;  // path_ is still a name of the file
 
   NeighbourArea area_;
   std::string path_;

@@ -799,5 +799,75 @@ TEST_F(SharedMemory, engines_of_other_weights_are_reported_once) {
   EXPECT_THAT(b.cache->take_neighbour_problems(), IsEmpty());
 }
 
+// ---- memory that also outlives its engine
+
+class KeptSharedMemory : public SharedMemory {
+ protected:
+  WorldOptions kept(std::uint64_t rows, const std::string& identity = "weights") {
+    WorldOptions made = options(identity);
+    made.rows = rows;
+    made.keep_for = "model";
+    made.cache.keep_identity = identity;
+    return made;
+  }
+  std::unique_ptr<World> with_rows(std::uint64_t rows) {
+    WorldOptions made = options();
+    made.rows = rows;
+    return std::make_unique<World>(std::move(made));
+  }
+};
+
+TEST_F(KeptSharedMemory, neighbours_read_the_chunks_that_the_next_engine_took_over) {
+  const auto reader = with_rows(8);
+  std::optional<World> owner(kept(8));
+  store(*owner, {"a", "b", "c"});
+  meet({&*owner, reader.get()});
+  EXPECT_EQ(load(*reader, {"a", "b"}), 2u);
+  owner.reset();
+  owner.emplace(kept(8));
+  EXPECT_EQ(owner->cache->stats().taken_over_chunks, 3u);
+  EXPECT_EQ(load(*owner, {"a", "b", "c"}), 3u);
+  meet({&*owner, reader.get()});
+  EXPECT_EQ(load(*reader, {"a", "b", "c"}), 3u);
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 0u);
+}
+
+TEST_F(KeptSharedMemory, the_next_engine_evicts_no_chunk_that_a_neighbour_reads) {
+  const auto reader = with_rows(2);
+  std::optional<World> owner(kept(2));
+  store(*owner, {"a", "b"});
+  meet({&*owner, reader.get()});
+  const Load held = begin_load(*reader, {"a"});
+  ASSERT_EQ(held.keys.size(), 1u);
+  owner.reset();
+  owner.emplace(kept(2));
+  EXPECT_EQ(store(*owner, {"c", "d"}).size(), 1u);
+  expect_right(*reader, held);
+  end_load(*reader, held);
+}
+
+// A reset drops chunks, and a row that a neighbour reads is then in no table of chunks.
+TEST_F(KeptSharedMemory, the_next_engine_reuses_no_row_without_a_chunk_that_a_neighbour_reads) {
+  const auto reader = with_rows(2);
+  std::optional<World> owner(kept(2));
+  store(*owner, {"a", "b"});
+  meet({&*owner, reader.get()});
+  const Load held = begin_load(*reader, {"a"});
+  ASSERT_EQ(held.keys.size(), 1u);
+  owner->cache->reset();
+  owner.reset();
+  owner.emplace(kept(2, "other weights"));
+  EXPECT_EQ(owner->cache->stats().taken_over_chunks, 0u);
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 1u);
+  EXPECT_EQ(store(*owner, {"c", "d"}).size(), 1u);
+  expect_right(*reader, held);
+  end_load(*reader, held);
+  reader->cache->end_step();
+  owner->clock.advance(std::chrono::seconds(2));
+  owner->cache->end_step();
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 0u);
+  EXPECT_EQ(store(*owner, {"e", "f"}).size(), 2u);
+}
+
 }  // namespace
 }  // namespace kv_offload
