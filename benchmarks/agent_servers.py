@@ -13,7 +13,7 @@ different sessions, the same for all systems. A proxy (hint_proxy.py) in front o
 and only forwards for the other systems. Any failed request aborts the benchmark.
 
 aiperf and LMCache need other versions of packages that vLLM also uses: install aiperf into a separate virtual
-environment, and LMCache as lmcache_beside.py describes.
+environment, and LMCache as lmcache_server.py describes.
 
 Reports TTFT and total time, with ratios to no connector in the same round, and the share of prompt tokens
 that were loaded.
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from agent_sessions import SESSIONS
 from hint_proxy import HintProxy
-from lmcache_beside import LMCacheServer
+from lmcache_server import LMCacheServer
 from local_server import LocalServer
 from multi_turn import ratio, warm_up
 from reporting import describe_machine, echo, write_results

@@ -24,7 +24,7 @@ def device_of(directory: Path) -> str:
     number = directory.stat().st_dev
     found = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not found.exists():
-        raise SystemExit(f"{directory} lies on no block device; name a directory of a local disk")
+        raise SystemExit(f"{directory} is not on a block device; name a directory of a local disk")
     resolved = found.resolve()
     return ((resolved.parent if (resolved / "partition").exists() else resolved) / "dev").read_text().strip()
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Does a verb of the cache cost the same with a million chunks as with four
-// thousand? Nanoseconds a key of lookup (a prompt's prefix, and in random order),
-// prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a
-// call, the median of many. One JSON object per line.
+// Do the calls of the cache take the same time with a million chunks as with four
+// thousand? Nanoseconds per key of lookup (a prompt's prefix, and in random order),
+// prepare_store, complete_store, prepare_load and complete_load, with 4,096 keys per
+// call, medians. One JSON object per line.
 //
 //   cache_bench [kept] [prefix|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
 //
-// `kept`: with keep_host_memory, so that a table of what is resident is kept up to date.
-// The rows are 4 KiB of a sparse region that nobody touches: no bytes move.
+// `kept`: with keep_host_memory, so a table of the resident chunks is updated too.
+// The rows are 4 KiB of a sparse region, and no bytes are copied.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ namespace {
 using bench::key_of;
 using bench::now;
 
-constexpr std::size_t kCall = 4096;  // keys a call: 64k tokens in chunks of 16
+constexpr std::size_t kCall = 4096;  // keys per call: 64k tokens in chunks of 16
 constexpr int kRounds = 31;
 
 class Bench {
@@ -98,7 +98,7 @@ class Bench {
     }
     ~Directory() { std::filesystem::remove_all(path); }
   };
-  // The keys of one store call: a prompt of 4,096 chunks, or as many as there are.
+  // The keys of one store call: a prompt of 4,096 chunks, or all chunks if there are fewer.
   std::vector<ChunkKey> prompt() {
     const std::size_t calls = std::max<std::size_t>(1, resident_ / kCall);
     const std::size_t from = random_() % calls * kCall;

@@ -3,10 +3,10 @@
 //
 //   codec_tier ROUNDS TOKEN_BYTES DIRECTORY FILE...      files of K/V in bf16 (payload_codec.py makes them)
 //
-// Three fs tiers with the threads that they have by default, each with its own root below DIRECTORY. Each is
-// first given another prompt, written and read several times, from which `auto` learns as it does from the
-// first minutes of a server; then the prompt is written, and read once a round, the three in turns. With
-// O_DIRECT: what the page cache has would not come from the device. One JSON object per file.
+// Three fs tiers with the default threads, each with its own root below DIRECTORY. Each first writes and
+// reads another prompt several times, so that `auto` has measurements as after the first minutes of a server.
+// Then the prompt is written, and read once per round by each of the three in turn. Uses O_DIRECT, because
+// bytes in the page cache would not be read from the device. One JSON object per file.
 #include <fmt/format.h>
 
 #include <array>
@@ -57,7 +57,7 @@ class Way {
   std::string about() const { return tier_->codec_reason(); }
   std::uint64_t encoded_bytes() const { return tier_->stats().encoded_raw_bytes; }
 
-  // Seconds until all chunks are there; their keys are those from `first` on.
+  // Returns the seconds until all chunks are transferred. Their keys begin at `first`.
   double move(OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t first) {
     const double start = bench::now();
     (void)bench::pass(*tier_, kind, rows, kChunk, rows.size(), first);

@@ -13,7 +13,7 @@ Results are written after each question, into a file named ``...-incomplete`` un
 interrupted benchmark therefore keeps its own results so far and those of an earlier run.
 
     bash benchmarks/gpu/run.sh                        # builds, tests and measures
-    bash benchmarks/gpu/run.sh --on-threads           # tries all of it without a GPU
+    bash benchmarks/gpu/run.sh --fake-cuda            # runs all of it without a GPU
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Does the host copier move bytes as fast as memcpy can with the same threads?
-// The baseline is plain memcpy over the very same segments, shared out evenly to
-// as many threads, in the same run, round by round. Of the canonical layout, whose
-// segments are the KV heads of a page, the baseline is the same copier on the same
-// pages in the plain layout. One JSON object per line.
+// The baseline is plain memcpy of the same segments, divided evenly between as many
+// threads, in each round of the same run. For the canonical layout, whose segments are
+// the KV heads of a page, the baseline is the same copier on the same pages in the
+// plain layout. One JSON object per line.
 //
 //   copy_host [THREADS] [MEBIBYTES] [ROUNDS]        default: 2 512 7
 #include <fmt/format.h>
@@ -74,10 +74,10 @@ class Bench {
     std::vector<double> ours;
     std::vector<double> plain;
     std::vector<double> planning;
-    // Of the quickest round: a machine that others load tells little else.
+    // The fastest round: slower ones depend on other programs.
     double cpu = std::numeric_limits<double>::infinity();
     double plain_cpu = cpu;
-    for (int round = 0; round <= rounds; ++round) {  // the first warms up
+    for (int round = 0; round <= rounds; ++round) {  // the first one warms up
       const double copier_seconds = run_copier(*copier, &cpu);
       const double plain_seconds =
           wanted.shards == 1 ? run_plain(plan) : run_copier(*plain_copier, &plain_cpu);
@@ -105,7 +105,7 @@ class Bench {
     CopierOptions options;
     options.layout = layout;
     options.area = area_.span();
-    // wait() lends its thread.
+    // wait() copies in the calling thread, too.
     options.threads = std::max(1u, threads_ - 1);
     return make_host_copier(options);
   }

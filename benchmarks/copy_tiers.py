@@ -5,7 +5,7 @@
 
 Fills a directory, a Redis server and a bucket (SeaweedFS) on this machine with the same random records, and
 copies between them. Each round has three measurements per pair of tiers, in an order that changes, each in a
-new process with four threads:
+new process with eight threads:
 
 - "read": all records of the source are read and verified, as `copy` reads them, and not written.
 - "write": records in memory are written into an empty destination, as `copy` writes them.
@@ -15,6 +15,10 @@ new process with four threads:
 Reports the speed of each and the ratio of "copy" to the slower of "read" and "write", with 95% confidence
 intervals (bootstrap over the rounds). The target: at least 0.8. Pairs are measured without a limit, where all
 three use the same cores, and with the servers behind a link of --link MB/s.
+
+Without a limit it also reports the CPU time of "read" and "write", of the client and the server together,
+and the best speed that a copy could have: all cores busy with that work alone, and not faster than the slower
+end.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +56,7 @@ from kv_offload.config import tier_at
 from kv_offload.copying import CopiedNamespace, open_importer, source_epoch
 
 NAMESPACE = CopiedNamespace(FACTS.namespace_id().hex(), FACTS.readable_json())
-JOBS = 4  # the default of kv-offload copy
+JOBS = 8  # the default of kv-offload copy
 AIM = 0.8
 BOUND = 64 << 30  # of destinations that are directories
 PAIRS = (
@@ -116,6 +120,7 @@ class Place:
 
     address: str
     clear: Callable[[], None]
+    server: int = 0  # its process id; 0: none, or its CPU time is not counted
 
 
 @contextlib.contextmanager
@@ -126,6 +131,7 @@ def places(work: Path, link_mb: int) -> Iterator[tuple[dict[str, Place], dict[st
     with contextlib.ExitStack() as stack:
         socket = stack.enter_context(redis_server(work, "--maxmemory", "6gb"))
         client = RedisClient(socket)
+        pid = int(client.ask("INFO", "server").partition(b"process_id:")[2].split()[0])
         stack.callback(bucket.kill)
         bucket.start()
         host, port = bucket.endpoint.removeprefix("http://").split(":")
@@ -139,10 +145,10 @@ def places(work: Path, link_mb: int) -> Iterator[tuple[dict[str, Place], dict[st
 
         def s3(endpoint: str) -> Place:
             address = f"s3://{BUCKET}/bench?endpoint={endpoint}"
-            return Place(address, lambda: purge(address))
+            return Place(address, lambda: purge(address), 0 if bucket.process is None else bucket.process.pid)
 
         def redis(address: str) -> Place:
-            return Place(address, lambda: client.ask("FLUSHALL") and None)
+            return Place(address, lambda: client.ask("FLUSHALL") and None, pid)
 
         plain = {
             "directory": Place(str(directory), lambda: shutil.rmtree(directory, ignore_errors=True)),
@@ -165,8 +171,8 @@ def purge(address: str) -> None:
     root.remove(list(root.records(NAMESPACE.id)))
 
 
-def copy_with_cli(source: str, destination: str) -> tuple[int, float]:
-    """Returns the copied bytes and the seconds from the plan to the end."""
+def copy_with_cli(source: str, destination: str) -> tuple[int, float, float]:
+    """Returns the copied bytes, the seconds from the plan to the end, and no CPU time."""
     bound = [] if "://" in destination else ["--dst-max-bytes", str(BOUND)]
     program = Path(sys.executable).parent / "kv-offload"
     command = [str(program), "copy", source, destination, "--json", "-j", str(JOBS), *bound]
@@ -174,14 +180,7 @@ def copy_with_cli(source: str, destination: str) -> tuple[int, float]:
     if answer.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: {answer.stdout}{answer.stderr}")
     report = json.loads(answer.stdout)
-    return report["copied_bytes"], report["seconds"]
-
-
-def size_of(answer: tuple[str, str, _core.WholeRecord | None]) -> int:
-    kind, message, record = answer
-    if record is None:
-        raise SystemExit(f"a record cannot be read: {kind}, {message}")
-    return record.size
+    return report["copied_bytes"], report["seconds"], 0.0
 
 
 def record_of(answer: tuple[str, str, _core.WholeRecord | None]) -> _core.WholeRecord:
@@ -202,49 +201,60 @@ def open_to_read(address: str) -> Any:
     return root
 
 
-def read_all(address: str, _: str) -> tuple[int, float]:
-    """Reads and verifies all records of a tier. Returns their bytes and the seconds."""
+def read_all(address: str, _: str) -> tuple[int, float, float]:
+    """Reads and verifies all records of a tier. Returns their bytes, the seconds and the CPU time."""
     handles = handles_of(open_to_read(address))
     of_thread = threading.local()
 
     def read(handle: Any) -> int:
         if not hasattr(of_thread, "root"):
-            of_thread.root = open_to_read(address)
-        return record_of(of_thread.root.read(NAMESPACE.id, handle)).size
+            of_thread.root, of_thread.record = open_to_read(address), None
+        of_thread.record = record_of(of_thread.root.read(NAMESPACE.id, handle, of_thread.record))
+        return int(of_thread.record.size)
 
-    began = time.monotonic()
+    began, busy = time.monotonic(), time.process_time()
     with ThreadPoolExecutor(JOBS) as pool:
-        return sum(pool.map(read, handles)), time.monotonic() - began
+        return sum(pool.map(read, handles)), time.monotonic() - began, time.process_time() - busy
 
 
-def write_all(source: str, destination: str) -> tuple[int, float]:
-    """Reads the records of ``source`` into memory, then writes them. Returns their bytes and the seconds."""
+def write_all(source: str, destination: str) -> tuple[int, float, float]:
+    """Reads the records of ``source`` into memory, then writes them. Returns as ``read_all`` does."""
     root = open_to_read(source)
     records = [record_of(root.read(NAMESPACE.id, handle)) for handle in handles_of(root)]
     tier = tier_at(destination)
     importer = open_importer(tier, NAMESPACE, None if tier.bound_key is None else BOUND)
     try:
-        began = time.monotonic()
+        began, busy = time.monotonic(), time.process_time()
         with ThreadPoolExecutor(JOBS) as pool:
             answers = list(pool.map(lambda record: importer.write(record, time.time()), records))
         importer.close()
-        seconds = time.monotonic() - began
+        seconds, busy = time.monotonic() - began, time.process_time() - busy
     finally:
         importer.close()
     problems = [answer for answer in answers if answer[0] != "ok"]
     if problems:
         raise SystemExit(f"{destination}: {problems[0]}")
-    return sum(record.size for record in records), seconds
+    return sum(record.size for record in records), seconds, busy
 
 
 PARTS = {"read": read_all, "write": write_all, "copy": copy_with_cli}
 
 
-def measure(part: str, filled: Path, source: str, destination: str) -> dict[str, float]:
-    """Runs a part in a new process; returns {"bytes", "seconds", "whole"}."""
+def server_seconds(ends: Iterable[Place]) -> float:
+    """Returns the CPU time of the servers until now."""
+    ticks = 0
+    for end in ends:
+        if end.server:
+            words = Path(f"/proc/{end.server}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(part: str, filled: Path, source: Place, destination: Place) -> dict[str, float]:
+    """Runs a part in a new process; returns {"bytes", "seconds", "busy" (CPU time), "whole"}."""
     # "write" reads its records from the filled directory before its time starts.
-    arguments = [part, str(filled) if part == "write" else source, destination]
-    began = time.monotonic()
+    arguments = [part, str(filled) if part == "write" else source.address, destination.address]
+    began, busy = time.monotonic(), server_seconds((source, destination))
     answer = subprocess.run(
         [sys.executable, __file__, "--part", *arguments],
         capture_output=True,
@@ -253,27 +263,30 @@ def measure(part: str, filled: Path, source: str, destination: str) -> dict[str,
         check=False,
     )
     if answer.returncode != 0:
-        raise SystemExit(f"{part} from {source} to {destination}: {answer.stdout}{answer.stderr}")
-    count, seconds = json.loads(answer.stdout.splitlines()[-1])
-    return {"bytes": count, "seconds": seconds, "whole": time.monotonic() - began}
+        raise SystemExit(f"{' '.join(arguments)}: {answer.stdout}{answer.stderr}")
+    count, seconds, own = json.loads(answer.stdout.splitlines()[-1])
+    busy = own + server_seconds((source, destination)) - busy
+    return {"bytes": count, "seconds": seconds, "busy": busy, "whole": time.monotonic() - began}
 
 
 def run_pair(pair: tuple[str, str], tiers: dict[str, Place], filled: Path, rounds: int) -> dict[str, Any]:
     source, destination = pair
     # A tier cannot be both ends, so the filled directory is the source.
-    origin = str(filled) if source == "directory" else tiers[source].address
+    origin = Place(str(filled), lambda: None) if source == "directory" else tiers[source]
     if source != "directory":
-        copy_with_cli(str(filled), origin)
+        copy_with_cli(str(filled), origin.address)
     target = tiers[destination]
     speeds: dict[str, list[float]] = {part: [] for part in PARTS}
+    busy: dict[str, list[float]] = {part: [] for part in PARTS}  # CPU seconds per MB
     wholes = []
     for number in range(rounds):
         order = list(PARTS)
         random.Random(number).shuffle(order)
         for part in order:
             target.clear()
-            figures = measure(part, filled, origin, target.address)
+            figures = measure(part, filled, origin, target)
             speeds[part].append(figures["bytes"] / figures["seconds"] / 1e6)
+            busy[part].append(figures["busy"] * 1e6 / figures["bytes"])
             if part == "copy":
                 wholes.append(figures["whole"])
     target.clear()
@@ -283,8 +296,14 @@ def run_pair(pair: tuple[str, str], tiers: dict[str, Place], filled: Path, round
         copy / min(read, write)
         for read, write, copy in zip(speeds["read"], speeds["write"], speeds["copy"], strict=True)
     ]
+    median = {part: statistics.median(values) for part, values in speeds.items()}
+    cpu = {part: statistics.median(busy[part]) for part in ("read", "write")}
+    cores = len(os.sched_getaffinity(0))
+    best = min(median["read"], median["write"], cores / sum(cpu.values()))
     return {
-        "megabytes_per_second": {part: statistics.median(values) for part, values in speeds.items()},
+        "megabytes_per_second": median,
+        "cpu_seconds_per_gigabyte": {part: 1000 * seconds for part, seconds in cpu.items()},
+        "best_megabytes_per_second": best,
         "all_megabytes_per_second": speeds,
         "command_seconds": statistics.median(wholes),
         "ratio": median_with_interval(ratios),
@@ -298,7 +317,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=200)
     parser.add_argument("--mib", type=int, default=2, help="size of a record")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", type=int, default=100, help="MB/s of the link to the servers")
+    parser.add_argument("--link", type=int, default=100, help="MB/s of the link to the servers; 0: without")
     parser.add_argument("--directory", type=Path, help="a directory of the disk to be used")
     parser.add_argument("--part", nargs=3, metavar=("PART", "SRC", "DST"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -317,6 +336,8 @@ def main() -> None:
         echo(f"{options.records} records of {options.mib} MiB are in {filled}")
         with places(Path(folder), options.link) as (plain, linked):
             for name, tiers in (("no limit", plain), (f"{options.link} MB/s", linked)):
+                if tiers is linked and not options.link:
+                    continue
                 for pair in PAIRS:
                     if tiers is linked and pair == ("directory", "directory"):
                         continue
@@ -326,6 +347,10 @@ def main() -> None:
                         f"{part} {speed:.0f} MB/s" for part, speed in found["megabytes_per_second"].items()
                     )
                     ratio = found["ratio"]
+                    if tiers is linked:  # the link itself takes CPU time here
+                        del found["cpu_seconds_per_gigabyte"], found["best_megabytes_per_second"]
+                    else:
+                        speeds += f", best {found['best_megabytes_per_second']:.0f} MB/s"
                     echo(
                         f"{name}: {pair[0]} to {pair[1]}: {speeds}; copy / slower end "
                         f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}), aim {AIM}; "

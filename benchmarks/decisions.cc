@@ -3,9 +3,9 @@
 //
 // A real TieredCache, an engine and tiers in virtual time (tests/cpp/cache/
 // simulated_engine.h). For each speed of a tier, relative to computing, the same
-// requests are served three times: by our choice, always loading, never loading.
-// The oracle is the faster of the latter two, request by request; regret is how
-// much longer our choice took. Learning is part of it: each speed is a new start.
+// requests are served three times: by the plugin's choice, always loading, never
+// loading. The optimum is the faster of the latter two for each request; regret is the
+// additional time of the choice. It includes learning: each speed is a new start.
 // One JSON object per line.
 #include <fmt/format.h>
 
@@ -37,7 +37,7 @@ EngineOptions engine_options(LoadPolicy policy, std::vector<double> speeds) {
   return options;
 }
 
-// One life of an engine. `place` puts a prompt on the tiers; the time until each first token.
+// Runs one engine. `place` puts a prompt on the tiers. Returns the time until each first token.
 template <typename Place>
 std::vector<double> live(LoadPolicy policy, const std::vector<double>& speeds, Place place) {
   SimulatedEngine engine(engine_options(policy, speeds));
@@ -123,8 +123,9 @@ void print_cost(const char* what, std::size_t chunks, double ns) {
   std::fflush(stdout);
 }
 
-// The end of a step in which a request asked for so many recorded chunks and is told to compute them, against
-// that of a step in which it asked for as many that are on the way already: the same scan, nothing to decide.
+// Compares the end of a step in which a request looked up this number of recorded chunks and must compute
+// them with the end of a step in which it looked up as many chunks that are being read: the same scan without
+// a decision.
 void step_cost(std::uint32_t chunks) {
   SimulatedEngine engine(engine_options(LoadPolicy::kAuto, {0.02}));
   for (const std::uint32_t warm : {32u, 256u, 64u}) engine.serve(engine.new_prompt(warm));

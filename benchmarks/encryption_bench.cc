@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Does a record's encryption cost more than the cipher alone, and what does the digest of a name cost?
-// The baseline is OpenSSL's EVP AES-256-GCM over as many bytes, in the same run, round by round; the cipher
-// and XXH3-64 of what it gives, for a record has that sum with a tag and without; and memcpy with XXH3-64,
-// which a record that is not encrypted costs where it is copied. Each way has its turn of several
-// records, so that each finds its own bytes in the CPU's caches; a ratio is the median of the rounds' ratios.
-// Opening is measured in place, as records are opened. Times are CPU seconds of the one thread, for nothing
-// here waits: others on the machine change less of them. One JSON object per line.
+// Does the encryption of a record take longer than the cipher alone, and how long does the digest of a name
+// take? The baselines, in each round of the same run: OpenSSL's EVP AES-256-GCM over as many bytes; the
+// cipher and XXH3-64 of its output, because a record has that checksum with and without a tag; and memcpy
+// with XXH3-64, the cost of a copied record without encryption. Each variant processes several records in
+// turn, so that its bytes are in the CPU's caches. A ratio is the median of the ratios of the rounds.
+// Decryption is measured in place, as in a tier. Times are CPU seconds of the only thread, which other
+// programs disturb less. One JSON object per line.
 //
 //   encryption_bench [ROUNDS] [MEBIBYTES]        default: 15 64 (of each case and round)
 #include <fmt/format.h>
@@ -45,7 +45,8 @@ std::shared_ptr<const EncryptionKeys> some_keys() {
   return std::make_shared<const EncryptionKeys>(std::span(&master, 1));
 }
 
-// Step by step, each summed up while it is in the nearest cache. `move(at, part)` puts it to `to` + at.
+// In steps, each of which is checksummed while it is in the nearest cache. `move(at, part)` writes it to `to`
+// + at.
 template <typename Move>
 void move_and_sum(std::byte* to, std::size_t bytes, Move move) {
   PayloadChecksum sum;
@@ -57,7 +58,7 @@ void move_and_sum(std::byte* to, std::size_t bytes, Move move) {
   require(sum.value() != 0);
 }
 
-// The cipher alone, one message a call.
+// The cipher alone, one message per call.
 class Alone {
  public:
   Alone() : context_(EVP_CIPHER_CTX_new()) {
@@ -91,7 +92,7 @@ class Alone {
     if (encrypt) {
       require(EVP_EncryptFinal_ex(context_, rest, &length) == 1);
       require(EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_GET_TAG, 16, tag) == 1);
-    } else {  // the tag is wrong, and found to be
+    } else {  // the tag is wrong, which must be detected
       require(EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_SET_TAG, 16, tag) == 1);
       (void)EVP_DecryptFinal_ex(context_, rest, &length);
     }
@@ -100,7 +101,7 @@ class Alone {
   EVP_CIPHER_CTX* context_;
 };
 
-// One way to move a record, and what is to be done before each, which is not measured.
+// One variant of moving a record, and its preparation, which is not measured.
 struct Way {
   std::function<void()> move;
   std::function<void()> prepare = [] {};
@@ -142,7 +143,7 @@ void measure_records(std::size_t bytes, int rounds, std::size_t total) {
   OutgoingRecord kept(form, space, op);
   require(kept.encode().is_ok() && kept.finish().is_ok());
   const std::byte* const record = kept.pieces()[0].data();
-  const HugeBuffer huge(bytes);  // as what a record is encrypted into
+  const HugeBuffer huge(bytes);  // like the buffer that a record is encrypted into
   require(huge.data() != nullptr);
   TierOp read = op;
   read.shards = {other.span()};
@@ -177,7 +178,7 @@ void measure_records(std::size_t bytes, int rounds, std::size_t total) {
       ratio(evp_and_sum, encrypt), gb_s(open), gb_s(evp_open), ratio(evp_open, open), gb_s(copy));
 }
 
-// A tier that does nothing: what is measured is the names.
+// A tier that does nothing, because only the names are measured.
 class Nothing final : public Tier {
  public:
   std::string_view name() const override { return "nothing"; }

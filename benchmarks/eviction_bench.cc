@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What does a policy cost with many chunks? Nanoseconds of one eviction (victim,
-// erase) together with the insert that needed it, of an access, and of a hint; the
-// median and the worst of many, for every policy, without hints and with hints about
-// the return of half the prompts. The baseline is lru without hints. One JSON object
-// per line.
+// How much time does a policy take with many chunks? Nanoseconds of one eviction
+// (victim, erase) together with its insert, of an access, and of a hint: the median and
+// the maximum, for every policy, without hints and with hints about the return of half
+// of the prompts. The baseline is lru without hints. One JSON object per line.
 //
 //   eviction_bench [CHUNKS ...]        default: 10000 1000000
 #include <fmt/format.h>
@@ -19,7 +18,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint32_t kPrompt = 100;  // chunks a request
+constexpr std::uint32_t kPrompt = 100;  // chunks per request
 
 class Bench {
  public:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How fast are records written, read back from a cold cache, written into a full
 // root, and found again at start? One JSON object per line on stdout. fs_bench.py
-// runs it beside fio, full_root.py runs `full` beside `replace`.
+// compares it with fio, full_root.py compares `full` with `replace`.
 //
 //   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 //   fs_bench full ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
@@ -39,7 +39,7 @@ double seconds(const timeval& time) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
 }
 
-// Of this process, so far.
+// The CPU seconds of this process so far.
 double cpu_seconds() {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
@@ -56,14 +56,14 @@ FsTierOptions options_for(const std::string& root) {
   options.root_dir = root;
   options.max_bytes = std::uint64_t{1} << 40;
   options.namespace_json = "{}";
-  options.op_timeout = std::chrono::minutes(10);  // a busy machine is no broken device here
+  options.op_timeout = std::chrono::minutes(10);  // a busy machine is not a broken device
   return options;
 }
 
-// Memory as that of a host region, and of vLLM's: a file in /dev/shm.
+// Memory like that of a host region, and of vLLM's: a file in /dev/shm.
 class Rows {
  public:
-  // As many as the file has room for.
+  // Has as many rows as fit into the file.
   Rows(const std::string& path, std::size_t bytes)
       : bytes_(bytes), size_(std::filesystem::file_size(path) / bytes * bytes) {
     const int fd = ::open(path.c_str(), O_RDWR);
@@ -83,7 +83,7 @@ class Rows {
   std::byte* memory_ = nullptr;
 };
 
-// Keys from `first` on, one after the other, as many at once as there are rows.
+// Transfers keys from `first` on in order, as many concurrently as there are rows.
 double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count, const Rows& rows) {
   std::vector<std::size_t> free_rows, row_of(count);
   for (std::size_t i = 0; i < rows.count(); ++i) free_rows.push_back(i);
@@ -127,21 +127,22 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
   const Rows rows(memory, record);
   const std::uint64_t count = total / record;
   auto tier = make_fs_tier(options);
-  // A root in use has its directories, and the tier its buffers: others before make them.
+  // Creates the directories of the root and the buffers of the tier, which a root in use already has.
   std::uint64_t others = count;
   (void)run(*tier, OpKind::kWrite, others, std::uint64_t{8} * layout::kLeaves, Rows(memory, kPageBytes));
   others += std::uint64_t{8} * layout::kLeaves;
   (void)run(*tier, OpKind::kWrite, others, kWarmUp, rows);
   ::sync();
   const double write_seconds = run(*tier, OpKind::kWrite, 0, count, rows);
-  // Nothing of what was read may come from memory.
+  // No byte may be read from memory.
   for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
     if (!entry.is_regular_file()) continue;
     const int fd = ::open(entry.path().c_str(), O_RDONLY);
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
   }
-  // Writing threads read too: together as many as are to be in flight. By a tier that has learned as well.
+  // Writer threads read too: together, the number of reads in flight. The tier has measurements, as in a
+  // server.
   tier = nullptr;
   options.n_write_threads = 1;
   options.n_read_threads = threads - 1;
@@ -163,7 +164,7 @@ void print_writes(std::uint64_t record, std::uint64_t count, double wall, double
              count, static_cast<double>(count * record) / wall, cpu / static_cast<double>(count));
 }
 
-// A root of TOTAL bytes is filled; then so much is written that all of it goes.
+// Fills a root of TOTAL bytes, and then writes so much that all of its records are evicted.
 void bench_full(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
                 const std::string& memory) {
   FsTierOptions options = options_for(root);
@@ -180,7 +181,7 @@ void bench_full(const std::string& root, std::uint64_t record, std::uint64_t tot
     }
   };
   until_evicted(1);
-  // As after a restart: what is there has been counted.
+  // As after a restart: the existing records have been counted.
   tier = nullptr;
   tier = make_fs_tier(options);
   while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -194,7 +195,7 @@ void bench_full(const std::string& root, std::uint64_t record, std::uint64_t tot
   print_writes(record, count, wall, cpu);
 }
 
-// The same by plain calls and without a checksum: the oldest file goes, a new one is written and renamed.
+// The same with plain calls and without a checksum: removes the oldest file, writes a new one and renames it.
 void bench_replace(const std::string& directory, std::uint64_t record, std::uint64_t total, unsigned threads,
                    const std::string& memory) {
   const Rows rows(memory, record);
@@ -232,7 +233,7 @@ void bench_replace(const std::string& directory, std::uint64_t record, std::uint
   print_writes(record, count, now() - started, cpu_seconds() - cpu_before);
 }
 
-// Header-sized files with the names of records: start looks at nothing more.
+// Header-sized files with the names of records: a start reads only these.
 void make_records(const std::string& root, std::uint64_t count) {
   { const auto tier = make_fs_tier(options_for(root)); }
   const std::string epoch = root + "/" + std::string(64, '0') + "/g1/";

@@ -5,7 +5,7 @@
 //
 // Compares an engine with HOSTS ranks on one host (the baseline) with one whose HOSTS ranks are on a host
 // each, in the same run by turns, in an order that changes. All hosts are in this process, and each has its
-// own region, and with tiers a directory of its own in /dev/shm. A relay between each other host and the
+// own region, and with tiers its own directory in /dev/shm. A relay between each other host and the
 // scheduler counts the bytes, and delays what it reads for the scheduler by DELAY_US. Times are medians, of
 // CPU time of the calling thread for calls and of the wall clock for loads and results. A result is what a
 // rank reports.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks of the codec share: chunks of real K/V in bf16, from files that payload_codec.py makes.
+// Shared by the codec benchmarks: chunks of real K/V in bf16, from files that payload_codec.py makes.
 #pragma once
 
 #include <fmt/format.h>
@@ -19,7 +19,7 @@ using Bytes = std::vector<std::byte>;
   std::exit(1);
 }
 
-// As many whole chunks as the file has, one behind another.
+// Returns all whole chunks of the file, one after the other.
 inline Bytes whole_chunks(const std::string& path) {
   std::FILE* file = std::fopen(path.c_str(), "rb");
   if (file == nullptr) die(fmt::format("{} cannot be read", path));

@@ -77,7 +77,7 @@ Cache = np.ndarray
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a method makes of a cache."""
+    """The output of a method for a cache."""
 
     restored: Cache
     bits: float  # of the whole cache, with entropy coding

@@ -5,7 +5,7 @@
 
 The K/V are those of payload_codec.py: SmolLM2-135M-Instruct on this repository's documentation, in bfloat16.
 Its first --computed tokens are repeated up to --tokens; no codec uses the repetition, because each chunk of
-64 tokens is a record of its own. They are stored on a Redis server and in a bucket (SeaweedFS) behind a link
+64 tokens is a separate record. They are stored on a Redis server and in a bucket (SeaweedFS) behind a link
 of --link MB/s. Each round loads the whole prompt into the empty host memory of a new cache, for each setting
 of `compress` in turn, and compares the bytes (without loss), or leaves the loss to the codec's own checks.
 The time is that from the first lookup until the last chunk can be loaded to the device. The baseline is
@@ -145,7 +145,7 @@ def _run_link(target: str | tuple[str, int], bytes_per_second: int, pipe: Any) -
 
 @contextlib.contextmanager
 def link_to(target: str | tuple[str, int], bytes_per_second: int) -> Iterator[int]:
-    """Yields the port of a link in a process of its own, which does not share the reader's interpreter."""
+    """Yields the port of a link in a separate process, which does not share the reader's interpreter."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_link, args=(target, bytes_per_second, theirs), daemon=True)

@@ -4,14 +4,14 @@
 //   mooncake_bench --python PATH --alone benchmarks/mooncake_alone.py --master HOST:PORT  [--threads 1,2,4,8]
 //   [--sizes 512,2048,8192 (KiB)] [--rounds 6] [--total MiB] [--calls plain|sessions]
 //
-// The client alone: put_from and get_into, or with --calls sessions what the tier uses itself, in a loop from
-// so many threads of one Python process, from memory that is registered, looked at by nobody. The tier: the
-// same number of records through submit and poll, with header, checksum, the copy to the memory of its
-// process, and a question whether the record is there before the first writes and some of the rest. Both
-// begin in turns, and the ratio is that of the medians. A tier's write threads read, too: with N threads both
-// write on N and read on 2 N. Processor time is that of all processes but Mooncake's master and holder.
-// Prints JSON: GB/s of each, and the ratio. All objects of the store are removed between rounds: give it one
-// of its own (benchmarks/remote_bench.py does, and begins this program).
+// The client alone: put_from and get_into, or with --calls sessions the tier's own calls, in a loop on the
+// threads of one Python process, from registered memory whose bytes are not inspected. The tier: the same
+// number of records through submit and poll, with header, checksum, the copy to the memory of its client
+// process, and an existence check before the first writes and some of the others. The order alternates, and
+// the ratio is that of the medians. A tier's writer threads read too: with N threads, both write on N and
+// read on 2 N. CPU time is that of all processes except Mooncake's master and memory node. Prints JSON: GB/s
+// of each, and the ratio. Removes all objects of the store between rounds: use a separate store
+// (benchmarks/remote_bench.py starts one, and this program).
 #include <unistd.h>
 
 #include <cstdio>
@@ -46,7 +46,7 @@ struct Options {
   std::exit(1);
 }
 
-// The program prints four numbers; none of records: it only removes all.
+// The program prints four numbers. With no records, it only removes all objects.
 Rates client_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   const std::string command =
       fmt::format("{} {} {} {} {} {} {} {}", options.python, options.alone, options.master, options.calls,
@@ -59,7 +59,7 @@ Rates client_alone(const Options& options, std::size_t threads, std::size_t byte
   return rates;
 }
 
-// User and system time of the children that run now, in steps of 10 ms: the process that speaks to Mooncake.
+// Returns the user and system time of the running child processes, in steps of 10 ms: the client process.
 double cpu_of_children() {
   double ticks = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -90,7 +90,7 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
   tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
   const auto tier = make_mooncake_tier(tier_options);
   std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes, records);
-  // As the client alone: memory that is there, and registered.
+  // Like the client alone: memory that is allocated and registered.
   const std::size_t others = 1 << 20;
   for (const OpKind kind : {OpKind::kWrite, OpKind::kRead, OpKind::kRead}) {
     bench::pass(*tier, kind, rows, bytes, 2 * rows.size(), others);

@@ -10,7 +10,7 @@ is sent to the same engine ("own"), and to the other one, which never had it ("o
     shared   host memory of both engines with share_host_memory
     fs       separate host memory, and one directory in /dev/shm
     redis    separate host memory, and one redis-server on this machine
-    lmcache  LMCache's server, which both engines use (see lmcache_beside.py)
+    lmcache  LMCache's server, which both engines use (see lmcache_server.py)
 
 All engines run all the time (each takes 2 to 3 GiB with its host memory: 24 GiB do not suffice for all four
 systems, so use --only), and the systems take turns within a round. Each engine computes on all cores,
@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from lmcache_beside import LMCacheServer
+from lmcache_server import LMCacheServer
 from local_server import Answer, LocalServer, kv_transfer_config
 from reporting import describe_machine, draw_bars, echo, median_with_interval, write_results
 from same_for_all import BLOCK, environment, sleep_where_vllm_spins, wait_until_quiet

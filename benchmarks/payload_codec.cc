@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast is the codec of payloads beside what its parts take at best, and what does it gain?
+// How fast is the payload codec compared with the lower bound of its parts, and what does it gain?
 //
 //   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)
 //   payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT [FACTORS]]
@@ -9,10 +9,9 @@
 // float32 numbers that lower the bounds, one for each 64 elements of a block; chunks then have whole blocks,
 // and the end of FILE may be left out.
 //
-// The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
-// cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
-// same round, one after the other; seconds are those of the thread's processor time, as "per core" means. One
-// JSON object per line.
+// The lower bound: zstd alone on the separated exponents, in cache and in blocks of the codec's size, plus
+// one memcpy of the other bytes that the codec reads and writes. All are measured in the same round, one
+// after the other. Seconds are CPU time of the thread, so figures are per core. One JSON object per line.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -65,7 +64,7 @@ double seconds_of(const std::function<void()>& work) {
   return cpu_now() - begin;
 }
 
-// A way to make chunks smaller: encode returns the bytes, or 0 for "as it is".
+// A compression method: encode returns the number of bytes, or 0 if the chunk stays raw.
 struct Way {
   std::string name;
   std::function<std::size_t(std::byte* chunk, Bytes& out)> encode;
@@ -74,7 +73,7 @@ struct Way {
 };
 
 struct Result {
-  std::vector<double> in, out;  // seconds of a round
+  std::vector<double> in, out;  // seconds per round
   double ratio = 1;
 };
 
@@ -134,7 +133,7 @@ class Bench {
     std::size_t coded = 0;
     double in = 0;
     for (std::size_t at = 0; at + kPlane <= upper_.size(); at += kPlane) {
-      std::memcpy(plane.data(), upper_.data() + at, kPlane);  // into cache, where the codec has it
+      std::memcpy(plane.data(), upper_.data() + at, kPlane);  // into the CPU cache, as in the codec
       in += seconds_of([&] {
         sizes.push_back(
             ZSTD_compress2(to_, frames.data() + coded, frames.size() - coded, plane.data(), kPlane));
@@ -148,7 +147,7 @@ class Bench {
         at += size;
       }
     });
-    // It reads the raw bytes and writes the stored ones, or the other way round.
+    // It reads the raw bytes and writes the stored ones, or the reverse.
     const std::size_t moved = (data_.size() + lower_.size() + coded) / 2;
     const double copied = seconds_of([&] { std::memcpy(back_.data(), data_.data(), moved); });
     Result& bound = results["bound"];
@@ -179,10 +178,10 @@ ZSTD_CCtx* context(int level, bool codes) {
   return made;
 }
 
-// The bounds of lossy ways. Their encoder measures the loss and stops if a chunk exceeds the bound.
+// The bounds of lossy methods. Their encoder measures the loss and stops if a chunk exceeds the bound.
 constexpr ErrorBounds kBounds[] = {{0.02, 0.02}, {0.05, 0.05}, {0.1, 0.1}, {0.2, 0.2}};
 
-// factors: null, or outlive the way.
+// factors: null, or must outlive the method.
 Way lossy_way(LossyCodec& codec, const ErrorBounds& bounds, const KvRuns& runs,
               Element element = Element::kBf16, const BoundFactors* factors = nullptr,
               std::size_t chunk_bytes = kChunk) {

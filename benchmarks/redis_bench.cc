@@ -5,15 +5,14 @@
 //   [--total MiB]
 //   redis_bench --socket PATH | --port N  --presence 4096 [--rounds 6]
 //
-// The library alone: SET and GET in a loop on a connection for each thread, values from as many buffers as
-// the tier has rows, replies freed and not looked at. The tier: the same number of records through submit and
-// poll, with header, checksum and, before the first writes and some of the rest, a question whether the
-// record is there already. Both begin in turns, and the ratio is that of the medians. A tier's write threads
-// read, too: with N threads both write on N connections and read on 2 N. Prints JSON: GB/s of each, and the
-// ratio. --presence: so many keys of one prompt, half of which are there: one pipeline of EXISTS by the
-// library, which reads the numbers, against prefetch_presence() until contains() knows each, and what the
-// thread that asks spends on it. The server's data are removed between rounds (FLUSHALL): give it one of its
-// own.
+// The library alone: SET and GET in a loop on one connection per thread, with values from as many buffers as
+// the tier has rows. Replies are freed and not inspected. The tier: the same number of records through submit
+// and poll, with header, checksum and, before the first writes and some of the others, an existence check.
+// The order alternates, and the ratio is that of the medians. A tier's writer threads read too: with N
+// threads, both write on N connections and read on 2 N. Prints JSON: GB/s of each, and the ratio. --presence:
+// this number of keys of one prompt, half of which exist. Compares one pipeline of EXISTS of the library with
+// prefetch_presence() until contains() knows each key, and measures the CPU time of the calling thread.
+// Removes the server's data between rounds (FLUSHALL): use a separate server.
 #include <valkey/valkey.h>
 
 #include <cstdio>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the benchmarks of tiers beyond the host share: a tier against its client library alone, in the same
-// run.
+// Shared by the benchmarks of remote tiers: compares a tier with its client library alone, in the same run.
 #pragma once
 
 #include <algorithm>
@@ -23,18 +22,20 @@
 
 namespace kv_offload::bench {
 
-// How many threads of a tier read that has so many to read and so many to write: those that write read, too.
+// Returns the number of threads that read in a tier with this number of reader threads and as many writer
+// threads, which read too.
 constexpr std::size_t readers(std::size_t threads) { return 2 * threads; }
-// What a tier's threads that write do. The library's are to run with the same share of the processor: all
-// when they write, and those behind the first half of the readers.
+// Lowers the priority of the thread, as a tier does for its writer threads. The library's threads need the
+// same priorities: all of them when they write, and the second half of them when they read.
 inline void give_way() { begin_thread("library", CpuShare::kBackground); }
 
 struct Rates {
   double write = 0, read = 0;          // GB/s
-  double write_cpu = 0, read_cpu = 0;  // seconds of this process, on all cores, a GB
+  double write_cpu = 0, read_cpu = 0;  // seconds of this process, on all cores, per GB
 };
 
-// Of all threads of this process, with those that have ended, but for the one that calls, which only polls.
+// Returns the CPU time of all threads of this process, including ended ones, except the calling thread, which
+// only polls.
 inline double cpu_seconds() {
   const auto used = [](clockid_t by) {
     timespec time{};
@@ -49,8 +50,8 @@ inline double cpu_seconds() {
   std::exit(1);
 }
 
-// Runs `begin(thread)`, then `work(thread, record)` for each record that is left, on so many threads;
-// seconds.
+// Runs `begin(thread)`, then `work(thread, record)` for each remaining record, on this number of threads.
+// Returns seconds.
 template <typename Begin, typename Work>
 double timed(std::size_t threads, std::size_t records, Begin begin, Work work) {
   const double start = now();
@@ -66,8 +67,8 @@ double timed(std::size_t threads, std::size_t records, Begin begin, Work work) {
   return now() - start;
 }
 
-// The library on so many threads, as a tier runs on them: all give way when they write, and half of those
-// that read. `work(thread, record)`; seconds.
+// Runs the library on this number of threads, with the priorities of a tier: all writers, and half of the
+// readers, have a low one. Calls `work(thread, record)`. Returns seconds.
 template <typename Work>
 double timed_writes(std::size_t threads, std::size_t records, Work work) {
   return timed(
@@ -81,7 +82,8 @@ double timed_reads(std::size_t threads, std::size_t records, Work work) {
   return timed(readers(threads), records, begin, work);
 }
 
-// Writes or reads all records, as many at once as there are rows; GB/s. Their keys are those from `first` on.
+// Writes or reads all records, as many concurrently as there are rows. Their keys begin at `first`. Returns
+// GB/s.
 inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
                    std::size_t records, std::size_t first = 0) {
   const double start = now();
@@ -110,19 +112,19 @@ inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, st
       free_rows.push_back(row_of[completion.id - 1]);
       ++ended;
     }
-    // As vLLM's engine core does that has nothing else to do (v1/engine/core.py). To look more often takes
-    // a few percent of two cores from the server.
+    // The interval of an idle engine core of vLLM (v1/engine/core.py). More frequent polls would take a few
+    // percent of two cores from the server.
     if (done.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return static_cast<double>(bytes * records) / 1e9 / (now() - start);
 }
 
-// As many records as an engine submits at once, all those of a prompt: where fewer wait than the threads end
-// between two polls, the polls are what is measured.
+// The number of records that an engine submits at once, those of a prompt. With fewer queued records than the
+// threads complete between two polls, the polls would be measured.
 constexpr std::size_t at_once(std::size_t threads) { return std::max<std::size_t>(2 * readers(threads), 32); }
 
-// Rows for that many, or for all records if these are fewer. Bytes that cannot be compressed and are no text:
-// there are stores that look.
+// Rows for that number of records, or for all if there are fewer. The bytes cannot be compressed and are not
+// text, because some stores compress such data.
 inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<AlignedBuffer> rows;
   std::mt19937_64 numbers;
@@ -143,7 +145,7 @@ inline bool is_known(const Tier& tier, const ChunkKey& key) {
 
 inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<AlignedBuffer> rows = rows_for(threads, bytes, records);
-  // As an engine does when a prompt comes.
+  // Like an engine when a prompt arrives.
   std::vector<ChunkKey> keys;
   for (std::size_t i = 0; i < records; ++i) keys.push_back(key_of(i));
   while (!is_known(tier, keys.back())) {
@@ -168,13 +170,13 @@ inline std::vector<std::size_t> numbers(const std::string& text) {
 }
 
 struct Presence {
-  double seconds = 0;  // until all are known
-  // Of the processor, in what the scheduler's thread does: a look at each key while it is unknown, handing
-  // them over, and a look at each when all are known.
+  double seconds = 0;  // until all results are known
+  // CPU time of the scheduler's thread: one lookup of each key while it is unknown, their submission, and one
+  // lookup of each key when all results are known.
   double unknown_seconds = 0, ask_seconds = 0, known_seconds = 0;
 };
 
-// Asks for the keys of a prompt once, as an engine does when one comes that nobody has asked for.
+// Looks up the keys of a prompt once, like an engine for a new prompt.
 inline Presence queue_lookup(Tier& tier, const std::vector<ChunkKey>& keys) {
   const auto used = [] {
     timespec time{};
@@ -182,7 +184,7 @@ inline Presence queue_lookup(Tier& tier, const std::vector<ChunkKey>& keys) {
     return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
   };
   Presence spent;
-  std::vector<ChunkKey> given = keys;  // as an engine has them, which has asked for each before
+  std::vector<ChunkKey> given = keys;  // an engine has looked up each of them before
   const auto look = [&](bool known) {
     const double before = used();
     for (const ChunkKey& key : keys) {
@@ -203,9 +205,9 @@ inline Presence queue_lookup(Tier& tier, const std::vector<ChunkKey>& keys) {
   return spent;
 }
 
-// `alone(keys)` asks by the library, in seconds; `fresh()` makes a tier that knows nothing. `rounds`: one
-// more when it is odd, for both begin in turns. Prints JSON of the medians, and of the least of each: on a
-// busy machine the rest tells of others.
+// `alone(keys)` looks the keys up with the library and returns seconds; `fresh()` makes a tier without known
+// keys. `rounds`: one more if it is odd, because the order alternates. Prints the medians and minima as JSON:
+// on a busy machine, the other values depend on other programs.
 template <typename Alone, typename Fresh>
 void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fresh) {
   std::vector<ChunkKey> keys;
@@ -214,7 +216,7 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
   rounds += rounds % 2;
   for (unsigned round = 0; round < rounds; ++round) {
     const auto tier = fresh();
-    // So that all of its threads are connected, and its table has grown, as those of an engine are and have.
+    // Connects all threads and grows the table, as in a running engine.
     std::vector<ChunkKey> others;
     for (std::size_t i = 0; i < 3 * count; ++i) others.push_back(key_of(3 * count * (round + 2) + i));
     (void)queue_lookup(*tier, others);
@@ -237,11 +239,10 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
       median(unknown) * 1e3, median(asking) * 1e3, median(known) * 1e3);
 }
 
-// Prints JSON of the medians, and their ratio; and the processor time that a GB took, which is the same on a
-// busy machine. Both begin in turns, after a round that is not counted: a server that fills gets slower, and
-// the first of two that are alike looked up to a fifth faster.
-// `rounds`: one more when it is odd. `before()` empties the server; `alone` and `tier` are given the bytes
-// and the number of records.
+// Prints the medians and their ratio as JSON, and the CPU time per GB, which does not depend on other
+// programs. The order alternates, after a round that is not counted: a server becomes slower while it fills,
+// and the first of two equal programs seemed up to a fifth faster. `rounds`: one more if it is odd.
+// `before()` empties the server; `alone` and `tier` receive the bytes and the number of records.
 template <typename Before, typename Alone, typename Through>
 void compare(std::size_t kib, std::size_t threads, unsigned rounds, std::size_t total_mebibytes,
              Before before, Alone alone, Through tier) {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much faster a prompt is reloaded from a server or a bucket than recomputed.
 
-    python benchmarks/remote_reload.py --tier redis|s3|mooncake|KIND=PLACE|JSON [--tier ...] [--prompts 3]
+    python benchmarks/remote_reload.py --tier redis|s3|mooncake|TYPE=PLACE|JSON [--tier ...] [--prompts 3]
 
 Works like prompt_reload.py, with these tiers instead of the disk. For "redis", "s3" and "mooncake" alone it
 starts a server; JSON is a table of secondary_tiers. The same place is also measured with LMCache if it is
-installed (see lmcache_beside.py), on S3 with vLLM's own object tier if NIXL is installed, and on Mooncake
+installed (see lmcache_server.py), on S3 with vLLM's own object tier if NIXL is installed, and on Mooncake
 with vLLM's own connector, which has no host memory. Records remain on servers that this benchmark did not
 start, under a prefix of their own that it prints: `kv-offload purge` accepts it.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import lmcache_beside
+import lmcache_server
 from local_server import LocalServer, kv_transfer_config
 from prompt_reload import HOST_BYTES, WAIT_SECONDS, Setup, Times, make_prompts, measure
 from reporting import describe_machine, echo, write_results
@@ -102,17 +102,17 @@ def inside(directory: Path) -> Iterator[None]:
 def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
     """Measures LMCache. Returns None if it is not installed or does not support this place."""
     kind = entry["type"]
-    if not lmcache_beside.is_installed():
+    if not lmcache_server.is_installed():
         echo(f"LMCache {kind}: not measured, as LMCache is not installed")
         return None
     try:
-        server = lmcache_beside.LMCacheServer(entry, HOST_BYTES)
+        server = lmcache_server.LMCacheServer(entry, HOST_BYTES)
     except ValueError as error:
         echo(f"LMCache {kind}: not measured, as {error}")
         return None
     place = Remote(kind, lambda _, records: server.has_written())
     with inside(setup.directory):
-        model = lmcache_beside.model_named(entry, setup.model, setup.directory)
+        model = lmcache_server.model_named(entry, setup.model, setup.directory)
         return measure(replace(setup, model=model), f"LMCache {kind}", server.kv_transfer, place)
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A full directory whose space others have: what a write costs there, and what is left of the others'
-// prompts. Prints one JSON object per line. root_owners.py runs it several times, for two builds by turns.
+// A full directory of several owners: the cost of a write, and the remaining prompts of the other owners.
+// Prints one JSON object per line. root_owners.py runs it several times, for two builds in turns.
 //
 //   root_owners dead DIRECTORY LEAVES FILES RECORD_BYTES WRITES BATCHES
 //     Two full roots with FILES records in each of LEAVES leaf directories. In one they are our own, in the
@@ -115,7 +115,7 @@ class Writer {
     tier_ = make_fs_tier(options);
   }
   Tier& tier() { return *tier_; }
-  // Ok, or the write was declined, as a chunk of its own prompt would have been evicted for it.
+  // Returns ok, or that the write was declined because it would evict a chunk of its own prompt.
   bool write(const ChunkKey& key, const EntryInfo& entry_info, Cost* cost = nullptr) {
     TierOp op;
     op.id = ++last_op_;
@@ -279,8 +279,8 @@ void measure_dead(const std::string& directory, const DeadOptions& options, int 
 constexpr std::uint8_t kModels[] = {0x11, 0x22, 0x33};  // the last one is alone
 constexpr const char* kNames[] = {"first", "second", "alone"};
 
-// A server without threads of its own: its writes and its ticks come when we say so, so that the result does
-// not depend on how busy the machine is.
+// A server without threads: the benchmark calls its writes and ticks, so the result does not depend on the
+// load of the machine.
 class Server {
  public:
   Server(std::size_t index, const std::string& root, std::uint64_t max_bytes, std::uint64_t share,
@@ -311,7 +311,7 @@ class Server {
     refused_ += !status.is_ok() && status.kind() != StatusKind::kDeclined;
   }
   bool has_written(std::uint64_t bytes) const { return chunks_ * models_.record_bytes > bytes; }
-  // What is on disk.
+  // The records on disk.
   void print(std::uint64_t second) const {
     NamespaceId id;
     id.fill(kModels[index_]);

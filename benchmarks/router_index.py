@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import random
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -31,6 +33,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +113,12 @@ LLMD_CASES = [
 # ---- the engine's process
 
 
-def serve() -> None:
-    """Runs one engine; reads orders as JSON lines and answers each with one line."""
-    options = json.loads(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's lines go to stderr
-    sys.path[:0] = [str(TESTS), str(HERE)]
+def serve(options: dict[str, Any], orders: Connection) -> None:
+    """Runs one engine; reads orders and answers each."""
+    log = os.open(options["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= options["environment"]
     if options["form"] != "tiering":
         import adapter
 
@@ -138,6 +141,7 @@ def serve() -> None:
         0, endpoint=options["events"], replay_endpoint=options["replay"], topic=TOPIC
     )
     engine.scheduler.kv_event_publisher = publisher
+    lookups = watch_lookups(engine, options)
 
     def mark(tokens: list[int], size: int) -> None:
         # llm-d drops the message if a hash is an integer that msgpack encodes in less than 64 bits.
@@ -152,9 +156,9 @@ def serve() -> None:
         for _ in range(3):
             engine.step_idle()
 
-    print(json.dumps({"model_dir": engine.model_dir}), file=answers, flush=True)
+    orders.send({"model_dir": engine.model_dir})
     number = 0
-    loop = IdleLoop(engine, map(json.loads, sys.stdin))
+    loop = IdleLoop(engine, iter(orders.recv, None))
     while (order := loop.next()) is not None:
         reply: dict[str, Any] = {}
         if order["do"] == "request":
@@ -164,25 +168,99 @@ def serve() -> None:
             sequence = engine.ranks[0][2].sequences[f"r{number}"]
             length = len(order["tokens"])
             reply = {"found": sequence.found, "tokens": sequence.tokens[: length + order["generate"]]}
+            reply |= lookups.pop(f"r{number}", {})
         elif order["do"] == "reset":
             reply = {"done": engine.reset(running=False)}
             settle()
         elif order["do"] == "mark":
             mark(order["tokens"], order["size"])
-        print(json.dumps(reply), file=answers, flush=True)
+        orders.send(reply)
+
+
+def watch_lookups(engine: Any, options: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Records two facts when vLLM first looks a request up: the tokens of its prompt that the GPU has, and
+    those that host memory or the directory hold as whole chunks, without the plugin's own lookup.
+
+    Returns the facts by request; only for chunks of several blocks in a directory.
+    """
+    found: dict[str, dict[str, int]] = {}
+    root = options["extra"]["secondary_tiers"][0].get("root_dir")
+    if options["extra"]["blocks_per_chunk"] == 1 or root is None or options["form"] == "tiering":
+        return found
+    from live_root import paths_in
+
+    connector = engine.scheduler.connector.connector_scheduler
+    original = connector.get_num_new_matched_tokens
+
+    def stored() -> set[bytes]:
+        paths = paths_in(Path(root))
+        newest = max(
+            (int(name[1]) for path in paths if (name := re.match(r"g(\d+)\b", path.name))), default=0
+        )
+        records = [
+            path for path in paths if path.suffix == ".rec" and path.parent.parent.name == f"g{newest}"
+        ]
+        return {bytes.fromhex(record.name.split(".")[0]) for record in records}
+
+    def get_num_new_matched_tokens(request: Any, computed: int, *more: Any, **named: Any) -> Any:
+        if request.request_id not in found:
+            status = connector._req_status[request.request_id]
+            status.update_offload_keys()
+            keys = status.group_states[0].offload_keys
+            missing = set(map(bytes, engine.manager._cache.absent(keys))) - stored()
+            held = next((at for at, key in enumerate(keys) if bytes(key) in missing), len(keys))
+            size = BLOCK * options["extra"]["blocks_per_chunk"]
+            found[request.request_id] = {"gpu": computed, "held": held * size}
+        return original(request, computed, *more, **named)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    return found
+
+
+class EngineProcess:
+    """A process of ``serve``. It is forked from a server process that has imported vLLM once."""
+
+    context = multiprocessing.get_context("forkserver")
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Sets what the server process needs before the first engine starts."""
+        os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
+        sys.path[:0] = [str(TESTS), str(HERE)]
+        paths = [*sys.path[:2], os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        cls.context.set_forkserver_preload(["oracle.idle", "kv_offload._core"])
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.orders, theirs = self.context.Pipe()
+        self.process = self.context.Process(target=serve, args=(options, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def read(self) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self.orders.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"the engine's process ended with {self.process.exitcode}") from None
+        return answer
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.orders.send(order)
+        return self.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.orders.close()
 
 
 class Child:
     """A process that answers JSON lines."""
 
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            text=True,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("ab"), text=True
         )
 
     def read(self) -> dict[str, Any]:
@@ -200,7 +278,7 @@ class Child:
         return self.read()
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
 
@@ -244,11 +322,10 @@ class Server:
             "model_dir": self.model_dir,
             "events": f"tcp://*:{self.port}",
             "replay": f"tcp://*{replay}" if replay else None,
+            "log": str(self.log),
+            "environment": {name: value for name, value in os.environ.items() if name.startswith("AWS_")},
         }
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu"}
-        self.child = Child(
-            [sys.executable, __file__, "serve", json.dumps(options)], self.log, os.environ | environment
-        )
+        self.child = EngineProcess(options)
         self.model_dir = self.child.read()["model_dir"]
         self.size = self.case.size
         self.router.ask(
@@ -306,10 +383,11 @@ class Counts:
     kills: int = 0
     # of the rest: vLLM loads nothing if the GPU has all but less than a chunk of the prefix
     less_than_a_chunk: int = 0
-    short: list[list[int]] = field(default_factory=list)
+    by_rule: int = 0  # of these: shown to be so by what the GPU and the tiers held at the lookup
+    short: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, scores: dict[str, int], found: int, chunk: int) -> None:
-        longest = max(scores.values(), default=0)
+    def add(self, scores: dict[str, int], reply: dict[str, Any], chunk: int) -> None:
+        longest, found = max(scores.values(), default=0), reply["found"]
         self.probes += 1
         self.advertised += longest > 0
         self.hit += 0 < longest <= found
@@ -319,7 +397,11 @@ class Counts:
         self.beyond_device += longest - scores.get("device", 0)
         if longest > found:
             self.less_than_a_chunk += longest - found < chunk
-            self.short.append([longest, found])
+            facts: dict[str, Any] = {name: reply[name] for name in ("gpu", "held") if name in reply}
+            is_rule = bool(facts) and longest - found < chunk
+            is_rule = is_rule and facts["gpu"] == found and facts["held"] >= longest
+            self.by_rule += is_rule
+            self.short.append({"is_rule": is_rule, "advertised": longest, "found": found, **facts, **scores})
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -334,9 +416,10 @@ class Counts:
             if self.advertised_tokens
             else None,
             "short_by_less_than_a_chunk": self.less_than_a_chunk,
+            "short_by_rule_of_vllm": self.by_rule,
             "resets": self.resets,
             "kills": self.kills,
-            "short": self.short[:20],
+            "short": sorted(self.short, key=lambda each: each["is_rule"])[:20],
         }
 
 
@@ -376,7 +459,8 @@ def start_router(case: Case, arguments: argparse.Namespace, directory: Path) -> 
 
 
 def run(case: Case, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    rng, counts, probes = random.Random(arguments.seed), Counts(), arguments.probes
+    rng, counts = random.Random(arguments.seed), Counts()
+    ends = time.monotonic() + 60 * arguments.minutes if arguments.minutes else math.inf
     router = start_router(case, arguments, directory)
     with tiers_of(case, directory) as tiers:
         servers = [
@@ -387,7 +471,9 @@ def run(case: Case, arguments: argparse.Namespace, directory: Path) -> dict[str,
             servers[1].kill()
             servers[1].start()
         talks: list[list[int]] = [[] for _ in range(24)]
-        for number in range(probes):
+        for number in range(arguments.probes):
+            if counts.advertised >= arguments.advertised or time.monotonic() > ends:
+                break
             server = rng.choice(servers)
             turn = rng.randrange(len(talks))
             if len(talks[turn]) > LONGEST:
@@ -403,7 +489,7 @@ def run(case: Case, arguments: argparse.Namespace, directory: Path) -> dict[str,
             reply = server.child.ask(
                 do="request", tokens=prompt, generate=rng.randrange(1, 8), salt=salt, lora=lora
             )
-            counts.add(scores, reply["found"], BLOCK * case.blocks)
+            counts.add(scores, reply, BLOCK * case.blocks)
             talks[turn] = reply["tokens"]
             if case.kills and number % 110 == 109:
                 server.kill()
@@ -425,9 +511,15 @@ def main() -> None:
     router.add_argument("--dynamo-python", help="python of an environment with Dynamo")
     router.add_argument("--llmd", help="program that was built from llmd_scores.go")
     parser.add_argument("--probes", type=int, default=220, help="requests per case")
+    parser.add_argument(
+        "--advertised", type=int, default=1 << 30, help="end after so many advertised prefixes"
+    )
+    parser.add_argument("--minutes", type=float, help="end a case after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--save", help="name of the results; without it, --only saves none")
     arguments = parser.parse_args()
+    EngineProcess.prepare()
     echo(describe_machine()["text"])
     cases = {}
     for case in LLMD_CASES if arguments.llmd else CASES:
@@ -436,13 +528,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="router-index-") as directory:
             cases[case.name] = run(case, arguments, Path(directory))
         echo(f"{case.name}: {json.dumps(cases[case.name])}")
-        if not arguments.only:  # an interruption keeps the cases so far
-            name = "llmd_scores" if arguments.llmd else "router_index"
-            write_results(name, {"probes": arguments.probes, "cases": cases})
+        name = arguments.save or ("llmd_scores" if arguments.llmd else "router_index")
+        if arguments.save or not arguments.only:  # an interruption keeps the cases so far
+            write_results(name, {"probes": arguments.probes, "seed": arguments.seed, "cases": cases})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve()
-    else:
-        main()
+    main()

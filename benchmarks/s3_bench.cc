@@ -5,18 +5,19 @@
 //   [--rounds 6] [--total MiB] [--ca-file PEM] [--signed 1]
 //   s3_bench --endpoint http://HOST:PORT --bucket NAME --presence 4096 [--rounds 6]
 //
-// Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on a connection
-// for each thread, the body of a PUT not summed up (--signed 1: it is, by OpenSSL, and the store compares),
-// that of a GET copied to memory of the program's own, as libcurl asks for it, and not looked at; what is put
-// lies in as many buffers as the tier has rows, and cannot be compressed: SeaweedFS compresses what looks
-// like text. The tier: the same number of records through submit and poll, with header and checksum, all
-// looked up before as those of a prompt are; to an http:// endpoint also with the SHA-256 that such a request
-// is signed with: compare it with --signed 1. With N threads both write on N connections and read on 2 N,
-// since a tier's write threads read, too. Prints JSON: GB/s of each, and the ratio of the medians.
-// --presence: so many keys of one prompt, of which the first half is there: by the library HEADs in a row,
-// twice as far each time until one is missing, then by halves, of names as long as the tier's; against
-// prefetch_presence() until contains() knows each, and what the thread that asks spends on it. Each round
-// writes under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
+// Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on one
+// connection per thread. The body of a PUT has no checksum (--signed 1: it has the SHA-256 of OpenSSL, which
+// the store compares). The body of a GET is copied to the program's memory, as libcurl requires, and not
+// inspected. Bodies are in as many buffers as the tier has rows, and cannot be compressed, because SeaweedFS
+// compresses data that looks like text. The tier: the same number of records through submit and poll, with
+// header and checksum, all looked up before like those of a prompt; for an http:// endpoint also with the
+// SHA-256 in the signature, so compare it with --signed 1. With N threads, both write on N connections and
+// read on 2 N, because a tier's writer threads read too. Prints JSON: GB/s of each, and the ratio of the
+// medians. --presence: this number of keys of one prompt, of which the first half exists. Compares a binary
+// search with HEADs of the library (the distance doubles until one is missing), for names as long as the
+// tier's, with prefetch_presence() until contains() knows each key, and measures the CPU time of the calling
+// thread. Each round writes under a new prefix that begins with "bench-" and is not removed: use a separate
+// bucket.
 #include <curl/curl.h>
 
 #include <cstdio>
@@ -58,10 +59,11 @@ std::string new_prefix() {
          std::to_string(++count);
 }
 
-// What stands between a tier's prefix and a key: namespace and epoch. Stores take longer for longer names.
+// The part of a name between a tier's prefix and a key: namespace and epoch. Stores take longer for longer
+// names.
 std::string names_of_the_tier() { return "/" + std::string(64, 'a') + "/" + std::string(32, 'e') + "/"; }
 
-// libcurl, as a program would use it that wants nothing but the bytes.
+// libcurl as used by a program that only transfers the bytes.
 class Connection {
  public:
   Connection(const s3::Bucket& bucket, bool signed_bodies) : bucket_(bucket), signed_bodies_(signed_bodies) {}
@@ -79,7 +81,7 @@ class Connection {
     curl_easy_setopt(easy_, CURLOPT_READDATA, this);
     end();
   }
-  // Into memory that has been used before.
+  // Into memory that was used before.
   void get(const std::string& key, std::size_t bytes) {
     body_.resize(bytes);
     filled_ = 0;
@@ -195,7 +197,7 @@ void compare_presence(const Options& options) {
   const std::vector<std::byte> value(4096);
   for (std::size_t i = 0; i < options.presence / 2; ++i)
     connection.put(prefix + bench::key_of(i).hex(), value);
-  // Twice as far each time until one is missing, then half of what is between.
+  // The distance doubles until a key is missing; then a binary search between the last two.
   const auto alone = [&](const std::vector<ChunkKey>& keys) {
     const double start = bench::now();
     std::size_t there = 0, missing = 1;

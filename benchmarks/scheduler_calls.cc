@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long may a call hold up the scheduler's thread? Each command prints one JSON object per sample.
+// How long can a call block the scheduler's thread? Each command prints one JSON object per sample.
 //
 //   scheduler_calls rows ROUNDS
 //     prepare_store() that evicts: rows of one size and of two sizes, by turns.
@@ -66,7 +66,7 @@ struct Directory {
   ~Directory() { std::filesystem::remove_all(path); }
 };
 
-// A cache and its one rank. The rows are a sparse file that nobody touches: no bytes move.
+// A cache and its one rank. The rows are in a sparse file, and no bytes are copied.
 class Host {
  public:
   Host(std::uint64_t bytes, const std::vector<std::uint64_t>& row_bytes,
@@ -213,7 +213,7 @@ void measure_end(std::uint64_t reads) {
   const RequestHandle behind = wait_for(cache, std::uint64_t{1} << 32, reads);
   if (queued() != 2 * reads) std::abort();
   const double seconds = seconds_of([&] { cache.end_request(behind); });
-  double step = 0;  // the longest one: steps hear of the ops that ended, and cancel reads that are left
+  double step = 0;  // the longest one: steps process ended ops, and cancel remaining reads
   do {
     step = std::max(step, seconds_of([&] { cache.end_step(); }));
   } while (queued() != reads);
@@ -275,7 +275,7 @@ class Index {
     keys_.reserve(2 * count);
     for (std::uint64_t i = 0; i < 2 * count; ++i) keys_.push_back(bench::key_of(i));
   }
-  // What a start finds on disk: names, then the order of their use.
+  // Enters the findings of a start: the names on disk, then the order of their use.
   void scan() {
     begin(1);
     std::vector<FoundRecord> found(count_);
@@ -305,7 +305,7 @@ class Index {
     write(0, count_);
     watch.print("grow", count_);
   }
-  // Each write in the place of another, as in a full directory.
+  // Each write replaces another record, as in a full directory.
   void evict(std::uint64_t count) {
     HoldWatch watch;
     std::vector<TierRemoval> removals;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What does shared host memory cost the scheduler's thread, and a load? Prints one table.
+// How much time does shared host memory add to the scheduler's thread and to a load? Prints one table.
 //
 //   shared_memory [ENGINES] [ROUNDS]
 //

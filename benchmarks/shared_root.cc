@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Three servers on one full root, of which one idles, is stopped or is killed: how long the others go without
-// a write, how far above its bound the root is, how late they find what one of them recorded. Prints JSON.
+// Three servers on one full root, of which one is idle, stopped or killed: the longest time without a write
+// of the others, the bytes of the root above its limit, and the delay until they find each other's records.
+// Prints JSON.
 //
 //   shared_root ROOT [SECONDS A PHASE] [MAX_BYTES] [RECORD_BYTES]
 //
-// ROOT is made and removed. Each server writes with a short pause between records; every 50 ms one of them
-// marks a record, which the others ask for until they have it (a mark that is evicted before is not counted).
+// Creates and removes ROOT. Each server writes with a short pause between records. Every 50 ms one of them
+// marks a record, which the others look up until they find it (a mark that is evicted before is not counted).
 // "all" is the baseline.
 #include <fmt/format.h>
 #include <signal.h>
@@ -37,7 +38,7 @@ constexpr std::size_t kMarks = 4096;
 constexpr double kMarkEvery = 0.05;
 constexpr std::chrono::milliseconds kPause{5};  // so that a mark is found before it is evicted
 
-// What the processes tell one another.
+// Shared between the processes.
 struct Board {
   std::atomic<int> idle{-1};
   std::atomic<int> marking{0};
@@ -124,7 +125,7 @@ class Server {
     board_.mark[slot].at.store(at);
     board_.marks.store(slot + 1);
   }
-  // For what others marked.
+  // Looks for marked records of the others.
   void look() {
     for (; seen_ < board_.marks.load(); ++seen_) {
       const std::uint64_t key = board_.mark[seen_].number.load();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What do tenants cost the scheduler's thread? Prints one table.
+// How much time do tenants add to the scheduler's thread? Prints one table.
 //
 //   tenants_calls [TENANTS] [ROUNDS]
 //
@@ -102,7 +102,7 @@ void run(std::uint32_t tenants, int rounds) {
     std::vector<double> store[2], hit[2], miss[2], load[2];
     const int full =
         static_cast<int>(kRows / kChunks) + static_cast<int>(tenants);  // rounds until all is full
-    std::vector<ChunkKey> keys, earlier;  // of the round before, and so of another tenant
+    std::vector<ChunkKey> keys, earlier;  // of the previous round, and so of another tenant
     for (int round = 0; round < full + rounds; ++round) {
       const std::uint64_t first = static_cast<std::uint64_t>(round) * 2 * kChunks;
       earlier = std::exchange(keys, keys_from(first, kChunks));

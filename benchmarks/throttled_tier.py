@@ -86,7 +86,7 @@ class Bench:
 
     def ask(self, case: Case, policy: str) -> None:
         prompt = next(self.turns)
-        if len(case.without) % 2 == 0:  # each goes first equally often; the other one is idle
+        if len(case.without) % 2 == 0:  # each is first equally often; the other one is idle
             computed = self.plain.ask(prompt, max_tokens=1)
         answer = self.tiered.ask(prompt, max_tokens=1, **LOAD_POLICIES[policy])
         if len(case.without) % 2 != 0:

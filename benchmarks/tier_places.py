@@ -19,11 +19,11 @@ from kv_offload.tiers.registry import entry_at, kinds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
-_PREFIX_KEYS = ("key_prefix", "prefix")  # setting names, depending on the kind of tier
+_PREFIX_KEYS = ("key_prefix", "prefix")  # setting names, depending on the type of tier
 
 
 def entry_of(text: str) -> dict[str, Any]:
-    """Parses ``KIND=PLACE`` or a table of secondary_tiers as JSON, and adds a new, unique prefix.
+    """Parses ``TYPE=PLACE`` or a table of secondary_tiers as JSON, and adds a new, unique prefix.
 
     The prefix prevents hits on records of earlier runs. Raises SystemExit for a kind without a prefix
     setting.

@@ -129,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--records", type=int, default=500)
     parser.add_argument("--kib", type=int, default=2048, help="of a record")
-    parser.add_argument("--tier", action="append", help="KIND=PLACE or JSON; may be repeated")
+    parser.add_argument("--tier", action="append", help="TYPE=PLACE or JSON; may be repeated")
     parser.add_argument("--dry", action="store_true", help="for trying out: nothing is written")
     arguments = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}

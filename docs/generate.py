@@ -76,8 +76,6 @@ def _default(field: FieldInfo) -> str:
 def _type(field: FieldInfo) -> str:
     """Returns the values that a field accepts, from its annotation."""
     annotation = field.annotation
-    if annotation is Any:
-        return "not accepted"
     metadata = list(field.metadata)
     for part in get_args(annotation):  # Optional[Annotated[...]]
         metadata += [item for item in get_args(part) if not isinstance(item, type)]

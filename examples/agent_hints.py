@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent loop with the OpenAI client for Python that tells the server when its session continues.
+"""An agent loop with the OpenAI client for Python that sends the server hints about its session.
 
     pip install openai
     python examples/agent_hints.py MODEL [--url http://localhost:8000/v1]
@@ -25,7 +25,7 @@ TOOL_SECONDS = {"clock": 2.0}  # how long each tool usually takes
 
 
 class Session:
-    """One conversation. Its name must be hard to guess: who knows it may send hints about it."""
+    """One conversation. Its name must be hard to guess: a client that knows it can send hints about it."""
 
     def __init__(self, client: Any, model: str) -> None:
         self._client, self._model = client, model
@@ -41,7 +41,7 @@ class Session:
         return message
 
     def tell(self, action: dict[str, Any]) -> None:
-        """Sends a hint in a request of its own. Its prompt must begin like those of the session."""
+        """Sends a hint in a separate request. Its prompt must begin like those of the session."""
         hints = {"version": 1, "actions": [{**action, "target": {"session": self.name}}]}
         self._send([*self.messages[:1], {"role": "user", "content": "."}], hints, tools=TOOLS, max_tokens=1)
 

@@ -158,6 +158,9 @@ class HostAgent:
     def refuse_tiers(self, round: int, problem: str) -> None: ...
     def close(self) -> None: ...
 
+def hosts_problem() -> str:
+    """Returns why this build cannot connect the hosts of an engine (it has no OpenSSL); "" if it can."""
+
 class HostLinks:
     """The scheduler's connections to the other hosts of its engine."""
 
@@ -176,7 +179,8 @@ class HostLinks:
 
         Returns (text that identifies the regions of all hosts, for TieredCache's keep_identity; hosts without
         their part of the earlier engine's memory, and why; hosts whose region ends with the engine). Raises
-        ResourceError naming the hosts that have not confirmed it. The regions need keep_for.
+        ResourceError naming the hosts that have not confirmed it. The regions need keep_for. Ctrl-C ends the
+        wait.
         """
     @property
     def num_hosts(self) -> int:
@@ -344,7 +348,7 @@ class RecordImporter:
 
     def __init__(self, spec: TierSpec) -> None:
         """May take minutes: a directory is counted. Raises like the tier, RuntimeError if there is no epoch,
-        ValueError if records cannot be copied into this kind of tier."""
+        ValueError if records cannot be copied into this type of tier."""
 
     @property
     def epoch(self) -> str: ...
@@ -382,9 +386,12 @@ class RemoteRecords:
         """Reads the whole record. Returns (ok | not_found | corrupt | ..., the problem, True if it was
         removed)."""
 
-    def read(self, record: RemoteRecord) -> tuple[str, str, WholeRecord | None]:
+    def read(
+        self, record: RemoteRecord, into: WholeRecord | None = None
+    ) -> tuple[str, str, WholeRecord | None]:
         """Reads and verifies the whole record. Returns (ok | not_found | corrupt | ..., the problem, the
-        record); None unless it is ok."""
+        record); None unless it is ok. ``into``: the record to return, whose memory is used again; its bytes
+        are lost whatever the result."""
 
     def startup_epoch(self, namespace_id: str) -> str:
         """Returns the epoch that newly started processes use; "" if there is none."""
@@ -626,7 +633,7 @@ class TieredCache:
         chunk, 0 for a whole chunk. Call ``forget_context`` when a request ends.
         """
     def report(self, request: int) -> dict[str, Any]:
-        """Returns the outcome of a request, also after its end until another one begins.
+        """Returns the outcome of a request, even after its end until another one begins.
 
         hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
         load_seconds and compute_seconds (the estimates behind the choice, 0 = unknown), waited_seconds.
@@ -825,9 +832,13 @@ class FsRoot:
         be removed; all others are removed."""
 
 def read_record_file(
-    path: str, namespace: str, encryption_key_files: Sequence[str] = ()
+    path: str,
+    namespace: str,
+    encryption_key_files: Sequence[str] = (),
+    into: WholeRecord | None = None,
 ) -> tuple[str, str, WholeRecord | None]:
-    """Reads and verifies a record file. Returns (ok | not_found | corrupt | ..., the problem, the record)."""
+    """Reads and verifies a record file. Returns (ok | not_found | corrupt | ..., the problem, the record).
+    ``into``: as in RemoteRecords.read."""
 
 def record_created(path: str) -> float:
     """Returns the write time in a record's header, in unix seconds; 0.0 if it cannot be read."""

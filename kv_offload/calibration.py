@@ -7,10 +7,12 @@ A decoder does not need them.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,6 +28,14 @@ _MOST_BYTES = 64 << 20  # of a file
 _TYPICAL_FACTOR = 0.5
 _LEAST_FACTOR = 2.0**-10
 _DIGITS = 5  # of a factor
+
+# Parts of a server's identity that `kv-offload calibrate` does not have, and where they come from.
+_NOT_CALIBRATED = {
+    "adapters": "--default-mm-loras",
+    "address": "weights that vLLM reads from an address",
+    "configured_by": "--hf-config-path",
+    "draft": "a drafter",
+}
 
 Blocks = tuple[float, ...]  # by 64 channels; the last ones of a head may be fewer
 Heads = tuple[Blocks, ...]
@@ -83,6 +93,7 @@ class Calibration:
         positive = [each for each in known if each > 0]
         if not positive or not all(math.isfinite(each) and each >= 0 for each in known):
             raise ValueError("the sensitivities are not finite, or all of them are zero")
+        # The geometric mean: sensitivities differ by orders of magnitude.
         mean = math.exp(math.fsum(map(math.log, positive)) / len(positive))
 
         def factors(kind: Sequence[Sequence[float]]) -> Heads:
@@ -120,8 +131,7 @@ class Calibration:
     def read(cls, path: Path) -> "Calibration":
         """Reads a file. Raises CalibrationError, which names the file and the error."""
         try:
-            with path.open("rb") as file:
-                content = file.read(_MOST_BYTES + 1)
+            content = _content(path)
         except OSError as error:
             raise CalibrationError(
                 f"calibration {path} cannot be read: {error.strerror}; make it with `kv-offload calibrate`"
@@ -164,11 +174,22 @@ class Calibration:
         """
         ours, theirs = ({**each, "model_id": None} for each in (self.model, identity))
         different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if different:
-            raise CalibrationError(
-                f"the calibration is of another model: {', '.join(different)} differ; make one for this "
-                "model with `kv-offload calibrate`"
+        if not different:
+            return
+        unknown = [setting for name, setting in _NOT_CALIBRATED.items() if name in different]
+        if unknown:
+            remedy = (
+                f'calibrations do not support {" and ".join(unknown)}: remove "calibration" from the tier'
             )
+        elif "code" in different:
+            remedy = (
+                "make one with `kv-offload calibrate --trust-remote-code`, and serve without --code-revision"
+            )
+        else:
+            remedy = "make one for this model with `kv-offload calibrate`"
+        raise CalibrationError(
+            f"the calibration is of another model: {', '.join(different)} differ; {remedy}"
+        )
 
     def block_factors(
         self, layers: Sequence[int], page: PageLayout, first_head: int, heads: int
@@ -205,6 +226,19 @@ class Calibration:
         return factors
 
 
+def _content(path: Path) -> bytes:
+    """Returns at most _MOST_BYTES + 1 bytes of a regular file. Raises OSError."""
+    # O_NONBLOCK: a FIFO would block the start until another process writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
 def _extend(factors: list[float], filled: int, head: Blocks, head_bytes: int, run: int, block: int) -> int:
     """Appends the factors of a run of keys or values of one head; returns the bytes of the last, if partial.
 
@@ -237,9 +271,11 @@ def _layer(fields: Mapping[str, Any]) -> LayerFactors:
     sizes = fields["key_size"], fields["value_size"]
     kinds = tuple(tuple(tuple(map(float, head)) for head in fields[kind]) for kind in ("keys", "values"))
     for size, kind in zip(sizes, kinds, strict=True):
+        # Keys and values have the same number of heads.
         if not isinstance(size, int) or size < 1 or not kind or len(kind) != len(kinds[0]):
             raise ValueError("a layer without heads or channels")
         for head in kind:
+            # One factor per block of channels; the last block may be shorter.
             if len(head) != -(-size // BLOCK) or not all(0 < factor <= 1 for factor in head):
                 raise ValueError("factors that are not one for each 64 channels, above 0 and at most 1")
     return LayerFactors(*sizes, *kinds)

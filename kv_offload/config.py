@@ -132,7 +132,7 @@ class OffloadConfig(BaseModel):
     )
     keep_host_memory: bool = Field(
         default=False,
-        description="keep host memory after the server ends, also after a crash, for the next server of the "
+        description="keep host memory after the server ends, even after a crash, for the next server of the "
         "same model. Until then the memory stays allocated, unless another start needs it",
     )
     share_host_memory: bool = Field(

@@ -454,10 +454,13 @@ class Copier:
         return Outcome(entry, ended, 0, kind, message, at_source=False)
 
     def _read(self, entry: Entry) -> "tuple[str, str, WholeRecord | None]":
-        root = getattr(self._of_thread, "root", None)
-        if root is None:
-            root = self._of_thread.root = self._open_source()
-        return cast("Root", root).read(self._namespace, entry.handle)
+        own = self._of_thread
+        if not hasattr(own, "root"):
+            own.root, own.record = self._open_source(), None
+        kind, message, record = cast("Root", own.root).read(self._namespace, entry.handle, own.record)
+        if record is not None:
+            own.record = record  # the next read uses its memory again
+        return kind, message, record
 
     def _write(self, record: "WholeRecord", used: float) -> tuple[str, str, bool]:
         while True:

@@ -24,7 +24,7 @@ class ErrorBounds(NamedTuple):
 
 
 class StatedLoss(NamedTuple):
-    """What a record's header says about its payload. Sizes in bytes; errors are relative."""
+    """The sizes and losses in the header of a record. Sizes in bytes; errors are relative."""
 
     is_lossy: bool
     raw_bytes: int

@@ -14,6 +14,7 @@ SHM_DIRECTORY = "/dev/shm"
 # The names of the files of keep_host_memory and share_host_memory begin with these.
 _KEPT, _SHARED = "kv_offload-kept-", "kv_offload-shared-"
 KEPT_REGIONS = f"{SHM_DIRECTORY}/{_KEPT}*"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # as this_boot() in csrc/memory/control_page.cc
 
 Headroom = Callable[[str], tuple[int, str]]
 
@@ -55,8 +56,8 @@ def check_machine(
 
 
 def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """Returns (bytes available to a start, what limits them). Counts regions that no server holds as free,
-    because a start frees them."""
+    """Returns (bytes available to a start, the limit that applies). Counts regions that no server holds as
+    free, because a start frees them."""
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)
@@ -108,6 +109,14 @@ def _memory_remedy(limited_by: str) -> str:
     return "free memory on this host"
 
 
+def _boot_id_problem() -> str:
+    """Returns why the core cannot tell if the machine was restarted; "" if it can."""
+    try:
+        return "" if BOOT_ID.read_bytes() else "it is empty"
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
 def cautions(config: OffloadConfig) -> list[str]:
     """Returns settings that work but are probably mistakes."""
     texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
@@ -118,6 +127,11 @@ def cautions(config: OffloadConfig) -> list[str]:
             "keep_host_memory leaves the KV cache unencrypted in /dev/shm after the server ends, where other "
             "processes of this user can read it: encryption_key_file encrypts only records"
         )
+    if config.keep_host_memory and (problem := _boot_id_problem()):
+        texts.append(
+            f"keep_host_memory: {BOOT_ID} cannot be read ({problem}). Without it this server and the next "
+            "one take over no chunks, because they cannot rule out a restart of the machine: make it readable"
+        )
     bounds = config.error_bounds()
     if bounds is not None:
         texts.append(
@@ -127,6 +141,7 @@ def cautions(config: OffloadConfig) -> list[str]:
             "namespace, which servers without loss never read"
         )
     for tier in config.secondary_tiers:
+        # A tier without its own limit cannot be compared. Other policies write fewer chunks twice.
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "write_through":
             texts += small_tier_notes(tier.label(), bound, config.cpu_bytes_to_use)

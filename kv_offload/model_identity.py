@@ -67,6 +67,7 @@ def model_identity(
     """
     environ = os.environ if environ is None else environ
     identity = _found(name, revision, cache_dir, environ)
+    # A directory with only configs has no weights to sample.
     if configured_by:
         path = Path(configured_by).expanduser()
         identity["configured_by"] = (
@@ -87,6 +88,14 @@ def model_identity(
     if model_id is not None:
         identity["model_id"] = model_id
     return identity
+
+
+def code_repositories(hf_config: Any) -> list[str]:
+    """Returns the hub repositories, other than the model's, whose code transformers runs for a
+    model with this configuration, if it trusts remote code."""
+    classes = getattr(hf_config, "auto_map", None) or {}
+    named = [name for value in classes.values() for name in (value if isinstance(value, list) else [value])]
+    return sorted({name.split("--")[0] for name in named if isinstance(name, str) and "--" in name})
 
 
 def weights_problem(identity: Mapping[str, Any]) -> str | None:

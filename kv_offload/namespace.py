@@ -89,7 +89,7 @@ class NamespaceIdentity:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "NamespaceIdentity":
-        """Returns the identity with these fields, as ``dataclasses.asdict`` gives them, also after JSON.
+        """Returns the identity with these fields, as ``dataclasses.asdict`` gives them, even after JSON.
 
         Raises TypeError for missing, unknown or malformed fields.
         """

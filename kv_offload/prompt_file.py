@@ -66,6 +66,7 @@ def _request(line: bytes) -> tuple[str, dict[str, Any]]:
     if not isinstance(given, dict):
         raise ValueError(f"{_shown(given)} is not a request body; possible: {_EXAMPLE}")
     endpoint = None
+    # A line of OpenAI's batch format; its url and body must agree.
     if "body" in given:
         endpoint, given = _batch_request(given)
     found = [key for key in _ENDPOINTS if key in given]

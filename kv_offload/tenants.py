@@ -140,7 +140,7 @@ class TenantTotals:
 
 
 def client_of(params: Any, document: Any = None) -> str | None:
-    """Returns the client that a request names in its hints, also if these are otherwise invalid.
+    """Returns the client that a request names in its hints, even if these are otherwise invalid.
 
     ``params``: its kv_transfer_params. ``document``: the hints of its envelope.
     """

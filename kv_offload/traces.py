@@ -115,7 +115,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is known about the time and bytes of a token."""
+    """The speeds and bytes of a token, as far as they are known."""
 
     prefill: float = 10_000  # tokens/s
     token_bytes: int = 0  # of KV cache; 0: not known, loads take no time

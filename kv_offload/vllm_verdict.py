@@ -205,6 +205,7 @@ def _judge_in_process(given: Mapping[str, Any]) -> list[str]:
 
 def _judged_alone(given: Mapping[str, Any]) -> list[str]:
     problems = [_unknown(str(name)) for name in given if name not in (*FIELDS, *REMOVED_FIELDS)]
+    # These are the checks of vLLM's own class, for machines without vLLM.
     role, policy = given.get("kv_role"), given.get("kv_load_failure_policy", "fail")
     if role is not None and role not in ROLES:
         problems.append(f"kv_role is {role!r}; it should be {_either(ROLES)}")
@@ -223,6 +224,7 @@ def _judged_alone(given: Mapping[str, Any]) -> list[str]:
         if value is not None and not isinstance(value, kind):
             problems.append(f"{name} is {value!r}; it should be a string")
     try:
+        # vLLM also accepts a number as text.
         int(given.get("kv_port", 0))
     except (TypeError, ValueError):
         problems.append(f"kv_port is {given['kv_port']!r}; it should be a number")

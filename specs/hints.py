@@ -29,7 +29,7 @@ _REASONS = {
     "clipped": "pinned the beginning of the prompt, which reaches the limit of bytes",
     "rejected": "the hints of this request name too many chunks",
 }
-_NOT_TRUSTED = "this client's earlier hints did not say which of its sessions returns sooner"
+_NOT_TRUSTED = "this client's earlier hints did not predict which session returns sooner"
 _RETURNS = (schema.ResumeIn, schema.ResumeAt, schema.Prefetch)  # the session is expected back
 _PIN_REJECTED = "over the limit of pinned bytes, or of chunks per request"
 

@@ -57,7 +57,7 @@ class Hosts:
 
     @property
     def part(self) -> str:
-        """Which part of each chunk this host has, for the namespace of its records."""
+        """Returns the part of each chunk that this host has, for the namespace of its records."""
         return f"{_ranks_text(self.first_rank, self.ranks_each)} of {self.count * self.ranks_each}"
 
     def region_id(self, engine_id: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
-from kv_offload.model_identity import model_identity
+from kv_offload.model_identity import code_repositories, model_identity
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
 
 from . import compat, packing
@@ -96,7 +96,7 @@ def _digest(text: str) -> str:
 def _weights_source(vllm_config: Any) -> dict[str, Any]:
     """Returns the sources of the weights, in addition to config.model.name.
 
-    For a model at a remote address (s3:// and similar) vLLM replaces the name by a temporary directory with
+    For a model at a remote address (s3:// and similar) vLLM replaces the name with a temporary directory with
     the model's configs, and keeps the address in model_weights.
     """
     return {
@@ -126,12 +126,10 @@ def _draft(vllm_config: Any) -> dict[str, Any] | None:
 
 
 def _remote_code(model_config: Any) -> list[str]:
-    """Returns the hub repositories, other than the model's, whose code transformers runs for this model."""
+    """Returns the hub repositories of code_repositories() that vLLM may run."""
     if not getattr(model_config, "trust_remote_code", False):
         return []
-    classes = getattr(getattr(model_config, "hf_config", None), "auto_map", None) or {}
-    named = [name for value in classes.values() for name in (value if isinstance(value, list) else [value])]
-    return sorted({name.split("--")[0] for name in named if isinstance(name, str) and "--" in name})
+    return code_repositories(getattr(model_config, "hf_config", None))
 
 
 def _numbers_images(vllm_config: Any) -> bool:

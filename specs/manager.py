@@ -248,7 +248,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- lookup and load
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Returns whether a chunk is loadable now. Instances replace this method by the core's builtin."""
+        """Returns whether a chunk is loadable now. Instances replace this method with the core's builtin."""
         return self._results[self._cache.lookup(self._handle_of(req_context), key)]
 
     def _noting_pending_hits(self, lookup: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:

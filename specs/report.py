@@ -16,6 +16,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     text = ", ".join(found + missing) or "no tokens looked up"
     if report["choice"]:
         text += f"; {report['choice']}: "
+        # 0: the speed of the tier or of prefill is not known yet.
         if report["load_seconds"] and report["compute_seconds"]:
             text += (
                 f"loading estimated at {report['load_seconds']:.3f} s against "

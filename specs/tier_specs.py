@@ -38,7 +38,7 @@ def common_settings(options: OffloadConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What the tiers of all hosts depend on, in addition to the settings."""
+    """Values that the tiers of all hosts depend on, in addition to the settings."""
 
     identity: NamespaceIdentity  # of the whole engine
     elements: tuple[str, ...]  # by group position

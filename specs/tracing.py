@@ -43,7 +43,7 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
 class FinishedRequest(NamedTuple):
-    """What the spans of a request are built from. It keeps no prompt."""
+    """The data that the spans of a request are built from. It contains no prompt."""
 
     request_id: str
     headers: Mapping[str, str] | None  # W3C trace context
@@ -54,7 +54,7 @@ class FinishedRequest(NamedTuple):
 
 
 class RequestTracer:
-    """Collects finished requests and hands their spans to OpenTelemetry in a thread of its own.
+    """Collects finished requests and sends their spans to OpenTelemetry in a separate thread.
 
     ``finish`` is for the scheduler's thread. It never waits and does as little as possible: the core records
     all times. A process forked from this one traces nothing.

@@ -2,9 +2,9 @@
 """Groups tests for pytest-xdist: tests that share a server, a process or files run on one worker.
 
 The end-to-end tests form one group, except the demonstration, which shares nothing with them. The checks that
-need other vLLM releases (the marker ``beside``) form another, because the first of them starts all processes.
-Every other file is a group. Each test of a ``check_*.py``, which only such a check run collects, is a group
-of its own. With --no-loadscope-reorder, groups start in collection order.
+need other vLLM releases (the marker ``release_check``) form another, because the first of them starts all
+processes. Every other file is a group. Each test of a ``check_*.py``, which only such a check run collects,
+is a separate group. With --no-loadscope-reorder, groups start in collection order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ os.environ.pop("COLUMNS", None)
 def group_of_file(file: Path) -> str:
     if file.is_relative_to(HERE / "e2e"):
         return "e2e"
-    if "pytest.mark.beside" in file.read_text(encoding="utf-8"):
+    if "pytest.mark.release_check" in file.read_text(encoding="utf-8"):
         return "releases"
     return str(file)
 

@@ -326,7 +326,7 @@ for name in $stages; do
     python | wheel) tests+=("tests/$name") ;;
     releases)
       export KV_OFFLOAD_RELEASES=all # tests/python/conftest.py
-      [[ " $stages " == *" python "* ]] || mapfile -t -O ${#tests[@]} tests < <(grep -l pytest.mark.beside tests/python/test_*.py)
+      [[ " $stages " == *" python "* ]] || mapfile -t -O ${#tests[@]} tests < <(grep -l pytest.mark.release_check tests/python/test_*.py)
       ;;
     *) stage "$name" "stage_$name" ;;
   esac

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How near do copies come to the link, for every way that vLLM lays out a cache?
-// One JSON object per line; the link is measured in the same run, and so is each
-// path alone ("dma" at runs of 1: a descriptor per page, as vLLM's own copies).
-// "ours" and each path are asked for results until they are over, as an engine
-// that serves asks; "waited" is ours for one that stands still until then.
+// How close do copies come to the speed of the link, for every cache layout of vLLM?
+// One JSON object per line. The link is measured in the same run, and so is each
+// path alone ("dma" at runs of 1: a descriptor per page, like vLLM's own copies).
+// "ours" and each path are polled until they end, as in a serving engine; for
+// "waited" the engine blocks until then.
 //
 //   copy_gpu [--quick] [QUESTION ...]
 //   questions: decode one_way layer_major both_ways submit        default: all
 //
-// Built on the CUDA runtime of threads (tests/cpp/fake_cuda) the benchmark
-// itself can be tried where no GPU is; its figures say nothing then.
+// With the fake CUDA runtime (tests/cpp/fake_cuda) the benchmark can be tested without
+// a GPU; its figures are then meaningless.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ constexpr CopyDirection kBoth[] = {CopyDirection::kStore, CopyDirection::kLoad};
 
 double best(std::vector<double> seconds) { return *std::min_element(seconds.begin(), seconds.end()); }
 
-// A cache of `layers` tensors in one stretch of memory.
+// A cache of `layers` tensors in one piece of memory.
 CacheLayout layout_of(std::byte* cache, std::uint64_t page, std::uint64_t layers, std::uint64_t blocks) {
   CacheLayout layout;
   auto& refs = layout.groups.emplace_back();
@@ -130,9 +130,9 @@ class Bench {
     }
   }
 
-  // What copies cost a model that decodes beside them, by what may be in flight.
-  // The copier is busy through the whole loop, and steps alone and steps beside
-  // copies take turns.
+  // The cost of concurrent copies for a model that decodes, by the copies in flight.
+  // The copier is busy through the whole loop. Steps with and without copies
+  // alternate.
   void decode() {
     struct Setting {
       const char* name;
@@ -145,7 +145,7 @@ class Bench {
                                 {"4 MiB, 2 in flight", 4 << 20, 512, 2},
                                 {"8 MiB of 4096 descriptors, 4 in flight", 8 << 20, 4096, 4},
                                 {"whole jobs, as vLLM issues them", 1ull << 40, 1u << 30, 1}};
-    // Jobs of 64 MiB: what a job has moved counts when it is over.
+    // Jobs of 64 MiB: the bytes of a job count when it has ended.
     const Shape shape{16 << 10, 32, std::min<std::uint64_t>(128, room() / (32 * (16 << 10)) / 16 * 16), 1};
     const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
     const std::uint64_t bytes = shape.page * shape.layers * shape.blocks;
@@ -194,7 +194,7 @@ class Bench {
  private:
   static constexpr int kTurns = 10;
 
-  // They are handed out between two steps, and one at least must run through each.
+  // They are submitted between two steps, and at least one must run during each step.
   std::size_t jobs_that_outlast_a_step(CopyDirection direction, std::uint64_t bytes) {
     if (quick_) return 2;
     (void)platform_.step();
@@ -245,7 +245,7 @@ class Bench {
     under_way_.push_back(job.id);
     copier.submit(std::move(job));
   }
-  // Of the jobs that are over: their bytes.
+  // The bytes of the jobs that have ended.
   std::uint64_t collect(DeviceCopier& copier) {
     std::uint64_t bytes = 0;
     for (const CopyResult& result : copier.poll()) {
@@ -255,9 +255,9 @@ class Bench {
     }
     return bytes;
   }
-  // kPolled: as an engine that serves, which asks for results. kWaited: as one whose
-  // forward pass stands until the copies are over; the copier then takes all its
-  // slots, most urgently, and its thread spins.
+  // kPolled: like a serving engine, which polls for results. kWaited: like an engine whose
+  // forward pass waits for the copies; the copier then uses all its slots with the highest
+  // priority, and its thread spins.
   enum class Until { kPolled, kWaited };
   void finish(DeviceCopier& copier, Until until = Until::kPolled) {
     if (until == Until::kWaited) copier.wait(under_way_);
@@ -274,7 +274,7 @@ class Bench {
     return now() - begun;
   }
 
-  // Ours, each path by force, and the link, round by round.
+  // The copier's own choice, each path alone, and the link, in each round.
   void report(const char* question, const Shape& shape, CopyDirection direction) {
     const std::uint64_t bytes = shape.page * shape.layers * shape.blocks;
     const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
@@ -322,7 +322,7 @@ int run_questions(bool quick, const std::set<std::string>& questions) {
   std::fflush(stdout);
   Bench bench(platform.get(), quick);
   const auto wanted = [&](const char* question) { return questions.empty() || questions.contains(question); };
-  if (wanted("decode")) bench.decode();  // most likely to say no: first
+  if (wanted("decode")) bench.decode();  // first, because it is most likely to miss a target
   if (wanted("one_way")) bench.one_way();
   if (wanted("layer_major")) bench.layer_major();
   if (wanted("both_ways")) bench.both_ways();

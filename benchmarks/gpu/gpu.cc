@@ -15,8 +15,8 @@
 namespace kv_offload::bench {
 namespace {
 
-// What an engine copies in a step besides KV: a few dozen small buffers up, the
-// sampled tokens down; and how many kernels it launches.
+// The other copies of an engine in a step: a few dozen small buffers to the device, the
+// sampled tokens to the host. Also the kernels that it launches.
 constexpr std::array<std::uint64_t, 8> kSmallCopies = {2 << 10, 2 << 10, 4 << 10,  4 << 10,
                                                        8 << 10, 8 << 10, 32 << 10, 64 << 10};
 constexpr std::uint64_t kSampled = 4 << 10;

@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
+#include "hosts/frame.h"
 #include "hosts/host_agent.h"
 #include "hosts/host_links.h"
 
@@ -29,6 +30,10 @@ std::unique_ptr<HostLinks> make_links(std::shared_ptr<HostRegion> region,
   options.silence = to_nanos(silence_seconds, "silence_seconds");
   std::vector<RemoteHost> remote;
   for (const auto& [first_rank, ranks] : hosts) remote.push_back({first_rank, ranks});
+  options.on_wait = [] {  // so that Ctrl-C ends a wait
+    const py::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
   const py::gil_scoped_release release;
   return std::make_unique<HostLinks>(std::move(region), std::move(remote), std::move(options));
 }
@@ -99,6 +104,7 @@ void open_tiers(HostAgent& agent, std::uint32_t round, const std::vector<EpochAr
 }  // namespace
 
 void bind_hosts(py::module_& module) {
+  module.def("hosts_problem", &hosts_problem);
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<HostAgent>(module, "HostAgent")
       .def(py::init(&make_agent), py::arg("region").none(false), py::kw_only(), py::arg("address"),

@@ -113,10 +113,10 @@ void bind_records(py::module_& module) {
           py::arg("encryption_key_files"), Released())
       .def(
           "read",
-          [](RemoteRecords& self, const RemoteRecord& record) {
-            return read_whole([&](WholeRecord* copy) { return self.read(record, copy); });
+          [](RemoteRecords& self, const RemoteRecord& record, std::shared_ptr<WholeRecord> into) {
+            return read_whole(std::move(into), [&](WholeRecord* copy) { return self.read(record, copy); });
           },
-          py::arg("record"))
+          py::arg("record"), py::arg("into") = py::none())
       .def("startup_epoch", &read_startup_epoch, py::arg("namespace_id"), Released())
       .def("use_record_sizes", &RemoteRecords::use_record_sizes)
       .def("remove", &remove_records, py::arg("records"))

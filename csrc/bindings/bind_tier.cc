@@ -138,6 +138,7 @@ void bind_tier(py::module_& module) {
                                                      : std::string(to_string(self.compress));
           },
           [](TierSpec& self, std::string_view text) {
+            // Parses everything before it changes a member: a text that is refused changes nothing.
             const bool loses = text.starts_with(kLossy);
             const ErrorBounds bounds = loses ? bounds_of(text) : ErrorBounds{};
             self.compress =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TierSpec: a tier for TieredCache's constructor to open. Each kind of tier binds its own derived class.
+// TierSpec: a tier for TieredCache's constructor to open. Each type of tier binds its own derived class.
 #pragma once
 
 #include <algorithm>
@@ -41,9 +41,9 @@ struct TierSpec {
   // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;
   // Opens the store alone, for RecordImporter. It evicts nothing for a write where it knows its bound. Throws
-  // like open(), and InvalidArgument if records cannot be copied into this kind of tier.
+  // like open(), and InvalidArgument if records cannot be copied into this type of tier.
   virtual std::unique_ptr<RecordStore> open_for_import() const {
-    throw_invalid("records cannot be copied into this kind of tier");
+    throw_invalid("records cannot be copied into this type of tier");
   }
   // Reads the keys; throws like EncryptionKeys::from_files.
   RecordFormOptions form() const;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <tuple>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "record/whole_record.h"
@@ -12,9 +13,10 @@
 namespace kv_offload::bindings {
 
 // Calls `read` without the GIL. Returns its status's kind and message, and the record; None unless it is ok.
+// into: the record to read into, whose bytes are lost whatever the result; null: a new one.
 template <typename Read>
-py::tuple read_whole(Read&& read) {
-  auto record = std::make_shared<WholeRecord>();
+py::tuple read_whole(std::shared_ptr<WholeRecord> into, Read&& read) {
+  std::shared_ptr<WholeRecord> record = into ? std::move(into) : std::make_shared<WholeRecord>();
   Status status;
   {
     const py::gil_scoped_release release;

@@ -100,6 +100,7 @@ DeviceLoads::Begun DeviceLoads::begin(std::span<const ChunkKey> keys, const Load
     transfer.rows.push_back(entry->row);
     ++transfer.group_rows[group];
   }
+  write_back_.make_room_for_uses(keys.size());
   make_room_for_one();
   Pins pins(chunks_, job.slots);
   // From the last to the first, so that the head of a prefix is evicted last.

@@ -177,8 +177,7 @@ void HostChunks::drop_borrowed(Slot slot) {
   neighbours_->release(row);
 }
 
-bool HostChunks::is_used_by_neighbour(Slot slot) {
-  if (!lent_) return false;
+bool HostChunks::take_use(Slot slot) {
   const ChunkEntry& entry = index_.at(slot);
   if (lent_->is_read(entry.row)) {
     read_by_neighbours_.push_back(slot);
@@ -207,9 +206,7 @@ void HostChunks::free_or_lend(RowId row) {
   quarantine_.disown(row);
 }
 
-RowId HostChunks::allocate(std::uint32_t group) {
-  const RowId row = rows_.allocate(group);
-  if (row != kNoRow || index_.forgotten() == 0) return row;
+RowId HostChunks::allocate_forgotten(std::uint32_t group) {
   drop_some_forgotten();
   return rows_.allocate(group);
 }
@@ -382,8 +379,7 @@ void HostChunks::end_load(Slot slot) {
   index_.unpin(slot);
 }
 
-std::optional<Slot> HostChunks::victim(const Requester& by, std::uint32_t group) {
-  if (!shares_) return index_.victim(by.request);
+std::optional<Slot> HostChunks::victim_within_shares(const Requester& by, std::uint32_t group) {
   const TenantShares::Request request(*shares_, by.tenant, row_bytes(group));
   return index_.victim(by.request);
 }
@@ -457,7 +453,7 @@ void HostChunks::forget() noexcept {
   std::fill(resident_by_group_.begin(), resident_by_group_.end(), 0);
 }
 
-bool HostChunks::drop_forgotten(Slot slot) {
+bool HostChunks::drop_if_forgotten(Slot slot) {
   if (!index_.is_forgotten(slot)) return false;
   const ChunkEntry& entry = index_.at(slot);
   const RowId row = entry.row;

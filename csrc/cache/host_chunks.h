@@ -105,7 +105,7 @@ class HostChunks {
   void return_borrowed(bool all);
   // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
   // then.
-  bool is_used_by_neighbour(Slot slot);
+  bool is_used_by_neighbour(Slot slot) { return lent_ && !lent_->is_idle(at(slot).row) && take_use(slot); }
   // True if a neighbour reads the chunk now: its eviction would free no row.
   bool is_read_by_neighbour(Slot slot) const {
     const RowId row = at(slot).row;
@@ -144,7 +144,10 @@ class HostChunks {
   // ---- rows
   // Returns a free row; kNoRow if there is none. The caller owns it until it inserts or frees it. Drops some
   // forgotten chunks if no row is free.
-  RowId allocate(std::uint32_t group);
+  RowId allocate(std::uint32_t group) {
+    const RowId row = rows_.allocate(group);
+    return row != kNoRow || index_.forgotten() == 0 ? row : allocate_forgotten(group);
+  }
   void free(RowId row) { rows_.free(row); }
 
   // ---- life of a chunk. Inserts REQUIRE an absent key and a row from allocate().
@@ -219,9 +222,11 @@ class HostChunks {
   // Returns a chunk to evict for a row of this group. Never returns a chunk of the requesting request: the
   // tail of its own prefix is worthless without the rest. With tenants, returns only chunks that the
   // requester's tenant may take: see PerTenant. It may be forgotten: see drop_forgotten().
-  std::optional<Slot> victim(const Requester& by = {}, std::uint32_t group = 0);
+  std::optional<Slot> victim(const Requester& by = {}, std::uint32_t group = 0) {
+    return shares_ ? victim_within_shares(by, group) : index_.victim(by.request);
+  }
   // Drops this chunk and returns true if it is forgotten.
-  bool drop_forgotten(Slot slot);
+  bool drop_forgotten(Slot slot) { return index_.forgotten() > 0 && drop_if_forgotten(slot); }
   // Returns the chunks that would be evicted next, in order, if nothing else happened; at most `most`.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Returns chunks whose eviction frees a slab that this group can use; empty if there are none. Some may be
@@ -280,6 +285,10 @@ class HostChunks {
   std::uint64_t row_bytes(std::uint32_t group) const { return rows_.row_bytes(group); }
   RowId remove(Slot slot);  // the caller owns the row
   void drop_some_forgotten();
+  bool drop_if_forgotten(Slot slot);
+  RowId allocate_forgotten(std::uint32_t group);
+  std::optional<Slot> victim_within_shares(const Requester& by, std::uint32_t group);
+  bool take_use(Slot slot);
   bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
   void free_or_lend(RowId row);
   const ChunkEntry* borrow_now(const ChunkKey& key, std::uint32_t group);

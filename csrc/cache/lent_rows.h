@@ -39,6 +39,8 @@ class LentRows {
   // Call before a row is reused. False: a neighbour reads it; poll() reports the end of that read.
   bool withdraw(RowId row);
   bool is_read(RowId row) const { return rows_.is_pinned(row); }
+  // True if no neighbour reads the row or has used it since the last take_use().
+  bool is_idle(RowId row) const { return rows_.is_idle(row); }
   // True if a neighbour has used the row since the last call.
   bool take_use(RowId row) { return rows_.take_use(row); }
   // Visits at most kRowsPerPoll withdrawn rows, and calls free(row) for those that no neighbour reads any

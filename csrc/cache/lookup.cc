@@ -173,6 +173,7 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
   const std::uint64_t print = KeyHistory::fingerprint(key);
+  if (ops_.size() == 0) return absent(request, group, print);
   const auto earlier = request.tier_lookups.find(print);
   const bool was_asked = earlier != request.tier_lookups.end();
   const TierResults results =
@@ -203,10 +204,15 @@ LookupResult RequestTable::lookup_in_tiers(RequestHandle handle, RequestState& r
   }
   if (results.unreadable) return miss(request, group, MissReason::kIoError);
   if (results.disallowed) return miss(request, group, MissReason::kDisabled);
-  // The reason is looked up when the miss is counted: vLLM asks again in each step.
+  return absent(request, group, print);
+}
+
+// The reason is looked up when the miss is counted: vLLM asks again in each step.
+LookupResult RequestTable::absent(RequestState& request, std::uint32_t group, std::uint64_t print) {
+  const auto at = static_cast<std::uint32_t>(request.pass.absent.size());
+  request.pass.absent.push_back(print);  // first, because either may throw
   request.pass.lookups.push_back(
-      {static_cast<std::uint32_t>(request.pass.absent.size()), position, Kind::kMiss, Lookup::kReasonLater});
-  request.pass.absent.push_back(print);
+      {at, static_cast<std::uint16_t>(group), Lookup::Kind::kMiss, Lookup::kReasonLater});
   return LookupResult::kMiss;
 }
 

@@ -54,16 +54,20 @@ class Neighbours {
   // False: no neighbour has this chunk. True: one may have it; see borrow() and use(). End a step that
   // makes such calls with poll() or leave_filters(): otherwise a neighbour that has ended stays mapped.
   bool may_have(const ChunkKey& key) {
-    const std::uint64_t hash = ChunkKey::Hash{}(key);
-    for (const SharedRowsFilter& filter : filters()) {
-      if (filter.may_have(hash)) return true;
+    const std::span<const SharedRowsFilter> all = filters();
+    if (all.empty()) return false;
+    const SharedRowsFilter::Place place = all.front().place_of(ChunkKey::Hash{}(key));
+    for (const SharedRowsFilter& filter : all) {
+      if (filter.may_have(place)) return true;
     }
     return false;
   }
   // Hints that may_have(key) follows soon.
   void prefetch(const ChunkKey& key) {
-    const std::uint64_t hash = ChunkKey::Hash{}(key);
-    for (const SharedRowsFilter& filter : filters()) filter.prefetch(hash);
+    const std::span<const SharedRowsFilter> all = filters();
+    if (all.empty()) return;
+    const SharedRowsFilter::Place place = all.front().place_of(ChunkKey::Hash{}(key));
+    for (const SharedRowsFilter& filter : all) filter.prefetch(place);
   }
   void leave_filters();
   // Pins the row of a neighbour that has this chunk, with one hold. Throws std::bad_alloc; nothing is held

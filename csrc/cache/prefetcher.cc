@@ -22,6 +22,7 @@ constexpr int kNoTier = -1, kUnknownTier = -2;
 Prefetcher::Prefetcher(const Context& context, std::uint64_t max_bytes)
     : with_(context), max_bytes_(max_bytes) {
   with_.chunks.set_on_removed([this](const ChunkEntry& entry) {
+    if (present_.empty()) return;
     const auto found = present_.find(entry.key);
     if (found == present_.end()) return;
     found->second->end = end_of(entry);

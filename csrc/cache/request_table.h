@@ -148,6 +148,7 @@ class RequestTable {
                      const TierResults& results);
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
+  static LookupResult absent(RequestState& request, std::uint32_t group, std::uint64_t print);
   std::optional<MissReason> refuse_wait(const RequestState& request, bool from_tier) const;
   void start_waiting(RequestHandle handle, RequestState& request);
   void release(RequestHandle handle);

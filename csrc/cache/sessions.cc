@@ -14,7 +14,7 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kMostSeconds = 1e9;
 // A session that has been overdue for this time T is expected back after kPatience * T at the earliest.
-constexpr double kPatience = ExpectedReturns::kPatience;
+constexpr double kPatience = kReturnPatience;
 
 bool is_return(HintType type) { return type == HintType::kResume || type == HintType::kPrefetch; }
 

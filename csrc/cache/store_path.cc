@@ -72,7 +72,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) context_.chunks.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
-    group = context_.groups.require_position(key, group);
+    group = context_.groups.position_of(key).value_or(group);  // prepare() has checked it
     const std::uint32_t depth = depths.empty() ? 0 : depths[i];
     // Only chunks of full-attention groups form a chain and have a parent.
     const ChunkId parent =
@@ -114,9 +114,7 @@ StoreGrant StorePath::take_rows(RequestHandle handle, std::span<const ChunkKey> 
   return grant;
 }
 
-void StorePath::hold(const RequestState& request, Offers& offers, Slot slot, bool is_new) {
-  context_.chunks.claim(slot, request.options.family, is_new);
-  if (request.options.family == 0) return;
+void StorePath::hold_for_session(const RequestState& request, Offers& offers, Slot slot) {
   if (request.options.returns_in > 0 && context_.chunks.belongs_to(slot, request.options.family))
     context_.chunks.set_return(slot, request.returns_at(context_.chunks.now()));
   const ChunkEntry& entry = context_.chunks.at(slot);

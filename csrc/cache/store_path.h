@@ -65,7 +65,11 @@ class StorePath {
   void finish(std::span<const ChunkKey> keys, bool success);
   void finish_later(Ticket ticket, const ChunkKey& key);
   // Records that the request uses this chunk.
-  void hold(const RequestState& request, Offers& offers, Slot slot, bool is_new);
+  void hold(const RequestState& request, Offers& offers, Slot slot, bool is_new) {
+    context_.chunks.claim(slot, request.options.family, is_new);
+    if (request.options.family != 0) hold_for_session(request, offers, slot);
+  }
+  void hold_for_session(const RequestState& request, Offers& offers, Slot slot);
   void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks, bool hears_all);
   void fail(Slot slot);    // the device did not copy it
   void refuse(Slot slot);  // vLLM offered it without some of its blocks

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <utility>
 
+#include "base/make_room.h"
+
 namespace kv_offload {
 namespace {
 
@@ -50,6 +52,10 @@ void WriteBack::on_used(Slot slot, TenantId tenant) {
   if (chunks_.is_borrowed(slot)) return;  // its owner writes it
   if (chunks_.take_inherited_use(slot)) write_through({&slot, 1});
   count_use(slot);
+}
+
+void WriteBack::make_room_for_uses(std::size_t count) {
+  if (!policies_.empty()) make_room(uses_, count);
 }
 
 void WriteBack::count_use(Slot slot) {

@@ -33,6 +33,8 @@ class WriteBack {
   void on_stored(std::span<const Slot> slots);  // just became resident
   // Resident, and offered or loaded again by a request of this tenant.
   void on_used(Slot slot, TenantId tenant = 0);
+  // Allocates at once what this many calls of on_used() need.
+  void make_room_for_uses(std::size_t count);
   // The chunk just became resident from tier `from`. The faster write-through tiers above it write the chunk
   // too. Under the other policies it is written when it is used again or evicted from host memory, like any
   // chunk.

@@ -82,8 +82,8 @@ std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options);
 std::string cuda_unavailable_reason();
 // Returns the NUMA node of a CUDA device; -1 if there is none or it is unknown. Creates no context.
 int cuda_numa_node(int device);
-// Creates the CUDA copier of a device (-1 = the current one) on a small area of its own. Returns what it
-// measured: the path used from each segment size on. Throws like make_cuda_copier.
+// Creates the CUDA copier of a device (-1 = the current one) with a small temporary area. Returns its
+// measurements: the path used from each segment size on. Throws like make_cuda_copier.
 std::string describe_cuda_copier(int device);
 
 }  // namespace kv_offload

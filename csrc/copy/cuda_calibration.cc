@@ -110,7 +110,7 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
       if (path == CopyPath::kStaged && limits.staged_bytes == 0) return 0;
       std::unique_ptr<Runner>& runner = runners[static_cast<std::size_t>(path)];
       if (runner == nullptr) {
-        // Only staged copies need staging, which is most of what a runner allocates.
+        // Only staged copies need staging, the largest allocation of a runner.
         scratch_options.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
         runner = std::make_unique<Runner>(path, layout, scratch_options, limits);
       }

@@ -12,6 +12,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/make_room.h"
+#include "hosts/op_table.h"
 #include "tier/epoch_registry.h"
 
 namespace kv_offload {
@@ -142,12 +144,13 @@ class AllHostsTier final : public Tier {
   bool awaits_epoch_;              // see AllHostsOptions
   bool epochs_differ_ = false;     // while awaits_epoch_: of the stores that respond
   bool reset_ended_wait_ = false;  // until the tier is in service
-  std::unordered_map<OpId, InFlight> ops_;
+  OpTable<InFlight> ops_;
   std::unordered_map<ChunkKey, OpId> writes_;           // of ops_: the last one of each key
   std::unordered_map<ChunkKey, std::size_t> removing_;  // number of parts that are being removed
   RemovalOps removal_ops_;
   std::unordered_map<ChunkKey, Nanos> missing_;  // since when
   std::vector<std::vector<TierOp>> queued_removals_{parts_.size()};
+  bool has_queued_removals_ = false;
   std::vector<Removal> postponed_;  // until all parts are in service
   Nanos postponed_until_{0};
   OpId last_removal_ = 0;
@@ -261,19 +264,21 @@ void AllHostsTier::submit(std::vector<TierOp> ops) {
 
 void AllHostsTier::submit_parts(std::vector<TierOp> ops) {
   std::vector<std::vector<TierOp>> others(parts_.size() - 1);
-  for (auto& batch : others) {
-    batch.reserve(ops.size());
-    for (const TierOp& op : ops) {
-      TierOp& copy = batch.emplace_back(op);
-      copy.shards.clear();  // they are of this host
-    }
+  for (auto& batch : others) batch.reserve(ops.size());
+  for (TierOp& op : ops) {
+    // These are of this host. Without a copy of them, which would need an allocation for each host.
+    auto shards = std::exchange(op.shards, {});
+    auto memory = std::exchange(op.memory, {});
+    for (auto& batch : others) batch.push_back(op);
+    op.shards = std::move(shards);
+    op.memory = std::move(memory);
   }
   std::vector<OpId> ids;
   ids.reserve(ops.size());
   try {
     for (const TierOp& op : ops) {
       ids.push_back(op.id);
-      InFlight& made = ops_[op.id];
+      InFlight& made = ops_.add(op.id);
       made.kind = op.kind;
       made.key = op.key;
       made.running = parts_.size();
@@ -282,10 +287,10 @@ void AllHostsTier::submit_parts(std::vector<TierOp> ops) {
     parts_.front().tier->submit(std::move(ops));
   } catch (...) {
     for (const OpId id : ids) {
-      const auto found = ops_.find(id);
-      if (found == ops_.end()) continue;
-      forget_write(found->second.key, id);
-      ops_.erase(found);
+      const InFlight* found = ops_.find(id);
+      if (found == nullptr) continue;
+      forget_write(found->key, id);
+      ops_.erase(id);
     }
     throw;
   }
@@ -295,7 +300,7 @@ void AllHostsTier::submit_parts(std::vector<TierOp> ops) {
       parts_[i + 1].tier->submit(std::move(others[i]));
     } catch (const std::exception&) {
       for (const OpId id : ids) {
-        InFlight& op = ops_.at(id);
+        InFlight& op = *ops_.find(id);
         --op.running;
         add_failure(op, Status::error(StatusKind::kIo, "out of memory"));  // short: needs no memory itself
       }
@@ -310,8 +315,8 @@ bool AllHostsTier::cancel(OpId id) {
     held_.erase(held);
     return true;
   }
-  const auto found = ops_.find(id);
-  const bool is_write = found != ops_.end() && found->second.kind == OpKind::kWrite;
+  const InFlight* found = ops_.find(id);
+  const bool is_write = found != nullptr && found->kind == OpKind::kWrite;
   bool all = true;
   // This host last: a write that another host may have begun is not cancelled here either.
   for (std::size_t part = parts_.size(); part-- > 0;) {
@@ -340,13 +345,13 @@ void AllHostsTier::poll(std::vector<Completion>* completions, std::vector<TierRe
     warn_(fmt::format("tier {} is in service after a reset", name()));
   }
   // Before the completions: a write whose part was evicted already has failed.
-  reported_.clear();
+  if (!reported_.empty()) reported_.clear();  // else it would still write its whole table
   for (std::size_t part = 0; part < parts_.size(); ++part) {
     for (const TierRemoval& removal : removed_[part]) handle_removal(part, removal, removals);
     removed_[part].clear();
   }
   // After this, each completion is passed on once, without an allocation.
-  completions->reserve(completions->size() + ended_.size() - next_ended_ + held_.size() + ended_held_.size());
+  make_room(*completions, ended_.size() - next_ended_ + held_.size() + ended_held_.size());
   while (next_ended_ < ended_.size()) {
     const std::size_t at = next_ended_++;
     end_part(ended_by_[at], ended_[at], completions);
@@ -365,8 +370,13 @@ Completion AllHostsTier::ended_unstarted(const TierOp& op) {
   return {op.id, op.kind, op.key, Status::error(StatusKind::kCancelled, "it had not started"), 0, 0, 0};
 }
 
+// If memory runs out, throws and cancels none: an op that ended and stayed held would run later.
 void AllHostsTier::cancel_held() {
-  for (const TierOp& op : held_) ended_held_.push_back(ended_unstarted(op));
+  std::vector<Completion> ended;
+  ended.reserve(held_.size());
+  std::transform(held_.begin(), held_.end(), std::back_inserter(ended), ended_unstarted);
+  make_room(ended_held_, ended.size());
+  std::move(ended.begin(), ended.end(), std::back_inserter(ended_held_));
   held_.clear();
 }
 
@@ -391,7 +401,9 @@ void AllHostsTier::submit_held(std::vector<Completion>* completions) {
 
 // Allocates nothing that a completion depends on.
 void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Completion>* completions) {
-  if (const auto removal = removal_ops_.find(ended.id); removal != removal_ops_.end()) {
+  if ((ended.id & kRemoval) != 0) {
+    const auto removal = removal_ops_.find(ended.id);
+    if (removal == removal_ops_.end()) return;
     const StatusKind kind = ended.status.kind();
     // Tiers that are read_only remove nothing, which does not count as a failure.
     if (kind != StatusKind::kDeclined || ended.status.error_number() != EROFS)
@@ -399,9 +411,9 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
     if (kind == StatusKind::kUnavailable) postpone_removal(removal->second.part, removal->second.key);
     return end_removal(removal);
   }
-  const auto found = ops_.find(ended.id);
-  if (found == ops_.end()) return;
-  InFlight& op = found->second;
+  InFlight* const found = ops_.find(ended.id);
+  if (found == nullptr) return;
+  InFlight& op = *found;
   TierPart& counts = counts_[part];
   ++(op.kind == OpKind::kRead ? counts.reads : counts.writes)[static_cast<std::size_t>(ended.status.kind())];
   // A part from before this op stays, because the failing host may have its part of the chunk, too.
@@ -428,7 +440,7 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
   if (op.kind == OpKind::kRead && kind == StatusKind::kOk) ++counts_[op.slowest].slowest_reads;
   completions->push_back({ended.id, op.kind, op.key, std::move(op.status),
                           kind == StatusKind::kOk ? op.bytes : 0, op.seconds, op.queued_seconds});
-  ops_.erase(found);
+  ops_.erase(ended.id);
 }
 
 // A later write of the key, which was submitted after a reset, stays.
@@ -471,7 +483,8 @@ void AllHostsTier::handle_removal(std::size_t part, const TierRemoval& removal,
   const bool was_here = is_own || removal.reason != kVanished;
   if (const auto write = writes_.find(key); write != writes_.end()) {
     // kVanished and kReset may be older than the write: a lookup may have been answered before it.
-    if (removal.reason == kEvicted || removal.reason == kCorrupt) ops_.at(write->second).part_is_lost = true;
+    if (removal.reason == kEvicted || removal.reason == kCorrupt)
+      ops_.find(write->second)->part_is_lost = true;
     if (was_here) report(removal, removals);
     return;
   }
@@ -523,6 +536,7 @@ void AllHostsTier::queue_removal(std::size_t part, const ChunkKey& key) {
     op.kind = OpKind::kRemove;
     op.key = key;
     const OpId id = op.id;
+    has_queued_removals_ = true;
     queued_removals_[part].push_back(std::move(op));
     removal_ops_.emplace(id, Removal{key, part});
     ++removing_[key];
@@ -552,6 +566,7 @@ void AllHostsTier::queue_postponed() {
 }
 
 void AllHostsTier::submit_removals() {
+  if (!std::exchange(has_queued_removals_, false)) return;
   for (std::size_t part = 0; part < parts_.size(); ++part) {
     std::vector<TierOp>& queued = queued_removals_[part];
     if (queued.empty()) continue;
@@ -714,12 +729,12 @@ void AllHostsTier::close() {
   if (std::exchange(closed_, true)) return;
   cancel_held();
   // Before another host's close() waits: meanwhile this host would store parts that the other one does not.
-  for (const auto& [id, op] : ops_) {
+  ops_.for_each([this](OpId id, const InFlight&) {
     try {
       (void)parts_.front().tier->cancel(id);
     } catch (const std::bad_alloc&) {  // its close() cancels the op
     }
-  }
+  });
   const auto close_part = [this](std::size_t part) { parts_[part].tier->close(); };
   try {
     for_all_at_once(close_part);

@@ -87,6 +87,12 @@ int digit(char c) {
 
 }  // namespace
 
+std::string hosts_problem() {
+  if (has_encryption()) return "";
+  return "this build has no OpenSSL, which connections between the hosts of one engine need: build it with "
+         "OpenSSL's headers installed (libssl-dev, openssl-devel)";
+}
+
 std::array<std::uint8_t, 32> random_bytes() {
   std::array<std::uint8_t, 32> bytes{};
   // Requests of up to 256 bytes are never cut short.

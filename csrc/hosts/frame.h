@@ -40,6 +40,8 @@ inline constexpr std::size_t kGreetingBytes = 44, kAnswerBytes = 76;
 inline constexpr std::size_t kMostPayload = 32768;  // of a frame: type and body
 inline constexpr std::size_t kMostReports = 1024;   // in a frame
 
+// Returns why this build cannot connect the hosts of an engine; empty if it can.
+std::string hosts_problem();
 // Returns 32 random bytes from the kernel. Throws ResourceError.
 std::array<std::uint8_t, 32> random_bytes();
 

@@ -56,12 +56,7 @@ struct Connection {
 struct HostAgent::Impl {
   Impl(std::shared_ptr<HostRegion> host_region, Options given)
       : region(std::move(host_region)), options(std::move(given)), tiers(region, [this] { wake.signal(); }) {
-    if (!has_encryption()) {
-      throw_resource(
-          "this build has no OpenSSL, which connections between the hosts of one engine need: install a "
-          "build "
-          "with it");
-    }
+    if (const std::string problem = hosts_problem(); !problem.empty()) throw_resource("{}", problem);
     endpoint.address = options.address;
     listener = listen_on(options.address, &endpoint.port);
     endpoint.secret = random_bytes();

@@ -23,8 +23,9 @@ namespace {
 constexpr std::size_t kRead = std::size_t{64} << 10;  // bytes read at once
 constexpr Nanos kEndpointPoll = std::chrono::milliseconds(20);
 constexpr Nanos kWait = std::chrono::seconds(1);
-constexpr Nanos kOpenTurn = std::chrono::milliseconds(20);  // the wait for one host while several open tiers
-constexpr std::size_t kMostEvents = 64;                     // that were not taken yet; later ones are dropped
+constexpr Nanos kWaitTurn = std::chrono::milliseconds(200);  // Options::on_wait
+constexpr Nanos kOpenTurn = std::chrono::milliseconds(20);   // the wait for one host while several open tiers
+constexpr std::size_t kMostEvents = 64;  // that were not taken yet; later ones are dropped
 constexpr std::size_t kMostUnsentOrders = std::size_t{256} << 10;  // bytes of frames that wait for the socket
 
 enum class State : std::uint8_t {
@@ -160,11 +161,7 @@ struct HostLinks::Impl {
 
 HostLinks::Impl::Impl(std::shared_ptr<HostRegion> host_region, std::vector<RemoteHost> hosts, Options given)
     : region(std::move(host_region)), options(std::move(given)) {
-  if (!has_encryption()) {
-    throw_resource(
-        "this build has no OpenSSL, which connections between the hosts of one engine need: install a build "
-        "with it");
-  }
+  if (const std::string problem = hosts_problem(); !problem.empty()) throw_resource("{}", problem);
   std::uint32_t next = region->local_ranks();
   for (const RemoteHost& host : hosts) {
     if (host.first_rank != next || host.ranks == 0 || host.ranks > region->options().num_workers - next) {
@@ -581,6 +578,7 @@ std::vector<std::vector<OpenedTier>> HostLinks::open_tiers(
     bool all = true;
     for (std::size_t host = 0; host < tiers.size(); ++host) {
       if (opened[host]) continue;
+      if (impl_->options.on_wait) impl_->options.on_wait();
       const Nanos turn = std::min(kOpenTurn, end - impl_->clock.now());
       opened[host] = impl_->links[host].channel->wait_until_open(turn, &tiers[host]);
       all = all && opened[host].is_ok();
@@ -624,11 +622,21 @@ KeptMemory HostLinks::keep_memory(Nanos timeout) {
   if (!is_set(set) || !memory.missing.empty()) set = new_region_set();
   impl_->region->set_region_set(set);
   memory.identity = fmt::format("{:016x}{:016x}", set[0], set[1]);
-  const MutexLock lock(impl_->mutex);
-  impl_->keep_order = set;
+  {
+    const MutexLock lock(impl_->mutex);
+    impl_->keep_order = set;
+  }
   impl_->wake->signal();
   const auto has_answered = [](const auto& answer) { return answer.has_value(); };
-  while (!std::all_of(impl_->keep_answers.begin(), impl_->keep_answers.end(), has_answered)) {
+  for (;;) {
+    if (impl_->options.on_wait) impl_->options.on_wait();
+    const MutexLock lock(impl_->mutex);
+    if (std::all_of(impl_->keep_answers.begin(), impl_->keep_answers.end(), has_answered)) {
+      for (std::size_t host = 1; host < regions.size(); ++host) {
+        if (!*impl_->keep_answers[host - 1]) memory.ending.push_back(name_of(host));
+      }
+      return memory;
+    }
     const Nanos left = end - impl_->clock.now();
     if (!impl_->unfit.empty()) throw_resource("not all hosts keep their host memory: {}", impl_->unfit);
     if (left <= Nanos(0)) {
@@ -640,12 +648,8 @@ KeptMemory HostLinks::keep_memory(Nanos timeout) {
                      fmt::join(silent, ", "),
                      impl_->missing.empty() ? "" : "; not connected: ", fmt::join(impl_->missing, "; "));
     }
-    impl_->changed.wait_for(impl_->mutex, left);
+    impl_->changed.wait_for(impl_->mutex, std::min(left, kWaitTurn));
   }
-  for (std::size_t host = 1; host < regions.size(); ++host) {
-    if (!*impl_->keep_answers[host - 1]) memory.ending.push_back(name_of(host));
-  }
-  return memory;
 }
 
 std::size_t HostLinks::num_hosts() const { return impl_->links.size(); }

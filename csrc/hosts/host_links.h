@@ -60,6 +60,9 @@ class HostLinks {
     Nanos first_pause{std::chrono::milliseconds(50)};
     Nanos last_pause{std::chrono::seconds(5)};
     Nanos min_lifetime{std::chrono::seconds(30)};
+    // Called at least every 200 ms by open_tiers() and keep_memory() while they wait, on their thread and
+    // without locks. An exception ends the wait and leaves them. Empty: not called.
+    std::function<void()> on_wait{};
   };
 
   // Cuts the region off until all hosts are connected. Throws InvalidArgument if the hosts' ranks are not

@@ -2,9 +2,10 @@
 #include "hosts/remote_tier.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
+#include "base/make_room.h"
+#include "hosts/op_table.h"
 #include "tier/presence.h"
 
 namespace kv_offload {
@@ -32,8 +33,7 @@ class RemoteTier final : public Tier {
   void begin_reset(std::uint64_t startup_id) override;
   TierStats stats() const override;
   TierAvailability availability() const override {
-    const TierStats& host = state_.stats;
-    return {host.readable && is_usable(), host.writable && is_usable(), host.is_shared};
+    return {host_.readable && is_usable(), host_.writable && is_usable(), host_.is_shared};
   }
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
@@ -48,7 +48,9 @@ class RemoteTier final : public Tier {
   };
 
   bool is_usable() const { return connection_ != 0 && !needs_reset_ && !closed_; }
-  Status refusal() const;  // the status of an op that cannot be sent
+  // The status of an op that cannot be sent. Short, like those for end_waiting(): a copy needs no memory, so
+  // that either all ops end or none.
+  Status refusal() const;
   template <typename Frame>
   static TierChannel::Frame framed(FrameType type, const Frame& frame) {
     return {type, encode(frame)};
@@ -62,7 +64,6 @@ class RemoteTier final : public Tier {
   void take(Nanos at, TierResetDone& frame);
   void take(Nanos at, TierState& frame);
   static HostOp order_of(const TierOp& op, Nanos now);
-  bool send_ops(std::span<const HostOp> ops);
   void send_waiting();
   void end_waiting(const Status& status);
   // REQUIRES: the op is in ops_.
@@ -70,18 +71,23 @@ class RemoteTier final : public Tier {
   void send_reset();
   void send_touches();
 
+  // First what a step needs if nothing has happened, see TierChannel::has_events_.
   const std::shared_ptr<TierChannel> channel_;
+  TierChannel::ConnectionNumber connection_ = 0;  // 0: orders would not reach the host
   const std::uint8_t index_;
+  bool is_idle_ = false;      // poll() would do nothing if there are no events
+  bool needs_reset_ = false;  // the host has not confirmed the last reset
+  bool closed_ = false;
+  TierAvailability host_;  // as in its last state
+  std::vector<TierUse> touched_;
   const RemoteTierOptions options_;
   const SteadyClock clock_;
   PresenceCache presence_;
-  TierChannel::ConnectionNumber connection_ = 0;  // 0: orders would not reach the host
-  bool needs_reset_ = false;                      // the host has not confirmed the last reset
-  std::uint64_t epoch_ = 0;                       // number of resets
-  std::uint64_t startup_id_ = 0;                  // of the last one
+  std::uint64_t epoch_ = 0;       // number of resets
+  std::uint64_t startup_id_ = 0;  // of the last one
   Nanos reset_sent_{0};
   Status reset_status_;
-  std::unordered_map<OpId, InFlight> ops_;
+  OpTable<InFlight> ops_;
   std::uint32_t reads_ = 0;      // of ops_
   std::size_t sent_writes_ = 0;  // of ops_
   std::vector<HostOp> waiting_;  // writes that were not sent, oldest first; those not in ops_ were cancelled
@@ -90,9 +96,7 @@ class RemoteTier final : public Tier {
   std::vector<Completion> completions_;  // not polled yet
   std::vector<TierRemoval> removals_;
   std::vector<TierRemoval> forgotten_;  // scratch of poll()
-  std::vector<TierUse> touched_;
   TierState state_;
-  bool closed_ = false;
 };
 
 // ---- orders
@@ -114,26 +118,17 @@ HostOp RemoteTier::order_of(const TierOp& op, Nanos now) {
 }
 
 Status RemoteTier::refusal() const {
-  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
-  if (connection_ != 0 && needs_reset_)
-    return Status::error(StatusKind::kUnavailable, "the host has not confirmed a reset");
+  if (closed_) return Status::error(StatusKind::kUnavailable, "it is closed");
+  if (connection_ != 0 && needs_reset_) return Status::error(StatusKind::kUnavailable, "it is not reset");
   return host_lost_error();
-}
-
-bool RemoteTier::send_ops(std::span<const HostOp> ops) {
-  std::vector<TierChannel::Frame> frames;
-  for (std::size_t at = 0; at < ops.size(); at += kMostOps) {
-    const std::span<const HostOp> some = ops.subspan(at, std::min(kMostOps, ops.size() - at));
-    frames.push_back(framed(FrameType::kOps, TierOps{index_, {some.begin(), some.end()}}));
-  }
-  return channel_->send(connection_, std::move(frames));
 }
 
 void RemoteTier::submit(std::vector<TierOp> ops) {
   take_events();
   const Nanos now = clock_.now();
-  completions_.reserve(completions_.size() + ops_.size() + ops.size());  // end() allocates nothing
-  std::vector<HostOp> to_send;
+  make_room(completions_, ops_.size() + ops.size());  // end() allocates nothing
+  TierOps to_send{index_, {}};
+  to_send.ops.reserve(ops.size());
   const std::size_t waiting = waiting_.size();
   std::size_t writes = sent_writes_;
   std::size_t added = 0;
@@ -144,12 +139,12 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
     for (const TierOp& op : ops) {
       const bool waits = usable && op.kind == OpKind::kWrite && writes >= options_.most_writes;
       writes += op.kind == OpKind::kWrite && !waits;
-      (waits ? waiting_ : to_send).push_back(order_of(op, now));
-      ops_.emplace(op.id, InFlight{op.kind, op.key, now, epoch, !waits});
+      (waits ? waiting_ : to_send.ops).push_back(order_of(op, now));
+      ops_.add(op.id) = {op.kind, op.key, now, epoch, !waits};
       reads_ += op.kind == OpKind::kRead;
       ++added;
     }
-    is_sent = usable && send_ops(to_send);
+    is_sent = usable && (to_send.ops.empty() || channel_->send_ops(connection_, std::move(to_send)));
   } catch (...) {
     for (std::size_t i = 0; i < added; ++i) {
       reads_ -= ops[i].kind == OpKind::kRead;
@@ -160,35 +155,37 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
   }
   sent_writes_ = writes;
   if (is_sent) return;
-  for (const HostOp& op : to_send) end(op.id, refusal());
+  for (const TierOp& op : ops) {
+    if (ops_.find(op.id)->is_sent) end(op.id, refusal());
+  }
 }
 
 // Sends writes that waited, as many as may be sent.
 void RemoteTier::send_waiting() {
-  std::erase_if(waiting_, [this](const HostOp& op) { return !ops_.contains(op.id); });  // cancelled
+  std::erase_if(waiting_, [this](const HostOp& op) { return ops_.find(op.id) == nullptr; });  // cancelled
   if (waiting_.empty() || !is_usable() || sent_writes_ >= options_.most_writes) return;
   const std::size_t count = std::min(waiting_.size(), options_.most_writes - sent_writes_);
   const auto end_of_some = waiting_.begin() + static_cast<std::ptrdiff_t>(count);
-  if (!send_ops(std::span(waiting_).first(count))) return;  // the connection is lost
-  for (auto op = waiting_.begin(); op != end_of_some; ++op) ops_.at(op->id).is_sent = true;
+  if (!channel_->send_ops(connection_, {index_, {waiting_.begin(), end_of_some}})) return;  // it is lost
+  for (auto op = waiting_.begin(); op != end_of_some; ++op) ops_.find(op->id)->is_sent = true;
   sent_writes_ += count;
   waiting_.erase(waiting_.begin(), end_of_some);
 }
 
 void RemoteTier::end_waiting(const Status& status) {
   for (const HostOp& op : std::exchange(waiting_, {})) {
-    if (ops_.contains(op.id)) end(op.id, status);
+    if (ops_.find(op.id) != nullptr) end(op.id, status);
   }
 }
 
 bool RemoteTier::cancel(OpId id) {
-  const auto found = ops_.find(id);
-  if (found == ops_.end()) return false;
-  if (!found->second.is_sent) {
+  const InFlight* op = ops_.find(id);
+  if (op == nullptr) return false;
+  if (!op->is_sent) {
     end(id, Status::error(StatusKind::kCancelled, "it had not started"));
     return true;
   }
-  if (found->second.kind == OpKind::kWrite || connection_ == 0) return false;
+  if (op->kind == OpKind::kWrite || connection_ == 0) return false;
   std::vector<TierChannel::Frame> frames;
   frames.push_back(framed(FrameType::kCancel, TierCancel{index_, {id}}));
   (void)channel_->send(connection_, std::move(frames));
@@ -196,7 +193,7 @@ bool RemoteTier::cancel(OpId id) {
 }
 
 void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
-  if (keys.empty() || !is_usable() || !state_.stats.readable) return;
+  if (keys.empty() || !is_usable() || !host_.readable) return;
   const PresenceCache::EpochNumber epoch = presence_.epoch_number();
   std::vector<ChunkKey> started;
   started.reserve(keys.size());
@@ -219,6 +216,7 @@ void RemoteTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
 
 void RemoteTier::touch(const ChunkKey& key) {
   if (touched_.size() == kMostUses) send_touches();
+  is_idle_ = false;
   touched_.push_back({key, {}});
 }
 
@@ -239,9 +237,10 @@ void RemoteTier::used(const TierUses& uses) {
 // ---- events
 
 void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  if (is_idle_ && !channel_->has_events(index_)) return;
   if (!touched_.empty()) send_touches();
   take_events();
-  completions->reserve(completions->size() + completions_.size());  // passing them on must not throw
+  make_room(*completions, completions_.size());  // passing them on must not throw
   if (needs_reset_ && connection_ != 0 && !closed_ && clock_.now() - reset_sent_ >= options_.reset_timeout) {
     send_reset();
   }
@@ -255,10 +254,12 @@ void RemoteTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   removals_.clear();
   std::move(completions_.begin(), completions_.end(), std::back_inserter(*completions));
   completions_.clear();
+  is_idle_ = waiting_.empty() && !needs_reset_ && presence_.has_reported_all();
 }
 
 // Throws if memory runs out. The next call processes the same event again, without a second effect.
 void RemoteTier::take_events() {
+  is_idle_ = false;
   const auto take_all = [this] {
     for (; next_event_ < events_.size(); ++next_event_) {
       TierChannel::Event& event = events_[next_event_];
@@ -283,27 +284,26 @@ void RemoteTier::take(Nanos, TierChannel::Lost&) {
 void RemoteTier::take(Nanos, TierChannel::Ready& ready) {
   connection_ = ready.connection;
   // Their results are not known.
-  while (!ops_.empty()) end(ops_.begin()->first, host_lost_error());
+  for (const OpId id : ops_.ids()) end(id, host_lost_error());
   if (needs_reset_) send_reset();
 }
 
 void RemoteTier::take(Nanos at, TierResults& frame) {
   for (const HostResult& result : frame.results) {
-    const auto found = ops_.find(result.id);
-    if (found == ops_.end() || !found->second.is_sent) continue;
-    const InFlight& op = found->second;
+    const InFlight* op = ops_.find(result.id);
+    if (op == nullptr || !op->is_sent) continue;
     const Status status = result.kind == StatusKind::kOk
                               ? Status::ok()
                               : Status::error(result.kind, "on another host", result.error_number);
     // Includes the time on the network: that is what a request waits for.
-    const double queued = std::max(to_seconds(at - op.submitted) - result.seconds, result.queued_seconds);
+    const double queued = std::max(to_seconds(at - op->submitted) - result.seconds, result.queued_seconds);
     end(result.id, status, result.bytes, result.seconds, queued);
   }
 }
 
 void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds, double queued) {
-  const auto found = ops_.find(id);
-  const InFlight op = found->second;
+  is_idle_ = false;
+  const InFlight op = *ops_.find(id);
   // First, because this may throw: then the op has not ended, and its event is processed again.
   if (status) {
     if (op.kind == OpKind::kRemove) {
@@ -318,7 +318,7 @@ void RemoteTier::end(OpId id, Status status, std::uint64_t bytes, double seconds
   } else if (op.kind == OpKind::kRead && status.kind() == StatusKind::kNotFound) {
     presence_.removed(op.key, TierRemoval::Reason::kVanished, op.epoch);
   }
-  ops_.erase(found);
+  ops_.erase(id);
   reads_ -= op.kind == OpKind::kRead;
   sent_writes_ -= op.kind == OpKind::kWrite && op.is_sent;
   completions_.push_back({id, op.kind, op.key, std::move(status), bytes, seconds, queued});
@@ -355,12 +355,13 @@ void RemoteTier::take(Nanos, TierResetDone& frame) {
                       ? Status::ok()
                       : Status::error(frame.kind, "a host could not reset its tier yet; it tries again");
   // The last state is from before the reset; the next one follows.
-  if (!reset_status_) state_.stats.readable = state_.stats.writable = false;
+  if (!reset_status_) host_.readable = host_.writable = false;
 }
 
 void RemoteTier::take(Nanos, TierState& frame) {
   state_ = std::move(frame);
   state_.stats.tenant_bytes.resize(std::min(state_.stats.tenant_bytes.size(), options_.tenants));
+  host_ = {state_.stats.readable, state_.stats.writable, state_.stats.is_shared};
 }
 
 // ---- the rest
@@ -370,7 +371,7 @@ Presence RemoteTier::contains(const ChunkKey& key) const {
   if (connection_ == 0) return Presence::kLookupFailed;
   const Presence presence = presence_.contains(key);
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
-  return state_.stats.readable ? presence : Presence::kLookupFailed;
+  return host_.readable ? presence : Presence::kLookupFailed;
 }
 
 void RemoteTier::send_reset() {
@@ -382,7 +383,7 @@ void RemoteTier::send_reset() {
 
 void RemoteTier::begin_reset(std::uint64_t startup_id) {
   take_events();
-  end_waiting(Status::error(StatusKind::kCancelled, "the tier was reset"));
+  end_waiting(Status::error(StatusKind::kCancelled, "it was reset"));
   presence_.reset();
   ++epoch_;
   startup_id_ = startup_id;
@@ -418,16 +419,16 @@ TierStats RemoteTier::stats() const {
 
 void RemoteTier::close() {
   if (std::exchange(closed_, true)) return;
-  end_waiting(Status::error(StatusKind::kCancelled, "the tier is closed"));
+  end_waiting(Status::error(StatusKind::kCancelled, "it is closed"));
   if (connection_ == 0) return;
   TierCancel cancel{index_, {}};
   std::vector<TierChannel::Frame> frames;
-  for (const auto& [id, op] : ops_) {
+  ops_.for_each([&](OpId id, const InFlight&) {
     cancel.ids.push_back(id);
-    if (cancel.ids.size() < kMostKeys) continue;
+    if (cancel.ids.size() < kMostKeys) return;
     frames.push_back(framed(FrameType::kCancel, cancel));
     cancel.ids.clear();
-  }
+  });
   if (!cancel.ids.empty()) frames.push_back(framed(FrameType::kCancel, cancel));
   (void)channel_->send(connection_, std::move(frames));
   const Nanos end_of_wait = clock_.now() + options_.close_wait;

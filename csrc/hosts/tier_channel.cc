@@ -12,8 +12,16 @@
 namespace kv_offload {
 namespace {
 
-// Bytes of frames that wait to be sent.
+// Bytes that wait to be sent.
 constexpr std::size_t kFew = std::size_t{64} << 10, kMuch = std::size_t{4} << 20;
+constexpr std::size_t kMostKept = 1024;  // elements of an empty list whose memory is kept
+
+// Calls make(elements) for at most `most` elements at once.
+template <typename Element, typename Make>
+void for_some(std::span<const Element> all, std::size_t most, Make make) {
+  for (std::size_t at = 0; at < all.size(); at += most)
+    make(all.subspan(at, std::min(most, all.size() - at)));
+}
 
 }  // namespace
 
@@ -46,14 +54,26 @@ void TierChannel::end_connection(const std::string& problem, bool is_final) noex
       outbox_.clear();
       outbox_bytes_ = 0;
       // The results that they contain count as unknown, like those that never arrived.
-      for (Waiting& waiting : waiting_) {
+      for (std::size_t tier = 0; tier < waiting_.size(); ++tier) {
+        Waiting& waiting = waiting_[tier];
         waiting.is_lost = true;
         waiting.events.clear();
         waiting.bytes = 0;
+        set_has_events(tier, true);
       }
     }
   }
   changed_.notify_all();
+}
+
+void TierChannel::set_has_events(std::size_t tier, bool has) {
+  const std::uint32_t bit = std::uint32_t{1} << tier, old = has_events_.load(std::memory_order_relaxed);
+  has_events_.store(has ? old | bit : old & ~bit, std::memory_order_release);
+}
+
+void TierChannel::add_event(std::size_t tier, Event event) {
+  waiting_[tier].events.push_back(std::move(event));
+  set_has_events(tier, true);
 }
 
 TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos now) {
@@ -77,7 +97,7 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
       if (waiting.bytes + body.size() > kMostWaiting) return Delivery::kTooMuch;
       waiting.bytes += body.size();
     }
-    waiting.events.push_back({now, std::move(*frame)});
+    add_event(frame->tier, {now, std::move(*frame)});
     return Delivery::kTaken;
   };
   Delivery taken = Delivery::kTaken;
@@ -86,7 +106,7 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
       if (!body.empty()) return Delivery::kMalformed;
       const MutexLock lock(mutex_);
       if (is_ready_) return Delivery::kMalformed;
-      for (Waiting& waiting : waiting_) waiting.events.push_back({now, Ready{connection_}});
+      for (std::size_t tier = 0; tier < waiting_.size(); ++tier) add_event(tier, {now, Ready{connection_}});
       is_ready_ = true;
       break;
     }
@@ -127,26 +147,34 @@ TierChannel::Delivery TierChannel::deliver(FrameType type, ByteSpan body, Nanos 
 }
 
 std::vector<TierChannel::Frame> TierChannel::take_frames() {
-  std::vector<Queued> taken;
+  taken_.clear();  // if the last call threw
   {
     const MutexLock lock(mutex_);
     outbox_bytes_ = 0;
-    taken.swap(outbox_);
+    taken_.swap(outbox_);
   }
   std::vector<Frame> frames;
-  frames.reserve(taken.size());
-  for (Queued& queued : taken) {
-    if (!queued.uses) {
-      frames.push_back(std::move(queued.frame));
-      continue;
-    }
-    const std::span<const TierUse> uses(*queued.uses);
-    for (std::size_t at = 0; at < uses.size(); at += kMostUses) {
-      const std::size_t count = std::min(kMostUses, uses.size() - at);
-      frames.emplace_back(FrameType::kUses, encode_uses(queued.tier, false, uses.subspan(at, count)));
-    }
-  }
+  frames.reserve(taken_.size());
+  for (Queued& queued : taken_) append_frames(queued, &frames);
+  // Without what it contained. The scheduler's thread allocates no list in each step.
+  taken_.clear();
+  if (taken_.capacity() > kMostKept) std::vector<Queued>().swap(taken_);
   return frames;
+}
+
+void TierChannel::append_frames(Queued& queued, std::vector<Frame>* frames) {
+  if (Frame* frame = std::get_if<Frame>(&queued)) {
+    frames->push_back(std::move(*frame));
+  } else if (const TierOps* ops = std::get_if<TierOps>(&queued)) {
+    for_some<HostOp>(ops->ops, kMostOps, [&](std::span<const HostOp> some) {
+      frames->emplace_back(FrameType::kOps, encode_ops(ops->tier, some));
+    });
+  } else {
+    const Uses& uses = std::get<Uses>(queued);
+    for_some<TierUse>(*uses.uses, kMostUses, [&](std::span<const TierUse> some) {
+      frames->emplace_back(FrameType::kUses, encode_uses(uses.tier, false, some));
+    });
+  }
 }
 
 bool TierChannel::takes(ConnectionNumber connection, bool may_drop) const {
@@ -161,11 +189,23 @@ bool TierChannel::send(ConnectionNumber connection, std::vector<Frame> frames, b
     make_room(outbox_, frames.size());  // nothing from here on can fail
     for (Frame& frame : frames) {
       outbox_bytes_ += frame.second.size();
-      outbox_.push_back({std::move(frame), 0, nullptr});
+      outbox_.emplace_back(std::move(frame));
     }
     wakes = wakes || outbox_bytes_ > kFew;
   }
   if (wakes) wake_();
+  return true;
+}
+
+bool TierChannel::send_ops(ConnectionNumber connection, TierOps ops) {
+  {
+    const MutexLock lock(mutex_);
+    if (!takes(connection, false)) return false;
+    const std::size_t bytes = ops.ops.size() * sizeof(HostOp);
+    outbox_.emplace_back(std::move(ops));
+    outbox_bytes_ += bytes;
+  }
+  wake_();
   return true;
 }
 
@@ -175,7 +215,7 @@ void TierChannel::send_uses(ConnectionNumber connection, std::uint8_t tier, Tier
   {
     const MutexLock lock(mutex_);
     if (!takes(connection, true)) return;
-    outbox_.push_back({{FrameType::kUses, {}}, tier, std::move(uses)});
+    outbox_.emplace_back(Uses{tier, std::move(uses)});
     outbox_bytes_ += bytes;
     wakes = outbox_bytes_ > kFew;
   }
@@ -196,6 +236,7 @@ std::vector<TierChannel::Event> TierChannel::take_events(std::uint8_t tier) {
   waiting.is_lost = false;
   waiting.events.clear();
   waiting.bytes = 0;
+  set_has_events(tier, false);
   return taken;
 }
 
@@ -208,7 +249,7 @@ void TierChannel::wait(std::uint8_t tier, Nanos timeout) {
 // tiers when it executes this order.
 void TierChannel::send_request() {
   ++request_.round;
-  outbox_.push_back({{FrameType::kOpenTiers, encode(request_)}, 0, nullptr});
+  outbox_.emplace_back(Frame{FrameType::kOpenTiers, encode(request_)});
 }
 
 void TierChannel::begin_open(std::vector<EpochChoice> epochs, std::string text) {
@@ -219,8 +260,9 @@ void TierChannel::begin_open(std::vector<EpochChoice> epochs, std::string text) 
     opened_.reset();
     waiting_.clear();
     waiting_.resize(request_.epochs.size());
-    if (is_ready_) {  // this request comes later than kOpsEnded
-      for (Waiting& waiting : waiting_) waiting.events.push_back({Nanos(0), Ready{connection_}});
+    for (std::size_t tier = 0; tier < waiting_.size(); ++tier) {
+      set_has_events(tier, false);
+      if (is_ready_) add_event(tier, {Nanos(0), Ready{connection_}});  // the request comes after kOpsEnded
     }
     if (connected_) send_request();
   }

@@ -4,9 +4,11 @@
 //
 // Orders belong to a connection: those of a lost one are never sent on the next one.
 //
-// Threads: any. No call does I/O. wait() and wait_until_open() wait for the other host.
+// Threads: as given below; any for the rest. No call does I/O. wait() and wait_until_open() wait for the
+// other host.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -51,7 +53,8 @@ class TierChannel {
   void end_connection(const std::string& problem, bool is_final = false) noexcept EXCLUDES(mutex_);
   // Takes a frame of the host.
   Delivery deliver(FrameType type, ByteSpan body, Nanos now) EXCLUDES(mutex_);
-  // Also encodes the uses, which would take longer than all the rest of a step on the scheduler's thread.
+  // Also encodes ops and uses, which would take longer than all the rest of a step on the scheduler's thread.
+  // If memory runs out, throws and drops all that was queued: the connection has to end.
   std::vector<Frame> take_frames() EXCLUDES(mutex_);
 
   // ---- the scheduler's thread
@@ -59,9 +62,15 @@ class TierChannel {
   // waits to be sent, and the thread is not woken for a few of them: it sends them in its next turn, at the
   // latest before the next order. If memory runs out, throws and queues none.
   bool send(ConnectionNumber connection, std::vector<Frame> frames, bool may_drop = false) EXCLUDES(mutex_);
-  // The same for uses that take_frames() encodes. `may_drop` is true.
+  // The same for ops that take_frames() encodes, of any number.
+  bool send_ops(ConnectionNumber connection, TierOps ops) EXCLUDES(mutex_);
+  // The same for uses. `may_drop` is true.
   void send_uses(ConnectionNumber connection, std::uint8_t tier, TierUses uses) EXCLUDES(mutex_);
   std::vector<Event> take_events(std::uint8_t tier) EXCLUDES(mutex_);
+  // False: take_events() would return nothing. Takes no lock, for a scheduler that polls many hosts.
+  bool has_events(std::uint8_t tier) const {
+    return (has_events_.load(std::memory_order_acquire) >> tier & 1) != 0;
+  }
   void wait(std::uint8_t tier, Nanos timeout) EXCLUDES(mutex_);  // until the tier has events
   // Orders the host to open its tiers, one for each of `epochs`.
   void begin_open(std::vector<EpochChoice> epochs, std::string text) EXCLUDES(mutex_);
@@ -69,11 +78,12 @@ class TierChannel {
   Status wait_until_open(Nanos timeout, std::vector<OpenedTier>* tiers) EXCLUDES(mutex_);
 
  private:
-  struct Queued {
-    Frame frame;  // without bytes if there are uses
+  struct Uses {
     std::uint8_t tier = 0;
     TierUses uses;
   };
+  using Queued = std::variant<Frame, TierOps, Uses>;
+  static void append_frames(Queued& queued, std::vector<Frame>* frames);
   void send_request() REQUIRES(mutex_);
   // False: the connection has ended, or the frames are dropped.
   bool takes(ConnectionNumber connection, bool may_drop) const REQUIRES(mutex_);
@@ -82,20 +92,27 @@ class TierChannel {
     std::vector<Event> events;
     std::size_t bytes = 0;  // of their frames, without those of TierState
   };
+  void add_event(std::size_t tier, Event event) REQUIRES(mutex_);
+  void set_has_events(std::size_t tier, bool has) REQUIRES(mutex_);
 
-  const std::function<void()> wake_;
+  static_assert(kMostTiers <= 32);
+  // By tier, one bit each. First, and then what a step of the scheduler needs if nothing has arrived: after a
+  // copy of a prompt, each further cache line costs it a cache miss for each host.
+  std::atomic<std::uint32_t> has_events_{0};
   Mutex mutex_;
-  CondVar changed_;
   bool connected_ GUARDED_BY(mutex_) = false;
-  bool is_final_ GUARDED_BY(mutex_) = false;  // it will not be connected again
-  std::string problem_ GUARDED_BY(mutex_) = "it is not connected yet";
   ConnectionNumber connection_ GUARDED_BY(mutex_) = 0;  // the last one
+  std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;     // about; ops and uses are not encoded yet
+  std::vector<Queued> outbox_ GUARDED_BY(mutex_);       // keeps its memory, see taken_
+  bool is_final_ GUARDED_BY(mutex_) = false;            // it will not be connected again
   bool is_ready_ GUARDED_BY(mutex_) = false;            // kOpsEnded arrived on it
-  std::vector<Queued> outbox_ GUARDED_BY(mutex_);
-  std::size_t outbox_bytes_ GUARDED_BY(mutex_) = 0;
-  std::vector<Waiting> waiting_ GUARDED_BY(mutex_);  // by tier; empty before begin_open()
-  OpenTiers request_ GUARDED_BY(mutex_);             // the last order; each transmission has a new round
+  std::vector<Waiting> waiting_ GUARDED_BY(mutex_);     // by tier; empty before begin_open()
+  OpenTiers request_ GUARDED_BY(mutex_);                // the last order; each transmission has a new round
   std::optional<TiersOpened> opened_ GUARDED_BY(mutex_);
+  std::string problem_ GUARDED_BY(mutex_) = "it is not connected yet";
+  CondVar changed_;
+  const std::function<void()> wake_;
+  std::vector<Queued> taken_;  // scratch of take_frames(), by turns with outbox_
 };
 
 }  // namespace kv_offload

@@ -15,7 +15,8 @@ using wire::put_bool;
 using wire::put_bytes;
 using wire::put_double;
 
-constexpr std::size_t kMostUseBytes = 80;  // of one use in its frame
+// Of one op without its tenant, or one use, in its frame.
+constexpr std::size_t kMostOpBytes = 128, kMostUseBytes = 80;
 constexpr std::size_t kMostTenant = 255, kMostTenants = 64;
 constexpr std::uint64_t kMostNanos = std::uint64_t{1} << 60;  // added to a clock
 
@@ -148,10 +149,13 @@ std::optional<OpenTiers> decode_open_tiers(ByteSpan body) {
   return unless_bad(input, std::move(frame));
 }
 
-Bytes encode(const TierOps& frame) {
+Bytes encode(const TierOps& frame) { return encode_ops(frame.tier, frame.ops); }
+
+Bytes encode_ops(std::uint8_t tier, std::span<const HostOp> ops) {
   Bytes body;
-  put(&body, frame.tier);
-  put_list(&body, frame.ops, kMostOps, [](Bytes* to, const HostOp& op) {
+  body.reserve(kMostOpBytes * (ops.size() + 1));
+  put(&body, tier);
+  put_list(&body, ops, kMostOps, [](Bytes* to, const HostOp& op) {
     put(to, op.id);
     put_enum(to, op.kind);
     put_key(to, op.key);

@@ -124,7 +124,8 @@ Bytes encode(const TierOps& frame);
 Bytes encode(const TierCancel& frame);
 Bytes encode(const TierLookup& frame);
 Bytes encode(const TierUsesFrame& frame);
-// The same without a copy of the uses. At most kMostUses.
+// The same without a copy of the ops or uses. At most kMostOps, kMostUses.
+Bytes encode_ops(std::uint8_t tier, std::span<const HostOp> ops);
 Bytes encode_uses(std::uint8_t tier, bool is_touch, std::span<const TierUse> uses);
 Bytes encode(const TierReset& frame);
 Bytes encode(const TiersOpened& frame);

@@ -222,7 +222,7 @@ struct ChunkIndex::Impl {
 };
 
 ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity)
-    : impl_(std::make_unique<Impl>()), entries_(&impl_->entries) {
+    : impl_(std::make_unique<Impl>()), entries_(&impl_->entries), forgotten_(&impl_->forgotten) {
   impl_->policy = std::move(policy);
   impl_->entries.reserve(capacity);
   impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity)));
@@ -339,8 +339,6 @@ void ChunkIndex::forget() {
 }
 
 bool ChunkIndex::may_forget() const { return impl_->forgotten == 0 || impl_->forgotten_epochs < kMostEpochs; }
-
-std::size_t ChunkIndex::forgotten() const { return impl_->forgotten; }
 
 bool ChunkIndex::is_forgotten(Slot slot) const { return impl_->is_forgotten(slot); }
 

@@ -112,7 +112,7 @@ class ChunkIndex {
   // False after kMostEpochs calls of forget() if the entries of the first one are not all erased yet.
   bool may_forget() const;
   static constexpr unsigned kMostEpochs = 7;
-  std::size_t forgotten() const;  // entries that are forgotten and not erased
+  std::size_t forgotten() const { return *forgotten_; }  // entries that are forgotten and not erased
   bool is_forgotten(Slot slot) const;
   std::optional<Slot> find_forgotten(const ChunkKey& key) const;
   // Checks one slot, the next in turn, and returns it if its entry is forgotten. The turn stays there until
@@ -164,6 +164,7 @@ class ChunkIndex {
   struct Impl;
   std::unique_ptr<Impl> impl_;
   TableVector<ChunkEntry>* entries_;  // of impl_
+  const std::size_t* forgotten_;      // of impl_
 };
 
 }  // namespace kv_offload

@@ -18,8 +18,8 @@ constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 80;
 constexpr std::uint64_t kBucketBytes = 8;
 constexpr std::uint64_t kFilter = ~std::uint64_t{0} << SharedRowsFilter::kShift;  // of a bucket
-constexpr unsigned kMostSteps = 256;  // of a chain; with a bucket per row, chains of more than 8 are rare
-constexpr int kDenseFilter = 12;      // bits; four keys have at most as many
+constexpr unsigned kMostSteps = 256;   // of a chain; with a bucket per row, chains of more than 8 are rare
+constexpr unsigned kDenseFilter = 12;  // bits; four keys have at most as many
 
 static_assert(sizeof(ChunkKey) % 8 == 0);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
@@ -29,8 +29,24 @@ XXH128_hash_t digest_of(const SharedRowsLayout& layout, std::string_view identit
   return XXH3_128bits(all.data(), all.size());
 }
 
+std::uint64_t word_of(const ChunkKey& key, std::size_t i) {
+  std::uint64_t word;
+  std::memcpy(&word, reinterpret_cast<const std::byte*>(&key) + 8 * i, sizeof(word));
+  return word;
+}
+
 std::array<std::uint64_t, kKeyWords> words_of(const ChunkKey& key) {
   return std::bit_cast<std::array<std::uint64_t, kKeyWords>>(key);
+}
+
+// True if a filter has more than kDenseFilter bits. x86_64's baseline has no instruction that counts bits,
+// and the compiler's function is slower.
+bool is_dense(std::uint64_t filter) {
+  auto bits = static_cast<std::uint32_t>(filter >> SharedRowsFilter::kShift);
+  bits -= bits >> 1 & 0x55555555u;
+  bits = (bits & 0x33333333u) + (bits >> 2 & 0x33333333u);
+  bits = (bits + (bits >> 4)) & 0x0F0F0F0Fu;
+  return bits * 0x01010101u >> 24 > kDenseFilter;
 }
 
 void clear_bit(std::atomic<std::uint64_t>& pins, unsigned reader) {
@@ -78,8 +94,11 @@ SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t ro
 
 SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity)
     : layout_(layout),
-      row_pages_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
-      memory_(memory.data()) {
+      divide_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
+      memory_(memory.data()),
+      pins_(std::launder(reinterpret_cast<Word*>(memory_ + kPageBytes))),
+      buckets_(std::launder(reinterpret_cast<Word*>(memory_ + layout.buckets_offset))),
+      entries_(std::launder(reinterpret_cast<Entry*>(memory_ + layout.entries_offset))) {
   static_assert(sizeof(Header) <= kPageBytes && sizeof(Entry) == kEntryBytes);
   if (memory.size() != layout.bytes) {
     throw_invalid("{} bytes were given for the shared rows; they need {}", memory.size(), layout.bytes);
@@ -111,24 +130,17 @@ bool SharedRows::has_other_layout(std::span<const std::byte> memory, const Share
 }
 
 SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
-  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  auto* pins = std::launder(reinterpret_cast<Word*>(memory_ + kPageBytes));
-  return {entries[index].version, pins[index]};
-}
-
-SharedRows::Word& SharedRows::bucket_of(std::uint64_t hash) const {
-  auto* buckets = std::launder(reinterpret_cast<Word*>(memory_ + layout_.buckets_offset));
-  return buckets[hash & (layout_.buckets - 1)];
+  return {entries_[index].version, pins_[index]};
 }
 
 void SharedRows::publish(const Row& row) {
   const std::uint32_t index = index_of(row.row);
-  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  Entry& entry = entries[index];
+  Entry& entry = entries_[index];
   // A reader that sees one of the new words also sees that the old version was cleared: each word is stored
   // with release and loaded with acquire (ThreadSanitizer does not support fences).
-  const auto words = words_of(row.key);
-  for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(words[i], std::memory_order_release);
+#pragma GCC unroll 6
+  for (std::size_t i = 0; i < kKeyWords; ++i)
+    entry.key[i].store(word_of(row.key, i), std::memory_order_release);
   entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_release);
   entry.group.store(row.group, std::memory_order_release);
   const std::uint64_t hash = ChunkKey::Hash{}(row.key);
@@ -147,14 +159,14 @@ void SharedRows::publish(const Row& row) {
   header->last_version.store(++last_version_, std::memory_order_relaxed);
   at(index).publish(last_version_);
   std::uint64_t filter = before & kFilter;
-  if (std::popcount(filter) > kDenseFilter) filter = filter_of(next).value_or(filter);
+  if (next != 0 && is_dense(filter)) filter = filter_of(next).value_or(filter);
   bucket.store(filter | SharedRowsFilter::bits_of(hash) | (index + 1), std::memory_order_release);
 }
 
 // Another process of this user may have damaged the table.
 SharedRows::Entry* SharedRows::linked(std::uint32_t link) const {
   if (link == 0 || link > layout_.capacity) return nullptr;
-  return std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset)) + (link - 1);
+  return entries_ + (link - 1);
 }
 
 std::optional<std::uint64_t> SharedRows::filter_of(std::uint32_t link) const {
@@ -164,7 +176,9 @@ std::optional<std::uint64_t> SharedRows::filter_of(std::uint32_t link) const {
     if (entry == nullptr) return filter;
     std::array<std::uint64_t, kKeyWords> words;
     for (std::size_t i = 0; i < kKeyWords; ++i) words[i] = entry->key[i].load(std::memory_order_relaxed);
-    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(std::bit_cast<ChunkKey>(words)));
+    const auto key = std::bit_cast<ChunkKey>(words);
+    if (!ChunkKey::fits(key.size())) return std::nullopt;  // damaged: its hash would read outside of the key
+    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(key));
     link = entry->next.load(std::memory_order_relaxed);
   }
   return std::nullopt;
@@ -181,9 +195,8 @@ bool SharedRows::withdraw(RowId row) {
   return is_free;
 }
 
-void SharedRows::prefetch_links(std::uint32_t index) const {
-  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  const Entry& entry = entries[index];
+inline void SharedRows::prefetch_links(std::uint32_t index) const {
+  const Entry& entry = entries_[index];
   if (const Entry* next = linked(entry.next.load(std::memory_order_relaxed))) __builtin_prefetch(next, 1);
   if (const Entry* previous = linked(entry.previous)) {
     __builtin_prefetch(previous, 1);
@@ -192,9 +205,8 @@ void SharedRows::prefetch_links(std::uint32_t index) const {
   }
 }
 
-void SharedRows::unlink(std::uint32_t index) {
-  auto* entries = std::launder(reinterpret_cast<Entry*>(memory_ + layout_.entries_offset));
-  const Entry& entry = entries[index];
+inline void SharedRows::unlink(std::uint32_t index) {
+  const Entry& entry = entries_[index];
   auto next = entry.next.load(std::memory_order_relaxed);
   if (Entry* following = linked(next)) {
     following->previous = entry.previous;
@@ -211,8 +223,7 @@ void SharedRows::unlink(std::uint32_t index) {
 }
 
 void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
-  const std::uint32_t index = index_of(row);
-  const std::byte* entry = memory_ + layout_.entries_offset + index * kEntryBytes;
+  const auto* entry = reinterpret_cast<const std::byte*>(entries_ + index_of(row));
   __builtin_prefetch(entry, 1);
   __builtin_prefetch(entry + kEntryBytes - 1, 1);
   __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)), 1);

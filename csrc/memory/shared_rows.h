@@ -38,6 +38,7 @@
 #include <string_view>
 
 #include "base/types.h"
+#include "memory/row_divisor.h"
 #include "memory/shared_row.h"
 
 namespace kv_offload {
@@ -84,6 +85,8 @@ class SharedRows {
   // Of a row that was never published, or that another process of this user has damaged, the numbers may be
   // any.
   void for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) const;
+  // True if no reader reads the row or has used it since the last take_use(). One load, for the common case.
+  bool is_idle(RowId row) const { return pins_[index_of(row)].load(std::memory_order_relaxed) == 0; }
   // True if a reader has used the row since the last call.
   bool take_use(RowId row);
   // Withdraws all rows, in O(1), for good. Pins stay. A row still needs withdraw() before it is
@@ -103,18 +106,21 @@ class SharedRows {
   struct Entry;
   using Word = std::atomic<std::uint64_t>;
   SharedRow<Word> at(std::uint32_t index) const;
-  std::uint32_t index_of(RowId row) const { return row / row_pages_; }
-  Word& bucket_of(std::uint64_t hash) const;
+  std::uint32_t index_of(RowId row) const { return divide_(row); }
+  Word& bucket_of(std::uint64_t hash) const { return buckets_[hash & (layout_.buckets - 1)]; }
   Entry* linked(std::uint32_t link) const;  // null: none, or no link of this table
-  // Returns the filter of a chain; nothing if the chain does not end.
+  // Returns the filter of a chain; nothing if the chain does not end or has a damaged key.
   std::optional<std::uint64_t> filter_of(std::uint32_t link) const;
   void unlink(std::uint32_t index);
   // Loads what unlink() writes into the CPU's cache.
   void prefetch_links(std::uint32_t index) const;
 
   SharedRowsLayout layout_;
-  std::uint32_t row_pages_;
+  RowDivisor divide_;  // by the pages of a row
   std::byte* memory_;
+  Word* pins_;
+  Word* buckets_;
+  Entry* entries_;
   std::uint64_t last_version_ = 0;
 };
 
@@ -126,12 +132,19 @@ class SharedRowsFilter {
   SharedRowsFilter(const std::atomic<std::uint64_t>* buckets, std::uint32_t count)
       : buckets_(buckets), mask_(count - 1) {}
 
+  // Where the bits of a key are: the same in all tables of one layout.
+  struct Place {
+    std::uint64_t bucket;
+    std::uint64_t bits;
+  };
+  Place place_of(std::uint64_t hash) const { return {hash & mask_, bits_of(hash)}; }
   // False: no row with a key of this hash is published.
-  bool may_have(std::uint64_t hash) const {
-    const std::uint64_t bits = bits_of(hash);
-    return (buckets_[hash & mask_].load(std::memory_order_relaxed) & bits) == bits;
+  bool may_have(std::uint64_t hash) const { return may_have(place_of(hash)); }
+  bool may_have(const Place& place) const {
+    const std::uint64_t found = buckets_[place.bucket].load(std::memory_order_relaxed);
+    return (found & place.bits) == place.bits;
   }
-  void prefetch(std::uint64_t hash) const { __builtin_prefetch(&buckets_[hash & mask_]); }
+  void prefetch(const Place& place) const { __builtin_prefetch(&buckets_[place.bucket]); }
   // Returns the bits of a key in its bucket: three, two or one of 32. The low bits of the hash choose the
   // bucket.
   static std::uint64_t bits_of(std::uint64_t hash) {

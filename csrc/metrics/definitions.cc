@@ -148,8 +148,7 @@ std::vector<MetricDefinition> make_definitions() {
           "the next request; unused: evicted or expired before.",
           {"outcome"}),
       counter("kv_offload_failures_total",
-              "Failed operations of a tier, by kind: corrupt, io, no_space, timeout, device, unavailable, "
-              "exception.",
+              "Failed operations of a tier, by kind: corrupt, io, no_space, timeout, device, exception.",
               {"tier", "op", "kind"}),
       gauge("kv_offload_queue_depth", "Operations of a tier that wait or run.", {"tier", "op"}),
       gauge("kv_offload_oldest_op_seconds", "Age of the oldest operation of a tier that waits or runs.",

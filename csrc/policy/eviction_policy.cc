@@ -13,17 +13,22 @@
 #include "policy/priorities.h"
 
 namespace kv_offload {
+
+// Instantiated next to each policy, so that its calls are inlined.
+extern template class ExpectedReturns<LruPolicy>;
+extern template class ExpectedReturns<PrefixPolicy>;
+
 namespace {
+
+template <typename Policy>
+std::unique_ptr<EvictionPolicy> make() {
+  return std::make_unique<Prioritised>([] { return std::make_unique<ExpectedReturns<Policy>>(); });
+}
 
 struct KnownPolicy {
   std::string_view name;
   std::unique_ptr<EvictionPolicy> (*make)();
 };
-
-template <typename Policy>
-std::unique_ptr<EvictionPolicy> make() {
-  return std::make_unique<Policy>();
-}
 
 constexpr KnownPolicy kPolicies[] = {
     {"lru", &make<LruPolicy>},
@@ -39,8 +44,7 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name) {
     throw_invalid("eviction_policy '{}' is not known; known: {}", name,
                   fmt::join(eviction_policy_names(), ", "));
   }
-  const auto make = found->make;
-  return std::make_unique<Prioritised>([make] { return std::make_unique<ExpectedReturns>(make()); });
+  return found->make();
 }
 
 std::unique_ptr<EvictionPolicy> make_tenant_policy(std::string_view name,

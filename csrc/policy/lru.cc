@@ -4,6 +4,8 @@
 #include <cassert>
 #include <new>
 
+#include "policy/expected_returns.h"
+
 namespace kv_offload {
 
 void LruPolicy::insert(Slot slot, const EntryInfo&) {
@@ -26,7 +28,12 @@ void LruPolicy::pin(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown && !node.pinned);
   node.pinned = true;
-  if (node.place != Place::kReturned) return;
+  if (node.place == Place::kReturned) [[unlikely]]
+    pin_returned(slot);
+}
+
+[[gnu::noinline]] void LruPolicy::pin_returned(Slot slot) {
+  Node& node = nodes_[slot];
   returned_.erase({node.age, slot});
   node.place = Place::kParked;
 }
@@ -35,7 +42,12 @@ void LruPolicy::unpin(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown && node.pinned);
   node.pinned = false;
-  if (node.place != Place::kParked) return;
+  if (node.place == Place::kParked) [[unlikely]]
+    unpin_parked(slot);
+}
+
+[[gnu::noinline]] void LruPolicy::unpin_parked(Slot slot) {
+  Node& node = nodes_[slot];
   try {
     returned_.insert({node.age, slot});
     node.place = Place::kReturned;
@@ -68,5 +80,7 @@ void LruPolicy::unlink(Slot slot) {
   if (node.place == Place::kReturned) returned_.erase({node.age, slot});
   if (node.place == Place::kList) list_.unlink(nodes_, slot);
 }
+
+template class ExpectedReturns<LruPolicy>;
 
 }  // namespace kv_offload

@@ -24,6 +24,7 @@ class LruPolicy final : public EvictionPolicy {
   void pin(Slot slot) override;
   void unpin(Slot slot) override;
   std::optional<Slot> victim() override;
+  bool is_pinned(Slot slot) const { return nodes_[slot].pinned; }
   std::string_view name() const override { return "lru"; }
 
  private:
@@ -38,6 +39,9 @@ class LruPolicy final : public EvictionPolicy {
   };
 
   void link_newest(Slot slot);
+  // Of a slot that is not in the list.
+  void pin_returned(Slot slot);
+  void unpin_parked(Slot slot);
   void unlink(Slot slot);  // removes the slot from its list or set
 
   SegmentedVector<Node> nodes_;

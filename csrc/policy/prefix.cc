@@ -6,6 +6,8 @@
 #include <cassert>
 #include <new>
 
+#include "policy/expected_returns.h"
+
 namespace kv_offload {
 namespace {
 
@@ -114,7 +116,13 @@ void PrefixPolicy::move_to(Slot slot, const Node& next) {
   node.tree = next.tree;
   node.record = next.record;
   node.used = next.used;
-  if (!pinned) put(slot, std::move(leaf));
+  if (pinned) return;
+  try {
+    put(slot, std::move(leaf));
+  } catch (const std::bad_alloc&) {  // an entry without children that was evicted like an inner one stays so
+    node.place = Place::kInner;
+    inner_.link_newest(nodes_, slot);
+  }
 }
 
 void PrefixPolicy::erase(Slot slot) {
@@ -316,5 +324,7 @@ void PrefixPolicy::cache_oldest(unsigned kind, unsigned bucket) {
   const auto& [use, slot] = *leaves_[kind][bucket].begin();
   oldest_[kind][bucket] = {use, nodes_[slot].time + ReusePredictor::edge(bucket + 1)};
 }
+
+template class ExpectedReturns<PrefixPolicy>;
 
 }  // namespace kv_offload

@@ -59,22 +59,26 @@ void Prioritised::set_now(double seconds) {
 }
 
 void Prioritised::erase(Slot slot) {
-  level_of(slot).erase(slot);
-  --known_[states_[slot].level];
-  states_[slot] = State{};
+  State& state = states_[slot];
+  levels_[state.level]->erase(slot);
+  --known_[state.level];
+  state = State{};
 }
 
 void Prioritised::pin(Slot slot) {
-  states_[slot].pinned = true;
-  level_of(slot).pin(slot);
+  State& state = states_[slot];
+  state.pinned = true;
+  levels_[state.level]->pin(slot);
 }
 
 void Prioritised::unpin(Slot slot) {
-  states_[slot].pinned = false;
-  level_of(slot).unpin(slot);
+  State& state = states_[slot];
+  state.pinned = false;
+  levels_[state.level]->unpin(slot);
 }
 
 std::optional<Slot> Prioritised::victim() {
+  if (!levels_[kLow] && !levels_[kHigh]) return levels_[kNormal]->victim();
   const bool is_high_crowded = 2 * known_[kHigh] > known_[kLow] + known_[kNormal] + known_[kHigh];
   constexpr std::array<Level, 3> kUsual = {kLow, kNormal, kHigh};
   constexpr std::array<Level, 3> kCrowded = {kLow, kHigh, kNormal};

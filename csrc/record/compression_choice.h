@@ -46,7 +46,7 @@ struct CompressionOptions {
   std::vector<bool> exact{};
   // By position of the group; kBytes for a group without an entry.
   std::vector<Element> elements{};
-  // What kAuto assumes until records were encoded and decoded.
+  // The speeds that kAuto assumes until records were encoded and decoded.
   CodecSpeed expected{1.2e9, 2.5e9};
   // Returns the number of idle cores. Called before every decision, by one thread at a time that holds no
   // lock, so it may wait. Null: enough cores are idle.

@@ -243,7 +243,7 @@ struct PlainGroup {
     }
     return {sum_of_8(errors), sum_of_8(norms)};
   }
-  // No integer is below -127, also where a thread rounds downwards.
+  // No integer is below -127, even where a thread rounds downwards.
   KV_OFFLOAD_INLINE void store(float inverse, std::int8_t* q) const {
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
       q[i] =

@@ -168,7 +168,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (checksum != computed) {
     return wrong("checksum", fmt::format("{:#018x}", checksum), fmt::format("{:#018x}", computed));
   }
-  // From here on the bytes are what a writer intended; they may still not be ours.
+  // The bytes are intact from here on. They may still belong to another version or namespace.
   const auto version = get<std::uint32_t>(page, 8);
   if (version != kRecordVersion) return wrong("version", version, kRecordVersion);
   const auto length = get<std::uint32_t>(page, 12);

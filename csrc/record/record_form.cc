@@ -75,7 +75,7 @@ Status OutgoingRecord::encode() {
   CompressionChoice* choice = form_.compression();
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
-  // A payload that cannot be encoded is stored raw, also when memory runs out.
+  // A payload that cannot be encoded is stored raw, even when memory runs out.
   const bool may_lose = LossyCodec::handles(choice->lossy_element(op_.group));
   const std::uint64_t room = std::max(PayloadCodec::encoded_bytes_at_most(op_.shards),
                                       may_lose ? LossyCodec::encoded_bytes_at_most(op_.shards) : 0) +

@@ -3,7 +3,7 @@
 //
 //   RecordForm       how a store writes: raw or encoded, encrypted or not
 //   OutgoingRecord   a record being written: where its stored bytes are
-//   IncomingRecord   a record being read: where its stored bytes go, and what they were
+//   IncomingRecord   a record being read: where its stored bytes go, and their verification
 //
 // Raw and unencrypted records need no transformation: the stored bytes are the shards, in place. Otherwise a
 // write builds the stored bytes in a buffer. A read puts the stored bytes into the shards' memory, because a
@@ -11,7 +11,7 @@
 // cache, and decoded from a buffer.
 //
 // Invariants: IncomingRecord::finish() returns ok only if header, length and checksum match (for an encrypted
-// record its tag instead of the checksum); the shards then hold what was written. A store with keys rejects
+// record its tag instead of the checksum); the shards then hold the written bytes. A store with keys rejects
 // records that are not encrypted. A buffer belongs to one record or is free; there are at most as many
 // buffers as threads that are inside at the same time.
 #pragma once

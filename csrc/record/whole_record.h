@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // WholeRecord: a record as it is stored: the header page and the padded stored bytes, in page-aligned memory.
-// For copying records between tiers without decoding or decrypting them.
+// For copying records between tiers without decoding or decrypting them. begin() uses the memory of the
+// record before it again, so a copy does not wait for new pages.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
-#include <cstring>
+#include <cstdlib>
+#include <memory>
 #include <span>
-#include <utility>
 
-#include "base/aligned_buffer.h"
 #include "record/record.h"
 
 namespace kv_offload {
@@ -17,32 +16,27 @@ namespace kv_offload {
 class WholeRecord {
  public:
   const RecordHeader& header() const { return header_; }
-  std::span<std::byte> bytes() const { return buffer_.span().first(size_); }
+  std::span<std::byte> bytes() const { return {memory_.get(), size_}; }
 
   // Starts again with this header page. Memory grows with the bytes that arrive, not with the length in the
-  // header. Throws std::bad_alloc, like append().
-  void begin(const RecordHeader& header, std::span<const std::byte> page) {
-    header_ = header;
-    size_ = 0;
-    append(page);
-  }
+  // header, and does not shrink. Throws std::bad_alloc, like room() and append().
+  void begin(const RecordHeader& header, std::span<const std::byte> page);
+  // Returns memory for the next bytes, at most `most`; empty after the last byte. append() does not copy
+  // bytes that were read to there. Valid until the next call. REQUIRES: begin() was called.
+  std::span<std::byte> room(std::size_t most);
   // Ignores bytes beyond the length in the header.
-  void append(std::span<const std::byte> more) {
-    const std::size_t most = static_cast<std::size_t>(header_.record_bytes());
-    more = more.first(std::min(more.size(), most - size_));
-    if (size_ + more.size() > buffer_.size()) {
-      AlignedBuffer larger(std::min(most, std::max(size_ + more.size(), 2 * buffer_.size())));
-      if (size_ > 0) std::memcpy(larger.data(), buffer_.data(), size_);
-      buffer_ = std::move(larger);
-    }
-    if (!more.empty()) std::memcpy(buffer_.data() + size_, more.data(), more.size());
-    size_ += more.size();
-  }
+  void append(std::span<const std::byte> more);
 
  private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  std::size_t left() const { return static_cast<std::size_t>(header_.record_bytes()) - size_; }
+  void reserve(std::size_t more);
+
   RecordHeader header_;
-  AlignedBuffer buffer_;
-  std::size_t size_ = 0;
+  std::unique_ptr<std::byte[], Free> memory_;
+  std::size_t capacity_ = 0, size_ = 0;
 };
 
 }  // namespace kv_offload

@@ -86,7 +86,7 @@ class Replayer {
     index_->set_now(now);
   }
 
-  // As Sessions: hints that turned out to say nothing are ignored.
+  // Like Sessions, ignores hints that proved unreliable.
   double hint_of(std::size_t request) const {
     return options_.hints.empty() || !trust_.is_trusted() ? 0 : options_.hints[request];
   }
@@ -101,7 +101,7 @@ class Replayer {
     }
   }
 
-  // As Prefetcher: early enough for the speed of the tier, but a second to a minute before the return.
+  // Like Prefetcher, begins early enough for the speed of the tier, a second to a minute before the return.
   void plan_prefetch(std::size_t request) {
     const double returns_at = hint_of(request);
     if (!options_.prefetch || options_.tier_chunks == 0 || !(returns_at > now_) || std::isinf(returns_at))

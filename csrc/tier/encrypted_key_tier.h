@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // EncryptedKeyTier: a tier that names its records by keyed digests. Chunk keys are hashes of prompts: anyone
 // who can list a directory or a server could learn from them which prompts were seen. This layer sits between
-// the cache and a tier of encrypted records and replaces each key by a digest. The digest is 16 bytes:
+// the cache and a tier of encrypted records and replaces each key with a digest. The digest is 16 bytes:
 // AES-256-CBC-MAC of exactly 48 bytes (the key's length, the key, zeros), under a key derived from the master
 // key for this namespace. The key's four group bytes follow unchanged, because records of a group have one
 // size. To the tier below, a digest is a ChunkKey.

@@ -239,6 +239,11 @@ bool PresenceCache::has_removals() const {
   return !removals_.empty();
 }
 
+bool PresenceCache::has_reported_all() const {
+  const MutexLock lock(mutex_);
+  return removals_.empty() && dropped_.empty();
+}
+
 // Returns true if there are more. REQUIRES: room for kRemovalsPerLock in the list.
 bool PresenceCache::take_some_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);

@@ -75,6 +75,8 @@ class PresenceCache final : public Catalog {
   void touch(const ChunkKey&) override {}  // the store sees the reads itself and needs no other recency
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
   bool has_removals() const override EXCLUDES(mutex_);
+  // True if take_removals() would append nothing, also after a reset.
+  bool has_reported_all() const EXCLUDES(mutex_);
 
   Nanos now() const { return clock_.now(); }
   EpochNumber epoch_number() const EXCLUDES(mutex_);
@@ -128,7 +130,7 @@ class PresenceCache final : public Catalog {
     const Entry& operator[](std::size_t at) const { return entries_[at]; }
 
    private:
-    static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed in vain
+    static constexpr std::size_t kMarksPerEntry = 16;  // at least: 1 in 16 unknown keys is probed needlessly
     std::uint32_t place_of(ChunkId id) const;
     std::uint64_t& mark_word(std::size_t mark) const {
       return static_cast<std::uint64_t*>(marks_.data())[mark / 64];

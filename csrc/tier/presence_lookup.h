@@ -72,7 +72,7 @@ class PresenceLookup {
   static void end_window(const PromptPtr& prompt, const Window& window);
 
   const std::shared_ptr<const Context> context_;
-  // By the last key, which prompts seldom share. A prompt lives as long as its lookups.
+  // By the last key, which prompts seldom share. A prompt exists as long as its lookups.
   std::unordered_multimap<ChunkKey, std::weak_ptr<Prompt>> prompts_;
   std::size_t most_prompts_ = kFewPrompts;  // at this size expired prompts are removed
 };

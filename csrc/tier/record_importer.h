@@ -29,8 +29,9 @@ class RecordImporter {
 
   // Returns the epoch of all records, as RemoteRecords and FsRoot name it.
   std::string epoch() const { return epoch_->label(); }
-  // Waits for the device. *written is false if the tier had the record already. used_unix_nanos: when the
-  // record was last used; 0: now. kNoSpace: the tier is full. kCancelled: the tier has ended the epoch.
+  // Waits for the device, and does not use the record afterwards. *written is false if the tier had the
+  // record already. used_unix_nanos: when the record was last used; 0: now. kNoSpace: the tier is full.
+  // kCancelled: the tier has ended the epoch.
   Status write(const WholeRecord& record, std::int64_t used_unix_nanos, bool* written);
   // REQUIRES: no write() is running. Idempotent.
   void close();

@@ -43,7 +43,8 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
   if (total_ < kRecordHeaderBytes) {
     const std::size_t have = static_cast<std::size_t>(total_);
     const std::size_t part = std::min(bytes.size(), kRecordHeaderBytes - have);
-    if (part > 0) std::memcpy(page_.data() + have, bytes.data(), part);
+    // They may have been read to the page.
+    if (part > 0 && bytes.data() != page_.data() + have) std::memcpy(page_.data() + have, bytes.data(), part);
     total_ += part;
     bytes = bytes.subspan(part);
     if (total_ == kRecordHeaderBytes) on_header();
@@ -52,6 +53,23 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
   keep(bytes);
   open(bytes);
   total_ += bytes.size();
+}
+
+Status RecordCheck::room(std::size_t most, std::span<std::byte>* room) noexcept try {
+  if (!has_header()) {
+    *room = page_.span().subspan(static_cast<std::size_t>(total_));
+    return Status::ok();
+  }
+  if (copy_ != nullptr) {
+    *room = copy_->room(most);
+    return Status::ok();
+  }
+  if (scratch_.size() == 0)
+    scratch_ = AlignedBuffer(std::min(most, static_cast<std::size_t>(announced() - total_)));
+  *room = scratch_.span().first(std::min(most, scratch_.size()));
+  return Status::ok();
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusKind::kIo, "out of memory");
 }
 
 void RecordCheck::on_header() try {

@@ -75,7 +75,7 @@ class RemoteRecords {
   virtual Status read(const RemoteRecord& record, WholeRecord* copy) = 0;
   // Reads the epoch that newly started processes of this namespace use; *name is empty if there is none.
   virtual Status read_startup_epoch(const std::string& namespace_id, std::string* name) = 0;
-  // Removes the records. Adds those removed to *removed, with their listed bytes, also if it fails midway.
+  // Removes the records. Adds those removed to *removed, with their listed bytes, even if it fails midway.
   virtual Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) = 0;
   // True if several threads may call this object concurrently: each call waits for one server round trip per
   // record.
@@ -91,14 +91,18 @@ class RemoteRecords {
 };
 
 // Checks the bytes of a record as they arrive, in order. Keeps only the header, and the bytes if there is a
-// `copy` for them. With keys, encrypted records
-// are decrypted as well; without keys, the encryption tag is not checked. Encoded payloads are not decoded: a
-// payload that the codec cannot read passes if its checksums match.
+// `copy` for them. With keys, encrypted records are decrypted as well; without keys, the encryption tag is
+// not checked. Encoded payloads are not decoded: a payload that the codec cannot read passes if its checksums
+// match.
 class RecordCheck {
  public:
   // Both must outlive this object.
   explicit RecordCheck(const EncryptionKeys* keys = nullptr, WholeRecord* copy = nullptr);
   void add(std::span<const std::byte> bytes) noexcept;
+  // Sets *room to memory for the next bytes, at most `most`: of the header page, then of the copy, if any.
+  // add() does not copy bytes that were read to there. Valid until the next call. kIo: out of memory.
+  // REQUIRES: no header yet, or check_header() is ok.
+  Status room(std::size_t most, std::span<std::byte>* room) noexcept;
   bool has_header() const { return total_ >= kRecordHeaderBytes; }
   // kCorrupt: the length or the header is proven wrong. kUnavailable: the record cannot be judged, because
   // another release wrote it or it was encrypted with a key that we do not have. REQUIRES: has_header(), or
@@ -125,6 +129,7 @@ class RecordCheck {
   bool valid_ = false;
   Status decoded_, opened_;
   std::optional<RecordCipher> cipher_;
+  AlignedBuffer scratch_;       // room() without a copy
   AlignedBuffer opened_bytes_;  // scratch output of the decryption, never read
 };
 

@@ -110,7 +110,8 @@ class ThreadPoolTier final : public Tier {
   const Clock& clock_;
   const std::shared_ptr<TierRuntime> shared_;
   bool was_reset_ = false;
-  // As of the last poll or reset. Asking the store per key would take longer than all the rest of contains().
+  // Updated by poll() and reset(). Asking the store for each key would take longer than the rest of
+  // contains().
   bool in_epoch_ = false;
   // State of one lane, as of the last watch().
   struct Watched {

@@ -123,8 +123,8 @@ struct Submitted {
   PresenceCache::EpochNumber epoch_number = 0;
 };
 
-// An op and what it holds of the tier: its breaker's pass and its share of the waiting bytes. Releases both
-// however it ends, also if memory runs out before it was queued. A lost probe pass would keep the lane off
+// An op with its breaker pass and its share of the waiting bytes of the tier. Releases both
+// however it ends, even if memory runs out before it was queued. A lost probe pass would keep the lane off
 // for good.
 class OpInFlight {
  public:

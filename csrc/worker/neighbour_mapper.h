@@ -24,7 +24,7 @@ class NeighbourMapper {
   ~NeighbourMapper() { stop(); }
   NeighbourMapper(const NeighbourMapper&) = delete;
   NeighbourMapper& operator=(const NeighbourMapper&) = delete;
-  // Ends the thread. What is mapped stays mapped. Idempotent.
+  // Ends the thread. Mapped regions stay mapped. Idempotent.
   void stop();
 
  private:

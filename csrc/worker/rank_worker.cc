@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/rank_worker.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <iterator>
 #include <set>
@@ -24,6 +25,7 @@ struct RankWorker::Impl {
   Metrics& metrics;
   Log log;
   std::set<Ticket> running{};          // submitted and not ended
+  std::vector<CopyResult> polled{};    // from the copier, the first at the back; empty except in drain()
   std::vector<CopyResult> held{};      // ended; their reports would overtake a running job
   std::vector<CopyResult> finished{};  // reported but not returned yet
   std::string failed_load;             // error message of the first failed load
@@ -31,7 +33,7 @@ struct RankWorker::Impl {
   std::unique_ptr<BlockCopier> copier;
   std::unique_ptr<NeighbourMapper> mapper{};  // last member: destroyed first
 
-  void end(CopyResult result);
+  void end(CopyResult& result);
   void report_ended();
   void drain();
   void count(const CopyResult& result);
@@ -41,14 +43,14 @@ struct RankWorker::Impl {
   }
 };
 
-// Every job ends here.
-void RankWorker::Impl::end(CopyResult result) {
-  if (!result.status.is_ok()) result.failed_groups = kDeviceFailed;
-  running.erase(result.ticket);
-  count(result);
-  if (!result.status.is_ok()) log_failure(result);
+// Every job ends here. Throws bad_alloc without memory, and the result is unchanged then.
+void RankWorker::Impl::end(CopyResult& result) {
+  if (!result.status.is_ok()) {
+    result.failed_groups = kDeviceFailed;
+    log_failure(result);
+  }
   held.push_back(std::move(result));
-  report_ended();
+  running.erase(held.back().ticket);
 }
 
 // A report takes the slot of the ticket kTicketSlots before, which then counts as reported: the scheduler
@@ -60,14 +62,26 @@ void RankWorker::Impl::report_ended() {
       ++next;
       continue;
     }
-    if (next->ticket != kNoTicket) region->report(rank, next->ticket, next->failed_groups);
     finished.push_back(std::move(*next));
     next = held.erase(next);
+    const CopyResult& result = finished.back();
+    if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
   }
 }
 
+// Continues where an earlier call failed for lack of memory.
 void RankWorker::Impl::drain() {
-  for (CopyResult& result : copier->poll()) end(std::move(result));
+  for (;;) {
+    if (polled.empty()) {
+      polled = copier->poll();
+      std::reverse(polled.begin(), polled.end());
+    }
+    if (polled.empty()) break;
+    end(polled.back());
+    polled.pop_back();
+    count(held.back());
+  }
+  report_ended();
 }
 
 void RankWorker::Impl::count(const CopyResult& result) {
@@ -123,7 +137,9 @@ void RankWorker::submit(CopyJob job) {
     impl_->copier->submit(std::move(job));
   } catch (const std::exception& error) {
     refused.status = Status::error(StatusKind::kDevice, fmt::format("submit: {}", error.what()));
-    impl_->end(std::move(refused));
+    impl_->end(refused);
+    impl_->count(impl_->held.back());
+    impl_->report_ended();
   }
 }
 

@@ -8,6 +8,9 @@
 // offered without some of their blocks. A failed load is an error: vLLM cannot undo it and would compute with
 // invalid data. Therefore wait() and poll() throw until the process ends.
 //
+// Without memory the calls throw std::bad_alloc. No result of a submitted job is lost then: later calls
+// report and return it. But a submit() that throws may have lost its job, so the process must end.
+//
 // Threads: one (the model runner's).
 #pragma once
 
@@ -34,8 +37,8 @@ class RankWorker {
              Metrics& metrics, Log log = {});
   ~RankWorker();  // calls close()
 
-  // Never throws. An inconsistent job or a failed copy also ends as a result, and its ticket marks its chunks
-  // as failed.
+  // An inconsistent job or a failed copy also ends as a result, and its ticket marks its chunks as failed.
+  // Throws nothing else than std::bad_alloc.
   void submit(CopyJob job);
   // Returns finished jobs; their tickets are already reported. Throws ResourceError if a load failed.
   std::vector<CopyResult> poll();

@@ -41,18 +41,18 @@ def panels() -> list[Panel]:
             "Hit tokens by tier",
             "short",
             {"{{tier}}": rate("kv_offload_hit_tokens_total", "tier")},
-            "Prompt tokens that were loaded instead of computed, by where their bytes came from.",
+            "Prompt tokens that were loaded instead of computed, by the tier that their bytes came from.",
             True,
         ),
         Panel(
             "Miss tokens by reason",
             "short",
             {"{{reason}}": rate("kv_offload_miss_tokens_total", "reason")},
-            "Why prompt tokens were computed.",
+            "Prompt tokens that were computed, by the reason of the miss.",
             True,
         ),
         Panel(
-            "Hit ratio",
+            "Hit rate",
             "percentunit",
             {
                 "hits": "sum(rate(kv_offload_hit_tokens_total%s[$__rate_interval])) / "
@@ -64,7 +64,7 @@ def panels() -> list[Panel]:
             "Prefill seconds saved",
             "s",
             {"saved": f"sum(increase(kv_offload_saved_seconds_total{SELECTOR}[$__rate_interval]))"},
-            "Estimated prefill time of the loaded tokens less the time their loads took.",
+            "Net prefill time saved: compute avoided minus load time.",
         ),
         Panel(
             "Tier fill",
@@ -83,7 +83,7 @@ def panels() -> list[Panel]:
                 "{{tier}} held": f"sum by (tier) (kv_offload_tier_capacity_tokens{SELECTOR} * "
                 f"kv_offload_tier_bytes{SELECTOR} / kv_offload_tier_capacity_bytes{SELECTOR})",
             },
-            "Tokens of this model. A directory's bytes are those of all who share it.",
+            "Tokens of this model. The bytes of a directory include those of all servers that share it.",
         ),
         Panel("Chunks held", "short", {"{{tier}}": f"sum by (tier) (kv_offload_tier_chunks{SELECTOR})"}),
         Panel("Evicted", "Bps", {"{{tier}}": rate("kv_offload_evicted_bytes_total", "tier")}),
@@ -110,16 +110,16 @@ def panels() -> list[Panel]:
             {"{{tier}} {{op}}": f"sum by (tier, op) (kv_offload_queue_depth{SELECTOR})"},
         ),
         Panel(
-            "Oldest op",
+            "Oldest operation",
             "s",
             {"{{tier}} {{op}}": f"max by (tier, op) (kv_offload_oldest_op_seconds{SELECTOR})"},
-            "Above the op deadline the tier is taken out of service for a while.",
+            "Above op_timeout_ms, the tier is taken out of service for a while.",
         ),
         Panel(
             "Failures",
             "short",
             {"{{tier}} {{op}} {{kind}}": rate("kv_offload_failures_total", "tier, op, kind")},
-            "Each one is a request that was recomputed or a chunk that was not kept; never wrong bytes.",
+            "Each failure is a chunk that was computed again or not stored. No wrong byte was used.",
         ),
         Panel(
             "Dropped", "Bps", {"{{tier}} {{reason}}": rate("kv_offload_dropped_bytes_total", "tier, reason")}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``kv-offload``: configuration, checks of this machine, and management of a root, without vLLM.
 
-Exit status: 0 success, 1 something is damaged or refused, 2 the command was used wrongly.
+Exit status: 0 success, 1 something is damaged or refused, 2 wrong usage.
 """
 
 from kv_offload.cli.app import app

@@ -28,7 +28,7 @@ COMMANDS = (
     ("ls", "root_commands", "List the records of a root, most recently used first."),
     ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),
     ("purge", "root_commands", "Remove the records of one namespace, of one tenant, or of all."),
-    ("evict", "evict_command", "Remove records until a root is below its bound."),
+    ("evict", "evict_command", "Remove records until a root is below its limit."),
     ("copy", "copy_command", "Copy the records of a namespace from one tier into another."),
     ("replay", "replay_command", "Replay requests or agent sessions against caches of other sizes."),
 )
@@ -66,7 +66,7 @@ app = typer.Typer(
     **_SETTINGS | {"add_completion": True},
     help="KV-cache offloading for vLLM: write its configuration, check this machine, watch a "
     "server, and manage its directories. No command needs vLLM.",
-    epilog="Exit status: 0 success; 1 something is damaged or refused; 2 the command was used wrongly."
+    epilog="Exit status: 0 success; 1 something is damaged or refused; 2 wrong usage."
     "\n\n\b\nShell completion: kv-offload --install-completion, then open a new shell.",
 )
 

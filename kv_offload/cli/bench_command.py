@@ -35,7 +35,7 @@ def bench(
         str,
         typer.Argument(
             metavar="ROOT",
-            help="Place of the tier: a directory, or KIND=PLACE for another kind.",
+            help="Place of the tier: a directory, or TYPE=PLACE for another type.",
             show_default=False,
         ),
     ],
@@ -81,7 +81,7 @@ def bench(
       kv-offload bench /mnt/nvme/kv --model /models/Llama-3.1-8B --prefill 8000 --cpu 32GiB --json
 
     Exit status: 0 measured, and with --prefill: a tier here pays off; 1 it does not, or nothing can be
-    written there; 2 the command was used wrongly.
+    written there; 2 wrong usage.
     """
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype

@@ -72,18 +72,19 @@ def calibrate(
       kv-offload calibrate /models/Llama-3.1-8B --dtype bfloat16 -o llama.calibration.json
       kv-offload calibrate Qwen/Qwen3-0.6B --text prompts.txt
 
-    Exit status: 0 written; 1 the model or the text cannot be used; 2 wrong use.
+    Exit status: 0 written; 1 the model or the text cannot be used; 2 wrong usage.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         fail(f"--dtype is {dtype!r}; possible: float32, bfloat16 or float16", USAGE)
     _check_output(output, model)
-    from kv_offload.model_identity import model_identity, weights_problem
+    from kv_offload.model_identity import code_repositories, model_identity, weights_problem
 
     content = _own_source() if text is None else _text_of(text)
     began = time.monotonic()
     loaded, tokenizer = _loaded(model, revision, dtype, trust_remote_code)
     # After loading, which may download the model or a newer revision of it.
-    identity = model_identity(model, revision)
+    code = code_repositories(getattr(loaded, "config", None)) if trust_remote_code else []
+    identity = model_identity(model, revision, code=code)
     if problem := weights_problem(identity):
         fail(f"the weights cannot be identified: {problem}", PROBLEM)
     parts = _segments(tokenizer, content, segments)

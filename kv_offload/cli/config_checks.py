@@ -21,7 +21,7 @@ _PARTIAL = (
 @dataclass(frozen=True)
 class Judged:
     """``config``: our part as vLLM would apply it; None if it would not apply or is invalid. ``tiers``: the
-    same, also if only the size of host memory is missing."""
+    same, even if only the size of host memory is missing."""
 
     checks: list[Check]
     config: OffloadConfig | None = None

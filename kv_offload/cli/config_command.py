@@ -11,7 +11,7 @@ from kv_offload.cli.terminal import PROBLEM, echo, fail, plain_errors
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's KV transfer configuration with ``extra`` as our part of it."""
+    """Returns vLLM's KV transfer configuration with ``extra`` as the part of this plugin."""
     from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
     return {
@@ -48,8 +48,8 @@ def config(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KIND=PLACE|JSON",
-            help="A tier of any kind, slower than every --disk. May be repeated: fastest first.",
+            metavar="TYPE=PLACE|JSON",
+            help="A tier of any type, slower than every --disk. May be repeated: fastest first.",
         ),
     ] = None,
     write_policy: Annotated[
@@ -129,10 +129,11 @@ def config(
     from kv_offload.config import OffloadConfig
 
     if shell and as_json:
-        fail("--shell and --json exclude each other", 2)
+        fail("--shell and --json cannot be used together", 2)
     bounds = disk_size or []
     if len(bounds) > len(disk or []):
-        fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each bound after its --disk", 2)
+        fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each size after its --disk", 2)
+    # The parser of the configuration checks the other values. Its errors name keys, these name options.
     _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
@@ -155,6 +156,7 @@ def config(
             extra[key] = value
     extra |= dict(_setting(text) for text in setting or [])
     parsed, notes = OffloadConfig.parse(extra)
+    # The printed configuration may be used in another directory: relative paths become absolute.
     for given, made in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
         given.update(made.portable())
     for note in notes:
@@ -164,7 +166,7 @@ def config(
 
 
 def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
-    """The entries of secondary_tiers, the disks first."""
+    """Returns the entries of secondary_tiers, the disks first."""
     from kv_offload.tiers.registry import entry_at, kind_of_tier, kinds
 
     kind = kind_of_tier("disk")
@@ -175,7 +177,7 @@ def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[
             name, equals, _ = text.partition("=")
             if not equals or name not in kinds():
                 known = ", ".join(kinds())
-                fail(f"--tier {name} is neither KIND=PLACE (kinds: {known}) nor a JSON object", 2)
+                fail(f"--tier {name} is neither TYPE=PLACE (types: {known}) nor a JSON object", 2)
             tiers.append(entry_at(text))
             continue
         try:
@@ -186,7 +188,7 @@ def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[
 
 
 def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
-    """Each option to the tiers whose kind has it."""
+    """Adds each option to the tiers whose type has it."""
     from kv_offload.tiers.registry import kinds
 
     for key, value in given.items():
@@ -210,7 +212,7 @@ def _check_sizes(given: list[tuple[str, str | None]]) -> None:
 
 
 def _share_of_memory() -> str:
-    """A quarter of the host memory that is available here, in whole GiB or MiB."""
+    """Returns a quarter of the host memory that is available here, in whole GiB or MiB."""
     from kv_offload.machine import host_memory
     from kv_offload.sizes import format_bytes
 

@@ -71,7 +71,7 @@ def copy(
         typer.Option(
             "--jobs", "-j", metavar="N", min=1, max=64, help="Number of records copied concurrently."
         ),
-    ] = 4,
+    ] = 8,
     dst_max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -113,7 +113,7 @@ def copy(
       kv-offload copy /var/cache/kv s3://kv-cache/kv_offload -n 3fa2 --dry-run
 
     Exit status: 0 all selected records are in DST, or were evicted from SRC meanwhile; 1 some were not
-    copied (a directory cannot be listed, DST is full, a tier failed or was reset, interrupted); 2 wrong use.
+    copied, and a message gives the reason; 2 wrong usage.
     """
     from kv_offload.config import tier_at
 
@@ -423,6 +423,7 @@ def _print(report: dict[str, Any]) -> None:
 
     selected = describe_size(report["selected"], report["selected_bytes"])
     there = f"{report['present']:,} already in {report['destination']}"
+    # Reports what would be done, or what was done; then each group of records that was not simply copied.
     if report["dry_run"]:
         lines = [f"{selected} selected: {there}"]
         lines.append(f"{describe_size(report['to_copy'], report['to_copy_bytes'])} would be copied")

@@ -79,6 +79,14 @@ def device() -> Check:
     return Check("device", "note", f"host copier: {reason}")
 
 
+def connections() -> list[Check]:
+    """Checks that this build can connect the hosts of an engine; no check if it can."""
+    from kv_offload import _core
+
+    problem = _core.hosts_problem()
+    return [Check("hosts", "refused", problem)] if problem else []
+
+
 def memory(config: OffloadConfig | None, hosts: int = 1) -> Check:
     """Compares requested with available host memory. ``hosts``: number of hosts of the engine."""
     available, limited_by = host_memory()
@@ -102,7 +110,7 @@ def tenants(config: OffloadConfig) -> list[Check]:
 
 
 def regions() -> list[Check]:
-    """Reports the memory of servers that share it, kept memory, and leftovers; no check for what does not
+    """Reports the memory of servers that share it, kept memory, and leftovers. Omits memory that does not
     exist."""
     found = machine.regions()
     checks = []
@@ -113,6 +121,7 @@ def regions() -> list[Check]:
             figures = {"regions": len(these), "bytes": taken}
             checks.append(Check(name, state, f"{format_bytes(taken)} {text}", figures))
 
+    # A region that a process holds is in use. Without one it is kept on purpose, or left by a killed server.
     shared = [each for each in found if each.is_held and each.is_shared]
     add("shared memory", "ok", shared, f"in {_count(shared)} of running servers (share_host_memory)")
     kept = [each for each in found if each.is_kept and not each.is_held]

@@ -47,7 +47,7 @@ def doctor(
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROOT", help="Also check this directory, or KIND=PLACE. May be repeated."),
+        typer.Option(metavar="ROOT", help="Also check this directory, or TYPE=PLACE. May be repeated."),
     ] = None,
     kv_offloading_size: Annotated[
         float | None,
@@ -95,7 +95,7 @@ def doctor(
       kv-offload doctor http://gpu-7:8000
 
     Exit status: 0 the machine can serve, or the server serves; 1 something would be refused, or the server
-    cannot be reached; 2 the command was used wrongly.
+    cannot be reached; 2 wrong usage.
     """
     from kv_offload.sizes import parse_byte_size
 
@@ -162,6 +162,8 @@ def _check_machine(options: DoctorOptions) -> "tuple[list[Check], list[tuple[str
         ("memory", lambda: [checks.memory(parsed, options.hosts)]),
         ("host memory regions", checks.regions),
     ]
+    if options.hosts > 1:
+        planned_checks.append(("hosts", checks.connections))
     if parsed is not None:
         planned_checks.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
         planned_checks.append(("tenants", partial(checks.tenants, parsed)))

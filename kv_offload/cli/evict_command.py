@@ -75,7 +75,7 @@ def evict(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove records until a root is below its bound.
+    """Remove records until a root is below its limit.
 
     Runs alongside the servers that use the root. Records that no server can hit any more are evicted first:
     those from before a reset, and namespaces (another model, revision or layout) that no server has open
@@ -94,8 +94,8 @@ def evict(
       kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
-    Exit status: 0 the root is below its bound, or a signal ended --watch; 1 too few bytes are records, or
-    it was refused; 2 wrong use, or ROOT is not a root.
+    Exit status: 0 the root is below its limit, or a signal ended --watch; 1 it is still above its limit, or
+    the command was refused; 2 wrong usage, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
     from kv_offload.tiers.registry import kind_of_tier, refuse_address
@@ -108,7 +108,7 @@ def evict(
     show = print_line if as_json else print_sentence
     if watch:
         if dry_run:
-            raise ValueError("--watch and --dry-run exclude each other")
+            raise ValueError("--watch and --dry-run cannot be used together")
         Watch(root, bound, interval, show).run()
         return
     report = evict_once(open_root(root, changes=not dry_run), bound, dry_run=dry_run)
@@ -116,7 +116,7 @@ def evict(
         print_json(report)
     else:
         show(report)
-    raise typer.Exit(OK if report["below_bound"] else PROBLEM)
+    raise typer.Exit(OK if report["below_limit"] else PROBLEM)
 
 
 def evict_once(
@@ -147,7 +147,7 @@ def evict_once(
     return report | {
         "bytes_after": after,
         "max_bytes": bound.max_bytes,
-        "below_bound": after <= bound.max_bytes,
+        "below_limit": after <= bound.max_bytes,
         "dry_run": dry_run,
     }
 
@@ -211,7 +211,7 @@ class Watch:
         report = evict_once(root, self._bound, progress=self._raise_if_stopped)
         if above and not report["bytes_freed"]:
             self._back_off_until = now + _BACK_OFF_SECONDS
-        if report["bytes_freed"] or not report["below_bound"]:
+        if report["bytes_freed"] or not report["below_limit"]:
             self._show(report)
 
     def _raise_if_stopped(self, _: int) -> None:
@@ -239,7 +239,7 @@ def print_sentence(report: dict[str, Any]) -> None:
         f"{would}removed: {format_bytes(report['bytes_freed'])}"
         + (f" ({', '.join(parts)})" if report["bytes_freed"] else "")
         + f"; {format_bytes(report['bytes_after'])} left"
-        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the remaining files are not records")
+        + ("" if report["below_limit"] else ", ABOVE THE LIMIT: the remaining files are not records")
     )
 
 

@@ -177,8 +177,10 @@ def replay(
         report = {"sessions": len(sessions), "active": active, "max_gap_seconds": max_gap}
         report |= {"block_tokens": read.block_tokens, "needed_blocks": round(needed)}
         report |= {"hints": hints, "late_hints": late_hints, "wrong_hints": wrong_hints, "seed": seed}
+        # The need is that of the active sessions, a small part of the trace. So the shares are large.
         shares = (25, 50, 75, 100)
     else:
+        # Requests of such a trace belong to no session.
         if hints != NONE:
             raise ValueError(f"--hints is {hints!r}, but {trace} has no sessions: give a trace of sessions")
         read = read_trace(trace, limit)

@@ -238,8 +238,10 @@ def ls(
     chosen = None if namespace is None else full_id(opened.stat(), namespace)
     unreadable: list[str] = []
     found: Iterable[dict[str, Any]] = opened.records(chosen, unreadable)
+    # Hits are in the headers of the records: reads them before sorting, and otherwise only of listed records.
     if by is Order.HITS:
         found = map(opened.with_history, found)
+    # Keeps `limit` records in memory instead of all.
     if limit:
         found = heapq.nsmallest(limit, found, key=_ORDERS[by])
     elif by is not Order.NEWEST:
@@ -436,6 +438,7 @@ def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
     """Returns the only namespace id that starts with ``prefix``. Raises ValueError listing the ids."""
     if prefix is None:
         return None
+    # Namespaces that are not listed may have the prefix too, so only a complete id is certain.
     if report.get("records_of_further_namespaces"):
         if re.fullmatch(r"[0-9a-f]{64}", prefix.lower()):
             return prefix.lower()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a root for a command: a directory, or an address of any kind of tier."""
+"""Opening a root for a command: a directory, or an address of any type of tier."""
 
 from typing import TYPE_CHECKING
 

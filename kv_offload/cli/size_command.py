@@ -209,6 +209,7 @@ def _print(report: dict[str, Any]) -> None:
     for group in report["groups"]:
         cells = [f"{group['bytes_per_token'][name]:,}" for name in dtypes]
         add_row(groups, group["name"], str(group["layers"]), *cells)
+    # A sum of one row would repeat it.
     if len(report["groups"]) > 1:
         add_row(groups, "all", "", *[f"{report['bytes_per_token'][name]:,}" for name in dtypes])
     out.print(groups)
@@ -222,6 +223,7 @@ def _print(report: dict[str, Any]) -> None:
     if report["tiers"]:
         tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
         for tier in report["tiers"]:
+            # A server limits its own size, so the capacity of its tier is unknown.
             known = tier["bytes"] is not None
             size = format_bytes(tier["bytes"]) if known else "-"
             add_row(tiers, tier["name"], size, f"{tier['tokens']:,}" if known else "-")

@@ -223,6 +223,7 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
             name,
             format_bytes(int(tier["bytes"])),
             format_bytes(int(tier["capacity_bytes"])),
+            # A capacity of 0 is unknown.
             _percent(tier["bytes"] / tier["capacity_bytes"] if tier["capacity_bytes"] else None),
             f"{tier['chunks']:,.0f}",
         )
@@ -242,6 +243,7 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
             f"{tier['failures']:.0f}",
         )
     parts += [held, Text(), traffic]
+    # Tables and lines of features that the server does not use are left out.
     if figures["tenants"]:
         columns = ("held", "share", "hit rate", "hits/s", "read", "write", "evicted")
         tenants = table("\ntenants", "tenant", *columns, right=columns)
@@ -284,6 +286,7 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])
     )
     for reason, miss in by_rate:
+        # Reasons that never occurred are left out.
         if miss["tokens"]:
             add_row(misses, reason, f"{miss['tokens_per_second']:,.0f}", f"{miss['tokens']:,.0f}")
     parts.append(misses if misses.row_count else Text("\nno misses"))

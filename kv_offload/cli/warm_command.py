@@ -69,7 +69,8 @@ def warm(
       kv-offload warm agents.jsonl --url http://gpu-7:8000 --concurrency 8 --json
       head -100 requests.jsonl | kv-offload warm -
 
-    Exit status: 0 all prompts were processed; 1 some were not, or the server cannot be reached; 2 wrong use.
+    Exit status: 0 all prompts were processed; 1 some were not, or the server cannot be reached; 2 wrong
+    usage.
     """
     from kv_offload.interrupts import Interrupts
     from kv_offload.warming import Sender, Server

@@ -44,7 +44,7 @@ def why(
       kv-offload why server.log
       kubectl logs deploy/vllm | kv-offload why - --json
 
-    Exit status: 0 tokens were loaded; 1 none were, or the server cannot be reached; 2 wrong use.
+    Exit status: 0 tokens were loaded; 1 none were, or the server cannot be reached; 2 wrong usage.
     """
     found = diagnose(source)
     if as_json:
@@ -71,7 +71,7 @@ def diagnose(source: str) -> "Diagnosis":
 
 
 def _diagnose_text(lines: Iterable[str]) -> "Diagnosis":
-    """A saved metrics page or a log; a page is recognised by its first lines."""
+    """Returns the findings of a saved metrics page or a log. A page is recognised by its first lines."""
     from kv_offload.diagnosis import from_log, from_metrics
     from kv_offload.exposition import Page
 

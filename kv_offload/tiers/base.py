@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that every kind of tier has, and the interface that a kind implements.
+"""The settings that every type of tier has, and the interface that a type implements.
 
 This interface hides all differences between kinds: the adapter, the command line and the sizing name no kind.
 """
@@ -129,10 +129,12 @@ class Root(Protocol):
     def handle(self, record: dict[str, Any]) -> object:
         """Returns the part of one of ``records`` that ``read`` needs."""
 
-    def read(self, namespace: str, handle: Any) -> "tuple[str, str, WholeRecord | None]":
+    def read(
+        self, namespace: str, handle: Any, into: "WholeRecord | None" = None
+    ) -> "tuple[str, str, WholeRecord | None]":
         """Reads and verifies a record. Returns (ok | not_found | corrupt | ..., the problem, the record).
 
-        For one thread at a time.
+        ``into``: a record that is no longer needed, whose memory is used again. For one thread at a time.
         """
 
     def use_keys(self, key_files: Sequence[str]) -> None:
@@ -280,7 +282,7 @@ class TierConfig(BaseModel):
         if the place does not exist or the kind does not support these commands; OSError or RuntimeError if
         the records cannot be read or must not be changed.
         """
-        raise ValueError(f"{self.label()}: this command does not support this kind of tier")
+        raise ValueError(f"{self.label()}: this command does not support this type of tier")
 
     def is_unused(self) -> bool:
         """Returns True if the tier does not exist yet, or is an empty directory."""

@@ -32,7 +32,7 @@ def register(kind: type[Kind]) -> type[Kind]:
     name = str(kind.model_fields["type"].default)
     if name == _HOST_MEMORY or _NAME.fullmatch(name) is None:
         raise ValueError(
-            f"{name!r} cannot be the name of a kind of tier: use lower-case letters, digits and _, and not "
+            f"{name!r} cannot be the name of a type of tier: use lower-case letters, digits and _, and not "
             f"{_HOST_MEMORY!r}, which is host memory"
         )
     _kinds[name] = kind
@@ -51,7 +51,7 @@ def kind_of_tier(option: str) -> type[TierConfig]:
 
 def entry_at(place: str) -> dict[str, Any]:
     """Returns the entry in secondary_tiers for a place on the command line: a directory, an address such as
-    redis://host, or KIND=PLACE.
+    redis://host, or TYPE=PLACE.
 
     Raises ValueError, which does not show an address because it may contain a password.
     """
@@ -84,12 +84,12 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
     directories."""
     if kind.option != "disk":
         return
-    texts = (place, place.partition("=")[2])  # the second for KIND=PLACE with an unknown kind
+    texts = (place, place.partition("=")[2])  # the second for TYPE=PLACE with an unknown type
     named = _kinds.get(place.partition("=")[0])
     if any(map(_is_address, texts)) or (named is not None and named.option != "disk"):
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
         raise ValueError(
-            "expected a directory but got an address, or no kind of tier has this address (it is not "
+            "expected a directory but got an address, or no type of tier has this address (it is not "
             "shown: it may contain a password); stat, ls, verify, purge and copy accept these addresses: "
             f"{', '.join(known)}"
         )

@@ -281,8 +281,10 @@ class RemoteRoot:
         found: RemoteRecord = record["record"]
         return found
 
-    def read(self, namespace: str, handle: "RemoteRecord") -> "tuple[str, str, WholeRecord | None]":
-        return self._records.read(handle)
+    def read(
+        self, namespace: str, handle: "RemoteRecord", into: "WholeRecord | None" = None
+    ) -> "tuple[str, str, WholeRecord | None]":
+        return self._records.read(handle, into)
 
     def use_keys(self, key_files: Sequence[str]) -> None:
         self._records.use_keys(list(key_files))

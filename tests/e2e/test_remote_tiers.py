@@ -378,7 +378,7 @@ class Asking:
         assert_same(self.answers, [known[number % len(known)] for number in range(len(self.answers))])
 
 
-def test_a_store_that_dies_and_returns_empty_during_requests_costs_only_time(
+def test_a_store_that_is_killed_and_returns_empty_during_requests_costs_only_time(
     servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference
 ) -> None:
     first, second = servers

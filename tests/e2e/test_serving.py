@@ -133,7 +133,7 @@ def test_prometheus_sees_hits_by_tier(server: LocalServer, rounds: list[list[Ans
     )
 
 
-def test_prometheus_sees_what_each_tier_holds(
+def test_prometheus_reads_the_contents_of_each_tier(
     server: LocalServer, rounds: list[list[Answer]], query: Query, reference: Reference
 ) -> None:
     held = len(reference.prompts) * PROMPT_BLOCKS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs checks that each need their own vLLM release, concurrently: one per processor.
 
-A test marked ``beside(file, minor)``, or ``beside(file)`` with a parameter ``minor``, gets the output of that
-file under that release from the fixture ``beside``. The first such test starts the runs of all selected
-tests. Each run is a process of its own, a fork of one that has imported its release.
+A test marked ``release_check(file, minor)``, or ``release_check(file)`` with a parameter ``minor``, gets the
+output of that file under that release from the fixture ``check_output``. The first such test starts the runs
+of all selected tests. Each run has its own process, a fork of one that has imported its release.
 
 Under other releases than the installed one, only the contract is checked, unless KV_OFFLOAD_RELEASES is
 ``all`` (stage ``releases`` of tests/run.sh) or the test is named, as in ``test_oracle.py::test_x[0.31]``.
@@ -24,7 +24,7 @@ Check = tuple[str, str]  # (file, release)
 
 
 def check_of(item: Any) -> Check | None:
-    marker = item.get_closest_marker("beside")
+    marker = item.get_closest_marker("release_check")
     if marker is None:
         return None
     file, *minor = marker.args
@@ -66,7 +66,7 @@ def checks(
 
 
 @pytest.fixture
-def beside(request: pytest.FixtureRequest, checks: dict[Check, Future[str]]) -> str:
+def check_output(request: pytest.FixtureRequest, checks: dict[Check, Future[str]]) -> str:
     """Returns the output of this test's check; raises AssertionError with the output if the check failed."""
     check = check_of(request.node)
     assert check is not None

@@ -113,6 +113,10 @@ def cuda_unavailable_reason() -> str:
     return "no CUDA driver"
 
 
+def hosts_problem() -> str:
+    return ""
+
+
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
     return {"o_direct": True, "write_bytes_per_second": 1.0 * GIB, "read_bytes_per_second": 2.0 * GIB}
 

@@ -263,7 +263,7 @@ def test_exact_hints_are_the_times_of_return(compact):
     assert simulated_hints(trace, "exact").tolist() == [5, 50, math.inf, math.inf]
 
 
-def test_one_bit_says_only_whether_the_session_is_back_soon(compact):
+def test_one_bit_states_only_whether_the_session_returns_soon(compact):
     from kv_offload.replay.hints import simulated_hints
 
     trace = loop(read_sessions(compact))  # back after 3 s, after 44 s, never, never

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """csrc/bindings/bind_hosts.cc"""
 
+import signal
 import threading
 import uuid
 
@@ -146,3 +147,22 @@ def test_a_host_that_refuses_its_tiers_fails_the_start_with_its_reason(tmp_path)
     with pytest.raises(_core.ResourceError, match=r"host of rank 1 at .*: this host has 0 tiers and the sch"):
         cache_over(scheduler, links, [fs_tier(tmp_path / "host-0")])
     thread.join()
+
+
+def test_a_signal_ends_the_wait_for_the_tiers_of_another_host(tmp_path):
+    scheduler, agent, links = connected(tmp_path)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    tier = fs_tier(tmp_path / "host-0")
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cache_over(scheduler, links, [tier])  # the other host opens none
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    links.close()
+    agent.close()

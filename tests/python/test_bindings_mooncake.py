@@ -250,11 +250,11 @@ def test_the_process_ends_with_the_engine_after_any_exit(request, region, object
         stdout=subprocess.PIPE,
     )
     assert engine.stdout is not None
-    beside = int(engine.stdout.readline())
-    os.kill(beside, signal.SIGSTOP)  # stopped, it cannot poll its socket
+    sibling = int(engine.stdout.readline())
+    os.kill(sibling, signal.SIGSTOP)  # stopped, it cannot poll its socket
     engine.kill()
     engine.communicate()
-    assert_ends(beside)
+    assert_ends(sibling)
 
 
 LOOKS_AT_NOTHING = """
@@ -270,8 +270,8 @@ ITS_ENGINE = """
 import os, socket, subprocess, sys, time
 ends = [os.dup(end.fileno()) for end in socket.socketpair()]
 os.dup2(ends[1], 3)
-beside = subprocess.Popen([sys.executable, "-c", sys.argv[1]], pass_fds=[3])
-print(beside.pid, flush=True)
+sibling = subprocess.Popen([sys.executable, "-c", sys.argv[1]], pass_fds=[3])
+print(sibling.pid, flush=True)
 time.sleep(10000)
 """
 
@@ -285,8 +285,8 @@ def test_a_process_that_is_busy_in_a_call_ends_with_the_engine() -> None:
             said = {engine.stdout.readline().strip(), engine.stdout.readline().strip()}
         finally:
             engine.kill()
-    (beside,) = (int(line) for line in said - {"begun"})
-    assert_ends(beside)
+    (sibling,) = (int(line) for line in said - {"begun"})
+    assert_ends(sibling)
 
 
 def test_a_start_without_the_package_is_refused(request, region, tmp_path, monkeypatch) -> None:

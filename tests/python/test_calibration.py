@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ def test_a_missing_file_is_refused_with_the_command_that_makes_it(tmp_path: Path
         Calibration.read(tmp_path / "missing")
 
 
+def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path, Path("/dev/zero")):
+        with pytest.raises(
+            CalibrationError, match=f"calibration {path} cannot be read: it is not a regular file"
+        ):
+            Calibration.read(path)
+
+
 def test_every_changed_character_of_a_file_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     calibration().write(path)
@@ -138,8 +149,13 @@ def test_another_model_is_refused_and_the_operators_name_does_not_count() -> Non
     calibration().refuse_other_model({**MODEL, "model_id": "ours"})
     with pytest.raises(CalibrationError, match="another model: revision differ"):
         calibration().refuse_other_model({**MODEL, "revision": "abd"})
-    with pytest.raises(CalibrationError, match="another model: draft differ"):
-        calibration().refuse_other_model({**MODEL, "draft": {"name": "x"}})
+    for name, remedy in (
+        ("draft", 'do not support a drafter: remove "calibration" from the tier'),
+        ("code", "`kv-offload calibrate --trust-remote-code`, and serve without --code-revision"),
+        ("revision", "make one for this model with `kv-offload calibrate`"),
+    ):
+        with pytest.raises(CalibrationError, match=f"another model: {name} differ; .*{remedy}$"):
+            calibration().refuse_other_model({**MODEL, name: {"name": "x"}})
 
 
 def test_64_elements_with_several_factors_have_the_smallest() -> None:
@@ -193,3 +209,9 @@ def test_the_core_rejects_impossible_factors() -> None:
     for factors, shards in (([[0.5, 0.0]], 2), ([[0.5, 1.5]], 2), ([[0.5]], 2)):
         with pytest.raises(ValueError, match="bound factor"):
             tier.set_bound_factors(factors, shards)
+
+
+@pytest.mark.timeout(1800)  # as in test_oracle.py
+@pytest.mark.release_check("oracle/check_calibrate.py", "0.32")
+def test_the_command_computes_sensitivities(check_output: str) -> None:
+    print(check_output)

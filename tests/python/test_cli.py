@@ -178,15 +178,15 @@ def test_config_for_a_shell_is_quoted():
         (["--cpu", "1GiB", "--tier", "{"], "--tier { is not JSON"),
         (
             ["--cpu", "1GiB", "--tier", "tape=1"],
-            "tape is neither KIND=PLACE (kinds: fs, redis, s3, mooncake) nor",
+            "tape is neither TYPE=PLACE (types: fs, redis, s3, mooncake) nor",
         ),
-        (["--cpu", "1GiB", "--tier", "/kv"], "--tier /kv is neither KIND=PLACE"),
+        (["--cpu", "1GiB", "--tier", "/kv"], "--tier /kv is neither TYPE=PLACE"),
         (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
         (["--cpu", "1GiB", "--tier", '{"type": ["fs"]}', "--fsync", "data"], "no tier here accepts it"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
         (["--cpu", "1GiB", "--set", "lookup_timeout=1"], "did you mean 'lookup_timeout_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
-        (["--cpu", "1GiB", "--shell", "--json"], "exclude each other"),
+        (["--cpu", "1GiB", "--shell", "--json"], "cannot be used together"),
     ],
 )
 def test_an_invalid_config_command_is_refused(arguments, part):
@@ -277,6 +277,14 @@ def test_doctor_compares_the_share_of_one_host_with_its_memory(core, vllm):
     )
     answer = as_json("doctor", "--json", "--no-measure", "--config", config, "--hosts", "2")
     assert states(answer)["memory"] == "ok"
+
+
+def test_doctor_refuses_several_hosts_in_a_build_that_cannot_connect_them(core, vllm):
+    core.setattr(fake_core, "hosts_problem", lambda: "this build has no OpenSSL")
+    ask = ("doctor", "--json", "--no-measure")
+    assert "hosts" not in states(as_json(*ask))
+    (check,) = (each for each in as_json(*ask, "--hosts", "2", status=1)["checks"] if each["name"] == "hosts")
+    assert (check["state"], check["text"]) == ("refused", "this build has no OpenSSL")
 
 
 @pytest.mark.parametrize(

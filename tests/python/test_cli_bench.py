@@ -77,6 +77,19 @@ def test_a_directory_at_its_limit_is_not_measured(tmp_path):
     assert held_bytes(str(root)) == used_bytes(root)
 
 
+def test_a_directory_inside_another_root_is_not_measured(tmp_path):
+    root = write_root(tmp_path / "root")
+    before = sorted(root.rglob("*"))
+    for name in ("new", "new/below"):
+        tier = FsTierConfig(root_dir=str(root / name))
+        answer = tier.measure(64 << 20)
+        assert (answer.state, answer.figures) == ("note", None)
+        assert f"inside the tier directory {root}" in answer.text
+        with pytest.raises(RuntimeError, match=f"inside the tier directory {root}"):
+            tier.raw_speed(64 << 20)
+    assert sorted(root.rglob("*")) == before
+
+
 def test_the_measurement_takes_what_the_limit_allows(tmp_path, monkeypatch):
     root = write_root(tmp_path / "root")
     tier = FsTierConfig(root_dir=str(root), max_bytes=40 << 20)

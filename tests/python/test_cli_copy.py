@@ -26,6 +26,7 @@ from written_root import FACTS
 from kv_offload import _core, copying
 from kv_offload.cli import app
 from kv_offload.config import tier_at
+from kv_offload.tiers.fs.root import DirectoryRoot
 from kv_offload.tiers.remote_root import RemoteRoot
 
 NAMESPACE = FACTS.namespace_id()
@@ -332,7 +333,7 @@ def test_a_server_that_starts_after_the_copy_finds_every_record(
     assert (again["copied"], again["present"]) == (0, len(NUMBERS))
 
 
-def test_a_copy_names_what_it_cannot_read_and_fails(tmp_path: Path, shm: Path) -> None:
+def test_a_copy_names_unreadable_directories_and_fails(tmp_path: Path, shm: Path) -> None:
     source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
     source.fill(shm, NUMBERS)
     unreadable = source.file(3).parent
@@ -427,6 +428,31 @@ def test_the_most_recent_record_gives_an_empty_destination_its_form(
         report = copied(source, destination, status=1)
         assert (report["copied"], report["present"]) == expected
         assert report["other_form"] == 3
+
+
+@pytest.mark.parametrize(("kind", "root"), [("fs", DirectoryRoot), ("redis", RemoteRoot)])
+def test_a_thread_reads_all_records_into_the_same_memory(
+    place: Any, shm: Path, monkeypatch: pytest.MonkeyPatch, kind: str, root: Any
+) -> None:
+    source, destination = place(kind, "from"), place("fs", "to")
+    source.fill(shm, NUMBERS)
+    source.damage(11)
+    reads: list[tuple[Any, Any]] = []
+    original = root.read
+
+    def read(self: Any, namespace: str, handle: Any, into: Any = None) -> Any:
+        found = original(self, namespace, handle, into)
+        if threading.current_thread() is not threading.main_thread():
+            reads.append((into, found[2]))
+        return found
+
+    monkeypatch.setattr(root, "read", read)
+    assert copied(source, destination, "--jobs", 1, status=1)["failed"] == 1
+    assert len(reads) == len(NUMBERS)
+    memory = next(record for _, record in reads if record is not None)
+    assert all(record in (memory, None) for _, record in reads)
+    assert [into for into, _ in reads[2:]] == [memory] * (len(NUMBERS) - 2)
+    assert destination.found(shm, NUMBERS) == [number for number in NUMBERS if number != 11]
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
@@ -719,7 +745,7 @@ def test_the_newest_records_are_copied_first_and_keep_their_time(shm: Path, tmp_
         assert times[0] == pytest.approx(times[1], abs=1000)
 
 
-def test_max_bytes_limits_what_is_copied(shm: Path, tmp_path: Path) -> None:
+def test_max_bytes_limits_the_copied_bytes(shm: Path, tmp_path: Path) -> None:
     source, destination = Directory(tmp_path / "from"), Directory(tmp_path / "to")
     source.fill(shm, range(1, 91))
     report = copied(source, destination, "--max-bytes", "1MiB")
@@ -1020,7 +1046,11 @@ def test_a_write_without_an_answer_is_removed_too(
             assert write() == ("ok", "", True)
         late.clear()
 
+    def read(self: Any, namespace: str, handle: Any, into: Any = None) -> Any:
+        return self._records.read(handle)  # into new memory: the late write needs its record
+
     with_writes(monkeypatch, timed_out)
+    monkeypatch.setattr(RemoteRoot, "read", read)
     monkeypatch.setattr(copying, "_sleep", sleep)
     with source.engine(shm) as server:
         server.store(NUMBERS)

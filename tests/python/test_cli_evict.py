@@ -53,7 +53,7 @@ def root(tmp_path):
 def test_below_the_high_mark_no_record_is_evicted(root):
     bound = int(used_bytes(root) / 0.95) + 1
     report = json.loads(evict(root, "--max-bytes", f"{bound}B", "--json").stdout)
-    assert (report["bytes_freed"], report["below_bound"]) == (0, True)
+    assert (report["bytes_freed"], report["below_limit"]) == (0, True)
     assert len(records(root)) == len(KEYS)
 
 
@@ -66,7 +66,7 @@ def test_above_the_high_mark_the_oldest_are_evicted_down_to_the_low_mark(root):
             root, "--max-bytes", f"{size}B", "--high", 99, "--low", low, "--dead-after", "7d", "--json"
         ).stdout
     )
-    assert (report["records"], report["bytes_freed"], report["below_bound"]) == (2, 2 * RECORD, True)
+    assert (report["records"], report["bytes_freed"], report["below_limit"]) == (2, 2 * RECORD, True)
     assert report["bytes_after"] == used_bytes(root)
     assert records(root) == kept
 
@@ -105,7 +105,7 @@ def test_a_dead_namespace_is_evicted_before_older_records_of_a_live_one(root):
 def test_files_of_others_are_counted_but_not_removed(root):
     (root / "foreign").write_bytes(bytes(1 << 20))
     report = evict(root, "--max-bytes", "512KiB", "--dead-after", "0", status=1)
-    assert "ABOVE THE BOUND" in report.output
+    assert "ABOVE THE LIMIT" in report.output
     assert (root / "foreign").exists()
     assert records(root) == []
 
@@ -116,7 +116,7 @@ def test_files_of_others_are_counted_but_not_removed(root):
         (["--max-bytes", "much"], "is not a size"),
         (["--max-bytes", "1GiB", "--high", 50, "--low", 60], "--low 60 is above --high 50"),
         (["--max-bytes", "1GiB", "--dead-after", "soon"], "is not a duration"),
-        (["--max-bytes", "1GiB", "--watch", "--dry-run"], "exclude each other"),
+        (["--max-bytes", "1GiB", "--watch", "--dry-run"], "cannot be used together"),
     ],
 )
 def test_wrong_usage_exits_with_2(root, arguments, part):
@@ -171,7 +171,7 @@ def test_watching_waits_for_the_root_evicts_and_exits_with_0_on_sigterm(tmp_path
         (root / "foreign").write_bytes(bytes(1 << 18))
         write_root(root)
         report = watching.line()
-        assert report["below_bound"]
+        assert report["below_limit"]
         assert report["bytes_after"] <= bound
         assert 0 < len(records(root)) < len(KEYS)
         watching.process.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from unprivileged import hidden
 from written_root import CHUNK, FACTS, KEYS, write_root
 
+from kv_offload import _core
 from kv_offload.cli import app
 from kv_offload.tiers.fs.config import held_bytes
 
@@ -211,6 +212,25 @@ def test_verify_finds_every_planted_damage_and_removes_it(root, damage):
     assert found["removed"]
     assert not bad.exists()
     assert json.loads(run("verify", root, "--json"))["damaged"] == []
+
+
+@pytest.mark.parametrize("change", ["written again", "removed"])
+def test_a_description_that_a_server_changes_during_verify_is_not_damaged(root, monkeypatch, change):
+    path = next(root.glob("*/namespace.json"))
+    whole = path.read_text()
+    planted(root)["description of the namespace"]()
+    stat = _core.FsRoot.stat
+
+    def stat_and_change(opened):
+        found = stat(opened)
+        path.unlink(missing_ok=True)
+        if change == "written again":
+            path.write_text(whole)
+        return found
+
+    monkeypatch.setattr(_core.FsRoot, "stat", stat_and_change)
+    assert json.loads(run("verify", root, "--repair", "--json"))["damaged"] == []
+    assert path.exists() == (change == "written again")
 
 
 def test_a_root_with_a_damaged_description_serves_and_repairs_it(root):

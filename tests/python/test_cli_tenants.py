@@ -75,7 +75,7 @@ def test_stat_and_purge_know_the_tenants_of_records(tmp_path: Path) -> None:
     assert len(records_in(root)) == 2
 
 
-def test_purge_of_a_tenant_removes_what_a_reset_left_behind(tmp_path: Path) -> None:
+def test_purge_of_a_tenant_removes_records_from_before_a_reset(tmp_path: Path) -> None:
     root = tmp_path / "root"
     write_for_tenants(root, tmp_path)
     (epoch,) = root.glob("*/g[0-9]")

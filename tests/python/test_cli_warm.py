@@ -312,7 +312,7 @@ def test_only_the_first_failures_are_shown(server):
 # ---- retries
 
 
-def test_a_busy_server_is_asked_again_after_longer_pauses(server, pauses):
+def test_requests_to_a_busy_server_are_repeated_after_longer_pauses(server, pauses):
     busy = (503, {}, {"message": "loading"})
     server.replies = {"a": [busy, (429, {}, {}), busy, (200, {}, usage())]}
     assert report(server.url, {"prompt": "a"})["processed"] == 1
@@ -365,7 +365,7 @@ def test_an_unreachable_server_exits_with_1():
         assert "kv-offload: http://127.0.0.1:1 cannot be reached (Connection refused)" in result.stderr
 
 
-def test_a_server_that_goes_away_ends_the_run(server, pauses):
+def test_a_server_that_becomes_unreachable_ends_the_run(server, pauses):
     def leave(handler):
         server.http.socket.close()  # connections are refused from now on
         reset_connection(handler)
@@ -379,7 +379,7 @@ def test_a_server_that_goes_away_ends_the_run(server, pauses):
     assert len(server.requests) == 2
 
 
-def test_ctrl_c_ends_with_what_was_done(server):
+def test_ctrl_c_ends_with_a_report(server):
     """The second request is never answered: only its aborted connection ends it."""
     ended = threading.Event()
 

@@ -508,6 +508,17 @@ def test_kept_memory_with_encrypted_records_is_a_caution(tmp_path):
     assert any("keep_host_memory" in text and "unencrypted" in text for text in kept)
 
 
+def test_kept_memory_without_a_readable_boot_id_is_a_caution(tmp_path, monkeypatch):
+    assert cautions(read(keep_host_memory=True)) == []
+    (tmp_path / "empty").touch()
+    for name, problem in (("missing", "No such file or directory"), ("empty", "it is empty")):
+        monkeypatch.setattr("kv_offload.machine.BOOT_ID", tmp_path / name)
+        (caution,) = cautions(read(keep_host_memory=True))
+        assert f"{name} cannot be read ({problem})" in caution
+        assert "take over no chunks" in caution
+        assert cautions(read()) == []
+
+
 @pytest.mark.parametrize(
     ("limit", "remedy"),
     [("/dev/shm", "--shm-size"), ("cgroup memory limit", "container"), ("MemAvailable", "free memory")],

@@ -7,7 +7,7 @@ from vllm_trees import MINORS
 pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
-@pytest.mark.beside("contract")
+@pytest.mark.release_check("contract")
 @pytest.mark.parametrize("minor", MINORS)
-def test_manager_worker_and_spec_keep_vllms_contract(minor: str, beside: str) -> None:
-    print(beside)
+def test_manager_worker_and_spec_keep_vllms_contract(minor: str, check_output: str) -> None:
+    print(check_output)

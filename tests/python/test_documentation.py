@@ -231,6 +231,13 @@ def test_the_kind_label_lists_every_kind_of_failure():
         assert f"| `{kind}` |" in explained
 
 
+def test_the_description_of_failures_names_each_kind_and_no_other():
+    (row,) = [
+        row for row in rows(page("reference/metrics.md")) if row.get("name") == "`kv_offload_failures_total`"
+    ]
+    assert set(re.findall(r"\w+", row["meaning"].partition("kind:")[2])) == set(FAILURE_KINDS)
+
+
 def test_every_command_is_described():
     text = page("reference/commands.md")
     for name, _, summary in COMMANDS:
@@ -451,6 +458,56 @@ def test_the_pages_of_all_types_of_tiers_have_the_same_structure(kind):
     headings = re.findall(r"(?m)^## (.+)$", page(f"operations/{name}.md"))
     assert [heading for heading in headings if heading in common] == common
     assert headings[0] == common[0]
+
+
+def unknown_tests(text):
+    """Returns the tests that a page names and that do not exist.
+
+    Names may be shortened: `Suite.begin...`, `Suite.begin*`, `...begin...`, `file.py::test_begin...`.
+    """
+    macro = re.compile(r"\b\w*TEST\w*\(\s*(\w+),\s*(\w+)\)")
+    cpp = {found for path in (ROOT / "tests/cpp").rglob("*.*") for found in macro.findall(path.read_text())}
+    files = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    python = {name for source in files for name in re.findall(r"\bdef (test_\w+)", source)}
+    names = {name for _, name in cpp} | python
+    unknown = []
+    for word in re.findall(r"`([^`\n]+)(?<!\.md)`", text):
+        if found := re.fullmatch(r"(?:\w+/)?([A-Z]\w+)(\*?)\.(\w*?)_?(\.\.\.|\*)?(?:/\w+)?", word):
+            suite, any_suite, begin, shortened = found.groups()
+            exists = any(
+                (each == suite or (any_suite and each.startswith(suite)))
+                and (name == begin or (shortened and name.startswith(begin)))
+                for each, name in cpp
+            )
+        elif found := re.fullmatch(r"(?:[\w/]+\.py)?(?:::)?(?:\.\.\.)?(test_\w+?)(\.\.\.|\*)?", word):
+            begin, shortened = found.groups()
+            exists = any(name == begin or (shortened and name.startswith(begin)) for name in python)
+        elif found := re.fullmatch(r"(?:[\w/]+\.py::)?\.\.\.(\w+?)_?(?:\.\.\.|\*)?", word):
+            exists = any(found[1] in name for name in names)
+        else:
+            continue
+        if not exists:
+            unknown.append(word)
+    return unknown
+
+
+@pytest.mark.parametrize("name", ["docs/failures.md", "docs/record-format.md", "tests/ATTACKS.md"])
+def test_the_tests_that_a_page_names_exist(name):
+    assert unknown_tests((ROOT / name).read_text()) == []
+
+
+def test_control_a_page_that_names_missing_tests_is_reported():
+    there = (
+        "`Record.*` `LruTest.a_pinned...` `...the_tests_that...` `x.py::test_control_a_page_that...` `a.toml`"
+    )
+    missing = [
+        "Record.no_such_test",
+        "NoSuchTest.*",
+        "...no_such_test...",
+        "x.py::test_no_such...",
+        "test_no_such",
+    ]
+    assert unknown_tests(there + " ".join(f" `{word}`" for word in missing)) == missing
 
 
 BENCHMARKS = sorted(path.stem for path in (DOCS / "benchmarks").glob("*.md"))

@@ -172,8 +172,8 @@ def part_errors(root: Path, folder: str) -> list[str]:
     return errors
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Returns the nodes of a circle, in order and closed; empty if there is none."""
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Returns the nodes of a cycle, in order and closed; empty if there is none."""
 
     def follow(path: list[str]) -> list[str]:
         for node in sorted(edges[path[-1]]):
@@ -188,9 +188,9 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
     return next((found for node in sorted(edges) if (found := follow([node]))), [])
 
 
-def include_circle(root: Path) -> list[str]:
+def include_cycle(root: Path) -> list[str]:
     headers = {name: path for name, path in sources(root) if path.suffix in {".h", ".cuh"}}
-    return circle(
+    return cycle(
         {
             name: {header for _, header in INCLUDE.findall(path.read_text()) if header in headers}
             for name, path in headers.items()
@@ -229,8 +229,8 @@ def import_errors(root: Path) -> list[str]:
     return errors
 
 
-def import_circle(root: Path, package: str) -> list[str]:
-    """Returns the modules of a package that import each other in a circle, in order; empty if there is none.
+def import_cycle(root: Path, package: str) -> list[str]:
+    """Returns the modules of a package that import each other in a cycle, in order; empty if there is none.
 
     Imports within functions count, and so do those for type checkers only.
     """
@@ -253,8 +253,8 @@ def import_circle(root: Path, package: str) -> list[str]:
                 found |= (each & set(modules)) | ({module} if each - set(modules) else set())
         return (found & set(modules)) - {name, package}
 
-    # A package runs before its modules and may import them, so it is not part of a circle.
-    return circle({name: imported(name) for name in modules if name != package})
+    # A package runs before its modules and may import them, so it is not part of a cycle.
+    return cycle({name: imported(name) for name in modules if name != package})
 
 
 def test_c_plus_plus_files_include_only_the_layers_below():
@@ -271,13 +271,13 @@ def test_every_part_exists(folder):
     assert {path.stem for path in (REPOSITORY / "csrc" / folder).iterdir()} >= set(PARTS[folder])
 
 
-def test_no_headers_include_each_other_in_a_circle():
-    assert include_circle(REPOSITORY) == []
+def test_no_headers_include_each_other_in_a_cycle():
+    assert include_cycle(REPOSITORY) == []
 
 
 @pytest.mark.parametrize("package", ["kv_offload", "specs"])
-def test_no_modules_import_each_other_in_a_circle(package):
-    assert import_circle(REPOSITORY, package) == []
+def test_no_modules_import_each_other_in_a_cycle(package):
+    assert import_cycle(REPOSITORY, package) == []
 
 
 def test_only_the_adapter_imports_vllm():
@@ -407,7 +407,7 @@ def test_headers_that_include_each_other_are_reported(tmp_path):
     (tmp_path / "csrc/base").mkdir(parents=True)
     for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
         (tmp_path / f"csrc/base/{name}.h").write_text(f'#include "base/{other}.h"\n')
-    assert include_circle(tmp_path) == ["base/a.h", "base/b.h", "base/c.h", "base/a.h"]
+    assert include_cycle(tmp_path) == ["base/a.h", "base/b.h", "base/c.h", "base/a.h"]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_modules_that_import_each_other_are_reported(tmp_path, line):
     (tmp_path / "specs").mkdir()
     (tmp_path / "specs/a.py").write_text("def f():\n    from .b import g\n")
     (tmp_path / "specs/b.py").write_text(line)
-    assert import_circle(tmp_path, "specs") == ["specs.a", "specs.b", "specs.a"]
+    assert import_cycle(tmp_path, "specs") == ["specs.a", "specs.b", "specs.a"]
 
 
 @pytest.mark.parametrize(

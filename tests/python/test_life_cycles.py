@@ -7,7 +7,7 @@ from vllm_trees import MINORS
 pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
-@pytest.mark.beside("oracle/check_life_cycles.py")
+@pytest.mark.release_check("oracle/check_life_cycles.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_resets_sleeps_and_weight_updates_load_only_valid_chunks(minor: str, beside: str) -> None:
-    print(beside)
+def test_resets_sleeps_and_weight_updates_load_only_valid_chunks(minor: str, check_output: str) -> None:
+    print(check_output)

@@ -18,22 +18,22 @@ def tree_of(minor: str) -> Path:
     return tree
 
 
-@pytest.mark.beside("oracle/check_oracle.py")
+@pytest.mark.release_check("oracle/check_oracle.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_byte_exactness_holds_in_each_release(minor: str, beside: str) -> None:
-    print(beside)
+def test_byte_exactness_holds_in_each_release(minor: str, check_output: str) -> None:
+    print(check_output)
 
 
-@pytest.mark.beside("oracle/check_found.py")
+@pytest.mark.release_check("oracle/check_found.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_no_token_is_lost_compared_with_an_unbounded_manager(minor: str, beside: str) -> None:
-    print(beside)
+def test_no_token_is_lost_compared_with_an_unbounded_manager(minor: str, check_output: str) -> None:
+    print(check_output)
 
 
-@pytest.mark.beside("oracle/check_inputs.py")
+@pytest.mark.release_check("oracle/check_inputs.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_bytes_of_images_embeddings_and_shared_layers_are_right(minor: str, beside: str) -> None:
-    print(beside)
+def test_bytes_of_images_embeddings_and_shared_layers_are_right(minor: str, check_output: str) -> None:
+    print(check_output)
 
 
 @pytest.mark.gpu
@@ -49,11 +49,11 @@ def workers() -> int:
     return max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
-@pytest.mark.beside("oracle/check_canonical.py", "0.32")
-def test_records_of_the_canonical_layout_are_the_same_for_any_number_of_ranks(beside: str) -> None:
-    print(beside)
+@pytest.mark.release_check("oracle/check_canonical.py", "0.32")
+def test_records_of_the_canonical_layout_are_the_same_for_any_number_of_ranks(check_output: str) -> None:
+    print(check_output)
 
 
-@pytest.mark.beside("oracle/check_identity.py", "0.32")
-def test_records_are_shared_exactly_where_their_bytes_are_equal(beside: str) -> None:
-    print(beside)
+@pytest.mark.release_check("oracle/check_identity.py", "0.32")
+def test_records_are_shared_exactly_where_their_bytes_are_equal(check_output: str) -> None:
+    print(check_output)

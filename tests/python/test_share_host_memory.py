@@ -7,7 +7,7 @@ from vllm_trees import MINORS
 pytestmark = pytest.mark.timeout(1800)  # as run_under; a check also waits for those started before it
 
 
-@pytest.mark.beside("oracle/check_shared_memory.py")
+@pytest.mark.release_check("oracle/check_shared_memory.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_engines_that_share_host_memory_load_only_right_bytes(minor: str, beside: str) -> None:
-    print(beside)
+def test_engines_that_share_host_memory_load_only_right_bytes(minor: str, check_output: str) -> None:
+    print(check_output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``compress`` of every kind of tier: refused values, messages, and the options that reach the core."""
+"""``compress`` of every type of tier: refused values, messages, and the options that reach the core."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``encryption_key_file`` of every kind of tier: refused files, messages, and the core's keys."""
+"""``encryption_key_file`` of every type of tier: refused files, messages, and the core's keys."""
 
 import os
 

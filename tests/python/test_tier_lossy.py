@@ -135,7 +135,7 @@ def test_a_lossy_tier_causes_a_warning_that_names_it(tmp_path):
     assert not any("LOSSY" in text for text in cautions(config_of(tmp_path, "zstd", "auto")))
 
 
-def test_a_measurement_says_that_records_lose_precision(tmp_path):
+def test_a_measurement_shows_that_records_lose_precision(tmp_path):
     figures = {"read_bytes_per_second": 1e6, "write_bytes_per_second": 1e6}
     (answer,) = tier_of(tmp_path, "lossy:0.05").measured(figures)
     assert answer.state == "note"
@@ -261,7 +261,7 @@ def test_stat_and_verify_report_the_loss_of_a_directory(tmp_path, element, keys,
     assert "3 lossy, 0 exact" in run("verify", root)
 
 
-def test_verify_says_nothing_of_loss_where_no_namespace_allows_it(tmp_path):
+def test_verify_does_not_mention_loss_if_no_namespace_allows_it(tmp_path):
     root = tmp_path / "root"
     write_records(root, tmp_path, "zstd", 2)
     assert "loss" not in json.loads(run("verify", root, "--json"))

@@ -106,7 +106,7 @@ def test_texts_about_all_kinds_name_no_single_kind() -> None:
         named = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}
         named |= {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
         texts = [str(node.value) for node in ast.walk(code) if isinstance(node, ast.Constant)]
-        named |= {text.partition("=")[0] for text in texts}  # KIND=PLACE
+        named |= {text.partition("=")[0] for text in texts}  # TYPE=PLACE
         named |= {str(node.module) for node in ast.walk(code) if isinstance(node, ast.ImportFrom)}
         kinds_names = {"fs", "FsTier", "FsTierConfig", "root_dir", "kv_offload.tiers.fs.config"}
         assert not named & kinds_names, file
@@ -115,7 +115,7 @@ def test_texts_about_all_kinds_name_no_single_kind() -> None:
 @pytest.mark.parametrize("name", ["cpu", "fs-2", "Redis", "", "s3:"])
 def test_a_name_that_could_be_another_tiers_label_is_refused(name: str) -> None:
     kind = type("Kind", (TierConfig,), {"__annotations__": {"type": str}, "type": name})
-    with pytest.raises(ValueError, match="cannot be the name of a kind of tier"):
+    with pytest.raises(ValueError, match="cannot be the name of a type of tier"):
         tiers.register(kind)
 
 
@@ -137,6 +137,6 @@ def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py
-@pytest.mark.beside("oracle/check_tiers.py", "0.32")
-def test_an_added_kind_works_under_vllms_scheduler(beside: str) -> None:
-    print(beside)
+@pytest.mark.release_check("oracle/check_tiers.py", "0.32")
+def test_an_added_kind_works_under_vllms_scheduler(check_output: str) -> None:
+    print(check_output)

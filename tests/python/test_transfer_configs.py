@@ -7,7 +7,7 @@ from vllm_trees import MINORS
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.mark.beside("oracle/check_transfer_configs.py")
+@pytest.mark.release_check("oracle/check_transfer_configs.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_doctor_and_vllm_agree_on_configurations_of_operators(minor: str, beside: str) -> None:
-    print(beside)
+def test_doctor_and_vllm_agree_on_configurations_of_operators(minor: str, check_output: str) -> None:
+    print(check_output)

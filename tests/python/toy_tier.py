@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third-party kind of tier: a class here, a line that registers it, and a C++ file
+"""A third-party type of tier: a class here, a line that registers it, and a C++ file
 (tests/cpp/toy_tier/toy_tier.cc). Its server is a dictionary in this process.
 """
 

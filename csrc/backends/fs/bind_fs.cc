@@ -194,13 +194,14 @@ void bind_fs(py::module_& module) {
   module.def(
       "read_record_file",
       [](const std::string& path, const std::string& namespace_id,
-         const std::vector<std::string>& encryption_key_files) {
-        return read_whole([&](WholeRecord* record) {
+         const std::vector<std::string>& encryption_key_files, std::shared_ptr<WholeRecord> into) {
+        return read_whole(std::move(into), [&](WholeRecord* record) {
           const auto keys = keys_from(encryption_key_files);
           return read_record_file(path, namespace_id, keys.get(), record);
         });
       },
-      py::arg("path"), py::arg("namespace"), py::arg("encryption_key_files") = std::vector<std::string>());
+      py::arg("path"), py::arg("namespace"), py::arg("encryption_key_files") = std::vector<std::string>(),
+      py::arg("into") = py::none());
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
       py::arg("path"), Released());

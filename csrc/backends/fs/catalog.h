@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// FsCatalog: what this process knows about the records of one epoch: key, file size, eviction order, reads
-// in flight, back-off. With tenants, also the tenant that each record is charged to. No I/O and no lock: the
-// owner serialises the calls. Every call is O(1) or costs what the eviction policy costs, table growth
-// included. So the owner holds its lock for a time that does not depend on the number of records.
+// FsCatalog: the knowledge of this process about the records of one epoch: key, file size, eviction order,
+// reads in flight, back-off. With tenants, also the tenant that each record is charged to. No I/O and no
+// lock: the owner serialises the calls. Every call is O(1) or costs what the eviction policy costs, table
+// growth included. So the owner holds its lock for a time that does not depend on the number of records.
 //
 // TENANTS share the bytes that the records take on disk. Records are evicted only while the root is full, so
 // the bytes of all records together are what there is to share: no share has to be subtracted for other

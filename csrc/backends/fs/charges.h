@@ -44,7 +44,7 @@ class Charges {
   }
   // Running total.
   std::uint64_t unsettled() const { return unsettled_.load(); }
-  // Adds a record written by this process: the size that its name says, and its charge. The two differ where
+  // Adds a record written by this process: the size in its name, and its charge. The two differ where
   // records are encoded.
   void add_stored(std::uint64_t named, std::uint64_t charged) {
     named_.fetch_add(named);

@@ -98,7 +98,7 @@ Status Evictor::make_space(std::uint64_t bytes, PendingRecord* pending, Reservat
   }
   *missing_records += own.missing;
   // The other servers evict whole prompts, which we cannot: only they know which chunks belong together. A
-  // write that may be declined waits for them; the next ones find what they granted.
+  // write that may be declined leaves it to them; later writes find the granted space.
   const bool may_decline = pending != nullptr && pending->spared_request != 0;
   if (ordered && !has_more && failure && freed < bytes && may_decline && shares_.may_be_granted()) {
     return Status::error(StatusKind::kDeclined,

@@ -68,9 +68,9 @@ bool epoch_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
 // unless a reset created it.
 std::vector<std::uint64_t> live_epochs(FileOps& ops, int namespace_directory);
 
-// Removes what no process can hit any more: all epochs that are neither in use, nor `own`, nor the newest.
-// Also removes the records of the newest if a reset created it and its process has ended. Returns the bytes
-// freed on disk; calls `on_removed` with the bytes of each removed file.
+// Removes the records that no process can hit any more: all epochs that are neither in use, nor `own`, nor
+// the newest. Also removes the records of the newest if a reset created it and its process has ended. Returns
+// the bytes freed on disk; calls `on_removed` with the bytes of each removed file.
 std::uint64_t reclaim_unused_epochs(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
                                     const std::atomic<bool>& stop,
                                     const std::function<void(std::uint64_t)>& on_removed);

@@ -18,7 +18,7 @@ namespace kv_offload {
 namespace {
 constexpr unsigned kMaxOverwritten = 2;  // one loss may be a file server that forgot its locks
 
-// Unlocks the page, also when memory runs out while it is held: all servers of the root wait for this lock.
+// Unlocks the page, even when memory runs out while it is held: all servers of the root wait for this lock.
 struct PageLock {
   FileOps& ops;
   int fd;

@@ -27,7 +27,7 @@ struct LedgerSlot {
   std::uint64_t host;      // a hash of its boot id
   std::uint32_t pid;       // for people
   std::uint32_t evicting;  // its writes and claims that are evicting
-  std::uint64_t sharer;    // what it has open (space_ledger.h, sharer())
+  std::uint64_t sharer;    // identifies the namespace and epoch that it has open (space_ledger.h, sharer())
   std::uint64_t version;   // of the page at its last change
   std::uint64_t reserved;  // bytes that may appear on its behalf
   std::uint64_t counting;  // number of its running count, or 0
@@ -82,9 +82,9 @@ struct LedgerPage {
   // `folder`, more may be on disk than its slot shows, because a power failure may have lost the page that
   // showed it.
   void fold(LedgerSlot& slot, std::uint64_t folder);
-  // Takes on a part of another sharer's request: what `own` holds above its share of max_bytes. While no
-  // sharer is above its share, half of what it holds more than the requester (if that is clearly more). Empty
-  // if there is no matching request.
+  // Takes on a part of another sharer's request: the bytes that `own` holds above its share of max_bytes.
+  // While no sharer is above its share, half of the bytes that it holds more than the requester, if these are
+  // clearly more. Empty if there is no matching request.
   std::optional<LedgerRequest> claim(const LedgerSlot& own, std::uint64_t max_bytes);
   // Bytes of a removed file become credit of the process that asked for them, or free space if that process
   // has ended.

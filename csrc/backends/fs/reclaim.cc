@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <limits>
 #include <utility>
 
@@ -101,12 +102,21 @@ void remove_tree(FileOps& ops, int directory, const std::string& name, int level
     on_removed(info.charge());
 }
 
-// True if the temporary root of a probe is not in use. One without a namespace has just been created.
+// A probe creates its namespace right after its root, on a busy disk within seconds.
+constexpr std::chrono::hours kProbeStart{1};
+
+// True if the temporary root of a probe is not in use.
 bool is_old_probe(FileOps& ops, int directory, const std::string& name) {
   int error = 0;
   const Fd root = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
   std::vector<std::string> namespaces;
-  if (!root || !list_namespaces(ops, root.get(), &namespaces) || namespaces.empty()) return false;
+  if (!root || !list_namespaces(ops, root.get(), &namespaces)) return false;
+  if (namespaces.empty()) {
+    FileInfo info;
+    const std::chrono::nanoseconds now = std::chrono::system_clock::now().time_since_epoch();
+    return ops.fstat(root.get(), &info) == 0 &&
+           now - std::chrono::nanoseconds(info.mtime_nanos) > kProbeStart;
+  }
   return std::none_of(namespaces.begin(), namespaces.end(), [&](const std::string& each) {
     const Fd opened = open_fd(ops, root.get(), each, kOpenDirectory, 0, &error);
     return opened && namespace_is_open(ops, opened.get());

@@ -31,7 +31,7 @@ bool is_renamed(FileOps& ops, const Fd& fd, int directory, const std::string& le
 
 }  // namespace
 
-// Removes the temporary however the write ends, also after an exception.
+// Removes the temporary however the write ends, even after an exception.
 struct RecordWriter::PendingGuard {
   RecordWriter& writer;
   const PendingRecord& pending;

@@ -106,8 +106,9 @@ class FsRoot {
                  bool strict = false);
 
   // Opens every record and checks all of it. repair: removes records that are proven wrong (not those that
-  // cannot be read). Also reports each directory that cannot be read. progress(records done, records in all).
-  // With keys, decrypts encrypted records too.
+  // cannot be read). If a server replaces such a record in the microseconds between its last check and the
+  // removal, the new one is removed; that is a miss. Also reports each directory that cannot be read.
+  // progress(records done, records in all). With keys, decrypts encrypted records too.
   std::vector<DamagedRecord> verify(bool repair,
                                     const std::function<void(std::uint64_t, std::uint64_t)>& progress,
                                     const std::shared_ptr<const EncryptionKeys>& keys = nullptr);
@@ -124,10 +125,10 @@ class FsRoot {
   // ResourceError if some cannot be removed; all others are removed.
   std::uint64_t remove(const std::vector<std::string>& paths);
 
-  // Makes space like the evictor of a tier, for all processes that share the root: first what no process can
-  // hit any more (epochs that a reset left behind, dead namespaces), then records of all namespaces by age.
-  // Running servers continue and use the freed space. on_removed(bytes freed so far) may throw to end it
-  // early.
+  // Makes space like the evictor of a tier, for all processes that share the root: first the files that no
+  // process can hit any more (epochs that a reset left behind, dead namespaces), then records of all
+  // namespaces by age. Running servers continue and use the freed space. on_removed(bytes freed so far) may
+  // throw to end it early.
   EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& on_removed);
 
  private:

@@ -23,8 +23,8 @@ class RootRepairer {
   // Both must outlive this object.
   RootRepairer(const FsTierOptions& options, const OpenRoot& root);
 
-  // Returns what was missing and was created again, in words for an operator. A failure is reported once, and
-  // retried at the next poll.
+  // Returns the files that were missing and were created again, in words for an operator. A failure is
+  // reported once, and retried at the next poll.
   std::vector<std::string> poll(const std::shared_ptr<FsEpoch>& own);
 
  private:

@@ -204,7 +204,7 @@ Status SpaceLedger::reserve(Reservation* reservation, std::uint64_t bytes, std::
   return answer;
 }
 
-// Runs in a destructor, also when memory has run out. Then the bytes stay in pending_, and the next change of
+// Runs in a destructor, even when memory has run out. Then the bytes stay in pending_, and the next change of
 // the page applies them.
 void SpaceLedger::settle(Reservation* reservation) noexcept {
   const Reservation& done = *reservation;

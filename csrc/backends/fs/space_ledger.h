@@ -68,7 +68,7 @@ struct SpaceFigures {
   std::uint64_t wanted = 0, credit = 0;  // our own slot: bytes still requested, bytes granted
   bool space_requested = false;          // another sharer requests space
   bool shared = false;                   // another process shares records with us
-  // Another process that counts now, and a number that changes while it lives.
+  // Another process that counts now, and a number that changes while that process runs.
   std::uint64_t counter = 0, counter_version = 0;
 };
 
@@ -106,8 +106,8 @@ class SpaceLedger {
   // Asks the other sharers to evict `bytes` for this process, including its existing credit. Does not wait. 0
   // withdraws the request and frees the credit.
   void ask(std::uint64_t bytes) EXCLUDES(mutex_);
-  // Returns what this process has to evict for another one: at most what that one wants (LedgerPage::claim).
-  // The caller must finish with grant().
+  // Returns the bytes that this process has to evict for another one, at most those requested
+  // (LedgerPage::claim). The caller must finish with grant().
   std::optional<LedgerRequest> claim() EXCLUDES(mutex_);
   // Reports that the files which the reservation adopted were removed: their bytes become credit of the
   // requester, whose request keeps the `missing` rest.
@@ -139,7 +139,8 @@ class SpaceLedger {
 
   // Returns the bound in use: max_bytes, or less while the file system has no room for that.
   std::uint64_t bound() const { return bound_.load(); }
-  // Reports that the file system had no room for a reservation: the bound becomes what is in use without it.
+  // Reports that the file system had no room for a reservation: the bound becomes the bytes in use without
+  // it.
   void lower_bound(const Reservation& refused);
   void raise_bound(std::uint64_t by);
   bool bound_is_lowered() const { return bound() < max_bytes_; }

@@ -5,28 +5,32 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <span>
 
 #include "backends/fs/fs_epoch.h"
 #include "backends/fs/layout.h"
 #include "backends/fs/record_file.h"
 #include "backends/fs/walk.h"
-#include "base/aligned_buffer.h"
 #include "tier/remote_records.h"
 
 namespace kv_offload {
 namespace {
 
+// Bytes read and then checksummed per step, so that they are still in the CPU cache.
+constexpr std::size_t kStepBytes = std::size_t{256} << 10;
+
 // Reads in pieces, because the file may have any length.
 Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordCheck* check) {
-  const AlignedBuffer piece(std::size_t{1} << 20);
   while (check->total() < bytes) {
-    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), bytes - check->total())};
+    std::span<std::byte> room;
+    if (Status status = check->room(kStepBytes, &room); !status) return status;
+    const iovec part{room.data(), std::min<std::uint64_t>(room.size(), bytes - check->total())};
     const std::int64_t read =
         posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(check->total()));
     if (read == -EINTR) continue;
     if (read < 0) return Status::from_errno(static_cast<int>(-read), "read", path);
     if (read == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
-    check->add(piece.span().first(static_cast<std::size_t>(read)));
+    check->add(room.first(static_cast<std::size_t>(read)));
   }
   return Status::ok();
 }

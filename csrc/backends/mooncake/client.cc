@@ -33,7 +33,7 @@ bool parse_start_message(std::string_view text, std::string_view word, std::stri
   return true;
 }
 
-// "it ended with status 127" says more than a closed socket.
+// "it ended with status 127" is more helpful than a closed socket.
 Status early_exit_error(Process* process) {
   process->wait_until(steady_clock::now() + kExitGrace);
   const std::string reason = process->end_reason();

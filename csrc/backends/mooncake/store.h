@@ -55,8 +55,10 @@ class MooncakeStore final : public RecordStore {
                       std::span<const std::byte> header_page, ChannelPtr channel);
   bool take_damaged_key(const std::string& key) EXCLUDES(mutex_);
   // Reads the name from the epoch object. *found is empty: there is no object, or its content is not a name
-  // (*strange).
+  // (*invalid).
   Status read_startup_epoch(Deadline until, std::string* found, bool* invalid);
+  // kPut keeps an existing object. kSet replaces any: Mooncake has no conditional write, so of two processes
+  // that replace an object at once, the first may use an epoch that is not stored (TierStats::diverged).
   Status write_startup_epoch(Verb verb, const std::string& name, Deadline until);
   // Returns the startup epoch from the store; publishes one if there is none. *found is empty: the store has
   // none and this process must not publish one.

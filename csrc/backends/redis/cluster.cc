@@ -97,8 +97,8 @@ void Cluster::close() {
 
 // ---- learning the map
 
-// Returns the nodes to ask for the map: healthy owners, then other nodes, then resting nodes. Within each
-// group the seeds come first, because an operator configured them.
+// Returns the nodes to request the map from: healthy owners, then other nodes, then nodes that are out of
+// service. Within each group the seeds come first, because an operator configured them.
 std::vector<NodePtr> Cluster::sources() {
   const std::vector<NodePtr> owner_list = owners();
   const std::set<NodePtr> owner_set(owner_list.begin(), owner_list.end());

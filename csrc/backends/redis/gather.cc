@@ -10,7 +10,7 @@
 
 namespace kv_offload::redis {
 
-// The keys that one node is asked for in one round.
+// The keys that are looked up on one node in one round.
 struct Cluster::NodeBatch {
   Target target;
   std::vector<std::size_t> keys;  // indexes into the keys
@@ -87,7 +87,7 @@ struct Cluster::Gathering {
   bool any = false;
 
   void failed(Status status) {
-    // The original failure says more than kUnavailable from a resting node.
+    // The original failure has more information than kUnavailable from a node that is out of service.
     if (failure || failure.kind() == StatusKind::kUnavailable) failure = std::move(status);
   }
   // Sends each node its keys.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures what a server is and how fast it responds, with a few temporary records.
+// Detects the type of a server and measures its speed, with a few temporary records.
 #pragma once
 
 #include <cstdint>

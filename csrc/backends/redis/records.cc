@@ -94,6 +94,18 @@ std::int64_t unix_now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
+// Checks bytes as soon as they arrive, while they are in the CPU cache.
+class CheckedBytes final : public ReadProgressSink {
+ public:
+  explicit CheckedBytes(RecordCheck* check) : check_(check) {}
+  void filled(std::span<std::byte> part, std::uint64_t, std::uint64_t) noexcept override {
+    check_->add(part);
+  }
+
+ private:
+  RecordCheck* const check_;
+};
+
 class RedisRecords final : public RemoteRecords {
  public:
   RedisRecords(const RedisRecordsOptions& options, bool accepts_node)
@@ -154,7 +166,6 @@ class RedisRecords final : public RemoteRecords {
   bool has_run_id_ = false;
   bool no_touch_ = false;
   bool memory_usage_ = true;  // until the server refuses MEMORY USAGE, or use_record_sizes()
-  const AlignedBuffer piece_{kPieceBytes};
 };
 
 Status RedisRecords::connect() {
@@ -341,21 +352,23 @@ Status RedisRecords::read_and_check(const RemoteRecord& record, WholeRecord* cop
 
 Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check) {
   while (check->total() < length) {
-    const std::uint64_t from = check->total(), bytes = std::min<std::uint64_t>(length - from, kPieceBytes);
-    const std::string first = std::to_string(from), last = std::to_string(from + bytes - 1);
+    std::span<std::byte> piece;
+    if (Status status = check->room(kPieceBytes, &piece); !status) return status;
+    const std::uint64_t from = check->total();
+    piece = piece.first(std::min<std::uint64_t>(piece.size(), length - from));
+    const std::string first = std::to_string(from), last = std::to_string(from + piece.size() - 1);
     const Command command{"GETRANGE", record.name, first, last};
-    const std::span<std::byte> piece = piece_.span().first(static_cast<std::size_t>(bytes));
     Reply reply;
     std::uint64_t value_bytes = 0;
+    CheckedBytes arrived(check);
     if (Status status =
-            connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &value_bytes);
+            connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &value_bytes, &arrived);
         !status)
       return status;
     if (reply.kind == Kind::kError) return refusal_of(command, reply, options_.key_prefix);
     if (reply.kind != Kind::kString) {
       return Status::error(StatusKind::kCorrupt, "it became shorter while it was read");
     }
-    check->add(piece);
   }
   return Status::ok();
 }

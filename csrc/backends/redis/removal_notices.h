@@ -2,10 +2,10 @@
 // RemovalNotices: receives the names of the keys under a prefix that a server evicts, expires, removes or
 // writes. The server sends them because of CLIENT TRACKING in broadcasting mode (Redis 6 and later, Valkey).
 //
-// Each node that owns keys has two connections: one that is subscribed, and one that asked for tracking and
+// Each node that owns keys has two connections: one that is subscribed, and one that enabled tracking and
 // redirects the notices to the first. The server closes the connection of a subscriber that does not read
 // (client-output-buffer-limit pubsub), so its memory is bounded. Notices may also be lost in other ways;
-// `all` then says that any key may have changed.
+// `all` is then true: any key may have changed.
 //
 // One thread at a time, except problem().
 #pragma once

@@ -35,8 +35,8 @@ class RemovalWatch {
   RemovalWatch(Cluster& cluster, const std::string& prefix, Nanos op_timeout)
       : cluster_(cluster), op_timeout_(op_timeout), notices_(cluster, prefix) {}
 
-  // known: of the epoch with this number. prefix: the names of its records begin with it. until: for the
-  // question which records exist. Ends soon once `stopped` is true.
+  // `known` is the cache of the epoch with this number, and names of its records begin with `prefix`. `until`
+  // limits the lookups of changed records. Ends soon once `stopped` is true.
   void run(PresenceCache& known, PresenceCache::EpochNumber epoch_number, const std::string& prefix,
            Deadline until, const std::atomic<bool>& stopped);
   // Returns why removals are found only by reads; empty: they are found, or run() was not called yet.
@@ -44,8 +44,8 @@ class RemovalWatch {
   void close() { notices_.close(); }
 
  private:
-  // When all results are known that the server had sent before. The number of runs covers a stopped process
-  // (SIGSTOP): time passes, but its I/O threads do not run.
+  // The moment when all results that the server had sent before are known. The number of runs covers a
+  // stopped process (SIGSTOP): time passes, but its I/O threads do not run.
   struct Settled {
     Time time{};
     std::uint64_t run = 0;
@@ -84,7 +84,7 @@ class RemovalWatch {
     bool active = false, settled = false, outdated = false;  // outdated: changes were missed since its begin
     std::uint64_t next = 0;                                  // first entry that is not listed yet
   } listing_;
-  Time ask_again_{};  // after a question that failed
+  Time ask_again_{};  // the time of the next lookup after one that failed
 };
 
 }  // namespace kv_offload::redis

@@ -3,7 +3,7 @@
 //
 // The callbacks run inside libcurl, so no exception may escape them. They do not allocate. Only observers and
 // sinks may, and those catch their own exceptions. The body of a 200 response fills Request::into and never
-// exceeds it. Of other bodies only the part that contains the error code is kept.
+// exceeds it. For all other bodies, only the part that contains the error code is kept.
 #pragma once
 
 #include <array>

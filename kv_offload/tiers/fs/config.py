@@ -197,13 +197,17 @@ class FsTierConfig(EncryptedTierConfig):
         eviction, elsewhere in a separate directory. The core removes them."""
         from kv_offload import _core
 
+        if problem := self._enclosed():
+            return Answer("note", f"speed not measured: {problem}")
         bound, room = self._room()
         if bound is None:
             return Answer("note", f"speed not measured: {_IN_USE}")
+        # At most a quarter of the free space: other programs may need it meanwhile.
         total = min(total_bytes, free_bytes(self.root_dir) // 4, room) // _PROBE_RECORD * _PROBE_RECORD
         if total < _SMALLEST_PROBE:
             full = "max_bytes is reached" if room < _SMALLEST_PROBE else "too little free space"
             return Answer("note", f"speed not measured: {full}; {_MEASURE_ELSEWHERE}")
+        # In a root, the records count within max_bytes, as those of a server do.
         if self._is_root():
             measured = _core.probe_root(self.root_dir, bound, total, _PROBE_RECORD)
             if measured is None:
@@ -231,6 +235,8 @@ class FsTierConfig(EncryptedTierConfig):
         from kv_offload import _core
         from kv_offload.raw_speed import raw_disk
 
+        if problem := self._enclosed():
+            raise RuntimeError(f"{self.root_dir}: {problem}")
         bound, room = self._room()
         if bound is None:
             raise RuntimeError(f"{self.root_dir}: {_IN_USE}")
@@ -239,6 +245,16 @@ class FsTierConfig(EncryptedTierConfig):
         speeds = raw_disk(str(existing_part(self.root_dir)), total)
         del reserved  # after the measurement
         return speeds
+
+    def _enclosed(self) -> str:
+        """Returns why nothing may be written here, if it is inside another root; "" if it is in none."""
+        for outer in Path(self.root_dir).parents:
+            if os.path.exists(outer / _ROOT_FILE):
+                return (
+                    f"it is inside the tier directory {outer}, whose max_bytes includes it and could be "
+                    f"exceeded; {_MEASURE_ELSEWHERE}"
+                )
+        return ""
 
     def _is_root(self) -> bool:
         return os.path.exists(os.path.join(self.root_dir, _ROOT_FILE))

@@ -235,10 +235,12 @@ class DirectoryRoot:
     def handle(self, record: dict[str, Any]) -> str:
         return str(record["path"])
 
-    def read(self, namespace: str, handle: str) -> "tuple[str, str, WholeRecord | None]":
+    def read(
+        self, namespace: str, handle: str, into: "WholeRecord | None" = None
+    ) -> "tuple[str, str, WholeRecord | None]":
         from kv_offload import _core
 
-        return _core.read_record_file(handle, namespace, self._key_files)
+        return _core.read_record_file(handle, namespace, self._key_files, into)
 
     def use_keys(self, key_files: Sequence[str]) -> None:
         from kv_offload.tiers.encryption import key_ids
@@ -269,8 +271,15 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
         if not space["json"] or described_id(space["json"]) == space["id"]:
             continue
         path = os.path.join(root, space["id"], "namespace.json")
-        if repair:
-            os.unlink(path)
+        # stat() may take minutes, in which a server writes the file again or removes the namespace.
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                if described_id(file.read()) == space["id"]:
+                    continue
+            if repair:
+                os.unlink(path)
+        except FileNotFoundError:
+            continue
         message = "it describes a different namespace than its directory name"
         damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
     return damaged

@@ -56,6 +56,7 @@ def parse_url(text: str) -> Url:
         port = parts.port
     except ValueError:
         raise ValueError(f"is not a server address; possible: {_FORMS}") from None
+    # The errors from the most specific one on, so that each has the advice that helps.
     if parts.password is not None:
         raise ValueError(
             "contains a password, which would appear in logs and process lists: remove it and name an "
@@ -70,6 +71,7 @@ def parse_url(text: str) -> Url:
     if scheme not in ("redis", "rediss", "unix") or parts.fragment:
         raise ValueError(f"is not a server address; possible: {_FORMS}")
     user = unquote(parts.username or "")
+    # A socket has its path in the URL's path, so the database is in the query.
     if scheme == "unix":
         found = re.fullmatch(r"(db=([0-9]{1,5}))?", parts.query)
         if found is None or parts.hostname or not parts.path.startswith("/"):
@@ -78,6 +80,7 @@ def parse_url(text: str) -> Url:
     database = re.fullmatch(r"/?([0-9]{0,5})", parts.path)
     if database is None or parts.query:
         raise ValueError(f"must end with the port or a database number; possible: {_FORMS}")
+    # urlsplit() accepts port 0, which no server can have.
     if not parts.hostname or port == 0:
         raise ValueError(f"names no host; possible: {_FORMS}")
     return Url(

@@ -662,7 +662,7 @@ TEST_P(FetchTogetherTest, two_plans_that_do_not_fit_together_both_finish) {
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
 }
 
-TEST_P(FetchTogetherTest, a_prefix_larger_than_host_memory_loads_what_fits) {
+TEST_P(FetchTogetherTest, a_prefix_larger_than_host_memory_is_loaded_in_part) {
   make({.rows = 5});
   for (int i = 0; i < 12; i += 4) {
     Names part = numbered("p", 12);

@@ -181,7 +181,7 @@ TEST_F(PrefetcherTest, an_idle_engine_reads_all_that_is_due_soon) {
   EXPECT_EQ(reads().size(), kMany);
 }
 
-TEST_F(PrefetcherTest, an_idle_engine_also_reads_what_the_last_step_looked_at) {
+TEST_F(PrefetcherTest, an_idle_engine_also_reads_the_prompts_of_the_last_step) {
   expect(kSessionA, {"a"}, seconds(50));
   step();
   expect(kSessionB, {"b"}, seconds(55));
@@ -189,7 +189,7 @@ TEST_F(PrefetcherTest, an_idle_engine_also_reads_what_the_last_step_looked_at) {
   EXPECT_THAT(reads(), ElementsAre("a", "b"));
 }
 
-TEST_F(PrefetcherTest, what_an_idle_engine_read_too_early_is_read_again) {
+TEST_F(PrefetcherTest, chunks_that_an_idle_engine_read_too_early_are_read_again) {
   expect(kSessionA, {"a", "b"}, seconds(50));
   step(true);
   parts().finish();
@@ -300,7 +300,7 @@ TEST_F(PrefetcherTest, a_window_may_begin_after_chunks_that_no_tier_has) {
   EXPECT_TRUE(is_resident("b"));
 }
 
-TEST_F(PrefetcherTest, a_tier_is_asked_for_chunks_that_it_does_not_know) {
+TEST_F(PrefetcherTest, unknown_chunks_are_looked_up_in_the_tier) {
   for (const char* name : {"a", "b", "c"}) parts().tier->forgotten.insert(key_of(name));
   recorded({"a", "b"});
   parts().prefetcher.expect(kSessionA, prompt({"a", "b", "c"}), in(Nanos(0)));
@@ -312,7 +312,7 @@ TEST_F(PrefetcherTest, a_tier_is_asked_for_chunks_that_it_does_not_know) {
   EXPECT_EQ(parts().prefetcher.size(), 0u);
 }
 
-TEST_F(PrefetcherTest, a_stale_miss_is_asked_for_once) {
+TEST_F(PrefetcherTest, a_stale_miss_is_looked_up_once) {
   parts().tier->is_sure = false;
   parts().prefetcher.expect(kSessionA, prompt({"a"}), in(Nanos(0)));
   run_all();

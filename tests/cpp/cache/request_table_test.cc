@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "cache/parts.h"
+#include "out_of_memory.h"
 
 namespace kv_offload {
 namespace {
@@ -412,6 +413,21 @@ TEST_F(RequestTableTest, misses_of_the_last_pass_are_counted_once_at_admission) 
   requests_.admit(a_);
   requests_.end(a_);
   EXPECT_EQ(parts_.missed("not_stored"), 16);
+}
+
+TEST_F(RequestTableTest, a_lookup_that_finds_no_memory_is_not_counted) {
+  const auto admit = [&] {
+    requests_.admit(a_);
+    requests_.end_step();
+  };
+  const unsigned failures = testing::fail_each_allocation([&] { parts_.lookup(a_, "absent"); },
+                                                          [&] {
+                                                            admit();
+                                                            EXPECT_EQ(parts_.missed("not_stored"), 0);
+                                                          });
+  EXPECT_GE(failures, 2u);
+  admit();
+  EXPECT_EQ(parts_.missed("not_stored"), ChunkParts::kTokens);
 }
 
 TEST_F(RequestTableTest, parts_of_a_chunk_are_not_misses) {

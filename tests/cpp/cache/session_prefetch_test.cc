@@ -108,7 +108,7 @@ TEST_P(SessionPrefetchTest, an_engine_without_requests_needs_no_step) {
   EXPECT_EQ(peek({"a", "b"}), "HH");
 }
 
-TEST_P(SessionPrefetchTest, an_engine_with_requests_reads_only_what_is_due) {
+TEST_P(SessionPrefetchTest, an_engine_with_requests_reads_only_chunks_that_are_due) {
   const RequestHandle running = begin();
   turn(kFirstSession, {"a", "b"}, {resume_hint(60)});
   evict_all();
@@ -141,7 +141,7 @@ TEST_P(SessionPrefetchTest, a_hint_prefetches_a_session_now) {
   EXPECT_EQ(scan(running, {"a", "b"}), "HH");
 }
 
-TEST_P(SessionPrefetchTest, a_hint_prefetches_what_is_missing_of_its_own_prompt) {
+TEST_P(SessionPrefetchTest, a_hint_prefetches_the_missing_part_of_its_own_prompt) {
   turn(kFirstSession, {"a", "b"});
   const RequestHandle request = begin_turn(kFirstSession, {"a", "b", "c"});
   store(many("y", kSessionRows - 2));  // evicts "a", which was used first

@@ -156,7 +156,7 @@ TEST_F(SessionsTest, a_chunk_that_is_still_copied_gets_the_return_of_its_prompt)
   EXPECT_EQ(parts().chunks.entry_info(slot).returns_at, 120);
 }
 
-TEST_F(SessionsTest, chunks_that_another_session_uses_are_left_alone) {
+TEST_F(SessionsTest, chunks_that_another_session_uses_are_unchanged) {
   turn(kA, kRed, {"s", "a"});
   turn(kB, kBlue, {"s", "b"});
   EXPECT_THAT(apply(release(kA)), ElementsAre(HintOutcome::kAccepted));
@@ -165,14 +165,14 @@ TEST_F(SessionsTest, chunks_that_another_session_uses_are_left_alone) {
   EXPECT_THAT(returns({"s", "a", "b"}), ElementsAre(0, 120, 0));
 }
 
-TEST_F(SessionsTest, chunks_of_requests_without_a_session_are_left_alone) {
+TEST_F(SessionsTest, chunks_of_requests_without_a_session_are_unchanged) {
   turn({}, 0, {"s", "x"});
   turn(kA, kRed, {"s", "a"}, {resume(20)});
   turn(kB, kRed, {"s", "b"}, {release()});
   EXPECT_THAT(returns({"s", "x", "a", "b"}), ElementsAre(0, 0, 120, kNever));
 }
 
-TEST_F(SessionsTest, a_chunk_before_one_that_another_session_loads_is_left_alone) {
+TEST_F(SessionsTest, a_chunk_before_one_that_another_session_loads_is_unchanged) {
   turn(kA, kRed, {"r", "s", "a"}, {resume(20)});
   // The device's prefix cache has "r", so the request loads "s" alone.
   const RequestHandle request = parts().requests.begin({.family = kBlue});
@@ -221,7 +221,7 @@ TEST_F(SessionsTest, a_prompt_that_was_not_stored_is_missing) {
   EXPECT_THAT(end(request, kA, {resume(20)}), ElementsAre(HintOutcome::kMissing));
 }
 
-TEST_F(SessionsTest, a_superseded_prompt_keeps_what_the_new_one_uses) {
+TEST_F(SessionsTest, a_superseded_prompt_keeps_the_chunks_that_the_new_one_uses) {
   turn(kA, kRed, {"a", "b", "c"}, {resume(20)});
   EXPECT_THAT(turn(kA, kRed, {"a", "x"}, {supersede()}), ElementsAre(HintOutcome::kAccepted));
   EXPECT_THAT(returns({"a", "b", "c", "x"}), ElementsAre(0, kNever, kNever, 0));
@@ -373,7 +373,7 @@ TEST_F(SessionsTest, a_reset_forgets_all_sessions) {
   EXPECT_EQ(parts().sessions.size(), 1u);
 }
 
-TEST_F(SessionsTest, a_hint_applies_to_what_is_left_of_a_prompt_whose_end_was_evicted) {
+TEST_F(SessionsTest, a_hint_applies_to_the_rest_of_a_prompt_whose_end_was_evicted) {
   const RequestHandle request = begin(kRed, {"a", "b", "c"});
   parts().finish();  // the writes to the tier
   parts().chunks.discard(parts().chunks.slot_of(parts().chunks.find(key_of("c"))));

@@ -387,7 +387,7 @@ TEST_F(Gpu, pinning_reports_progress_and_leaves_nothing_registered) {
   PinnedArea again(area, {.piece_bytes = 4 << 20});
 }
 
-TEST_F(Gpu, the_description_says_that_rates_were_measured) {
+TEST_F(Gpu, the_description_shows_that_rates_were_measured) {
   std::vector<std::byte> area(1 << 20);
   void* cache = nullptr;
   check(cudaMalloc(&cache, 1 << 20));

@@ -6,7 +6,7 @@
 #include "copy/pack_pages.h"
 #include "fake_cuda/world.h"
 
-namespace kv_offload::on_threads {
+namespace kv_offload::fake_cuda_tests {
 namespace {
 
 using Devices = std::set<int>;
@@ -211,4 +211,4 @@ TEST_F(Capture, the_torch_operator_refuses_memory_of_another_device) {
 }
 
 }  // namespace
-}  // namespace kv_offload::on_threads
+}  // namespace kv_offload::fake_cuda_tests

@@ -3,7 +3,7 @@
 #include "copy/cuda_check.h"
 #include "fake_cuda/world.h"
 
-namespace kv_offload::on_threads {
+namespace kv_offload::fake_cuda_tests {
 namespace {
 
 class Faults : public World {
@@ -433,4 +433,4 @@ TEST_F(Opening, a_copier_that_fails_to_open_leaves_no_memory) {
 }
 
 }  // namespace
-}  // namespace kv_offload::on_threads
+}  // namespace kv_offload::fake_cuda_tests

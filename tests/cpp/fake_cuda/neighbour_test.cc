@@ -9,7 +9,7 @@
 #include "fake_cuda/world.h"
 #include "memory/sharing_engine.h"
 
-namespace kv_offload::on_threads {
+namespace kv_offload::fake_cuda_tests {
 namespace {
 
 constexpr std::uint64_t kSlot = 2 << 20;
@@ -209,4 +209,4 @@ TEST_F(NeighbourEngine, its_memory_is_unregistered_before_it_is_unmapped) {
 }
 
 }  // namespace
-}  // namespace kv_offload::on_threads
+}  // namespace kv_offload::fake_cuda_tests

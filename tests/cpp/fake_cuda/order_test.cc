@@ -2,7 +2,7 @@
 // The order of operations on the device, and the attributes of copies.
 #include "fake_cuda/world.h"
 
-namespace kv_offload::on_threads {
+namespace kv_offload::fake_cuda_tests {
 namespace {
 
 class Order : public World, public ::testing::WithParamInterface<CopyPath> {
@@ -227,4 +227,4 @@ TEST_F(Limits, a_sub_job_moves_at_most_4_mib) {
 }
 
 }  // namespace
-}  // namespace kv_offload::on_threads
+}  // namespace kv_offload::fake_cuda_tests

@@ -25,7 +25,7 @@ extern "C" kv_offload::BlockCopier* kv_offload_cuda_make_copier(const kv_offload
                                                                 std::size_t capacity);
 extern "C" void kv_offload_cuda_unavailable_reason(char* message, std::size_t capacity);
 
-namespace kv_offload::on_threads {
+namespace kv_offload::fake_cuda_tests {
 
 using enum CopyDirection;
 using fake_cuda::Hold;
@@ -157,4 +157,4 @@ inline std::unique_ptr<BlockCopier> make_copier(const CopierOptions& options, st
   return copier;
 }
 
-}  // namespace kv_offload::on_threads
+}  // namespace kv_offload::fake_cuda_tests

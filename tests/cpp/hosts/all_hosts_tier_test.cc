@@ -724,6 +724,45 @@ TEST_F(AllHostsTierTest, memory_that_runs_out_loses_no_write_that_was_held) {
   EXPECT_EQ(ended.size() + part_[0]->ops.size(), 1u);
 }
 
+// Its row is in use again after it has ended.
+TEST_F(AllHostsTierTest, memory_that_runs_out_in_a_reset_ends_no_held_write_that_runs_later) {
+  store_all();
+  part_[0]->remove(key_, TierRemoval::Reason::kEvicted);
+  poll();
+  ASSERT_TRUE(is_being_removed(*part_[1]));
+  submit(OpKind::kWrite, 1);
+  submit(OpKind::kWrite, 2);
+  std::vector<OpId> ended;
+  const auto note = [&] {
+    for (const Completion& one : poll()) ended.push_back(one.id);
+  };
+  EXPECT_GT(testing::fail_each_allocation([&] { tier_->begin_reset(7); }, note), 0u);
+  note();
+  EXPECT_THAT(ended, ElementsAre(1, 2));
+  part_[1]->end();
+  poll();
+  EXPECT_THAT(part_[0]->ops, IsEmpty());
+}
+
+// Other hosts do not touch the memory of this host, whose thread may use it after close().
+TEST_F(AllHostsTierTest, only_the_part_of_this_host_has_the_shards_and_owns_their_memory) {
+  const auto memory = std::make_shared<std::byte>();
+  TierOp op;
+  op.id = 1;
+  op.key = key_;
+  op.shards.emplace_back(memory.get(), 1);
+  op.memory = memory;
+  tier_->submit({std::move(op)});
+  ASSERT_EQ(part_[0]->ops.size(), 1u);
+  EXPECT_EQ(part_[0]->ops[0].memory, memory);
+  ASSERT_EQ(part_[0]->ops[0].shards.size(), 1u);
+  EXPECT_EQ(part_[0]->ops[0].shards[0].data(), memory.get());
+  ASSERT_EQ(part_[1]->ops.size(), 1u);
+  EXPECT_EQ(part_[1]->ops[0].id, 1u);
+  EXPECT_EQ(part_[1]->ops[0].memory, nullptr);
+  EXPECT_THAT(part_[1]->ops[0].shards, IsEmpty());
+}
+
 TEST_F(AllHostsTierTest, a_key_is_as_known_as_its_least_known_part) {
   using enum Presence;
   for (const Presence one : {kPresent, kUnknown, kLookupPending, kStaleMiss, kLookupFailed, kAbsent}) {
@@ -947,7 +986,7 @@ TEST_F(AllHostsTierTest, ops_without_a_common_epoch_end_only_if_their_submission
   }
 }
 
-TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_asked_for_on_others) {
+TEST_F(AllHostsTierTest, only_keys_that_this_host_may_have_are_looked_up_on_others) {
   part_[0]->presence[key_of(2)] = Presence::kUnknown;
   part_[0]->presence[key_of(3)] = Presence::kLookupFailed;
   tier_->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);

@@ -136,7 +136,7 @@ class HostsTest : public ShmTest {
   std::shared_ptr<HostRegion> ranks_[kRanks];
 };
 
-TEST_F(HostsTest, the_scheduler_learns_what_ranks_of_another_host_publish_and_report) {
+TEST_F(HostsTest, the_scheduler_receives_layouts_and_results_of_ranks_on_another_host) {
   const auto links = this->links();
   EXPECT_TRUE(scheduler_->is_cut_off());
   EXPECT_THAT(links->wait_until_connected(Nanos(0)).message(), HasSubstr("the host of ranks 1 to 2"));
@@ -198,7 +198,7 @@ TEST_F(HostsTest, a_host_that_shuts_down_cuts_the_region_off) {
   EXPECT_THAT(links->take_events(), ElementsAre(HasSubstr("127.0.0.1: it has shut down; all lookups")));
 }
 
-TEST_F(HostsTest, a_lost_connection_is_made_again_and_what_was_reported_meanwhile_arrives) {
+TEST_F(HostsTest, a_lost_connection_is_replaced_and_reports_from_meanwhile_arrive) {
   const auto agent = this->agent();
   announce(agent->endpoint());
   const auto links = this->links();
@@ -272,14 +272,14 @@ TEST_F(HostsTest, silent_strangers_are_dropped_and_do_not_keep_the_scheduler_out
   EXPECT_TRUE(links->wait_until_connected(kPatience).is_ok());
 }
 
-TEST_F(HostsTest, a_stranger_that_says_nothing_is_dropped_in_time) {
+TEST_F(HostsTest, a_connection_without_a_greeting_is_closed_in_time) {
   const auto agent = this->agent(std::chrono::milliseconds(1));
   const auto peer = Peer::of(*parse_endpoint(agent->endpoint()));
   EXPECT_EQ(peer->read(kGreetingBytes).size(), kGreetingBytes);
   EXPECT_TRUE(peer->has_ended());
 }
 
-TEST_F(HostsTest, a_scheduler_that_says_more_than_authenticated_orders_is_dropped) {
+TEST_F(HostsTest, a_scheduler_that_sends_unauthenticated_messages_is_disconnected) {
   const auto agent = this->agent();
   const auto endpoint = parse_endpoint(agent->endpoint());
   const auto peer = Peer::of(*endpoint);
@@ -501,7 +501,7 @@ TEST_F(FakeHostTest, another_protocol_is_refused_with_both_versions) {
   EXPECT_TRUE(fails_with(*links, StatusKind::kUnavailable, both.c_str()));
 }
 
-TEST_F(FakeHostTest, a_host_without_the_secret_is_not_believed) {
+TEST_F(FakeHostTest, a_host_without_the_secret_is_rejected) {
   const auto links = this->links();
   const auto peer = accept();
   const HostNonce nonce{};
@@ -559,7 +559,7 @@ TEST_F(FakeHostTest, a_silent_host_is_lost_before_a_lookup_times_out) {
       << "a busy scheduler would count as lost";
 }
 
-TEST_F(FakeHostTest, a_scheduler_without_orders_says_that_it_is_alive) {
+TEST_F(FakeHostTest, a_scheduler_without_orders_sends_keep_alive_messages) {
   HostLinks::Options made = link_options();
   made.alive_interval = std::chrono::milliseconds(1);
   const auto links = this->links(made);
@@ -751,6 +751,22 @@ TEST_F(FakeKeptHostTest, a_host_that_does_not_confirm_is_named) {
   EXPECT_EQ(message_of<ResourceError>([&] { (void)links->keep_memory(Nanos(1)); }),
             "these hosts have not confirmed that they keep their host memory: the host of ranks 1 to 2 at "
             "127.0.0.1");
+}
+
+TEST_F(FakeKeptHostTest, an_exception_of_the_caller_ends_the_waits_for_a_host) {
+  HostLinks::Options made = link_options();
+  int calls = 0;
+  made.on_wait = [&calls] {
+    if (++calls % 2 == 0) throw std::domain_error("Ctrl-C");
+  };
+  HostLinks links(scheduler_, {{1, 2}}, made);
+  const auto peer = handshake();
+  send_all(*peer);
+  ASSERT_TRUE(links.wait_until_connected(kPatience).is_ok());
+  EXPECT_THROW((void)links.keep_memory(std::chrono::seconds(20)), std::domain_error);
+  EXPECT_EQ(calls, 2);
+  EXPECT_THROW((void)links.open_tiers("", {{}}, std::chrono::seconds(20)), std::domain_error);
+  EXPECT_EQ(calls, 4);
 }
 
 TEST_F(FakeKeptHostTest, another_setting_is_refused_with_both_values) {

@@ -329,7 +329,7 @@ TEST_F(HostTiersTest, a_host_that_is_down_takes_no_ops) {
   })) << "the part of the failed write was kept, or that of the stored chunk was not";
 }
 
-TEST_F(HostTiersTest, records_that_a_host_loses_while_it_is_not_connected_are_not_believed) {
+TEST_F(HostTiersTest, records_that_a_host_loses_while_it_is_not_connected_are_not_hits) {
   start();
   ASSERT_TRUE(write(1).is_ok());
   ASSERT_TRUE(has(1));
@@ -759,7 +759,61 @@ TEST(RemoteTierTest, memory_that_runs_out_in_a_poll_ends_no_op_twice) {
   EXPECT_EQ(ids, all);
 }
 
-TEST(RemoteTierTest, what_a_host_had_is_unknown_after_its_connection_was_lost) {
+// The caller counts this part as failed. If an op of it ended too, the op would end early, as above.
+TEST(RemoteTierTest, memory_that_runs_out_while_ops_are_refused_ends_all_or_none) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.reset_timeout = std::chrono::hours(1);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  tier->begin_reset(7);
+  const auto ended = [&] {
+    std::vector<Completion> completions;
+    std::vector<TierRemoval> removals;
+    tier->poll(&completions, &removals);
+    EXPECT_EQ(tier->stats().queued_reads, 0u);
+    return completions.size();
+  };
+  OpId next = 0;
+  const auto submit = [&] {
+    std::vector<TierOp> ops(3);
+    for (TierOp& op : ops) {
+      op.id = ++next;
+      op.key = key_of(static_cast<std::uint32_t>(next));
+    }
+    tier->submit(std::move(ops));
+  };
+  EXPECT_GT(fail_each_allocation(submit, [&] { EXPECT_EQ(ended(), 0u); }), 0u);
+  EXPECT_EQ(ended(), 3u);
+}
+
+TEST(RemoteTierTest, memory_that_runs_out_in_a_reset_loses_no_write_that_waits) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.most_writes = 1;
+  options.close_wait = Nanos(0);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  for (OpId id = 1; id <= 3; ++id) {
+    TierOp op;
+    op.id = id;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(static_cast<std::uint32_t>(id));
+    tier->submit({op});
+  }
+  EXPECT_GT(fail_each_allocation([&] { tier->begin_reset(7); }, [] {}), 0u);
+  std::vector<Completion> ended;
+  std::vector<TierRemoval> removals;
+  tier->poll(&ended, &removals);
+  EXPECT_EQ(ended.size(), 2u);
+  EXPECT_EQ(tier->stats().queued_writes, 1u) << "it was sent";
+}
+
+TEST(RemoteTierTest, records_of_a_host_are_unknown_after_its_connection_was_lost) {
   const auto channel = std::make_shared<TierChannel>([] {});
   const auto deliver = [&](FrameType type, const Bytes& body) {
     EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
@@ -784,6 +838,64 @@ TEST(RemoteTierTest, what_a_host_had_is_unknown_after_its_connection_was_lost) {
   channel->end_connection("it was lost");
   connect();
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it may have removed the record meanwhile";
+}
+
+// A poll without events does nothing; these are the reasons for which it still has to do something.
+TEST(RemoteTierTest, a_poll_without_events_sends_touches_and_reports_the_rest_of_a_reset) {
+  constexpr std::uint32_t kKeys = 5000;  // more than one poll reports
+  const auto channel = std::make_shared<TierChannel>([] {});
+  const auto deliver = [&](FrameType type, const Bytes& body) {
+    EXPECT_EQ(channel->deliver(type, body, Nanos(0)), TierChannel::Delivery::kTaken);
+  };
+  channel->begin_open({{}}, "settings");
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, {});
+  std::vector<TierRemoval> removals;
+  const auto poll = [&] {
+    std::vector<Completion> ended;
+    tier->poll(&ended, &removals);
+  };
+  channel->begin_connection();
+  deliver(FrameType::kOpsEnded, {});
+  poll();
+  poll();
+  channel->take_frames();
+  tier->touch(key_of(1));
+  poll();
+  const auto frames = channel->take_frames();
+  ASSERT_EQ(frames.size(), 1u);
+  EXPECT_TRUE(decode_uses(frames[0].second).value().is_touch);
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t number = 0; number < kKeys; ++number) keys.push_back(key_of(number));
+  tier->prefetch_presence(keys, KeyOrder::kNone);
+  for (std::uint32_t number = 0; number < kKeys; ++number)
+    deliver(FrameType::kAnswers, encode(TierAnswers{0, 0, {{keys[number], TierAnswers::Found::kPresent}}}));
+  poll();
+  EXPECT_TRUE(removals.empty());
+  channel->end_connection("it was lost");
+  poll();
+  EXPECT_LT(removals.size(), kKeys);
+  for (int i = 0; i < 10; ++i) poll();
+  EXPECT_EQ(removals.size(), kKeys);
+}
+
+TEST(RemoteTierTest, a_reset_that_is_not_confirmed_is_repeated_without_any_event) {
+  const auto channel = std::make_shared<TierChannel>([] {});
+  channel->begin_open({{}}, "settings");
+  channel->begin_connection();
+  EXPECT_EQ(channel->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+  RemoteTierOptions options;
+  options.reset_timeout = Nanos(0);
+  const std::unique_ptr<Tier> tier = make_remote_tier(channel, 0, options);
+  tier->begin_reset(7);
+  channel->take_frames();
+  for (int i = 0; i < 3; ++i) {
+    std::vector<Completion> ended;
+    std::vector<TierRemoval> removals;
+    tier->poll(&ended, &removals);
+    const auto frames = channel->take_frames();
+    ASSERT_EQ(frames.size(), 1u);
+    EXPECT_EQ(frames[0].first, FrameType::kReset);
+  }
 }
 
 TEST(RemoteTierTest, a_host_that_could_not_reset_its_tier_is_not_used_before_its_next_state) {

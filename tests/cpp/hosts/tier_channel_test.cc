@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
@@ -62,7 +64,7 @@ class TierChannelTest : public ::testing::Test {
   TierChannel channel_{[this] { ++wakes_; }};
 };
 
-TEST_F(TierChannelTest, keeps_only_the_last_state_of_a_tier_while_nobody_takes_events) {
+TEST_F(TierChannelTest, keeps_only_the_last_state_of_a_tier_until_events_are_taken) {
   open();
   for (int i = 0; i <= 1000; ++i) ASSERT_EQ(deliver_state(i), Delivery::kTaken);
   const auto events = channel_.take_events(0);
@@ -83,7 +85,7 @@ TEST_F(TierChannelTest, refuses_more_events_than_it_can_keep) {
   EXPECT_EQ(channel_.deliver(FrameType::kRemovals, frame, Nanos(0)), Delivery::kTaken);
 }
 
-TEST_F(TierChannelTest, ignores_what_a_host_says_about_its_tiers_before_they_are_opened) {
+TEST_F(TierChannelTest, ignores_messages_about_tiers_before_they_are_opened) {
   EXPECT_EQ(deliver_state(1), Delivery::kTaken);
   open();
   EXPECT_EQ(channel_.take_events(0).size(), 1u) << "more than Ready";
@@ -101,6 +103,35 @@ TEST_F(TierChannelTest, forgets_the_events_of_a_connection_that_has_ended) {
   EXPECT_TRUE(std::holds_alternative<TierChannel::Lost>(events[0].what));
   EXPECT_EQ(std::get<TierChannel::Ready>(events[1].what).connection, 2u);
   EXPECT_TRUE(channel_.take_events(0).empty());
+}
+
+// A scheduler that polls many hosts takes no lock of a host that has sent nothing.
+TEST_F(TierChannelTest, says_whether_a_tier_has_events) {
+  EXPECT_FALSE(channel_.has_events(0));
+  channel_.begin_open({EpochChoice{}, EpochChoice{}}, "");
+  for (const std::uint8_t tier : {0, 1}) {
+    EXPECT_TRUE(channel_.has_events(tier));
+    channel_.take_events(tier);
+    EXPECT_FALSE(channel_.has_events(tier));
+  }
+  EXPECT_EQ(channel_.deliver(FrameType::kRemovals, removals(1, 1), Nanos(0)), Delivery::kTaken);
+  EXPECT_FALSE(channel_.has_events(0));
+  EXPECT_TRUE(channel_.has_events(1));
+  EXPECT_EQ(channel_.take_events(1).size(), 1u);
+  EXPECT_EQ(deliver_state(1), Delivery::kTaken);
+  EXPECT_TRUE(channel_.has_events(0));
+  EXPECT_EQ(deliver_state(2), Delivery::kTaken);
+  EXPECT_EQ(channel_.take_events(0).size(), 1u);
+  EXPECT_FALSE(channel_.has_events(0));
+  channel_.end_connection("gone");
+  for (const std::uint8_t tier : {0, 1}) {
+    EXPECT_TRUE(channel_.has_events(tier)) << "the end of the connection";
+    channel_.take_events(tier);
+  }
+  channel_.begin_connection();
+  EXPECT_FALSE(channel_.has_events(0));
+  EXPECT_EQ(channel_.deliver(FrameType::kOpsEnded, {}, Nanos(0)), Delivery::kTaken);
+  EXPECT_TRUE(channel_.has_events(0) && channel_.has_events(1));
 }
 
 TEST_F(TierChannelTest, takes_only_the_answer_to_the_last_request_to_open) {
@@ -186,6 +217,76 @@ TEST_F(TierChannelTest, a_few_uses_do_not_wake_the_thread_and_precede_the_next_o
     for (const TierUse& use : frame.uses) EXPECT_EQ(use.entry_info.depth, next++);
   }
   EXPECT_EQ(next, kMostUses + 1);
+}
+
+TEST_F(TierChannelTest, ops_of_any_number_are_sent_in_their_order_and_before_later_orders) {
+  TierOps ops{3, std::vector<HostOp>(kMostOps + 1)};
+  for (std::size_t i = 0; i < ops.ops.size(); ++i) {
+    ops.ops[i].id = i;
+    const std::string key(32, 'k');
+    ops.ops[i].key = ChunkKey::unchecked(key.data(), key.size());
+  }
+  EXPECT_FALSE(channel_.send_ops(2, ops)) << "another connection";
+  EXPECT_EQ(wakes_, 0);
+  EXPECT_TRUE(channel_.send_ops(1, ops));
+  EXPECT_EQ(wakes_, 1);
+  EXPECT_TRUE(send(FrameType::kCancel, 1, false));
+  const auto frames = channel_.take_frames();
+  ASSERT_EQ(frames.size(), 3u);
+  OpId next = 0;
+  for (const std::size_t i : {0u, 1u}) {
+    EXPECT_EQ(frames[i].first, FrameType::kOps);
+    const auto frame = decode_ops(frames[i].second).value();
+    EXPECT_EQ(frame.tier, 3u);
+    for (const HostOp& op : frame.ops) EXPECT_EQ(op.id, next++);
+  }
+  EXPECT_EQ(next, kMostOps + 1);
+  EXPECT_EQ(frames[2].first, FrameType::kCancel);
+  EXPECT_TRUE(channel_.take_frames().empty());
+  EXPECT_TRUE(channel_.send_ops(1, ops));
+  channel_.end_connection("cut");
+  EXPECT_FALSE(channel_.send_ops(1, ops));
+  EXPECT_TRUE(channel_.take_frames().empty());
+}
+
+TEST_F(TierChannelTest, the_uses_of_a_step_are_queued_without_an_allocation) {
+  const TierUses used = uses(1);
+  const auto queue_and_take = [&] {
+    channel_.send_uses(1, 0, used);
+    EXPECT_EQ(channel_.take_frames().size(), 1u);
+    EXPECT_EQ(used.use_count(), 1) << "they are kept";
+  };
+  queue_and_take();
+  queue_and_take();
+  const testing::FailingAllocation none(0);
+  channel_.send_uses(1, 0, used);
+  EXPECT_FALSE(none.came());
+}
+
+TEST_F(TierChannelTest, the_memory_of_a_burst_is_not_kept) {
+  for (int i = 0; i < 5000; ++i) channel_.send_uses(1, 0, uses(1));
+  EXPECT_EQ(channel_.take_frames().size(), 5000u);
+  EXPECT_TRUE(channel_.take_frames().empty());
+  const TierUses used = uses(1);
+  const testing::FailingAllocation one(0);
+  EXPECT_THROW(channel_.send_uses(1, 0, used), std::bad_alloc);
+  EXPECT_TRUE(one.came());
+}
+
+TEST_F(TierChannelTest, frames_that_memory_has_run_out_for_are_not_sent_later) {
+  const auto queue_and_take = [&] {
+    EXPECT_TRUE(send(FrameType::kCancel, 1, false));
+    channel_.send_uses(1, 0, uses(1));
+    return channel_.take_frames().size();
+  };
+  std::size_t taken = 0;
+  const unsigned failed = testing::fail_each_allocation([&] { taken = queue_and_take(); },
+                                                        [&] {
+                                                          EXPECT_LE(channel_.take_frames().size(), 1u);
+                                                          EXPECT_TRUE(channel_.take_frames().empty());
+                                                        });
+  EXPECT_EQ(taken, 2u);
+  EXPECT_GT(failed, 0u);
 }
 
 TEST_F(TierChannelTest, many_uses_wake_the_thread_and_too_many_are_dropped) {

@@ -117,7 +117,7 @@ TEST_F(NeighbourRegionTest, the_pins_of_a_killed_reader_are_cleared) {
 }
 
 // A worker may still copy when its scheduler has died.
-TEST_F(NeighbourRegionTest, a_reader_lives_as_long_as_its_worker) {
+TEST_F(NeighbourRegionTest, a_reader_is_alive_as_long_as_its_worker) {
   const auto owner = engine("owner"), reader = engine("reader");
   ASSERT_TRUE(owner->store(3, 5));
   reader->look_around();
@@ -171,7 +171,7 @@ TEST_F(NeighbourRegionTest, a_stopped_reader_keeps_its_row_and_blocks_nothing_el
   reader.kill();
 }
 
-TEST_F(NeighbourRegionTest, a_new_reader_clears_what_a_killed_one_left_under_its_number) {
+TEST_F(NeighbourRegionTest, a_new_reader_clears_the_pins_of_a_killed_reader_with_its_number) {
   const auto owner = engine("owner");
   ASSERT_TRUE(owner->store(3, 5));
   {

@@ -225,7 +225,7 @@ TEST_F(RanksOnHosts, a_host_without_enough_memory_names_its_ranks_and_its_bytes)
                     HasSubstr(" bytes here with the control page")));
 }
 
-TEST_F(RanksOnHosts, a_rank_says_that_the_scheduler_started_first) {
+TEST_F(RanksOnHosts, a_rank_reports_that_the_scheduler_started_first) {
   RegionOptions unknown = host(0);
   unknown.local_ranks = 0;
   const auto scheduler = HostRegion::attach_scheduler(unknown);

@@ -161,6 +161,27 @@ TEST_F(SharedRowsTest, a_damaged_table_never_leads_its_owner_outside_of_it) {
   }
 }
 
+TEST_F(SharedRowsTest, a_filter_is_not_computed_from_a_damaged_key) {
+  SharedRows rows = open();
+  const SharedRowsView reader = view();
+  std::vector<ChunkKey> same_bucket;
+  for (int i = 0; same_bucket.size() < 8; ++i) {
+    const ChunkKey one = key(std::to_string(i) + " is a long name");
+    if (ChunkKey::Hash{}(one) % layout_.buckets == 0) same_bucket.push_back(one);
+  }
+  for (RowId i = 0; i < 7; ++i) rows.publish({2 * i, same_bucket[i], 16, 1});
+  const ChunkKey withdrawn = same_bucket[6];
+  ASSERT_TRUE(rows.withdraw(12));
+  const std::string_view bytes = same_bucket[0].bytes();
+  const auto at = std::search(memory_.begin(), memory_.end(), bytes.begin(), bytes.end(),
+                              [](std::byte a, char b) { return a == static_cast<std::byte>(b); });
+  ASSERT_NE(at, memory_.end());
+  *(at + sizeof(ChunkKey) - 1) = std::byte{255};  // the size of the key
+  rows.publish({12, same_bucket[7], 16, 1});
+  EXPECT_TRUE(reader.filter().may_have(ChunkKey::Hash{}(withdrawn))) << "not computed again";
+  for (RowId i = 1; i < 6; ++i) EXPECT_TRUE(reader.find(same_bucket[i])) << i;
+}
+
 TEST_F(SharedRowsTest, a_pinned_row_may_not_be_reused_until_its_reader_unpins_it) {
   SharedRows rows = open();
   rows.publish(row(4, "a"));

@@ -29,7 +29,7 @@ class ExpectedReturnsTest : public ::testing::Test {
     return order;
   }
 
-  ExpectedReturns policy_{std::make_unique<LruPolicy>()};
+  ExpectedReturns<LruPolicy> policy_;
 };
 
 using Order = std::vector<Slot>;
@@ -39,7 +39,7 @@ TEST_F(ExpectedReturnsTest, without_hints_the_order_is_that_of_the_other_policy)
   EXPECT_EQ(evicted(), (Order{0, 1, 2}));
 }
 
-TEST_F(ExpectedReturnsTest, what_returns_last_is_evicted_first) {
+TEST_F(ExpectedReturnsTest, the_chunk_that_returns_last_is_evicted_first) {
   insert(0, 1010);
   insert(1, kNever);
   insert(2, 1030);
@@ -57,7 +57,7 @@ TEST_F(ExpectedReturnsTest, of_one_prompt_the_deepest_entry_is_evicted_first) {
 TEST_F(ExpectedReturnsTest, an_entry_without_a_hint_is_expected_after_a_share_of_the_time_without_use) {
   insert(0);
   policy_.set_now(1100);
-  const double limit = 1100 + ExpectedReturns::kPatience * 100;
+  const double limit = 1100 + kReturnPatience * 100;
   insert(1, limit - 1);
   EXPECT_EQ(policy_.victim(), 0u);
   policy_.set_return(1, limit + 1, 2);
@@ -99,6 +99,16 @@ TEST_F(ExpectedReturnsTest, pinned_entries_keep_their_hints) {
   EXPECT_EQ(evicted(), (Order{0, 1}));
 }
 
+TEST_F(ExpectedReturnsTest, a_hint_leaves_a_pinned_entry_pinned) {
+  insert(0);
+  insert(1);
+  policy_.pin(0);
+  policy_.set_return(0, kNever, 1);
+  EXPECT_EQ(policy_.victim(), 1u);
+  policy_.unpin(0);
+  EXPECT_EQ(evicted(), (Order{0, 1}));
+}
+
 TEST_F(ExpectedReturnsTest, a_hint_that_ends_while_pinned_leaves_the_entry_pinned) {
   insert(0, 1010);
   policy_.pin(0);
@@ -129,7 +139,7 @@ TEST_F(ExpectedReturnsTest, a_slot_that_is_used_again_has_no_hint) {
 }
 
 TEST(ExpectedReturnsWithoutClock, hints_are_ignored) {
-  ExpectedReturns policy(std::make_unique<LruPolicy>());
+  ExpectedReturns<LruPolicy> policy;
   policy.insert(0, {.id = 1, .request = 1});
   policy.insert(1, {.id = 2, .request = 2, .returns_at = kNever});
   policy.set_return(1, kNever, 2);

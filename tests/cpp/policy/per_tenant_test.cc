@@ -114,7 +114,7 @@ TEST_F(PerTenantTest, a_tenant_without_a_victim_is_skipped) {
 }
 
 // Memory may be unusable for a while (rows that a rank still copies), so all may be below their shares.
-TEST_F(PerTenantTest, tenants_below_their_shares_share_what_there_is) {
+TEST_F(PerTenantTest, tenants_below_their_shares_share_the_available_memory) {
   make({0, 50, 50});
   insert(0, 45, 1);
   insert(45, 10, 2);

@@ -100,6 +100,25 @@ TEST_F(PrefixPolicyTest, an_entry_that_finds_no_memory_is_no_child) {
 }
 
 // The victims are hidden one after the other and put back, as ChunkIndex::next_victims() does.
+TEST_F(PrefixPolicyTest, a_use_that_finds_no_memory_leaves_an_entry_that_lost_its_children_in_the_order) {
+  serve(prompt(0, 2));
+  serve({5});
+  policy_.pin(1);
+  {
+    const testing::FailingAllocation failing(0);
+    policy_.erase(1);
+    ASSERT_TRUE(failing.came());
+  }
+  {
+    const testing::FailingAllocation failing(0);
+    policy_.refresh(0, info(0, 0));
+    ASSERT_TRUE(failing.came());
+  }
+  EXPECT_EQ(evict(), 5u);
+  EXPECT_EQ(evict(), 0u);
+  EXPECT_EQ(policy_.victim(), std::nullopt);
+}
+
 TEST_F(PrefixPolicyTest, an_entry_that_is_set_aside_is_not_lost_if_memory_runs_out) {
   constexpr Slot kPrompts = 4, kLength = 3;
   for (Slot first = 0; first < kPrompts * kLength; first += kLength) serve(prompt(first, kLength));
@@ -229,7 +248,7 @@ TEST_F(PrefixPolicyTest, a_pinned_end_protects_the_chunks_before_it) {
 
 // All ends are pinned, as if they were being read or written. The head of the most recent prompt is evicted
 // last, even if the head was used first or its readers unpinned it first.
-TEST_F(PrefixPolicyTest, with_pinned_ends_the_least_recent_prompt_goes_deepest_first) {
+TEST_F(PrefixPolicyTest, with_pinned_ends_the_least_recent_prompt_is_evicted_from_its_end) {
   enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
   for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
     serve(prompt(10, 4));

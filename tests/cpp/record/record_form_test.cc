@@ -129,6 +129,38 @@ TEST_F(WholeRecordTest, memory_follows_the_bytes_that_arrive_and_not_the_header)
       << "bytes after its end are ignored";
 }
 
+TEST_F(WholeRecordTest, bytes_that_are_read_into_its_room_are_not_copied) {
+  WholeRecord record;
+  record.begin(header_, std::span(bytes_).first(kRecordHeaderBytes));
+  for (std::size_t at = kRecordHeaderBytes; at < bytes_.size();) {
+    const std::span<std::byte> room = record.room(3000);
+    ASSERT_EQ(room.size(), std::min<std::size_t>(3000, bytes_.size() - at));
+    std::copy_n(bytes_.begin() + static_cast<std::ptrdiff_t>(at), room.size(), room.begin());
+    record.append(room);
+    EXPECT_EQ(record.bytes().data() + at, room.data());
+    at += room.size();
+  }
+  EXPECT_TRUE(record.room(1).empty()) << "it is complete";
+  EXPECT_TRUE(std::equal(bytes_.begin(), bytes_.end(), record.bytes().begin(), record.bytes().end()));
+}
+
+TEST_F(WholeRecordTest, the_next_record_is_read_into_the_same_memory) {
+  WholeRecord record;
+  record.begin(header_, std::span(bytes_).first(kRecordHeaderBytes));
+  record.append(std::span(bytes_).subspan(kRecordHeaderBytes));
+  const std::byte* const memory = record.bytes().data();
+  RecordHeader smaller = header_;
+  smaller.payload_bytes = smaller.stored_bytes = kPageBytes;
+  const Bytes other(kRecordHeaderBytes + kPageBytes, std::byte{7});
+  record.begin(smaller, std::span(other).first(kRecordHeaderBytes));
+  record.append(std::span(other).subspan(kRecordHeaderBytes));
+  EXPECT_TRUE(std::equal(other.begin(), other.end(), record.bytes().begin(), record.bytes().end()));
+  record.begin(header_, std::span(bytes_).first(kRecordHeaderBytes));
+  record.append(std::span(bytes_).subspan(kRecordHeaderBytes));
+  EXPECT_TRUE(std::equal(bytes_.begin(), bytes_.end(), record.bytes().begin(), record.bytes().end()));
+  EXPECT_EQ(record.bytes().data(), memory);
+}
+
 #ifdef KV_OFFLOAD_ENCRYPTION
 
 class EncryptedRecordTest : public ::testing::Test {

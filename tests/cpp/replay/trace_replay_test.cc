@@ -276,7 +276,7 @@ TEST_P(ReplayTwin, the_replay_counts_the_hits_of_the_cache) {
   EXPECT_GT(result.evicted, 500u);
 }
 
-TEST_P(ReplayTwin, hits_what_the_cache_hits_for_agent_sessions) {
+TEST_P(ReplayTwin, hits_the_same_chunks_as_the_cache_for_agent_sessions) {
   std::mt19937 random(5);
   AgentSessions sessions;
   MergeOptions options{.active = 5, .max_pause = 300, .chunk_blocks = 2};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/rank_worker.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,10 +9,15 @@
 #include <map>
 #include <optional>
 
+#include "out_of_memory.h"
+
 namespace kv_offload {
 namespace {
 
 using enum CopyDirection;
+using ::testing::ElementsAre;
+using ::testing::Field;
+using ::testing::UnorderedElementsAre;
 
 // A copier that records its calls and ends jobs when the test says so.
 class FakeCopier final : public BlockCopier {
@@ -101,6 +107,24 @@ TEST_F(RankWorkerTest, the_ticket_is_reported_before_the_result_is_returned) {
   EXPECT_EQ(metrics_.value("kv_offload_copy_segments_total", {"store"}), 3);
   EXPECT_EQ(metrics_.value("kv_offload_copy_refused_batches_total", {"store"}), 2);
   EXPECT_EQ(failures("store"), 0);
+}
+
+TEST_F(RankWorkerTest, no_result_is_lost_when_memory_runs_out) {
+  constexpr Ticket kSlots = HostRegion::kTicketSlots;
+  for (std::uint64_t id = 1; id <= 4; ++id) submit(id, kStore, id);
+  submit(5, kStore, 1 + kSlots);
+  for (const std::uint64_t id : {2u, 3u, 4u, 5u}) copier_->finish(id);
+  std::vector<CopyResult> results;
+  const auto poll = [&] { results = worker_->poll(); };
+  EXPECT_GT(testing::fail_each_allocation(poll, [&] { EXPECT_TRUE(results.empty()); }), 2u);
+  const auto job = [](std::uint64_t id) { return Field(&CopyResult::job_id, id); };
+  EXPECT_THAT(results, ElementsAre(job(2), job(3), job(4)));
+  for (const Ticket ticket : {2u, 3u, 4u}) EXPECT_EQ(reported(ticket), 0u);
+  EXPECT_EQ(reported(1 + kSlots), std::nullopt) << "it would take the slot of a running job";
+  copier_->finish(1);
+  poll();
+  EXPECT_THAT(results, UnorderedElementsAre(job(1), job(5)));
+  EXPECT_EQ(reported(1 + kSlots), 0u);
 }
 
 TEST_F(RankWorkerTest, wait_reports_at_once_and_keeps_the_result_for_poll) {

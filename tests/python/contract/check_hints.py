@@ -112,7 +112,7 @@ def test_a_turn_may_say_when_its_session_returns(sessions: Sessions) -> None:
     assert outcomes(sessions.engine) == {("resume_in", "accepted"): 1}
 
 
-def test_a_request_carries_what_it_says_about_its_own_return(sessions: Any) -> None:
+def test_a_request_carries_the_hint_about_its_own_return(sessions: Any) -> None:
     def carried(*actions: Any, **more: Any) -> float:
         request = sessions.begin(keys(1, 2), hints(*actions, session="a", **more))
         state = sessions.engine.manager._live[request.req_id]

@@ -532,7 +532,7 @@ def test_a_group_whose_values_are_unknown_is_named_with_the_reason(
     assert settings["kv_runs"] == ("[[1024,1024]]" if is_known else "[[0,0]]")
 
 
-def test_a_group_whose_values_always_lie_beside_keys_is_named(
+def test_a_group_in_which_every_64_elements_contain_a_key_is_named(
     resolved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = kv_caches()

@@ -166,7 +166,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_failure_is_reported_once_and_the_thread_goes_on(start: Start, warnings: list[str]) -> None:
+def test_a_failure_is_reported_once_and_the_thread_continues(start: Start, warnings: list[str]) -> None:
     cache, engine = FakeCache(), FakeEngine()
     real, failures = cache.has_removals, iter(range(3))
 
@@ -253,7 +253,7 @@ def test_vllm_fills_the_queue_of_its_engine_on_a_thread_with_a_method_of_the_eng
     assert "input_queue" in names
 
 
-def test_vllms_engine_says_whether_it_is_paused_or_sleeps() -> None:
+def test_vllms_engine_reports_whether_it_is_paused_or_sleeps() -> None:
     assert EngineCoreProc.is_sleeping.__code__.co_argcount == 1
     assert {"is_scheduler_paused", "is_sleeping"} <= set(EngineCoreProc.is_sleeping.__code__.co_names)
     engine = EngineCoreProc.__new__(EngineCoreProc)

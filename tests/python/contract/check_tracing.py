@@ -442,7 +442,7 @@ def test_a_hanging_exporter_blocks_neither_requests_nor_the_shutdown(
     exporter.released.set()
 
 
-def test_close_exports_what_is_queued() -> None:
+def test_close_exports_queued_spans() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -554,7 +554,7 @@ def test_the_connector_hands_over_each_request_once_wrapped(monkeypatch: pytest.
     assert seen == ["a request"]
 
 
-def test_another_spec_with_the_same_connector_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_spec_with_the_same_connector_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
         OffloadingConnectorScheduler, "on_new_request", lambda self, request: seen.append(request)

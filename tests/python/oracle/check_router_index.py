@@ -346,7 +346,7 @@ def until(exact: Callable[[], bool]) -> Iterator[str]:
     yield "exact"
 
 
-def test_an_idle_server_publishes_what_another_server_evicts(tmp_path: Path) -> None:
+def test_an_idle_server_publishes_evictions_by_another_server(tmp_path: Path) -> None:
     root = tmp_path / "root"
     setup = with_disk(described(FULL), root, max_bytes="1MiB")
     idle = boot(setup)

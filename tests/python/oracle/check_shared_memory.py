@@ -115,7 +115,7 @@ def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks()
         _check_at_rest(owner)
 
 
-def test_an_engine_goes_on_when_its_neighbour_has_ended() -> None:
+def test_an_engine_continues_when_its_neighbour_has_ended() -> None:
     asked = prompts(3)
     with two_engines(FULL) as (owner, reader):
         ask_again(owner, asked)

@@ -393,7 +393,9 @@ TEST(EvictorTest, a_server_with_encoded_records_gets_its_whole_share) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FakeClock clock;
-  FsTierOptions options = options_for(root, std::uint64_t{16} << 20), other = options;
+  FsTierOptions options = options_for(root, std::uint64_t{8} << 20), other;
+  options.o_direct = DirectMode::kOff;  // does not wait for the disk
+  other = options;
   other.namespace_id.fill(0x22);
   options.form.compression = always_encoded();
   other.form.compression = always_encoded();

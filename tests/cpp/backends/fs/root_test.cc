@@ -360,6 +360,19 @@ TEST_F(FsProbeTest, a_start_and_the_next_probe_remove_what_killed_probes_left) {
   EXPECT_EQ(entries(plain), 0u);
 }
 
+TEST_F(FsProbeTest, a_probe_that_was_killed_before_it_had_a_namespace_is_removed_after_an_hour) {
+  const fs::path killed = dir_.path() + "/.kv_offload_probe_5", begins = dir_.path() + "/.kv_offload_probe_6";
+  for (const fs::path& path : {killed, begins}) {
+    fs::create_directory(path);
+    std::ofstream(path / layout::kRootFile) << layout::kRootText;
+  }
+  fs::last_write_time(killed, fs::file_time_type::clock::now() - std::chrono::minutes(61));
+  fs::last_write_time(begins, fs::file_time_type::clock::now() - std::chrono::minutes(59));
+  (void)probe_disk(dir_.path(), 1 << 20, kRecord);
+  EXPECT_FALSE(fs::exists(killed));
+  EXPECT_TRUE(fs::exists(begins));
+}
+
 TEST_F(FsProbeTest, other_files_with_similar_names_stay) {
   { ASSERT_TRUE(TierUser(options_).write(1)); }
   const fs::path root(root_), outside(dir_.path() + "/outside");

@@ -374,7 +374,7 @@ TEST(RedisClusterScriptTest, a_redirect_to_an_unknown_address_does_not_count_aga
 }
 
 // The importing node owns no slots yet.
-TEST(RedisClusterScriptTest, an_importing_node_that_fails_once_is_soon_asked_again) {
+TEST(RedisClusterScriptTest, an_importing_node_that_fails_once_is_soon_retried) {
   RedisScript to(RedisScript::usual({{"ASKING", "+OK\r\n"}, {"EXISTS", "-LOADING x\r\n"}}),
                  RedisScript::On::kPort);
   RedisScript from(node(), RedisScript::On::kPort);

@@ -285,7 +285,7 @@ TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) { move_a_slo
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_writes_that_must_not_evict) { move_a_slot(false); }
 
 // Runs last, because it leaves a cluster of two masters and a former replica.
-TEST_F(RedisClusterTest, z_keys_of_a_dead_node_are_missing_until_its_replica_takes_over) {
+TEST_F(RedisClusterTest, z_keys_of_a_failed_node_are_missing_until_its_replica_takes_over) {
   constexpr std::size_t kDying = 2;
   RedisTierOptions chosen = options();
   TierDriver user(make_redis_tier(chosen));

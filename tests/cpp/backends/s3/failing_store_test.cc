@@ -25,7 +25,7 @@ constexpr Nanos kShort{milliseconds(200)}, kOfTier{seconds(2)};
 
 // ---- overload, failures, hangs
 
-TEST_F(S3TierTest, an_overloaded_store_is_asked_again_with_growing_pauses) {
+TEST_F(S3TierTest, requests_to_an_overloaded_store_are_repeated_with_growing_pauses) {
   s3::S3Store store(options());
   server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown"), 3);
   EXPECT_TRUE(write(store, 1));

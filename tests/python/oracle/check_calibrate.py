@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_contract.py under each vLLM release, because it needs torch and transformers:
-``kv-offload calibrate``, and the sensitivities that it computes."""
+"""Run by test_calibration.py in a process that has imported torch and transformers: ``kv-offload calibrate``,
+and the sensitivities that it computes."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 
 adapter.use_specs()
 
+from kv_offload.specs import identity  # noqa: E402
+
 from kv_offload.calibration import Calibration, LayerFactors  # noqa: E402
 from kv_offload.cli import app, calibrate_command  # noqa: E402
+from kv_offload.model_identity import model_identity  # noqa: E402
 from kv_offload.sensitivity import sensitivities  # noqa: E402
 
 MODEL = {"name": "org/model", "revision": "abc"}
@@ -87,7 +90,7 @@ def run(*words: str) -> Any:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model instead of one that transformers loads."""
     monkeypatch.setattr(calibrate_command, "_loaded", lambda *_: (tiny_model(), Tokenizer()))
-    monkeypatch.setattr("kv_offload.model_identity.model_identity", lambda *_: dict(MODEL))
+    monkeypatch.setattr("kv_offload.model_identity.model_identity", lambda *_, **__: dict(MODEL))
 
 
 @pytest.mark.usefixtures("loaded")
@@ -144,6 +147,27 @@ def test_a_calibration_in_the_directory_of_the_model_is_refused(tmp_path: Path) 
     assert not list(model.rglob("*.json"))
 
 
+def measured(_: Any, __: Any, identity: dict[str, Any], *___: Any, **____: Any) -> Calibration:
+    """A calibration without a measurement."""
+    return Calibration(identity, (LayerFactors(64, 64, ((1.0,),), ((1.0,),)),), {})
+
+
+def test_the_identity_has_the_code_of_other_repositories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(auto_map={"AutoModelForCausalLM": "org/code--modeling.Model"})
+    loaded = SimpleNamespace(config=config)
+    monkeypatch.setattr(calibrate_command, "_loaded", lambda *_: (loaded, Tokenizer()))
+    monkeypatch.setattr(calibrate_command, "_measured", measured)
+    monkeypatch.setattr("kv_offload.model_identity._hub_commit", lambda name, *_: f"commit of {name}")
+    path = tmp_path / "calibration.json"
+    result = run("org/model", "-o", str(path), "--trust-remote-code")
+    assert result.exit_code == 0, result.output
+    served = identity._remote_code(SimpleNamespace(trust_remote_code=True, hf_config=config))
+    assert served == ["org/code"]
+    Calibration.read(path).refuse_other_model(model_identity("org/model", code=served))
+
+
 def test_the_identity_is_that_of_the_loaded_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     revisions = ["old"]
 
@@ -151,13 +175,10 @@ def test_the_identity_is_that_of_the_loaded_revision(tmp_path: Path, monkeypatch
         revisions.append("new")  # loading downloads a newer revision
         return None, Tokenizer()
 
-    def measured(_: Any, __: Any, identity: dict[str, Any], *___: Any, **____: Any) -> Calibration:
-        return Calibration(identity, (LayerFactors(64, 64, ((1.0,),), ((1.0,),)),), {})
-
     monkeypatch.setattr(calibrate_command, "_loaded", load)
     monkeypatch.setattr(calibrate_command, "_measured", measured)
     monkeypatch.setattr(
-        "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": revisions[-1]}
+        "kv_offload.model_identity.model_identity", lambda *_, **__: {"name": "x", "revision": revisions[-1]}
     )
     path = tmp_path / "calibration.json"
     result = run("x", "-o", str(path), "--segments", "2")
@@ -177,7 +198,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("loaded")
 def test_weights_without_an_identity_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "kv_offload.model_identity.model_identity", lambda *_: {"name": "x", "revision": "unknown"}
+        "kv_offload.model_identity.model_identity", lambda *_, **__: {"name": "x", "revision": "unknown"}
     )
     result = run("x", "-o", str(tmp_path / "calibration.json"))
     assert result.exit_code == 1

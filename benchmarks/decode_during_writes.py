@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much storing a prompt slows down running requests.
 
-    python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
+    python benchmarks/decode_during_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
 
 Serves one generated model with vLLM on CPU in four servers that run at the same time: without a connector,
 with this one and host memory only, with this one and a disk, and with vLLM's TieringOffloadingSpec and a disk
@@ -113,7 +113,7 @@ def main() -> None:
     echo(describe_machine()["text"])
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     with (
-        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="decode-beside-") as directory,
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="decode-during-") as directory,
         contextlib.ExitStack() as running,
     ):
         model = make_model(Path(directory) / "model", arguments.kind)
@@ -175,9 +175,9 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
         name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind", "spins")
     }
     write_results(
-        "decode_beside_writes",
+        "decode_during_writes",
         {"parameters": parameters, "results": results},
-        lambda path: draw_bars(path, bars, "time per token, of no connector", "decode beside writes"),
+        lambda path: draw_bars(path, bars, "time per token, of no connector", "decoding during writes"),
     )
 
 
