@@ -75,6 +75,16 @@ void LentRows::clear_dead_readers(double now) {
   }
   const std::uint32_t first = next_pins_, count = std::min(kPinsPerPoll, rows_.capacity() - first);
   count_steps(count);
+  clear_dead_readers(first, count);
+  next_pins_ = first + count == rows_.capacity() ? 0 : first + count;
+}
+
+void LentRows::for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) {
+  clear_dead_readers(0, rows_.capacity());
+  rows_.for_each_pinned(visit);
+}
+
+void LentRows::clear_dead_readers(std::uint32_t first, std::uint32_t count) {
   const std::uint64_t readers = rows_.readers(first, count) & ~alive_;
   for (unsigned reader = 0; reader < kMostReaders; ++reader) {
     if ((readers >> reader & 1) == 0) continue;
@@ -82,7 +92,6 @@ void LentRows::clear_dead_readers(double now) {
     if (!region_.if_reader_is_dead(reader, [&] { rows_.clear_pins(reader, first, count); }))
       alive_ |= std::uint64_t{1} << reader;
   }
-  next_pins_ = first + count == rows_.capacity() ? 0 : first + count;
 }
 
 void LentRows::close() {

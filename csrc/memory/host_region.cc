@@ -33,6 +33,7 @@ constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kFirstRankDeadline = std::chrono::minutes(2);
 constexpr auto kKilledEngineWait = std::chrono::seconds(2);  // an engine killed now has ended by then
+constexpr auto kReadersWait = std::chrono::seconds(3);       // readers of an ended engine have left by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -204,8 +205,8 @@ std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_di
   return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
 }
 
-// Frees kept regions that no process holds if their memory is needed. One that was shared may have a second
-// name, if its engine died a moment ago.
+// Frees kept regions that no process holds if their memory is needed. One that was shared has a second name
+// if its engine was killed. With share_for, waits for readers of such regions.
 void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
@@ -213,6 +214,13 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
   std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kLeftovers),
                     std::back_inserter(*swept));
   headroom = memory_headroom(options.shm_directory);
+  // Readers keep the memory of a region without a name until they find that its engine has ended.
+  const auto deadline = std::chrono::steady_clock::now() + kReadersWait;
+  while (needed > headroom.bytes && !options.share_for.empty() &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kPollAtMost);
+    headroom = memory_headroom(options.shm_directory);
+  }
   if (needed <= headroom.bytes) return;
   const bool is_part = options.local_ranks != 0 && options.local_ranks < options.num_workers;
   const std::string here = is_part ? fmt::format(" for {} ranks, of which this host has {}",
@@ -637,6 +645,10 @@ std::span<std::byte> HostRegion::memory_of_shared_rows(std::uint64_t bytes) {
 }
 
 void HostRegion::share() {
+  if (!ByteLock::share(impl_->file.fd(), kOwnerByte)) {
+    throw_resource("{} has no file locks: other engines cannot load from this one",
+                   impl_->options.shm_directory);
+  }
   if (impl_->file.share(impl_->options.shm_directory, impl_->options.share_for)) return;
   throw_resource(
       "{} engines of this model share host memory in {} already: this one loads from up to {} of them, and "

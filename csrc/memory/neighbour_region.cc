@@ -137,10 +137,17 @@ std::optional<unsigned> shared_number(const HostRegion& own) {
 
 bool NeighbourRegion::is_alive() {
   if (!rows_->is_open()) return false;
-  if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK || errno == EINTR;
+  if (ByteLock::is_locked(fd_, kOwnerByte)) return true;
+  remove_name();
+  return false;
+}
+
+void NeighbourRegion::remove_name() const {
+  struct stat opened {};
+  if (!is_named() || ::fstat(fd_, &opened) != 0 || opened.st_nlink != 1) return;
+  if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return;
   if (is_named()) ::unlink(path_.c_str());
   (void)::flock(fd_, LOCK_UN);
-  return false;
 }
 
 }  // namespace kv_offload

@@ -28,6 +28,8 @@ namespace kv_offload {
 inline constexpr unsigned kMostReaders = 63;
 inline constexpr std::uint64_t kUsedByReader = std::uint64_t{1} << kMostReaders;
 inline constexpr std::uint64_t kReaderBits = kUsedByReader - 1;
+// Of the region's file: locked by the scheduler of the owner, see ByteLock. Readers lock those before it.
+inline constexpr unsigned kOwnerByte = kMostReaders;
 
 template <typename Word>
 struct SharedRow {

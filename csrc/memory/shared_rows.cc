@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <random>
 
 #include "base/status.h"
 #include "base/xxh3.h"
@@ -60,6 +61,7 @@ struct SharedRows::Header {
   std::atomic<std::uint64_t> magic;
   XXH128_hash_t identity;
   std::uint64_t row_bytes, row_sizes;  // of the layout
+  std::uint64_t id;
   // The number of this opening; 0: readers may not pin rows.
   std::atomic<std::uint64_t> open;
   // Of rows and openings. Continued by the next owner of the region. In a cache line of its own: readers poll
@@ -114,6 +116,8 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
   } else {
     header->magic.store(0, std::memory_order_seq_cst);
     std::memset(memory_ + kPageBytes, 0, layout_.bytes - kPageBytes);
+    std::random_device random;
+    header->id = std::uint64_t{random()} << 32 | random();
   }
   header->identity = digest_of(layout_, identity);
   header->row_bytes = layout_.row_bytes;
@@ -123,10 +127,13 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
   header->open.store(last_version_, std::memory_order_seq_cst);
 }
 
+std::uint64_t SharedRows::id() const { return std::launder(reinterpret_cast<const Header*>(memory_))->id; }
+
 bool SharedRows::has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout) {
   const auto* header = std::launder(reinterpret_cast<const Header*>(memory.data()));
-  if (header->magic.load() != kRowsMagic) return false;  // no reader accepts what is there
-  return header->row_bytes != layout.row_bytes || header->row_sizes != layout.row_sizes;
+  if (header->magic.load() == 0) return false;  // no reader has accepted what is there
+  return header->magic.load() != kRowsMagic || header->row_bytes != layout.row_bytes ||
+         header->row_sizes != layout.row_sizes;
 }
 
 SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {

@@ -63,8 +63,8 @@ class SharedRows {
   // readers of an earlier table stay if it had the same layout. REQUIRES: no process has or takes a
   // reader number meanwhile, unless has_other_layout() is false.
   SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity);
-  // True if the memory is a table whose pins are at other places, or in which a row of a group has another
-  // size.
+  // True if the memory is a table of another format, whose pins are at other places, or in which a row of a
+  // group has another size.
   static bool has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout);
 
   struct Row {
@@ -93,6 +93,10 @@ class SharedRows {
   // reused.
   void close();
   std::uint32_t capacity() const { return layout_.capacity; }
+  // A random number that the table has had since it was made. A table that replaces one of another layout has
+  // another number. So a note about the rows that is kept with this number is void after rows of other sizes
+  // were written.
+  std::uint64_t id() const;
   // Returns bits of the readers that pin any of the rows with the indices [first, first + count). REQUIRES,
   // like clear_pins(): inside the capacity.
   std::uint64_t readers(std::uint32_t first, std::uint32_t count) const;

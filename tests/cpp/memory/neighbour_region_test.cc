@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -465,6 +466,28 @@ TEST_F(KeptNeighbourTest, a_region_with_a_reader_is_not_taken_over_with_another_
   }
   // Without a reader the layout does not matter; the identity does.
   EXPECT_EQ(kept("last")->scheduler->kept().origin, RegionOrigin::kAdopted);
+}
+
+// A reader that is stopped at any instruction must not keep the next engine from the region.
+TEST_F(KeptNeighbourTest, readers_of_a_killed_owner_neither_lock_the_file_nor_remove_its_names) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  ASSERT_THAT(reader->neighbours, SizeIs(1));
+  owner.kill();
+  const std::string path = path_of(reader->neighbours.begin()->second->number());
+  const int adopting = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(::flock(adopting, LOCK_SH | LOCK_NB), 0);
+  reader->look_around();
+  EXPECT_THAT(reader->neighbours, IsEmpty()) << "a lock of the next engine counts as one of the owner";
+  ::close(adopting);
+  reader->look_around();
+  EXPECT_EQ(names().size(), 3u);
+  for (const std::string& name : names()) {
+    if (name.starts_with(kKeptNamePrefix)) std::filesystem::remove(directory_ + "/" + name);
+  }
+  reader->look_around();
+  EXPECT_EQ(names().size(), 1u) << "memory that is not kept any more has a name";
 }
 
 TEST_F(KeptNeighbourTest, an_engine_that_does_not_share_leaves_a_region_that_others_may_read) {

@@ -295,9 +295,16 @@ TEST_F(SharedRowsTest, a_table_of_another_layout_is_made_anew_and_numbers_contin
   SharedRowsLayout other = SharedRowsLayout::of(kRows * kTwoPages / 2, kTwoPages);
   other.row_sizes = 1;
   EXPECT_FALSE(SharedRows::has_other_layout(memory_, layout_));
+  const std::uint64_t first_id = first.id();
+  EXPECT_EQ(open().id(), first_id);
   EXPECT_TRUE(SharedRows::has_other_layout(memory_, other));
+  const std::byte version = memory_[0];  // of the format
+  memory_[0] = std::byte{'x'};
+  EXPECT_TRUE(SharedRows::has_other_layout(memory_, layout_));
+  memory_[0] = version;
   SharedRows next(memory_.first(other.bytes), other, "model");
   EXPECT_EQ(next.readers(0, next.capacity()), 0u);
+  EXPECT_NE(next.id(), first_id);
   next.publish(row(2, "b"));
   EXPECT_FALSE(reader.is_open());
   const auto again = SharedRowsView(memory_, memory_.subspan(kPageBytes), other, "model").find(key("b"));

@@ -145,7 +145,8 @@ class SharingEngine {
   }
   void keep_rows(std::uint64_t area_bytes) {
     const std::uint64_t bytes = RowTable::bytes(area_bytes, kPageBytes);
-    table_.emplace(scheduler->memory_after_areas(bytes, layout_.bytes), area_bytes, kPageBytes, identity_);
+    table_.emplace(scheduler->memory_after_areas(bytes, layout_.bytes), area_bytes, kPageBytes,
+                   identity_ + std::to_string(rows_->id()));
     for (const RowTable::Row& row : table_->rows()) {
       rows_->publish({row.row, row.key, row.depth, row.group});
       taken_over[row.row] = row.depth;
