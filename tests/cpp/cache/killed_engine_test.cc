@@ -229,8 +229,8 @@ TEST_F(KilledEngine, the_test_detects_memory_that_was_not_released) {
 constexpr std::uint32_t kNeighbours = 3;
 constexpr std::uint32_t kNeighbourKeys = 60;  // of each group; more than the rows of all engines
 constexpr std::uint64_t kRowsOfEach = 96;
-constexpr int kNeighbourOperations = 12'000;  // of all engines
-constexpr std::uint64_t kOperationsOfLife = 600;
+constexpr int kNeighbourOperations = 4'000;  // of all engines
+constexpr std::uint64_t kOperationsOfLife = 300;
 
 // What the engines report. Engine i is always the same one: its successor takes over its memory.
 struct Reports {
